@@ -221,7 +221,9 @@ def test_types_are_mixed_and_what_is_not_kept_is_dequantized(byte_folder, tmp_pa
     plan = convert_gguf(path, tmp_path / "out", dtype="stored")
     kinds = "1 weight in Q5_0, 1 weight in Q8_0, 1 weight in MXFP4, 1 weight in Q4_K, 2 weights in Q6_K"
     assert plan.notes[0] == f"as in the file: {kinds}; only nextn loads them"
-    assert plan.notes[1:] == ("dequantized to bfloat16, as Q5_1 is not kept: model.layers.0.mlp.gate_proj.weight",)
+    assert plan.notes[1:] == (
+        "dequantized to bfloat16, as blocks of Q5_1 are not kept: model.layers.0.mlp.gate_proj.weight",
+    )
     convert_gguf(path, tmp_path / "wide")
     assert_same_logits(tmp_path / "out", tmp_path / "wide")
 
@@ -271,7 +273,7 @@ def test_columns_of_blocks_move_only_whole(kind, is_kept, byte_folder, tmp_path)
     moved = [name for name in names if ".out_proj." in name]
     assert {name.endswith(blocks_name(kind.name)) for name in moved} == {is_kept}
     assert any(name.startswith("mtp.") and blocks_name(kind.name) in name for name in names)
-    assert any("parts of Q4_K's blocks move: model.layers.0" in note for note in plan.notes) != is_kept
+    assert any("parts of blocks of Q4_K move: model.layers.0" in note for note in plan.notes) != is_kept
     convert_gguf(path, tmp_path / "wide")
     assert_same_logits(tmp_path / "out", tmp_path / "wide")
 
@@ -409,9 +411,9 @@ def test_experts_one_by_one(byte_folder, tmp_path):
 
 
 def qwen35_metadata(config):
-    return {
+    metadata = {
         "block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1, "context_length": 2048,
-        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "embedding_length": config.hidden_size, "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8,
         "rope.freq_base": config.rope_parameters["rope_theta"],
         "attention.layer_norm_rms_epsilon": 1e-6, "ssm.conv_kernel": config.linear_conv_kernel_dim,
@@ -420,6 +422,7 @@ def qwen35_metadata(config):
         "ssm.time_step_rank": config.linear_num_value_heads,
         "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
     }  # fmt: skip
+    return {key: value for key, value in metadata.items() if value is not None}
 
 
 def test_value_heads_in_their_own_order(byte_folder, tmp_path):
@@ -428,6 +431,77 @@ def test_value_heads_in_their_own_order(byte_folder, tmp_path):
     size, metadata = model.trunk.config.linear_value_head_dim, qwen35_metadata(model.trunk.config)
     made = converted(model, ARCHITECTURES["qwen35"], tmp_path / "in", keys=(2, 6), width=size)
     check(model, "qwen35", metadata, made, byte_folder, tmp_path, near=1e-6)
+
+
+def moe_metadata(config):
+    return qwen35_metadata(config) | {
+        "expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_vector", [True, False])
+def test_value_heads_and_experts(is_vector, byte_folder, tmp_path):
+    """Qwen3.5 with experts; llama-quantize writes the gate of the shared one as a vector."""
+    model = build_with_head("qwen3_5_moe", vocab_size=VOCAB, linear_num_key_heads=2, linear_num_value_heads=6)
+    config = model.trunk.config
+    made = converted(model, ARCHITECTURES["qwen35moe"], tmp_path / "in", (2, 6), config.linear_value_head_dim)
+    if is_vector:
+        made = {key: (each[0] if "inp_shexp" in key else each, kind) for key, (each, kind) in made.items()}
+    check(model, "qwen35moe", moe_metadata(config), made, byte_folder, tmp_path, near=1e-6)
+
+
+def qwen3_next(folder, *, is_split=True, **changes):
+    """A model, and the tensors of its file: q, k, v and z of all key heads, or of each, as older files have them."""
+    model = build_with_head("qwen3_next", vocab_size=VOCAB, norm_topk_prob=True, **changes)
+    config = model.trunk.config
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    sizes = [*[config.linear_key_head_dim] * 2, *[heads // keys * config.linear_value_head_dim] * 2]
+    made = converted(model, ARCHITECTURES["qwen3next"], folder, (1, heads), config.linear_value_head_dim)
+    for name in [name for name in made if name.endswith("ssm_in.weight") and is_split]:
+        values = torch.from_numpy(made.pop(name)[0])
+        parts = [each.flatten(0, 1) for each in values.unflatten(0, (keys, -1)).split(sizes, dim=1)]
+        made[name.replace("ssm_in", "attn_gate")] = parts[3].numpy(), Type.F32
+        made[name.replace("ssm_in", "attn_qkv")] = torch.cat(parts[:3]).numpy(), Type.F32
+    return model, made
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_one_matrix_that_is_two_in_the_file(is_split, byte_folder, tmp_path):
+    """Qwen3-Next: z is a tensor of its own."""
+    model, made = qwen3_next(tmp_path / "in", is_split=is_split)
+    check(model, "qwen3next", moe_metadata(model.trunk.config), made, byte_folder, tmp_path, near=1e-6)
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K"), ("Q5_K", "Q4_K")])
+def test_blocks_of_two_tensors(kinds, byte_folder, tmp_path):
+    """They stay where both have one type."""
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "hidden_size": 256}
+    model, made = qwen3_next(tmp_path / "in", **sizes)
+    for key, kind in zip(("attn_qkv", "attn_gate"), kinds, strict=True):
+        for name in [name for name in made if key in name]:
+            made[name] = random_blocks(kind, len(made[name][0]), 1, SCALES[kind], len(name)), Type[kind]
+    path = write(tmp_path / "model.gguf", "qwen3next", moe_metadata(model.trunk.config), made, byte_folder)
+    plan = convert_gguf(path, tmp_path / "out", dtype="stored")
+    is_kept = kinds[0] == kinds[1]
+    assert any("qkvz.weight_q4_k" in name for name in stored(tmp_path / "out")) == is_kept
+    assert any("blocks of Q4_K and Q5_K are not kept" in note for note in plan.notes) != is_kept or not plan.notes
+    convert_gguf(path, tmp_path / "wide")
+    assert_same_logits(tmp_path / "out", tmp_path / "wide")
+
+
+def test_two_tensors_that_do_not_fit(byte_folder, tmp_path):
+    model, made = qwen3_next(tmp_path / "in")
+    metadata = moe_metadata(model.trunk.config)
+    gate = next(name for name in made if "attn_gate" in name)
+    faults = {"any, 16": made[gate][0][:, :16], r"\(96, any\)": made[gate][0][:8], "": None}
+    for words, values in faults.items():
+        broken = {name: each for name, each in made.items() if name != gate}
+        broken |= {} if values is None else {gate: (np.ascontiguousarray(values), Type.F32)}
+        path = write(tmp_path / "model.gguf", "qwen3next", metadata, broken, byte_folder)
+        with pytest.raises(CheckpointError, match=f"attn_qkv.weight has shape .*{words}"):
+            convert_gguf(path, tmp_path / "out")
 
 
 def check(model, architecture, metadata, made, tokenizer, folder, near=0.0):
@@ -492,7 +566,8 @@ EPSILON = "attention.layer_norm_rms_epsilon"
 # Changes of the metadata, of the tensors, the architecture, the error and its words.
 REFUSED = {
     "an architecture": (
-        {}, {}, "gemma3", FamilyError, "is 'gemma3'; nextn converts llama, qwen2, qwen3, glm4moe, qwen35, and the dense"
+        {}, {}, "gemma3", FamilyError,
+        "is 'gemma3'; nextn converts llama, qwen2, qwen3, glm4moe, qwen3moe, qwen3next, qwen35, qwen35moe, and the"
     ),
     "a type": (
         {}, {"blk.0.ffn_up.weight": (np.zeros((2, 2), np.int8), Type.I8)}, "qwen3", CheckpointError,

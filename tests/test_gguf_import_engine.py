@@ -39,10 +39,18 @@ TRUNKS = {
     "llama, linear": ("llama", {"rope_parameters": LINEAR}),
     "qwen2": ("qwen2", {}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN}),
-}
+    "qwen3_moe": (
+        "qwen3",
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "norm_topk_prob": True},
+    ),
+}  # fmt: skip
+VALUE_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 32}
 HEADS = {
     "glm4_moe": {"attention_bias": True, "use_qk_norm": True},
-    "qwen3_5": {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 32},
+    "qwen3_5": VALUE_HEADS,
+    "qwen3_5_moe": VALUE_HEADS,
+    "qwen3_next": {**VALUE_HEADS, "norm_topk_prob": True},
 }
 
 
@@ -85,17 +93,26 @@ def test_a_converted_file_is_the_checkpoint(name, tmp_path):
     expected, found = tensors(original), tensors(tmp_path / "out")
     assert found.keys() == {each for each in expected if "inv_freq" not in each}
     for each, tensor in found.items():
-        tolerance = 1e-6 if name == "qwen3_5" and ("norm" in each or "A_log" in each) else 0.0
+        tolerance = 1e-6 if name.startswith(("qwen3_5", "qwen3_next")) and ("norm" in each or "A_log" in each) else 0.0
         torch.testing.assert_close(tensor, expected[each].float(), atol=tolerance, rtol=0, msg=each)
     for k in (0, 3) if name in HEADS else (0,):
         assert texts(tmp_path / "out", k) == texts(original, k)
 
 
-@pytest.mark.parametrize(("kind", "near"), [("F32", 1e-5), ("Q8_0", 2e-3), ("Q6_K", 2e-2), ("Q4_K_M", 1e-2)])
-def test_a_quantized_file_says_what_llama_cpp_says(kind, near, tmp_path):
+QUANTIZED = [
+    ("glm4_moe", "F32", 1e-5), ("glm4_moe", "Q8_0", 2e-3), ("glm4_moe", "Q6_K", 2e-2), ("glm4_moe", "Q4_K_M", 1e-2),
+    ("qwen3_5_moe", "F32", 1e-5), ("qwen3_5_moe", "Q4_K_M", 1e-2), ("qwen3_next", "F32", 1e-5),
+    ("qwen3_next", "Q4_K_M", 1e-2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "near"), QUANTIZED)
+def test_a_quantized_file_says_what_llama_cpp_says(name, kind, near, tmp_path):
     """KL of its distributions against that of the next position's; llama.cpp rounds activations to eight bits."""
     changes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
-    model = build_with_head("glm4_moe", **{**WIDE, **changes}, initializer_range=0.1)
+    changes |= {} if name == "glm4_moe" else {"shared_expert_intermediate_size": 256, "linear_key_head_dim": 32}
+    changes |= {} if name == "glm4_moe" else HEADS[name]
+    model = build_with_head(name, **{**WIDE, **changes}, initializer_range=0.1)
     model.save(tmp_path / "original")
     byte_tokenizer().save_pretrained(tmp_path / "original")
     file = gguf(tmp_path / "original", tmp_path / "F32.gguf", "f32")

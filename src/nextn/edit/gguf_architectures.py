@@ -48,6 +48,7 @@ class Architecture:
         layer: Names in a block -> in a decoder layer, without `.weight` or `.bias`. A number is put into `{}` for
             each slice of a tensor of experts.
         exact: The same for full names.
+        joined: Names in `layer` -> that of a tensor whose rows follow in the checkpoint's tensor.
         changes: Names in `layer` or `exact` -> a function of the config that returns the change.
         norm_offset: What the converter adds to norm weights, except for names in `changes`.
         separate_head: Fields in the config of the head, which is in a folder of its own; none where it is not.
@@ -58,6 +59,7 @@ class Architecture:
     config: Callable[[Metadata], Config]
     layer: Mapping[str, str]
     exact: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, str] = field(default_factory=dict)
     changes: Mapping[str, Callable[[Config], Change]] = field(default_factory=dict)
     norm_offset: float = 0.0
     separate_head: Mapping[str, object] = field(default_factory=dict)
@@ -68,6 +70,11 @@ class Architecture:
         if rest in self.exact or stem not in self.layer or kind not in ("weight", "bias"):
             return self.exact.get(rest)
         return f"{self.layer[stem]}.{kind}"
+
+    def joined_to(self, name: str) -> str | None:
+        """Return the name in the file of the tensor whose rows follow those of tensor `name`; None if none does."""
+        head, _, stem = name.removesuffix(".weight").rpartition(".")
+        return f"{head}.{self.joined[stem]}.weight" if stem in self.joined else None
 
     def change(self, rest: str, config: Config) -> Change:
         """Return the change of a tensor in a block, or of `output_norm.weight`."""
@@ -103,6 +110,21 @@ def _glm4_moe(meta: Metadata) -> Config:
         "norm_topk_prob": meta.flag("expert_weights_norm", True),
         "num_nextn_predict_layers": meta.num_modules,
     }
+
+
+def _qwen_moe(meta: Metadata) -> Config:
+    return {
+        "num_experts": meta.whole("expert_count"),
+        "num_experts_per_tok": meta.whole("expert_used_count"),
+        "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
+        # As llama.cpp's graphs have it: every layer has experts, whose weights are normalized.
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+
+
+def _qwen3_5_moe(meta: Metadata) -> Config:
+    shared = meta.whole("expert_shared_feed_forward_length")
+    return {**_qwen3_5(meta), **_qwen_moe(meta), "shared_expert_intermediate_size": shared}
 
 
 def _qwen3_5(meta: Metadata) -> Config:
@@ -159,6 +181,22 @@ def _value_rows(of_heads: str | None = None, *, after_keys: bool = False) -> Cal
     return change
 
 
+def _by_key_head(config: Config) -> Change:
+    """Rows of q, k, v and z of a key head follow each other in a checkpoint, q of all heads and so on in the file."""
+    keys, per_key = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    sizes = [*[config["linear_key_head_dim"]] * 2, *[per_key * config["linear_value_head_dim"]] * 2]
+    parts = torch.arange(keys * sum(sizes)).split([keys * size for size in sizes])
+    return Change(torch.cat([part.view(keys, -1) for part in parts], dim=1).flatten())
+
+
+def _plain_convolution(config: Config) -> Change:
+    return Change(values=lambda weight: weight.unsqueeze(1))
+
+
+def _plain_decay(config: Config) -> Change:
+    return Change(values=lambda values: torch.log(-values))
+
+
 def _convolution(config: Config) -> Change:
     rows = _value_rows("linear_value_head_dim", after_keys=True)(config).rows
     return Change(rows, values=lambda weight: weight.unsqueeze(1))
@@ -168,6 +206,11 @@ def _decay(config: Config) -> Change:
     return Change(_value_heads(config, 1), values=lambda values: torch.log(-values))
 
 
+def _one_row(config: Config) -> Change:
+    """A matrix of one row, which may be a vector in the file."""
+    return Change(values=lambda weight: weight.reshape(1, -1))
+
+
 def _value_columns(config: Config) -> Change:
     return Change(columns=_value_heads(config, config["linear_value_head_dim"]))
 
@@ -175,13 +218,39 @@ def _value_columns(config: Config) -> Change:
 _DENSE = {block: layer for layer, block in LAYER.items()}
 _NORM_AFTER = {name: path for name, path in _DENSE.items() if name != "ffn_norm"}
 _NORM_AFTER["post_attention_norm"] = "post_attention_layernorm"
-_GLM4_MOE = {block: layer for layer, block in LAYER_GLM4_MOE.items()}
-_GLM4_MOE |= {f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")}
+_PROJECTIONS = ("gate", "up", "down")
+_EXPERTS = {f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in _PROJECTIONS}
+_GLM4_MOE = {block: layer for layer, block in LAYER_GLM4_MOE.items()} | _EXPERTS
+_ROUTED = {"ffn_gate_inp": "mlp.gate", **_EXPERTS}
+_SHARED = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_SHARED |= {f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj" for each in _PROJECTIONS}
 _QWEN3_5 = {
     **_NORM_AFTER, "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
     "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
 }  # fmt: skip
+
+
+def _without_dense(layer: Mapping[str, str]) -> dict[str, str]:
+    return {name: path for name, path in layer.items() if name not in {f"ffn_{each}" for each in _PROJECTIONS}}
+
+
+_QWEN3_NEXT = {
+    **_without_dense(_NORM_AFTER), "attn_qkv": "linear_attn.in_proj_qkvz", "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", **_ROUTED, **_SHARED,
+}  # fmt: skip
+_QWEN35 = Architecture(
+    "qwen3_5_text", "Qwen3_5ForCausalLM", _qwen3_5, _QWEN3_5,
+    {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    changes={
+        "attn_qkv": _value_rows("linear_value_head_dim", after_keys=True),
+        "attn_gate": _value_rows("linear_value_head_dim"),
+        "ssm_alpha": _value_rows(), "ssm_beta": _value_rows(), "ssm_dt.bias": _value_rows(), "ssm_a": _decay,
+        "ssm_conv1d": _convolution, "ssm_out": _value_columns, "ssm_norm": lambda config: Change(),
+    },
+    norm_offset=1.0,
+)  # fmt: skip
 ARCHITECTURES = {
     "llama": Architecture(
         "llama", "LlamaForCausalLM", _llama, _DENSE,
@@ -193,16 +262,22 @@ ARCHITECTURES = {
         "glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE,
         {CORRECTION[1]: CORRECTION[0]},
     ),
-    "qwen35": Architecture(
-        "qwen3_5_text", "Qwen3_5ForCausalLM", _qwen3_5, _QWEN3_5,
-        {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
-        {
-            "attn_qkv": _value_rows("linear_value_head_dim", after_keys=True),
-            "attn_gate": _value_rows("linear_value_head_dim"),
-            "ssm_alpha": _value_rows(), "ssm_beta": _value_rows(), "ssm_dt.bias": _value_rows(), "ssm_a": _decay,
-            "ssm_conv1d": _convolution, "ssm_out": _value_columns, "ssm_norm": lambda config: Change(),
+    "qwen3moe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", _qwen_moe, {**_without_dense(_DENSE), **_ROUTED}
+    ),
+    "qwen3next": replace(
+        _QWEN35, model_type="qwen3_next", model_class="Qwen3NextForCausalLM", config=_qwen3_5_moe, layer=_QWEN3_NEXT,
+        joined={"attn_qkv": "attn_gate"},
+        changes={
+            "attn_qkv": _by_key_head, "ssm_conv1d": _plain_convolution, "ssm_a": _plain_decay,
+            "ssm_norm": lambda config: Change(), "ffn_gate_inp_shexp": _one_row,
         },
-        norm_offset=1.0,
+    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(
+        _QWEN35, model_type="qwen3_5_moe_text", model_class="Qwen3_5MoeForCausalLM", config=_qwen3_5_moe,
+        layer={**_without_dense(_QWEN3_5), **_ROUTED, **_SHARED},
+        changes={**_QWEN35.changes, "ffn_gate_inp_shexp": _one_row},
     ),
 }  # fmt: skip
 _DRAFT_LAYOUTS = (STEP35, HY_V3)

@@ -61,6 +61,7 @@ class GgufPiece(Piece):
 
     Attributes:
         tensor: Of the GGUF.
+        beside: Another tensor of the GGUF, whose rows follow before they change places.
         expert: Which slice of a tensor of experts it is.
         change: From the stored values to the checkpoint's.
         dtype: Of what is written.
@@ -69,6 +70,7 @@ class GgufPiece(Piece):
     """
 
     tensor: GgufTensor = None  # type: ignore[assignment]  # `Piece` has a field with a default
+    beside: GgufTensor | None = None
     expert: int | None = None
     change: Change = _UNCHANGED
     dtype: str = "BF16"
@@ -77,8 +79,15 @@ class GgufPiece(Piece):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        shape = tuple(reversed(self.tensor.shape))
-        return shape if self.expert is None else shape[1:]
+        rows, *others = reversed(self.tensor.shape)
+        rows += 0 if self.beside is None else self.beside.num_rows
+        return (rows, *others) if self.expert is None else tuple(others)
+
+    @property
+    def kind(self) -> str:
+        """The type in the file; that of both tensors, if there are two."""
+        kinds = {each.kind.name for each in (self.tensor, self.beside) if each is not None}
+        return " and ".join(sorted(kinds))
 
     @property
     def info(self) -> TensorInfo:
@@ -112,7 +121,7 @@ class GgufPiece(Piece):
 
     def _changed(self, begin: int, end: int) -> Tensor:
         if self.part == "weight":
-            values = torch.from_numpy(np.array(self.tensor.rows(begin, end)))
+            values = self._read(begin, end, lambda *rows: torch.from_numpy(np.array(GgufTensor.rows(*rows))))
             values = values if self.change.is_none else values.view(self.stored_shape)
             values = values if self.change.rows is None else values[self.change.rows]
             values = values if self.change.columns is None else values[:, self.change.columns]
@@ -127,16 +136,23 @@ class GgufPiece(Piece):
 
     def _blocks(self, begin: int, end: int) -> Tensor:
         """Blocks of rows in the checkpoint's order, uint8 [rows, bytes]."""
-        stored, columns = (
-            self.tensor.read(begin * self.tensor.row_bytes, end * self.tensor.row_bytes),
-            self.change.columns,
-        )
-        rows = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(end - begin, -1)
+        rows, columns = self._read(begin, end, _raw_rows), self.change.columns
         rows = rows if self.change.rows is None else rows[self.change.rows]
         if columns is None:
             return rows
         size, num_bytes, *_ = BLOCK_TYPES[self.tensor.kind.name]
         return rows.unflatten(1, (-1, num_bytes))[:, columns[::size] // size].flatten(1)
+
+    def _read(self, begin: int, end: int, read: Callable[[GgufTensor, int, int], Tensor]) -> Tensor:
+        """Read rows of the tensor, or all rows of two, which change places."""
+        if self.beside is None:
+            return read(self.tensor, begin, end)
+        return torch.cat([read(each, 0, each.num_rows) for each in (self.tensor, self.beside)])
+
+
+def _raw_rows(tensor: GgufTensor, begin: int, end: int) -> Tensor:
+    data = bytearray(tensor.read(begin * tensor.row_bytes, end * tensor.row_bytes))
+    return torch.frombuffer(data, dtype=torch.uint8).view(end - begin, -1)
 
 
 def convert_gguf(
@@ -224,16 +240,18 @@ def _pieces(
     _refuse_unreadable(file)
     _refuse_missing(file, config)
     pieces, unknown, left = dict[str, GgufPiece](), list[str](), list[str]()
+    joined = {architecture.joined_to(name) for name in file.tensors}
     for name, tensor in file.tensors.items():
         block, rest = _place(name)
         module = -1 if block is None else block - config["num_hidden_layers"]
-        if name in _IGNORED or (name == "output.weight" and _is_copy(file, architecture)):
+        if name in _IGNORED or name in joined or (name == "output.weight" and _is_copy(file, architecture)):
             continue
         if (path := _path(block, rest, module, architecture, family)) is None:
             (left if rest in _COPIES else unknown).append(name)
             continue
         change = architecture.change(rest, config)
-        whole = GgufPiece(source, path, tensor=tensor, change=change, dtype=dtype, is_head=module >= 0)
+        beside = file.tensors.get(architecture.joined_to(name) or "")
+        whole = GgufPiece(source, path, tensor=tensor, beside=beside, change=change, dtype=dtype, is_head=module >= 0)
         _refuse_misshapen(whole, config)
         slices = range(tensor.shape[-1]) if "{}" in path else (None,)
         pieces |= {path.format(each): replace(whole, name=path.format(each), expert=each) for each in slices}
@@ -290,14 +308,16 @@ def _refuse_unreadable(file: GgufFile) -> None:
 
 def _refuse_misshapen(piece: GgufPiece, config: Config) -> None:
     """Raise CheckpointError for a tensor whose sizes are not those of the metadata, as far as it is taken apart."""
-    shape = tuple(reversed(piece.tensor.shape))
+    shape, other = piece.stored_shape, piece.beside
     expected: list[int | None] = [None] * len(shape)
     if "{}" in piece.name:
-        expected = [config["n_routed_experts"], None, None]
+        expected = [config.get("n_routed_experts", config.get("num_experts")), None, None]
     elif piece.change.rows is not None:
         expected[:1] = [len(piece.change.rows)]
     elif piece.change.columns is not None:
         expected = [None, len(piece.change.columns)]
+    if other is not None and (len(shape) != 2 or len(other.shape) != 2 or other.shape[0] != shape[1]):
+        expected = [None, other.shape[0]]
     if len(expected) != len(shape) or not all(each in (None, size) for each, size in zip(expected, shape, strict=True)):
         sizes = ", ".join("any" if each is None else str(each) for each in expected)
         raise CheckpointError(
@@ -332,11 +352,11 @@ def _rounded(pieces: Mapping[str, GgufPiece]) -> dict[str, Rounding]:
 
 def _packs(piece: GgufPiece) -> bool:
     """Whether the codes of a weight can stay as they are in compressed-tensors."""
-    return piece.tensor.kind.name in _PACKED and _moves_blocks(piece)
+    return piece.kind in _PACKED and _moves_blocks(piece)
 
 
 def _keeps_blocks(piece: GgufPiece) -> bool:
-    return _is_linear(piece) and piece.tensor.kind.name in BLOCK_TYPES and _moves_blocks(piece)
+    return _is_linear(piece) and piece.kind in BLOCK_TYPES and _moves_blocks(piece)
 
 
 def _moves_blocks(piece: GgufPiece) -> bool:
@@ -351,15 +371,15 @@ def _moves_blocks(piece: GgufPiece) -> bool:
 
 def _notes_on_blocks(pieces: Mapping[str, GgufPiece], kept: Iterable[str], dtype: str) -> list[str]:
     """Return notes on the Linears that stay in the file's blocks, and on those that do not."""
-    kinds = Counter(pieces[name].tensor.kind.name for name in kept)
+    kinds = Counter(pieces[name].kind for name in kept)
     counts = ", ".join(f"{counted(kinds[kind], 'weight')} in {kind}" for kind in BLOCK_TYPES if kind in kinds)
     notes = [f"as in the file: {counts}; only nextn loads them"]
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, piece in pieces.items():
-        kind = piece.tensor.kind.name
+        kind = piece.kind
         if _is_linear(piece) and name not in kept and kind not in DTYPES:
             is_known = kind in BLOCK_TYPES
-            reasons[f"parts of {kind}'s blocks move" if is_known else f"{kind} is not kept"].append(name)
+            reasons[f"parts of blocks of {kind} move" if is_known else f"blocks of {kind} are not kept"].append(name)
     return notes + [f"dequantized to {dtype}, as {why}: {some(names)}" for why, names in reasons.items()]
 
 

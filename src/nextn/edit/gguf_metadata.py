@@ -99,7 +99,8 @@ def common_config(meta: Metadata) -> Config:
     return {
         "vocab_size": embedding.shape[1],
         "hidden_size": meta.whole("embedding_length"),
-        "intermediate_size": meta.whole("feed_forward_length"),
+        # Models of experts alone may have none, and do not use it.
+        "intermediate_size": meta.whole("feed_forward_length", meta.whole("expert_feed_forward_length", 0) or None),
         "num_hidden_layers": meta.num_layers,
         "num_attention_heads": meta.whole("attention.head_count"),
         "num_key_value_heads": meta.whole("attention.head_count_kv", meta.whole("attention.head_count")),
