@@ -5,7 +5,8 @@ All are measured in turn, in one process, and times are minima over the turns, a
 them. `python bench/quantized.py MODEL [--prompts FILE] [--out FILE]`
 
 With --llama TYPES, such as BF16,Q8_0,Q4_K_M, llama.cpp measures the same checkpoint in the same turns, in this process:
-converted by its own converter and quantized by its own llama-quantize (`python bench/peers.py setup` builds both).
+converted by its own converter and quantized by its own llama-quantize (`python bench/peers.py setup` builds both). With
+--same-files, nextn also runs these GGUF files from their codes, and again with its other weights rounded to eight bits.
 
 With --kv-cache, the models differ in `Trunk.kv_cache_dtype`, not in `Trunk.weights`.
 
@@ -37,6 +38,7 @@ from torch import Tensor
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds
+from nextn.edit.gguf_import import STORED, convert_gguf
 from nextn.evaluate.decoding_costs import measure_costs, processor_name, step_bytes, time_passes
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
@@ -210,10 +212,23 @@ def ggufs(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
     return {kind: files[kind] for kind in args.llama}
 
 
-def measured(args: argparse.Namespace, llamas: Mapping[str, LlamaModel], clock: Clock) -> dict[str, object]:
+def of_ggufs(files: Mapping[str, Path], folder: Path) -> dict[str, Model]:
+    """Convert the files with their codes; checkpoints that are there are used."""
+    models = {}
+    for kind, file in files.items():
+        if not (out := folder / f"{kind}-codes").exists():
+            convert_gguf(file, out, dtype=STORED)
+        models[f"nextn {kind}"] = loaded(str(out), None)
+        models[f"nextn {kind}, else int8"] = loaded(str(out), None, weights="int8")
+    return models
+
+
+def measured(
+    args: argparse.Namespace, llamas: Mapping[str, LlamaModel], same: Mapping[str, Model], clock: Clock
+) -> dict[str, object]:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     changed, choices = ("kv_cache_dtype", KV_CACHE_DTYPES) if args.kv_cache else ("weights", WEIGHTS)
-    models = {choice: loaded(args.model, dtype, **{changed: choice}) for choice in choices}
+    models = {choice: loaded(args.model, dtype, **{changed: choice}) for choice in choices} | same
     first = next(iter(models.values()))
     trunk = first.trunk
     record: dict[str, object] = {
@@ -245,11 +260,11 @@ def measured(args: argparse.Namespace, llamas: Mapping[str, LlamaModel], clock: 
 
 
 def with_run(file: Path, run: dict[str, Any]) -> dict[str, object]:
-    """Return the runs of a record with one more, and the lowest and highest figures of each model over them."""
+    """Return the runs of a record with one more, and the lowest and highest figures of each model of the last one."""
     runs = [*(json.loads(file.read_text())["runs"] if file.exists() else []), run]
-    speeds = [each["speed"] for each in runs]
     ranges = {}
-    for name in [name for name, figures in speeds[-1].items() if isinstance(figures, dict)]:
+    for name in [name for name, figures in run["speed"].items() if isinstance(figures, dict)]:
+        speeds = [each["speed"] for each in runs if name in each["speed"]]
         figures = {
             "step_ms": [speed[name]["step_ms"][0] for speed in speeds],
             **{f"v({m})": [speed[name]["v"][m - 1] for speed in speeds] for m in (5, 9)},
@@ -257,7 +272,7 @@ def with_run(file: Path, run: dict[str, Any]) -> dict[str, object]:
             "plain_tokens_per_s": [speed[name]["forced_tokens_per_s"]["0"] for speed in speeds],
             "mtp_tokens_per_s": [max(speed[name]["forced_tokens_per_s"].values()) for speed in speeds],
         }
-        ranges[name] = {key: [min(values), max(values)] for key, values in figures.items()}
+        ranges[name] = {"runs": len(speeds)} | {key: [min(values), max(values)] for key, values in figures.items()}
     return {"ranges": ranges, "runs": runs}
 
 
@@ -278,6 +293,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--one-thread", action="store_true")
     parser.add_argument("--llama", type=lambda text: text.split(","), default=[], help="GGUF types, comma-separated")
+    parser.add_argument("--same-files", action="store_true", help="nextn runs the GGUF files, too")
     parser.add_argument("--gguf", type=Path, help="folder to keep the GGUF files in, BF16.gguf and so on")
     parser.add_argument("--engines", type=Path, default=environments.default_folder(), help="where llama.cpp is built")
     parser.add_argument("--draft-vocab", type=int, default=0, help="measure drafts from this many tokens, too")
@@ -288,17 +304,19 @@ def main() -> None:
     args.threads = 1 if args.one_thread else args.threads
     torch.set_num_threads(args.threads)
     with ExitStack() as stack:
-        llamas = {}
+        llamas, same = {}, {}
         if args.llama:
             folder = args.gguf or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder.mkdir(parents=True, exist_ok=True)
-            for kind, file in ggufs(args, folder).items():
+            files = ggufs(args, folder)
+            same = of_ggufs(files, folder) if args.same_files else {}
+            for kind, file in files.items():
                 llama = LlamaModel(
                     args.engines, file, threads=args.threads, num_speculative_tokens=args.num_speculative_tokens
                 )
                 llamas[f"llama.cpp {kind}"] = llama
                 stack.callback(llama.close)
-        record = measured(args, llamas, clock)
+        record = measured(args, llamas, same, clock)
     print(json.dumps(record, indent=1))
     if args.out:
         write_json(args.out, with_run(args.out, record) if args.add else record)

@@ -30,7 +30,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 52_500
+LINE_BUDGET = 52_600
 # fmt: off
 NO_TORCH = (
     "errors", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus", "data.sources",
@@ -107,7 +107,7 @@ def test_one_file_imports_transformers_models():
         if path.stem != "transformers_loading":
             models = r"^\s*(from|import) .*(AutoModelFor|\.modeling_(?!rope_utils)|transformers\.models)"
             assert not re.search(models, text, re.M), path
-        if path.stem not in ("layer_types", "kv_cache", "rollout_cache", "family_caches", "trace_hooks"):
+        if path.stem not in ("layer_types", "kv_cache", "recurrent", "rollout_cache", "family_caches", "trace_hooks"):
             assert "cache_utils" not in text
 
 

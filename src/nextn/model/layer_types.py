@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DummyLayer, get_layer_types_and_kwargs
 
 from nextn.cache.family_caches import CompressedLayer, ConvolutionLayer, PooledLayer, RotaryIndexedLayer
-from nextn.cache.kv_cache import AttentionLayer, IndexedLayer, KVCache, PerSequenceCache, RecurrentLayer
+from nextn.cache.kv_cache import AttentionLayer, IndexedLayer, KVCache, PerSequenceCache
+from nextn.cache.recurrent import RecurrentLayer
 from nextn.errors import RollbackError
 
 _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"

@@ -84,6 +84,11 @@ def is_same_view(left: Tensor, right: Tensor) -> bool:
     )
 
 
+def is_pair(pair: Sequence[Tensor], first: Tensor, second: Tensor) -> bool:
+    """Return whether the pair consists of these two views, in either order."""
+    return any(is_same_view(first, a) and is_same_view(second, b) for a, b in (pair, pair[::-1]))
+
+
 def are_dense_and_alike(first: Tensor, *others: Tensor) -> bool:
     """Return whether all have the first one's shape and dtype, and a last dim without gaps."""
     return all(
