@@ -12,7 +12,7 @@ from tiny import FIXTURES, refrain
 from typer.testing import CliRunner
 
 from nextn.cli import app
-from nextn.cli.reference import _show_diagnosis
+from nextn.cli.diagnose import _show_diagnosis
 from nextn.engines.client import Budget
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint, read_counters
@@ -237,7 +237,7 @@ def test_a_case_with_fewer_depths_than_k(monkeypatch):
     plan = ReferencePlan(num_speculative_tokens=3)
     diagnosis = Diagnosis("x", SimpleNamespace(plan=plan, origins={}, stream=None, domains=()), cases)
     tables = []
-    monkeypatch.setattr("nextn.cli.reference.print_table", tables.append)
+    monkeypatch.setitem(_show_diagnosis.__globals__, "print_table", tables.append)
     _show_diagnosis(diagnosis)
     columns = {str(column.header): list(column.cells) for column in tables[0].columns}
     assert columns["a_3"][:2] == ["0.500", ""]

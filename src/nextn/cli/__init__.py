@@ -18,10 +18,11 @@ from nextn.cli.bench import advise, bench
 from nextn.cli.chat import chat
 from nextn.cli.common import Command
 from nextn.cli.decode import generate, trace
+from nextn.cli.diagnose import diagnose
 from nextn.cli.edit import adopt, convert, export, extract, push, quantize, restore
 from nextn.cli.engines import canary_app, verify
 from nextn.cli.learn import demo, env
-from nextn.cli.reference import diagnose, measure
+from nextn.cli.measure import measure
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
 from nextn.cli.serve import serve
 from nextn.cli.train import train

@@ -84,11 +84,9 @@ def answer(
     as_json: AsJson = False,
 ) -> None:
     """Generate training data with the trunk, locally or through an engine; the same command resumes."""
-    if engine is not None and (top_k or top_p < 1):
-        raise ConfigError("--top-k and --top-p: an engine samples from the whole distribution here; leave them out")
-    if engine is not None and device_map is not None:
-        raise ConfigError(f"--device-map {device_map} and --engine: the engine generates, and no layer is loaded here")
     sampling = Sampling(temperature, top_k, top_p)
+    if engine is not None:
+        _check_engine(sampling, device_map)
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
@@ -123,6 +121,19 @@ def answer(
         for state in progress:
             show(state)
     assert state is not None
+    _end(state, out, as_json=as_json)
+
+
+def _check_engine(sampling: Sampling, device_map: str | None) -> None:
+    """Raise ConfigError for what an engine cannot do."""
+    if sampling.top_k or sampling.top_p < 1:
+        raise ConfigError("--top-k and --top-p: an engine samples from the whole distribution here; leave them out")
+    if device_map is not None:
+        raise ConfigError(f"--device-map {device_map} and --engine: the engine generates, and no layer is loaded here")
+
+
+def _end(state: "AnswerProgress", out: Path, *, as_json: bool) -> None:
+    """Print what was written; exit with code 130 if answers are missing."""
     if as_json:
         print_json(state.as_record() | {"file": str(out)})
     else:

@@ -205,6 +205,13 @@ def advise(
         reference = ReferencePlan(num_speculative_tokens, plan.temperatures, max_tokens, chat, seed, backend)
         rates = parse_bandwidth("--offload-bandwidth", offload_bandwidth), memory_rate
         advice = advise_offloaded(options, source, reference, to_decode, *rates)
+    _report_advice(advice, scaling, out, as_json=as_json)
+
+
+def _report_advice(
+    advice: "Advice | OffloadAdvice", scaling: "CoreScaling | None", out: Path | None, *, as_json: bool
+) -> None:
+    """Write the record into the folder `out`, if there is one, and print advice and scaling."""
     record = advice.as_record() | ({} if scaling is None else {"cores": scaling.as_record()})
     if out is not None:
         _write(out, "advice.json", record, lambda folder: _draw_costs(advice, folder))
