@@ -1,8 +1,5 @@
 """`nextn train`: trunk and head from scratch, or a head on a frozen trunk."""
 
-from collections.abc import Iterable
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,24 +13,17 @@ from nextn.cli.common import (
     Offline,
     Revision,
     check_device,
-    stop_flag,
 )
-from nextn.cli.screen import echo, print_json, print_note
-from nextn.cli.streaming import KeepShards, show_init_layers, stream_for_training
-from nextn.cli.train_common import merge_settings, progress, say_stopped, show_curve
-from nextn.cli.train_export import check_options, check_run, export_head, with_layout
+from nextn.cli.streaming import KeepShards
+from nextn.cli.train_common import merge_settings
+from nextn.cli.train_export import check_options, export_head, with_layout
+from nextn.cli.train_run import DEFAULT_RECIPE, print_result, train_head, train_joint
 from nextn.errors import ConfigError
 from nextn.train.head_parts import PARTS
 
 if TYPE_CHECKING:
-    from nextn.train.distributed import Ranks
-    from nextn.train.head_run import HeadRun
-    from nextn.train.hidden_cache import HiddenStateCache
-    from nextn.train.joint_run import JointRun
-    from nextn.train.loop import Trainer
     from nextn.train.run_options import RunOptions
 
-_RECIPE = "demo"
 _JOINT, _HEAD = "Trunk and head from scratch", "A head on a frozen trunk"
 
 
@@ -77,7 +67,7 @@ def train(
     ] = False,
     recipe: Annotated[
         str | None,
-        typer.Option(help=f"Named workload that sets the defaults. Default: {_RECIPE}.", rich_help_panel=_JOINT),
+        typer.Option(help=f"Named workload that sets the defaults. Default: {DEFAULT_RECIPE}.", rich_help_panel=_JOINT),
     ] = None,
     model: Annotated[
         Path | None,
@@ -233,7 +223,7 @@ def _start(out: Path, given: "RunOptions", *, resume: bool, as_json: bool) -> No
     from nextn.train.distributed import processes
 
     with processes(options.device or "auto") as ranks:
-        (_train_head if options.freeze_trunk else _train_joint)(out, options, ranks, resume=resume, as_json=as_json)
+        (train_head if options.freeze_trunk else train_joint)(out, options, ranks, resume=resume, as_json=as_json)
 
 
 def _finished(out: Path, options: "RunOptions", result: dict[str, Any], *, as_json: bool) -> None:
@@ -246,15 +236,11 @@ def _finished(out: Path, options: "RunOptions", result: dict[str, Any], *, as_js
         check_options(options)
         record["export"], message = export_head(out, out / result["model"], options)
         write_result(out, result | {"export": record["export"]})
-    _print_result(record, message, as_json=as_json)
+    print_result(record, message, as_json=as_json)
 
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def _check(options: "RunOptions") -> None:
@@ -296,175 +282,3 @@ def _check(options: "RunOptions") -> None:
         from nextn.checkpoint.checkpoint import Checkpoint
 
         Checkpoint.open(Path(options.head))
-
-
-def _train_joint(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
-    from nextn.train.joint_run import prepare_joint_run
-
-    run = prepare_joint_run(
-        out,
-        data=options.data,
-        recipe=options.recipe or _RECIPE,
-        model=_path(options.model),
-        tokenizer=_path(options.tokenizer),
-        num_modules=options.modules or 1,
-        settings=options.settings,
-        all_tokens=options.all_tokens,
-        ranks=ranks,
-    )
-    _print_notes(run.corpus.notes if ranks.is_first else ())
-    with run.trainer.folder.locked(needed=ranks.is_first):
-        _run_joint(run, out, options, ranks, resume=resume, as_json=as_json)
-
-
-def _run_joint(
-    run: "JointRun", out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool
-) -> None:
-    from nextn.train.recipes import write_prompts
-    from nextn.train.run_options import write_options, write_result
-
-    _check_folder(run.trainer, out, resume=resume)
-    if ranks.is_first and not run.trainer.has_checkpoint():
-        write_options(out, options, run.settings)
-    tracker = None
-    for trainer in run.stages(out / "model"):
-        _run_trainer(trainer, out, tensorboard=options.tensorboard, as_json=as_json)
-        tracker = trainer.best_tracker
-    if ranks.is_first:
-        write_prompts(out / "prompts.jsonl", run.held_out)
-        record: dict[str, object] = {"model": "model"}
-        message = f"wrote {out / 'model'}"
-        if tracker is not None and tracker.best is not None:
-            record |= tracker.as_record()
-            message += f": {tracker}" + ("; the first stage's head was kept" if tracker.is_worse else "")
-        write_result(out, record)
-        _print_result(record | {"model": str(out / "model")}, message, as_json=as_json)
-
-
-def _train_head(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
-    run = _prepare_head(out, options, ranks, quiet=as_json)
-    if options.export is not None:
-        check_run(run, out, options.export)
-    with run.trainer.folder.locked(needed=ranks.is_first):
-        _run_head(run, out, options, ranks, resume=resume, as_json=as_json)
-
-
-def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
-    from nextn.model.layer_states import remove_states
-    from nextn.train.head_run import INIT_STATES
-    from nextn.train.recipes import write_prompts
-    from nextn.train.run_options import write_options, write_result
-
-    _check_folder(run.trainer, out, resume=resume)
-    if ranks.is_first:
-        run.check_disk_space(head_only=options.head_only)
-    _print_notes(run.notes if ranks.is_first else ())
-    if ranks.is_first and not run.trainer.has_checkpoint():
-        write_options(out, options, asdict(run.trainer.config))
-    if options.cache_gb is not None or options.stream:
-        cache = run.task.cached(out / "hidden", options.cache_gb)
-        if options.stream:
-            stream_for_training(run.task, cache, out / "states", quiet=as_json)
-        _fill_cache(cache, out, ranks, quiet=as_json)
-    _run_trainer(run.trainer, out, tensorboard=options.tensorboard, as_json=as_json)
-    if ranks.is_first:
-        write_prompts(out / "prompts.jsonl", run.held_out)
-    points = run.task.curve() if options.curve else []
-    if points and ranks.is_first and not as_json:
-        show_curve(points)
-    written = run.write(head_only=options.head_only, allow_worse=options.allow_worse)
-    if not ranks.is_first:
-        return
-    for name in ("states", INIT_STATES):
-        remove_states(out / name)
-    tracker = run.trainer.best_tracker
-    message = f"wrote {written}" + ("" if tracker.baseline is None else f": {tracker}")
-    record: dict[str, object] = {"model": str(written.relative_to(out)), **tracker.as_record()}
-    if points:
-        record["curve"] = [point.as_record() for point in points]
-    write_result(out, record)
-    if options.export is not None:
-        record["export"], text = export_head(out, written, options)
-        write_result(out, record)
-        message = f"{message}\n{text}"
-    _print_result(record | {"model": str(written)}, message, as_json=as_json)
-
-
-def _prepare_head(out: Path, options: "RunOptions", ranks: "Ranks", *, quiet: bool) -> "HeadRun":
-    from nextn.train.head_run import StartingPoint, hide_layers, prepare_head_run
-
-    assert options.trunk is not None  # `_check` made sure
-    start = StartingPoint(
-        options.trunk,
-        head=_path(options.head),
-        fresh=options.init_head,
-        num_modules=options.modules,
-        layout=options.layout,
-        revision=options.revision,
-        cache_dir=_path(options.cache_dir),
-        offline=options.offline,
-        follow_links=options.follow_links,
-        stream=options.stream,
-        shards=_path(options.keep_shards),
-    )
-    return prepare_head_run(
-        out,
-        start,
-        data=options.data,
-        settings=options.settings,
-        all_tokens=options.all_tokens,
-        tokenizer=_path(options.tokenizer),
-        on_policy=options.drawn,
-        ranks=ranks,
-        show_layers=partial(show_init_layers, quiet=quiet) if options.stream and ranks.is_first else hide_layers,
-    )
-
-
-def _print_result(record: dict[str, object], message: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(record)
-    else:
-        echo(message)
-
-
-def _fill_cache(cache: "HiddenStateCache", out: Path, ranks: "Ranks", *, quiet: bool) -> None:
-    from rich.progress import track
-
-    with stop_flag() as stopped:
-        steps, is_hidden = cache.fill(stopped, ranks=ranks), quiet or not ranks.is_first
-        progress = list(track(steps, "hidden states", total=cache.num_batches + 1, disable=is_hidden))
-    done, total = progress[-1]
-    if done < total:
-        say_stopped(out, "the same command", quiet=not ranks.is_first)
-
-
-def _print_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        print_note(note)
-
-
-def _check_folder(trainer: "Trainer", out: Path, *, resume: bool) -> None:
-    # Processes restarted by torchrun resume from the last checkpoint, whatever their command line says.
-    has_checkpoint, is_restart = trainer.has_checkpoint(), trainer.ranks.is_restart
-    if resume and not has_checkpoint and not is_restart:
-        raise ConfigError(f"{out} holds no checkpoint to resume from; leave out --resume to start a run")
-    if has_checkpoint and not resume and not is_restart:
-        raise ConfigError(f"{out} holds a run already; use --resume to continue it, or another folder")
-
-
-def _run_trainer(trainer: "Trainer", out: Path, *, tensorboard: bool, as_json: bool) -> None:
-    """Train to the end, from the last checkpoint if there is one; exit with code 130 if stopped earlier.
-
-    out: the run's folder, as the user named it.
-    """
-    from nextn.train.metrics import event_log
-
-    ranks, folder = trainer.ranks, trainer.folder.path
-    trainer.resume()
-    events = event_log(folder / "tensorboard" if tensorboard and ranks.is_first else None, step=trainer.step)
-    with stop_flag() as stopped, progress(quiet=as_json or not ranks.is_first) as on_record, events as log:
-        for record in trainer.run(stopped):
-            on_record(record)
-            log(record)
-    if not trainer.is_over:
-        say_stopped(out, f"nextn train {out} --resume", quiet=not ranks.is_first)
