@@ -6,7 +6,7 @@ import pytest
 import torch
 from packed import Case, quantize_folder
 from tiny import CONFIGS, FIXTURES, build, decode, prompt, refrain
-from torch import Tensor
+from torch import Tensor, nn
 
 import nextn
 from nextn.model.head import Head
@@ -14,10 +14,11 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.runtime.native import draft_lm_head
 from nextn.runtime.native.abi import Runtime, load, type_of
-from nextn.runtime.native.draft_lm_head import FORMAT, has_four_bits
+from nextn.runtime.native.draft_lm_head import FORMAT, DraftLMHead, has_four_bits
 from nextn.runtime.native.grouped import grouped_linear
 from nextn.runtime.native.int4 import quantize_int4
 from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.runtime.native.quantization import dequantize, quantize
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.speculative.draft_vocabulary import DraftVocabulary
@@ -50,13 +51,15 @@ def prepared(model: Model, weights: str, draft_ids: list[int] | None = None) -> 
     return model
 
 
+@torch.no_grad()
 def twin_logits(head: Head, index: int, final_hidden: Tensor) -> Tensor:
-    """`Head.logits` in torch with an lm_head of four bits and activations of eight."""
+    """`Head.logits` in torch with an lm_head of four bits and activations of eight; the two highest are exact."""
     output, vocabulary = head.output(index), head.draft_vocabulary
     rows = output.weight if vocabulary is None else vocabulary.rows(output.weight)
-    with torch.no_grad():
-        logits = grouped_linear(final_hidden, quantize_int4(rows, FORMAT.group, load()))
-    logits = logits.to(final_hidden.dtype)
+    logits = grouped_linear(final_hidden, quantize_int4(rows, FORMAT.group, load())).to(final_hidden.dtype)
+    exact = rows if head.trunk.weights == "stored" else dequantize(*quantize(rows, 8)).to(rows.dtype)
+    places = logits.topk(2).indices
+    logits.scatter_(-1, places, nn.functional.linear(final_hidden.float(), exact.float()).gather(-1, places).to(logits))
     return logits[..., : head.trunk.vocab_size] if vocabulary is None else vocabulary.expand(logits)
 
 
@@ -89,6 +92,21 @@ def test_draft_logits_are_those_of_four_bits(small, name, draft_ids, weights):
         (each[known].float() - found[known].float()).norm() / found[known].float().norm() for each in (expected, stored)
     )
     assert near < 0.005 < 0.02 < far
+
+
+@few_bits
+@pytest.mark.parametrize("draft_ids", [None, [*range(5, 40)]], ids=["all", "some"])
+def test_a_draft_is_the_better_one_of_two_candidates_by_the_lm_head_itself(small, monkeypatch, draft_ids, weights):
+    """But for near ties, as lm_heads of eight bits and results in bf16 round."""
+    model = model_of("glm4_moe", weights, draft_ids)
+    head, states = model.head, torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact, made = head.logits(0, states), backend_for(model, "native").head.predict(0, states)
+    monkeypatch.setattr(DraftLMHead, "rescore", lambda *given: given[1])
+    four_bits = make_backend(model.trunk, head, name="native").head.predict(0, states).logits.float()
+    candidates = four_bits.topk(2).indices
+    best = candidates.gather(-1, exact.gather(-1, candidates).argmax(-1, keepdim=True))[..., 0]
+    assert (torch.tensor(made.best) == best).float().mean() > 0.95
+    assert (best != four_bits.argmax(-1)).any()
 
 
 @few_bits

@@ -1,7 +1,7 @@
 """The lm_head of drafts in four bits, beside the lm_head of the verification, which keeps its own.
 
 With a large vocabulary, the lm_head is most of what a draft step reads. A draft is only a proposal, so few bits cannot
-change the text.
+change the text. The best candidates get the logits of the lm_head itself, so that few drafts change, either.
 """
 
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.model.head import Head
@@ -20,6 +21,7 @@ BITS = 4
 # Fewer rows are not worth a format of their own. An MTP layer has about 16 weights per square of the hidden size, so by
 # the second rule the lm_head is a third of what a draft step reads.
 _LEAST_ROWS, _LEAST_ROWS_PER_CHANNEL = 4096, 8
+_NUM_CANDIDATES = 2  # with exact logits; more bring no more acceptance (docs/developers/log.md)
 
 
 def has_four_bits(head: Head, num_tokens: int | None = None) -> bool:
@@ -82,6 +84,24 @@ class DraftLMHead:
     def parts(self, weight: Tensor) -> "list[list[DraftLMHead]] | None":
         """Return itself; None if `weight` is a part of the stand-in."""
         return [[self]] if weight.shape == self.stand_in.shape else None
+
+    def rescore(self, logits: Tensor, states: Tensor) -> Tensor:
+        """Replace the highest logits by those that the lm_head itself gives.
+
+        Args:
+            logits: [n, N] of `linear`, overwritten.
+            states: Final hidden states [n, H].
+
+        Returns:
+            The logits.
+        """
+        places = logits.topk(_NUM_CANDIDATES).indices
+        ids = places if self.vocabulary is None else self.vocabulary.ids[places]
+        rows = embedding(ids, self.output.weight.detach())
+        exact = (rows.float() * states[:, None].float()).sum(-1)
+        if self.output.bias is not None:
+            exact = exact + self.output.bias[ids]
+        return logits.scatter_(-1, places, exact.to(logits.dtype))
 
     def dequantize(self) -> Tensor:
         """Return the rows [N, H] that the stand-in stands for."""

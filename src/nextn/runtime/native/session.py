@@ -221,6 +221,7 @@ class NativeHead:
             lm_heads: LM heads in another form than the trunk's, which `weights` knows.
         """
         self._recorded = _recorded_head(head, trunk.recorded, lm_heads)
+        self._draft_lm_heads = {id(each.linear): each for each in lm_heads}
         self.num_modules = head.num_modules
         self._runtime = runtime
         self.layer_index, self.uses_next_hidden, self.family = head.layer_index, head.uses_next_hidden, head.family
@@ -241,7 +242,7 @@ class NativeHead:
         self._lm_heads = [self._lm_head(index, weights) if own else trunk.predict for index in range(head.num_modules)]
 
     def _lm_head(self, index: int, weights: PackedWeights) -> LMHead:
-        logits, weight = partial(self._recorded.draft_logits, index), self._recorded.output(index).weight
+        logits, weight = partial(self._draft_logits, index), self._recorded.output(index).weight
         return LMHead(self._runtime, weights, logits, weight, self._recorded.draft_vocabulary)
 
     def cache(self, batch_size: int) -> KVBuffers:
@@ -298,11 +299,17 @@ class NativeHead:
         index = self.num_modules - 1
         final_hidden, next_hidden = self._run_pass(index, inputs, cache)
         head = self._recorded
-        outs = with_confidence(head.draft_logits(index, final_hidden[:, 0]), head.draft_vocabulary)
+        outs = with_confidence(self._draft_logits(index, final_hidden[:, 0]), head.draft_vocabulary)
         inputs.tokens.copy_(outs[1][:, None])
         inputs.states.copy_(next_hidden)
         inputs.starts.add_(1)
         return outs
+
+    def _draft_logits(self, index: int, states: Tensor) -> Tensor:
+        """As `Head.draft_logits`; the highest ones are exact if the LM head has few bits. Only for recordings."""
+        logits = self._recorded.draft_logits(index, states)
+        lm_head = self._draft_lm_heads.get(id(self._recorded.output(index)))
+        return logits if lm_head is None else lm_head.rescore(logits, states)
 
     def _run_refresh(self, inputs: Inputs, cache: RecordingCache) -> list[Tensor]:
         """The only MTP layer without outputs: dead-code elimination leaves what the KV cache needs."""
