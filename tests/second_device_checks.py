@@ -22,8 +22,8 @@ from nextn.evaluate.faults import FAULTS, measure_under_fault
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.device_map import spread_layers
+from nextn.model.layer_loader import LayerLoader
 from nextn.model.model import Model
-from nextn.model.transformers_loading import LayerLoader
 from nextn.runtime.backend import backend_for
 from nextn.serve.cache_memory import bytes_per_sequence
 from nextn.serve.request import GenerationRequest

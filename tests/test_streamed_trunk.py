@@ -19,11 +19,11 @@ from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.tensors import TensorReader
 from nextn.errors import CheckpointError, ConfigError
-from nextn.model import expert_groups, layer_states, load_head, stored_experts, streamed_trunk, transformers_loading
+from nextn.model import expert_groups, layer_loader, layer_states, load_head, stored_experts, streamed_trunk
+from nextn.model.layer_loader import LayerLoader
 from nextn.model.layer_states import remove_states
 from nextn.model.model import Model
 from nextn.model.stored_experts import find_layout
-from nextn.model.transformers_loading import LayerLoader
 from nextn.train.distributed import ALONE, Ranks
 from nextn.train.fingerprint import fingerprint, fingerprint_of
 from nextn.train.head_run import StartingPoint, load_starting_point
@@ -49,7 +49,7 @@ WIDE = {name: {"moe_intermediate_size": 32} for name in ("deepseek_v4", "glm5_ne
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_same_bits_for_every_family(name, tmp_path, monkeypatch):
     """With experts loaded together, and a few at a time: read into place, and converted."""
-    for module in (transformers_loading, load_head):
+    for module in (layer_loader, load_head):
         monkeypatch.setattr(module, "_EXPERTS_AT_ONCE", 3)  # of 4, so that there is an incomplete part
     build(name, **WIDE.get(name, {})).save(tmp_path / "model")
     loaded, streamed = Model.load(tmp_path / "model"), Model.load(tmp_path / "model", stream=True)
@@ -66,7 +66,7 @@ def test_same_bits_for_every_family(name, tmp_path, monkeypatch):
 
 def convert_experts(monkeypatch) -> None:
     """No layout is known: experts are converted, as those of unusual layouts are."""
-    for module in (transformers_loading, load_head):
+    for module in (layer_loader, load_head):
         monkeypatch.setattr(module, "find_layout", lambda *_: None)
 
 
@@ -138,7 +138,7 @@ def test_experts_of_a_layer_are_never_in_memory_together(how, tmp_path, monkeypa
     """Whether each expert is stored as a tensor, or one tensor holds all of them."""
     monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
     monkeypatch.setattr(stored_experts, "_GROUP_BYTES", 0)
-    monkeypatch.setattr(transformers_loading, "_EXPERTS_AT_ONCE", 1)
+    monkeypatch.setattr(layer_loader, "_EXPERTS_AT_ONCE", 1)
     build("glm4_moe").save(tmp_path / "model")
     if how == "converted":
         convert_experts(monkeypatch)
@@ -385,7 +385,7 @@ def test_a_device_without_memory_for_a_layer(folder, monkeypatch):
         except RuntimeError as error:
             raise CheckpointError("transformers cannot load the trunk") from error
 
-    monkeypatch.setattr(transformers_loading.LayerLoader, "load", load)
+    monkeypatch.setattr(LayerLoader, "load", load)
     with pytest.raises(ConfigError, match=r"layer 0: cpu has not enough memory for its weights, 0\.0 GB as stored"):
         Model.load(folder, stream=True).trunk.run(BATCHES)
 

@@ -1,8 +1,8 @@
 """The trunk (target model): the only interface to transformers' models. Forward, embed, logits, new layers, caches.
 
-Everything that reads a model's internals is here and in three modules below: `transformers_loading` builds models,
-`layer_types` says what state their layers keep, `head_config` what a head's layers are built from. So a new version of
-transformers concerns four files.
+Everything that reads a model's internals is here and in four modules below: `transformers_loading` builds models,
+`layer_loader` loads single layers, `layer_types` says what state they keep, `head_config` what a head's layers are
+built from. So a new version of transformers concerns five files.
 """
 
 import inspect
