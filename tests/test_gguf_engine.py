@@ -162,15 +162,21 @@ def test_the_converter_writes_the_same_tokenizer(kind, tmp_path):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_converter_writes_the_same_experts(dtype, tmp_path):
-    """Of GLM-4.5: every tensor with its type, and what the architecture reads of the metadata."""
+@pytest.mark.parametrize(("dtype", "out_type"), [(torch.float32, "f32"), (torch.bfloat16, "auto")])
+def test_the_converter_writes_the_same_experts(dtype, out_type, tmp_path):
+    """Of GLM-4.5: every tensor with its type, and what the architecture reads of the metadata.
+
+    The converter makes float16 of float32, unless told not to, and writes vocab_size for some tokenizers only.
+    """
     glm4_moe(tmp_path / "glm", dtype=dtype, norm_topk_prob=False, routed_scaling_factor=2.5)
     export(tmp_path / "glm", tmp_path / "model.gguf", "llama.cpp")
-    files = GGUFReader(tmp_path / "model.gguf"), converted(tmp_path / "glm", tmp_path, "auto")
+    files = GGUFReader(tmp_path / "model.gguf"), converted(tmp_path / "glm", tmp_path, out_type)
     ours, theirs = ({each.name: (each.tensor_type, each.data.tobytes()) for each in file.tensors} for file in files)
     assert ours == theirs
     ours, theirs = (
         {name: each.contents() for name, each in file.fields.items() if name.startswith("glm4moe.")} for file in files
+    )
+    assert ours.pop("glm4moe.vocab_size") == len(
+        GGUFReader(tmp_path / "model.gguf").fields["tokenizer.ggml.tokens"].data
     )
     assert ours == theirs
