@@ -105,7 +105,7 @@ def test_a_draft_is_the_better_one_of_two_candidates_by_the_lm_head_itself(small
     four_bits = make_backend(model.trunk, head, name="native").head.predict(0, states).logits.float()
     candidates = four_bits.topk(2).indices
     best = candidates.gather(-1, exact.gather(-1, candidates).argmax(-1, keepdim=True))[..., 0]
-    assert (torch.tensor(made.best) == best).float().mean() > 0.95
+    assert (torch.tensor(made.best) == best).float().mean() > 0.92  # 0.86 to 0.89 without
     assert (best != four_bits.argmax(-1)).any()
 
 
