@@ -96,17 +96,20 @@ def test_draft_logits_are_those_of_four_bits(small, name, draft_ids, weights):
 
 @few_bits
 @pytest.mark.parametrize("draft_ids", [None, [*range(5, 40)]], ids=["all", "some"])
-def test_a_draft_is_the_better_one_of_two_candidates_by_the_lm_head_itself(small, monkeypatch, draft_ids, weights):
-    """But for near ties, as lm_heads of eight bits and results in bf16 round."""
+def test_the_two_best_tokens_are_scored_by_the_lm_head_itself(small, monkeypatch, draft_ids, weights):
+    """The best token then is another one for some states. Near ties are left out, as results in bf16 round."""
     model = model_of("glm4_moe", weights, draft_ids)
     head, states = model.head, torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact, made = head.logits(0, states), backend_for(model, "native").head.predict(0, states)
     monkeypatch.setattr(DraftLMHead, "rescore", lambda *given: given[1])
     four_bits = make_backend(model.trunk, head, name="native").head.predict(0, states).logits.float()
+    _, last, other = four_bits.topk(3).values.unbind(-1)
     candidates = four_bits.topk(2).indices
-    best = candidates.gather(-1, exact.gather(-1, candidates).argmax(-1, keepdim=True))[..., 0]
-    assert (torch.tensor(made.best) == best).float().mean() > 0.92  # 0.86 to 0.89 without
-    assert (best != four_bits.argmax(-1)).any()
+    expected = four_bits.scatter(-1, candidates, exact.gather(-1, candidates).float())
+    (first, second), best = expected.topk(2).values.unbind(-1), expected.argmax(-1)
+    is_clear = (first - second > 0.02 * first.abs()) & (last > other)
+    assert torch.equal(torch.tensor(made.best)[is_clear], best[is_clear])
+    assert (best != four_bits.argmax(-1))[is_clear].any()
 
 
 @few_bits

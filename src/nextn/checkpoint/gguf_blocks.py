@@ -114,6 +114,11 @@ def _nibbles(parts: Tensor, run: int) -> Tensor:
     return torch.stack((runs & 15, runs >> 4), dim=-2).flatten(-3)
 
 
+def _fields(parts: Tensor, bits: int) -> Tensor:
+    """Split bytes [..., B] into values of a few bits, the lowest of a byte first."""
+    return (parts[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8) & 2**bits - 1).flatten(-2)
+
+
 def _high_bits(parts: Tensor, bits: int) -> Tensor:
     """Split 32 bytes [..., 32] into 32 values each of their lowest, next, ... bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
@@ -125,9 +130,8 @@ def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    shifts = torch.arange(8, dtype=torch.uint8)
-    fifth = (blocks[..., 2:6, None] >> shifts & 1).flatten(-2)
-    return (_nibbles(blocks[..., 6:], 16) | fifth << 4) + (128 - 16), _halves(blocks[..., :2])
+    codes = _nibbles(blocks[..., 6:], 16) | _fields(blocks[..., 2:6], 1) << 4
+    return codes + (128 - 16), _halves(blocks[..., :2])
 
 
 def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,15 +157,9 @@ def _mxfp4_scales(exponents: Tensor) -> Tensor:
 
 
 def _iq4_xs(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    high = _high_pairs(blocks[..., 2:4])
-    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
-    factors = (low | high << 4).float() - 32
+    high = _fields(blocks[..., 2:4], 2)
+    factors = (_nibbles(blocks[..., 4:8], 1) | high << 4).float() - 32
     return _looked_up(_nibbles(blocks[..., 8:], 16), _IQ4_VALUES), _floats(blocks[..., :2])[..., None] * factors
-
-
-def _high_pairs(parts: Tensor) -> Tensor:
-    """Split bytes [..., B] into values of two bits, the lowest of a byte first."""
-    return (parts[..., None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
 
 
 def _q4_k(blocks: Tensor) -> KQuantWeight:
