@@ -25,6 +25,7 @@ test-all: test test-slow
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror src/nextn/runtime/native/csrc/* tests/*.cpp
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file bench/mypy.ini
 

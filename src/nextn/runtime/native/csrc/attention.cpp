@@ -82,7 +82,8 @@ bool select(Call& call) {
   const View &out = views[0], &q = views[1], &k = views[2], &v = views[3];
   if (!is_stored(&views[2], call.ints[0]) || q.ndim != 4 || q.type != k.type || out.type != k.type) return false;
   const int64_t heads = q.size[1];
-  if (heads == 0 || heads % k.size[1] || !sized(q, k.size[0], heads, k.size[2], k.size[3]) || q.stride[3] != 1) return false;
+  if (heads == 0 || heads % k.size[1] || !sized(q, k.size[0], heads, k.size[2], k.size[3]) || q.stride[3] != 1)
+    return false;
   if (!sized(out, k.size[0], heads, k.size[2], v.size[3])) return false;
   if (views.size() == 7 && (!is_float(views[6]) || views[6].ndim != 1 || views[6].size[0] != heads)) return false;
   if (call.ints[1] < 0 || !(call.reals[0] > 0) || !(call.reals[1] >= 0)) return false;

@@ -125,10 +125,12 @@ void write(const Attention& a, int64_t row, int64_t kv_head) {
   for (int64_t i = 0; i < a.width; ++i) {
     const int64_t position = a.starts[row] + i, block = position / kBlock * kBlock, place = position - block;
     const auto* key = reinterpret_cast<const Word32*>(element(a.k, row, kv_head, i));
-    auto* keys = reinterpret_cast<Word32*>(a.key_buffer(row, kv_head, block)) + place / kColumns * kColumns * a.dim_k / kPair;
+    auto* keys =
+        reinterpret_cast<Word32*>(a.key_buffer(row, kv_head, block)) + place / kColumns * kColumns * a.dim_k / kPair;
     for (int64_t d = 0; d < a.dim_k / kPair; ++d) keys[d * kColumns + place % kColumns] = key[d];
     const auto* value = reinterpret_cast<const T*>(element(a.v, row, kv_head, i));
-    auto* values = reinterpret_cast<T*>(a.value_buffer(row, kv_head, block)) + place / kPair * a.dim_v * kPair + place % kPair;
+    auto* values =
+        reinterpret_cast<T*>(a.value_buffer(row, kv_head, block)) + place / kPair * a.dim_v * kPair + place % kPair;
     for (int64_t j = 0; j < a.dim_v; ++j) values[j * kPair] = value[j];
   }
 }
@@ -237,9 +239,10 @@ class Sweep {
     for (int64_t k = 0; k < a_.dim_k; k += kDepth) {
       const X* x[kQueries];
       for (int64_t query = 0; query < queries_.count; ++query) x[query] = query_[query] + k / Form::kValues;
-      const Part<X> part{x, keys + k * kColumns * Form::kKeyBytes, std::min(kDepth, a_.dim_k - k) / Form::kValues, piece,
-                         Form::kRead};
-      kKernels<typename Form::Keys, Keep>[queries_.count - 1](part, 0, positions / kColumns, {room_.scores.data(), kSpan, k > 0});
+      const Part<X> part{x, keys + k * kColumns * Form::kKeyBytes, std::min(kDepth, a_.dim_k - k) / Form::kValues,
+                         piece, Form::kRead};
+      kKernels<typename Form::Keys, Keep>[queries_.count - 1](part, 0, positions / kColumns,
+                                                              {room_.scores.data(), kSpan, k > 0});
     }
     if constexpr (Form::kScaled)
       for (int64_t query = 0; query < queries_.count; ++query) scale(&room_.scores[query * kSpan], position, positions);

@@ -20,9 +20,9 @@ namespace nextn {
 
 namespace {
 
-constexpr int64_t kRows = 16;   // of a tile
-constexpr int64_t kDepth = 32;  // bf16 values in a row of a tile
-constexpr int64_t kGroups = 4;  // tiles of 16 value channels summed at once
+constexpr int64_t kRows = 16;     // of a tile
+constexpr int64_t kDepth = 32;    // bf16 values in a row of a tile
+constexpr int64_t kGroups = 4;    // tiles of 16 value channels summed at once
 constexpr int64_t kQueries = 16;  // of a sweep
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
@@ -30,11 +30,11 @@ constexpr float kLowest = -std::numeric_limits<float>::infinity();
 struct Sweep : Queries {
   explicit Sweep(const Queries& queries);
 
-  int64_t lanes;          // count, as a power of two
-  LaneInts low, high;     // the first and last position of each lane's query; padding sees none
+  int64_t lanes;                   // count, as a power of two
+  LaneInts low, high;              // the first and last position of each lane's query; padding sees none
   int64_t inner_begin, inner_end;  // positions that every query sees
-  Lanes top;              // the largest logit so far (base 2)
-  Lanes top_sum;          // what a sink adds to the sum of weights
+  Lanes top;                       // the largest logit so far (base 2)
+  Lanes top_sum;                   // what a sink adds to the sum of weights
 
   // Masks and caps the raw scores [positions, lanes] from `position` on and updates `top`. Returns the factor for all
   // earlier sums.
@@ -274,7 +274,8 @@ void write(const Attention& a, int64_t row, int64_t kv_head) {
     const int64_t position = a.starts[row] + i;
     std::memcpy(a.key_buffer(row, kv_head, position), element(a.k, row, kv_head, i), a.dim_k * sizeof(uint16_t));
     const auto* from = reinterpret_cast<const uint16_t*>(element(a.v, row, kv_head, i));
-    auto* block = reinterpret_cast<uint16_t*>(a.value_buffer(row, kv_head, position / kBlock * kBlock)) + position % kBlock;
+    auto* block =
+        reinterpret_cast<uint16_t*>(a.value_buffer(row, kv_head, position / kBlock * kBlock)) + position % kBlock;
     for (int64_t j = 0; j < a.dim_v; ++j) block[j * kBlock] = from[j];
   }
 }

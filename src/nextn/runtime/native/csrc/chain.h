@@ -45,7 +45,7 @@ struct Chain {
   // The plan. A distribution falls into the last bin whose edge is at most its confidence; edges [num_bins] start at 0.
   int64_t num_bins;
   const double *edges, *table, *take, *go;
-  int64_t* limits;       // [batch]
+  int64_t* limits;  // [batch]
   float* uniforms;
   int64_t* next_tokens;  // [batch]: input tokens of the next step, which leaves its argmax there
   // Written: head steps run, drafts and their number [batch], and the confidence of every distribution that the plan

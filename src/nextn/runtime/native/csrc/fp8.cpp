@@ -18,8 +18,8 @@ namespace {
 constexpr int64_t kColumns = 32;         // of a block
 constexpr int64_t kPair = 2 * kColumns;  // codes of two values of k
 constexpr int64_t kScales = kColumns * int64_t(sizeof(float));
-constexpr int64_t kManyRows = 32;        // more of them read widened weights from memory no slower than from caches
-constexpr int64_t kEarly = 8192;         // bytes by which codes are prefetched
+constexpr int64_t kManyRows = 32;  // more of them read widened weights from memory no slower than from caches
+constexpr int64_t kEarly = 8192;   // bytes by which codes are prefetched
 constexpr int64_t kFewBlocks = 2, kManyBlocks = 8;  // widened at once
 
 // The value of a code, divided by 256: a half with the same bits in other places.
@@ -82,7 +82,8 @@ struct ByScales {
   explicit ByScales(const char* block) {
     const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     for (int i = 0; i < 4; ++i)
-      scales[i] = _mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(i % 2 * 8)), _mm512_loadu_ps(block + i / 2 * 64));
+      scales[i] = _mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(i % 2 * 8)),
+                                        _mm512_loadu_ps(block + i / 2 * 64));
   }
 
   __m512i weights(const char* codes, int half) const {
@@ -114,12 +115,14 @@ struct ByTable {
     const __m512 first = _mm512_loadu_ps(block), other = _mm512_loadu_ps(block + 64);
     const __m512 scale = _mm512_broadcastss_ps(_mm512_castps512_ps128(first));
     const float one = _mm512_cvtss_f32(first);
-    return one > 0x1p-100f && one < 0x1p100f && _mm512_cmpeq_ps_mask(first, scale) == 0xFFFF && _mm512_cmpeq_ps_mask(other, scale) == 0xFFFF;
+    return one > 0x1p-100f && one < 0x1p100f && _mm512_cmpeq_ps_mask(first, scale) == 0xFFFF &&
+           _mm512_cmpeq_ps_mask(other, scale) == 0xFFFF;
   }
 
   __m512i weights(const char* codes, int half) const {
     const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes) + half));
-    const __m512i signs_and_exponents = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(int16_t(0x8780)));
+    const __m512i signs_and_exponents =
+        _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(int16_t(0x8780)));
     const __m512i mantissa = _mm512_or_si512(_mm512_and_si512(wide, _mm512_set1_epi16(7)), _mm512_set1_epi16(8));
     const __m512i place = _mm512_min_epu16(_mm512_and_si512(wide, _mm512_set1_epi16(127)), mantissa);
     return _mm512_add_epi16(_mm512_permutexvar_epi16(place, table), signs_and_exponents);
@@ -148,7 +151,8 @@ void widen_block(const char* block, int64_t group, int64_t depth, uint16_t* to) 
   constexpr int64_t kHalves = kColumns / kHalfColumns;  // blocks
   each_pair(block, group, depth, [=](const auto& form, int64_t k, const char* codes) {
     for (int half = 0; half < 2; ++half)
-      _mm512_storeu_si512(to + k * kHalfColumns + half * (kHalves == 2 ? depth * kHalfColumns : kColumns), form.weights(codes, half));
+      _mm512_storeu_si512(to + k * kHalfColumns + half * (kHalves == 2 ? depth * kHalfColumns : kColumns),
+                          form.weights(codes, half));
   });
 }
 #else
@@ -182,7 +186,8 @@ void multiply_widened(const Product& product, int64_t begin, int64_t end, int64_
   T* to = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(room.data()) + 63) & ~uintptr_t(63));
   for (int64_t block = begin; block < end; block += together) {
     const int64_t count = std::min(together, end - block);
-    for (int64_t i = 0; i < count; ++i) widen_block(product.packed + (block + i) * bytes, group, depth, to + i * values);
+    for (int64_t i = 0; i < count; ++i)
+      widen_block(product.packed + (block + i) * bytes, group, depth, to + i * values);
     Product part = product;
     part.packed = reinterpret_cast<const char*>(to), part.first += block * kColumns, part.n -= block * kColumns;
     multiply(part, std::min(count * kColumns, part.n));  // the last block may have fewer columns
@@ -231,7 +236,8 @@ void multiply_few_rows(const Product& product, int64_t begin, int64_t end, int64
   alignas(64) float sums[kMostRows * kColumns];
   for (int64_t block = begin; block < end; ++block) {
     kTimes[product.num_rows - 1](rows, product.packed + block * bytes, group, depth, sums);
-    for (int64_t row = 0; row < product.num_rows; ++row) product.store(row, block * kColumns, kColumns, sums + row * kColumns);
+    for (int64_t row = 0; row < product.num_rows; ++row)
+      product.store(row, block * kColumns, kColumns, sums + row * kColumns);
   }
 }
 #endif

@@ -3,11 +3,11 @@
 // Polynomials of Cephes (expf, logf, tanhf, sinf, cosf), for erf of N. Juffa. A fused multiply-add is written as such.
 #pragma once
 
-#include "wide.h"
-
 #include <cmath>
 #include <cstdint>
 #include <limits>
+
+#include "wide.h"
 
 namespace nextn {
 
@@ -49,8 +49,8 @@ inline float exp_of(float x) {
   const float n = std::floor(fused(x, 1.44269504f, 0.5f));
   float r = fused(n, -0.693359375f, x);
   r = fused(n, 2.12194440e-4f, r);
-  const float p = polynomial(r, {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
-                                 1.6666665459e-1f, 5.0000001201e-1f});
+  const float p = polynomial(
+      r, {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f});
   // 2^n in two factors: n = 128 and the subnormals need both.
   const int32_t whole = int32_t(n), half = whole >> 1;
   const float scale = from_bits((half + 127) << 23), rest = from_bits((whole - half + 127) << 23);
@@ -64,9 +64,9 @@ inline float log_of(float x) {
   const int32_t shifted = to_bits(scaled) - 0x3f3504f3;
   const float exponent = float(shifted >> 23) - (subnormal ? 23.0f : 0.0f);
   const float m = from_bits((shifted & 0x7fffff) + 0x3f3504f3) - 1.0f;
-  const float p = polynomial(m, {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
-                                 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f,
-                                 3.3333331174e-1f});
+  const float p =
+      polynomial(m, {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
+                     -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f});
   const float square = m * m;
   float y = fused(exponent, -2.12194440e-4f, p * (m * square));
   y = fused(square, -0.5f, y);
@@ -86,19 +86,19 @@ inline float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
 
 inline float tanh_of(float x) {
   const float size = std::fabs(x), square = x * x;
-  const float p = polynomial(square, {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
-                                      -3.33332819422e-1f});
+  const float p = polynomial(
+      square, {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f});
   const float large = std::copysign(1.0f - 2.0f / (exp_of(2.0f * size) + 1.0f), x);
   return size < 0.625f ? fused(p * square, x, x) : large;
 }
 
 inline float erf_of(float x) {
   const float size = std::fabs(x), square = x * x;
-  const float p = polynomial(square, {-5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f,
-                                      -3.76125336e-1f, 1.28379166e-1f});
+  const float p = polynomial(
+      square, {-5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f, -3.76125336e-1f, 1.28379166e-1f});
   const float t = size > 4.0f ? 4.0f : size;
-  const float power = polynomial(t, {-1.72853470e-5f, 3.83197126e-4f, -3.88396438e-3f, 2.42546219e-2f,
-                                     -1.06777877e-1f, -6.34846687e-1f, -1.28717512e-1f});
+  const float power = polynomial(t, {-1.72853470e-5f, 3.83197126e-4f, -3.88396438e-3f, 2.42546219e-2f, -1.06777877e-1f,
+                                     -6.34846687e-1f, -1.28717512e-1f});
   const float large = std::copysign(1.0f - exp_of(fused(power, t, -t)), x);
   return size < 0.927734375f ? fused(p, x, x) : x == x ? large : x;
 }

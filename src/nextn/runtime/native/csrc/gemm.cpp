@@ -26,10 +26,14 @@ bool fits_rows(int64_t type, int64_t rows) {
 void multiply(const Product& product, int64_t begin, int64_t end) {
   if (begin >= end || product.num_rows == 0) return;
   switch (product.type) {
-    case F32: return multiply_f32(product, begin, end);
-    case BF16: return multiply_bf16(product, begin, end);
-    case BYTES: return multiply_bytes(product, begin, end);
-    case INT8: return multiply_int8(product, begin, end);
+    case F32:
+      return multiply_f32(product, begin, end);
+    case BF16:
+      return multiply_bf16(product, begin, end);
+    case BYTES:
+      return multiply_bytes(product, begin, end);
+    case INT8:
+      return multiply_int8(product, begin, end);
     default:
       if (is_kquant(product.type)) return multiply_kquants(product, begin, end);
       return (is_fp8(product.type) ? multiply_fp8 : multiply_grouped)(product, begin, end);
@@ -55,7 +59,8 @@ void take(Product& product, const char* packed, int64_t type, int64_t block, int
 void multiply(Product& product, const char* packed, int64_t type, bool gated, const Worker& worker) {
   static thread_local std::vector<float> gates;
   const int64_t n = product.out->size[1], columns = gated ? gated_columns(n) : n;
-  const int64_t blocks = pieces(columns, block_columns(type)), together = gated && block_columns(type) == kTileColumns ? 2 : 1;
+  const int64_t blocks = pieces(columns, block_columns(type)),
+                together = gated && block_columns(type) == kTileColumns ? 2 : 1;
   take(product, packed, type, 0, blocks, columns);
   if (gated) gates.resize(product.num_rows * kTileColumns), product.gates = gates.data();
   int64_t begin, end;
@@ -88,7 +93,9 @@ struct Layers {
     for (int64_t i = 0; i < count; ++i) total += parts() * blocks(i);
     return total;
   }
-  bool is_parted(int64_t i) const { return parts() == 1 || (parts() > 1 && n(i) % (parts() * block_columns(type())) == 0); }
+  bool is_parted(int64_t i) const {
+    return parts() == 1 || (parts() > 1 && n(i) % (parts() * block_columns(type())) == 0);
+  }
 };
 
 // The workers share the columns of all layers in the order of the packed matrix. If they share the parts evenly, each
@@ -179,7 +186,8 @@ bool select_linear(Call& call) {
   if (!layers.fits()) return false;
   int64_t columns = 0;
   for (int64_t i = 0; i < layers.count; columns += layers.n(i++)) {
-    if (!are_rows(layers.out(i), layers.x(), layers.n(i), layers.k(), layers.type()) || !layers.is_parted(i)) return false;
+    if (!are_rows(layers.out(i), layers.x(), layers.n(i), layers.k(), layers.type()) || !layers.is_parted(i))
+      return false;
     if (layers.has_bias() && !is_bias(layers.bias(i), 1, layers.n(i))) return false;
   }
   const int64_t bytes = packed_bytes(layers.type(), layers.blocks() * block_columns(layers.type()), layers.k());
@@ -209,7 +217,8 @@ bool select_expert_linear(Call& call) {
   const int64_t columns = kGated ? gated_columns(n) : n, bytes = packed_bytes(type, columns, k);
   if (!is_bytes(packed) || packed.size[0] == 0 || packed.size[0] % bytes) return false;
   if (ids.type != I64 || ids.ndim != 1 || ids.size[0] != x.size[0]) return false;
-  if (call.views.size() > 4 && (!is_bias(call.views[4], 2, n) || call.views[4].size[0] != packed.size[0] / bytes)) return false;
+  if (call.views.size() > 4 && (!is_bias(call.views[4], 2, n) || call.views[4].size[0] != packed.size[0] / bytes))
+    return false;
   call.kernel = expert_linear<kGated>;
   call.parallel = x.size[0] * columns * k >= kWorthSharing;
   return true;

@@ -31,10 +31,10 @@ int32_t code_of(const uint8_t* four, int64_t column, int64_t i) {
 // sum of its values, `stride` apart.
 #if defined(__AVX512VNNI__)
 template <int kCount, int kBits>
-void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64_t steps, const char* weights, Early early,
-               int32_t* sums) {
+void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64_t steps, const char* weights,
+               Early early, int32_t* sums) {
   constexpr int kApart = kCount <= 2 ? 2 : 1;  // a sum waits for the one before it
-  __m512i acc[kApart][2 * kCount];  // in registers, which needs loops that are unrolled
+  __m512i acc[kApart][2 * kCount];             // in registers, which needs loops that are unrolled
   __m512i zeros[2];
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half)
@@ -87,15 +87,16 @@ __m256i signed_codes(const char* at, int64_t column) {
 }
 
 template <int kCount, int kBits>
-void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64_t steps, const char* weights, Early early,
-               int32_t* sums) {
+void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64_t steps, const char* weights,
+               Early early, int32_t* sums) {
   const __m256i ones = _mm256_set1_epi16(1), zero_bits = _mm256_set1_epi32(kZeroBits);
   for (int64_t column = 0; column < kColumns; column += 8) {
     const auto words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 4 * column));
     const __m256i less = _mm256_set1_epi32(kBits == 8 ? 128 : 0);
     const __m256i zeros = _mm256_sub_epi32(_mm256_and_si256(words, zero_bits), less);
     __m256i acc[kCount];
-    for (int row = 0; row < kCount; ++row) acc[row] = _mm256_mullo_epi32(zeros, _mm256_set1_epi32(-totals[row * stride]));
+    for (int row = 0; row < kCount; ++row)
+      acc[row] = _mm256_mullo_epi32(zeros, _mm256_set1_epi32(-totals[row * stride]));
     const char* at = weights + kWords + (kBits == 8 ? column : column % 16) * 4;
     for (int64_t step = 0; step < steps; ++step, at += kStep<kBits>) {
       if (column == 0) early.fetch();
@@ -115,8 +116,8 @@ void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64
 }
 #else
 template <int kCount, int kBits>
-void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64_t steps, const char* weights, Early early,
-               int32_t* sums) {
+void sum_group(const int8_t* codes, const int32_t* totals, int64_t stride, int64_t steps, const char* weights,
+               Early early, int32_t* sums) {
   for (int64_t column = 0; column < kColumns; ++column) {
     int32_t word;
     std::memcpy(&word, weights + 4 * column, sizeof word);
@@ -156,7 +157,8 @@ struct GroupedBlock {
     for (int64_t i = 0; i < x.totals_of_row; ++i, weights += bytes) {
       early.fetch(0), early.fetch(64);  // a group's words
       early.next += kWords;
-      sum_group<kCount, kBits>(x.codes + i * group * kCount, x.totals + i, x.totals_of_row, steps, weights, early, whole);
+      sum_group<kCount, kBits>(x.codes + i * group * kCount, x.totals + i, x.totals_of_row, steps, weights, early,
+                               whole);
       early = early.after(steps);
       const Sixteen scales[] = {scales_of(weights), scales_of(weights + 64) * kUpper<kBits>};
       for (int row = 0; row < kCount; ++row) {
@@ -200,9 +202,11 @@ void grouped_embedding(const Call& call, const Worker& worker) {
   for (int64_t row = begin; row < end; ++row) {
     const int64_t id = data<int64_t>(ids)[row * ids.stride[0]];
     const bool exists = id >= 0 && id < num;
-    const Column<kBits> column{packed.data + (exists ? id / kColumns * block_bytes(type, k) : 0), exists ? id % kColumns : 0, values_per_group(type)};
+    const Column<kBits> column{packed.data + (exists ? id / kColumns * block_bytes(type, k) : 0),
+                               exists ? id % kColumns : 0, values_per_group(type)};
     for (int64_t i = 0; i < k; ++i)
-      store_one(out.data + (row * out.stride[0] + i) * (out.type == F32 ? 4 : 2), out.type, exists ? column.value(i) : 0.0f);
+      store_one(out.data + (row * out.stride[0] + i) * (out.type == F32 ? 4 : 2), out.type,
+                exists ? column.value(i) : 0.0f);
   }
 }
 

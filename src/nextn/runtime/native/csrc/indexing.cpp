@@ -64,8 +64,8 @@ bool gathered(Call& call, int64_t dim) {
 }
 
 bool gather(Call& call) {
-  return call.views.size() == 3 && call.ints.size() == 1 &&
-         fits_inside(call.views[2], call.views[1], call.ints[0]) && gathered(call, call.ints[0]);
+  return call.views.size() == 3 && call.ints.size() == 1 && fits_inside(call.views[2], call.views[1], call.ints[0]) &&
+         gathered(call, call.ints[0]);
 }
 
 // A list of ids is an index that repeats along all other dims.
@@ -148,8 +148,11 @@ bool scatter_value(Call& call) {
   return call.views.size() == 2 && call.reals.size() == 1 && scattered(call, kKernels);
 }
 
-const Op ops[] = {{"embedding", embedding}, {"index_select", index_select},   {"gather", gather},
-                  {"scatter", scatter},     {"scatter_value", scatter_value}};
+const Op ops[] = {{"embedding", embedding},
+                  {"index_select", index_select},
+                  {"gather", gather},
+                  {"scatter", scatter},
+                  {"scatter_value", scatter_value}};
 
 }  // namespace
 

@@ -14,9 +14,10 @@ constexpr int64_t kStep = 4 * kColumns;  // bytes of four values of k
 // The integer sums of one group, values [begin, end) of k: sums [kCount][32].
 #if defined(__AVX512VNNI__)
 template <int kCount>
-void sum_group(const Rows& x, int64_t group, int64_t begin, int64_t end, const char* weights, Early early, int32_t* sums) {
+void sum_group(const Rows& x, int64_t group, int64_t begin, int64_t end, const char* weights, Early early,
+               int32_t* sums) {
   constexpr int kApart = kCount <= 2 ? 2 : 1;  // a sum waits for the one before it
-  __m512i acc[kApart][2 * kCount];  // in registers, which needs loops that are unrolled
+  __m512i acc[kApart][2 * kCount];             // in registers, which needs loops that are unrolled
 #pragma GCC unroll 32
   for (int i = 0; i < 2 * kCount; ++i) {
     acc[0][i] = _mm512_set1_epi32(-int32_t(kInt8Zero) * x.totals[i / 2 * x.totals_of_row + group]);
@@ -88,7 +89,8 @@ void sum_group(const Rows& x, int64_t, int64_t begin, int64_t end, const char* w
 
 // sums [kCount][32] += one group: its integer sums times the scales of the rows.
 template <int kCount>
-void add_group(const Rows& x, int64_t group, int64_t begin, int64_t end, const char* weights, Early early, float* sums) {
+void add_group(const Rows& x, int64_t group, int64_t begin, int64_t end, const char* weights, Early early,
+               float* sums) {
   alignas(64) int32_t totals[kCount * kColumns];
   sum_group<kCount>(x, group, begin, end, weights, early, totals);
   for (int row = 0; row < kCount; ++row) {
@@ -122,10 +124,10 @@ void int8_embedding(const Call& call, const Worker& worker) {
   for (int64_t row = begin; row < end; ++row) {
     const int64_t id = data<int64_t>(ids)[row * ids.stride[0]];
     const bool exists = id >= 0 && id < num;
-    const auto* from = reinterpret_cast<const uint8_t*>(packed.data + (exists ? id / kColumns * bytes : 0)) + id % kColumns * 4;
+    const auto* from =
+        reinterpret_cast<const uint8_t*>(packed.data + (exists ? id / kColumns * bytes : 0)) + id % kColumns * 4;
     for (int64_t i = 0; i < k; ++i) {
-      const float value =
-          exists ? float(int32_t(from[i / 4 * kStep + i % 4]) - int32_t(kInt8Zero)) * scales[id] : 0.0f;
+      const float value = exists ? float(int32_t(from[i / 4 * kStep + i % 4]) - int32_t(kInt8Zero)) * scales[id] : 0.0f;
       store_one(out.data + (row * out.stride[0] + i) * (out.type == F32 ? 4 : 2), out.type, value);
     }
   }
@@ -136,7 +138,8 @@ bool select_int8_embedding(Call& call) {
   const View &out = call.views[0], &packed = call.views[1], &ids = call.views[2];
   if (!is_float(out.type) || out.ndim != 2 || out.stride[1] != 1 || out.size[1] != call.ints[1]) return false;
   if (ids.type != I64 || ids.ndim != 1 || ids.size[0] != out.size[0] || !is_bytes(packed)) return false;
-  if (call.ints[0] < 1 || call.ints[1] < 1 || packed.size[0] != packed_bytes(INT8, call.ints[0], call.ints[1])) return false;
+  if (call.ints[0] < 1 || call.ints[1] < 1 || packed.size[0] != packed_bytes(INT8, call.ints[0], call.ints[1]))
+    return false;
   call.kernel = int8_embedding;
   call.parallel = out.size[0] * out.size[1] >= kParallel;
   return true;

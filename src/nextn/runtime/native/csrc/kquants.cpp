@@ -63,7 +63,7 @@ template <int kCount, int kBits>
 inline __attribute__((always_inline)) void sum_group(const int8_t* codes, const char* at, Early& early, int32_t* sums) {
   using F = Form<kBits>;
   constexpr int kApart = kCount <= 2 ? 2 : 1;  // a sum waits for the one before it
-  __m512i acc[kApart][2 * kCount];  // in registers, which needs loops that are unrolled
+  __m512i acc[kApart][2 * kCount];             // in registers, which needs loops that are unrolled
 #pragma GCC unroll 64
   for (int i = 0; i < kApart * 2 * kCount; ++i) acc[i / (2 * kCount)][i % (2 * kCount)] = _mm512_setzero_si512();
   const __m512i lower = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(char(0xF0));
@@ -116,7 +116,8 @@ void sum_group(const int8_t* codes, const char* at, Early& early, int32_t* sums)
       const char* run = at + step / F::kSteps * F::kRun + byte;
       const char* low = run + (F::kHigh ? 64 : 0) + 64 * within;
       const auto shifted = [](const char* from, int64_t bits) {
-        return _mm256_srl_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), _mm_cvtsi32_si128(int(bits)));
+        return _mm256_srl_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)),
+                                _mm_cvtsi32_si128(int(bits)));
       };
       __m256i w = _mm256_and_si256(shifted(low, 4 * is_upper), lower);
       if (F::kHigh) {
@@ -179,7 +180,8 @@ void sum_minima(const Rows& x, const int32_t* totals, const Form<kBits>& form, i
   for (int half = 0; half < 2; ++half) {
     __m512i minima[kPairs];
     for (int64_t i = 0; i < kPairs; ++i)
-      minima[i] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(form.group_mins(pair + i) + half * 32)));
+      minima[i] = _mm512_cvtepi8_epi16(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(form.group_mins(pair + i) + half * 32)));
     for (int row = 0; row < kCount; ++row) {
       __m512i sum = _mm512_setzero_si512();
       for (int64_t i = 0; i < kPairs; ++i)
@@ -194,7 +196,8 @@ void sum_minima(const Rows& x, const int32_t* totals, const Form<kBits>& form, i
     for (int row = 0; row < kCount; ++row) {
       const int32_t both = totals[row * x.totals_of_row + i];
       for (int64_t column = 0; column < kColumns; ++column)
-        sums[row * kColumns + column] += int8_t(minima[2 * column]) * int16_t(both) + int8_t(minima[2 * column + 1]) * (both >> 16);
+        sums[row * kColumns + column] +=
+            int8_t(minima[2 * column]) * int16_t(both) + int8_t(minima[2 * column + 1]) * (both >> 16);
     }
   }
 #endif
@@ -238,7 +241,8 @@ struct KQuantBlock {
       const Sixteen scale = loaded<Sixteen>(form.scales() + half * 64), min_scale = form.min_scales(half);
       for (int row = 0; row < kCount; ++row) {
         const int64_t j = row * kColumns + half * kSixteen;
-        const Sixteen less = product(floats(whole + j), min_scale), of_row = Sixteen{} + x.scales[row * x.groups + k / kGroup];
+        const Sixteen less = product(floats(whole + j), min_scale),
+                      of_row = Sixteen{} + x.scales[row * x.groups + k / kGroup];
         put(sums + j, fused(fused(sixteen(scaled + j), scale, -less), of_row, sixteen(sums + j)));
       }
     }
@@ -257,9 +261,12 @@ using Q6KBlock = KQuantBlock<kCount, 6>;
 void multiply_kquants(const Product& product, int64_t begin, int64_t end) {
   const auto no_more = [](int64_t, const float*) {};
   switch (product.type) {
-    case Q4_K: return multiply_rounded<Q4KBlock>(product, begin, end, kLine, no_more);
-    case Q5_K: return multiply_rounded<Q5KBlock>(product, begin, end, kLine, no_more);
-    default: return multiply_rounded<Q6KBlock>(product, begin, end, kLine, no_more);
+    case Q4_K:
+      return multiply_rounded<Q4KBlock>(product, begin, end, kLine, no_more);
+    case Q5_K:
+      return multiply_rounded<Q5KBlock>(product, begin, end, kLine, no_more);
+    default:
+      return multiply_rounded<Q6KBlock>(product, begin, end, kLine, no_more);
   }
 }
 

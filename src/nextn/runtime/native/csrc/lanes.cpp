@@ -28,7 +28,8 @@ struct Scaled {
 
   void operator()(int64_t row, int64_t column, int64_t width, float* sums) const {
     const Sixteen more = Sixteen{} + totals[store.first + row] * (Bytes::kOffset + kZero);
-    for (int64_t j = 0; j < width; j += kSixteen) put(sums + j, (sixteen(sums + j) - more) * sixteen(scales + column + j));
+    for (int64_t j = 0; j < width; j += kSixteen)
+      put(sums + j, (sixteen(sums + j) - more) * sixteen(scales + column + j));
     store(row, column, width, sums);
   }
 };
@@ -89,9 +90,8 @@ void multiply_bytes(const Product& product, int64_t begin, int64_t end) {
   totals.resize(product.num_rows);
   for (int64_t i = 0; i < product.num_rows; ++i) totals[i] = total(product.in<uint16_t>(i), product.k);
   const int64_t depth = padded(product);
-  multiply<Bytes>(product, depth / Bytes::kValues, begin, end, [&](int64_t first) {
-    return Scaled{{&product, first}, product.scales, totals.data()};
-  });
+  multiply<Bytes>(product, depth / Bytes::kValues, begin, end,
+                  [&](int64_t first) { return Scaled{{&product, first}, product.scales, totals.data()}; });
 }
 
 #if !defined(__AMX_BF16__)

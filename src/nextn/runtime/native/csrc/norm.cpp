@@ -51,10 +51,12 @@ void add_rms_norm_rows(const Call& call, const Worker& worker) {
 }
 
 bool add_rms_norm(Call& call) {
-  if (call.views.size() != 5 || call.ints.size() != 1 || call.reals.size() != 1 || call.views[0].ndim == 0) return false;
+  if (call.views.size() != 5 || call.ints.size() != 1 || call.reals.size() != 1 || call.views[0].ndim == 0)
+    return false;
   const View& out = call.views[0];
   for (int i = 0; i < 4; ++i)
-    if (!same_shape(call.views[i], out) || call.views[i].type != out.type || inner_stride(call.views[i]) != 1) return false;
+    if (!same_shape(call.views[i], out) || call.views[i].type != out.type || inner_stride(call.views[i]) != 1)
+      return false;
   const View& weight = call.views[4];
   if (!floating(out) || !floating(weight) || weight.ndim != 1 || weight.size[0] != row_length(out)) return false;
   call.kernel = out.type == F32 ? add_rms_norm_rows<float> : add_rms_norm_rows<uint16_t>;

@@ -32,7 +32,8 @@ void pack_halves(const View& weight, int64_t column, uint16_t* to) {
       for (int64_t j = 0; j < kHalfColumns; ++j) {
         const uint16_t* from = row<uint16_t>(weight, column + j) + done;
         uint16_t* pairs = to + done * kHalfColumns + 2 * j;
-        for (int64_t k = 0; k < kTileDepth; k += 2) std::memcpy(pairs + k * kHalfColumns, from + k, 2 * sizeof(uint16_t));
+        for (int64_t k = 0; k < kTileDepth; k += 2)
+          std::memcpy(pairs + k * kHalfColumns, from + k, 2 * sizeof(uint16_t));
       }
   for (int64_t k = done; k < depth; ++k)
     for (int64_t j = 0; j < kHalfColumns; ++j) {
@@ -138,7 +139,8 @@ bool select_pack_bytes(Call& call) {
 // Weights of eight bits, see int8.cpp.
 bool select_pack_int8(Call& call) {
   if (!fits_codes(call, kInt8Columns) || !is_float(call.views[2].type)) return false;
-  call.kernel = call.views[2].type == F32 ? pack_codes<float, kInt8Columns, kInt8Zero> : pack_codes<uint16_t, kInt8Columns, kInt8Zero>;
+  call.kernel = call.views[2].type == F32 ? pack_codes<float, kInt8Columns, kInt8Zero>
+                                          : pack_codes<uint16_t, kInt8Columns, kInt8Zero>;
   call.parallel = true;
   return true;
 }
@@ -211,7 +213,8 @@ bool select_quantize_int4(Call& call) {
   if (call.views.size() != 4 || call.ints.size() != 1) return false;
   const View& weight = call.views[3];
   const int64_t size = call.ints[0];
-  if ((size != 32 && size != 64 && size != 128) || weight.ndim != 2 || !is_float(weight.type) || weight.stride[1] != 1) return false;
+  if ((size != 32 && size != 64 && size != 128) || weight.ndim != 2 || !is_float(weight.type) || weight.stride[1] != 1)
+    return false;
   const int64_t n = weight.size[0], k = weight.size[1], groups = pieces(k, size);
   if (!is_dense(call.views[0], BOOL, n, k) || !is_dense(call.views[1], F32, n, groups)) return false;
   if (!is_dense(call.views[2], BOOL, n, groups)) return false;

@@ -103,12 +103,12 @@ struct Product {
   int64_t num_rows;
   int64_t n, k;
   const char* packed;
-  int64_t type;  // of the packed weights
+  int64_t type;         // of the packed weights
   const float* scales;  // [n], of weights of a byte or of eight bits
   int64_t first;        // column of out and bias, or of a gated matrix, that the first of these n is
   const char* bias;     // contiguous; null: none
   int64_t bias_type;
-  float* gates;         // [num_rows, 16]: scratch for sums of V until those of U are computed; null: not gated
+  float* gates;  // [num_rows, 16]: scratch for sums of V until those of U are computed; null: not gated
   const RoundedRows* rounded_rows;  // the rows of x in eight bits, for weights of eight and four bits
 
   int64_t row(int64_t i) const { return order ? order[i] : i; }

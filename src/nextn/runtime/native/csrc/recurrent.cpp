@@ -68,7 +68,8 @@ inline Lanes advanced(Lanes state, float decay, float key, Lanes delta) {
 template <typename Run>
 void each_columns(int64_t dim_v, Run run) {
   int64_t j = 0;
-  for (; j + kTogether * kLanes <= dim_v; j += kTogether * kLanes) run(std::integral_constant<int, kTogether>(), j, kLanes);
+  for (; j + kTogether * kLanes <= dim_v; j += kTogether * kLanes)
+    run(std::integral_constant<int, kTogether>(), j, kLanes);
   for (; j < dim_v; j += kLanes) run(std::integral_constant<int, 1>(), j, std::min(kLanes, dim_v - j));
 }
 
@@ -145,7 +146,8 @@ float* scratch_of(int64_t count) {
 void delta_head(const Call& call, int64_t row, int64_t head) {
   const View &out = call.views[0], &q = call.views[1], &k = call.views[2], &v = call.views[3];
   const View &g = call.views[4], &beta = call.views[5];
-  const int64_t tokens = v.size[1], heads = v.size[2], dim_k = k.size[3], dim_v = v.size[3], key_head = head / (heads / k.size[2]);
+  const int64_t tokens = v.size[1], heads = v.size[2], dim_k = k.size[3], dim_v = v.size[3],
+                key_head = head / (heads / k.size[2]);
   const HeadState stored(call.views[6], row * heads + head, dim_k, dim_v, call.ints[0]);
   BlockInputs in;
   in.width = dim_v + kLanes;
@@ -163,9 +165,8 @@ void delta_head(const Call& call, int64_t row, int64_t head) {
     normalize(key, dim_k, call.ints[1], 1.0f);
     stored.decay(token) = std::exp(decay), in.dots[token] = dot_of(query, key, dim_k);
   }
-  each_columns(dim_v, [&](auto vectors, int64_t j, int64_t count) {
-    run_columns<vectors()>(stored, in, tokens, j, count);
-  });
+  each_columns(dim_v,
+               [&](auto vectors, int64_t j, int64_t count) { run_columns<vectors()>(stored, in, tokens, j, count); });
   for (int64_t token = 0; token < tokens; ++token)
     narrow(out, in.results + token * in.width, element(out, row, token, head), out.stride[3], dim_v);
 }
@@ -217,9 +218,8 @@ void commit_state(const Call& call, const Worker& worker) {
     const HeadState stored(call.views[1], i, dim_k, dim_v, max_block);
     const int64_t tokens = data<int64_t>(call.views[0])[i / heads];
     if (tokens == 0) continue;
-    each_columns(dim_v, [&](auto vectors, int64_t j, int64_t count) {
-      commit_columns<vectors()>(stored, tokens, j, count);
-    });
+    each_columns(dim_v,
+                 [&](auto vectors, int64_t j, int64_t count) { commit_columns<vectors()>(stored, tokens, j, count); });
   }
 }
 
@@ -281,7 +281,8 @@ void conv(const Call& call, const Worker& worker) {
     for (int64_t j = 0; j < kernel; ++j)
       widen(weight, element(weight, channel, j), weight.stride[0], weights + j * kLanes, count);
     alignas(64) float bias[kLanes] = {};
-    if (call.views.size() == 5) widen(call.views[3], element(call.views[3], channel), call.views[3].stride[0], bias, count);
+    if (call.views.size() == 5)
+      widen(call.views[3], element(call.views[3], channel), call.views[3].stride[0], bias, count);
     convolve<T>(call, i / blocks, channel, count, weights, lanes_at(bias));
   }
 }

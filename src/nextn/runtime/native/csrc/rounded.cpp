@@ -36,7 +36,8 @@ int32_t sum_of(const int8_t* codes, int64_t count) {
   if (count % 32) return std::accumulate(codes, codes + count, int32_t(0));
   __m256i sums = _mm256_setzero_si256();
   for (int64_t i = 0; i < count; i += 32)
-    sums = _mm256_dpbusd_epi32(sums, _mm256_set1_epi8(1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i)));
+    sums =
+        _mm256_dpbusd_epi32(sums, _mm256_set1_epi8(1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i)));
   const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
   const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
   return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);

@@ -114,8 +114,12 @@ void multiply_rounded(const Product& product, int64_t begin, int64_t end, int64_
     const char* weights = product.packed + block * bytes;
     for (int64_t batch = 0; batch < x.batches; ++batch) {
       const int64_t first = x.first(batch), count = x.first(batch + 1) - first;
-      const Rows rows{x.codes.data() + first * x.depth, x.scales.data() + first * x.groups,
-                      x.totals.data() + first * totals, x.depth, x.groups, totals};
+      const Rows rows{x.codes.data() + first * x.depth,
+                      x.scales.data() + first * x.groups,
+                      x.totals.data() + first * totals,
+                      x.depth,
+                      x.groups,
+                      totals};
       // Of several batches, each prefetches its share of the next block, so that memory does not idle.
       const Early early = x.batches == 1 ? Early{weights + kAhead, step}
                                          : Early{weights + bytes + bytes * batch / x.batches, pieces(step, x.batches)};

@@ -1,20 +1,19 @@
 // Several rounds in one call. Each drafts with the head, runs the trunk over the last token and the drafts, verifies
 // them and queues the states of the new positions for the head. decoding/batch.py and decoding/drafter.py are the
 // reference implementation.
+#include "rounds.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 
 #include "chain.h"
-#include "rounds.h"
 
 namespace nextn {
 
 namespace {
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 class Round {
  public:
@@ -22,8 +21,7 @@ class Round {
       : batch_(batch), max_speculative_tokens_(output.max_speculative_tokens),
         drafts_(output.drafts + round * batch.size * max_speculative_tokens_),
         num_draft_tokens_(output.num_draft_tokens + round * batch.size),
-        num_accepted_(output.num_accepted + round * batch.size),
-        next_tokens_(output.next_tokens + round * batch.size),
+        num_accepted_(output.num_accepted + round * batch.size), next_tokens_(output.next_tokens + round * batch.size),
         num_confidences_(output.num_confidences + round * batch.size),
         confidences_(output.confidences + round * batch.size * max_speculative_tokens_) {}
 
@@ -37,8 +35,7 @@ class Round {
     Chain& chain = *given;
     chain.drafts = drafts_, chain.num_draft_tokens = num_draft_tokens_;
     chain.num_confidences = num_confidences_, chain.confidences = confidences_;
-    for (int64_t row = 0; row < batch_.size; ++row)
-      chain.limits[row] = std::min(limit, batch_.remaining[row] - 1);
+    for (int64_t row = 0; row < batch_.size; ++row) chain.limits[row] = std::min(limit, batch_.remaining[row] - 1);
     for (int64_t row = 0; row < batch_.size && batch_.num_used; ++row) {
       std::copy_n(uniforms(row), chain.limits[row], chain.uniforms + row * chain.max_speculative_tokens);
       batch_.num_used[row] += chain.limits[row];

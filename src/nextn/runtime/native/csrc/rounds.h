@@ -11,12 +11,12 @@ namespace nextn {
 // is accepted if it is the argmax.
 struct Block {
   const Program *forward, *lm_head, *verify;
-  int64_t size;                               // positions of the forward pass
-  int64_t *tokens, *starts;                   // [batch, size], [batch]
-  const int64_t* best;                        // [batch, size]
-  const char* states;                         // [batch, size, state_bytes]
-  int64_t num_positions;                      // of `verify`, which reads drafts and uniforms [batch, num_positions]
-  int64_t *drafts, *limits;                   // limits [batch]
+  int64_t size;              // positions of the forward pass
+  int64_t *tokens, *starts;  // [batch, size], [batch]
+  const int64_t* best;       // [batch, size]
+  const char* states;        // [batch, size, state_bytes]
+  int64_t num_positions;     // of `verify`, which reads drafts and uniforms [batch, num_positions]
+  int64_t *drafts, *limits;  // limits [batch]
   float* uniforms;
   const int64_t *num_accepted, *next_tokens;  // [batch]
 };
@@ -24,10 +24,10 @@ struct Block {
 // The sequences that are decoded together, and what ends a call.
 struct Batch {
   int64_t size;
-  int64_t* last_tokens;             // [batch]: the last token, which the trunk has not processed yet
-  int64_t *lengths, *remaining;     // [batch]: positions that the trunk has processed; new tokens still allowed
-  int64_t max_speculative_tokens, max_length;   // drafts of a sequence per round; tokens of a sequence
-  const Pending* pending;           // null without a head
+  int64_t* last_tokens;          // [batch]: the last token, which the trunk has not processed yet
+  int64_t *lengths, *remaining;  // [batch]: positions that the trunk has processed; new tokens still allowed
+  int64_t max_speculative_tokens, max_length;  // drafts of a sequence per round; tokens of a sequence
+  const Pending* pending;                      // null without a head
   int64_t num_eos;
   const int64_t* eos;               // tokens that end a sequence
   int64_t num_uniforms, *num_used;  // random numbers per sequence, and how many are used [batch]

@@ -26,8 +26,8 @@ constexpr int kSums = 8, kMost = 8, kRowsAtOnce = 8;
 // Registers of sums: kSums keep a machine busy that waits some cycles for each, kMost leave room for the operands.
 // More rows at once than kRowsAtOnce: their addresses would not stay in registers.
 
-constexpr int kStepsAhead = 8;    // or steps of k, where these lie farther apart
-constexpr int kFetched = 4;       // rows from which on several pieces at once are, too
+constexpr int kStepsAhead = 8;  // or steps of k, where these lie farther apart
+constexpr int kFetched = 4;     // rows from which on several pieces at once are, too
 
 typedef float Floats __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
@@ -201,7 +201,8 @@ struct Beside : Form {
 
     template <int, int kPieces>
     void fetch(const char* at, const Source& part) const {
-      for (int piece = 0; piece < kPieces; ++piece) __builtin_prefetch(at + kStepsAhead * part.step + piece * part.next);
+      for (int piece = 0; piece < kPieces; ++piece)
+        __builtin_prefetch(at + kStepsAhead * part.step + piece * part.next);
     }
   };
 };
@@ -246,8 +247,10 @@ void sum(const Part<typename Form::X>& part, const char* weights, float* sums) {
 
 // Pieces that a kernel of kCount rows processes together.
 template <typename Form, int kCount>
-constexpr int kTogether = kCount >= Form::kOne ? 1 :
-    int(std::bit_floor(unsigned(std::clamp(kSums * kFloats / (Form::kApart * kCount * int(Form::kWidth)), 1, 4))));
+constexpr int kTogether =
+    kCount >= Form::kOne ? 1
+                         : int(std::bit_floor(unsigned(
+                               std::clamp(kSums * kFloats / (Form::kApart * kCount * int(Form::kWidth)), 1, 4))));
 
 template <typename Form, int kCount, int kPieces, typename Keep>
 void sum_and_keep(const Part<typename Form::X>& part, int64_t piece, const Keep& keep) {

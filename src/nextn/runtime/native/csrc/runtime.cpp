@@ -52,9 +52,7 @@ constexpr int kIdleSpins = 20000;
 // and for longer each time.
 constexpr double kTrial = 0.004, kShortRest = 0.05, kLongRest = 1.0;
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 constexpr size_t kSoon = 2;  // calls ahead that are prefetched
 

@@ -1,10 +1,10 @@
 // Logits to probabilities, sampling, and verification of drafts: the rules of speculative/sampling.py, row by row.
-#include "wide.h"
+#include "sampling.h"
 
 #include <numeric>
 
-#include "sampling.h"
 #include "strided.h"
+#include "wide.h"
 
 namespace nextn {
 
@@ -192,8 +192,13 @@ void verify_rows(const Call& call, const Worker& worker) {
   int64_t begin = 0, end = numel(num_accepted);
   if (call.parallel) worker.share(end, begin, end);
   for (int64_t row = begin; row < end; ++row) {
-    const DraftedSequence sequence{floats(p, row), floats(q, row), p.stride[1], q.stride[1], p.size[2],
-                                   data<int64_t>(limits)[row], data<int64_t>(drafts) + row * drafts.stride[0],
+    const DraftedSequence sequence{floats(p, row),
+                                   floats(q, row),
+                                   p.stride[1],
+                                   q.stride[1],
+                                   p.size[2],
+                                   data<int64_t>(limits)[row],
+                                   data<int64_t>(drafts) + row * drafts.stride[0],
                                    floats(u, row)};
     float scale = 1;
     const int64_t count = call.ints[0] ? sequence.accept_block(scale) : sequence.accept();

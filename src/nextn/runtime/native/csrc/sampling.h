@@ -2,7 +2,6 @@
 #pragma once
 
 #include "lanes.h"
-
 #include "runtime.h"
 
 namespace nextn {

@@ -1,12 +1,11 @@
 // Sixteen floats at once between memory and registers, for kernels that do several ops' work with those ops' bits.
 #pragma once
 
-#include "vectors.h"
-
 #include <cstring>
 #include <type_traits>
 
 #include "runtime.h"
+#include "vectors.h"
 
 namespace nextn {
 
@@ -87,7 +86,8 @@ inline Sixteen silu_of(Sixteen x) {
   y = chosen(y < least, least, y);
   const Sixteen shifted = y + shift, part = y - (shifted - shift);
   Sixteen power = fused(Sixteen{} + 0.00132647273f, part, Sixteen{} + 0.00967151299f);
-  for (const float next : {0.0555073358f, 0.240222424f, 0.693147004f, 1.0f}) power = fused(power, part, Sixteen{} + next);
+  for (const float next : {0.0555073358f, 0.240222424f, 0.693147004f, 1.0f})
+    power = fused(power, part, Sixteen{} + next);
   const Sixteen scale = floats_of(bits_of(shifted) << 23);
   const Sixteen part_of_one = reciprocal(fused(power, scale, Sixteen{} + 1.0f));
   return x * chosen(exponent > most, Sixteen{}, part_of_one);

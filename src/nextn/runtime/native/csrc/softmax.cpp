@@ -97,8 +97,10 @@ bool confidence(Call& call) {
          row_length(logits) > 0;
 }
 
-const Op ops[] = {{"softmax", over_rows<softmax_rows>}, {"log_softmax", over_rows<log_softmax_rows>},
-                  {"logsumexp", logsumexp},             {"argmax", argmax},
+const Op ops[] = {{"softmax", over_rows<softmax_rows>},
+                  {"log_softmax", over_rows<log_softmax_rows>},
+                  {"logsumexp", logsumexp},
+                  {"argmax", argmax},
                   {"confidence", confidence}};
 
 }  // namespace

@@ -1,13 +1,12 @@
 // Walking views: dims merged once at select time, then runs along the innermost dim; conversions at loads and stores.
 #pragma once
 
-#include "wide.h"
-
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 
 #include "runtime.h"
+#include "wide.h"
 
 namespace nextn {
 
@@ -206,8 +205,7 @@ struct Operand {
   // The same with a repeated element written out: for ops that loop one way only.
   const C* all(const View& view, const char* from, int64_t done, int64_t count) {
     const int64_t stride = inner_stride(view);
-    if (stride || done == 0)
-      at = fetch(buffer, from + done * stride * kBytes[view.type], view.type, stride, count);
+    if (stride || done == 0) at = fetch(buffer, from + done * stride * kBytes[view.type], view.type, stride, count);
     return at;
   }
 };

@@ -12,10 +12,10 @@ namespace nextn {
 
 namespace {
 
-constexpr int64_t kRows = 16;             // of one tile
-constexpr int64_t kGroup = 4;             // blocks of columns taken together
+constexpr int64_t kRows = 16;  // of one tile
+constexpr int64_t kGroup = 4;  // blocks of columns taken together
 constexpr int64_t kWidth = kGroup * kTileColumns;
-constexpr int64_t kAhead = 4;             // tiles by which weights are fetched early
+constexpr int64_t kAhead = 4;              // tiles by which weights are fetched early
 constexpr int64_t kResident = 512 * 1024;  // values of x, in tiles, that stay in the second-level cache
 
 // Up to 16 rows of x as a column of tiles: tile t starts at base + t * next, its rows are `row` values apart.

@@ -3,13 +3,12 @@
 // GCC takes a vector that is larger than a register apart, for comparisons, choices and conversions one value at a time.
 #pragma once
 
-#include "wide.h"
-
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
 #include "functions.h"
+#include "wide.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -119,8 +118,7 @@ V chosen(M mask, V a, V b) {
 // a * b + c, rounded once.
 template <typename V>
 V multiplied(V a, V b, V c) {
-  if constexpr (kIsPair<V>)
-    return {multiplied(a.low, b.low, c.low), multiplied(a.high, b.high, c.high)};
+  if constexpr (kIsPair<V>) return {multiplied(a.low, b.low, c.low), multiplied(a.high, b.high, c.high)};
 #if defined(__AVX512F__)
   else if constexpr (sizeof(V) == 64)
     return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
