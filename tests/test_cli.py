@@ -70,6 +70,7 @@ def test_train_wrote_a_model(run):
     model = Model.load(run / "out" / "model")
     assert model.head is not None
     assert model.tokenizer is not None
+    assert model.trained_length == 32
     lines = [json.loads(line) for line in (run / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert lines[-1]["decoded"]["num_drafts"] > 0
@@ -86,6 +87,19 @@ def test_generate_as_text_and_json(run, here, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"line 1 of")))
     plain = here("generate", run / "out" / "model", "-", "-k", 0, "--max-tokens", 12, "--json")[1]
     assert json.loads(plain)["tokens"] == record["tokens"]
+
+
+def test_texts_longer_than_the_trained_length_are_noted(run, here, tmp_path):
+    """Positions that training never saw cost acceptance and text, and nothing else shows it."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "line 1 of"}\n')
+    prompts = ["--prompts", tmp_path / "prompts.jsonl", "--temperatures", "0", "-k", "2", "--backend", "torch"]
+    for command in (["generate", run / "out" / "model", "line 1 of"], *(
+        [name, run / "out" / "model", *prompts] for name in ("bench", "measure")
+    )):  # fmt: skip
+        assert "training saw sequences of 32" in here(*command, "--max-tokens", 40)[2]
+        assert "training saw" not in here(*command, "--max-tokens", 8)[2]
+    record = json.loads(here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 40, "--json")[1])
+    assert "texts reach 49 tokens" in record["notes"][-1]
 
 
 def test_trace_prints_the_table(run, here):

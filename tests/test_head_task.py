@@ -535,14 +535,14 @@ def test_a_head_is_replaced_and_the_trunk_is_not(name, tmp_path):
     model = Model.load(FIXTURES / name)
     dtype = model.trunk.dtype
     head = changed(model.head.float())
-    write_with_trunk(origin, head, tmp_path / "out", dtype=dtype, source="runs/first")
+    write_with_trunk(origin, head, tmp_path / "out", dtype=dtype, source="runs/first", trained_length=77)
     assert trunk_bytes(tmp_path / "out") == trunk_bytes(FIXTURES / name)
     again = Model.load(tmp_path / "out")
     assert same_head(again.head, head)
     assert again.head.stack[0].dtype == dtype
     written = Checkpoint.open(tmp_path / "out")
     record = Provenance.read(written)
-    assert (record.made_by, record.source) == ("train", "runs/first")
+    assert (record.made_by, record.source, record.trained_length) == ("train", "runs/first", 77)
     assert record.trained_with == record.beside == trunk_fingerprint(origin)
     assert {found.rule for found in audit(written).findings} <= {
         found.rule for found in audit(origin.checkpoint).findings

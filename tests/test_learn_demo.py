@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nextn.demo
+from nextn.data.corpus import Corpus
 from nextn.decoding.batch import Round, SequenceRound
 from nextn.demo import DecodedModel, DecodedPair, DecodedSide, DemoReport, TrainedModel, decode_model, train_demo
 from nextn.model.model import Model
@@ -17,6 +18,7 @@ from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance, wilson_interval
 from nextn.train.evaluation import TeacherForcedFigures
 from nextn.train.metrics import EvalRecord, StepRecord
+from nextn.train.recipes import by_name
 
 TEXT = b"def add(a, b):\n    return a + b\n\n\nprint((add(1, 22), 'is', [x for x in range(9) if x % 4]), 7)\n"
 
@@ -188,8 +190,8 @@ def test_a_rate_of_one_is_drawn(tmp_path):
 def told(tmp_path, monkeypatch, here):
     """`nextn demo` whose training and decoding are over -> what it prints of them."""
 
-    def call(*args, draws=True, **changes):
-        evaluation = EvalRecord(9, TeacherForcedFigures((1.0, 2.0), (0.5,), (0.5,)))
+    def call(*args, draws=True, rates=(0.5,), **changes):
+        evaluation = EvalRecord(9, TeacherForcedFigures((1.0, 2.0), rates, rates))
         report = DemoReport(TrainedModel(tmp_path, evaluation, None, 30.0), decoded(**changes), 35.0)
         monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: report.trained)
         monkeypatch.setattr("nextn.demo.decode_trained", lambda *args, **options: report)
@@ -219,6 +221,33 @@ def test_the_story(told, tmp_path):
     assert unwrapped("for 4 minutes (--minutes)") in unwrapped(second)
     assert unwrapped(f"trained 30 s, 35 s in all; in {tmp_path}: model, report.json, loss.png") in unwrapped(second)
     assert "output DIFFERENT" in told(other=TEXT[:-1] + b"!")
+
+
+def test_a_disagreement_of_training_and_decoding_is_a_finding(told, tmp_path):
+    """Prompts longer than what the model was trained on once cost all acceptance, and nothing said so."""
+    assert "finding:" not in told()
+    text = unwrapped(told(rates=(1.0, 1.0)))  # AL 3 is expected, 2 is decoded
+    assert (
+        unwrapped("finding: greedy: training's teacher-forced figures give AL 3.00 at K = 2, decoding has 2.00") in text
+    )
+    assert str(tmp_path / "model") in text
+    assert len(json.loads(told("--json", rates=(1.0, 1.0)))["disagreements"]) == 2
+
+
+def test_prompts_are_no_longer_than_what_the_model_was_trained_on(tmp_path, monkeypatch):
+    decodings = []
+    monkeypatch.setattr(nextn.demo, "load_for", lambda folder: None)
+    monkeypatch.setattr(nextn.demo, "write_json", lambda path, record: None)
+    monkeypatch.setattr(
+        nextn.demo, "decode_model", lambda model, texts, **options: decodings.append(texts) or decoded()
+    )
+    corpus = Corpus.from_texts(
+        [(f"{at}.py", "x = 1\n" * 100) for at in range(12)], lambda texts: [[*text.encode()] for text in texts], 257
+    )
+    evaluation = EvalRecord(9, TeacherForcedFigures((1.0, 2.0), (0.5,), (0.5,)))
+    nextn.demo.decode_trained(TrainedModel(tmp_path, evaluation, corpus, 1.0), num_speculative_tokens=2)
+    longest = max(map(len, decodings[0])) + nextn.demo._MAX_TOKENS
+    assert longest <= by_name("tiny", vocab_size=264).train.length
 
 
 def test_json(told):

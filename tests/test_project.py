@@ -88,9 +88,9 @@ def test_hooks_are_the_tools_of_make_check():
     hooks = [hook for repo in parsed(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
     recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     commands = {
-        line.strip().removeprefix("$(BIN)/").split(" --check")[0].split(" .")[0] for line in recipe.splitlines()
+        re.split(r" --check| --dry-run| \.", line.strip().removeprefix("$(BIN)/"))[0] for line in recipe.splitlines()
     }
-    entries = {hook["entry"].removeprefix(".venv/bin/").removesuffix(" --force-exclude") for hook in hooks}
+    entries = {re.split(r" --force-exclude| -i", hook["entry"].removeprefix(".venv/bin/"))[0] for hook in hooks}
     assert entries == commands
 
 
@@ -143,7 +143,13 @@ def test_development_packages_are_used():
     """Each is imported by the tests, run by the Makefile, or a plugin whose options are used."""
     text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")) + (ROOT / "Makefile").read_text()
     uses = {"pyyaml": "import yaml", "pytest-timeout": "mark.timeout(", "pytest-xdist": "--numprocesses"}
-    uses |= {"build": "-m build", "ruff": "/ruff check", "mypy": "/mypy", "compressed-tensors": "compressed_tensors."}
+    uses |= {
+        "build": "-m build",
+        "ruff": "/ruff check",
+        "mypy": "/mypy",
+        "clang-format": "/clang-format",
+        "compressed-tensors": "compressed_tensors.",
+    }
     for package in PROJECT["optional-dependencies"]["dev"]:
         name = re.match(r"[\w-]+", package)[0]
         assert name == "nextn" or re.search(re.escape(uses.get(name, "")) or rf"(?:from|import) {name}\b", text), name

@@ -1,6 +1,7 @@
 """Provenance: the fingerprint of a trunk sees a fine-tune, and the record beside the weights is read strictly."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,17 @@ from artifacts import publish, watched
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.provenance import (  # fmt: skip
+    RECORD,
+    Provenance,
+    head_fingerprint,
+    record_training,
+    trained_length,
+    trunk_fingerprint,
+)
 from nextn.checkpoint.safetensors_file import RawTensor
+from nextn.edit.convert import convert, extract
+from nextn.edit.restore import restore
 from nextn.errors import CheckpointError
 
 
@@ -75,3 +85,28 @@ def test_record(tmp_path):
     (folder / RECORD).write_text(json.dumps({"something": "else"}))
     with pytest.raises(CheckpointError, match="not a record"):
         Provenance.read(Checkpoint.open(folder))
+    for length in (0, -1, 2**31, 1.5, True, "256", [256]):
+        replace(record, trained_length=length).write(folder)
+        with pytest.raises(CheckpointError, match=r"trained_length = .*; expected a number of tokens from 1"):
+            Provenance.read(Checkpoint.open(folder))
+
+
+def without_head(table):
+    for name in [name for name in table if name.startswith("model.layers.2.")]:
+        del table[name]
+
+
+def test_the_trained_length_stays_with_the_head(tmp_path):
+    """A copy of the head that forgets it would be decoded beyond what it was trained on, without a word."""
+    base = publish(tmp_path / "base", "glm4_moe")
+    record_training(base, source="run", trained_length=256)
+    assert trained_length(take(base)) == 256
+    extract(base, tmp_path / "head.safetensors")
+    assert trained_length(take(tmp_path / "head.safetensors")) == 256
+    for source in (base, tmp_path / "head.safetensors"):
+        lost = publish(tmp_path / f"lost-{source.name}", "glm4_moe", change=without_head)
+        restore(lost, source)
+        assert trained_length(take(lost)) == 256
+    convert(base, tmp_path / "converted", norm_weight="add-1")
+    assert trained_length(take(tmp_path / "converted")) == 256
+    assert trained_length(take(publish(tmp_path / "other", "glm4_moe"))) is None

@@ -28,11 +28,12 @@ from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.abi import build_status
 from nextn.settings import Sampling, Settings
 from nextn.stats import plots
-from nextn.stats.acceptance import Acceptance
+from nextn.stats.acceptance import Acceptance, expected_length
 from nextn.train.joint_run import prepare_joint_run
 from nextn.train.metrics import EvalRecord, Record, StepRecord
 
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
+_AGREEMENT = 0.6  # of the accepted drafts that teacher forcing predicts; half of them are lost by the common faults
 _DECODE_S = 8.0  # seconds of decoding one model with one backend
 # As the recipe, but without compilation: a step would take 0.75 of the time, which does not make up for the minute or
 # more of compilation in a budget of a few minutes, and it needs a compiler. Half the batch, so that slow machines take
@@ -168,6 +169,23 @@ class DemoReport:
     decoded: DecodedModel
     total_s: float
 
+    @property
+    def disagreements(self) -> list[str]:
+        """What decoding accepts far less of than training's teacher-forced figures say, one sentence per temperature.
+
+        Drafts on the trunk's own text are easier than on the corpus, so more than expected is no disagreement.
+        """
+        k, forced = self.decoded.num_speculative_tokens, self.trained.evaluation.forced
+        cases = (("greedy", forced.match, self.decoded.greedy), ("temperature 1", forced.overlap, self.decoded.sampled))
+        lengths = [(label, expected_length(rates[:k]), pair.figures().mtp.acceptance) for label, rates, pair in cases]
+        return [
+            f"{label}: training's teacher-forced figures give AL {expected:.2f} at K = {min(k, len(forced.match))}, "
+            f"decoding has {decoded.length:.2f}; `nextn measure {self.trained.folder / 'model'}` measures the head "
+            "apart from the decoder"
+            for label, expected, decoded in lengths
+            if decoded.num_rounds and decoded.length - 1 < _AGREEMENT * (expected - 1)
+        ]
+
     def as_record(self) -> dict[str, object]:
         """Return the record for report.json."""
         forced = self.trained.evaluation.forced
@@ -175,6 +193,7 @@ class DemoReport:
         return self.decoded.as_record() | {
             "held_out": held_out | {"definition": forced.definition},
             "steps": self.trained.evaluation.step,
+            "disagreements": self.disagreements,
             "train_s": self.trained.seconds,
             "total_s": self.total_s,
         }
@@ -350,7 +369,8 @@ def train_demo(
 def decode_trained(trained: TrainedModel, *, num_speculative_tokens: int) -> DemoReport:
     """Load the trained model, decode it, and write report.json."""
     started = time.perf_counter()
-    texts = [text.tolist() for text in sample_prompts(trained.held_out, count=12, length=_PROMPT_TOKENS, seed=0)]
+    prompts = sample_prompts(trained.held_out, count=12, length=_PROMPT_TOKENS, seed=0, continuation=0)
+    texts = [prompt.tolist() for prompt in prompts]
     decoded = decode_model(
         load_for(trained.folder / "model"), texts, num_speculative_tokens=num_speculative_tokens, seconds=_DECODE_S
     )

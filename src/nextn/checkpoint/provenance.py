@@ -24,6 +24,8 @@ RECORD = "nextn.json"
 # The trunk's samples: this many layers, evenly spaced, and this many weights of each.
 _LAYERS, _WEIGHTS = 8, 16
 
+_MAX_LENGTH = 2**31
+
 T = TypeVar("T")
 GENERIC = by_name("generic").name
 _ALL = ("vllm", "sglang", "transformers", "llama.cpp")
@@ -47,6 +49,7 @@ class Provenance:
     revision: str | None = None
     made_by: Literal["restore", "train", "convert", "quantize"] = "restore"
     nextn: str = __version__
+    trained_length: int | None = None  # tokens of the sequences that the head was trained on; None if unknown
 
     def write(self, folder: Path) -> None:
         write_json(folder / RECORD, asdict(self))
@@ -61,8 +64,14 @@ class Provenance:
             provenance = cls(**record)  # type: ignore[arg-type]  # checked below
         except TypeError as error:
             raise CheckpointError(f"{checkpoint.path}: {RECORD} is not a record written by nextn: {error}.") from error
+        length = record.pop("trained_length", None)
         if not all(value is None or isinstance(value, str) for value in record.values()):
-            raise CheckpointError(f"{checkpoint.path}: {RECORD} must hold only strings.")
+            raise CheckpointError(f"{checkpoint.path}: {RECORD} must hold only strings, and an integer trained_length.")
+        if length is not None and not (type(length) is int and 0 < length < _MAX_LENGTH):
+            raise CheckpointError(
+                f"{checkpoint.path}: {RECORD}: trained_length = {length!s:.40}; expected a number of tokens from 1 "
+                f"to {_MAX_LENGTH - 1}, or null."
+            )
         return provenance
 
 
@@ -132,11 +141,32 @@ def trained_with(inventory: Inventory) -> str:
     return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
 
 
-def record_training(folder: Path, *, source: str, made_by: Literal["train", "convert"] = "train") -> None:
-    """Write the record of a head from `source` that was trained with the trunk in this folder."""
+def trained_length(inventory: Inventory) -> int | None:
+    """Return the tokens of the sequences that the head was trained on, from its file or nextn.json; None if unknown."""
+    for header in inventory.checkpoint.headers.values():
+        length = header.metadata.get("trained_length", "")
+        if length.isascii() and length.isdecimal() and len(length) < 10 and int(length):  # an extracted head
+            return int(length)
+    record = Provenance.read(inventory.checkpoint)
+    return record.trained_length if record is not None else None
+
+
+def record_training(
+    folder: Path, *, source: str, made_by: Literal["train", "convert"] = "train", trained_length: int | None = None
+) -> None:
+    """Write the record of a head from `source` that was trained with the trunk in this folder.
+
+    Args:
+        folder: The checkpoint.
+        source: Where the head came from.
+        made_by: What wrote it.
+        trained_length: Tokens of the sequences that it was trained on; None if unknown.
+    """
     inventory = Inventory.of(Checkpoint.open(folder))
     trunk = trunk_fingerprint(inventory)
-    Provenance(head_fingerprint(inventory), trunk, trunk, source, made_by=made_by).write(folder)
+    Provenance(head_fingerprint(inventory), trunk, trunk, source, made_by=made_by, trained_length=trained_length).write(
+        folder
+    )
 
 
 def staged_head(stage: Path, config: Mapping[str, object], family: Family) -> str:

@@ -118,6 +118,8 @@ def bench(
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = run_benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())
+    if long := loaded.length_note(report.num_positions(loaded)):
+        print_note(long)
     if out is not None:
         _write(out, "bench.json", report.as_record(), lambda folder: _draw(report, folder))
     if as_json:

@@ -178,6 +178,11 @@ class _Request:
             "length": self.length,
         }
 
+    def num_prompt_tokens(self, model: "Model") -> int:
+        from nextn.decoding.generate import encode
+
+        return len(encode(model, self.prompt, chat=self.chat))
+
 
 def _adaptive(model: "Model", limit: int, backend: str) -> "DraftLength":
     from nextn.evaluate.decoding_costs import adaptive_length
@@ -191,6 +196,7 @@ def _record(model: "Model", request: _Request) -> dict[str, object]:
     from nextn.runtime.backend import backend_for
 
     result = decode(model, **request.arguments)[0]
+    long = model.length_note(request.num_prompt_tokens(model) + len(result.tokens))
     backend = backend_for(model, request.backend)
     return {
         "text": result.text,
@@ -206,7 +212,7 @@ def _record(model: "Model", request: _Request) -> dict[str, object]:
         "draft_lm_head_bits": backend.draft_lm_head_bits,
         "weight_bits": backend.weight_bits,
         "kv_cache_dtype": model.trunk.kv_cache_dtype,
-        "notes": model.notes,
+        "notes": [*model.notes, *([long] if long else [])],
         "repetitive": _is_repetitive(result.tokens),
         **result.acceptance.as_record(),
     }
@@ -228,9 +234,12 @@ def _show(model: "Model", request: _Request) -> None:
     backend = backend_for(model, request.backend)
     if backend.reason and request.backend == "auto":
         echo(f"\nnote: decoded by the torch backend: {backend.reason}", err=True)
+    tokens = [token for each in log for token in each.rows[0].emitted]
+    if long := model.length_note(request.num_prompt_tokens(model) + len(tokens)):
+        echo(f"\nnote: {long}", err=True)
     adapted = "" if request.length is None else f"  {request.length.reason} "
     summary = f"{speed(log)} on the {backend.name} backend{adapted}  {acceptance_line(log)}"
-    if _is_repetitive([token for each in log for token in each.rows[0].emitted]):
+    if _is_repetitive(tokens):
         summary += "\nthe text is repetitive, and such text is easy to draft: do not rely on these figures"
     screen.print(plain(f"\n{summary}", style="dim", lines=True), soft_wrap=True)
 

@@ -116,6 +116,8 @@ def _show_report(report: "DemoReport") -> None:
     _show_texts(report.decoded)
     screen.rule("[bold]results")
     _show_figures(report.decoded)
+    for disagreement in report.disagreements:
+        screen.print(plain(f"finding: {disagreement}"))
     if report.decoded.greedy.figures().speedup < 1:
         screen.print(
             f"note: {report.trained.evaluation.step} steps are too few for this model: its drafts cost more than they "

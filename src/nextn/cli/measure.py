@@ -36,7 +36,7 @@ from nextn.cli.common import (  # fmt: skip
     WeightType,
     parse_temperatures,
 )
-from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars
+from nextn.cli.screen import console, echo, plain, print_json, print_note, print_table, progress_bars
 from nextn.cli.streaming import (
     KeepShards,
     States,
@@ -127,6 +127,8 @@ def measure(
     source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
     loaded, report = _measure(options, source, plan, to_answer)
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
+    if long := loaded.length_note(report.num_positions):
+        print_note(long)
     record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
     if out is not None:
         write_json(out, record)

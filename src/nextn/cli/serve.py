@@ -195,6 +195,8 @@ def _key(variable: str | None) -> str | None:
 def _show(model: "Model", options: "ServerOptions", host: str, port: int, k: int) -> None:
     for note in model.notes:
         print_note(note)
+    if long := model.length_note(options.max_model_len):
+        print_note(long)
     if options.allowed_hosts is None and options.api_key is None:
         print_note(f"every machine that reaches {host} can use this server; --api-key-env asks for a key")
     shown_host = f"[{host}]" if ":" in host else host

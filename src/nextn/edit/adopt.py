@@ -15,7 +15,7 @@ from typing import Any
 
 from nextn.checkpoint.checkpoint import CHUNK, CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import GENERIC, misfits, open_head, record_training, trunk_family
+from nextn.checkpoint.provenance import GENERIC, misfits, open_head, record_training, trained_length, trunk_family
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.edit.compatibility import absent
 from nextn.edit.links import refuse_links
@@ -149,7 +149,8 @@ def adopt(
     if not dry_run:
         execute(plan, on_bytes=on_bytes)
         if found is not None:
-            record_training(plan.folder, source=found.checkpoint.path, made_by="convert")
+            length = trained_length(found)
+            record_training(plan.folder, source=found.checkpoint.path, made_by="convert", trained_length=length)
     return plan
 
 

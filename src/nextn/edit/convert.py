@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import Provenance, staged_head, trained_with, trunk_fingerprint
+from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
@@ -304,7 +304,7 @@ def _seal(stage: Path, inventory: Inventory, head: Inventory, layout: Family) ->
     beside = trunk_fingerprint(inventory) if inventory.layers else ""
     Provenance(
         staged_head(stage, config, layout), trained_with(inventory), beside,
-        inventory.checkpoint.path, inventory.checkpoint.revision, "convert",
+        inventory.checkpoint.path, inventory.checkpoint.revision, "convert", trained_length=trained_length(inventory),
     ).write(stage)  # fmt: skip
 
 
@@ -344,7 +344,8 @@ def extract(
     refuse_config()
     checkpoint = inventory.checkpoint
     metadata = {"format": "pt", "family": inventory.family.name, "source": checkpoint.path,
-                "revision": checkpoint.revision or "", "trained_with": trained_with(inventory)}  # fmt: skip
+                "revision": checkpoint.revision or "", "trained_with": trained_with(inventory),
+                "trained_length": str(trained_length(inventory) or "")}  # fmt: skip
     files, documents = Files({path.name: fresh}, None), {CONFIG: config}
     plan = EditPlan(checkpoint, path.parent, inventory.family.name, files, documents, metadata=metadata)
     if not dry_run:

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory, count_layers
-from nextn.checkpoint.provenance import Provenance, head_fingerprint, trained_with, trunk_family, trunk_fingerprint
+from nextn.checkpoint.provenance import (
+    Provenance,
+    head_fingerprint,
+    trained_length,
+    trained_with,
+    trunk_family,
+    trunk_fingerprint,
+)
 from nextn.checkpoint.quant_formats import Section
 from nextn.checkpoint.quantization import QuantConfig, stored_modules
 from nextn.checkpoint.quantized_weights import UNQUANTIZED_PARTS, pack_codes, round_to_nearest
@@ -304,5 +311,6 @@ def _seal(stage: Path, checkpoint: Checkpoint, config: Mapping[str, object]) -> 
     new = Inventory.of(replace(Checkpoint.open(stage), config={**config}), family=source.family)
     trained = trained_with(source) or trunk_fingerprint(source)
     Provenance(
-        head_fingerprint(new), trained, trunk_fingerprint(new), checkpoint.path, checkpoint.revision, "quantize"
-    ).write(stage)
+        head_fingerprint(new), trained, trunk_fingerprint(new), checkpoint.path, checkpoint.revision, "quantize",
+        trained_length=trained_length(source),
+    ).write(stage)  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import Provenance, staged_head, trained_with, trunk_fingerprint
+from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.edit.compatibility import ABOUT_HEAD, absent, indexed_but_missing, quantized_without, refuse_misfit
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
@@ -232,4 +232,5 @@ def _seal(stage: Path, dst: Inventory, src: Inventory, plan: EditPlan, trained_b
     Provenance(
         staged_head(stage, config, dst.family), trained_with(src), trunk_fingerprint(dst),
         trained_by or src.checkpoint.path, src.checkpoint.revision, "train" if trained_by else "restore",
+        trained_length=trained_length(src),
     ).write(stage)  # fmt: skip

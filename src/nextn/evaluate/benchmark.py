@@ -195,6 +195,11 @@ class BenchmarkReport:
         emitted = [token for run in self.runs if run.num_speculative_tokens for token in run.tokens]
         return sum(token not in draftable for token in emitted) / len(emitted)
 
+    def num_positions(self, model: Model) -> int:
+        """Return the length of the longest text, prompt included, in tokens."""
+        prompts = [len(prompt.tokens(model, chat=self.plan.chat)) for prompt in self.prompts]
+        return max(prompts[run.prompt] + len(run.tokens) for run in self.runs)
+
     @cached_property
     def repetitive(self) -> dict[float, set[int]]:
         """Temperature -> indices of the prompts with a repetitive text."""

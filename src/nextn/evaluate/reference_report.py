@@ -185,6 +185,11 @@ class ReferenceReport:
         return {temperature: texts.repetitive for temperature, texts in self.generated.items()}
 
     @property
+    def num_positions(self) -> int:
+        """The length of the longest text, prompt included, in tokens."""
+        return max(len(text.prompt) + len(text.new) for texts in self.generated.values() for text in texts.texts)
+
+    @property
     def domains(self) -> list[str]:
         """ "all", then the domains of the prompts if there are several."""
         return ["all", *by_domain(self.prompts)] if len(by_domain(self.prompts)) > 1 else ["all"]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, write_index
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import is_foreign, open_head, trunk_family
+from nextn.checkpoint.provenance import is_foreign, open_head, trained_length, trunk_family
 from nextn.checkpoint.quantized_weights import fp8_section, quantize_tensors
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
 from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
@@ -42,6 +42,7 @@ class Model:
     family: Family
     tokenizer: PreTrainedTokenizerBase | None = None
     notes: tuple[str, ...] = ()  # remarks of loading, such as a stored copy that differs from the trunk's tensor
+    trained_length: int | None = None  # tokens of the sequences that the head was trained on; None if unknown
     # What computes parameters that are on the meta device, for processes that each keep a part of every parameter.
     deferred: DeferredInit | None = field(default=None, repr=False, compare=False)
     # Backends by name, filled and renewed by `runtime.backend.backend_for`.
@@ -133,7 +134,18 @@ class Model:
                 notes += load_tensors(loaded, weights, split_experts=stream, keep_codes=not stream)
             if any(packed_parts(*filter(None, (trunk, loaded)))):
                 files.pop_all()  # the layers read them
-        return cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes)).to(torch_device)
+        length = trained_length(beside or inventory)
+        return cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes), length).to(torch_device)
+
+    def length_note(self, num_positions: int) -> str | None:
+        """Return a note if texts of `num_positions` tokens are longer than what the head was trained on, else None."""
+        if self.trained_length is None or num_positions <= self.trained_length:
+            return None
+        return (
+            f"texts reach {num_positions} tokens, and nextn.json says that training saw sequences of "
+            f"{self.trained_length}: beyond those, text and acceptance may be poor; use shorter prompts or fewer new "
+            "tokens, or train on longer sequences (length)"
+        )
 
     def to(self, device: torch.device) -> "Model":
         """Move trunk and head to the device; return this model. Quantized weights stay so on CPUs only."""

@@ -246,13 +246,27 @@ class HeadTask:
         """Write the trunk's own files with this head, in the family's published layout."""
         with unsharded(self.head, self.ranks):
             if self.ranks.is_first:
-                write_with_trunk(self.origin, self.head, folder, dtype=self.stored_dtype, source=str(source))
+                write_with_trunk(
+                    self.origin,
+                    self.head,
+                    folder,
+                    dtype=self.stored_dtype,
+                    source=str(source),
+                    trained_length=self.config.length,
+                )
 
     def write_head(self, file: Path, source: Path) -> None:
         """Write the head alone, as a base for `restore`."""
         with unsharded(self.head, self.ranks):
             if self.ranks.is_first:
-                write_standalone_head(self.origin, self.head, file, dtype=self.stored_dtype, source=str(source))
+                write_standalone_head(
+                    self.origin,
+                    self.head,
+                    file,
+                    dtype=self.stored_dtype,
+                    source=str(source),
+                    trained_length=self.config.length,
+                )
 
     def _targets(self, batch: Batch) -> Targets:
         device = self.model.trunk.device
@@ -331,7 +345,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         save_file(tensors, file.name, metadata=metadata)
 
 
-def write_standalone_head(origin: Inventory, head: Head, path: Path, *, dtype: torch.dtype | None, source: str) -> None:
+def write_standalone_head(
+    origin: Inventory,
+    head: Head,
+    path: Path,
+    *,
+    dtype: torch.dtype | None,
+    source: str,
+    trained_length: int | None = None,
+) -> None:
     """Write the head into a file, in the format of `nextn.edit.convert.extract`.
 
     Args:
@@ -340,6 +362,7 @@ def write_standalone_head(origin: Inventory, head: Head, path: Path, *, dtype: t
         path: The .safetensors file.
         dtype: Cast parameters to it, except those that every model keeps in fp32.
         source: What trained the head, for the record.
+        trained_length: Tokens of the sequences that it was trained on, for the record; None if unknown.
 
     Raises:
         ConfigError: `path` does not end in .safetensors.
@@ -355,12 +378,21 @@ def write_standalone_head(origin: Inventory, head: Head, path: Path, *, dtype: t
             "mtp_layer_types": [each.name for index in range(head.num_modules) for each in head.layer_types(index)]
         }
     metadata = {
-        "source": source, "revision": "", "trained_with": trunk_fingerprint(origin), "trunk": origin.checkpoint.path
+        "source": source, "revision": "", "trained_with": trunk_fingerprint(origin), "trunk": origin.checkpoint.path,
+        "trained_length": str(trained_length or ""),
     }  # fmt: skip
     write_head(head, path, config, dtype=dtype, wrapper=wrapper, metadata=metadata)
 
 
-def write_with_trunk(origin: Inventory, head: Head, folder: Path, *, dtype: torch.dtype | None, source: str) -> None:
+def write_with_trunk(
+    origin: Inventory,
+    head: Head,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    source: str,
+    trained_length: int | None = None,
+) -> None:
     """Write a checkpoint into `folder`: all files of `origin`, with its head replaced by this one, or added.
 
     Weight files without head tensors are hard-linked; the trunk's tensors stay as stored, including quantized ones.
@@ -369,7 +401,7 @@ def write_with_trunk(origin: Inventory, head: Head, folder: Path, *, dtype: torc
     """
     with atomic_folder(folder) as new:
         alone = new.with_name("alone") / HEAD_FILE
-        write_standalone_head(origin, head, alone, dtype=dtype, source=source)
+        write_standalone_head(origin, head, alone, dtype=dtype, source=source, trained_length=trained_length)
         restore(
             folder_of(origin.checkpoint),
             alone,

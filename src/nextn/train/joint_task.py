@@ -189,7 +189,7 @@ class JointTask:
 
     def write_result(self, folder: Path, source: Path) -> None:
         """Write the model in its published layout, with the record of which trunk its head was trained with."""
-        record = partial(record_training, source=str(source))
+        record = partial(record_training, source=str(source), trained_length=self.config.length)
         with unsharded(self.joint_module, self.ranks):
             if self.ranks.is_first:
                 self.model.save(folder, extra=record if self.model.head is not None else None)
