@@ -77,6 +77,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/train.py --out bench/results/train.json
 	$(BIN)/python bench/head.py --out bench/results/head.json
 	$(BIN)/python bench/audit.py --out bench/results/audit.json
+	$(BIN)/python bench/startup.py --out bench/results/startup.json
 
 # The peers are built once, beside the user's other caches; CHECKPOINT is a run of the recipe `code` unless named.
 CHECKPOINT ?= runs/code/model

@@ -11,9 +11,10 @@ import pytest
 from quick import others_slow
 from raw_server import DRIPS, drip, serving
 
-from nextn.bounded_http import Deadline, Redactor, client
+from nextn.bounded_http import Deadline, client
 from nextn.engines.client import Budget, Client, Limits
 from nextn.errors import BudgetError, EngineError
+from nextn.redaction import Redactor
 
 SLACK = 3.0  # seconds, for a machine that is busy
 KEY = 'sk-a/b+c"\\d&<e>'

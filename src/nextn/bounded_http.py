@@ -1,12 +1,10 @@
-"""HTTP exchanges with a total deadline, and removal of keys from what servers return.
+"""HTTP exchanges with a total deadline.
 
 A timeout of httpx bounds one read, so a server that sends a header or an error body byte by byte never exceeds it. Here
 each read and write on the connection gets the remaining time of the exchange.
 """
 
-import html
 import math
-import re
 import time
 from collections.abc import Iterable
 from ssl import SSLContext
@@ -16,8 +14,6 @@ import httpcore2
 import httpx2
 
 _SLICE = 16 * 1024  # bytes per write; the remaining time is computed for each
-MASK = "***"
-_SHORTEST = 8  # characters: "EMPTY", "none" and the like are not secrets, and occur in ordinary text
 
 
 class Deadline(float):
@@ -105,43 +101,3 @@ class _Backend(httpcore2.SyncBackend):
     ) -> httpcore2.NetworkStream:
         left = _left(timeout, httpcore2.ConnectTimeout)
         return _Stream(super().connect_tcp(host, port, left, local_address, socket_options))
-
-
-class Redactor:
-    """Replaces one secret by ***, also where it is percent-encoded or escaped as in JSON or HTML.
-
-    Args:
-        secret: The key or token; None, and one of fewer than 8 characters, changes nothing.
-    """
-
-    def __init__(self, secret: str | None) -> None:
-        known = secret if secret and len(secret) >= _SHORTEST else ""
-        self._secret = known.encode()
-        self._pattern = re.compile("".join(map(_any_form, known))) if known else None
-
-    def text(self, text: str) -> str:
-        """Return the text without the secret."""
-        return text if self._pattern is None else self._pattern.sub(MASK, text)
-
-    def data(self, data: bytes) -> bytes:
-        """Mask the literal secret only, keeping the length, for files that are read by range."""
-        return data.replace(self._secret, b"*" * len(self._secret)) if self._secret else data
-
-    def __repr__(self) -> str:
-        return "Redactor(***)"
-
-
-def _any_form(char: str) -> str:
-    """Return a pattern for one ASCII character. Each branch begins with a literal, so the search is fast."""
-    code = ord(char)
-    digits = "".join(f"[{digit}{digit.upper()}]" if digit.isalpha() else digit for digit in f"{code:02x}")
-    forms = [
-        re.escape(char),
-        r"\\" + re.escape(char),
-        rf"\\u00{digits}",
-        f"%{digits}",
-        f"&#0*{code};",
-        f"&#[xX]0*{digits};",
-    ]
-    forms += [re.escape(name) for name in (html.escape(char),) if name != char]
-    return f"(?:{'|'.join(forms)})"

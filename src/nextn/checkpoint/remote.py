@@ -17,8 +17,8 @@ from urllib.parse import quote
 import huggingface_hub as hub  # resolves its names lazily, so this import takes milliseconds
 from huggingface_hub import constants
 
-from nextn.bounded_http import Redactor
 from nextn.errors import CheckpointError
+from nextn.redaction import Redactor
 
 if TYPE_CHECKING:
     import httpx2

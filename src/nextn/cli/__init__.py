@@ -6,65 +6,78 @@ Heavy imports are inside the commands, so `nextn --help` answers at once. Exit c
 
 import os
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from nextn import __version__
-from nextn.cli.answer import answer
-from nextn.cli.audit import audit
-from nextn.cli.bench import advise, bench
-from nextn.cli.chat import chat
 from nextn.cli.common import Command
-from nextn.cli.decode import generate, trace
-from nextn.cli.diagnose import diagnose
-from nextn.cli.edit import adopt, convert, export, extract, push, quantize, restore
-from nextn.cli.engines import canary_app, verify
-from nextn.cli.learn import demo, env
-from nextn.cli.measure import measure
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
-from nextn.cli.serve import serve
-from nextn.cli.train import train
 from nextn.errors import NextnError
 from nextn.text_format import docs_page
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Multi-Token Prediction: train heads, decode with them losslessly, and find out why drafts are rejected.",
-    epilog=f"Documentation: {docs_page('index')}",
-)
-# Command -> its page of the documentation, by panel of the help.
-_PANELS: dict[str, dict[Callable[..., None], str]] = {
-    "Check": {audit: "reference/checkpoints", measure: "reference/measure", env: "tutorials/first-hour"},
-    "Fix": {
-        restore: "reference/checkpoints",
-        convert: "reference/checkpoints",
-        extract: "reference/checkpoints",
-        quantize: "how-to/quantized",
+# Panel of the help -> command -> its module in this folder, and its page of the documentation.
+_COMMANDS = {
+    "Check": {
+        "audit": ("audit", "reference/checkpoints"),
+        "measure": ("measure", "reference/measure"),
+        "env": ("learn", "tutorials/first-hour"),
     },
-    "Train": {train: "reference/training", answer: "reference/training"},
+    "Fix": {
+        "restore": ("edit", "reference/checkpoints"),
+        "convert": ("edit", "reference/checkpoints"),
+        "extract": ("edit", "reference/checkpoints"),
+        "quantize": ("edit", "how-to/quantized"),
+    },
+    "Train": {"train": ("train", "reference/training"), "answer": ("answer", "reference/training")},
     "Decode": {
-        generate: "reference/settings",
-        chat: "tutorials/chat-in-the-browser",
-        serve: "reference/server",
-        bench: "reference/bench",
-        advise: "reference/bench",
+        "generate": ("decode", "reference/settings"),
+        "chat": ("chat", "tutorials/chat-in-the-browser"),
+        "serve": ("serve", "reference/server"),
+        "bench": ("bench", "reference/bench"),
+        "advise": ("bench", "reference/bench"),
     },
     "Engines": {
-        adopt: "how-to/any-model",
-        export: "how-to/any-model",
-        push: "how-to/publish",
-        verify: "reference/verify",
-        diagnose: "reference/diagnose",
+        "adopt": ("edit", "how-to/any-model"),
+        "export": ("edit", "how-to/any-model"),
+        "push": ("edit", "how-to/publish"),
+        "verify": ("engines", "reference/verify"),
+        "diagnose": ("diagnose", "reference/diagnose"),
     },
-    "Learn": {demo: "tutorials/first-hour", trace: "explanation/alignment"},
+    "Learn": {"demo": ("learn", "tutorials/first-hour"), "trace": ("decode", "explanation/alignment")},
 }
-for panel, commands in _PANELS.items():
-    for command, page in commands.items():
-        app.command(cls=Command, rich_help_panel=panel, epilog=f"Documentation: {docs_page(page)}")(command)
-app.add_typer(canary_app, name="canary", rich_help_panel="Engines")
+_GROUPS = {"canary": ("engines", "Engines")}  # of commands: module and panel
+
+
+def build_app(only: str | None = None) -> typer.Typer:
+    """Build the command line. With the name of a command, the modules of the others are not imported."""
+    built = typer.Typer(
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Multi-Token Prediction: train heads, decode with them losslessly, and find out why drafts are rejected.",
+        epilog=f"Documentation: {docs_page('index')}",
+    )
+    built.callback(invoke_without_command=True)(root)
+    for panel, commands in _COMMANDS.items():
+        for name, (module, page) in commands.items():
+            if only in (None, name):
+                run = getattr(import_module(f"nextn.cli.{module}"), name)
+                epilog = f"Documentation: {docs_page(page)}"
+                built.command(cls=Command, rich_help_panel=panel, epilog=epilog)(run)
+    for name, (module, panel) in _GROUPS.items():
+        if only in (None, name):
+            group = getattr(import_module(f"nextn.cli.{module}"), f"{name}_app")
+            built.add_typer(group, name=name, rich_help_panel=panel)
+    return built
+
+
+def __getattr__(name: str) -> typer.Typer:
+    """The attribute `app`, with all commands, is built when it is first asked for."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()["app"] = built = build_app()
+    return built
 
 
 def main() -> None:
@@ -89,13 +102,14 @@ def main() -> None:
 
 
 def _run() -> None:
+    known = {*_GROUPS, *(name for commands in _COMMANDS.values() for name in commands)}
+    only = sys.argv[1] if sys.argv[1:2] and sys.argv[1] in known else None
     try:
-        app(prog_name="nextn")  # for `python -m nextn`, too: completion scripts are named after it
+        build_app(only)(prog_name="nextn")  # for `python -m nextn`, too: completion scripts are named after it
     finally:
         flush_streams()
 
 
-@app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         echo(f"nextn {__version__}")

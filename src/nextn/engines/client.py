@@ -12,10 +12,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx2
 
-from nextn.bounded_http import MASK, Deadline, Redactor
+from nextn.bounded_http import Deadline
 from nextn.bounded_http import client as bounded_client
 from nextn.bounded_json import loads, short_repr
 from nextn.errors import BudgetError, ConfigError, EngineError
+from nextn.redaction import MASK, Redactor
 
 KEY_ENV = "OPENAI_API_KEY"
 _BUSY = frozenset({429, 503})

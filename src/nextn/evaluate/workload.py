@@ -9,13 +9,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nextn.data.corpus import read_text
-from nextn.data.records import Record, prompt_column
-from nextn.data.sources import read_records
 from nextn.errors import ConfigError
 from nextn.settings import Sampling
 
 if TYPE_CHECKING:
+    from nextn.data.records import Record
     from nextn.model.model import Model
 
 _BUILT_IN = Path(__file__).with_name("workload.jsonl")
@@ -51,6 +49,10 @@ def read_prompts(path: Path | None = None) -> list[Prompt]:
 
     Raises ConfigError with the invalid line.
     """
+    # Here, as they import numpy.
+    from nextn.data.corpus import read_text
+    from nextn.data.sources import read_records
+
     path = path or _BUILT_IN
     if path.suffix == ".txt":
         prompts = [Prompt(part.strip("\n"), path.stem) for part in _paragraphs(read_text(path))]
@@ -75,7 +77,9 @@ def _paragraphs(text: str) -> list[str]:
     return ["\n".join(lines) for lines in parts if lines]
 
 
-def _to_prompt(record: Record, location: str) -> Prompt:
+def _to_prompt(record: "Record", location: str) -> Prompt:
+    from nextn.data.records import prompt_column
+
     messages = record.get("messages")
     prompt = prompt_column(record) if messages is None else _user_message(messages, location)
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):

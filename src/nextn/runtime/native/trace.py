@@ -5,6 +5,7 @@ Everything computed from weights and sizes alone is a constant of the trace. It 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,11 +38,11 @@ class Entry:
     def mutates(self) -> bool:
         return not isinstance(self.func, str) and self.func._schema.is_mutable
 
-    @property
+    @cached_property
     def inputs(self) -> list[Tensor]:
         return _tensors((self.args, self.kwargs))
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """All tensors that it reads or writes."""
         return [*self.inputs, *self.outs]
