@@ -29,7 +29,7 @@ from nextn.losses.distillation import HeadLoss, head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets, depth_weights
 from nextn.model.deferred_init import DeferredInit
-from nextn.model.head import Head, draft_config, lm_head_weights
+from nextn.model.head import Head, draft_config, lm_head_inputs, lm_head_weights
 from nextn.model.layer_states import LayerProgress
 from nextn.model.load_head import head_tensors
 from nextn.model.model import Model
@@ -154,10 +154,12 @@ class HeadTask:
         run = self.head.rollout_hidden if config.kv == "decode" else self.head.teacher_forced_hidden
         with self._autocast():
             hiddens = run(targets.tokens, hidden.head_input, config.depths, documents=targets.documents)
+        final, *hiddens = lm_head_inputs(trunk, self.head, [hidden.final_hidden, *hiddens])
+        weight, *weights = lm_head_weights(trunk, self.head, config.depths)
         return head_loss(
             hiddens,
-            lm_head_weights(trunk, self.head, config.depths)[1:],
-            Teacher(hidden.final_hidden, trunk.lm_head, config.temperature),
+            weights,
+            Teacher(final, weight, config.temperature),
             targets,
             objective=config.objective,
             depth_weights=self.weights,
