@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,8 +105,15 @@ def console(*, stderr: bool = False, width: int | None = None) -> "Console":
 
 @contextmanager
 def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int | None], Step]]":
-    """Yield progress(description, total), which adds a bar and returns a function that advances it by one."""
+    """Yield progress(description, total), which adds a bar and returns a function that advances it by one.
+
+    Without a terminal, lines on standard error take the place of bars.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    if not quiet and not console(stderr=True).is_terminal:
+        yield _progress_lines
+        return
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
@@ -115,6 +123,23 @@ def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int | None], Step]
             return lambda: bar.advance(task)
 
         yield add
+
+
+def _progress_lines(description: str, total: int | None, every_s: float = 15.0) -> "Step":
+    """Return a function that counts steps and prints a line with the time left, at most every `every_s` seconds."""
+    started = last = time.monotonic()
+    count = 0
+
+    def step() -> None:
+        nonlocal count, last
+        count, now = count + 1, time.monotonic()
+        if now - last < every_s or count == total:
+            return
+        last = now
+        left = "" if total is None else f"/{total}, {(now - started) / count * (total - count):.0f} s left"
+        echo(f"{description} {count}{left}", err=True)
+
+    return step
 
 
 @dataclass(frozen=True)

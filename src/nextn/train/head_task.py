@@ -3,7 +3,7 @@
 A head is written alone, or with its trunk's files, which stay bit for bit as they are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from nextn.train.joint_task import (
 from nextn.train.metrics import HeadRecord
 
 HEAD_FILE = "head.safetensors"
+MAX_CURVE_DEPTHS = 8
 
 
 class HeadTask:
@@ -198,19 +199,35 @@ class HeadTask:
             evaluate = partial(self._heldout_acceptance, self.config.num_eval_depths)
             return HeadRecord(step, self.joint_module.without_grad(evaluate))
 
-    def curve(self, max_depths: int = 8) -> list[HeldOutAcceptance]:
-        """Held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter. All processes call it."""
-        depths = range(1, min(max_depths, self.config.length - 1) + 1)
-        with torch.compiler.set_stance("force_eager"):
-            return [self.joint_module.without_grad(partial(self._heldout_acceptance, count)) for count in depths]
+    def curve(
+        self, max_depths: int = MAX_CURVE_DEPTHS, *, on_point: Callable[[], None] = lambda: None
+    ) -> list[HeldOutAcceptance]:
+        """Held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter. All processes call it.
 
-    def _heldout_acceptance(self, depths: int) -> HeldOutAcceptance:
+        on_point: Called after each.
+        """
+
+        def measured() -> Iterator[HeldOutAcceptance]:
+            examples = [*self._held_out_examples()]  # the trunk's states, once for all
+            for count in range(1, min(max_depths, self.config.length - 1) + 1):
+                yield self._heldout_acceptance(count, examples)
+                on_point()
+
+        with torch.compiler.set_stance("force_eager"):
+            return self.joint_module.without_grad(lambda: [*measured()])
+
+    def _held_out_examples(self) -> Iterator[tuple[Batch, TrunkOutput]]:
+        batches = held_out_batches(self.held_out, self.config, self.ranks)
+        return ((batch, self.hidden(Example(batch))) for batch in batches)
+
+    def _heldout_acceptance(
+        self, depths: int, examples: Iterable[tuple[Batch, TrunkOutput]] | None = None
+    ) -> HeldOutAcceptance:
         ranks, config = self.ranks, self.config
-        batches = held_out_batches(self.held_out, config, ranks)
         return heldout_acceptance(
             self.model.trunk,
             self.head,
-            ((batch, self.hidden(Example(batch))) for batch in batches),
+            self._held_out_examples() if examples is None else examples,
             depths,
             temperature=config.temperature,
             on_policy=self.on_policy,
