@@ -4,6 +4,7 @@ Of a checkpoint on the hub, headers and a few small parts are read; of a local o
 is a function from an `Inventory` to findings; rules are independent of each other, and none imports torch.
 """
 
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -23,6 +24,7 @@ Rule = Callable[[Inventory], Iterable[Finding]]
 _MODULES = (structure, files, shapes, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
+HEAD_REQUIRED = "head-required"
 _MAX_NAMES = 2000  # to match against every family's layout
 
 
@@ -47,6 +49,16 @@ class AuditReport:
     def without(self, rules: Collection[str]) -> "AuditReport":
         """Return the report without the findings of these rules."""
         return replace(self, findings=tuple(finding for finding in self.findings if finding.rule not in rules))
+
+    def requiring_head(self) -> "AuditReport":
+        """Return the report with an error if the checkpoint neither declares nor stores a head."""
+        if self.declared or self.modules or any(finding.rule == HEAD_REQUIRED for finding in self.findings):
+            return self
+        missing = Finding(
+            HEAD_REQUIRED, "error", self.path, "No MTP head is declared, and none is stored.", "A head.",
+            f"nextn restore {shlex.quote(self.path)} --from BASE",
+        )  # fmt: skip
+        return replace(self, findings=(missing, *self.findings))
 
     def as_record(self) -> dict[str, object]:
         return asdict(self) | {"clean": self.clean}

@@ -216,7 +216,9 @@ def _report_advice(
     """Write the record into the folder `out`, if there is one, and print advice and scaling."""
     record = advice.as_record() | ({} if scaling is None else {"cores": scaling.as_record()})
     if out is not None:
-        _write(out, "advice.json", record, lambda folder: _draw_costs(advice, folder))
+        from nextn.serve.engine_commands import ADVICE_FILE
+
+        _write(out, ADVICE_FILE, record, lambda folder: _draw_costs(advice, folder))
     if as_json:
         print_json(record)
         return

@@ -18,6 +18,7 @@ from nextn.cli.common import (
     Offline,
     Prompts,
     Revision,
+    shipped_path,
 )
 from nextn.cli.screen import console, echo, plain, print_json, shortened
 from nextn.errors import ConfigError
@@ -38,7 +39,12 @@ _NUM_PROMPTS = 16  # of the built-in set, about, for `--head-bits auto`
 def restore(
     target: Annotated[Path, typer.Argument(help="Folder of the model that lost its head.")],
     base: Annotated[
-        str | None, typer.Option("--from", help="Source of the head: folder, .safetensors file or hub id.")
+        str | None,
+        typer.Option(
+            "--from",
+            help="Source of the head: folder, .safetensors file, hub id, or tiny: the checkpoint in the package.",
+            callback=lambda name: name and shipped_path(name),
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the result. Default: in place.")] = None,
     add_aliases: Annotated[
@@ -62,7 +68,13 @@ def restore(
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id; or a .gguf file.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder, .safetensors file, hub id, or tiny: the checkpoint in the package; or a .gguf file.",
+            callback=shipped_path,
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     to: Annotated[str | None, typer.Option(help="Family whose names the head gets. Default: the model's own.")] = None,
     now: Annotated[

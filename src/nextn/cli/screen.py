@@ -163,6 +163,17 @@ class Marks:
         return plain(f"{first}{text}{last}", style=self.style if accepted else None, lines=True)
 
 
+def print_unwrapped(renderable: "Table | Text") -> None:
+    """Print to standard output; in a pipe or a file, where nothing sets a width, every line stays whole."""
+    from rich.measure import Measurement
+
+    screen = console()
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
+        wide = console(width=100_000)
+        screen = console(width=max(_WIDTH, Measurement.get(wide, wide.options, renderable).maximum))
+    screen.print(renderable)
+
+
 def print_table(table: "Table", *, stderr: bool = False) -> None:
     """Print a table of figures; if it is too wide, print each row as `title value` pairs, wrapped between pairs.
 
