@@ -14,6 +14,7 @@ from nextn.audit import engines, files, precision, separate, shapes, structure, 
 from nextn.audit.findings import SEVERITIES, Finding, Severity
 from nextn.audit.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.foreign_names import with_plain_names
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import FamilyError
 from nextn.families import Family, by_config, rows
@@ -79,14 +80,17 @@ def audit(
         FamilyError: No family is known for the model_type; the message names those that the tensor names match.
         CheckpointError: The config does not say where the head begins, or a file cannot be read.
     """
-    inventory = Inventory.of(checkpoint, family=family or _family(checkpoint))
+    family = family or _family(checkpoint)
+    named = list(structure.names_foreign(Inventory.of(checkpoint, family=family)))
+    # What such names stand for is audited under the names that it should have: one cause, one finding.
+    inventory = Inventory.of(with_plain_names(checkpoint) if named else checkpoint, family=family)
     whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
     bound: dict[Rule, Rule] = {
         values.values: partial(values.values, whole=whole),
         separate.separate: partial(separate.separate, trunk=trunk),
     }
     rules = [bound.get(rule, rule) for rule in RULES]
-    findings = [finding for rule in rules for finding in rule(inventory)]
+    findings = named + [finding for rule in rules for finding in rule(inventory)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(
         checkpoint.path,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nextn.audit.findings import Finding, Severity, restore, verb
-from nextn.audit.shapes import LayerReference
+from nextn.audit.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import PLAIN, QuantConfig, Storage, split_name, storage

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.edit.convert import Form, Shift
     from nextn.edit.plan import EditPlan, Progress
+    from nextn.families import ExpertForm
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
 FollowLinks = Annotated[
@@ -85,6 +86,10 @@ def convert(
         bool, typer.Option("--side-file", help="The head in mtp.safetensors, not in the index.")
     ] = False,
     shards: Annotated[bool, typer.Option("--shards", help="The head in an indexed file of its own.")] = False,
+    experts: Annotated[
+        str | None, typer.Option(help="split, fused or stacked: the form in which the head's experts are stored.")
+    ] = None,
+    trunk_experts: Annotated[str | None, typer.Option(help="The same of the trunk's experts.")] = None,
     norm_weights: Annotated[
         str | None, typer.Option(help="add-1 or subtract-1: shift the head's RMSNorm weights.")
     ] = None,
@@ -111,7 +116,9 @@ def convert(
     if Path(source).suffix == ".gguf":
         from nextn.edit.gguf_import import convert_gguf
 
-        _refuse_options(to=to, now=now, form=form, norm_weights=norm_weights)
+        _refuse_options(
+            to=to, now=now, form=form, norm_weights=norm_weights, experts=experts, trunk_experts=trunk_experts
+        )
         with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
             plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
         _report(plan, dry_run=dry_run, as_json=as_json)
@@ -121,7 +128,10 @@ def convert(
     from nextn.edit.convert import convert as convert_head
 
     checkpoint = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
-    edit = partial(convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=_shift(norm_weights))
+    edit = partial(
+        convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=_shift(norm_weights),
+        experts=_expert_form("--experts", experts), trunk_experts=_expert_form("--trunk-experts", trunk_experts),
+    )  # fmt: skip
     _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
 
 
@@ -308,13 +318,19 @@ def _refuse_options(**given: object) -> None:
     if any(value is not None for value in given.values()):
         raise ConfigError(
             "a .gguf file is converted to the model's own names, in indexed files: convert it first, then the folder "
-            "with --to, --from, --single-file, --side-file, --shards or --norm-weights"
+            "with --to, --from, --single-file, --side-file, --shards, --norm-weights, --experts or --trunk-experts"
         )
 
 
 def _shift(name: str | None) -> "Shift | None":
     if name not in (None, "add-1", "subtract-1"):
         raise typer.BadParameter(f"--norm-weights {name}; expected add-1 or subtract-1")
+    return name  # type: ignore[return-value]  # checked above
+
+
+def _expert_form(option: str, name: str | None) -> "ExpertForm | None":
+    if name not in (None, "split", "fused", "stacked"):
+        raise typer.BadParameter(f"{option} {name}; expected split, fused or stacked")
     return name  # type: ignore[return-value]  # checked above
 
 

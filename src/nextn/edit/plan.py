@@ -138,10 +138,16 @@ def visible(checkpoint: Checkpoint, also: Collection[str] = ()) -> Checkpoint:
 
 
 def divide(
-    checkpoint: Checkpoint, gone: Collection[str], fresh: Mapping[str, Piece], *, new_file: str = HEAD_FILE
+    checkpoint: Checkpoint,
+    gone: Collection[str],
+    fresh: Mapping[str, Piece],
+    *,
+    beside: Mapping[str, Piece] = {},
+    new_file: str = HEAD_FILE,
 ) -> Files:
     """Plan the `fresh` tensors in a new indexed file, and rewrite files that hold `gone` tensors without them.
 
+    Tensors `beside` take the place of gone ones in the file that their first bytes come from.
     Engines read all tensors of an indexed file, so removing tensors from the index only is not enough.
     """
     kept = {name: info for name, info in checkpoint.tensors.items() if name not in gone and name not in fresh}
@@ -153,10 +159,15 @@ def divide(
     renamed = {SINGLE: free_name(_FIRST_SHARD, taken)} if SINGLE in checkpoint.headers and SINGLE not in stale else {}
     for file in sorted(stale):
         rest = {name: Piece(checkpoint, name) for name, info in kept.items() if info.file == file}
+        rest |= {name: piece for name, piece in beside.items() if piece.info.file == file}
         if rest:
             renamed[file] = free_name(_trunk_name(file), taken)
             weights[renamed[file]] = rest
-    index = {name: renamed.get(info.file, info.file) for name, info in kept.items()} | dict.fromkeys(fresh, head)
+    index = (
+        {name: renamed[piece.info.file] for name, piece in beside.items()}
+        | {name: renamed.get(info.file, info.file) for name, info in kept.items()}
+        | dict.fromkeys(fresh, head)
+    )
     linked = {old: new for old, new in renamed.items() if new not in weights}
     return Files(weights, index, linked, tuple(sorted(stale)))
 

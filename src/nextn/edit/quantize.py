@@ -29,6 +29,7 @@ from nextn.checkpoint.quantization import QuantConfig, stored_modules
 from nextn.checkpoint.quantized_weights import UNQUANTIZED_PARTS, pack_codes, round_to_nearest
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.checkpoint.tensors import FLOATS
+from nextn.edit.expert_pieces import with_split_experts
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
     EditPlan,
@@ -227,6 +228,7 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan
     if (config := QuantConfig.of(checkpoint)) is not None:
         raise CheckpointError(f"{checkpoint.path}: already quantized ({config.method}). Give the unquantized model.")
     inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    checkpoint = with_split_experts(inventory)
     num_layers = count_layers(checkpoint)
     rounded, notes = dict[str, Rounding](), []
     misfits = []
@@ -234,11 +236,6 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan
         rounding = roundings.get(_part_of(inventory, num_layers, name) or "")
         if rounding is None or info.dtype not in _DTYPES or len(info.shape) < 2:
             continue
-        if len(info.shape) > 2 and ".experts." in name:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} {info.shape} holds all experts in one tensor; only experts that are stored "
-                "one by one are quantized. Use another tool, such as llm-compressor."
-            )
         if len(info.shape) == 2 and rounding.fits(info.shape[1]):
             rounded[name] = rounding
         elif len(info.shape) == 2:

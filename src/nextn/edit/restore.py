@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
+from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.edit.compatibility import ABOUT_HEAD, absent, indexed_but_missing, quantized_without, refuse_misfit
@@ -153,7 +154,10 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
 
 def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:
     """Raise CheckpointError for a target with a complete head: it has every part of the base's, however stored."""
-    src_parts, dst_parts = ({_part(name) for name in inventory.own} for inventory in (src, dst))
+    src_parts, dst_parts = (
+        {_part(path) for name in inventory.own for path, _ in split_view(name, inventory.info(name))}
+        for inventory in (src, dst)
+    )
     if not force and src_parts <= dst_parts:
         raise CheckpointError(
             f"{dst.checkpoint.path}: already has a complete head ({len(dst.modules)} modules). --force replaces it."
