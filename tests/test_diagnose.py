@@ -12,8 +12,7 @@ from tiny import refrain
 
 from nextn.engines.answers import AnswerToken, EngineAnswer
 from nextn.engines.client import Budget, Limits
-from nextn.engines.counter_formats import FIRST_TOKENS
-from nextn.engines.counters import Counters
+from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.conventions import apply_variants

@@ -1,7 +1,7 @@
 """The command line: a table of commands over library functions, and the only folder that prints.
 
 Heavy imports are inside the commands, so `nextn --help` answers at once. Exit codes: 0 done, 1 findings, 2 usage error,
-130 Ctrl-C, 141 when the reader of a pipe has closed it.
+3 too few data to decide (`diagnose`), 130 Ctrl-C, 141 when the reader of a pipe has closed it.
 """
 
 import os

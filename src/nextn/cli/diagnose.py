@@ -1,6 +1,6 @@
 """`nextn diagnose`: why an engine's acceptance is lower than the reference.
 
-Exit codes: 0 fine, 1 findings, 2 nothing to compare.
+Exit codes: 0 fine, 1 findings, 2 nothing to compare, 3 too few data to decide.
 """
 
 from pathlib import Path
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
+_INCONCLUSIVE = 3  # exit code
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
 
 
@@ -129,7 +130,11 @@ def diagnose(
         print_json(record)
     else:
         _show_diagnosis(diagnosis)
-    raise typer.Exit(0 if diagnosis.is_fine else 1)
+    raise typer.Exit(_exit_code(diagnosis))
+
+
+def _exit_code(diagnosis: "Diagnosis") -> int:
+    return 0 if diagnosis.is_fine else _INCONCLUSIVE if diagnosis.is_inconclusive else 1
 
 
 def _check_texts(plan: ReferencePlan, source: TextOptions, *, drive: bool, own_template: bool) -> None:
@@ -218,9 +223,8 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
         rates = [f"{rate:.3f}" for rate in cause.rates]
         table.add_row(plain(cause.name), *rates, f"{cause.length:.2f}", _odds(cause), _fit(cause), style=style)
     print_table(table)
-    screen.print(
-        plain(f"{'fine' if diagnosis.is_fine else 'finding'}: {diagnosis.summary}", style="bold"), soft_wrap=True
-    )
+    kind = "fine" if diagnosis.is_fine else "inconclusive" if diagnosis.is_inconclusive else "finding"
+    screen.print(plain(f"{kind}: {diagnosis.summary}", style="bold"), soft_wrap=True)
     for fault in diagnosis.suspects:
         screen.print(plain(f"{fault.name}: {fault.description}"), soft_wrap=True)
         if fault.issues:

@@ -16,7 +16,9 @@ from typing import TextIO
 from nextn.bounded_json import MAX_COUNT, count, loads, optional_count, short_repr, string
 from nextn.engines.counters import (
     COUNTS,
+    FIRST_TOKENS,
     MAX_POSITIONS,
+    ROUNDED,
     Counters,
     CounterSums,
     Series,
@@ -28,8 +30,6 @@ from nextn.engines.counters import (
 from nextn.errors import EngineError
 
 LineMatch = re.Match[str]
-ROUNDED = "from rates rounded in the log: counts are approximate"
-FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
 _MAX_FILE = 512 * 1024 * 1024
 _MAX_PARSED = 32 * 1024 * 1024  # bytes of a file that is read in one piece: JSON or metrics
 _MAX_DOCUMENTS = 200_000

@@ -19,6 +19,8 @@ from nextn.text_format import some
 MAX_POSITIONS = 256  # draft tokens per round: engines draft 1 to 64
 COUNTS = ("num_drafts", "draft_tokens", "accepted", "emitted")
 SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, ... are lower bounds"
+ROUNDED = "from rates rounded in the log: counts are approximate"
+FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
 # Limits of a page of Prometheus text.
 MAX_BYTES = 16 * 1024 * 1024
 MAX_LINES = 50_000

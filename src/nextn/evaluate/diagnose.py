@@ -8,6 +8,7 @@ from pathlib import Path
 from nextn import __version__
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence
 from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share
 from nextn.evaluate.faults import (
     CONTEXT,
@@ -37,12 +38,16 @@ from nextn.model.model import Model
 # Greedy texts of one model differ at near-ties, late; those of another model differ early.
 _OTHER_MODEL_SHARE = 0.5
 _POOR_RATE = 0.2  # a reference with a lower a_1 is a poor head, whatever an engine does with it
+INCONCLUSIVE = "inconclusive"
 
 DEFINITIONS = {
     "ratio": "of likelihoods: this cause's for what the engine counted, to that of the likeliest cause",
     "p_value": "probability of counts as far off as these if the cause holds",
     "named": "fine unless a fault is 100 times likelier; else the faults that the likeliest does not beat ten times; "
-    "[] = even the likeliest does not fit (p_value below 0.001)",
+    "[] = even the likeliest does not fit (p_value below 0.001); inconclusive = fine is the likeliest or near it, but "
+    "the counts or the reference are too few to tell it from half of the drafts lost, see needed",
+    "needed": "what would decide, about: new tokens and texts of the reference, rounds of the engine (null: those "
+    "that it counted are enough); null = decided, or no amount of it decides",
     "indistinguishable": "causes that cannot be distinguished from the named here: this many rounds are expected to "
     "give a ratio below 100",
     "undetectable": "faults that cannot be distinguished from fine in the same way",
@@ -139,12 +144,15 @@ class Diagnosis:
     def named(self) -> tuple[str, ...]:
         """("fine",), or the faults found: () if no known cause explains the counts.
 
-        Two are not among the hypotheses: `weights`, if the counts are as expected, but the head itself is poor, and
-        `context-length`, if only long prompts fall short.
+        Three are not among the hypotheses: `weights`, if the counts are as expected, but the head itself is poor,
+        `context-length`, if only long prompts fall short, and `inconclusive`, if the evidence cannot exclude that half
+        of the drafts are lost.
         """
         names = name_causes(self.causes)
         if names == (FINE,) and self.reference_rate < _POOR_RATE:
             return (WEIGHTS,)
+        if names == (FINE,) and not can_decide(self._evidence):
+            return (INCONCLUSIVE,)
         return (CONTEXT,) if not names and self._falls_with_length else names
 
     @cached_property
@@ -154,11 +162,12 @@ class Diagnosis:
         is_hypothesis = any(cause.name == best for cause in self.causes)
         return tuple(name for name in self._like(best) if name not in self.named) if is_hypothesis else ()
 
+    @property
+    def _evidence(self) -> list[Evidence]:
+        return [Evidence(case.counts, case.expected, case.diverged_share, case.other_workload) for case in self.cases]
+
     def _like(self, name: str) -> tuple[str, ...]:
-        evidence = (
-            Evidence(case.counts, case.expected, case.diverged_share, case.other_workload) for case in self.cases
-        )
-        return indistinguishable_from(name, *evidence)
+        return indistinguishable_from(name, *self._evidence)
 
     @cached_property
     def undetectable(self) -> tuple[str, ...]:
@@ -171,9 +180,21 @@ class Diagnosis:
         return self.named == (FINE,)
 
     @property
+    def is_inconclusive(self) -> bool:
+        """Whether the evidence cannot tell an engine without fault from one that loses half of its drafts."""
+        return self.named == (INCONCLUSIVE,)
+
+    @cached_property
+    def needed(self) -> NeededEvidence | None:
+        """What would decide; None if the case is decided, or no amount of the same evidence decides it."""
+        if not self.is_inconclusive:
+            return None
+        return needed_evidence(self._evidence, driven=not any(case.other_workload for case in self.cases))
+
+    @property
     def suspects(self) -> list[FaultHypothesis]:
         """What to report about the named causes."""
-        return [fault_hypothesis(name) for name in self.named if name != FINE]
+        return [fault_hypothesis(name) for name in self.named if name not in (FINE, INCONCLUSIVE)]
 
     @property
     def reference_rate(self) -> float:
@@ -214,6 +235,9 @@ class Diagnosis:
         figures = f"AL {counted:.2f} where this head should give {expected:.2f}{where}"
         if self.is_fine:
             return f"the engine shows what this head should give: {figures}"
+        if self.is_inconclusive:
+            doubt = "an engine that loses half of the accepted drafts is not excluded"
+            return f"the data cannot decide: {figures}, and {doubt}; {self._needed_text}"
         if self.named == (WEIGHTS,):
             return f"the head is poor and the engine shows it: {figures}; a_1 = {self.reference_rate:.2f} at best"
         if self.named == (CONTEXT,):
@@ -224,6 +248,25 @@ class Diagnosis:
         best = self.causes[0]
         fine = next(cause for cause in self.causes if cause.name == FINE)
         return f"{' or '.join(self.named)}: {figures}; {best.ratio_text(fine)} likelier than an engine without fault"
+
+    @property
+    def _needed_text(self) -> str:
+        """What to add so that the data decide."""
+        needed = self.needed
+        if needed is None:
+            same_prompts = (
+                "ask the same prompts with --drive" if self.cases[0].other_workload else "compare longer runs"
+            )
+            return f"no number of tokens of this kind would decide: {same_prompts}"
+        text = (
+            f"about {needed.reference_tokens:,} tokens in {needed.reference_texts:,} texts would decide (the reference "
+            f"has {needed.reference_tokens_now:,}: raise --max-tokens, add --prompts)"
+        )
+        if needed.engine_rounds is not None:
+            text += (
+                f", and about {needed.engine_rounds:,} rounds of the engine (it counted {needed.engine_rounds_now:,})"
+            )
+        return text
 
     @property
     def notes(self) -> list[str]:
@@ -265,6 +308,7 @@ class Diagnosis:
             "definitions": DEFINITIONS,
             "verdict": self.summary,
             "fine": self.is_fine,
+            "needed": None if self.needed is None else self.needed.as_record(),
             "named": list(self.named),
             "indistinguishable": list(self.indistinguishable),
             "suspects": [suspect.as_record() for suspect in self.suspects],

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from nextn.engines.counters import Counters
+from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.errors import ConfigError, EngineError
 from nextn.stats.acceptance import conditional_rates, expected_length, student_t
 
@@ -21,6 +21,7 @@ MIN_WORKLOAD_SPREAD, UNKNOWN_WORKLOAD_SPREAD = 0.25, 0.6
 
 # Rounds count as full from this share of K drafts per round on.
 _FULL_SHARE = 0.95
+_ROUNDING_SHARE = 0.01  # by which an AL from a log may exceed K + 1
 
 Rows = Sequence[Sequence[float]]
 
@@ -195,8 +196,10 @@ def observed_counts(counters: Counters, k: int, *, full_share: float = _FULL_SHA
     """Return counts by position if possible, else the AL from total counts, else the engine's own AL.
 
     Rounds of fewer than `full_share` x K drafts on average are not full: counts by position do not say then how many
-    drafts were offered, and the AL is used. Raises EngineError if the counters hold none of the three.
+    drafts were offered, and the AL is used. Raises EngineError if the counters hold none of the three,
+    or are impossible with K.
     """
+    _check_possible(counters, k)
     shorter = counters.draft_tokens is not None and counters.draft_tokens < full_share * k * (counters.num_drafts or 0)
     if counters.per_position and (counters.per_position_offered or not shorter):
         acceptance = counters.acceptance()
@@ -207,3 +210,18 @@ def observed_counts(counters: Counters, k: int, *, full_share: float = _FULL_SHA
     if counters.length is not None:
         return ObservedCounts(length=counters.length)
     raise EngineError(f"{counters.engine}: counts no round that drafted; is MTP on, and was anything asked?")
+
+
+def _check_possible(counters: Counters, k: int) -> None:
+    """Raise EngineError for an AL that K drafts and a bonus token per round cannot give.
+
+    Up to K + 2 where the first token of each request, which comes from no round, is among the counted ones.
+    """
+    counted = 1 + counters.accepted / counters.num_drafts if counters.num_drafts and counters.accepted else None
+    most = k + 2 if FIRST_TOKENS in counters.notes else k + 1
+    for length, limit in ((counted, most), (counters.length, k + 1)):
+        if length is not None and not 1 <= length <= limit * (1 + _ROUNDING_SHARE):
+            raise EngineError(
+                f"{counters.engine}: a mean acceptance length of {length:.2f} is impossible with K = {k}: a round "
+                f"gives 1 to K + 1 = {k + 1} tokens. Correct -k, or check that the counts are of one engine and one K"
+            )

@@ -1,0 +1,111 @@
+"""Whether counts and reference are enough to call an engine fine, and how much more would be. Imports no torch.
+
+"Fine" is only said where an engine that loses half of the accepted drafts would be told from one without fault: the
+counts expected of such an engine must be `MIN_SEPARATING_RATIO` times likelier under that loss than without a fault.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
+from nextn.evaluate.likelihoods import FINE, MIN_SEPARATING_RATIO, Evidence, expected_ratio, name_causes, rank_causes
+
+_MIN_SHARE = 0.5  # of the accepted drafts; an engine that keeps less is not fine
+_MAX_FACTOR = 256  # of the evidence at hand; more than that nobody collects
+
+
+@dataclass(frozen=True)
+class NeededEvidence:
+    """What would decide between no fault and half of the drafts lost, beside what there is; both are about."""
+
+    reference_tokens: int  # new tokens of the reference's texts
+    reference_texts: int
+    reference_tokens_now: int
+    engine_rounds: int | None  # None if the engine's counts are enough as they are
+    engine_rounds_now: int | None
+
+    def as_record(self) -> dict[str, object]:
+        """Return the fields for JSON reports."""
+        return dict(vars(self))
+
+
+def can_decide(evidence: Sequence[Evidence]) -> bool:
+    """Return whether this much evidence decides between no fault and half of the drafts lost.
+
+    An engine that did accept less than half is only told from a fine one where its own counts exclude that it is fine.
+    """
+    total = 0.0
+    for observed, expected, diverged_share, other_workload in evidence:
+        fine = _fine(expected)
+        ratio = expected_ratio(
+            observed, _halved(fine), fine, diverged_share=diverged_share, other_workload=other_workload
+        )
+        total += math.log(max(ratio, 1e-300))
+        causes = rank_causes(observed, [fine], diverged_share=diverged_share, other_workload=other_workload)
+        has_lost_half = observed.acceptance_length - 1 < _MIN_SHARE * fine.accepted_per_round[0]
+        if has_lost_half and name_causes(causes) == (FINE,):
+            return False
+    return total >= math.log(MIN_SEPARATING_RATIO)
+
+
+def needed_evidence(evidence: Sequence[Evidence], *, driven: bool) -> NeededEvidence | None:
+    """Return the least multiple of the evidence that decides; None if no amount of it does.
+
+    driven: the engine answers the reference's own prompts, so that more prompts give both sides more. Otherwise the
+    reference grows alone, as it can be repeated and a log cannot; the engine's counts grow where that is not enough.
+    """
+    texts = [_fine(item.expected) for item in evidence]
+    tokens = sum(round(each.counts[0][:, 0].sum() * (1 + each.accepted_per_round[0])) for each in texts)
+    if not can_decide([_scaled(item, _MAX_FACTOR, _MAX_FACTOR) for item in evidence]):
+        return None
+    for factor, engine_factor in _factors(driven=driven):
+        if can_decide([_scaled(item, factor, engine_factor) for item in evidence]):
+            rounds = _num_rounds(evidence)
+            needed = None if engine_factor == 1 or rounds is None else rounds * engine_factor
+            num_texts = max(len(each.num_drafted) for each in texts)
+            return NeededEvidence(tokens * factor, num_texts * factor, tokens, needed, rounds)
+    return None
+
+
+def _fine(expected: Sequence[ExpectedCounts]) -> ExpectedCounts:
+    return next(each for each in expected if each.name == FINE)
+
+
+def _factors(*, driven: bool) -> Iterator[tuple[int, int]]:
+    """(of the reference, of the engine's counts), the least first."""
+    powers = [2**power for power in range(1, _MAX_FACTOR.bit_length())]
+    if not driven:
+        yield from ((factor, 1) for factor in powers)
+    yield from ((factor, factor) for factor in powers)
+
+
+def _halved(fine: ExpectedCounts) -> ExpectedCounts:
+    """Half of the accepted drafts: a_1 is halved, the deeper a_k stay."""
+    drafted = [[row[0], *(_MIN_SHARE * count for count in row[1:])] for row in fine.num_drafted]
+    accepted = [[_MIN_SHARE * count for count in row] for row in fine.num_accepted]
+    return replace(fine, name="half", num_drafted=drafted, num_accepted=accepted)
+
+
+def _scaled(item: Evidence, factor: int, engine_factor: int) -> Evidence:
+    """The same with this many times the texts, and times the engine's rounds."""
+    fine, observed = _fine(item.expected), item.counts
+    more_texts = replace(
+        fine,
+        num_drafted=[*fine.num_drafted] * factor,
+        num_accepted=[*fine.num_accepted] * factor,
+        domains=[*fine.domains] * factor,
+    )
+    counts = ObservedCounts(
+        tuple(count * engine_factor for count in observed.num_drafted),
+        tuple(count * engine_factor for count in observed.num_accepted),
+        observed.length,
+        None if observed.rounds is None else observed.rounds * engine_factor,
+    )
+    return Evidence(counts, [more_texts], item.diverged_share, item.other_workload)
+
+
+def _num_rounds(evidence: Sequence[Evidence]) -> int | None:
+    """Rounds that the engine counted; None if it does not report them."""
+    rounds = [item.counts.num_drafted[0] if item.counts.num_drafted else item.counts.rounds for item in evidence]
+    return None if None in rounds else sum(count or 0 for count in rounds)
