@@ -4,6 +4,7 @@ The facts about engines come from the family's row; one that affects only some s
 """
 
 from collections.abc import Iterator
+from itertools import islice
 
 from nextn.audit.findings import ENGINES, ROLES, Finding, aliases, convert, engines, same, verb
 from nextn.checkpoint.checkpoint import CONFIG
@@ -32,6 +33,15 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
     """Report an embedding or lm_head of the trunk, which the head uses, that is not under the name engines look for."""
     if not inventory.layers:
         return  # a head alone
+    if len(inventory.layers) < inventory.num_layers:
+        lost = list(islice((i for i in range(inventory.num_layers) if i not in inventory.layers), 4))
+        count = inventory.num_layers - len(inventory.layers)
+        yield Finding(
+            "trunk-missing", "error", f"{CONFIG}: num_hidden_layers",
+            f"Of {inventory.num_layers} trunk layers {count} {'is' if count == 1 else 'are'} in no file: "
+            f"{some([str(index) for index in lost])}{' and more' if count > len(lost) else ''}.",
+            "Every layer that the config declares.", "Download or save the trunk again.",
+        )  # fmt: skip
     for role, path in inventory.family.trunk.items():
         tied = role == "output" and lookup(inventory.checkpoint.config, "tie_word_embeddings") is not False
         if role in inventory.shared or tied or storage(inventory.checkpoint.tensors, path) is not None:
