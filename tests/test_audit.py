@@ -123,6 +123,14 @@ BROKEN = {
     "fused experts beside single ones in the trunk": (
         "experts-twice", "error", "glm4_moe", {"change": put("model.layers.1.mlp.experts.gate_up_proj", (4, 32, H))},
         "layer 1 are stored split .* and fused"),
+    "two counts": (
+        "config-contradicts", "error", "qwen3_5",
+        {"config": {"text_config": {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers": 1}},
+        "mtp_num_hidden_layers = 1 and text_config.mtp_num_hidden_layers = 0"),
+    "two fields of one count": (
+        "config-contradicts", "error", "deepseek_v3", {"config": {"num_mtp_layers": 3}}, "_layers = 1 and num_mtp_lay"),
+    "tied, with an lm_head of its own": (
+        "tied-differs", "error", "glm4_moe", {"config": {"tie_word_embeddings": True}}, "lm_head.weight differs from"),
     "an adapter that was not merged": (
         "names-foreign", "error", "qwen3_5", {"change": lambda table: (
             rename(r"^mtp\.fc\.", "mtp.fc.modules_to_save.default.")(table),

@@ -68,6 +68,8 @@ def audit(
             if more:
                 screen.print(plain(f"{more}\n"))
         screen.print(_summary(report, seconds))
+        for line in report.unchecked:
+            screen.print(plain(f"not checked: {shown(line)}", style="dim"))
     raise typer.Exit(0 if report.clean else 1)
 
 
