@@ -29,7 +29,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 55_000
+LINE_BUDGET = 58_000
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus",
