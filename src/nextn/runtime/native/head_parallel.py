@@ -50,8 +50,8 @@ def _op(groups: Sequence[Lowered], index: int) -> str:
 
 def _depend(writers: Sequence[Lowered], groups: Sequence[Lowered]) -> bool:
     """Whether the groups use anything that the writers write."""
-    written = {storage_key(out) for group in writers for out in group.entry.outs}
-    return any(storage_key(tensor) in written for group in groups for tensor in group.tensors)
+    written = frozenset().union(*(group.entry.out_keys for group in writers))
+    return any(written & group.keys for group in groups)
 
 
 def _shard(linear: Instruction, norm_rope: Instruction, attention: Instruction) -> list[Instruction] | None:
