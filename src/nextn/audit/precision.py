@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nextn.audit.findings import Finding, Severity, restore, verb
+from nextn.audit.findings import Finding, restore, verb
 from nextn.audit.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nextn.runtime.native.graph_analysis import is_same_view, single_instruction
 from nextn.runtime.native.lowering import Instruction, Lowered
-from nextn.runtime.native.trace import Entry, storage_key
+from nextn.runtime.native.trace import Entry
 from nextn.runtime.native.weight_packing import MAX_BLOCK_COLUMNS
 
 _NORM_ROPE_VIEWS = 5  # out, x, cosine, sine, weight
