@@ -22,7 +22,9 @@ from nextn.evaluate import decoding_costs
 from nextn.model.model import Model
 
 pytest_plugins = ["quick"]
-torch.set_num_threads(int(os.environ.get("NEXTN_TEST_THREADS", "1")))
+_THREADS = os.environ.get("NEXTN_TEST_THREADS", "1")
+torch.set_num_threads(int(_THREADS))
+os.environ["OMP_NUM_THREADS"] = _THREADS  # of processes that tests start
 
 
 def pytest_collection_finish() -> None:

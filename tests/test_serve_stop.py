@@ -21,7 +21,8 @@ from scripted_engine import ScriptedEngine
 from tiny import build
 
 import nextn
-from nextn.engines.counter_formats import from_metrics, prefix_hits, read
+from nextn.engines.counter_formats import read
+from nextn.engines.metrics_formats import from_metrics, prefix_hits
 from nextn.serve.api import create_app
 from nextn.serve.http_server import HttpServer
 from nextn.serve.options import ServerOptions
