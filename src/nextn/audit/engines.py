@@ -269,6 +269,6 @@ def _others(inventory: Inventory, names: list[str]) -> str:
 
 
 RULES = (
-    trunk_missing, tied_differs, shared_missing, copy_differs, own_head_overwritten, layer_index, too_many_modules, single_expert,
-    experts_form, engine_support,
+    trunk_missing, tied_differs, shared_missing, copy_differs, own_head_overwritten, layer_index, too_many_modules,
+    single_expert, experts_form, engine_support,
 )  # fmt: skip

@@ -131,8 +131,8 @@ def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
         if len({str(value) for value in group.values()}) > 1:
             yield Finding(
                 "config-contradicts", "error", f"{CONFIG}: {next(iter(group))}",
-                f"{CONFIG} says {joined(f'{name} = {value}' for name, value in group.items())}: engines differ in which "
-                "of them they read.",
+                f"{CONFIG} says {joined(f'{name} = {value}' for name, value in group.items())}: engines differ in "
+                "which of them they read.",
                 "One value.", f"Correct {CONFIG}: {counted(len(inventory.modules), 'MTP layer')} "
                 f"{'is' if len(inventory.modules) == 1 else 'are'} stored, after {inventory.num_layers} trunk layers.",
             )  # fmt: skip

@@ -115,7 +115,9 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             return self.packed[name].problem
         info = self.checkpoint.info(name)
         if is_torchao(name):
-            return f"packed by torchao: {name}; valid are {', '.join(FLOATS)}: restore the head of the unquantized model"
+            return (
+                f"packed by torchao: {name}; valid are {', '.join(FLOATS)}: restore the head of the unquantized model"
+            )
         if info.dtype in FLOATS:
             return None
         if info.dtype != FP8_WEIGHT:
