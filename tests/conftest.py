@@ -20,6 +20,7 @@ from nextn.model.model import Model
 
 pytest_plugins = ["quick"]
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 
 
 def pytest_collection_finish() -> None:

@@ -1,12 +1,13 @@
 """Which cases of large tests `make test` runs. The others are marked `slow`, and `make test-slow` runs them."""
 
 from collections.abc import Iterable
+from itertools import product
 
 import pytest
 
-# One family of each kind: latent attention, compressed and indexed attention, dense attention with experts, a hybrid
-# with the gated delta rule, a sliding window, short convolutions.
-REPRESENTATIVES = frozenset({"deepseek_v3", "deepseek_v4", "glm4_moe", "qwen3_5", "exaone_moe", "inkling"})
+# One family of each kind: latent attention, compressed and indexed attention, a hybrid with the gated delta rule, dense
+# attention with experts and a sliding window, short convolutions.
+REPRESENTATIVES = frozenset({"deepseek_v3", "deepseek_v4", "qwen3_5", "exaone_moe", "inkling"})
 
 
 def _row(each: object) -> tuple:
@@ -25,9 +26,21 @@ def others_slow(cases: Iterable, *quick: object) -> list:
     return [case(*_row(each), quick=each in quick) for each in cases]
 
 
-def families(cases: Iterable, quick: Iterable[str] = REPRESENTATIVES) -> list:
-    """Cases that are or begin with the name of a family, of which the representatives are quick."""
-    marked = [case(*row, quick=row[0] in quick) for row in map(_row, cases)]
+def each_once(*axes: Iterable) -> list:
+    """All combinations of the axes' values, of which as few are quick as the longest axis has: each value is in one."""
+    values = [list(axis) for axis in axes]
+    sizes = [len(axis) for axis in values]
+    quick = {tuple(index % size for size in sizes) for index in range(max(sizes))}
+    return [
+        case(*(part for axis, at in zip(values, place, strict=True) for part in _row(axis[at])), quick=place in quick)
+        for place in product(*map(range, sizes))
+    ]
+
+
+def families(cases: Iterable, quick: Iterable = REPRESENTATIVES) -> list:
+    """Cases that are or begin with the name of a family, of which the representatives, or given rows, are quick."""
+    quick = set(quick)
+    marked = [case(*row, quick=row[0] in quick or row in quick) for row in map(_row, cases)]
     assert any(not each.marks for each in marked), "no case is quick"
     return marked
 

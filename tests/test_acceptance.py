@@ -6,6 +6,8 @@ import random
 import pytest
 from scipy.stats import binomtest, t
 
+from nextn.decoding.batch import Round, SequenceRound
+from nextn.decoding.generate import Result
 from nextn.stats.acceptance import (
     Acceptance,
     Estimate,
@@ -103,3 +105,14 @@ def test_pairs_see_what_pools_cannot():
     same = paired_difference(ours, ours, [100.0] * 8)
     assert (same.low, same.value, same.high) == (0, 0, 0)
     assert paired_difference([3.0], [1.0], [10.0]).low == -math.inf
+
+
+def test_results_rounds_and_parts_are_pooled_alike():
+    """Rounds of a batch, rounds of one sequence and whole results give the same counts."""
+    parts = [SequenceRound(0, (), 0, (4,)), SequenceRound(0, (5, 7), 1, (5, 8)), SequenceRound(0, (9, 9), 2, (9, 9, 3))]
+    rounds = [Round((part,), 0.1, 0.1) for part in parts]
+    result = Result("", (), "length", tuple(parts), Acceptance.of(rounds), 0.0, 0.2, 0.2)
+    expected = Acceptance((2, 2), (2, 1), 2, 5)
+    assert [Acceptance.of(each) for each in (rounds, parts, [result])] == [expected] * 3
+    assert Acceptance.of([result, result]).num_rounds == 4
+    assert Acceptance.of([Round((), 0.1, 0.1)]).num_rounds == 0

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from nextn.checkpoint import safetensors_file
 from nextn.checkpoint.checkpoint import INDEX
 from nextn.checkpoint.safetensors_file import RawTensor, write_json
+from nextn.cli import build_app
 from nextn.cli.screen import shown
 
 
@@ -226,3 +227,29 @@ def test_little_is_read(nextn, monkeypatch):
     assert len(hub.requests) < 150
     assert len(shards) >= 12
     assert code in (0, 1)  # its values are all zero
+
+
+def test_require_head(nextn, tmp_path):
+    """A tool that drops the head and its count leaves a checkpoint that is clean, but not what CI expects."""
+
+    def drop(table):
+        for name in [name for name in table if name.startswith("model.layers.2.")]:
+            del table[name]
+
+    folder = publish(tmp_path, "glm4_moe", change=drop)
+    write_json(folder / "config.json", load_json(folder / "config.json") | {"num_nextn_predict_layers": 0})
+    assert nextn(folder)[0] == 0
+    code, out, _ = nextn(folder, "--require-head")
+    assert code == 1
+    assert "head-required" in out
+    assert f"nextn restore {folder} --from BASE" in out
+    assert nextn(publish(tmp_path / "whole", "glm4_moe"), "--require-head")[0] == 0
+
+
+def test_lines_stay_whole_in_a_pipe(nextn, lost, monkeypatch, capsys):
+    """A log is searched by line; a terminal's width is not known there."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with pytest.raises(SystemExit):
+        build_app("audit")(["audit", str(lost)])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) > 100

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tiny import build
 from nextn.errors import ConfigError
 from nextn.runtime import backend
 from nextn.runtime.native import abi
+from nextn.runtime.native import build as native_build
 from nextn.runtime.native.build import build_library, cache_folder, is_intact
 
 SOURCES = 4
@@ -179,6 +181,41 @@ def test_without_a_runtime_auto_is_plain(tmp_path, monkeypatch):
     assert "cannot be stored in" in engine.reason
     with pytest.raises(ConfigError, match="cannot run this model: the native runtime cannot be stored in"):
         backend.make_backend(model.trunk, model.head, name="native")
+
+
+def test_the_instruction_set(sources, tmp_path, monkeypatch):
+    """A library of its own for each; the portable ones do not depend on the processor."""
+    given = ["", "native", *(["x86-64"] if platform.machine() == "x86_64" else [])]
+    libraries = []
+    for march in given:
+        monkeypatch.setenv("NEXTN_NATIVE_MARCH", march)
+        libraries.append(build_library(sources, tmp_path))
+        assert works(libraries[-1])
+    assert libraries[0] == libraries[1]
+    assert len(set(libraries)) == len(libraries) - 1
+    monkeypatch.setattr(native_build, "_processor", lambda: "another")
+    assert (build_library(sources, tmp_path) in libraries) == (march == "x86-64")
+
+
+@pytest.mark.parametrize(
+    ("machine", "march", "words"),
+    [
+        (
+            "x86_64",
+            "x86-64-v3",
+            r"'x86-64-v3', and this processor has no abm, avx, .*movbe, popcnt: set x86-64, or unset it",
+        ),
+        ("x86_64", "x86-64-v9", "'x86-64-v9': it can be native, x86-64, x86-64-v3, or unset for native"),
+        ("aarch64", "x86-64", "'x86-64', and this processor is aarch64: unset it"),
+    ],
+)
+def test_instruction_sets_that_are_not_here(sources, tmp_path, monkeypatch, machine, march, words):
+    monkeypatch.setenv("NEXTN_NATIVE_MARCH", march)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(native_build, "_processor", lambda: f"{machine} sse2 sse4_2")
+    with pytest.raises(ConfigError, match=words):
+        build_library(sources, tmp_path)
+    assert not (tmp_path / "runs.txt").exists()
 
 
 def test_the_folder(monkeypatch, tmp_path):

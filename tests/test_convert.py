@@ -30,7 +30,9 @@ MOVES = [
     (name, other)
     for name in LAYOUTS
     for other in ("deepseek_v3", "mellum", "bailing_hybrid", "hy_v3")
-    if by_name(name).names != by_name(other).names and not _differences(by_name(name), by_name(other), 1)
+    if by_name(name).names != by_name(other).names
+    and by_name(name).experts == by_name(other).experts
+    and not _differences(by_name(name), by_name(other), 1)
 ]
 
 

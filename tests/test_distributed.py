@@ -25,6 +25,22 @@ def pair(tmp_path_factory):
     subject.close()
 
 
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint whose trunk is much larger than what allocators keep, and the bytes of its last layer and trunk."""
+    folder = tmp_path_factory.mktemp("large") / "model"
+    build("glm4_moe", **SIZES, vocab_size=512).save(folder, dtype=torch.bfloat16)
+    for path in SHIPPED.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    with torch.device("meta"):
+        layers = Model.build(json.loads((folder / "config.json").read_text())).trunk.decoder.layers
+    layers.to(torch.bfloat16)
+    return folder, *(sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
+
+
 def close(one, two, tolerance=1e-5):
     for left, right in zip(one, two, strict=True):
         assert left == pytest.approx(right, abs=tolerance, rel=tolerance)
@@ -67,37 +83,28 @@ def test_each_keeps_its_part(pair, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
-def test_memory_of_a_process(pair, tmp_path):
+def test_memory_of_a_process(pair, large):
     """A process holds its share, two layers, and what allocators and threads keep; not the trunk, of 24 layers."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
-    build("glm4_moe", **sizes).save(tmp_path / "model", dtype=torch.bfloat16)
-    layers = Model.load(tmp_path / "model").trunk.decoder.layers
-    layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
-    for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model"):
+    model, layer, trunk = large
+    for peak, share in pair.run(rank_jobs.peak_of_loading, model):
         assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
-    for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model", True):  # which has no part of the trunk
+    for peak, share in pair.run(rank_jobs.peak_of_loading, model, True):  # which has no part of the trunk
         assert share < peak < share + 2 * layer + 20e6 < 0.3 * trunk
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
-def test_memory_of_a_process_with_a_fresh_head(pair, tmp_path):
+def test_memory_of_a_process_with_a_fresh_head(pair, large, tmp_path):
     """Nor while a new head is made of the trunk's layers."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
-    build("glm4_moe", **sizes, vocab_size=512).save(tmp_path / "model", dtype=torch.bfloat16)
-    for path in SHIPPED.glob("tokenizer*"):
-        shutil.copy(path, tmp_path / "model")
+    model, layer, trunk = large
     (tmp_path / "text.txt").write_text("def f(x): return x\n" * 400)
-    layers = Model.load(tmp_path / "model").trunk.decoder.layers
-    layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
-    for peak, share in pair.run(rank_jobs.peak_of_fresh_head, tmp_path / "run", tmp_path / "model"):
+    for peak, share in pair.run(rank_jobs.peak_of_fresh_head, tmp_path / "run", model):
         assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
 def test_memory_of_a_process_that_trains_from_scratch(pair, tmp_path):
     """Its share and two layers, while trunk and head get their initial values."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
-    config = new_model(tmp_path, "glm4_moe", **sizes)
+    config = new_model(tmp_path, "glm4_moe", **SIZES)
     with torch.device("meta"):
         layers = Model.build(json.loads(config.read_text())).trunk.decoder.layers
     layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))

@@ -12,6 +12,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.errors import CheckpointError, ConfigError
 from nextn.families import rows
 from nextn.serve.engine_commands import (
+    ADVICE_FILE,
     ENGINES,
     SEPARATE_GGUF,
     advised_num_speculative_tokens,
@@ -145,6 +146,8 @@ def record(tmp_path, **forecast):
 def test_k_from_advice(tmp_path, here):
     path = record(tmp_path)
     assert advised_num_speculative_tokens(path) == 2
+    assert path.name == ADVICE_FILE
+    assert advised_num_speculative_tokens(path.parent) == 2
     code, out, err = here("serve", FIXTURES / "qwen", "--print", "vllm", "--advice", path)
     assert (code, err) == (0, "")
     assert '"num_speculative_tokens": 2' in out

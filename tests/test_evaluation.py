@@ -8,7 +8,13 @@ import torch
 from tiny import FIXTURES, build, decode, refrain
 
 from nextn.data.batches import Batch
+from nextn.families import generic
+from nextn.losses.distillation import head_loss
+from nextn.losses.divergences import Teacher
+from nextn.losses.mtp_loss import Targets, mtp_loss
+from nextn.model.head import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
+from nextn.model.trunk import Trunk
 from nextn.settings import Sampling, Settings
 from nextn.stats.acceptance import Acceptance, ExpectedAcceptance
 from nextn.train.evaluation import (
@@ -16,8 +22,10 @@ from nextn.train.evaluation import (
     HeldOutAcceptance,
     decoded_figures,
     heldout_acceptance,
+    survival,
     teacher_forced_figures,
 )
+from nextn.train.init_head import init_head
 
 K = 4
 
@@ -226,3 +234,31 @@ def test_state_and_record():
     record = tracker.as_record()
     assert (record["baseline"]["score"], record["best"]["score"], record["best_step"]) == (1.3, 1.5, 10)
     assert BestTracker().as_record() == {"baseline": None, "best": None, "best_step": 0}
+
+
+def test_a_bias_of_the_lm_head_counts():
+    """Phi-2's: a perfect head is scored as one, and losses and their gradients are transformers'. Without the bias,
+    the head would be trained for other logits than the trunk has."""
+    torch.manual_seed(0)
+    config = build("deepseek_v3").trunk.config.to_dict() | {"model_type": "phi", "num_hidden_layers": 1}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "initializer_range", "model_type")
+    trunk = Trunk.from_config({name: config[name] for name in (*sizes, "num_hidden_layers")})
+    with torch.no_grad():
+        trunk.output.bias.normal_(std=3)
+    tokens = torch.randint(trunk.vocab_size, (2, 12))
+    head, _ = init_head(generic(trunk.config.to_dict()), trunk, tokens)
+    final = trunk(tokens).final_hidden
+    states, weights = lm_head_inputs(trunk, head, [final, final[:, 1:]]), lm_head_weights(trunk, head, 1)
+    report = mtp_loss(states, weights, Targets(tokens), lam=0.5)
+    report.total.backward(retain_graph=True)
+    own = trunk.output.bias.grad.clone()
+    trunk.output.bias.grad = None
+    loss = trunk.model(tokens, labels=tokens).loss
+    depth = torch.nn.functional.cross_entropy(trunk.output(final[:, 1:-1]).flatten(0, 1), tokens[:, 2:].flatten())
+    (loss + 0.5 * depth).backward()
+    torch.testing.assert_close(report.total, loss + 0.5 * depth)
+    torch.testing.assert_close(own, trunk.output.bias.grad)
+    perfect = survival(Model(trunk, head, head.family), [final, final[:, 1:]], torch.ones(2, 11, dtype=torch.bool))
+    torch.testing.assert_close(perfect, torch.full((2, 2), 22.0, dtype=torch.float64))
+    teacher = head_loss(states[1:], weights[1:], Teacher(states[0], weights[0]), Targets(tokens))
+    torch.testing.assert_close(teacher.overlap, teacher.counts.float())

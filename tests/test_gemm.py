@@ -36,8 +36,12 @@ dtypes = pytest.mark.parametrize("dtype", list(TYPES), ids=["f32", "bf16"])
 @pytest.fixture(scope="module", params=others_slow(RUNTIMES, "one-thread", "two-threads"))
 def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     if request.param == "portable":
-        return Runtime(compiled(tmp_path_factory.mktemp("portable")), 2)
+        return Runtime(compiled(), 2)
     return Runtime(load().library, 1 if request.param == "one-thread" else 2)
+
+
+# Quantized kernels share columns among workers as the others do: two threads in slow tests.
+one_thread = pytest.mark.parametrize("runtime", others_slow(RUNTIMES, "one-thread"), indirect=True)
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -240,6 +244,7 @@ def assert_sums_in_bytes(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | 
     assert ((out.double() - exact).abs() <= size * (x.shape[1] + 4) * 2**-24).all()
 
 
+@one_thread
 @pytest.mark.parametrize("k", SIZES)
 @pytest.mark.parametrize("n", SIZES)
 def test_weights_of_a_byte(runtime: Runtime, n: int, k: int) -> None:
@@ -323,6 +328,7 @@ def rounded_linear(
     return out
 
 
+@one_thread
 @dtypes
 @pytest.mark.parametrize("k", [1, 100, 128, 300])
 @pytest.mark.parametrize("n", [1, 33, 100])
@@ -343,6 +349,7 @@ def test_weights_of_eight_bits(runtime: Runtime, n: int, k: int, dtype: torch.dt
         assert torch.equal(rounded_linear(runtime, x[:rows], weight), alone[:rows])
 
 
+@one_thread
 @dtypes
 @pytest.mark.parametrize("k", [1, 100, 128, 300])
 @pytest.mark.parametrize("fmt", GROUPED, ids=str)
@@ -383,6 +390,7 @@ def test_a_value_that_is_no_number_is_no_code(runtime: Runtime, fmt: Format) -> 
     assert out[2].isfinite().all()
 
 
+@one_thread
 @few_bits
 @dtypes
 @pytest.mark.parametrize("rows", [1, 12, 40])

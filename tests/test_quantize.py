@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import Case, Values, stored
+from quick import each_once
 from stored import contents, in_one_file, tensors_of
 from tiny import FIXTURES, build, prompt, refrain
 
@@ -21,6 +22,7 @@ from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
 from nextn.decoding.rounds import Settings
 from nextn.edit import quantize as module
+from nextn.edit.convert import convert
 from nextn.edit.quantize import quantize
 from nextn.errors import CheckpointError, ConfigError
 from nextn.evaluate import head_precision
@@ -55,8 +57,10 @@ def test_rounding(rows, groups, bits, seed, dtype):
     assert torch.equal(pack_codes(found), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe", "deepseek_v3"])
-@pytest.mark.parametrize(("weights", "head_bits"), [("int8", 16), ("int4", 8), ("int4", 4), ("int8", 4)])
+@pytest.mark.parametrize(
+    ("name", "weights", "head_bits"),
+    each_once(["qwen3_5", "glm4_moe", "deepseek_v3"], [("int8", 16), ("int4", 8), ("int4", 4), ("int8", 4)]),
+)
 def test_reloaded_model_computes_with_the_rounded_weights(name, weights, head_bits, tmp_path, monkeypatch):
     """The same states as of the original checkpoint with each rounded weight put back; in slices of a few rows."""
     monkeypatch.setattr(module, "_SLICE", 96)
@@ -161,10 +165,6 @@ def test_bad_input(tmp_path):
         quantize(tmp_path / "out", tmp_path / "again", weights="int8")
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         quantize(tmp_path / "model", tmp_path / "out", weights="int8")
-    stacked = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 32, 32)}
-    in_one_file(tmp_path / "model", lambda table: table.update(stacked))
-    with pytest.raises(CheckpointError, match="holds all experts in one tensor"):
-        quantize(tmp_path / "model", tmp_path / "other", weights="int8")
 
 
 def test_interrupted_and_repeated(tmp_path, monkeypatch):
@@ -292,3 +292,14 @@ def test_a_note_says_which_engine_refuses_quantized_experts(tmp_path):
     build("glm4_moe").save(tmp_path / "model", dtype=torch.bfloat16)
     plan = quantize(tmp_path / "model", tmp_path / "out", weights="int8", dry_run=True)
     assert any("vLLM's build for CPUs has no kernel" in note for note in plan.notes)
+
+
+def test_fused_experts(tmp_path):
+    """Experts that are one tensor are quantized one by one, as those that are stored so."""
+    build("qwen3_5_moe").save(tmp_path / "split")
+    convert(tmp_path / "split", tmp_path / "fused", experts="fused", trunk_experts="fused")
+    for name in ("split", "fused"):
+        quantize(tmp_path / name, tmp_path / f"{name}-int8", weights="int8", head_bits=8)
+    assert tensors_of(tmp_path / "fused-int8").keys() == tensors_of(tmp_path / "split-int8").keys()
+    expected = tensors_of(tmp_path / "split-int8")
+    assert all(torch.equal(value, expected[name]) for name, value in tensors_of(tmp_path / "fused-int8").items())

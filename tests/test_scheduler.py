@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from quick import REPRESENTATIVES, families, others_slow
+from quick import each_once, families, others_slow
 from scheduled import Answers, Clock, Text, alone, scheduler_of
 from tiny import CONFIGS, build, prompt, refrain
 
@@ -148,7 +148,7 @@ def test_restored_caches_are_those_of_a_cold_start(trained, monkeypatch, name, k
             assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.parametrize("name", ["glm_two", "glm_one", "qwen", "step"])
+@pytest.mark.parametrize("name", others_slow(["glm_two", "glm_one", "qwen", "step"], "glm_two", "qwen"))
 def test_prefixes_on_the_torch_backend(trained, name):
     """Attention, and recurrent layers with attention: text and accepted drafts are those of a cold start."""
     shared = tuple(refrain(1, 300, seed=9).tolist()[0])
@@ -240,8 +240,7 @@ class Drafting(FixedLength):
         return NO_DRAFTS if self.is_off else super().plan()
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("name", ["glm_two", "glm_one"])
+@pytest.mark.parametrize(("name", "backend"), each_once(["glm_two", "glm_one"], ["native", "torch"]))
 def test_prefixes_that_the_head_has_not_seen(trained, name, backend):
     """Requests without drafts leave them to the first one that drafts; its drafts are those of a cold start."""
     policy, shared = Drafting(3), tuple(refrain(1, 200, seed=9).tolist()[0])
@@ -519,7 +518,7 @@ def stored_bytes(value, seen):
     return stored_bytes(vars(value), seen) if "Layer" in type(value).__name__ or isinstance(value, KVCache) else 0
 
 
-@pytest.mark.parametrize("name", families(CONFIGS, {*REPRESENTATIVES, "deepseek_v32"}))
+@pytest.mark.parametrize("name", families(CONFIGS))
 def test_caches_of_the_torch_backend_take_what_was_foreseen(name, monkeypatch):
     """Of every layer type: at the full length, together and one by one, before and after they join."""
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)

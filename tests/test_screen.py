@@ -19,7 +19,8 @@ from stored import INDEX, in_one_file
 from test_restore import lost
 from tiny import CONFIGS, refrain
 
-from nextn.cli.screen import Marks, _wrapped, echo, plain, print_json, print_table, shown, visible
+from nextn.cli import screen
+from nextn.cli.screen import Marks, _wrapped, echo, plain, print_json, print_table, progress_bars, shown, visible
 from nextn.conformance.expected import build_record
 from nextn.conformance.record import FILE
 from nextn.data.byte_tokenizer import byte_tokenizer
@@ -336,3 +337,19 @@ def test_trace_reads_at_any_width(columns, byte_model, here):
     assert "\u2026" not in out
     assert max(map(len, out.splitlines())) <= columns
     assert "token 'a'" in out
+
+
+def test_progress_without_a_terminal_is_lines(capsys, monkeypatch):
+    """A command that computes for minutes in a pipe or a CI log says how far it is, and does not flood the log."""
+    now = 0.0
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now)
+    with progress_bars(quiet=False) as added:
+        step = added("texts", 20)
+        for _ in range(20):
+            now += 6.0
+            step()
+    with progress_bars(quiet=True) as added:
+        added("texts", 1)()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "texts 3/20, 102 s left"
+    assert len(lines) == 6

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nextn.audit.findings import Finding, Severity, restore, verb
-from nextn.audit.shapes import LayerReference
+from nextn.audit.findings import Finding, restore, verb
+from nextn.audit.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import PLAIN, QuantConfig, Storage, split_name, storage
@@ -140,12 +140,12 @@ def _precision_lower(inventory: Inventory, reference: LayerReference) -> Iterato
     fewer: dict[tuple[int, int], list[str]] = defaultdict(list)
     for block in reference.of_head.values():
         for path, info in block.items():
-            if len(info.shape) > 1 and 0 < _bits(info) < trunk.get(path, 0):
+            # Unquantized dtypes are not compared: programs save routers in fp32, with the same values.
+            if len(info.shape) > 1 and 0 < _bits(info) < min(_NARROW, trunk.get(path, 0)):
                 fewer[_bits(info), trunk[path]].append(info.name)
     for (bits, trunk_bits), names in fewer.items():
-        severity: Severity = "warning" if bits < _NARROW else "note"
         yield Finding(
-            "precision-lower", severity, names[0],
+            "precision-lower", "warning", names[0],
             f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in {bits} bits, the trunk in "
             f"{trunk_bits}.",
             f"The trunk's {trunk_bits} bits: fewer can cost the head its acceptance, without an error.",

@@ -6,20 +6,26 @@ one finding.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from nextn.audit.findings import Finding, convert, restore, verb
-from nextn.audit.shapes import LayerReference
+from nextn.audit.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.expert_forms import expert_path
+from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.families import Family, rows
+from nextn.checkpoint.quantization import split_name
+from nextn.families import ExpertForm, Family, rows
 from nextn.text_format import counted, joined, some
 
-IDS = ("head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown")
+IDS = (
+    "head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown",
+    "names-foreign", "experts-twice", "config-contradicts", "head-none",
+)  # fmt: skip
+_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _MAX_KINDS = 1000  # names, equal up to numbers, to match against all families
-_FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,63 @@ class HeadStructure:
 def structure(inventory: Inventory) -> Iterator[Finding]:
     """Run every rule that compares the config with the names."""
     head = HeadStructure(inventory)
-    for rule in (_absent, _elsewhere, _undeclared, _modules_missing, _partial, _names_unknown):
+    for rule in (_absent, _elsewhere, _undeclared, _modules_missing, _partial, _names_unknown, _experts_twice):
         yield from rule(head)
+
+
+def names_foreign(inventory: Inventory) -> Iterator[Finding]:
+    """Report names that programs have while they run, by what wrote them."""
+    stored = inventory.checkpoint.tensors.keys()
+    published = [name for name in stored if name.rpartition(".")[2] in inventory.family.runtime_names]
+    for kind, names in foreign(sorted(stored - set(published))):
+        yield Finding(
+            "names-foreign", "error", names[0],
+            f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: no loader of "
+            "checkpoints maps them.",
+            "The names under which the family's checkpoints are published.", kind.remedy,
+        )  # fmt: skip
+
+
+def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
+    """Report counts of modules, and sizes, that config.json has twice with different values."""
+    config, family = inventory.checkpoint.config, inventory.family
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    places = {field: (config, inner) for field in (*family.count_fields, *_SIZES) if "." not in field}
+    said = {f"{level}{field}": part[field]
+            for field, parts in places.items() for level, part in zip(("", "text_config."), parts, strict=True)
+            if part.get(field) is not None}  # fmt: skip
+    counts = {name: value for name, value in said.items() if name.rpartition(".")[2] in family.count_fields}
+    groups = [counts, *({name: value for name, value in said.items() if name.rpartition(".")[2] == size}
+                        for size in _SIZES)]  # fmt: skip
+    for group in groups:
+        if len({str(value) for value in group.values()}) > 1:
+            yield Finding(
+                "config-contradicts", "error", f"{CONFIG}: {next(iter(group))}",
+                f"{CONFIG} says {joined(f'{name} = {value}' for name, value in group.items())}: engines differ in "
+                "which of them they read.",
+                "One value.", f"Correct {CONFIG}: {counted(len(inventory.modules), 'MTP layer')} "
+                f"{'is' if len(inventory.modules) == 1 else 'are'} stored, after {inventory.num_layers} trunk layers.",
+            )  # fmt: skip
+
+
+def no_head(model_type: str) -> Finding:
+    """Return the note on a model that was published without a head."""
+    return Finding(
+        "head-none", "note", f"{CONFIG}: model_type", f"{model_type} has no head, and no tensor looks like one.",
+        "As it is: it decodes without drafts.",
+        "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`.",
+    )  # fmt: skip
+
+
+def foreign_head(model_type: str, names: list[str]) -> Finding:
+    """Return the finding on tensors like a head's in a model whose type nextn knows no head of."""
+    return Finding(
+        "names-unknown", "warning", names[0],
+        f"{counted(len(names), 'tensor')} like a head's, such as {some(names)}, and nextn knows no head of "
+        f"{model_type}: they were not checked.",
+        "A model_type whose head nextn knows.", "If it is stored as a known family's, give that with --family.",
+    )  # fmt: skip
 
 
 def _absent(head: HeadStructure) -> Iterator[Finding]:
@@ -191,27 +252,62 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
         return
     for module in (index for index in head.roles if index < inventory.declared):
         missing = sorted(inventory.family.required(module) - head.roles[module])
-        layer, paths = reference.missing(module)
+        compared = reference.compare(module)
+        paths = _in_form(compared.missing, inventory.family.experts)
         names = [inventory.published(f"{module}.{each}") for each in [*missing, *(f"block.{path}" for path in paths)]]
-        stored = len(inventory.of_module(module))
-        fused = [name for path, name in _block(inventory, module) if _FUSED.fullmatch(path)]
-        if fused and reference.split_experts and inventory.family.experts != "fused":
-            yield _experts_fused(inventory, fused)
-        elif names:
-            like = f"a block like the trunk's layer {layer}" if layer >= 0 else "a block"
+        if names:
+            like = f"a block like the trunk's layer {compared.layer}" if compared.layer >= 0 else "a block"
             yield Finding(
                 "head-partial", "error", names[0],
-                f"Module {module} stores {counted(stored, 'tensor')} and lacks {len(names)}: {some(names)}.",
+                f"Module {module} stores {counted(len(inventory.of_module(module)), 'tensor')} and lacks "
+                f"{len(names)}: {some(names)}.",
                 f"{joined([*sorted(inventory.family.required(module) - {'block'}), like])}.",
                 restore(inventory),
             )  # fmt: skip
 
 
+def _in_form(parts: Iterable[str], form: ExpertForm) -> list[str]:
+    """Return these parts as a head with experts in this form names them."""
+    found = {part: expert_path(f"{part}.weight") for part in parts}
+    gated = any(path is not None and path.part == "gate_proj" for path in found.values())
+    return list(dict.fromkeys(
+        part if path is None or form == "split" else path.all_in(form, gated=gated).removesuffix(".weight")
+        for part, path in found.items()
+    ))  # fmt: skip
+
+
+def _experts_twice(head: HeadStructure) -> Iterator[Finding]:
+    """Report experts of one head, or of one layer of the trunk, in several forms: an engine may use any of them."""
+    inventory = head.inventory
+    layers = {
+        f"layer {index}": {inventory.running_paths[path]: info.name for path, info in layer.items()}
+        for index, layer in inventory.layers.items()
+    }
+    for what, option, names in (("the head", "--experts", inventory.stored),
+                                *((what, "--trunk-experts", names) for what, names in layers.items())):  # fmt: skip
+        by_form: dict[ExpertForm, str] = {}
+        for path, name in names.items():
+            if (found := expert_path(path)) is not None:
+                by_form.setdefault(found.form, name)
+        if len(by_form) > 1:
+            ways = joined(f"{form} ({name})" for form, name in by_form.items())
+            fixes = " or ".join(f"`{convert(inventory, f'{option} {form}')}`" for form in by_form)
+            yield Finding(
+                "experts-twice", "error", next(iter(by_form.values())),
+                f"The experts of {what} are stored {ways}: which of them an engine uses depends on its load order, and "
+                "nextn loads neither.",
+                "One of them.", f"Keep one: {fixes} names the tensors that it leaves out."
+                if option == "--experts" else "Download or convert the trunk again.",
+            )  # fmt: skip
+            return
+
+
 def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
-    """Report tensors that look like a head's and whose names no known engine maps."""
+    """Report tensors that look like a head's, or lie in its block, and that no known engine maps."""
     inventory = head.inventory
     known = {re.sub(r"\d+", "0", name) for name in head.other_layout[1]}
     names = [name for name in inventory.unrecognized if re.sub(r"\d+", "0", name) not in known]
+    inside = [] if head.misplaced else [*_unknown_rests(inventory), *_unknown_parts(head)]
     beyond = [module for module in head.roles if module not in head.heads and module >= inventory.declared]
     if beyond and not head.layer_offset:
         layers = [str(inventory.num_layers + module) for module in beyond]
@@ -222,9 +318,10 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
             "num_hidden_layers equal to the number of trunk layers; the head's come after them.",
             f"Correct num_hidden_layers in {CONFIG}.",
         )  # fmt: skip
-    if names:
+    if names := list(dict.fromkeys([*names, *inside])):
+        complete = _is_complete(head) and not inside
         yield Finding(
-            "names-unknown", "note" if _is_complete(head) else "warning" if head.roles else "error", names[0],
+            "names-unknown", "warning" if complete or (head.roles and not inside) else "error", names[0],
             f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
             f"{_looks(inventory)}.",
             f"Names such as {some(_own_names(inventory))}.",
@@ -232,23 +329,33 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _experts_fused(inventory: Inventory, names: list[str]) -> Finding:
-    return Finding(
-        "head-partial", "error", names[0],
-        f"The experts are stored fused, as {some(names)}, as in transformers' memory layout; no engine reads them so.",
-        "One tensor per expert, such as experts.0.gate_proj.weight.",
-        restore(inventory),
-    )  # fmt: skip
+def _unknown_parts(head: HeadStructure) -> Iterator[str]:
+    """Yield tensors of the declared modules' blocks that no layer of the trunk has."""
+    reference = LayerReference(head.inventory)
+    for module in (index for index in head.roles if index < head.inventory.declared):
+        yield from reference.compare(module).unknown
+
+
+def _unknown_rests(inventory: Inventory) -> Iterator[str]:
+    """Yield tensors of norms and projections that are neither their weight nor their bias, nor a part of these.
+
+    A role may have more where the trunk's own modules have, such as gated norms.
+    """
+    names = inventory.checkpoint.tensors
+    paths = {path for layer in inventory.layers.values() for path in layer} | names.keys()
+    for canonical, name in inventory.stored.items():
+        module, role, *rest = canonical.split(".", 2)
+        if role == "block" or role.startswith("collapse"):
+            continue
+        part = split_name(canonical, inventory.stored)[0].removeprefix(f"{module}.{role}").removeprefix(".")
+        if part in ("", "bias") or any(path.endswith(f".{rest[0]}") for path in paths - {name}):
+            continue
+        yield name
 
 
 def _is_complete(head: HeadStructure) -> bool:
     family, declared = head.inventory.family, range(head.inventory.declared)
     return all(family.required(module) <= head.roles.get(module, frozenset()) for module in declared)
-
-
-def _block(inventory: Inventory, module: int) -> Iterator[tuple[str, str]]:
-    stem = f"{module}.block."
-    return ((key.removeprefix(stem), name) for key, name in inventory.stored.items() if key.startswith(stem))
 
 
 def _own_names(inventory: Inventory) -> list[str]:
@@ -270,4 +377,4 @@ def _count_field(inventory: Inventory) -> str:
     return f"{CONFIG}: {[*family.counted_in(inventory.checkpoint.config), *family.count_fields][0]}"
 
 
-RULES = (structure,)
+RULES = (structure, config_contradicts)

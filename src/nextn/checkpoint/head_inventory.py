@@ -7,12 +7,13 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
 from nextn.checkpoint.base_model import base_model
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.expert_forms import expert_forms
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
 from nextn.families import Family, by_config, lookup, lookup_count
@@ -57,6 +58,7 @@ class Inventory:
                 shared[role] = name
             elif family.names and (layer is not None or _HEADLIKE.search(name)):
                 unrecognized.append(name)
+        family = _fitted(family, spellings)
         stored = {canonical: _published(family, canonical, names, num_layers) for canonical, names in spellings.items()}
         duplicates = {canonical: tuple(names) for canonical, names in spellings.items() if len(names) > 1}
         return cls(checkpoint, family, num_layers, declared, stored, duplicates, shared, layers, tuple(unrecognized))
@@ -140,6 +142,13 @@ def count_layers(checkpoint: Checkpoint) -> int:
         f"{checkpoint.path}: num_hidden_layers is needed to know where the head begins, and config.json {problem}. "
         "Give a folder or hub id with the model's own config.json."
     )
+
+
+def _fitted(family: Family, canonicals: Iterable[str]) -> Family:
+    """Return the family with the form in which the head's experts are stored, if that is one form."""
+    forms = expert_forms(canonicals)
+    form = next(iter(forms)) if len(forms) == 1 else family.experts
+    return family if form == family.experts else replace(family, experts=form)
 
 
 def _published(family: Family, canonical: str, names: list[str], num_layers: int) -> str:

@@ -2,17 +2,17 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Form = Literal["split", "fused", "stacked"]
+from nextn.families import ExpertForm
+
 _RUNNING = re.compile(r"(?P<stem>.+\.experts)\.(?P<part>gate_up_proj|up_proj|down_proj)")
 _STORED = re.compile(r"(?P<stem>.+\.experts)\.(?:(?P<expert>\d+)\.)?(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
 
-def split_experts(state: Mapping[str, Tensor], form: Form = "split") -> dict[str, Tensor]:
+def split_experts(state: Mapping[str, Tensor], form: ExpertForm = "split") -> dict[str, Tensor]:
     """Convert transformers' fused experts to the form of the files.
 
     From `experts.gate_up_proj` [E, 2I, H], or `experts.up_proj` where there is no gate, and `experts.down_proj`

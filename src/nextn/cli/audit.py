@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import AsJson, CacheDir, Offline, Revision, shipped_path
-from nextn.cli.screen import console, plain, print_json, shortened, shown
+from nextn.cli.screen import console, plain, print_json, print_unwrapped, shortened, shown
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ def audit(
         bool,
         typer.Option("--sample", help="Read only samples of a local head's values, as for a hub id. Default: all."),
     ] = False,
+    require_head: Annotated[
+        bool, typer.Option("--require-head", help="A checkpoint that declares and stores no head is an error (for CI).")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a checkpoint's MTP head against its config and what engines expect, without downloading the weights."""
@@ -56,7 +59,7 @@ def audit(
             report = _gguf(Path(model))
         else:
             report = _safetensors(model, revision, cache_dir, head=head, offline=offline, family=family, sample=sample)
-    report = report.without(ignored)
+    report = (report.requiring_head() if require_head else report).without(ignored)
     seconds = time.perf_counter() - started
     if as_json:
         print_json(report.as_record() | {"seconds": round(seconds, 3)})
@@ -64,10 +67,12 @@ def audit(
         screen = console()
         if report.findings:
             rows, more = shortened(report.findings)
-            screen.print(_table(rows))
+            print_unwrapped(_table(rows))
             if more:
                 screen.print(plain(f"{more}\n"))
-        screen.print(_summary(report, seconds))
+        print_unwrapped(_summary(report, seconds))
+        for line in report.unchecked:
+            print_unwrapped(plain(f"not checked: {shown(line)}", style="dim"))
     raise typer.Exit(0 if report.clean else 1)
 
 

@@ -18,6 +18,7 @@ from nextn.cli.common import (
     Offline,
     Prompts,
     Revision,
+    shipped_path,
 )
 from nextn.cli.screen import console, echo, plain, print_json, shortened
 from nextn.errors import ConfigError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.edit.convert import Form, Shift
     from nextn.edit.plan import EditPlan, Progress
+    from nextn.families import ExpertForm
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
 FollowLinks = Annotated[
@@ -38,7 +40,12 @@ _NUM_PROMPTS = 16  # of the built-in set, about, for `--head-bits auto`
 def restore(
     target: Annotated[Path, typer.Argument(help="Folder of the model that lost its head.")],
     base: Annotated[
-        str | None, typer.Option("--from", help="Source of the head: folder, .safetensors file or hub id.")
+        str | None,
+        typer.Option(
+            "--from",
+            help="Source of the head: folder, .safetensors file, hub id, or tiny: the checkpoint in the package.",
+            callback=lambda name: name and shipped_path(name),
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the result. Default: in place.")] = None,
     add_aliases: Annotated[
@@ -62,8 +69,17 @@ def restore(
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id; or a .gguf file.")],
-    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder, .safetensors file, hub id, or tiny: the checkpoint in the package; or a .gguf file.",
+            callback=shipped_path,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Argument(help="New folder for the result. With --reindex alone: the folder itself is changed."),
+    ] = None,
     to: Annotated[str | None, typer.Option(help="Family whose names the head gets. Default: the model's own.")] = None,
     now: Annotated[
         str | None, typer.Option("--from", help="Family whose names the head has, if they are ambiguous.")
@@ -73,6 +89,10 @@ def convert(
         bool, typer.Option("--side-file", help="The head in mtp.safetensors, not in the index.")
     ] = False,
     shards: Annotated[bool, typer.Option("--shards", help="The head in an indexed file of its own.")] = False,
+    experts: Annotated[
+        str | None, typer.Option(help="split, fused or stacked: the form in which the head's experts are stored.")
+    ] = None,
+    trunk_experts: Annotated[str | None, typer.Option(help="The same of the trunk's experts.")] = None,
     norm_weights: Annotated[
         str | None, typer.Option(help="add-1 or subtract-1: shift the head's RMSNorm weights.")
     ] = None,
@@ -87,6 +107,9 @@ def convert(
         Path | None,
         typer.Option(help="For a .gguf file: folder with its tokenizer, if nextn cannot read the one in the file."),
     ] = None,
+    reindex: Annotated[
+        bool, typer.Option("--reindex", help="Write the index that the files imply; no tensor changes.")
+    ] = False,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -96,10 +119,24 @@ def convert(
 ) -> None:
     """Convert a head between equivalent layouts and between files, bit for bit; or a GGUF file to a checkpoint."""
     form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
+    if reindex:
+        _refuse_beside_reindex(to=to, now=now, form=form, norm_weights=norm_weights, dtype=dtype, tokenizer=tokenizer,
+                               experts=experts, trunk_experts=trunk_experts)  # fmt: skip
+        from nextn.edit.reindex import reindex as write_index
+
+        opened = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+        _run(partial(write_index, opened, out), follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+        return
+    if out is None:
+        raise typer.BadParameter(
+            "OUT is missing: give a new folder for the result; only --reindex changes the folder itself"
+        )
     if Path(source).suffix == ".gguf":
         from nextn.edit.gguf_import import convert_gguf
 
-        _refuse_options(to=to, now=now, form=form, norm_weights=norm_weights)
+        _refuse_options(
+            to=to, now=now, form=form, norm_weights=norm_weights, experts=experts, trunk_experts=trunk_experts
+        )
         with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
             plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
         _report(plan, dry_run=dry_run, as_json=as_json)
@@ -109,7 +146,10 @@ def convert(
     from nextn.edit.convert import convert as convert_head
 
     checkpoint = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
-    edit = partial(convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=_shift(norm_weights))
+    edit = partial(
+        convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=_shift(norm_weights),
+        experts=_expert_form("--experts", experts), trunk_experts=_expert_form("--trunk-experts", trunk_experts),
+    )  # fmt: skip
     _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
 
 
@@ -296,13 +336,24 @@ def _refuse_options(**given: object) -> None:
     if any(value is not None for value in given.values()):
         raise ConfigError(
             "a .gguf file is converted to the model's own names, in indexed files: convert it first, then the folder "
-            "with --to, --from, --single-file, --side-file, --shards or --norm-weights"
+            "with --to, --from, --single-file, --side-file, --shards, --norm-weights, --experts or --trunk-experts"
         )
+
+
+def _refuse_beside_reindex(**given: object) -> None:
+    if others := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"--reindex changes the index alone; run it first, then convert with {', '.join(others)}")
 
 
 def _shift(name: str | None) -> "Shift | None":
     if name not in (None, "add-1", "subtract-1"):
         raise typer.BadParameter(f"--norm-weights {name}; expected add-1 or subtract-1")
+    return name  # type: ignore[return-value]  # checked above
+
+
+def _expert_form(option: str, name: str | None) -> "ExpertForm | None":
+    if name not in (None, "split", "fused", "stacked"):
+        raise typer.BadParameter(f"{option} {name}; expected split, fused or stacked")
     return name  # type: ignore[return-value]  # checked above
 
 
@@ -346,7 +397,8 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
     ]
     lines = [*filter(None, [more_files, *lines, *moves, more_moves]), *(f"note: {note}" for note in plan.notes)]
     verb = "would write" if dry_run else "wrote"
-    lines.append(f"{verb} {plan.num_bytes:,} bytes of tensors in {plan.folder}" if plan.pieces else "nothing to write")
+    what = f"{plan.num_bytes:,} bytes of tensors" if plan.pieces else "no tensors, but the files above,"
+    lines.append(f"{verb} {what} in {plan.folder}" if plan.pieces or plan.documents else "nothing to write")
     for line in lines:
         screen.print(plain(line), soft_wrap=True)
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    Step = Callable[[], None]
+    Step = Callable[..., None]  # called with a count, by default 1
 
 T = TypeVar("T")
 MAX_ROWS = 50  # of one table: untrusted files can name any number of things
@@ -104,17 +105,41 @@ def console(*, stderr: bool = False, width: int | None = None) -> "Console":
 
 @contextmanager
 def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int | None], Step]]":
-    """Yield progress(description, total), which adds a bar and returns a function that advances it by one."""
+    """Yield progress(description, total), which adds a bar and returns a function that advances it by one.
+
+    Without a terminal, lines on standard error take the place of bars.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    if not quiet and not console(stderr=True).is_terminal:
+        yield _progress_lines
+        return
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
 
         def add(description: str, total: int | None) -> "Step":
             task = bar.add_task(description, total=total)
-            return lambda: bar.advance(task)
+            return lambda count=1: bar.advance(task, count)
 
         yield add
+
+
+def _progress_lines(description: str, total: int | None, every_s: float = 15.0) -> "Step":
+    """Return a function that counts steps and prints a line with the time left, at most every `every_s` seconds."""
+    started = last = time.monotonic()
+    count = 0
+
+    def step() -> None:
+        nonlocal count, last
+        count, now = count + 1, time.monotonic()
+        if now - last < every_s or count == total:
+            return
+        last = now
+        left = "" if total is None else f"/{total}, {(now - started) / count * (total - count):.0f} s left"
+        echo(f"{description} {count}{left}", err=True)
+
+    return step
 
 
 @dataclass(frozen=True)
@@ -136,6 +161,17 @@ class Marks:
         """Running text of one round, marked if it holds accepted drafts."""
         first, last = self.brackets if accepted and text else ("", "")
         return plain(f"{first}{text}{last}", style=self.style if accepted else None, lines=True)
+
+
+def print_unwrapped(renderable: "Table | Text") -> None:
+    """Print to standard output; in a pipe or a file, where nothing sets a width, every line stays whole."""
+    from rich.measure import Measurement
+
+    screen = console()
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
+        wide = console(width=100_000)
+        screen = console(width=max(_WIDTH, Measurement.get(wide, wide.options, renderable).maximum))
+    screen.print(renderable)
 
 
 def print_table(table: "Table", *, stderr: bool = False) -> None:

@@ -89,7 +89,8 @@ def serve(
         ),
     ] = None,
     advice: Annotated[
-        Path | None, typer.Option(help="With --print and without -k: record of `nextn advise --out` with the K to use.")
+        Path | None,
+        typer.Option(help="With --print and without -k: file or folder of `nextn advise --out` with the K to use."),
     ] = None,
     draft_vocab: DraftVocab = "0",
     draft_text: DraftText = None,
@@ -176,9 +177,15 @@ def _print_command(engine: str, model: ModelOptions, k: int | None, advice: Path
 
 
 def _default_name(source: str) -> str:
-    """The folder's name, not its path, which may say more than clients should know; a hub id as it is."""
+    """The folder's name, not its path, which may say more than clients should know; a hub id as it is.
+
+    `nextn train` writes into the folder `model` of a run: the run's name says more.
+    """
     path = Path(source)
-    return (path.resolve().name or source) if path.exists() else source
+    if not path.exists():
+        return source
+    name, parent = path.resolve().name or source, path.resolve().parent.name
+    return parent if name == "model" and parent else name
 
 
 def _key(variable: str | None) -> str | None:

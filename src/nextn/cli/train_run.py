@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nextn.cli.common import stop_flag
-from nextn.cli.screen import echo, print_json, print_note
+from nextn.cli.screen import echo, print_json, print_note, progress_bars
 from nextn.cli.streaming import show_init_layers, stream_for_training
 from nextn.cli.train_common import progress, say_stopped, show_curve
 from nextn.cli.train_export import check_run, export_head
@@ -15,7 +15,9 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.train.distributed import Ranks
+    from nextn.train.evaluation import HeldOutAcceptance
     from nextn.train.head_run import HeadRun
+    from nextn.train.head_task import HeadTask
     from nextn.train.hidden_cache import HiddenStateCache
     from nextn.train.joint_run import JointRun
     from nextn.train.loop import Trainer
@@ -97,7 +99,7 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
     _run_trainer(run.trainer, out, tensorboard=options.tensorboard, as_json=as_json)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
-    points = run.task.curve() if options.curve else []
+    points = _curve(run.task, quiet=as_json or not ranks.is_first) if options.curve else []
     if points and ranks.is_first and not as_json:
         show_curve(points)
     written = run.write(head_only=options.head_only, allow_worse=options.allow_worse)
@@ -116,6 +118,13 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
         write_result(out, record)
         message = f"{message}\n{text}"
     print_result(record | {"model": str(written)}, message, as_json=as_json)
+
+
+def _curve(task: "HeadTask", *, quiet: bool) -> "list[HeldOutAcceptance]":
+    from nextn.train.head_task import MAX_CURVE_DEPTHS
+
+    with progress_bars(quiet=quiet) as added:
+        return task.curve(on_point=added("acceptance by K", MAX_CURVE_DEPTHS))
 
 
 def _prepare_head(out: Path, options: "RunOptions", ranks: "Ranks", *, quiet: bool) -> "HeadRun":

@@ -25,20 +25,35 @@ _FINISH = ("eos", "stop", "length", "context")  # the reason that is given where
 
 @dataclass(frozen=True)
 class SequenceRound:
-    """One sequence's share of a round."""
+    """One sequence's share of a round.
 
-    row: int  # index of its prompt
+    Attributes:
+        row: Index of its prompt.
+        drafts: The draft tokens.
+        num_accepted: How many of them were accepted.
+        emitted: The new tokens: `emitted[:num_accepted]` are the accepted drafts, then comes the bonus token; cut
+            where the sequence ended.
+        finish: None while the sequence continues, else `eos`, `stop`, `length` or `context`.
+    """
+
+    row: int
     drafts: tuple[int, ...]
     num_accepted: int
-    emitted: tuple[int, ...]  # the accepted drafts, then the bonus token, cut where the sequence ended
-    finish: str | None = None  # None while the sequence continues, else `eos`, `stop`, `length` or `context`
+    emitted: tuple[int, ...]
+    finish: str | None = None
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of the batch. Times are wall seconds, for all sequences together."""
+    """One round of the batch.
 
-    rows: tuple[SequenceRound, ...]  # of the sequences that took part
+    Attributes:
+        rows: Of the sequences that took part.
+        draft_s: Wall seconds of drafting, for all sequences together.
+        verify_s: Wall seconds of verification, for all sequences together.
+    """
+
+    rows: tuple[SequenceRound, ...]
     draft_s: float
     verify_s: float
 

@@ -29,23 +29,42 @@ _MAX_BUFFER = 32  # buffered tokens that end in a broken character before `_spli
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round adds to one sequence."""
+    """What one round adds to one sequence.
 
-    row: int  # index of the prompt
-    text: str  # what became final; an incomplete character or a possible stop string is held back
+    Attributes:
+        row: Index of the prompt.
+        text: What became final. An incomplete UTF-8 character, or the beginning of a possible stop string, is held
+            back until a later chunk.
+        round: The round's drafts and tokens.
+        finish: None while the sequence continues, else `eos`, `stop`, `length` or `context`.
+    """
+
+    row: int
+    text: str
     round: SequenceRound
-    finish: str | None  # None, `eos`, `stop`, `length` or `context`
+    finish: str | None
 
 
 @dataclass(frozen=True)
 class Result:
-    """The completion of one prompt. Times are wall seconds of the whole batch."""
+    """The completion of one prompt. `Acceptance.of(results)` pools the acceptance of several.
+
+    Attributes:
+        text: The new text, without the prompt; it ends before a stop string.
+        tokens: The new token ids.
+        finish: Why it ended: `eos`, `stop`, `length` or `context`.
+        rounds: Every round of this sequence; the first is the prefill, which gives the first token.
+        acceptance: Of this sequence.
+        prefill_s: Wall seconds of the whole batch's prefill.
+        draft_s: Wall seconds of drafting, of the whole batch.
+        verify_s: Wall seconds of verification, of the whole batch.
+    """
 
     text: str
     tokens: tuple[int, ...]
     finish: str
-    rounds: tuple[SequenceRound, ...] = field(repr=False)  # the first is the prefill, with the first token
-    acceptance: Acceptance = field(repr=False)  # of this sequence
+    rounds: tuple[SequenceRound, ...] = field(repr=False)
+    acceptance: Acceptance = field(repr=False)
     prefill_s: float
     draft_s: float
     verify_s: float

@@ -6,16 +6,18 @@ Bytes, dtypes and scales stay as they are, unless norm weights are to be shifted
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, as_checkpoint
+from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
+from nextn.edit.expert_pieces import in_form, trunk_in_form
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
     EditPlan,
@@ -31,8 +33,9 @@ from nextn.edit.plan import (
     visible,
     with_config,
 )
+from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import Family, by_name, rows
+from nextn.families import ExpertForm, Family, by_name, rows
 from nextn.text_format import some
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ SIDE_FILE = "mtp.safetensors"
 _KEPT = ("model_type", "quantization_config", "tie_word_embeddings", "torch_dtype", "dtype")  # besides SIZES
 
 # Facts that determine what a head computes; layouts that agree on these hold the same values under other names.
-_FACTS = ("concat", "hidden", "next_hidden", "norm_weight", "position0", "order", "experts", "own")
+_FACTS = ("concat", "hidden", "next_hidden", "norm_weight", "position0", "order", "own")
 _FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # dtypes of norm weights, as numpy reads them
 _BF16_ROUNDING = 2.0**-9  # of a value, at most
 _NORM_WEIGHT = re.compile(r"norm\w*(\.m)?\.weight$")
@@ -60,6 +63,8 @@ def convert(
     now: str | None = None,
     form: Form | None = None,
     norm_weight: Shift | None = None,
+    experts: ExpertForm | None = None,
+    trunk_experts: ExpertForm | None = None,
     follow_links: bool = False,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
@@ -77,6 +82,9 @@ def convert(
             not list, or everything in one file.
         norm_weight: Shift the head's norm weights by one, in fp32, rounded to their dtype; subtract-1
             must not lose bits.
+        experts: The form of the head's experts: split, fused or stacked. By default as they are, or as the family `to`
+            stores them. Experts that are stored in several forms need it: those in the others are left out.
+        trunk_experts: The same of the trunk's.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
@@ -88,19 +96,28 @@ def convert(
         CheckpointError: Norm weights less one lose bits, or the head is partial.
         FamilyError: The two layouts do not compute the same; the message names the differences.
     """
-    checkpoint = as_checkpoint(source)
-    refuse_links(checkpoint, follow=follow_links)
+    given = as_checkpoint(source)
+    refuse_links(given, follow=follow_links)
+    checkpoint, repairs = sound(given, without=side_files(Inventory.of(given)))
     inventory = Inventory.of(checkpoint)
     layout = by_name(to) if to else inventory.family
     head = find_head(inventory, layout, by_name(now) if now else None)
     _refuse_different(head.family, layout, norm_weight, len(head.modules))
-    fresh, notes = _renamed(inventory, head, layout)
+    head, left = _one_form(head, experts)
+    target = experts or (head.family.experts if layout.name == head.family.name else layout.experts)
+    fresh, notes = _renamed(inventory, head, replace(layout, experts=target))
+    trunk, replaced = ({}, set[str]()) if trunk_experts is None else trunk_in_form(inventory, trunk_experts)
     if norm_weight is not None:
         fresh, note = _shifted(fresh, head, norm_weight)
         notes.append(note)
-    elif form is None and all(name == piece.name for name, piece in fresh.items()):
+    elif not left and form is None and not trunk and all(name == piece.name for name, piece in fresh.items()):
         raise ConfigError(f"{checkpoint.path}: its head already has the names of {layout.name}; nothing to convert")
-    plan = replace(_plan(inventory, head, layout, fresh, form), notes=tuple(notes), follow_links=follow_links)
+    notes += [f"left out: {name}, stored in another form than {experts}" for name in left]
+    plan = replace(
+        _plan(inventory, head, layout, fresh, form, trunk, {*left, *replaced}),
+        notes=(*repairs, *notes),
+        follow_links=follow_links,
+    )
     plan = into_new_folder(plan, out)
     if not dry_run:
         execute(plan, seal=partial(_seal, inventory=inventory, head=head, layout=layout), on_bytes=on_bytes)
@@ -179,13 +196,34 @@ def _refuse_different(old: Family, new: Family, norm_weight: Shift | None, count
         raise FamilyError(f"{old.name} and {new.name} do not compute the same: {'; '.join(differences)}.{advice}")
 
 
+def _one_form(head: Inventory, form: ExpertForm | None) -> tuple[Inventory, list[str]]:
+    """Return the head with the experts of each module in one form, and the names of those stored in others.
+
+    Raises CheckpointError for a module with experts in several forms, of which `form` names none.
+    """
+    found = {canonical: path.form for canonical in head.stored if (path := expert_path(canonical)) is not None}
+    left: set[str] = set()
+    for module in head.modules:
+        own = {canonical: found[canonical] for canonical in head.of_module(module) if canonical in found}
+        forms = sorted(set(own.values()))
+        if len(forms) > 1 and form not in forms:
+            raise CheckpointError(
+                f"{head.checkpoint.path}: the experts of module {module} are stored {' and '.join(forms)}. Say which "
+                f"to keep: {' or '.join(f'--experts {each}' for each in forms)}."
+            )
+        left |= {canonical for canonical, each in own.items() if len(forms) > 1 and each != form}
+    kept = {canonical: name for canonical, name in head.stored.items() if canonical not in left}
+    return replace(head, stored=kept), sorted(head.spellings(left))
+
+
 def _renamed(inventory: Inventory, head: Inventory, layout: Family) -> tuple[dict[str, Piece], list[str]]:
-    """Return name in `layout` -> piece, and notes of the copies that it does not have."""
+    """Return name in `layout` -> piece, experts in its form, and notes of the copies that it does not have."""
     wrapper = inventory.wrapper if inventory.wrapper in layout.wrappers else ""
-    placed = {canonical: name for canonical, name in head.stored.items() if head.role(canonical) in layout.names}
-    pieces = {layout.published(canonical, inventory.num_layers, wrapper=wrapper): Piece(inventory.checkpoint, name)
-              for canonical, name in placed.items()}  # fmt: skip
+    placed = {canonical: inventory.checkpoint.info(name)
+              for canonical, name in head.stored.items() if head.role(canonical) in layout.names}  # fmt: skip
     left = sorted(head.stored.keys() - placed.keys())
+    pieces = {layout.published(canonical, inventory.num_layers, wrapper=wrapper): piece
+              for canonical, piece in in_form(placed, layout.experts, inventory.checkpoint).items()}  # fmt: skip
     return pieces, [f"left out: {some([head.stored[each]])}, a copy that {layout.name} does not store" for each in left]
 
 
@@ -261,14 +299,25 @@ def _floats(data: bytes, dtype: str) -> "NDArray[np.float32]":
 
 
 def _plan(
-    inventory: Inventory, head: Inventory, layout: Family, fresh: dict[str, Piece], form: Form | None
+    inventory: Inventory,
+    head: Inventory,
+    layout: Family,
+    fresh: dict[str, Piece],
+    form: Form | None,
+    trunk: Mapping[str, Piece],
+    replaced: Collection[str],
 ) -> EditPlan:
-    gone = head.spellings(head.own) | set(head.copies.values())
+    gone = {*head.spellings(head.own), *head.copies.values(), *replaced}
     checkpoint = visible(inventory.checkpoint, {inventory.checkpoint.tensors[name].file for name in gone})
-    files = divide(checkpoint, gone, fresh)
+    files = divide(checkpoint, gone, fresh, beside=trunk)
     if form == "single-file":
-        everything = {name: Piece(checkpoint, name) for name in checkpoint.tensors if name not in gone} | fresh
-        files = Files({SINGLE: everything}, None, dropped=tuple({info.file for info in checkpoint.tensors.values()}))
+        kept = {name: Piece(checkpoint, name) for name in checkpoint.tensors if name not in gone}
+        files = Files(
+            {SINGLE: {**kept, **trunk, **fresh}},
+            None,
+            dropped=tuple({info.file for info in checkpoint.tensors.values()}),
+            gone=files.gone,
+        )
     elif form == "side-file":
         files = _side_file(files, fresh)
     documents = _configs(replace(inventory, checkpoint=checkpoint), head, layout, fresh)

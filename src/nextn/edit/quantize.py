@@ -29,6 +29,7 @@ from nextn.checkpoint.quantization import QuantConfig, stored_modules
 from nextn.checkpoint.quantized_weights import UNQUANTIZED_PARTS, pack_codes, round_to_nearest
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.checkpoint.tensors import FLOATS
+from nextn.edit.expert_pieces import with_split_experts
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
     EditPlan,
@@ -42,6 +43,7 @@ from nextn.edit.plan import (
     quiet,
     with_config,
 )
+from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
@@ -187,11 +189,13 @@ def quantize(
             f"activation bits {activation_bits}, weights {weights}, head bits {head_bits}; expected activation bits "
             "16, or 8 with weights int8 and head bits 16 or 8"
         )
-    checkpoint = as_checkpoint(source)
-    refuse_links(checkpoint, follow=follow_links)
+    given = as_checkpoint(source)
+    refuse_links(given, follow=follow_links)
+    checkpoint, repairs = sound(given, without=side_files(Inventory.of(given, family=trunk_family(given))))
     roundings = {"trunk": Rounding.of(BITS[weights], group_size, activation_bits)}
     roundings |= {} if head_bits == 16 else {"head": Rounding.of(head_bits, group_size, activation_bits)}
-    plan = replace(_plan(checkpoint, roundings), follow_links=follow_links)
+    plan = _plan(checkpoint, roundings)
+    plan = replace(plan, notes=(*repairs, *plan.notes), follow_links=follow_links)
     plan = into_new_folder(plan, out)
     if not dry_run:
         seal = partial(_seal, checkpoint=checkpoint, config=plan.documents[CONFIG])
@@ -227,6 +231,7 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan
     if (config := QuantConfig.of(checkpoint)) is not None:
         raise CheckpointError(f"{checkpoint.path}: already quantized ({config.method}). Give the unquantized model.")
     inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    checkpoint = with_split_experts(inventory)
     num_layers = count_layers(checkpoint)
     rounded, notes = dict[str, Rounding](), []
     misfits = []
@@ -234,11 +239,6 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan
         rounding = roundings.get(_part_of(inventory, num_layers, name) or "")
         if rounding is None or info.dtype not in _DTYPES or len(info.shape) < 2:
             continue
-        if len(info.shape) > 2 and ".experts." in name:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} {info.shape} holds all experts in one tensor; only experts that are stored "
-                "one by one are quantized. Use another tool, such as llm-compressor."
-            )
         if len(info.shape) == 2 and rounding.fits(info.shape[1]):
             rounded[name] = rounding
         elif len(info.shape) == 2:
@@ -275,7 +275,7 @@ def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding]) -> Files:
             weights[info.file][piece.info.name] = piece
     hidden = set(checkpoint.unindexed)
     index = {name: file for file, pieces in weights.items() if file not in hidden for name in pieces}
-    return Files(weights, None if checkpoint.index is None else index)
+    return Files(weights, None if checkpoint.index is None else index, gone=frozenset(rounded))
 
 
 def quantization_config(

@@ -41,6 +41,16 @@ EVERYWHERE: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+# The families whose heads these engines also read with fused experts (`experts.gate_up_proj`), beside the row's form.
+# vLLM 0.33.0: qwen3_5_mtp.py, hy_v4/nvidia/mtp.py, and layers/fused_moe/routed_experts.py for models that hand their
+# weights to AutoWeightsLoader. SGLang 0.5.23: deepseek_common/deepseek_weight_loader.py, qwen3_5_mtp.py, qwen4_exp.py.
+READS_FUSED: Mapping[str, frozenset[str]] = {
+    "vllm": frozenset({"qwen3_next", "qwen3_5_moe", "qwen4_exp", "hy_v4", "exaone_moe", "ernie4_5_moe"}),
+    "sglang": frozenset(
+        {"deepseek_v3", "deepseek_v32", "glm_moe_dsa", "hy_v4", "gigachat3_5", "qwen3_5_moe", "qwen4_exp"}
+    ),
+}
+
 _APPENDED = {
     "token_norm": "model.layers.{layer}.enorm",
     "hidden_norm": "model.layers.{layer}.hnorm",
@@ -199,7 +209,7 @@ _DEEPSEEK_V4 = Family(
         "transformers": _ignores("deepseek_v4/modeling_deepseek_v4.py", _STATEFUL),
     },
     sources=("https://github.com/vllm-project/vllm/issues/43456", "https://github.com/vllm-project/vllm/pull/43459"),
-    own_block=True,
+    own_block=True, block_lacks=("self_attn.compressor", "self_attn.indexer", "mlp.gate.tid2eid"),
     remarks=("the results of the two projections are added, which equals one [e, h] matrix",),
     unverified=("which releases hold emb.tok_emb and head inside the module", "the format of the experts' scales"),
 )
@@ -316,7 +326,7 @@ _QWEN4_EXP = replace(
         "collapse": "mtp.hyper_connection_mixer", "block": "mtp.layers.{module}",
     },
     hidden="streams", next_hidden="streams", experts="fused",
-    block={"layer_types": ["indexed_attention"], "ple_layer_ids": []}, own_block=True,
+    block={"layer_types": ["indexed_attention"], "ple_layer_ids": []}, own_block=True, block_lacks=("ple",),
     engines={
         "vllm": _vllm("models/qwen4_exp/nvidia/mtp.py"),
         "sglang": _sglang("qwen4_exp_mtp.py"),
@@ -465,6 +475,7 @@ _STEP = Family(
         "swiglu_limits_shared": None,
     },
     own=("output",), hidden="pre", next_hidden="pre", norm_weight="1+w", order="chained", experts="stacked", fp8=Fp8(),
+    trunk_experts=("split", "fused", "stacked"),
     engines={
         "vllm": EngineSupport(
             "runs", _VM + "step3p5_mtp.py", trunk_roles=("embedding",), missing="raises",
@@ -540,6 +551,7 @@ _HY_V3 = Family(
 _HY_V4 = Family(
     name="hy_v4", title="Hunyuan V4 (HY-V4)", model_types=("hy_v4",), draft_types=("hy_v4_mtp",), count_fields=_NEXTN,
     default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True, experts="fused",
+    trunk_experts=("fused",),
     block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     block_renames={"self_attn.gate_proj": "self_attn.linear_gate", "self_attn.sinks": "self_attn.learnable_sink_param"},
     # transformers reads the published names, and writes others: hc_pre in the wrong place, all gates as attention's.
@@ -597,7 +609,8 @@ _EXAONE4_5 = replace(
 )
 _INKLING = Family(
     name="inkling", title="Inkling", model_types=("inkling_mm_model", "inkling_model", "inkling_text"),
-    draft_types=("inkling_mtp",), count_fields=("mtp_config.num_nextn_predict_layers", "num_mtp_layers"),
+    runtime_names=("w13_weight", "w2_weight"), draft_types=("inkling_mtp",),
+    count_fields=("mtp_config.num_nextn_predict_layers", "num_mtp_layers"),
     default_count=0,
     names={
         "token_norm": "model.mtp.layers.{module}.embed_norm", "hidden_norm": "model.mtp.layers.{module}.hidden_norm",
@@ -680,7 +693,8 @@ _KIMI_K3 = Family(
         "llamacpp": _NONE,
         "transformers": _NONE,
     },
-    sources=(), own_block=True, cannot_run="transformers has no trunk of this type",
+    sources=(), own_block=True, block_lacks=("self_attention_res", "mlp_res"),
+    cannot_run="transformers has no trunk of this type",
     remarks=("lm_head takes the state after the norm, hidden and next_hidden are before it",),
     unverified=("one engine alone runs the head", "that eh_proj is bf16 in the release: vLLM builds it unquantized"),
 )

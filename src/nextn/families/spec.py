@@ -26,6 +26,9 @@ Support = Literal["runs", "loads", "ignores", "drops", "refuses", "absent"]
 # module always is; keeps its initial value without an error; is not known to do either.
 Missing = Literal["raises", "unquantized", "module", "silent", "unknown"]
 
+# How a file stores a layer's experts: a tensor for each expert, as transformers' modules, or a tensor for each matrix.
+ExpertForm = Literal["split", "fused", "stacked"]
+
 ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
 MAX_COUNT = 1000  # modules; published heads have at most eight
 _FACTS = ("embedded", "hidden", "next_hidden", "position0", "order")
@@ -98,10 +101,13 @@ class Family:
     optional: Mapping[str, str] = field(default_factory=dict)  # role -> config field without which the head lacks it
     interleaved_gate_up: tuple[str, ...] = ()  # block paths whose gate_proj and up_proj are stored as alternating rows
     separate_gate_up: tuple[str, ...] = ()  # block paths stored separately, and concatenated in transformers
-    experts: Literal["split", "fused", "stacked"] = "split"
+    experts: ExpertForm = "split"  # of the head; an inventory's family has the form that the file has
     max_modules: int | None = None
     spare_count: bool = False  # the config may declare one module more than there are
-    own_block: bool = False  # the block has other tensors than a trunk layer
+    own_block: bool = False  # the block's matrices may have other shapes than a trunk layer's
+    runtime_names: tuple[str, ...] = ()  # ends of published names that elsewhere are an engine's, in memory
+    trunk_experts: tuple[ExpertForm, ...] = ("split", "fused")  # the forms in which transformers loads the trunk's
+    block_lacks: tuple[str, ...] = ()  # beginnings of paths that trunk layers have and the block has not
     # transformers' model_type whose decoder layer the block is, with the trunk's sizes; "" = the trunk's own layers.
     layer_model: str = ""
     has_scaled_rotary: bool = True  # the block's rotary embeddings are scaled where the trunk's are

@@ -4,7 +4,7 @@ At position i, an MTP layer takes the embedding of token t_{i+1} and the hidden 
 takes token t_{i+k} and the hidden state of depth k-1 at position i.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -23,6 +23,7 @@ from nextn.speculative.draft_vocabulary import DraftVocabulary
 
 # Positions that a head's cache can drop, where that takes memory: more than any round drafts.
 _MAX_ROLLBACK = 128
+_BIAS_COLUMNS = 8
 # The projections that combine embedding and hidden state, and how many of the two each takes.
 _PROJECTIONS = {"projection": 2, "token_projection": 1, "hidden_projection": 1}
 
@@ -289,8 +290,9 @@ class Head(nn.Module):
     def draft_logits(self, index: int, final_hidden: Tensor) -> Tensor:
         """Return the logits [..., N] of MTP layer `index` for the draft vocabulary; without one, for all tokens."""
         if self.draft_vocabulary is not None:
-            weight = self.output(index).weight
-            return nn.functional.linear(final_hidden.to(weight.dtype), self.draft_vocabulary.rows(weight))
+            output, rows = self.output(index), self.draft_vocabulary.rows
+            bias = None if output.bias is None else rows(output.bias)
+            return nn.functional.linear(final_hidden.to(output.weight.dtype), rows(output.weight), bias)
         return self.output(index)(final_hidden) if "output" in self.family.own else self.trunk.logits(final_hidden)
 
     def teacher_forced_hidden(
@@ -385,11 +387,30 @@ def draft_config(head: Head) -> dict[str, object]:
 
 
 def lm_head_weights(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:
-    """Return the lm_head weights [V, H] of the trunk and of depths 1, 2, ..."""
-    shared = trunk.lm_head  # read once: the loss groups depths whose weight is the same tensor
+    """Return the lm_head weights [V, H] of the trunk and of depths 1, 2, ..., for losses on `lm_head_inputs`.
+
+    A trunk whose lm_head has a bias, such as Phi-2, has [V, H + 8]: the bias is the first of eight further columns, so
+    that losses and their gradients need no case of their own. The others are zeros, because products with an odd
+    number of columns are slow.
+    """
+    shared, bias = trunk.lm_head, trunk.lm_head_bias  # read once: losses group depths whose weight is the same tensor
+    if bias is not None:
+        shared = torch.cat([shared, nn.functional.pad(bias[:, None].to(shared.dtype), (0, _BIAS_COLUMNS - 1))], dim=1)
     if head is None or "output" not in head.family.own:
         return [shared] * (1 + (depths if head is not None else 0))
     return [shared, *(head.output(head.layer_index(depth)).weight for depth in range(1, depths + 1))]
+
+
+def lm_head_inputs(trunk: Trunk, head: Head | None, states: Sequence[Tensor]) -> list[Tensor]:
+    """Return the final_hidden [..., H] of the trunk and of each depth as the inputs of `lm_head_weights`."""
+    if trunk.lm_head_bias is None:
+        return list(states)
+    shares = 1 if head is not None and "output" in head.family.own else len(states)
+    extended = [
+        torch.cat([state, nn.functional.pad(torch.ones_like(state[..., :1]), (0, _BIAS_COLUMNS - 1))], dim=-1)
+        for state in states[:shares]
+    ]
+    return [*extended, *states[shares:]]
 
 
 class StandaloneHead(Head):

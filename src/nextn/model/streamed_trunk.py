@@ -128,7 +128,8 @@ class StreamedTrunk(DeferredTrunk):
         # The bits of a cast copy of the whole, which is never made.
         states = final_hidden.to(self.dtype)
         slices = slices_released_after_use(self.lm_head, _VOCAB_ROWS)
-        return torch.cat([functional.linear(states, rows.to(self.dtype)) for _, rows in slices], dim=-1)
+        logits = torch.cat([functional.linear(states, rows.to(self.dtype)) for _, rows in slices], dim=-1)
+        return logits if self.lm_head_bias is None else logits + self.lm_head_bias.to(self.dtype)
 
     @torch.inference_mode()
     def run(

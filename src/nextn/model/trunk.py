@@ -239,6 +239,12 @@ class Trunk(nn.Module):
         weight = self.output.weight
         return weight if len(weight) == self.vocab_size else weight[: self.vocab_size]
 
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        """The bias [V] of the output projection, without padding; None if it has none."""
+        bias = self.output.bias
+        return None if bias is None else bias[: self.vocab_size]
+
     def cache(self, batch_size: int) -> KVCache:
         """Return an empty cache. Raises RollbackError for a layer type that cannot be rolled back exactly."""
         return new_cache(self.layer_types, batch_size, device=self.device)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
+from typing import Protocol, cast
 
 DEFINITION = (
     "a_k = share of depth-k drafts accepted among those whose shallower drafts were all accepted (conditional); "
@@ -33,6 +33,13 @@ class DecodedSequence(Protocol):
     def num_accepted(self) -> int: ...
     @property
     def emitted(self) -> Sequence[int]: ...
+
+
+class DecodedText(Protocol):
+    """All rounds of one sequence, such as a `nextn.Result`."""
+
+    @property
+    def rounds(self) -> Sequence[DecodedSequence]: ...
 
 
 class DecodedRound(Protocol):
@@ -69,6 +76,12 @@ def mean_length(emitted: float, num_rounds: float, *, no_rounds: float = math.na
     return emitted / num_rounds if num_rounds else no_rounds
 
 
+def _parts(decoded: "DecodedRound | DecodedText | DecodedSequence") -> "Iterable[DecodedSequence]":
+    """Return the rounds of single sequences of which a round of a batch, or a result, consists."""
+    one = (cast(DecodedSequence, decoded),)
+    return getattr(decoded, "rows", getattr(decoded, "rounds", one))
+
+
 @dataclass(frozen=True)
 class Acceptance:
     """Counts over the rounds that drafted at least one token."""
@@ -79,9 +92,24 @@ class Acceptance:
     emitted: int  # tokens that these rounds emitted, bonus tokens included
 
     @classmethod
-    def of(cls, rounds: Iterable[DecodedRound]) -> "Acceptance":
-        """Count over decoded rounds; the prefill's first token and rounds without drafts do not count."""
-        parts = [part for each in rounds for part in each.rows if part.drafts]
+    def of(cls, decoded: "Iterable[DecodedRound | DecodedText | DecodedSequence]") -> "Acceptance":
+        """Count over rounds that drafted at least one token.
+
+        Args:
+            decoded: Any of `nextn.Result` (several are pooled: every round counts once), `Round` of `nextn.rounds`,
+                or `SequenceRound`.
+
+        Returns:
+            The counts. The prefill's first token and rounds without drafts do not count.
+
+        Example:
+            >>> import nextn
+            >>> from nextn.decoding.batch import SequenceRound
+            >>> rounds = [SequenceRound(0, (5, 7), 1, (5, 8)), SequenceRound(0, (9, 9), 2, (9, 9, 3))]
+            >>> nextn.Acceptance.of(rounds).length
+            2.5
+        """
+        parts = [part for each in decoded for part in _parts(each) if part.drafts]
         depths = range(max((len(part.drafts) for part in parts), default=0))
         num_drafted = [sum(len(part.drafts) > k and part.num_accepted >= k for part in parts) for k in depths]
         num_accepted = [sum(part.num_accepted > k for part in parts) for k in depths]

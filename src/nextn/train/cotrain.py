@@ -16,7 +16,7 @@ from nextn.errors import ConfigError
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import IGNORE, Targets, cross_entropy, depth_weights
-from nextn.model.head import Head, lm_head_weights
+from nextn.model.head import Head, lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.stats.acceptance import conditional_rates, expected_length
@@ -71,6 +71,11 @@ class DetachedTrunk(Trunk):
     def lm_head(self) -> Tensor:
         return super().lm_head.detach()
 
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        bias = super().lm_head_bias
+        return None if bias is None else bias.detach()
+
 
 class CotrainLoss:
     """Computes the loss of a head on the trunk's states; depths that a batch is too short for are skipped.
@@ -118,6 +123,7 @@ class CotrainLoss:
         scale = (settings.lam if settings.joint else 1.0) / settings.depths
         shares, denominator = self.weights[:depths], denominator[:depths].clamp_min(1)
         trunk, *weights = lm_head_weights(self.head.trunk, self.head, depths)
+        states = lm_head_inputs(self.head.trunk, self.head, states)
         with self.autocast():
             if settings.objective == "ce":
                 depth_scales = denominator.new_tensor(shares, dtype=torch.float32) * scale / denominator

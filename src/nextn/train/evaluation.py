@@ -17,7 +17,7 @@ from nextn.data.degeneracy import Degeneracy, degeneracy
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.teacher_forced import round_start_probs
 from nextn.losses.mtp_loss import Targets, cross_entropy
-from nextn.model.head import Head, lm_head_weights
+from nextn.model.head import Head, lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Settings
@@ -94,7 +94,7 @@ def teacher_forced_figures(
                 states += model.head.teacher_forced_hidden(tokens, hidden.head_input, depths, documents=documents)
         targets = Targets(tokens, documents, batch.label_mask.to(tokens.device))
         weights = lm_head_weights(model.trunk, model.head, depths)
-        for depth, state in enumerate(states):
+        for depth, state in enumerate(lm_head_inputs(model.trunk, model.head, states)):
             labels = targets.labels(depth).flatten()
             _, nll = cross_entropy(state.flatten(0, 1), weights[depth], labels)
             sums[depth] += nll.sum().item()
@@ -247,13 +247,13 @@ def _acceptance_probs(
     """
     depths = len(states) - 1
     num_sequences, num_positions = len(states[0]), states[0].shape[1] - depths
-    weights = lm_head_weights(trunk, head, depths)
     match, accept = (torch.zeros(num_sequences, depths, num_positions, dtype=torch.float64) for _ in range(2))
     for row in range(num_sequences):  # the probs [positions, V] of one sequence at a time, to bound memory
         logits = trunk.logits(states[0][row].to(trunk.output.weight.dtype)).float()
         probs = (logits / temperature).softmax(-1)
         for depth in range(1, depths + 1):
-            draft_logits = (states[depth][row, :num_positions].to(weights[depth].dtype) @ weights[depth].T).float()
+            assert head is not None
+            draft_logits = head.logits(head.layer_index(depth), states[depth][row, :num_positions]).float()
             p, q = probs[depth : depth + num_positions], (draft_logits / temperature).softmax(-1)
             match[row, depth - 1] = (p.argmax(-1) == q.argmax(-1)).cpu()
             if text is None:

@@ -3,7 +3,7 @@
 A head is written alone, or with its trunk's files, which stay bit for bit as they are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from nextn.losses.distillation import HeadLoss, head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets, depth_weights
 from nextn.model.deferred_init import DeferredInit
-from nextn.model.head import Head, draft_config, lm_head_weights
+from nextn.model.head import Head, draft_config, lm_head_inputs, lm_head_weights
 from nextn.model.layer_states import LayerProgress
 from nextn.model.load_head import head_tensors
 from nextn.model.model import Model
@@ -51,6 +51,7 @@ from nextn.train.joint_task import (
 from nextn.train.metrics import HeadRecord
 
 HEAD_FILE = "head.safetensors"
+MAX_CURVE_DEPTHS = 8
 
 
 class HeadTask:
@@ -154,10 +155,12 @@ class HeadTask:
         run = self.head.rollout_hidden if config.kv == "decode" else self.head.teacher_forced_hidden
         with self._autocast():
             hiddens = run(targets.tokens, hidden.head_input, config.depths, documents=targets.documents)
+        final, *hiddens = lm_head_inputs(trunk, self.head, [hidden.final_hidden, *hiddens])
+        weight, *weights = lm_head_weights(trunk, self.head, config.depths)
         return head_loss(
             hiddens,
-            lm_head_weights(trunk, self.head, config.depths)[1:],
-            Teacher(hidden.final_hidden, trunk.lm_head, config.temperature),
+            weights,
+            Teacher(final, weight, config.temperature),
             targets,
             objective=config.objective,
             depth_weights=self.weights,
@@ -196,19 +199,35 @@ class HeadTask:
             evaluate = partial(self._heldout_acceptance, self.config.num_eval_depths)
             return HeadRecord(step, self.joint_module.without_grad(evaluate))
 
-    def curve(self, max_depths: int = 8) -> list[HeldOutAcceptance]:
-        """Held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter. All processes call it."""
-        depths = range(1, min(max_depths, self.config.length - 1) + 1)
-        with torch.compiler.set_stance("force_eager"):
-            return [self.joint_module.without_grad(partial(self._heldout_acceptance, count)) for count in depths]
+    def curve(
+        self, max_depths: int = MAX_CURVE_DEPTHS, *, on_point: Callable[[], None] = lambda: None
+    ) -> list[HeldOutAcceptance]:
+        """Held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter. All processes call it.
 
-    def _heldout_acceptance(self, depths: int) -> HeldOutAcceptance:
+        on_point: Called after each.
+        """
+
+        def measured() -> Iterator[HeldOutAcceptance]:
+            examples = [*self._held_out_examples()]  # the trunk's states, once for all
+            for count in range(1, min(max_depths, self.config.length - 1) + 1):
+                yield self._heldout_acceptance(count, examples)
+                on_point()
+
+        with torch.compiler.set_stance("force_eager"):
+            return self.joint_module.without_grad(lambda: [*measured()])
+
+    def _held_out_examples(self) -> Iterator[tuple[Batch, TrunkOutput]]:
+        batches = held_out_batches(self.held_out, self.config, self.ranks)
+        return ((batch, self.hidden(Example(batch))) for batch in batches)
+
+    def _heldout_acceptance(
+        self, depths: int, examples: Iterable[tuple[Batch, TrunkOutput]] | None = None
+    ) -> HeldOutAcceptance:
         ranks, config = self.ranks, self.config
-        batches = held_out_batches(self.held_out, config, ranks)
         return heldout_acceptance(
             self.model.trunk,
             self.head,
-            ((batch, self.hidden(Example(batch))) for batch in batches),
+            self._held_out_examples() if examples is None else examples,
             depths,
             temperature=config.temperature,
             on_policy=self.on_policy,

@@ -18,7 +18,7 @@ from nextn.data.batches import Batch, Batches
 from nextn.data.corpus import Corpus
 from nextn.errors import ConfigError
 from nextn.losses.mtp_loss import LossReport, Targets, depth_weights, mtp_loss
-from nextn.model.head import lm_head_weights
+from nextn.model.head import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Settings
@@ -140,10 +140,9 @@ class JointTask:
             hiddens = [hidden.final_hidden]
             if depths and self.model.head is not None:
                 hiddens += self.model.head.teacher_forced_hidden(tokens, hidden.head_input, depths, documents=documents)
-        weights = lm_head_weights(self.model.trunk, self.model.head, depths)
         return mtp_loss(
-            hiddens,
-            weights,
+            lm_head_inputs(self.model.trunk, self.model.head, hiddens),
+            lm_head_weights(self.model.trunk, self.model.head, depths),
             targets,
             lam=lam,
             depth_weights=self.weights,

@@ -24,7 +24,13 @@ from filelock import FileLock, Timeout
 from nextn.errors import ConfigError
 
 # No -ffast-math: masked scores are -inf.
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
+_FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
+# What NEXTN_NATIVE_MARCH may be, with the features that it adds to x86-64, as /proc/cpuinfo spells them.
+_MARCHES = {
+    "native": (),
+    "x86-64": (),
+    "x86-64-v3": ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "sse4_2", "popcnt"),
+}
 _TIMEOUT = 900  # seconds per source file; the slowest takes 17
 _MAX_OUTPUT = 1500  # characters of the compiler's output that an error message includes
 _log = logging.getLogger(__name__)  # without a configured handler, a warning is one line on stderr
@@ -109,12 +115,30 @@ def _version_line(tool: str) -> str:
     return next(iter(completed.stdout.splitlines()), tool)
 
 
+def _march() -> str:
+    """The instruction set that the runtime is built for: NEXTN_NATIVE_MARCH, or that of this processor."""
+    march = os.environ.get("NEXTN_NATIVE_MARCH") or "native"
+    if march not in _MARCHES:
+        raise ConfigError(f"NEXTN_NATIVE_MARCH is {march!r}: it can be {', '.join(_MARCHES)}, or unset for native")
+    if march != "native" and platform.machine() != "x86_64":
+        raise ConfigError(f"NEXTN_NATIVE_MARCH is {march!r}, and this processor is {platform.machine()}: unset it")
+    if missing := sorted(set(_MARCHES[march]) - set(_processor().split())):
+        raise ConfigError(
+            f"NEXTN_NATIVE_MARCH is {march!r}, and this processor has no {', '.join(missing)}: set x86-64, or unset it"
+        )
+    return march
+
+
+def _flags() -> tuple[str, ...]:
+    return (*_FLAGS, f"-march={_march()}")
+
+
 def _identity(sources: Path) -> str:
-    """Hash of sources, flags and processor: checkouts and machines may share a cache folder."""
+    """Hash of sources, flags and, if they name it, the processor: checkouts and machines may share a cache folder."""
     parts = [
         *(path.read_bytes() for path in sorted(sources.iterdir())),
-        " ".join(_FLAGS).encode(),
-        _processor().encode(),
+        " ".join(_flags()).encode(),
+        _processor().encode() if _march() == "native" else b"",
     ]
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
@@ -175,12 +199,12 @@ def _compile(compiler: Sequence[str], sources: Path, folder: Path) -> Path:
     objects = [folder / f"{path.stem}.o" for path in files]
 
     def compile_one(source: Path, target: Path) -> None:
-        _run([*compiler, *_FLAGS, "-c", str(source), "-o", str(target)], folder)
+        _run([*compiler, *_flags(), "-c", str(source), "-o", str(target)], folder)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, files, objects))  # if one fails, those not yet started are canceled
     library = folder / "runtime.so"
-    _run([*compiler, *_FLAGS, "-shared", *map(str, objects), "-o", str(library)], folder)
+    _run([*compiler, *_flags(), "-shared", *map(str, objects), "-o", str(library)], folder)
     return library
 
 

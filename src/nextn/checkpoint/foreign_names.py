@@ -1,0 +1,84 @@
+"""Tensor names that programs have while they run, and that no loader of checkpoints maps: what wrote them. No torch.
+
+Sources: PEFT 0.21, tuners/; torch.compile, DDP and FSDP, whose wrappers prefix names; vLLM 0.33,
+layers/fused_moe/routed_experts.py; ModelOpt, torch/quantization; Megatron-LM, core/transformer.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from nextn.checkpoint.checkpoint import Checkpoint
+
+_ADAPTER = (
+    r"lora_[ABE]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|vera_lambda_[bd]|ranknum|(hada|lokr|oft|loha)_\w+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignNames:
+    """One kind of such names."""
+
+    pattern: re.Pattern[str]
+    plain: str  # what takes the matched part's place in the name of a checkpoint; "\0": the tensor has no other name
+    what: str
+    remedy: str
+
+
+_MERGE = "Merge the adapter (PEFT's `merge_and_unload`), save, and audit the result."
+_UNWRAP = "Save the state of the unwrapped module."
+KINDS = (
+    ForeignNames(re.compile(rf".*\.(?:{_ADAPTER})(?:\..+|$)"), "\0", "the matrices of an adapter (PEFT)", _MERGE),
+    ForeignNames(re.compile(r"^base_model\.model\."), "", "an adapter's model that was not merged (PEFT)", _MERGE),
+    ForeignNames(
+        re.compile(r"\.original_module(?=\.)|.*\.original_module$"), "\0",
+        "the original of a module that an adapter replaces (PEFT)", _MERGE),
+    ForeignNames(
+        re.compile(r"\.base_layer(?=\.)|\.modules_to_save\.[^.]+(?=\.)"), "", "an adapter that was not merged (PEFT)",
+        _MERGE),
+    ForeignNames(
+        re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."), "",
+        "a wrapper of torch (compile, FSDP or activation checkpointing)", _UNWRAP),
+    ForeignNames(re.compile(r"^module\."), "", "a wrapper of a data-parallel run (DDP, DeepSpeed)", _UNWRAP),
+    ForeignNames(
+        re.compile(r"(?<=\.experts\.)(?:routed_experts\.)?w13_weight"), "gate_up_proj",
+        "fused experts in the memory of vLLM or SGLang", "Write the checkpoint's own names: experts.gate_up_proj."),
+    ForeignNames(
+        re.compile(r"(?<=\.experts\.)(?:routed_experts\.)?w2_weight"), "down_proj",
+        "fused experts in the memory of vLLM or SGLang", "Write the checkpoint's own names: experts.down_proj."),
+    ForeignNames(
+        re.compile(r".*\.(?:\w+_quantizer\.\w+|_extra_state)$"), "\0", "the state of ModelOpt or Megatron in training",
+        "Export the model with the tool that trained it."),
+    ForeignNames(
+        re.compile(r"\.parametrizations\.(\w+)\.original\d?$"), r".\1", "a parametrization of torch",
+        "Remove the parametrizations before saving."),
+    ForeignNames(
+        re.compile(r".*\.(?:linear_qkv|linear_fc[12]|linear_proj|mtp_model_layer|transformer_layer\.self_attention)\..+"),
+        "\0", "Megatron-LM's names", "Export the model to the Hugging Face layout (Megatron-Bridge, mbridge)."),
+)  # fmt: skip
+
+
+_ANY = re.compile("|".join(f"(?:{kind.pattern.pattern})" for kind in KINDS))
+
+
+def plain_name(name: str) -> str | None:
+    """Return the checkpoint's name for a tensor; None for one that has no other name, such as an adapter's matrices."""
+    for kind in KINDS:
+        name, count = kind.pattern.subn(kind.plain, name)
+        if count and "\0" in name:
+            return None
+    return name
+
+
+def foreign(names: Iterable[str]) -> list[tuple[ForeignNames, list[str]]]:
+    """Return each kind with the names that are of it."""
+    marked = [name for name in names if _ANY.search(name)]
+    found = [(kind, [name for name in marked if kind.pattern.search(name)]) for kind in KINDS]
+    return [(kind, own) for kind, own in found if own]
+
+
+def with_plain_names(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the names that its tensors would have; those that have none are left out."""
+    tensors = {plain: info for name, info in checkpoint.tensors.items() if (plain := plain_name(name)) is not None}
+    named = {name: info if info.name == name else replace(info, name=name) for name, info in tensors.items()}
+    return replace(checkpoint, tensors=named)

@@ -1,0 +1,144 @@
+"""Experts of one form as tensors of another, byte for byte: parts of stored tensors, and parts one after another."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.expert_forms import ExpertPath, expert_path, split_view
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
+from nextn.edit.plan import Piece
+from nextn.errors import CheckpointError
+from nextn.families import ExpertForm, lookup
+from nextn.text_format import some
+
+_SCALES = (".weight_scale_inv", ".scale")  # one per block of rows and columns
+_BLOCK = 128  # rows, where the config does not say
+_PAIR = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedPiece(Piece):
+    """Pieces one after another; `name` is the first one's tensor."""
+
+    parts: tuple[Piece, ...] = ()
+    shape: tuple[int, ...] = ()
+
+    @property
+    def info(self) -> TensorInfo:
+        size = sum(part.info.nbytes for part in self.parts)
+        return replace(self.parts[0].info, shape=self.shape, begin=0, end=size)
+
+    def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
+        for part in self.parts:
+            yield from part.chunks(count)
+
+
+def in_form(tensors: Mapping[str, TensorInfo], form: ExpertForm, checkpoint: Checkpoint) -> dict[str, Piece]:
+    """Return pieces of these stored tensors by path in a decoder layer, with the experts among them in `form`.
+
+    Raises CheckpointError for experts that are packed, incomplete, or whose scales cover gate and up together.
+    """
+    parts = dict(checkpoint.tensors)  # with each expert's part of a tensor
+    out: dict[str, Piece] = {}
+    split: dict[ExpertPath, str] = {}
+    for path, info in tensors.items():
+        found = expert_path(path)
+        if found is None or found.form == form:
+            out[path] = Piece(checkpoint, info.name)
+            continue
+        _refuse_packed(found, info, checkpoint)
+        for part, view in split_view(path, info):
+            own = expert_path(part)
+            if own is None or own.form != "split":
+                raise CheckpointError(
+                    f"{checkpoint.path}: {info.name} {list(info.shape)} does not divide into experts."
+                )
+            split[own] = info.name if found.form == "split" else f"{info.name}: {part}"
+            parts[split[own]] = replace(view, name=split[own])
+    pieces = {path: Piece(replace(checkpoint, tensors=parts), name) for path, name in split.items()}
+    return out | ({path.name(): piece for path, piece in pieces.items()} if form == "split" else _joined(pieces, form))
+
+
+def _joined(split: Mapping[ExpertPath, Piece], form: ExpertForm) -> dict[str, Piece]:
+    groups: dict[tuple[str, str], dict[int, dict[str, Piece]]] = defaultdict(lambda: defaultdict(dict))
+    for path, piece in split.items():
+        assert path.number is not None
+        groups[path.stem, path.suffix][path.number][path.part] = piece
+    out: dict[str, Piece] = {}
+    for (stem, suffix), experts in groups.items():
+        parts = experts[min(experts)].keys()
+        if sorted(experts) != list(range(len(experts))) or any(each.keys() != parts for each in experts.values()):
+            source = next(iter(split.values())).source
+            raise CheckpointError(f"{source.path}: experts of {stem} are missing; it has {some([*map(str, experts)])}.")
+        gated = [_PAIR] if form == "fused" and "gate_proj" in parts else [(part,) for part in _PAIR if part in parts]
+        for group in [*gated, *([("down_proj",)] if "down_proj" in parts else [])]:
+            joined = tuple(experts[number][part] for number in range(len(experts)) for part in group)
+            path = ExpertPath(stem, None, "gate_up_proj" if len(group) > 1 else group[0], suffix, form)
+            out[path.name()] = _join(joined, len(group))
+    return out
+
+
+def _join(parts: tuple[Piece, ...], halves: int) -> Piece:
+    first, forms = parts[0], {part.info.form for part in parts}
+    if len(forms) > 1:
+        listed = some([f"{dtype} {list(shape)}" for dtype, shape in forms])
+        raise CheckpointError(f"{first.source.path}: {first.name} and the other experts' differ: {listed}.")
+    rows, *rest = first.info.shape or (1,)
+    return JoinedPiece(first.source, first.name, parts=parts, shape=(len(parts) // halves, halves * rows, *rest))
+
+
+def trunk_in_form(inventory: Inventory, form: ExpertForm) -> tuple[dict[str, Piece], set[str]]:
+    """Return the trunk's experts that are not in `form` in it, by name, and the names of the tensors they come from."""
+    family, checkpoint = inventory.family, inventory.checkpoint
+    root = family.names["block"].format(module=0, layer=inventory.num_layers) + "."
+    fresh: dict[str, Piece] = {}
+    gone: set[str] = set()
+    for layer in inventory.layers.values():
+        running = {inventory.running_paths[path]: info for path, info in layer.items()}
+        experts = {path: info for path, info in running.items()
+                   if (found := expert_path(path)) is not None and found.form != form}  # fmt: skip
+        for own, piece in in_form(experts, form, checkpoint).items():
+            path = family.published(f"0.block.{own}", inventory.num_layers).removeprefix(root)
+            fresh[_stem(layer) + path] = piece
+        gone |= {info.name for info in experts.values()}
+    return fresh, gone
+
+
+def with_split_experts(inventory: Inventory) -> Checkpoint:
+    """Return the checkpoint with the experts of trunk and head one by one, as parts of the stored tensors."""
+    family, checkpoint = inventory.family, inventory.checkpoint
+    pieces, gone = trunk_in_form(inventory, "split")
+    stored = {canonical: checkpoint.tensors[name] for canonical, name in inventory.stored.items()
+              if (found := expert_path(canonical)) is not None and found.form != "split"}  # fmt: skip
+    for canonical, piece in in_form(stored, "split", checkpoint).items():
+        pieces[family.published(canonical, inventory.num_layers, wrapper=inventory.wrapper)] = piece
+    gone |= {info.name for info in stored.values()}
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name not in gone}
+    return replace(
+        checkpoint, tensors=tensors | {name: replace(piece.info, name=name) for name, piece in pieces.items()}
+    )
+
+
+def _stem(layer: Mapping[str, TensorInfo]) -> str:
+    """Return what the names of a layer's tensors begin with."""
+    path, info = next(iter(layer.items()))
+    return info.name.removesuffix(path)
+
+
+def _refuse_packed(path: ExpertPath, info: TensorInfo, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for tensors of which parts mean something else than the whole."""
+    is_float = DTYPES[info.dtype] % 8 == 0 and info.dtype not in ("I32", "U8", "I8", "U32")
+    if path.suffix == ".weight" and len(info.shape) >= 2 and is_float:
+        return
+    section = lookup(checkpoint.config, "quantization_config.weight_block_size")
+    block = section[0] if isinstance(section, list) and section and isinstance(section[0], int) else _BLOCK
+    weight = checkpoint.tensors.get(info.name.removesuffix("_scale_inv"))
+    whole = weight is not None and len(weight.shape) > 1 and (weight.shape[-2] // len(path.halves)) % max(1, block) == 0
+    if path.suffix in _SCALES and whole:
+        return
+    raise CheckpointError(
+        f"{checkpoint.path}: {info.name} ({info.dtype} {list(info.shape)}) is quantized; only unquantized experts, and "
+        f"fp8 ones with scales for whole blocks of {block} rows, change their form. Convert the unquantized model."
+    )

@@ -1,0 +1,220 @@
+"""How far a way to run a model is from the model in float32: the divergence of its next-token distributions.
+
+The reference is kept as final hidden states [T, H] of each text, with the lm_head that reads them: its distributions
+are computed again, a few positions at a time, for each candidate.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextn.checkpoint.mapped_memory import released_after_use
+from nextn.errors import ConfigError
+from nextn.evaluate.decoding_costs import step_bytes
+from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.trunk import Trunk
+from nextn.runtime.backend import DecodingTrunk, backend_for
+
+BLOCK = 64  # positions whose distributions are in memory at once
+# From a text [T] to its logits [n, V] in order, of any n that sum to T.
+Logits = Callable[[Sequence[int]], Iterable[Tensor]]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Next-token distributions of a candidate beside those of the reference, over positions whose next token is known.
+
+    Attributes:
+        positions: Their number.
+        kl_mean: Of KL(reference || candidate), in nats.
+        kl_p99: The same, its 99th percentile.
+        same_argmax: Share of positions where both have the same most probable token.
+        perplexity_ratio: The candidate's perplexity over the reference's.
+        perplexity: The reference's.
+        ties: Share of positions where the candidate's two largest logits are equal.
+    """
+
+    positions: int
+    kl_mean: float
+    kl_p99: float
+    same_argmax: float
+    perplexity_ratio: float
+    perplexity: float
+    ties: float
+
+    def __str__(self) -> str:
+        return (
+            f"KL {self.kl_mean:.2g} nats (99th percentile {self.kl_p99:.2g}), same argmax {self.same_argmax:.1%}, "
+            f"perplexity x {self.perplexity_ratio:.4f}, at {self.positions} positions"
+        )
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Reference:
+    """Texts, and the distributions of a model in float32 at all their positions."""
+
+    def __init__(
+        self, texts: Sequence[Sequence[int]], states: Sequence[Tensor], read: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Keep states [T, H] after the final norm of each text, and what computes logits [n, V] from some of them."""
+        self.texts, self._states, self._read = texts, states, read
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, trunk: Trunk, texts: Sequence[Sequence[int]], **options: Any) -> "Reference":
+        """Run each text through a trunk in float32, loaded or streamed.
+
+        Args:
+            trunk: In float32. Of a streamed one each layer is read once, for all texts.
+            texts: Token ids; each has at least two.
+            options: Of `StreamedTrunk.run`.
+
+        Raises:
+            ConfigError: The trunk is not in float32, or a text is too short, too long or not of its vocabulary.
+        """
+        if trunk.dtype != torch.float32:
+            raise ConfigError(f"the reference is in {trunk.dtype}; load it with dtype=torch.float32")
+        _check_texts(trunk, texts)
+        batches = [torch.tensor([list(text)]) for text in texts]
+        if isinstance(trunk, StreamedTrunk):
+            outputs = trunk.run(batches, **options)
+        else:
+            with released_after_use(trunk.decoder.layers):
+                outputs = [trunk(batch) for batch in batches]
+        return cls(texts, [output.final_hidden[0].clone() for output in outputs], trunk.logits)
+
+    @torch.inference_mode()
+    def compare(self, logits: Logits, *, on_position: Callable[[int], None] = lambda count: None) -> Accuracy:
+        """Return how far a candidate's distributions are from these.
+
+        Args:
+            logits: Returns the candidate's for a text, in blocks.
+            on_position: Called with the number of positions of each block that was compared.
+
+        Raises:
+            ConfigError: The candidate has another vocabulary.
+        """
+        sums = _Sums()
+        for text, states in zip(self.texts, self._states, strict=True):
+            start = 0
+            for block in logits(text):
+                reference = self._read(states[start : start + len(block)]).cpu()
+                if block.shape != reference.shape:
+                    raise ConfigError(
+                        f"logits of shape {tuple(block.shape)}, those of the reference are {tuple(reference.shape)}: "
+                        "compare models of one vocabulary"
+                    )
+                start += len(block)
+                sums.add(reference, block, torch.tensor(text[start - len(block) + 1 : start + 1]))
+                on_position(len(block))
+            assert start == len(text), f"{start} positions of {len(text)}"
+        return sums.result()
+
+
+class _Sums:
+    """What `Accuracy` is computed from, gathered over blocks of positions."""
+
+    def __init__(self) -> None:
+        self.divergences: list[Tensor] = []
+        self.same, self.ties, self.log_ratio, self.surprise = 0, 0, 0.0, 0.0
+
+    def add(self, reference: Tensor, candidate: Tensor, targets: Tensor) -> None:
+        """Compare logits [n, V] at the positions that have a next token: the first of them, as many as `targets`."""
+        count = len(targets)
+        # In float64: divergences down to 1e-7 are sums of differences of float32 numbers around 10.
+        ours, theirs = (logits[:count].double().log_softmax(-1) for logits in (reference, candidate))
+        self.divergences.append((ours.exp() * (ours - theirs)).nan_to_num(0, posinf=math.inf).sum(-1))
+        best = candidate[:count].float().topk(2, dim=-1).values
+        self.ties += int((best[:, 0] == best[:, 1]).sum())
+        self.same += int((ours.argmax(-1) == candidate[:count].argmax(-1)).sum())
+        surprises = [-float(each.gather(-1, targets[:, None]).sum()) for each in (ours, theirs)]
+        self.surprise += surprises[0]
+        self.log_ratio += surprises[1] - surprises[0]
+
+    def result(self) -> Accuracy:
+        divergences = torch.cat(self.divergences)
+        count = len(divergences)
+        return Accuracy(
+            count,
+            float(divergences.mean()),
+            float(divergences.quantile(0.99)),
+            self.same / count,
+            _exp(self.log_ratio / count),
+            _exp(self.surprise / count),
+            self.ties / count,
+        )
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def logits_of(trunk: DecodingTrunk) -> Logits:
+    """Return the logits of a backend's trunk, read as decoding reads them, from blocks of positions over its cache."""
+    size = min(BLOCK, trunk.max_block_size or BLOCK)
+
+    def logits(text: Sequence[int]) -> Iterator[Tensor]:
+        tokens, cache = torch.tensor([list(text)]), trunk.cache(1)
+        for block in tokens.split(size, dim=1):
+            with trunk.pass_context():
+                result = trunk.read(trunk(block, cache)).logits[0].to("cpu", copy=True)
+                cache.commit([block.shape[1]])
+            yield result
+
+    return logits
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the model, and its accuracy."""
+
+    source: str
+    weights: str  # one of `WEIGHTS`
+    backend: str  # that ran it: native or torch
+    dtype: str
+    step_bytes: int  # of weights that a step of one token reads
+    accuracy: Accuracy
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        reference: Reference,
+        *,
+        source: str,
+        backend: str = "auto",
+        on_position: Callable[[int], None] = lambda count: None,
+    ) -> "Candidate":
+        """Compare a loaded model, with its `Trunk.weights`, in a backend (see `backend_for`).
+
+        Raises ConfigError: The backend cannot run it, or as `Reference.compare`.
+        """
+        engine, trunk = backend_for(model, backend), model.trunk
+        accuracy = reference.compare(logits_of(engine.trunk), on_position=on_position)
+        dtype, num_bytes = str(trunk.dtype).removeprefix("torch."), step_bytes(trunk, engine.weight_bits)
+        return cls(source, trunk.weights, engine.name, dtype, num_bytes, accuracy)
+
+    def as_record(self) -> dict[str, object]:
+        own = {name: value for name, value in vars(self).items() if name != "accuracy"}
+        return own | self.accuracy.as_record()
+
+
+def _check_texts(trunk: Trunk, texts: Sequence[Sequence[int]]) -> None:
+    limit = trunk.max_length
+    for text in texts:
+        if len(text) < 2 or (limit is not None and len(text) > limit):
+            raise ConfigError(
+                f"a text of {len(text)} tokens; expected 2 to {limit or 'any number'}, the model's context"
+            )
+        if max(text) >= trunk.vocab_size or min(text) < 0:
+            wrong = next(token for token in text if not 0 <= token < trunk.vocab_size)
+            raise ConfigError(f"token {wrong} is not in the model's vocabulary of {trunk.vocab_size}")
+    if not texts:
+        raise ConfigError("there is no text to compare on; expected at least one of two tokens")

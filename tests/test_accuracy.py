@@ -1,0 +1,126 @@
+"""Divergence from the model in float32: against a slow twin, on tiny models, with texts that do not fit refused."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from nextn.data.byte_tokenizer import byte_tokenizer
+from nextn.errors import ConfigError
+from nextn.evaluate.accuracy import Reference, logits_of
+from nextn.evaluate.accuracy_texts import compared_texts
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+
+TEXTS = [[5, 9, 11, 3, 7, 2], [1, 2, 3]]
+
+
+def slow_figures(reference, candidate, texts):
+    """The same figures by torch's own functions, one position at a time."""
+    kl, same, ties, surprise = [], [], [], [0.0, 0.0]
+    for ours, theirs, text in zip(reference, candidate, texts, strict=True):
+        for position, target in enumerate(text[1:]):
+            p, q = (each[position].double().log_softmax(-1) for each in (ours, theirs))
+            kl.append(float(functional.kl_div(q, p, log_target=True, reduction="sum")))
+            same.append(int(p.argmax()) == int(q.argmax()))
+            best = theirs[position].sort(descending=True).values
+            ties.append(bool(best[0] == best[1]))
+            surprise = [total - float(each[target]) for total, each in zip(surprise, (p, q), strict=True)]
+    count = len(kl)
+    return {
+        "positions": count,
+        "kl_mean": sum(kl) / count,
+        "kl_p99": float(torch.tensor(kl, dtype=torch.float64).quantile(0.99)),
+        "same_argmax": sum(same) / count,
+        "perplexity_ratio": math.exp((surprise[1] - surprise[0]) / count),
+        "perplexity": math.exp(surprise[0] / count),
+        "ties": sum(ties) / count,
+    }
+
+
+@pytest.mark.parametrize("block", [1, 2, 64])
+def test_figures_equal_those_of_a_slow_twin(block):
+    generator = torch.Generator().manual_seed(0)
+    ours = [torch.randn(len(text), 12, generator=generator) for text in TEXTS]
+    theirs = [each + 0.3 * torch.randn(each.shape, generator=generator) for each in ours]
+    theirs[0][1, 4] = theirs[0][1, 6] = 9.0  # a tie
+    reference = Reference(TEXTS, ours, lambda states: states)
+    found = reference.compare(lambda text: theirs[TEXTS.index(text)].split(block)).as_record()
+    expected = slow_figures(ours, theirs, TEXTS)
+    assert expected["ties"] == 1 / 7
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_token_that_the_candidate_rules_out_is_infinitely_far():
+    ours = torch.zeros(2, 3)
+    theirs = torch.tensor([[0.0, 0.0, -math.inf]]).expand(2, 3)
+    found = Reference([[0, 1]], [ours], lambda states: states).compare(lambda text: [theirs])
+    assert found.kl_mean == math.inf
+    # And one that both rule out counts nothing.
+    same = Reference([[0, 1]], [theirs], lambda states: states).compare(lambda text: [theirs])
+    assert same.kl_mean == 0
+
+
+def test_a_loaded_and_a_streamed_reference_agree_and_few_bits_are_farther(fixture_folder):
+    """The model against itself is exact in both backends; fewer bits are farther, and the blocks' size is no matter."""
+    folder = fixture_folder / "glm"
+    texts = [list(range(40)) + list(range(3, 47)), list(range(7))]
+    loaded = Model.load(folder, dtype=torch.float32, skip_head=True, need_head=False)
+    streamed = Model.load(folder, dtype=torch.float32, skip_head=True, need_head=False, stream=True)
+    references = [Reference.of(model.trunk, texts) for model in (loaded, streamed)]
+    divergences = {}
+    for weights, backend in (("stored", "torch"), ("stored", "native"), ("int8", "native"), ("int4", "native")):
+        loaded.trunk.weights = weights
+        found = [each.compare(logits_of(backend_for(loaded, backend).trunk)) for each in references]
+        assert found[0].positions == 89
+        assert found[0].kl_mean == pytest.approx(found[1].kl_mean, rel=1e-3, abs=1e-9)
+        divergences[weights, backend] = found[0].kl_mean
+    assert divergences["stored", "torch"] < 1e-9
+    assert divergences["stored", "native"] < 1e-9
+    assert 1e-6 < divergences["int8", "native"] < divergences["int4", "native"]
+
+
+def test_what_cannot_be_compared_is_refused(fixture_folder):
+    model = Model.load(fixture_folder / "glm", dtype=torch.float32, skip_head=True, need_head=False)
+    size = model.trunk.vocab_size
+    for texts, part in (
+        ([], "no text"),
+        ([[1]], "a text of 1 tokens; expected 2 to"),
+        ([[1, size]], f"token {size} is not in the model's vocabulary of {size}"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            Reference.of(model.trunk, texts)
+    with pytest.raises(ConfigError, match="one vocabulary"):
+        Reference.of(model.trunk, [[1, 2]]).compare(lambda text: [torch.zeros(2, size + 1)])
+    half = Model.load(fixture_folder / "glm", dtype=torch.bfloat16, skip_head=True, need_head=False)
+    with pytest.raises(ConfigError, match=r"bfloat16; load it with dtype=torch\.float32"):
+        Reference.of(half.trunk, [[1, 2]])
+
+
+def test_texts_are_the_beginnings_of_documents_first(tmp_path):
+    tokenizer = byte_tokenizer()
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "abcdef"}\n{"text": "uvwxyz"}\n')
+    decoded = [bytes(text).decode() for text in compared_texts(tokenizer, file, num_tokens=9, context=4).tokens]
+    assert decoded == ["abcd", "uvwx"]  # one token is left, which no text consists of
+    decoded = [bytes(text).decode() for text in compared_texts(tokenizer, file, num_tokens=11, context=4).tokens]
+    assert decoded == ["abcd", "uvwx", "ef"]
+    built_in = compared_texts(tokenizer, num_tokens=100, context=50)
+    assert [len(text) for text in built_in.tokens] == [50, 50]
+    assert built_in.source.startswith("pydoc_data.topics of Python 3.")
+
+
+def test_texts_that_cannot_be_read_say_what_can(tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "abcdef"}\n')
+    with pytest.raises(ConfigError, match='only records with "prompt" and "tokens"'):
+        compared_texts(None, file)
+    with pytest.raises(ConfigError, match="give records of token ids"):
+        compared_texts(None)
+    file.write_text('{"prompt": [1], "tokens": [2, 3]}\n')
+    assert compared_texts(None, file).tokens == ((1, 2, 3),)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    with pytest.raises(ConfigError, match="no text of two tokens"):
+        compared_texts(byte_tokenizer(), empty)

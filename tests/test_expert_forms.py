@@ -1,0 +1,78 @@
+"""Experts in every form, in trunk and head: the verbs agree, and a head converted there and back is the same bytes."""
+
+from itertools import product
+
+import pytest
+import torch
+from artifacts import publish
+from layouts import LAYOUTS
+from quick import families
+from test_convert import tensors
+from tiny import CONFIGS, build
+
+import nextn
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.expert_forms import expert_path
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.model.model import Model
+
+FORMS = ("split", "fused", "stacked")
+
+
+def form_of(folder):
+    return Inventory.of(Checkpoint.open(folder)).family.experts
+
+
+def has_experts(folder):
+    return any(expert_path(each) for each in Inventory.of(Checkpoint.open(folder)).own)
+
+
+@pytest.mark.parametrize("name", families(LAYOUTS))
+def test_forms_of_published_layouts(name, tmp_path):
+    """A head in another form and back: a byte changed, or a form that audit takes for a partial or foreign head."""
+    source = publish(tmp_path / "source", name)
+    own, before = form_of(source), tensors(source)
+    if not has_experts(source):
+        return
+    for form in FORMS:
+        if form == own:
+            continue
+        nextn.convert(source, tmp_path / form, experts=form)
+        found = {each.rule for each in audit(Checkpoint.open(tmp_path / form)).findings if each.severity != "note"}
+        assert found <= {"experts-form"}, (form, found)
+        assert form_of(tmp_path / form) == form
+        nextn.convert(tmp_path / form, tmp_path / f"{form}-back", experts=own)
+        assert tensors(tmp_path / f"{form}-back") == before
+
+
+def moes():
+    """The families whose tiny model has experts in the head, by the names of a saved one."""
+    return [name for name in CONFIGS if name not in ("mimo_v2", "ernie4_5_moe", "exaone4_5", "glm_ocr", "qwen3_5")]
+
+
+def state(folder):
+    """All values of trunk and head, by the names that the running model has."""
+    model = Model.load(folder)
+    parts = {"trunk": model.trunk.model.state_dict(), "head": model.head.state_dict()}
+    return {f"{part} {name}": value for part, values in parts.items() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("name", families(moes(), ("deepseek_v3", "qwen3_5_moe", "step3p5", "deepseek_v4")))
+def test_every_form_loads(name, tmp_path):
+    """Trunk and head in each form, independently: one that does not load, or computes something else."""
+    build(name).save(tmp_path / "model")
+    if not has_experts(tmp_path / "model"):
+        return
+    expected = state(tmp_path / "model")
+    for trunk, head in product((None, "split", "fused"), FORMS):
+        folder = tmp_path / f"{trunk}-{head}"
+        try:
+            nextn.convert(tmp_path / "model", folder, experts=head, trunk_experts=trunk)
+        except nextn.errors.ConfigError:
+            continue
+        found = {each.rule for each in audit(Checkpoint.open(folder)).findings if each.severity != "note"}
+        print(name, trunk, head, found)
+        got = state(folder)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[each], expected[each]) for each in got), (trunk, head)
