@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # CPU threads: torch's default is one per core. Tests run with one, in two processes, so that they do not fight over cores.
 export TOKENIZERS_PARALLELISM := false
+# Tests start a hundred processes; without byte code each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 GENERATED := families reference support engines benchmarks troubleshooting outputs
 
 .PHONY: demo test test-slow test-all test-asan test-tsan test-debug check wheel test-gpu test-browser test-transformers test-engines docs site bench bench-peers clean

@@ -1,4 +1,4 @@
-"""Write the reference pages that follow from the code: the command line, the Python API and the faults."""
+"""Write the reference pages that follow from the code: command line, Python API, faults, formats of draft counts."""
 
 import re
 from collections.abc import Iterator
@@ -10,6 +10,10 @@ from typer.main import get_command
 
 import nextn
 from nextn.cli import app
+from nextn.engines.json_formats import JSON_READERS
+from nextn.engines.log_formats import LOG_FORMATS
+from nextn.engines.metrics_formats import METRICS_COUNTED
+from nextn.engines.run_settings import OVERRIDES
 from nextn.evaluate.faults import FAULTS
 
 REFERENCE = DOCS / "reference"
@@ -126,11 +130,48 @@ def _links(issues: tuple[str, ...]) -> str:
     return ", ".join(f"[{each}](https://github.com/{each.replace('#', '/issues/')})" for each in issues) or "-"
 
 
+FORMATS_INTRO = """\
+# Formats of draft counts
+
+`nextn diagnose --engine FILE` and `nextn canary check --counters FILE` read these formats; this page is generated from
+the code that reads them. Prefixes of Docker, Kubernetes, journald, syslog and llama.cpp's router do not matter, and a
+log of JSON objects, one per line, is read as the lines in it. Figures of several entries are added; of those that count
+since the start, the last is taken, of each run. A file with several formats is read by the first of this page that it
+has. The version of the engine and K are read from the log or from `--flags` where they are in it. Text that cannot be
+read is an error with the nearest format and what is missing.
+"""
+OVERRIDES_INTRO = """\
+## Settings that decide the acceptance
+
+With these settings, which are looked for in the log and in `--flags`, the engine accepts drafts that the trunk did not
+sample: the counts say nothing about the head, and the text is not the trunk's. `diagnose` names them as
+`acceptance-overridden`.
+"""
+
+
+def formats_page() -> str:
+    """Each format with what its figures count."""
+    logs = ((_cell(each.name), _cell(each.counted)) for each in LOG_FORMATS)
+    documents = (
+        (_cell(name), f"`{key}`", _cell((reader.__doc__ or "").split("\n\n")[0]))
+        for name, (key, reader) in JSON_READERS.items()
+    )
+    settings = ((f"`{each.name}`", each.engine, each.effect) for each in OVERRIDES)
+    return "\n".join([
+        FORMATS_INTRO,
+        "## Logs and printed tables\n", table(("format", "what is counted"), logs),
+        "## JSON\n", table(("format", "recognized by", "what is counted"), documents),
+        "## Metrics\n", table(("engine", "series", "what is counted"), METRICS_COUNTED),
+        OVERRIDES_INTRO, table(("setting", "engine", "acceptance is"), settings),
+    ])  # fmt: skip
+
+
 def pages() -> dict[Path, str]:
     return {
         REFERENCE / "cli.md": command_page(),
         REFERENCE / "python.md": python_page(),
         REFERENCE / "faults.md": fault_page(),
+        REFERENCE / "counter-formats.md": formats_page(),
     }
 
 

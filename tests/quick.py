@@ -1,12 +1,15 @@
 """Which cases of large tests `make test` runs. The others are marked `slow`, and `make test-slow` runs them."""
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 
 import pytest
 
-# One family of each kind: latent attention, compressed and indexed attention, dense attention with experts, a hybrid
-# with the gated delta rule, a sliding window, short convolutions.
-REPRESENTATIVES = frozenset({"deepseek_v3", "deepseek_v4", "glm4_moe", "qwen3_5", "exaone_moe", "inkling"})
+# One family of each kind: latent attention, compressed and indexed attention, a hybrid with the gated delta rule, dense
+# attention with experts and a sliding window, short convolutions.
+REPRESENTATIVES = frozenset({"deepseek_v3", "deepseek_v4", "qwen3_5", "exaone_moe", "inkling"})
 
 
 def _row(each: object) -> tuple:
@@ -25,11 +28,61 @@ def others_slow(cases: Iterable, *quick: object) -> list:
     return [case(*_row(each), quick=each in quick) for each in cases]
 
 
-def families(cases: Iterable, quick: Iterable[str] = REPRESENTATIVES) -> list:
-    """Cases that are or begin with the name of a family, of which the representatives are quick."""
-    marked = [case(*row, quick=row[0] in quick) for row in map(_row, cases)]
+def each_once(*axes: Iterable) -> list:
+    """All combinations of the axes' values, of which as few are quick as the longest axis has: each value is in one."""
+    values = [list(axis) for axis in axes]
+    sizes = [len(axis) for axis in values]
+    quick = {tuple(index % size for size in sizes) for index in range(max(sizes))}
+    return [
+        case(*(part for axis, at in zip(values, place, strict=True) for part in _row(axis[at])), quick=place in quick)
+        for place in product(*map(range, sizes))
+    ]
+
+
+def families(cases: Iterable, quick: Iterable = REPRESENTATIVES) -> list:
+    """Cases that are or begin with the name of a family, of which the representatives, or given rows, are quick."""
+    quick = set(quick)
+    marked = [case(*row, quick=row[0] in quick or row in quick) for row in map(_row, cases)]
     assert any(not each.marks for each in marked), "no case is quick"
     return marked
+
+
+def most_of(counts: Mapping[str, int]) -> set[tuple[str, int]]:
+    """The representatives, each with its largest number of modules: a chain of them walks more paths than one."""
+    return {(name, counts[name]) for name in REPRESENTATIVES}
+
+
+def loop(names: str | Sequence[str], cases: Iterable, ids: object = None) -> Callable[[Callable], Callable]:
+    """As pytest.mark.parametrize, for many cases that take little: one test, which shows every case that fails.
+
+    Fixtures are made once for all of them. ids: not used, so that the two can be exchanged.
+    """
+    keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    rows = [
+        dict(zip(keys, [each] if isinstance(names, str) and len(keys) == 1 else each, strict=True)) for each in cases
+    ]
+    assert rows, "no case"
+
+    def decorated(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def whole(**fixtures: object) -> None:
+            failed: list[BaseException] = []
+            for row in rows:
+                try:
+                    test(**fixtures, **row)
+                except (Exception, BaseExceptionGroup, pytest.fail.Exception) as error:
+                    error.add_note(f"case: {row}")
+                    failed.append(error)
+            if failed:
+                raise BaseExceptionGroup(f"{len(failed)} of {len(rows)} cases", failed)
+
+        signature = inspect.signature(test)
+        assert set(keys) <= set(signature.parameters), f"{test.__name__} takes no {keys}"
+        left = [value for name, value in signature.parameters.items() if name not in keys]
+        whole.__signature__ = signature.replace(parameters=left)
+        return whole
+
+    return decorated
 
 
 _LEFT_OUT = pytest.StashKey[int]()

@@ -107,7 +107,7 @@ def test_an_empty_program_stops_nobody():
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
     """The runtime with the ops of meeting.cpp, which show when workers pass a barrier."""
-    return compiled(tmp_path_factory.mktemp("meeting"), Path(__file__).parent / "meeting.cpp")
+    return compiled(Path(__file__).parent / "meeting.cpp")
 
 
 @pytest.mark.slow

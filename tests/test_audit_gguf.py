@@ -118,18 +118,28 @@ def test_copies(tmp_path):
     assert told(tmp_path, tensors=other, arch="glm4moe") == [("copy-differs", "warning")]
     assert told(tmp_path, tensors=other, arch="glm4moe", kinds={name: Kind.Q8_0}) == [("copy-differs", "warning")]
     assert told(tmp_path, tensors=other, arch="step35") == []
+    (found,) = audit_gguf(write(tmp_path / "m.gguf", tensors=same, arch="glm4moe", kinds={name: Kind.Q8_0})).findings
+    assert "--tensor-type nextn.shared_head_head=f32" in found.fix
 
 
 def test_precision(tmp_path):
-    """imp#1428, colibri#8: a projection of 4 bits kept next to no draft; 8 bits do."""
-    name = "blk.2.nextn.eh_proj.weight"
-    for kind, expected in (
-        (Kind.Q4_0, [("precision-lower", "warning")]),
-        (Kind.Q5_1, [("precision-lower", "note")]),
-        (Kind.Q8_0, []),
-        (Kind.BF16, []),
+    """A head below the trunk's bits is told, as much as it is below; one of the trunk's own bits is not."""
+    projection, block = "blk.2.nextn.eh_proj.weight", [f"blk.2.{name}" for name in BLOCK if "norm" not in name]
+    trunk = [f"blk.{layer}.{name}" for layer in range(LAYERS) for name in BLOCK if "norm" not in name]
+    everything, lower = [projection, *block, *trunk], "precision-lower"
+    for kinds, expected in (
+        ({projection: Kind.Q4_0}, [(lower, "note")]),
+        ({projection: Kind.Q8_0}, []),
+        ({projection: Kind.BF16}, []),
+        (dict.fromkeys(block, Kind.Q4_0), [(lower, "warning")]),
+        (dict.fromkeys(trunk, Kind.Q8_0) | dict.fromkeys(block, Kind.Q5_1), [(lower, "warning")]),
+        (dict.fromkeys(everything, Kind.Q4_0), []),
+        (dict.fromkeys(everything, Kind.Q4_0) | dict.fromkeys(trunk[1::2], Kind.Q8_0), []),
+        (dict.fromkeys(everything, Kind.Q8_0) | {block[0]: Kind.Q4_0}, [(lower, "warning")]),
     ):
-        assert told(tmp_path, kinds={name: kind}) == expected
+        assert told(tmp_path, kinds=kinds) == expected, kinds
+    (found,) = audit_gguf(write(tmp_path / "m.gguf", kinds=dict.fromkeys(block, Kind.Q4_0))).findings
+    assert r"--tensor-type 'blk\.2\.=q8_0'" in found.fix
 
 
 @pytest.mark.parametrize("by", [-1, 1])
@@ -157,7 +167,7 @@ def test_engines(tmp_path):
     """A head that llama.cpp carries and never runs, and an architecture without a row."""
     assert told(tmp_path, arch="exaone-moe") == [("engine-loads", "warning")]
     assert told(tmp_path, arch="deepseek4") == []
-    assert told(tmp_path, arch="llama") == [("engine-absent", "note")]
+    assert told(tmp_path, arch="llama") == [("engine-absent", "warning")]
 
 
 def test_split(tmp_path):
@@ -243,3 +253,27 @@ def test_no_head_beside_a_gguf(tmp_path, here):
     code, _, err = here("audit", tmp_path / "model.gguf", "--head", tmp_path / "head")
     assert code == 2
     assert "--head beside" in err
+
+
+def offsets(path):
+    """Name -> where its offset stands in the header."""
+    data, found = path.read_bytes(), {}
+    for name in table():
+        at = data.rfind(len(name).to_bytes(8, "little") + name.encode()) + 8 + len(name)
+        found[name] = at + 4 + 8 * int.from_bytes(data[at : at + 4], "little") + 4
+    return found
+
+
+def test_tensors_that_share_bytes(tmp_path):
+    """Overlapping and unaligned tensors, which llama.cpp refuses, and which would be converted to other weights."""
+    whole = write(tmp_path / "whole.gguf")
+    at = offsets(whole)["blk.0.attn_q.weight"]
+    second = int.from_bytes(whole.read_bytes()[offsets(whole)["blk.0.attn_k.weight"] :][:8], "little")
+    own = int.from_bytes(whole.read_bytes()[at : at + 8], "little")
+    wrong = {0: "overlaps", second: "overlaps", second - 64: "overlaps", own + 13: "multiple of 32"}
+    for offset, message in (wrong | {2**63: "ends at byte", 2**64 - 32: "ends at byte"}).items():
+        data = bytearray(whole.read_bytes())
+        data[at : at + 8] = offset.to_bytes(8, "little")
+        (tmp_path / "m.gguf").write_bytes(data)
+        with pytest.raises(CheckpointError, match=message):
+            audit_gguf(tmp_path / "m.gguf")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quick import each_once
 from tiny import CONFIGS, FIXTURES, build, decode, refrain
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -215,8 +216,9 @@ def quantized(model: Model, weights: str) -> Model:
 few_bits = pytest.mark.parametrize("weights", ["int8", "int4"])
 
 
-@few_bits
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    ("name", "weights"), each_once(["glm4_moe", "deepseek_v3", "qwen3_5", "qwen3_5_moe"], ["int8", "int4"])
+)
 def test_products_are_those_of_rounded_weights_and_activations(name, weights):
     """Of all linear layers, experts, the embedding and the LM head, and of no router."""
     model = quantized(build(name), weights)
@@ -239,9 +241,9 @@ def test_products_are_those_of_rounded_weights_and_activations(name, weights):
     assert (found - twin).norm() < 0.5 * (found - plain).norm()
 
 
-@few_bits
 @pytest.mark.parametrize(
-    ("folder", "dtype"), [("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)]
+    ("folder", "dtype", "weights"),
+    each_once([("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)], ["int8", "int4"]),
 )
 def test_quantized_models_decode_with_drafts_what_they_decode_without(folder, dtype, weights):
     model, start = quantized(Model.load(FIXTURES / folder, dtype=dtype), weights), refrain(6, 40, seed=9).tolist()

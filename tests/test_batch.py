@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch
-from quick import families
+from quick import each_once, families, most_of
 from replays import fast_of
-from tiny import BUILDS, build, decode, prompt, refrain
+from tiny import BUILDS, MOST, build, decode, prompt, refrain
 
 from nextn.decoding import batch as batch_module
 from nextn.decoding.batch import BatchSequence, DecodingBatch
@@ -88,7 +88,7 @@ def alone(model, prompts, k):
     return texts, logs
 
 
-@pytest.mark.parametrize(("name", "modules"), families(BUILDS), ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "modules"), families(BUILDS, most_of(MOST)), ids=lambda value: str(value))
 def test_joining_changes_nothing(name, modules):
     model = build(name, modules=modules)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
@@ -170,8 +170,7 @@ class Late(FixedLength):
         object.__setattr__(self, "num_plain", self.num_plain - 1)
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+@pytest.mark.parametrize(("name", "native"), each_once(["glm4_moe", "qwen3_5"], [False, True]))
 def test_drafting_after_many_plain_rounds(name, native, monkeypatch):
     """More positions pending than the head takes at once; states that are copied each round without end."""
     monkeypatch.setattr(batch_module, "MAX_DEFERRED", 150)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from chats import chatty, said
 from packed import Case, quantize_folder
+from quick import each_once, others_slow
 from safetensors.torch import load_file, save_file
 from stored import tensors_of
 from tiny import build
@@ -374,8 +375,7 @@ def test_a_damaged_record_of_options(stopped, nextn):
     assert "resume with the options that the run was started with" in err
 
 
-@pytest.mark.parametrize("is_new", [False, True], ids=["own", "new"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "is_new"), each_once(["float32", "bfloat16"], [True, False]))
 def test_streamed_trunk_trains_the_same_head(given, tmp_path, here, monkeypatch, dtype, is_new):
     """The trunk is read once, layer by layer: the same cache of hidden states and the same head, bit for bit."""
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--head-only"]
@@ -418,7 +418,7 @@ def interrupted(self, real, folder, cache, on_layer):
     return real(self, folder, cache, stop)
 
 
-@pytest.mark.parametrize("num_done", [1, 2])
+@pytest.mark.parametrize("num_done", others_slow([1, 2], 1))
 def test_making_a_head_of_a_streamed_trunk_resumes(given, tmp_path, here, monkeypatch, num_done):
     """Of a checkpoint without a head; the layers that an interrupted run has done are not run again."""
     how = ["--freeze-trunk", "--from", given / "headless", "--data", given / "text", *SMALL, "--head-only"]

@@ -5,17 +5,21 @@ import json
 
 import pytest
 
-from nextn.engines.counter_formats import (
+from nextn.engines.counter_formats import read
+from nextn.engines.counters import (
     FIRST_TOKENS,
     ROUNDED,
-    from_json,
-    from_log,
-    from_metrics,
-    prefix_hits,
-    read,
-    without_first_tokens,
+    SHORTER,
+    Counters,
+    Series,
+    fill_in_derived,
+    parse_series,
+    sum_counters,
+    sum_series,
 )
-from nextn.engines.counters import SHORTER, Counters, Series, fill_in_derived, parse_series, sum_counters, sum_series
+from nextn.engines.json_formats import from_json
+from nextn.engines.log_formats import read_log
+from nextn.engines.metrics_formats import from_metrics, prefix_hits, without_first_tokens
 from nextn.errors import EngineError
 
 VLLM = """\
@@ -172,12 +176,12 @@ LOGS = {
 def test_logs(name):
     """Two intervals are summed; other lines between them do not matter."""
     line, expected = LOGS[name]
-    assert from_log(io.StringIO(f"noise\n{line}noise\n{line}")) == expected
+    assert read_log(io.StringIO(f"noise\n{line}noise\n{line}")).counters == expected
 
 
 def test_log_without_drafts():
-    assert from_log(io.StringIO("INFO: Uvicorn running\n")) is None
-    with pytest.raises(EngineError, match="no draft counts in it; looked for vLLM's"):
+    assert read_log(io.StringIO("INFO: Uvicorn running\n")).counters is None
+    with pytest.raises(EngineError, match="no draft counts in it; nothing in it is of an engine"):
         read("INFO: Uvicorn running\n")
 
 

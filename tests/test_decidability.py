@@ -104,7 +104,7 @@ def test_it_is_shown(capsys):
     [
         (Counters("SGLang", length=7.0), 4),
         (Counters("SGLang", length=0.4), 4),
-        (Counters("llama.cpp", 10, 40, 61), 4),
+        (Counters("llama.cpp", 10, None, 61), 4),
         (Counters("SGLang", 10, None, 70, notes=(FIRST_TOKENS,)), 4),
         (Counters("vLLM", 10, None, 25, length=5.5), 4),
     ],

@@ -463,7 +463,7 @@ IDS = {"tokens": tuple(AnswerToken("x", 1) for _ in range(5))}
 def test_each_prompt_has_a_seed_and_a_cache_of_its_own(asked):
     """And every answer comes back, in the prompts' order, though only some are asked at once."""
     counters, salts = Counters("x", 20, 60, 30, emitted=50), []
-    for temperature, seed in ((0.0, 3), (1.0, 3), (0.0, 4)):
+    for temperature, seed in ((0.0, 3), (1.0, 3), (0.0, 4), (0.0, 3)):  # the last is the first once more
         seen, endpoint, num_calls = asked(answers_of(11), counters, temperature=temperature, seed=seed)
         assert [each.text for each in seen.answers] == [str(place) for place in range(11)]
         assert num_calls == 11

@@ -25,6 +25,32 @@ def pair(tmp_path_factory):
     subject.close()
 
 
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """The checkpoint of the package in float32, whose states are not rounded before lm_head: see `FIXTURE_HEAD`."""
+    folder = tmp_path_factory.mktemp("shipped") / "model"
+    Model.load(SHIPPED).save(folder, dtype=torch.float32)
+    for path in SHIPPED.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint whose trunk is much larger than what allocators keep, and the bytes of its last layer and trunk."""
+    folder = tmp_path_factory.mktemp("large") / "model"
+    build("glm4_moe", **SIZES, vocab_size=512).save(folder, dtype=torch.bfloat16)
+    for path in SHIPPED.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    with torch.device("meta"):
+        layers = Model.build(json.loads((folder / "config.json").read_text())).trunk.decoder.layers
+    layers.to(torch.bfloat16)
+    return folder, *(sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
+
+
 def close(one, two, tolerance=1e-5):
     for left, right in zip(one, two, strict=True):
         assert left == pytest.approx(right, abs=tolerance, rel=tolerance)
@@ -67,37 +93,28 @@ def test_each_keeps_its_part(pair, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
-def test_memory_of_a_process(pair, tmp_path):
+def test_memory_of_a_process(pair, large):
     """A process holds its share, two layers, and what allocators and threads keep; not the trunk, of 24 layers."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
-    build("glm4_moe", **sizes).save(tmp_path / "model", dtype=torch.bfloat16)
-    layers = Model.load(tmp_path / "model").trunk.decoder.layers
-    layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
-    for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model"):
+    model, layer, trunk = large
+    for peak, share in pair.run(rank_jobs.peak_of_loading, model):
         assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
-    for peak, share in pair.run(rank_jobs.peak_of_loading, tmp_path / "model", True):  # which has no part of the trunk
+    for peak, share in pair.run(rank_jobs.peak_of_loading, model, True):  # which has no part of the trunk
         assert share < peak < share + 2 * layer + 20e6 < 0.3 * trunk
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
-def test_memory_of_a_process_with_a_fresh_head(pair, tmp_path):
+def test_memory_of_a_process_with_a_fresh_head(pair, large, tmp_path):
     """Nor while a new head is made of the trunk's layers."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
-    build("glm4_moe", **sizes, vocab_size=512).save(tmp_path / "model", dtype=torch.bfloat16)
-    for path in SHIPPED.glob("tokenizer*"):
-        shutil.copy(path, tmp_path / "model")
+    model, layer, trunk = large
     (tmp_path / "text.txt").write_text("def f(x): return x\n" * 400)
-    layers = Model.load(tmp_path / "model").trunk.decoder.layers
-    layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
-    for peak, share in pair.run(rank_jobs.peak_of_fresh_head, tmp_path / "run", tmp_path / "model"):
+    for peak, share in pair.run(rank_jobs.peak_of_fresh_head, tmp_path / "run", model):
         assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
 def test_memory_of_a_process_that_trains_from_scratch(pair, tmp_path):
     """Its share and two layers, while trunk and head get their initial values."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
-    config = new_model(tmp_path, "glm4_moe", **sizes)
+    config = new_model(tmp_path, "glm4_moe", **SIZES)
     with torch.device("meta"):
         layers = Model.build(json.loads(config.read_text())).trunk.decoder.layers
     layer, trunk = (sum(value.nbytes for value in each.parameters()) for each in (layers[-1], layers))
@@ -124,11 +141,11 @@ def new_model(folder, name, **sizes):
     return path
 
 
-def test_a_fresh_head(pair, tmp_path):
+def test_a_fresh_head(pair, shipped, tmp_path):
     """Two processes equal one, whose trunk is in memory when the head is made of it; they begin with its bits."""
     (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
-    lines, initial, parameters = rank_jobs.fresh_head(ALONE, tmp_path / "one", SHIPPED)
-    (cut_lines, cut_initial, cut), (second, *_) = pair.run(rank_jobs.fresh_head, tmp_path / "two", SHIPPED)
+    lines, initial, parameters = rank_jobs.fresh_head(ALONE, tmp_path / "one", shipped)
+    (cut_lines, cut_initial, cut), (second, *_) = pair.run(rank_jobs.fresh_head, tmp_path / "two", shipped)
     same(initial, cut_initial, 0)
     assert cut_lines == second
     close(lines, cut_lines)
@@ -212,11 +229,11 @@ def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
 
 
 @pytest.mark.parametrize("fresh", others_slow([False, True], True))
-def test_a_head_of_a_streamed_trunk(fresh, pair, tmp_path):
+def test_a_head_of_a_streamed_trunk(fresh, pair, shipped, tmp_path):
     """Two processes equal one; the first reads the layers, once, and the second takes the states from the folder."""
     (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
-    lines, parameters, layers = rank_jobs.streamed_head(ALONE, tmp_path / "one", SHIPPED, fresh)
-    (cut_lines, cut, first), (second, _, others) = pair.run(rank_jobs.streamed_head, tmp_path / "two", SHIPPED, fresh)
+    lines, parameters, layers = rank_jobs.streamed_head(ALONE, tmp_path / "one", shipped, fresh)
+    (cut_lines, cut, first), (second, _, others) = pair.run(rank_jobs.streamed_head, tmp_path / "two", shipped, fresh)
     assert first == layers == list(range(12)) * (2 if fresh else 1)
     assert others == []
     assert cut_lines == second

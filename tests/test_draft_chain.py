@@ -75,7 +75,7 @@ def both(model, prompts, settings, length=None):
     return native, loop
 
 
-@pytest.mark.parametrize("lengths", [(17,), LENGTHS], ids=["one", "ragged"])
+@pytest.mark.parametrize("lengths", [case((17,), quick=False), case(LENGTHS, quick=True)], ids=["one", "ragged"])
 @pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), WARM, Sampling(0.7, top_k=5, min_p=0.02)])
 def test_it_drafts_what_the_loop_drafts(random, sampling, sampled, lengths):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from packed import Case, quantize_folder
+from quick import each_once
 from tiny import CONFIGS, FIXTURES, build, decode, prompt, refrain
 from torch import Tensor, nn
 
@@ -26,7 +27,8 @@ from nextn.speculative.sampling import Prediction
 from nextn.stats.acceptance import Acceptance
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
-few_bits = pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
+WEIGHTS = ["stored", "int8", "int4"]
+few_bits = pytest.mark.parametrize("weights", WEIGHTS)
 
 
 @pytest.fixture
@@ -76,9 +78,13 @@ class TwinRecursion:
         return self.head.predict(0, step.final_hidden[:, 0])
 
 
-@few_bits
-@pytest.mark.parametrize("draft_ids", [None, [2, 3, 7, 20, 33]], ids=["all", "some"])
-@pytest.mark.parametrize("name", ["glm4_moe", "cohere2_moe", "step3p5"], ids=["untied", "tied", "own"])
+@pytest.mark.parametrize(
+    ("name", "draft_ids", "weights"),
+    each_once(
+        ["glm4_moe", "cohere2_moe", "step3p5"], [None, [2, 3, 7, 20, 33]], WEIGHTS
+    ),  # untied, tied, the head's own
+    ids=str,
+)
 def test_draft_logits_are_those_of_four_bits(small, name, draft_ids, weights):
     model = model_of(name, weights, draft_ids)
     made = backend_for(model, "native")
@@ -94,8 +100,7 @@ def test_draft_logits_are_those_of_four_bits(small, name, draft_ids, weights):
     assert near < 0.005 < 0.02 < far
 
 
-@few_bits
-@pytest.mark.parametrize("draft_ids", [None, [*range(5, 40)]], ids=["all", "some"])
+@pytest.mark.parametrize(("draft_ids", "weights"), each_once([None, [*range(5, 40)]], WEIGHTS), ids=str)
 def test_the_two_best_tokens_are_scored_by_the_lm_head_itself(small, monkeypatch, draft_ids, weights):
     """The best token then is another one for some states. Near ties are left out, as results in bf16 round."""
     model = model_of("glm4_moe", weights, draft_ids)
@@ -112,8 +117,7 @@ def test_the_two_best_tokens_are_scored_by_the_lm_head_itself(small, monkeypatch
     assert (best != four_bits.argmax(-1))[is_clear].any()
 
 
-@few_bits
-@pytest.mark.parametrize("draft_ids", [None, [*range(5, 40)]], ids=["all", "some"])
+@pytest.mark.parametrize(("draft_ids", "weights"), each_once([None, [*range(5, 40)]], WEIGHTS), ids=str)
 def test_drafts_are_those_of_torch(small, monkeypatch, draft_ids, weights):
     """Of whole rounds, of a native chain, and of a loop that reads torch's logits."""
     model = prepared(Model.load(FIXTURES / "glm_one", dtype=torch.bfloat16), weights, draft_ids)
@@ -133,8 +137,7 @@ def test_drafts_are_those_of_torch(small, monkeypatch, draft_ids, weights):
     assert len({token for part in drafts[0] for token in part}) > 5
 
 
-@few_bits
-@pytest.mark.parametrize("folder", ["glm", "qwen"])
+@pytest.mark.parametrize(("folder", "weights"), each_once(["glm", "qwen"], WEIGHTS))
 def test_text_is_that_without_drafts_and_drafts_are_as_good(small, folder, weights):
     model, start = (
         prepared(Model.load(FIXTURES / folder, dtype=torch.bfloat16), weights),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quick import families
+from quick import families, most_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored import contents, in_one_file, set_config, tensors_of
@@ -45,7 +45,7 @@ def rewrite(shard, change):
     index.write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize(("name", "modules"), families(BUILDS))
+@pytest.mark.parametrize(("name", "modules"), families(BUILDS, most_of(MOST)))
 def test_round_trip(name, modules, tmp_path):
     """save -> load -> the same tensors, bit for bit, and the same text; transformers loads the trunk unmodified."""
     model = build(name, modules=modules)
@@ -67,7 +67,10 @@ def test_round_trip(name, modules, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "modules", "fp8"),
-    families((*each, fp8) for each in BUILDS for fp8 in (False, True) if not fp8 or by_name(each[0]).fp8),
+    families(
+        ((*each, fp8) for each in BUILDS for fp8 in (False, True) if not fp8 or by_name(each[0]).fp8),
+        {*((*each, False) for each in most_of(MOST)), ("deepseek_v3", MOST["deepseek_v3"], True), ("qwen3_5", 1, True)},
+    ),
 )
 def test_published_round_trip(name, modules, fp8, tmp_path):
     """bf16 and fp8 in the published layout: whole to an inventory, the same logits from one file as from shards, and

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from packed import Case, fp8_folder, quantize_folder
+from quick import each_once, others_slow
 from stored import in_one_file
 from test_stored_codes import packed_types, states_and_texts
 from tiny import build, prompt
@@ -46,8 +47,7 @@ def stacked_parameters(model: Model) -> list[str]:
     return [name for name, value in named if ".experts." in name and value.ndim == 3]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("case", [CASES[1], None], ids=str)
+@pytest.mark.parametrize(("case", "name"), each_once([CASES[1], None], FAMILIES), ids=str)
 def test_torch_computes_what_dequantized_experts_compute(case, name, tmp_path):
     """Bit for bit, as a checkpoint of the dequantized values is loaded."""
     folder, weights = quantized(tmp_path / "model", case, name)
@@ -82,7 +82,7 @@ def test_torch_dequantizes_only_experts_that_are_chosen(tmp_path, monkeypatch):
     assert num_chosen < model.trunk.config.n_routed_experts
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", others_slow(FAMILIES, "qwen3_next"))
 def test_native_fp8_experts_are_the_dequantized_ones_bit_for_bit(name, tmp_path):
     folder, _ = quantized(tmp_path / "model", None, name)
     model, twin = Model.load(folder), Model.load(folder).dequantize()

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import Case, Values, stored
+from quick import each_once
 from stored import contents, in_one_file, tensors_of
 from tiny import FIXTURES, build, prompt, refrain
 
@@ -56,8 +57,10 @@ def test_rounding(rows, groups, bits, seed, dtype):
     assert torch.equal(pack_codes(found), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe", "deepseek_v3"])
-@pytest.mark.parametrize(("weights", "head_bits"), [("int8", 16), ("int4", 8), ("int4", 4), ("int8", 4)])
+@pytest.mark.parametrize(
+    ("name", "weights", "head_bits"),
+    each_once(["qwen3_5", "glm4_moe", "deepseek_v3"], [("int8", 16), ("int4", 8), ("int4", 4), ("int8", 4)]),
+)
 def test_reloaded_model_computes_with_the_rounded_weights(name, weights, head_bits, tmp_path, monkeypatch):
     """The same states as of the original checkpoint with each rounded weight put back; in slices of a few rows."""
     monkeypatch.setattr(module, "_SLICE", 96)

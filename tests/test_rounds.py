@@ -1,8 +1,10 @@
 """Native rounds against the reference loop where they could differ: sequences, sizes, many pending positions."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from quick import case, each_once
 from replays import PlanPerRound, fast_of
 from tiny import build, prompt, refrain
 
@@ -78,9 +80,13 @@ def test_plain_decoding(model, sampling):
     assert sum(calls) == len(native) - 1
 
 
-@pytest.mark.parametrize("sampling", WAYS)
-@pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("sampling", "k", "count"),
+    [
+        case(*each, quick=each[1:] in ((3, 1), (0, 2)) or each == (WAYS[1], 3, 2))
+        for each in product(WAYS, (0, 3), (1, 2))
+    ],
+)
 def test_rounds_run_ahead(model, k, count, sampling):
     """Up to the last token, the end of the context, or the round in which a row ends."""
     prompts = [prompt(17), prompt(40, seed=4)][:count]
@@ -105,8 +111,7 @@ def adaptive():
     return AdaptiveLength(Costs(1, 64, (cheap,) * 5, replace(cheap, median=0.01)))
 
 
-@pytest.mark.parametrize("sampling", WAYS)
-@pytest.mark.parametrize("make", [adaptive, lambda: FixedLength(4, 0.004)], ids=["own", "p_min"])
+@pytest.mark.parametrize(("sampling", "make"), each_once(WAYS, [adaptive, lambda: FixedLength(4, 0.004)]))
 def test_rounds_ahead_by_confidence(model, make, sampling):
     """Of other sizes each, by a rule that changes now and then."""
     for count in (1, 3):

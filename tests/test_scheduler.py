@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from quick import REPRESENTATIVES, families, others_slow
+from quick import each_once, families, others_slow
 from scheduled import Answers, Clock, Text, alone, scheduler_of
 from tiny import CONFIGS, build, prompt, refrain
 
@@ -134,9 +134,15 @@ def test_prefixes_change_neither_text_nor_drafts(trained, monkeypatch, name, kin
     ],
 )
 def test_restored_caches_are_those_of_a_cold_start(trained, monkeypatch, name, kind, backend):
-    """Bit for bit, also around the end of a block after which another prompt went on otherwise."""
+    """Bit for bit on the native backend, also around the end of a block after which another prompt went on otherwise.
+
+    torch sums in another order for another number of rows. Two sums of n terms differ by at most n roundings each; n
+    is here the terms of all matrix products that a value passes through, at most, and a value is as large as the largest.
+    """
     monkeypatch.setattr(trained[name].trunk, "kv_cache_dtype", kind)
-    backend = backend_for(trained[name], backend)
+    model, backend = trained[name], backend_for(trained[name], backend)
+    weights = [each for part in (model.trunk.model, model.head) for each in part.parameters() if each.ndim > 1]
+    bound = 0 if backend.name == "native" else torch.finfo(torch.float32).eps * sum(each.shape[-1] for each in weights)
     prefixes = PrefixCache.of(backend, 10**8)
     tokens = tuple(prompt(210, vocab_size=40))
     other = (*tokens[:64], *prompt(70, seed=1, vocab_size=40))
@@ -145,10 +151,11 @@ def test_restored_caches_are_those_of_a_cold_start(trained, monkeypatch, name, k
     assert [batch.sequences[0].cached_tokens for batch in cached] == [0, 64, 192]
     for mine, theirs in zip(caches_of(cold), caches_of(cached[-1]), strict=True):
         for expected, found in zip(mine.read_block(0, 192), theirs.read_block(0, 192), strict=True):
-            assert all(map(torch.equal, expected, found))
+            for one, other in zip(expected, found, strict=True):
+                torch.testing.assert_close(other, one, rtol=0, atol=bound * float(one.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["glm_two", "glm_one", "qwen", "step"])
+@pytest.mark.parametrize("name", others_slow(["glm_two", "glm_one", "qwen", "step"], "glm_two", "qwen"))
 def test_prefixes_on_the_torch_backend(trained, name):
     """Attention, and recurrent layers with attention: text and accepted drafts are those of a cold start."""
     shared = tuple(refrain(1, 300, seed=9).tolist()[0])
@@ -240,8 +247,7 @@ class Drafting(FixedLength):
         return NO_DRAFTS if self.is_off else super().plan()
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("name", ["glm_two", "glm_one"])
+@pytest.mark.parametrize(("name", "backend"), each_once(["glm_two", "glm_one"], ["native", "torch"]))
 def test_prefixes_that_the_head_has_not_seen(trained, name, backend):
     """Requests without drafts leave them to the first one that drafts; its drafts are those of a cold start."""
     policy, shared = Drafting(3), tuple(refrain(1, 200, seed=9).tolist()[0])
@@ -519,7 +525,7 @@ def stored_bytes(value, seen):
     return stored_bytes(vars(value), seen) if "Layer" in type(value).__name__ or isinstance(value, KVCache) else 0
 
 
-@pytest.mark.parametrize("name", families(CONFIGS, {*REPRESENTATIVES, "deepseek_v32"}))
+@pytest.mark.parametrize("name", families(CONFIGS))
 def test_caches_of_the_torch_backend_take_what_was_foreseen(name, monkeypatch):
     """Of every layer type: at the full length, together and one by one, before and after they join."""
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from quick import others_slow
 from safetensors.torch import load_file, save_file
 
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -88,7 +89,7 @@ def tokens(model, backend, k):
     return [result.tokens for result in generate(model, ["a is", "so"], settings, backend=backend)]
 
 
-@pytest.mark.parametrize("name", TRUNKS)
+@pytest.mark.parametrize("name", others_slow(TRUNKS, "llama-3.1", "smollm2", "gemma3"))
 def test_any_decoder_gets_a_head(name, made):
     """Made of the trunk's own layer, stored inside: a published layout that decodes the same text in both backends."""
     _, folder = made(name)
@@ -105,7 +106,9 @@ def test_any_decoder_gets_a_head(name, made):
     } < names
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-3.1", "mistral", "qwen2", "qwen3", "smollm2"])
+@pytest.mark.parametrize(
+    "name", others_slow(["llama", "llama-3.1", "mistral", "qwen2", "qwen3", "smollm2"], "llama-3.1", "qwen3")
+)
 def test_a_draft_in_mimos_layout_stands_beside_the_trunk(name, made):
     """A Qwen2 layer of the trunk's sizes, with biases, and the names and config by which engines know it."""
     trunk, folder = made(name, "mimo")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from quick import case, families
+from quick import case, families, loop, others_slow
 from replays import fast_of
 from tiny import CONFIGS, FIXTURES, MOST, build, decode, prompt, refrain
 
@@ -65,7 +65,7 @@ def test_every_family_is_listed():
     assert sorted([*RECORDED, *PLAIN]) == sorted(CONFIGS)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@loop("name", PLAIN)
 def test_what_cannot_be_recorded_says_why(name):
     with pytest.raises(Untraceable, match=PLAIN[name]):
         fast_of(build(name)).trunk.cache(1)
@@ -118,8 +118,11 @@ def compare(predictions, near=NEAR) -> None:
     torch.testing.assert_close(torch.tensor(fast.confidence), torch.tensor(plain.confidence), **near)
 
 
-@pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("lengths", [(17,), LENGTHS], ids=["one", "ragged"])
+@pytest.mark.parametrize(
+    ("k", "lengths"),
+    [case(k, each, quick=(k, each) in ((0, (17,)), (3, LENGTHS))) for k in (0, 3) for each in ((17,), LENGTHS)],
+    ids=str,
+)
 def test_texts_and_drafts(pair, lengths, k):
     """Also what is drafted, which the text does not show; rows end at different times and leave."""
     model, fast = pair
@@ -144,7 +147,7 @@ def test_bf16_rounds_say_what_plain_steps_say(name):
     )
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", others_slow(TRAINED, "glm_two", "qwen"))
 def test_acceptance_of_trained_heads(name, trained):
     model = trained[name]
     prompts = refrain(6, 40, seed=9).tolist()
@@ -154,7 +157,7 @@ def test_acceptance_of_trained_heads(name, trained):
     assert Acceptance.of(fast[1]).length > 1.5
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", others_slow(TRAINED, "glm_one", "qwen"))
 def test_trained_bf16_rounds_say_what_plain_steps_say(name):
     fast = fast_of(Model.load(FIXTURES / name, dtype=torch.bfloat16))
     start = refrain(1, 40, seed=9).tolist()

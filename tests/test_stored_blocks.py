@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from packed import block_folder, random_blocks
+from quick import each_once, others_slow
 from safetensors.torch import save_file
 from stored import in_one_file, set_config, tensors_of
 from tiny import build, prompt
@@ -86,7 +87,7 @@ def assert_equal_states(model, twin):
     assert torch.equal(*heads)
 
 
-@pytest.mark.parametrize("kind", [*BLOCK_TYPES, "mixed"])
+@pytest.mark.parametrize("kind", others_slow([*BLOCK_TYPES, "mixed"], "mixed", "Q8_0", "MXFP4", "IQ4_XS"))
 def test_torch_computes_with_the_dequantized_weights(kind, tmp_path):
     """Bit for bit, as the checkpoint that holds them in bf16; also streamed. Trunk and head keep their blocks."""
     weights, plain, model = twins(tmp_path, "qwen3_5", mixed if kind == "mixed" else lambda name: kind, **WIDE)
@@ -138,14 +139,15 @@ def assert_decodes_natively(model, plain, first_bound=0.5):
     assert len(texts[0]) == 16
 
 
-@pytest.mark.parametrize("kind", [kind for kind in BLOCK_TYPES if kind not in K_QUANTS])
+@pytest.mark.parametrize("kind", others_slow([kind for kind in BLOCK_TYPES if kind not in K_QUANTS], "Q8_0", "IQ4_XS"))
 def test_the_native_backend_decodes_with_the_codes(kind, tmp_path):
     _, plain, model = twins(tmp_path, "qwen3_5", lambda name: kind, **WIDE)
     assert not unused_codes(model)
     assert_decodes_natively(model, plain)
 
 
-@pytest.mark.parametrize("kind", [*K_QUANTS, "mixed"])
+# The kernels of each kind alone: test_vectors.py.
+@pytest.mark.parametrize("kind", others_slow([*K_QUANTS, "mixed"], "mixed"))
 def test_the_native_backend_decodes_with_superblocks(kind, tmp_path, monkeypatch):
     """As torch does with activations that are rounded in the same way, whose errors random minima make large.
 
@@ -202,8 +204,13 @@ def test_names_of_blocks_under_another_method(tmp_path):
     assert not reader(tmp_path, {KEY: ROWS, "weight": ROWS.float()}, method="fp8").packed
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "mtp.layers.0.mlp.up_proj"])
-@pytest.mark.parametrize(("kind", "place"), [("Q4_K", 1), ("Q4_K", 3), ("Q6_K", 209), ("Q8_0", 1), ("IQ4_XS", 1)])
+@pytest.mark.parametrize(
+    ("name", "kind", "place"),
+    each_once(
+        ["model.layers.0.mlp.up_proj", "mtp.layers.0.mlp.up_proj"],
+        [("Q4_K", 1), ("Q4_K", 3), ("Q6_K", 209), ("Q8_0", 1), ("IQ4_XS", 1)],
+    ),
+)
 def test_scales_that_are_not_finite(name, kind, place, tmp_path):
     build("qwen3_5", **WIDE).save(tmp_path, dtype=torch.bfloat16)
     block_folder(tmp_path, lambda name: kind)

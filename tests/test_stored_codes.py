@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from packed import Case, Values, fp8_folder, quantize_folder, random_values, section, stored
+from quick import each_once, others_slow
 from safetensors.torch import save_file
 from stored import in_one_file, set_config
 from tiny import build, prompt
@@ -156,7 +157,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", others_slow(CASES, CASES[0], CASES[1], CASES[4]), ids=str)
 def test_models_compute_with_their_own_codes(case, tmp_path, monkeypatch):
     """The states are those of a torch twin with the same codes and activations in eight bits."""
     model = packed_model(tmp_path, case, dtype=torch.float32)
@@ -177,8 +178,11 @@ def test_models_compute_with_their_own_codes(case, tmp_path, monkeypatch):
     assert 0 < (found - plain).norm() < 0.3 * plain.norm()
 
 
-@pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
-@pytest.mark.parametrize("case", [replace(CASES[0], symmetric=False), CASES[1], CASES[4]], ids=str)
+@pytest.mark.parametrize(
+    ("case", "weights"),
+    each_once([replace(CASES[0], symmetric=False), CASES[1], CASES[4]], ["stored", "int8", "int4"]),
+    ids=str,
+)
 def test_drafts_do_not_change_the_text(case, weights, tmp_path):
     """Also where all other weights are rounded."""
     model = packed_model(tmp_path, case, "glm4_moe")
@@ -263,9 +267,11 @@ def states_and_texts(model: Model) -> tuple[list[torch.Tensor], list[list[int]]]
     return states, [text.tokens for text in generate(model, [prompt(9)], settings, backend="native")]
 
 
-@pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-@pytest.mark.parametrize(("block", "suffix"), FP8, ids=["block", "small-block", "row", "tensor"])
+@pytest.mark.parametrize(
+    ("block", "suffix", "dtype", "weights"),
+    each_once(FP8, [torch.bfloat16, torch.float32], ["stored", "int8", "int4"]),
+    ids=str,
+)
 def test_fp8_models_are_the_dequantized_ones_bit_for_bit(block, suffix, dtype, weights, tmp_path):
     """With one byte per weight as stored; where all weights are rounded, those in fp8 are, too."""
     name = "glm4_moe" if weights == "int4" else "qwen3_5"  # whose states do not survive four bits
@@ -300,8 +306,10 @@ def test_fp8_blocks_that_no_product_reads_are_dequantized(tmp_path):
         assert torch.equal(near, far)
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "mtp.layers.0.mlp.up_proj"])
-@pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    each_once(["model.layers.0.mlp.up_proj", "mtp.layers.0.mlp.up_proj"], ["weight", "weight_scale_inv"]),
+)
 def test_fp8_values_that_are_not_finite(name, part, tmp_path):
     fp8_model(tmp_path, (128, 128))
 

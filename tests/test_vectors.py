@@ -5,10 +5,12 @@ import itertools
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from compiled import made_once
 from packed import random_k_quant
 from quick import others_slow
 
@@ -98,8 +100,19 @@ HERE = [kind for kind in KINDS if runs_here(kind)]
 
 
 def compiled(*words: object) -> None:
+    """Run the compiler; raise with what it said."""
     done = subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, *map(str, words)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:3000]
+
+
+def program(text: str, *words: object, sources: Sequence[Path] = ()) -> Path:
+    """The program compiled with these options, made once per version of our sources."""
+
+    def make(folder: Path) -> None:
+        (folder / "main.cpp").write_text(text)
+        compiled(*words, "-o", folder / "main", folder / "main.cpp", *sources)
+
+    return made_once(make, text, *words, *(path.name for path in sources)) / "main"
 
 
 @pytest.mark.parametrize("kind", others_slow(KINDS))
@@ -121,10 +134,9 @@ def given():
 
 
 @pytest.mark.parametrize("kind", others_slow(HERE, HERE[-1]))
-def test_sixteen_at_once_are_sixteen_alone(kind, given, tmp_path):
-    (tmp_path / "main.cpp").write_text(PROGRAM)
-    compiled(f"-march={kind}", "-O3", "-o", tmp_path / "main", tmp_path / "main.cpp")
-    output = subprocess.run([tmp_path / "main"], input=given.numpy().tobytes(), capture_output=True, check=True).stdout
+def test_sixteen_at_once_are_sixteen_alone(kind, given):
+    main = program(PROGRAM, f"-march={kind}", "-O3")
+    output = subprocess.run([main], input=given.numpy().tobytes(), capture_output=True, check=True).stdout
     found = torch.frombuffer(bytearray(output), dtype=torch.float32).reshape(12, 16)
     a, b, c = given
     exact = {
@@ -154,13 +166,12 @@ def test_sixteen_at_once_are_sixteen_alone(kind, given, tmp_path):
 
 
 @pytest.mark.parametrize("kind", others_slow(HERE, HERE[-1]))
-def test_no_number_stays_none(kind, given, tmp_path):
+def test_no_number_stays_none(kind, given):
     """NaN goes through roundings and choices; the lane beside it is not affected."""
-    (tmp_path / "main.cpp").write_text(PROGRAM)
-    compiled(f"-march={kind}", "-O2", "-o", tmp_path / "main", tmp_path / "main.cpp")
+    main = program(PROGRAM, f"-march={kind}", "-O2")
     values = given.clone()
     values[0, 7] = float("nan")
-    output = subprocess.run([tmp_path / "main"], input=values.numpy().tobytes(), capture_output=True, check=True).stdout
+    output = subprocess.run([main], input=values.numpy().tobytes(), capture_output=True, check=True).stdout
     found = torch.frombuffer(bytearray(output), dtype=torch.float32).reshape(12, 16)
     for place in (0, 1, 4, 6, 7, 8, 9, 10):
         assert found[place].isnan().nonzero().tolist() == [[7]], place
@@ -168,21 +179,19 @@ def test_no_number_stays_none(kind, given, tmp_path):
 
 
 @pytest.fixture(scope="module", params=others_slow(HERE, *HERE[:2]))
-def products(request, tmp_path_factory):
+def products(request):
     """The products of rows [13, K] with packed weights [70, K], by the kernels for one kind of processor.
 
     With it, whether they have the bits of this processor's: if both add products without rounding these first.
     """
-    folder = tmp_path_factory.mktemp("products")
-    (folder / "main.cpp").write_text(QUANTIZED_PROGRAM)
     sources = [SOURCES / f"{name}.cpp" for name in ("int8", "grouped", "kquants", "rounded")]
     fuses = request.param != "x86-64" or runs_here("x86-64-v3")
     more = ["-mfma"] if fuses and request.param == "x86-64" else []
-    compiled(f"-march={request.param}", *more, "-O2", "-o", folder / "main", folder / "main.cpp", *sources)
+    main = program(QUANTIZED_PROGRAM, f"-march={request.param}", *more, "-O2", sources=sources)
 
     def multiply(x, weight_type, packed):
         given = packed.view(torch.uint8).numpy().tobytes() + x.numpy().tobytes()
-        command = [folder / "main", str(weight_type), str(x.shape[1])]
+        command = [main, str(weight_type), str(x.shape[1])]
         output = subprocess.run(command, input=given, capture_output=True, check=True).stdout
         return torch.frombuffer(bytearray(output), dtype=torch.float32).reshape(13, 70)
 

@@ -16,8 +16,8 @@ import torch
 from engines.client import Worker
 from engines.protocol import Request
 
-from nextn.engines.counter_formats import from_metrics
 from nextn.engines.counters import Counters, sum_counters
+from nextn.engines.metrics_formats import from_metrics
 from nextn.errors import EngineError
 from nextn.evaluate.conventions import Variant, apply_variants
 from nextn.evaluate.reference import reference_acceptance

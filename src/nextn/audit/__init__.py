@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from nextn.audit import engines, files, precision, separate, shapes, structure, values
+from nextn.audit import engines, files, precision, separate, shapes, structure, unchecked, values
 from nextn.audit.findings import SEVERITIES, Finding, Severity
 from nextn.audit.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.foreign_names import with_plain_names
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import FamilyError
-from nextn.families import Family, by_config, rows
+from nextn.families import Family, by_config, generic, rows
 
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit"]
 
@@ -41,6 +41,7 @@ class AuditReport:
     # How much of the head's values was read: all float tensors of a local head, else samples; none without a head.
     values_read: Literal["all", "samples", "none"] = "none"
     bytes_read: int = 0  # of the values, where all were read
+    unchecked: tuple[str, ...] = ()  # what no rule looked at
 
     @property
     def clean(self) -> bool:
@@ -81,6 +82,8 @@ def audit(
         CheckpointError: The config does not say where the head begins, or a file cannot be read.
     """
     family = family or _family(checkpoint)
+    if family is None:
+        return _without_family(checkpoint)
     named = list(structure.names_foreign(Inventory.of(checkpoint, family=family)))
     # What such names stand for is audited under the names that it should have: one cause, one finding.
     inventory = Inventory.of(with_plain_names(checkpoint) if named else checkpoint, family=family)
@@ -100,20 +103,36 @@ def audit(
         tuple(findings),
         values_read="none" if not inventory.modules else "samples" if whole is None else "all",
         bytes_read=0 if whole is None else whole.num_bytes,
+        unchecked=tuple(unchecked.unchecked(inventory)),
     )
 
 
-def _family(checkpoint: Checkpoint) -> Family:
+def _family(checkpoint: Checkpoint) -> Family | None:
+    """Return the checkpoint's family; None for a model that was published without a head, and has none."""
     try:
         return by_config(checkpoint.config)
     except FamilyError as error:
         names = list(checkpoint.tensors)[-_MAX_NAMES:]
         matches = [row.name for row in rows() if any(_is_norm(row.canonical(name, 0)) for name in names)]
+        if not matches and isinstance(checkpoint.config.get("model_type"), str):
+            return None
         if not matches:
             raise
         raise FamilyError(
             f"{error}. Its tensor names match the layout of {', '.join(matches)}: try --family NAME."
         ) from error
+
+
+def _without_family(checkpoint: Checkpoint) -> AuditReport:
+    """Audit a model whose type nextn knows no head of: its files, and whether anything in them looks like one."""
+    inventory = Inventory.of(checkpoint, family=replace(generic(checkpoint.config), default_count=0))
+    names = [*inventory.stored.values(), *inventory.unrecognized]
+    model_type = str(checkpoint.config["model_type"])[:80]
+    found = [*structure.names_foreign(inventory), *files.index(inventory)]
+    found.append(structure.foreign_head(model_type, names) if names else structure.no_head(model_type))
+    found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    left = ("everything but names and files, as there is no head",)
+    return AuditReport(checkpoint.path, model_type, 0, (), tuple(found), unchecked=left)
 
 
 def _is_norm(canonical: str | None) -> bool:

@@ -3,7 +3,8 @@
 The facts about engines come from the family's row; one that affects only some setups is a note.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from nextn.audit.findings import ENGINES, ROLES, Finding, aliases, convert, engines, same, verb
 from nextn.checkpoint.checkpoint import CONFIG
@@ -15,7 +16,8 @@ from nextn.families import READS_FUSED, EngineSupport, Support, by_name, lookup,
 from nextn.text_format import joined, some
 
 IDS = (
-    "trunk-missing", "shared-missing", "copy-differs", "own-head-overwritten", "layer-index", "too-many-modules",
+    "trunk-missing", "tied-differs", "shared-missing",
+    "copy-differs", "own-head-overwritten", "layer-index", "too-many-modules",
     "single-expert", "experts-form", "engine-loads", "engine-ignores", "engine-drops", "engine-refuses",
     "engine-absent",
 )  # fmt: skip
@@ -32,6 +34,15 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
     """Report an embedding or lm_head of the trunk, which the head uses, that is not under the name engines look for."""
     if not inventory.layers:
         return  # a head alone
+    if len(inventory.layers) < inventory.num_layers:
+        lost = list(islice((i for i in range(inventory.num_layers) if i not in inventory.layers), 4))
+        count = inventory.num_layers - len(inventory.layers)
+        yield Finding(
+            "trunk-missing", "error", f"{CONFIG}: num_hidden_layers",
+            f"Of {inventory.num_layers} trunk layers {count} {'is' if count == 1 else 'are'} in no file: "
+            f"{some([str(index) for index in lost])}{' and more' if count > len(lost) else ''}.",
+            "Every layer that the config declares.", "Download or save the trunk again.",
+        )  # fmt: skip
     for role, path in inventory.family.trunk.items():
         tied = role == "output" and lookup(inventory.checkpoint.config, "tie_word_embeddings") is not False
         if role in inventory.shared or tied or storage(inventory.checkpoint.tensors, path) is not None:
@@ -43,6 +54,22 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
             f"The {ROLES[role]} shared with the head is not stored as {path}.weight{instead}: {_runners(inventory)}",
             f"{path}.weight in a file of the checkpoint.",
             f"Rename {elsewhere[0]} to {path}.weight." if elsewhere else "Download or save the trunk again.",
+        )  # fmt: skip
+
+
+def tied_differs(inventory: Inventory) -> Iterator[Finding]:
+    """Report a config that ties embedding and lm_head of a checkpoint that stores another lm_head."""
+    embedding, output = (inventory.shared.get(role) for role in ("embedding", "output"))
+    text = inventory.checkpoint.config.get("text_config")
+    levels = (inventory.checkpoint.config, text if isinstance(text, Mapping) else {})
+    tied = any(level.get("tie_word_embeddings") is True for level in levels)
+    if tied and embedding and output and not same(inventory.checkpoint, embedding, output):
+        yield Finding(
+            "tied-differs", "error", f"{CONFIG}: tie_word_embeddings",
+            f"tie_word_embeddings is true, and {output} differs from {embedding}: engines drop it, and trunk and head "
+            "predict with the embedding.",
+            f"tie_word_embeddings = false, or no {output}.",
+            f"Set tie_word_embeddings to false in {CONFIG} if the lm_head was trained; else remove {output}.",
         )  # fmt: skip
 
 
@@ -242,6 +269,6 @@ def _others(inventory: Inventory, names: list[str]) -> str:
 
 
 RULES = (
-    trunk_missing, shared_missing, copy_differs, own_head_overwritten, layer_index, too_many_modules, single_expert,
-    experts_form, engine_support,
+    trunk_missing, tied_differs, shared_missing, copy_differs, own_head_overwritten, layer_index, too_many_modules,
+    single_expert, experts_form, engine_support,
 )  # fmt: skip

@@ -1,42 +1,89 @@
 """Compare the index with the files: what index-based loaders miss, side files, and tensors stored twice."""
 
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from nextn.audit.findings import Finding, Severity, restore, same, verb
 from nextn.checkpoint.checkpoint import INDEX, SINGLE, Problem
+from nextn.checkpoint.file_index import FileIndex, file_index
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.edit.reindex import side_files
 from nextn.text_format import counted, some
 
 IDS = ("index", "side-file", "stored-twice")
-_SEVERITY: dict[str, Severity] = {
-    "missing_file": "error", "missing_tensor": "error", "misplaced": "error", "duplicate": "warning",
-    "unlisted": "warning",
-}  # fmt: skip
-_VALID = {
-    "missing_file": "Every file that the index names.",
-    "missing_tensor": "Each tensor in the file that the index gives.",
-    "misplaced": "Each tensor in the file that the index gives.",
-    "duplicate": "Each tensor in one file.",
-    "unlisted": "Every tensor of an indexed file in the index: index-based loaders do not see the others.",
-}
+_VALID = "Each tensor in the file that the index gives: loaders that follow it see no others."
 
 
 def index(inventory: Inventory) -> Iterator[Finding]:
-    """Report disagreements between index and files, one finding for each file and kind."""
-    groups: dict[tuple[str, str], list[Problem]] = defaultdict(list)
-    for problem in inventory.checkpoint.problems:
-        groups[problem.kind, problem.file].append(problem)
-    named = _by_file(inventory.checkpoint.index or {}) if any(kind == "missing_file" for kind, _ in groups) else {}
-    for (kind, file), problems in groups.items():
+    """Report an index that does not lead to the files' tensors, files that are absent, and tensors in several files."""
+    checkpoint = inventory.checkpoint
+    derived = file_index(checkpoint, inventory.family)
+    heads = side_files(inventory)
+    unlisted = [name for name in derived.unlisted if derived.weight_map[name] not in heads]
+    if unlisted:
+        yield _index_wrong(inventory, derived, unlisted)
+    named = _by_file(checkpoint.index or {})
+    for file in sorted(named.keys() - checkpoint.headers.keys()):
+        if lost := [name for name in named[file] if name not in checkpoint.tensors]:
+            yield _absent(
+                inventory, file, f"The index puts {counted(len(lost), 'tensor')} in {file}, which is absent", lost
+            )
+    for file in sorted(named.keys() & checkpoint.headers.keys()):
+        if lost := [name for name in named[file] if name not in checkpoint.tensors]:
+            found = f"The index puts {some(lost)} in {file}, which does not hold {'it' if len(lost) == 1 else 'them'}"
+            yield _absent(inventory, file, found, lost)
+    yield from _duplicates(inventory)
+
+
+def _index_wrong(inventory: Inventory, derived: FileIndex, unlisted: Sequence[str]) -> Finding:
+    checkpoint, own = inventory.checkpoint, inventory.checkpoint.index
+    files = sorted({derived.weight_map[name] for name in unlisted})
+    heads = sum(inventory.family.canonical(name, inventory.num_layers) is not None for name in unlisted)
+    where = f"{counted(len(unlisted), 'tensor')} in {some(files)}, such as {some(unlisted[:1])}"
+    if own is None:
+        found = f"There is no index, and loaders do not find {where}"
+    else:
+        gone = sorted(set(own.values()) - checkpoint.headers.keys())
+        elsewhere = sum(name in own for name in unlisted)
+        which = {0: "does not list", len(unlisted): "names other files for"}.get(elsewhere, "lists not or elsewhere")
+        found = f"The index {which} {where}: loaders that follow it miss them"
+        found += (
+            f". It names {counted(len(gone), 'file')} that {'is' if len(gone) == 1 else 'are'} absent" if gone else ""
+        )
+    if heads:
+        found += f"; {counted(heads, 'tensor')} of the head among them"
+    path = shlex.quote(checkpoint.path)
+    return Finding("index", "error", INDEX, f"{found}.", _VALID, f"nextn convert {path} --reindex")
+
+
+def _absent(inventory: Inventory, file: str, found: str, lost: Sequence[str]) -> Finding:
+    if heads := sum(inventory.family.canonical(name, inventory.num_layers) is not None for name in lost):
+        found += f"; {counted(heads, 'tensor')} of the head among them"
+    return Finding(
+        "index", "error", f"{INDEX}: {file}", f"{found}.", "Every tensor that the index lists, in its file.",
+        f"Download {file} again (`hf download`), or run `{restore(inventory)}` if only the head is missing.",
+    )  # fmt: skip
+
+
+def _duplicates(inventory: Inventory) -> Iterator[Finding]:
+    """Report tensors in several files; a note where loaders that follow the index open one of these alone."""
+    checkpoint = inventory.checkpoint
+    twice: dict[str, list[Problem]] = defaultdict(list)
+    for problem in checkpoint.problems:
+        if problem.kind == "duplicate":
+            twice[problem.file].append(problem)
+    for file, problems in twice.items():
         found = problems[0].message
         if len(problems) > 1:
             found += f"; the same for {counted(len(problems) - 1, 'more tensor')}"
-        if heads := sum(_is_head(inventory, problem, named) for problem in problems):
-            found += f"; {counted(heads, 'tensor')} of the head among them"
-        unread = kind == "duplicate" and not _is_indexed(inventory, problems[0])
-        severity = "note" if unread else _SEVERITY[kind]
-        yield Finding("index", severity, f"{INDEX}: {file}", f"{found}.", _VALID[kind], _fix(inventory, kind, file))
+        unread = file in checkpoint.unindexed
+        keeps = f"nextn convert {shlex.quote(checkpoint.path)} OUT --single-file"
+        yield Finding(
+            "index", "note" if unread else "warning", f"{INDEX}: {file}", f"{found}.", "Each tensor in one file.",
+            "Nothing needs to be done: no loader opens the second file." if unread
+            else f"Remove the wrong one, or run `{keeps}`, which keeps those that the index names.",
+        )  # fmt: skip
 
 
 def side_file(inventory: Inventory) -> Iterator[Finding]:
@@ -45,7 +92,7 @@ def side_file(inventory: Inventory) -> Iterator[Finding]:
     heads: dict[str, list[str]] = defaultdict(list)
     for name in inventory.stored.values():
         heads[checkpoint.tensors[name].file].append(name)
-    for file in (file for file in checkpoint.unindexed if file in heads):
+    for file in sorted(side_files(inventory)):
         readers = [name for name, engine in family.engines.items() if any(file in note for note in engine.notes)]
         published = any(file in remark for remark in family.remarks)
         severity: Severity = "note" if published else "warning" if readers else "error"
@@ -55,7 +102,8 @@ def side_file(inventory: Inventory) -> Iterator[Finding]:
             "side-file", severity, file,
             f"{counted(len(heads[file]), 'tensor')} of the head in {file}, {unnamed}; {read}.",
             "As it is: the family is published with this file." if published else f"{file} in the index's weight_map.",
-            "Nothing needs to be done." if published else restore(inventory),
+            "Nothing needs to be done." if published
+            else f"nextn convert {shlex.quote(checkpoint.path)} --reindex",
         )  # fmt: skip
 
 
@@ -77,23 +125,6 @@ def _by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
     for name, file in weight_map.items():
         names_by_file[file].append(name)
     return names_by_file
-
-
-def _is_head(inventory: Inventory, problem: Problem, named: Mapping[str, Sequence[str]]) -> bool:
-    """Whether the tensor is the head's, or of a missing file any tensor that the index assigns to it."""
-    names = named[problem.file] if problem.tensor is None else [problem.tensor]
-    return any(name and inventory.family.canonical(name, inventory.num_layers) for name in names)
-
-
-def _is_indexed(inventory: Inventory, problem: Problem) -> bool:
-    """Whether index-based loaders open the file at all."""
-    return problem.file not in inventory.checkpoint.unindexed
-
-
-def _fix(inventory: Inventory, kind: str, file: str) -> str:
-    if kind == "missing_file":
-        return f"Download {file} again (`hf download`), or run `{restore(inventory)}` if only the head is missing."
-    return "Write a new index from the files, or download both again."
 
 
 RULES = (index, side_file, stored_twice)

@@ -15,8 +15,10 @@ import numpy as np
 from nextn.audit import AuditReport
 from nextn.audit.findings import SEVERITIES, Finding, Severity
 from nextn.audit.norm_weights import NormValues, Values, shifts
+from nextn.audit.structure import no_head
 from nextn.audit.values import nonfinite_or_garbage, norm_shift_finding, zero_or_constant
-from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, bits
+from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, bits, readable_kinds
+from nextn.checkpoint.provenance import evenly_spaced
 from nextn.edit.gguf_layout import HEAD
 from nextn.errors import CheckpointError
 from nextn.families import EngineSupport, Family, rows
@@ -24,14 +26,18 @@ from nextn.text_format import counted, some
 
 # `blk.N.nextn.<part>` -> role; every graph reads NEEDED.
 PARTS = {part: role for role, part in HEAD.items()}
+_COPIED = ("embed_tokens", "shared_head_head")
 NEEDED = ("eh_proj", "enorm", "hnorm")
 TRUNK = {"embed_tokens": "token_embd.weight", "shared_head_head": "output.weight"}
 # Architectures whose row cites the converter (the usual GGUF has no head), or whose file several families use.
 _ROWS = {"deepseek4": "deepseek_v4", "deepseek2": "glm4_moe_lite"}
 _MAX_BLOCKS = 10_000
-# Acceptance was 0 to 4 % with 4-bit heads and 39 to 59 % with 8 bits (colibri#8); 0 % with one of Q6_K (GSQ#11).
-FEW_BITS, SAFE_BITS = 5.0, 8.0
+# Below: llama-imatrix never runs the head, so that its block is quantized without weights (llama.cpp#23476).
+FEW_BITS = 4.0
+ENOUGH = 8.5  # bits per weight of Q8_0
+MUCH_LESS = 0.75  # of the trunk's bits per weight
 LAYERS_PER_NORM = 4
+MATRICES = 48  # of the head, of which some rows are read
 CONVERT = "Convert the model again with llama.cpp's convert_hf_to_gguf.py, from a checkpoint that `nextn audit` passes."
 
 
@@ -85,7 +91,20 @@ def audit_gguf(path: Path) -> AuditReport:
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     family = gguf.row.name if gguf.row else gguf.arch
     modules = tuple(index - gguf.declared.start for index in gguf.heads)
-    return AuditReport(str(path), family, len(gguf.declared), modules, tuple(findings))
+    return AuditReport(
+        str(path), family, len(gguf.declared), modules, tuple(findings), unchecked=tuple(_unchecked(gguf))
+    )
+
+
+def _unchecked(gguf: GgufHead) -> Iterator[str]:
+    """Yield what of the file no rule looks at, each without a period."""
+    if not gguf.trunk:
+        yield "the trunk, of which the file holds no block"
+    if gguf.heads and gguf.row is None:
+        yield f"what the head of {gguf.arch[:80]!r} should hold, and how it computes: no family is known"
+    kinds = {tensor.kind for index in gguf.heads for tensor in gguf.blocks[index].values()}
+    if unread := sorted(kind.name for kind in kinds - set(readable_kinds())):
+        yield f"the head's values in {', '.join(unread)}, which the gguf package does not decode"
 
 
 def _count(file: GgufFile, key: str, *, default: int | None = None) -> int:
@@ -196,8 +215,15 @@ def _copies(gguf: GgufHead) -> Iterator[Finding]:
                 yield Finding(
                     "copy-differs", "warning" if differs else "note", copy.name,
                     f"{what} {original.name}: llama.cpp drafts with the copy, other engines with the trunk's.",
-                    f"No copy, or one equal to {original.name}.", CONVERT,
+                    f"No copy, or one equal to {original.name}.", _copy_fix(copy, original, part),
                 )  # fmt: skip
+
+
+def _copy_fix(copy: GgufTensor, original: GgufTensor, part: str) -> str:
+    """Return what makes the two equal: of other types, an option of llama-quantize, which chose them."""
+    if copy.kind == original.kind:
+        return CONVERT
+    return f"Quantize again with `llama-quantize --tensor-type nextn.{part}={original.kind.name.lower()}`."
 
 
 def _alike(one: GgufTensor, other: GgufTensor) -> bool:
@@ -211,19 +237,40 @@ def _alike(one: GgufTensor, other: GgufTensor) -> bool:
 
 
 def _precision(gguf: GgufHead) -> Iterator[Finding]:
-    low_precision: dict[Severity, list[GgufTensor]] = defaultdict(list)
+    """Report matrices of the head with fewer bits than those of the trunk: by name, the projection by the lowest."""
+    trunk = _trunk_bits(gguf)
+    groups: dict[tuple[Severity, str, float], list[GgufTensor]] = defaultdict(list)
     for index in gguf.heads:
-        projection = gguf.blocks[index].get("nextn.eh_proj.weight")
-        if projection is not None and bits(projection) < SAFE_BITS:
-            low_precision["warning" if bits(projection) < FEW_BITS else "note"].append(projection)
-    for severity, tensors in low_precision.items():
-        kinds = ", ".join(sorted({each.kind.name for each in tensors}))
+        for rest, tensor in gguf.blocks[index].items():
+            if len(tensor.shape) < 2 or rest.removeprefix("nextn.").removesuffix(".weight") in _COPIED:
+                continue
+            own, other = bits(tensor), min(ENOUGH, trunk.get(rest, min(trunk.values(), default=0.0)))
+            severity: Severity = "warning" if own < FEW_BITS or (rest in trunk and own < MUCH_LESS * other) else "note"
+            if own < FEW_BITS or own < other:
+                groups[severity, tensor.kind.name, round(other, 1)].append(tensor)
+    for (severity, kind, other), tensors in groups.items():
+        blocks = sorted({tensor.name.split(".")[1] for tensor in tensors})
+        option = " ".join(f"--tensor-type 'blk\\.{block}\\.=q8_0'" for block in blocks)
+        beside = f", the trunk's in {other} or more" if other else ""
         yield Finding(
             "precision-lower", severity, some([each.name for each in tensors]),
-            f"The projection in {kinds}, {min(map(bits, tensors)):.1f} bits per weight: 4-bit heads have been "
-            "measured with 0 to 4 % acceptance.", "Q8_0 or more.",
-            "Quantize again, with `llama-quantize --tensor-type nextn.eh_proj=q8_0`.",
+            f"{counted(len(tensors), 'matrix')} of the head in {kind}, {min(map(bits, tensors)):.1f} bits per weight"
+            f"{beside}: fewer can cost the head its acceptance, without an error.",
+            "The trunk's bits, or Q8_0.",
+            f"Measure the acceptance; if it is low, quantize again with `llama-quantize {option}`.",
         )  # fmt: skip
+
+
+def _trunk_bits(gguf: GgufHead) -> dict[str, float]:
+    """Return path in a block -> the fewest bits per weight that any of the trunk's blocks has there."""
+    fewest: dict[str, float] = {}
+    for index in gguf.trunk:
+        for rest, tensor in gguf.blocks[index].items():
+            if len(tensor.shape) > 1 and tensor.kind.name not in ("F32", "F16", "BF16") and bits(tensor):
+                fewest[rest] = min(fewest.get(rest, 64.0), bits(tensor))
+            elif len(tensor.shape) > 1 and bits(tensor):
+                fewest.setdefault(rest, bits(tensor))
+    return fewest
 
 
 def _values(gguf: GgufHead) -> Iterator[Finding]:
@@ -235,13 +282,21 @@ def _values(gguf: GgufHead) -> Iterator[Finding]:
     zero_centered = gguf.row is not None and gguf.row.norm_weight == "1+w"
     for shift in shifts(head, trunk, zero_centered=zero_centered):
         yield norm_shift_finding(shift, convention="w", fix=fix)
-    projections = {
+    stored = [tensor for index in gguf.heads for rest, tensor in gguf.blocks[index].items() if _is_matrix(rest, tensor)]
+    matrices = {
         tensor.name: array
-        for index in gguf.heads
-        if (tensor := gguf.blocks[index].get("nextn.eh_proj.weight")) and (array := tensor.values()) is not None
+        for tensor in evenly_spaced(stored, MATRICES)
+        if (array := tensor.values()) is not None and len(array)
     }
-    yield from nonfinite_or_garbage({name: norm.values for name, norm in head.items()} | projections, CONVERT)
-    yield from zero_or_constant(head, projections, projections=projections, fix=CONVERT)
+    projections = {name for name in matrices if name.endswith("nextn.eh_proj.weight")}
+    yield from nonfinite_or_garbage({name: norm.values for name, norm in head.items()} | matrices, CONVERT)
+    yield from zero_or_constant(head, matrices, projections=projections, fix=CONVERT)
+
+
+def _is_matrix(rest: str, tensor: GgufTensor) -> bool:
+    """Whether it is a matrix of the head's own, not a copy of the trunk's or a router, which may be zero."""
+    part = rest.removeprefix("nextn.").removesuffix(".weight")
+    return len(tensor.shape) > 1 and part not in (*_COPIED, "ffn_gate_inp")
 
 
 def _head_norms(gguf: GgufHead, index: int) -> Iterator[tuple[str, NormValues]]:
@@ -270,11 +325,13 @@ def _norm_values(tensor: GgufTensor) -> Values | None:
 
 
 def _engine(gguf: GgufHead) -> Iterator[Finding]:
+    if not gguf.heads and not gguf.declared:
+        yield no_head(gguf.arch[:80])
     if not gguf.heads or (gguf.engine is not None and gguf.engine.support == "runs"):
         return
     if gguf.engine is None:
         yield Finding(
-            "engine-absent", "note", "general.architecture",
+            "engine-absent", "warning", "general.architecture",
             f"No family is known for the architecture {gguf.arch[:80]!r}: only its tensor names were checked.",
             "An architecture whose head llama.cpp runs.", "Check whether your engine runs this one.",
         )  # fmt: skip

@@ -74,7 +74,7 @@ class LayerReference:
             if part:
                 parts.setdefault(part, block[path].name)
         groups = _decoder_layers(parts)
-        if not self._candidates:
+        if not self._candidates or len(self.inventory.layers) < self.inventory.num_layers:
             return Comparison(-1)
         best, missing, unknown = -1, list[str](), list[str]()
         for prefix, own in groups.items():

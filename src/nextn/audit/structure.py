@@ -22,8 +22,9 @@ from nextn.text_format import counted, joined, some
 
 IDS = (
     "head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown",
-    "names-foreign", "experts-twice",
+    "names-foreign", "experts-twice", "config-contradicts", "head-none",
 )  # fmt: skip
+_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _MAX_KINDS = 1000  # names, equal up to numbers, to match against all families
 
 
@@ -112,6 +113,48 @@ def names_foreign(inventory: Inventory) -> Iterator[Finding]:
             "checkpoints maps them.",
             "The names under which the family's checkpoints are published.", kind.remedy,
         )  # fmt: skip
+
+
+def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
+    """Report counts of modules, and sizes, that config.json has twice with different values."""
+    config, family = inventory.checkpoint.config, inventory.family
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    places = {field: (config, inner) for field in (*family.count_fields, *_SIZES) if "." not in field}
+    said = {f"{level}{field}": part[field]
+            for field, parts in places.items() for level, part in zip(("", "text_config."), parts, strict=True)
+            if part.get(field) is not None}  # fmt: skip
+    counts = {name: value for name, value in said.items() if name.rpartition(".")[2] in family.count_fields}
+    groups = [counts, *({name: value for name, value in said.items() if name.rpartition(".")[2] == size}
+                        for size in _SIZES)]  # fmt: skip
+    for group in groups:
+        if len({str(value) for value in group.values()}) > 1:
+            yield Finding(
+                "config-contradicts", "error", f"{CONFIG}: {next(iter(group))}",
+                f"{CONFIG} says {joined(f'{name} = {value}' for name, value in group.items())}: engines differ in "
+                "which of them they read.",
+                "One value.", f"Correct {CONFIG}: {counted(len(inventory.modules), 'MTP layer')} "
+                f"{'is' if len(inventory.modules) == 1 else 'are'} stored, after {inventory.num_layers} trunk layers.",
+            )  # fmt: skip
+
+
+def no_head(model_type: str) -> Finding:
+    """Return the note on a model that was published without a head."""
+    return Finding(
+        "head-none", "note", f"{CONFIG}: model_type", f"{model_type} has no head, and no tensor looks like one.",
+        "As it is: it decodes without drafts.",
+        "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`.",
+    )  # fmt: skip
+
+
+def foreign_head(model_type: str, names: list[str]) -> Finding:
+    """Return the finding on tensors like a head's in a model whose type nextn knows no head of."""
+    return Finding(
+        "names-unknown", "warning", names[0],
+        f"{counted(len(names), 'tensor')} like a head's, such as {some(names)}, and nextn knows no head of "
+        f"{model_type}: they were not checked.",
+        "A model_type whose head nextn knows.", "If it is stored as a known family's, give that with --family.",
+    )  # fmt: skip
 
 
 def _absent(head: HeadStructure) -> Iterator[Finding]:
@@ -334,4 +377,4 @@ def _count_field(inventory: Inventory) -> str:
     return f"{CONFIG}: {[*family.counted_in(inventory.checkpoint.config), *family.count_fields][0]}"
 
 
-RULES = (structure,)
+RULES = (structure, config_contradicts)

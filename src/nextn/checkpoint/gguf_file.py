@@ -6,6 +6,7 @@ No count in a file is trusted beyond the bytes that exist. Knows nothing of head
 import mmap
 import re
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -173,6 +174,7 @@ class _HeaderReader:
         tensors = {each.name: each for each in (self._tensor(*info, start) for info in infos)}
         if len(tensors) < len(infos):
             raise ValueError("two tensors have the same name")
+        _check_layout(tensors.values(), start, alignment)
         return GgufFile(self.path, metadata, tensors, self.arrays)
 
     def _take(self, count: int) -> bytes:
@@ -229,9 +231,20 @@ class _HeaderReader:
         if shape and shape[0] % block:
             raise ValueError(f"tensor {brief(name)} has rows of {shape[0]}, not a multiple of the block size {block}")
         begin, nbytes = start + offset, count // block * size
-        if begin + nbytes > len(self.data):
+        if max(begin, nbytes, begin + nbytes) > len(self.data):
             raise ValueError(f"tensor {brief(name)} ends at byte {begin + nbytes}, the file at {len(self.data)}")
         return GgufTensor(name, GGMLQuantizationType(kind), shape, self.path, begin, nbytes)
+
+
+def _check_layout(tensors: Iterable[GgufTensor], start: int, alignment: int) -> None:
+    """Raise ValueError for tensors that overlap or are not aligned, which llama.cpp refuses, too."""
+    last: GgufTensor | None = None
+    for tensor in sorted(tensors, key=lambda each: (each.begin, each.nbytes)):
+        if (offset := tensor.begin - start) % alignment:
+            raise ValueError(f"tensor {brief(tensor.name)} has offset {offset}, not a multiple of {alignment}")
+        if last is not None and tensor.nbytes and tensor.begin < last.begin + last.nbytes:
+            raise ValueError(f"tensor {brief(tensor.name)} at offset {offset} overlaps {brief(last.name)}")
+        last = tensor if tensor.nbytes else last
 
 
 @cache

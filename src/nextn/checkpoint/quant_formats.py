@@ -227,6 +227,9 @@ class Lists:
     keys: tuple[str, ...]  # in the section
     readers: tuple[Callable[[Entries, str], bool], ...]  # how engines match an entry
     write: Callable[[Iterable[str], Collection[str]], Iterable[str]]
+    # Whether transformers leaves out lm_head, and what else is outside the layers, while the first key is null
+    # (quantizers/base.py, get_modules_to_not_convert): with an entry it no longer does.
+    has_default: bool = False
 
 
 class Listed(Format):
@@ -242,10 +245,19 @@ class Listed(Format):
         return not answers.pop() if len(answers) == 1 else None
 
     def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
-        written = dict.fromkeys(self.lists.write(modules, quantized(others)))
-        new = [entry for entry in written if entry not in self.entries.names]
         present = [key for key in self.lists.keys if self.section.get(key) is not None]
+        written = dict.fromkeys(self.lists.write(modules, quantized(others)))
+        if self.lists.has_default and not present:
+            written = dict.fromkeys([*_left_out_by_default(others), *written])
+        new = [entry for entry in written if entry not in self.entries.names]
         return self.section | {key: [*strings(self.section, key), *new] for key in present or self.lists.keys[:1]}
+
+
+def _left_out_by_default(others: Mapping[str, bool]) -> Iterator[str]:
+    """Yield the modules outside decoder layers that are stored unquantized, and lm_head, which may be tied."""
+    if not others.get("lm_head"):
+        yield "lm_head"
+    yield from (name for name, packed in others.items() if not packed and re.search(r"\.\d+(\.|$)", name) is None)
 
 
 class Awq(Listed):
@@ -445,7 +457,7 @@ _CONVERT = ("modules_to_not_convert",)
 # compressed_tensors/utils.py, should_ignore_layer; compressed-tensors' own utils/match.py reads the same.
 _COMPRESSED = Lists(("ignore",), (marked,), with_experts)
 # fp8.py matches complete names in both engines, from either list.
-_FP8 = Lists((*_CONVERT, "ignored_layers"), (exact, bounded), _names)
+_FP8 = Lists((*_CONVERT, "ignored_layers"), (exact, bounded), _names, has_default=True)
 # auto_awq.py: is_layer_skipped with skip_with_substr.
 _AWQ = Lists(_CONVERT, (substring,), _dotted)
 # modelopt.py and modelopt_quant.py, is_layer_excluded; config.json says ignore, hf_quant_config.json exclude_modules.
@@ -453,8 +465,10 @@ _MODELOPT = Lists(("ignore",), (substring_or_glob, component_or_glob), _globbed)
 _MODELOPT_FILE = Lists(("exclude_modules",), _MODELOPT.readers, _globbed)
 # quark/utils.py; Quark itself writes globs.
 _QUARK = Lists(("exclude",), (marked, marked_or_glob), with_experts)
-_BNB = Lists(("llm_int8_skip_modules",), (component, bounded), branches)  # bitsandbytes.py, is_layer_skipped_bnb
-_TORCHAO = Lists(_CONVERT, (component_run, bounded), branches)  # torchao.py, should_skip
+_BNB = Lists(
+    ("llm_int8_skip_modules",), (component, bounded), branches, has_default=True
+)  # bitsandbytes.py, is_layer_skipped_bnb
+_TORCHAO = Lists(_CONVERT, (component_run, bounded), branches, has_default=True)  # torchao.py, should_skip
 _MXFP4 = Lists(_CONVERT, (bounded,), _names)
 
 FORMATS: dict[str, Callable[[Section], Format]] = {

@@ -24,7 +24,7 @@ UNSURE = frozenset({"lm_head", "head", "gate", "router", "shared_expert_gate"})
 MAX_NAME = 300
 Storage = Literal[
     "plain", "fp8-block", "fp8-tensor", "fp8-bare", "mxfp8", "nvfp4", "mxfp4", "int8", "compressed", "gptq", "awq",
-    "bnb", "mlx", "gguf", "unknown",
+    "bnb", "torchao", "mlx", "gguf", "unknown",
 ]  # fmt: skip
 PLAIN = frozenset({"BF16", "F16", "F32", "F64"})
 
@@ -36,8 +36,11 @@ WEIGHT_SUFFIXES = (
     "_blocks", "_scales", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map",
     ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4",
 )  # fmt: skip
-# Suffixes of the module's name. scale: DeepSeek-V4; input_*: activations; SCB: bitsandbytes; biases: MLX.
+# Suffixes of the module's name. scale: DeepSeek-V4; input_*: activations; SCB: bitsandbytes; biases: MLX; _weight_*:
+# torchao, prototype/safetensors/safetensors_support.py, whose file metadata say of which class each weight is.
 MODULE_SUFFIXES = (
+    "._weight_qdata", "._weight_scale", "._weight_zero_point", "._weight_scale_and_zero", "._weight_act_pre_scale",
+    "._weight_per_tensor_scale", "._weight_tensor_data", "._weight_static_scale",
     ".weight", ".scale", ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale",
     ".qweight", ".qzeros", ".scales", ".g_idx", ".biases", ".SCB", ".weight_format",
 )  # fmt: skip
@@ -224,6 +227,8 @@ def storage(tensors: "Mapping[str, TensorInfo]", module: str) -> Storage | None:
             return "unknown"
         # AWQ packs along the output, GPTQ along the input, so that only GPTQ's last dimensions agree.
         return "gptq" if packed.shape[-1:] == scales.shape[-1:] else "awq"
+    if f"{module}._weight_qdata" in tensors:
+        return "torchao"
     if f"{module}.weight_packed" in tensors:
         return "compressed"
     if any(f"{module}.{name}" in tensors for name in BLOCK_NAMES):

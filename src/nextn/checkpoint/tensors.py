@@ -114,6 +114,10 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         if name in self.packed:
             return self.packed[name].problem
         info = self.checkpoint.info(name)
+        if is_torchao(name):
+            return (
+                f"packed by torchao: {name}; valid are {', '.join(FLOATS)}: restore the head of the unquantized model"
+            )
         if info.dtype in FLOATS:
             return None
         if info.dtype != FP8_WEIGHT:
@@ -131,7 +135,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def unreadable(self, names: Iterable[str]) -> str | None:
         """Return the first tensor that only its quantization method can read; None if there is none."""
-        return next((name for name in names if self.checkpoint.tensors[name].dtype not in _PLAIN), None)
+        tensors = self.checkpoint.tensors
+        return next((name for name in names if tensors[name].dtype not in _PLAIN or is_torchao(name)), None)
 
     def stored(self, name: str) -> StoredTensor:
         dtype = None if name in self.packed else FLOATS.get(self.checkpoint.info(name).dtype)
@@ -139,7 +144,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def is_quantized(self, name: str) -> bool:
         """Whether `read` dequantizes the tensor."""
-        return name in self.packed or self.checkpoint.info(name).dtype == FP8_WEIGHT
+        return name in self.packed or (self.checkpoint.info(name).dtype == FP8_WEIGHT and not is_torchao(name))
 
     def has_codes(self, name: str) -> bool:
         """Return whether the tensor is a quantized weight [N, K] that `integers` or `fp8` can read."""
@@ -319,12 +324,19 @@ def is_finite(tensor: Tensor) -> bool:
     """
     if tensor.numel() == 0:
         return True
+    if type(tensor.detach()) is not Tensor:  # a library's packed weight, which has no bits of its own
+        return not hasattr(tensor, "dequantize") or is_finite(tensor.detach().dequantize())
     if (infinity := _INFINITIES.get(tensor.dtype)) is not None and tensor.device.type == "cpu":
         # Compare bits, without a conversion: for either sign, values that are not finite sort after all finite ones.
         bits = tensor.detach().view(torch.int16).numpy()
         return bool(bits.max() < infinity and bits.view(np.uint16).max() < infinity | 0x8000)
     extremes = tensor if tensor.itemsize == 1 else torch.stack(tensor.aminmax())  # float8 has no aminmax
     return bool(torch.isfinite(extremes.float()).all())
+
+
+def is_torchao(name: str) -> bool:
+    """Whether it is a part of a weight that torchao packed, which only transformers reads."""
+    return "._weight_" in name
 
 
 def is_activation_scale(name: str) -> bool:

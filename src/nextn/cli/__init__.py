@@ -22,6 +22,7 @@ _COMMANDS = {
     "Check": {
         "audit": ("audit", "reference/checkpoints"),
         "measure": ("measure", "reference/measure"),
+        "accuracy": ("accuracy", "reference/bench"),
         "env": ("learn", "tutorials/first-hour"),
     },
     "Fix": {

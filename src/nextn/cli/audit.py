@@ -71,6 +71,8 @@ def audit(
             if more:
                 screen.print(plain(f"{more}\n"))
         print_unwrapped(_summary(report, seconds))
+        for line in report.unchecked:
+            print_unwrapped(plain(f"not checked: {shown(line)}", style="dim"))
     raise typer.Exit(0 if report.clean else 1)
 
 

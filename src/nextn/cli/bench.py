@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextn.cli.accuracy import accuracy_of
 from nextn.cli.common import (  # fmt: skip
     K_NAMES,
     AsJson,
@@ -120,12 +121,17 @@ def bench(
         report = run_benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())
     if long := loaded.length_note(report.num_positions(loaded)):
         print_note(long)
+    record, rounded = report.as_record(), accuracy_of(loaded, options, quiet=as_json)
+    if rounded is not None:
+        record["accuracy"] = rounded[0].as_record() | {"texts": rounded[1]}
     if out is not None:
-        _write(out, "bench.json", report.as_record(), lambda folder: _draw(report, folder))
+        _write(out, "bench.json", record, lambda folder: _draw(report, folder))
     if as_json:
-        print_json(report.as_record())
-    else:
-        _show_benchmark(report)
+        print_json(record)
+        return
+    _show_benchmark(report)
+    if rounded is not None:
+        console().print(plain(f"beside float32: {rounded[0].accuracy} of {rounded[1]}"), soft_wrap=True)
 
 
 def advise(

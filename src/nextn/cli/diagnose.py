@@ -3,6 +3,7 @@
 Exit codes: 0 fine, 1 findings, 2 nothing to compare, 3 too few data to decide.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from nextn.model.model import Model
 
 _INCONCLUSIVE = 3  # exit code
+_MAX_FLAGS = 1024 * 1024  # bytes
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
 
 
@@ -64,8 +66,15 @@ def diagnose(
         bool, typer.Option("--drive", help="Send the reference's own prompts to the engine and read its counters.")
     ] = False,
     prompts: Prompts = None,
+    flags: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|FILE",
+            help="The engine's command line and environment: K, and settings that force acceptance, are read from it.",
+        ),
+    ] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(*K_NAMES, help="K. Default: from the engine's counters, where they show it.")
+        int | None, typer.Option(*K_NAMES, help="K. Default: from the engine's counters or --flags, if they show it.")
     ] = None,
     temperatures: Temperatures = "0",
     rule: Annotated[
@@ -99,6 +108,7 @@ def diagnose(
     from nextn.checkpoint.safetensors_file import write_json
     from nextn.engines.client import Budget, Limits
     from nextn.engines.endpoint import Endpoint
+    from nextn.engines.run_settings import with_settings
     from nextn.evaluate.workload import read_prompts
 
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
@@ -119,6 +129,7 @@ def diagnose(
         counters = read_engine_counters(engine, budget, served=served, key_env=key_env)
         loaded = options.load(need_head=True)
         observed = [EngineObservation(plan.temperatures[0], counters)]
+    observed = [replace(each, counters=with_settings(each.counters, _flag_texts(flags))) for each in observed]
     plan = observed_plan(observed, plan, num_speculative_tokens)
     diagnosis = _compare(loaded, options, observed, source, plan, texts)
     if stored is not None:  # the next diagnosis is of what the engine does then
@@ -131,6 +142,17 @@ def diagnose(
     else:
         _show_diagnosis(diagnosis)
     raise typer.Exit(_exit_code(diagnosis))
+
+
+def _flag_texts(flags: str | None) -> list[str]:
+    """The text of --flags, or of the file that it names."""
+    if flags is None:
+        return []
+    path = Path(flags)
+    try:
+        return [path.read_bytes()[:_MAX_FLAGS].decode(errors="replace") if path.is_file() else flags]
+    except (OSError, ValueError):  # longer than a path, or with NUL
+        return [flags]
 
 
 def _exit_code(diagnosis: "Diagnosis") -> int:
@@ -211,7 +233,7 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
     several = len(diagnosis.cases) > 1
     for case in diagnosis.cases:
         seen = case.observation
-        label = f"{diagnosis.engine}, {_where(seen.temperature, seen.prompt_indices, several=several)}"
+        label = f"{_engine_name(diagnosis)}, {_where(seen.temperature, seen.prompt_indices, several=several)}"
         rates = [f"{rate:.3f}" if rate == rate else "" for rate in case.counts.rates]
         rates += [""] * (len(depths) - len(rates))  # an engine may have counted fewer depths in this case
         table.add_row(plain(label), *rates, f"{1 + case.num_accepted:.2f}", "", "", style="bold")
@@ -239,6 +261,11 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
 def _where(temperature: float, prompts: "tuple[int, ...] | None", *, several: bool) -> str:
     at = "greedy" if not temperature else f"T={temperature:g}"
     return at if not several or prompts is None else f"{at}, {len(prompts)} prompts"
+
+
+def _engine_name(diagnosis: "Diagnosis") -> str:
+    version = diagnosis.cases[0].observation.counters.version
+    return f"{diagnosis.engine} {version}" if version else diagnosis.engine
 
 
 def _odds(cause: "Cause") -> str:

@@ -76,7 +76,10 @@ def convert(
             callback=shipped_path,
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    out: Annotated[
+        Path | None,
+        typer.Argument(help="New folder for the result. With --reindex alone: the folder itself is changed."),
+    ] = None,
     to: Annotated[str | None, typer.Option(help="Family whose names the head gets. Default: the model's own.")] = None,
     now: Annotated[
         str | None, typer.Option("--from", help="Family whose names the head has, if they are ambiguous.")
@@ -104,6 +107,9 @@ def convert(
         Path | None,
         typer.Option(help="For a .gguf file: folder with its tokenizer, if nextn cannot read the one in the file."),
     ] = None,
+    reindex: Annotated[
+        bool, typer.Option("--reindex", help="Write the index that the files imply; no tensor changes.")
+    ] = False,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -113,6 +119,18 @@ def convert(
 ) -> None:
     """Convert a head between equivalent layouts and between files, bit for bit; or a GGUF file to a checkpoint."""
     form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
+    if reindex:
+        _refuse_beside_reindex(to=to, now=now, form=form, norm_weights=norm_weights, dtype=dtype, tokenizer=tokenizer,
+                               experts=experts, trunk_experts=trunk_experts)  # fmt: skip
+        from nextn.edit.reindex import reindex as write_index
+
+        opened = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+        _run(partial(write_index, opened, out), follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+        return
+    if out is None:
+        raise typer.BadParameter(
+            "OUT is missing: give a new folder for the result; only --reindex changes the folder itself"
+        )
     if Path(source).suffix == ".gguf":
         from nextn.edit.gguf_import import convert_gguf
 
@@ -322,6 +340,11 @@ def _refuse_options(**given: object) -> None:
         )
 
 
+def _refuse_beside_reindex(**given: object) -> None:
+    if others := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"--reindex changes the index alone; run it first, then convert with {', '.join(others)}")
+
+
 def _shift(name: str | None) -> "Shift | None":
     if name not in (None, "add-1", "subtract-1"):
         raise typer.BadParameter(f"--norm-weights {name}; expected add-1 or subtract-1")
@@ -374,7 +397,8 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
     ]
     lines = [*filter(None, [more_files, *lines, *moves, more_moves]), *(f"note: {note}" for note in plan.notes)]
     verb = "would write" if dry_run else "wrote"
-    lines.append(f"{verb} {plan.num_bytes:,} bytes of tensors in {plan.folder}" if plan.pieces else "nothing to write")
+    what = f"{plan.num_bytes:,} bytes of tensors" if plan.pieces else "no tensors, but the files above,"
+    lines.append(f"{verb} {what} in {plan.folder}" if plan.pieces or plan.documents else "nothing to write")
     for line in lines:
         screen.print(plain(line), soft_wrap=True)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    Step = Callable[[], None]
+    Step = Callable[..., None]  # called with a count, by default 1
 
 T = TypeVar("T")
 MAX_ROWS = 50  # of one table: untrusted files can name any number of things
@@ -120,7 +120,7 @@ def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int | None], Step]
 
         def add(description: str, total: int | None) -> "Step":
             task = bar.add_task(description, total=total)
-            return lambda: bar.advance(task)
+            return lambda count=1: bar.advance(task, count)
 
         yield add
 

@@ -1,6 +1,5 @@
 """Run a canary's prompts through an engine over HTTP, or read the answers from files. Imports no torch."""
 
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +7,11 @@ from pathlib import Path
 from nextn.bounded_json import loads, short_repr, string
 from nextn.conformance.record import Canary
 from nextn.engines import counter_formats
-from nextn.engines.answers import EngineAnswer, EngineRequest, token_ids
+from nextn.engines.answers import EngineAnswer, EngineRequest, token_ids, unique_salt
 from nextn.engines.counters import Counters, fill_in_derived
 from nextn.engines.endpoint import Endpoint, answer_all, counters_in_answers, settled_counters
+from nextn.engines.json_formats import from_json
+from nextn.engines.metrics_formats import without_first_tokens
 from nextn.errors import ConfigError, EngineError
 
 
@@ -43,9 +44,9 @@ def run_greedy(endpoint: Endpoint, canary: Canary, *, on_prompt: Callable[[], No
     """
     texts: list[tuple[int, ...]] = []
     counts: list[tuple[tuple[int, ...], Counters]] = []
-    run, reason = uuid.uuid4().hex, ""
+    reason = ""
     for index, prompt in enumerate(canary.prompts):
-        request = EngineRequest(prompt.ids, canary.max_tokens, cache_salt=f"canary {run} {index}")
+        request = EngineRequest(prompt.ids, canary.max_tokens, cache_salt=unique_salt())
         (text,), counters, reason = _send(endpoint, [request], on_prompt)
         texts.append(text)
         if counters is not None:
@@ -60,14 +61,14 @@ def run_sampled(
 
     Each has its own seed, and continues after an end of text. Raises EngineError, BudgetError.
     """
-    run, count = uuid.uuid4().hex, len(canary.prompts)
+    count = len(canary.prompts)
     requests = [
         EngineRequest(
             prompt.ids,
             canary.max_tokens,
             canary.sampled.temperature,
             seed=number * count + index,
-            cache_salt=f"canary {run} {number} {index}",
+            cache_salt=unique_salt(),
             ignore_eos=True,
         )
         for number in range(passes)
@@ -88,7 +89,7 @@ def _send(
         counters = counters_in_answers(answers)
     else:
         after, reason = _read_counters(endpoint, before=before)
-        counters = None if after is None else counter_formats.without_first_tokens(after.minus(before), len(requests))
+        counters = None if after is None else without_first_tokens(after.minus(before), len(requests))
     return [_tokens(answer) for answer in answers], None if counters is None else fill_in_derived(counters), reason
 
 
@@ -118,7 +119,7 @@ def from_files(canary: Canary, answers: Path, counters: Path | None) -> Conforma
         raise ConfigError(f"{answers}: {len(texts)} answers; the canary has {len(canary.prompts)} prompts")
     if counters is not None:
         return ConformanceRun(texts, ((tuple(range(len(texts))), counter_formats.read(counters)),))
-    counts = [((index,), counter_formats.from_json(line)) for index, line in enumerate(lines)]
+    counts = [((index,), from_json(line)) for index, line in enumerate(lines)]
     known = tuple((indices, line_counts) for indices, line_counts in counts if line_counts is not None)
     return ConformanceRun(texts, known, "" if known else f"{answers} has no counters; give --counters")
 

@@ -33,6 +33,7 @@ from nextn.edit.plan import (
     visible,
     with_config,
 )
+from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import ExpertForm, Family, by_name, rows
 from nextn.text_format import some
@@ -95,8 +96,9 @@ def convert(
         CheckpointError: Norm weights less one lose bits, or the head is partial.
         FamilyError: The two layouts do not compute the same; the message names the differences.
     """
-    checkpoint = as_checkpoint(source)
-    refuse_links(checkpoint, follow=follow_links)
+    given = as_checkpoint(source)
+    refuse_links(given, follow=follow_links)
+    checkpoint, repairs = sound(given, without=side_files(Inventory.of(given)))
     inventory = Inventory.of(checkpoint)
     layout = by_name(to) if to else inventory.family
     head = find_head(inventory, layout, by_name(now) if now else None)
@@ -113,7 +115,7 @@ def convert(
     notes += [f"left out: {name}, stored in another form than {experts}" for name in left]
     plan = replace(
         _plan(inventory, head, layout, fresh, form, trunk, {*left, *replaced}),
-        notes=tuple(notes),
+        notes=(*repairs, *notes),
         follow_links=follow_links,
     )
     plan = into_new_folder(plan, out)
@@ -314,6 +316,7 @@ def _plan(
             {SINGLE: {**kept, **trunk, **fresh}},
             None,
             dropped=tuple({info.file for info in checkpoint.tensors.values()}),
+            gone=files.gone,
         )
     elif form == "side-file":
         files = _side_file(files, fresh)

@@ -108,6 +108,7 @@ def export(
         {SINGLE: {name: Piece(head.checkpoint, name) for name in head.stored.values()}},
         None,
         dropped=head.checkpoint.files,
+        gone=frozenset(head.checkpoint.tensors.keys() - set(head.stored.values())),
     )
     documents = {CONFIG: head.checkpoint.config}
     stored = next(iter(head.checkpoint.headers.values())).metadata

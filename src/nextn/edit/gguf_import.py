@@ -216,6 +216,8 @@ def _plan(file: GgufFile, architecture: Architecture, meta: Metadata, dtype: str
     elif dtype == STORED and (kept := {name for name, piece in pieces.items() if _keeps_blocks(piece)}):
         config["quantization_config"] = {"quant_method": "gguf"}
         notes += _notes_on_blocks(pieces, kept, str(config["dtype"]))
+    elif dtype not in DTYPE_NAMES:
+        notes += _notes_on_values(pieces, str(config["dtype"]))
     written: dict[str, GgufPiece] = {}
     for name, piece in pieces.items():
         parts: tuple[Part, ...] = _PACKED_PARTS if name in rounded else ("blocks",) if name in kept else ("weight",)
@@ -367,6 +369,15 @@ def _moves_blocks(piece: GgufPiece) -> bool:
     starts = columns[::size]
     is_whole = torch.equal(columns, starts[:, None].add(torch.arange(size)).flatten())
     return is_whole and not bool(starts.remainder(size).any())
+
+
+def _notes_on_values(pieces: Mapping[str, GgufPiece], dtype: str) -> list[str]:
+    """Return a note on quantized Linears that are written as values, and why none of them stays packed."""
+    kinds = Counter(piece.kind for piece in pieces.values() if _is_linear(piece) and piece.kind not in DTYPES)
+    if not kinds:
+        return []
+    listed = ", ".join(f"{counted(count, 'weight')} in {kind}" for kind, count in sorted(kinds.items()))
+    return [f"dequantized to {dtype}: {listed}; only files whose Linears are all {' or '.join(_PACKED)} stay packed"]
 
 
 def _notes_on_blocks(pieces: Mapping[str, GgufPiece], kept: Iterable[str], dtype: str) -> list[str]:

@@ -92,8 +92,13 @@ def common_config(meta: Metadata) -> Config:
             f"{meta.file.path}: token_embd.weight has shape {shape}, it must have rows of "
             f"{meta.whole('embedding_length')}. It holds no complete model: download it again."
         )
-    if meta.head_dim * meta.whole("attention.head_count") > MOST_ROWS:
-        raise CheckpointError(f"{meta.file.path}: more than {MOST_ROWS} values in the heads of a layer")
+    for name in ("attention.head_count", "attention.head_count_kv"):
+        count = meta.whole(name, meta.whole("attention.head_count"))
+        if meta.head_dim * count > MOST_ROWS:
+            raise CheckpointError(
+                f"{meta.file.path}: {meta.architecture}.{name} is {count}: with {meta.head_dim} values each, more than "
+                f"{MOST_ROWS} values in the heads of a layer. Download or convert the file again."
+            )
     # llama.cpp ends a text at each of them.
     ends = [*dict.fromkeys(id for name in ("eos", "eot", "eom") if (id := _token(meta, name)) is not None)]
     return {

@@ -3,6 +3,7 @@
 Knows files and tensors, not heads.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,10 +12,12 @@ from functools import partial
 from pathlib import Path
 from reprlib import repr as brief
 
+from nextn.bounded_json import JsonLimits, parse_json
 from nextn.checkpoint.checkpoint import CHUNK, CONFIG, INDEX, SINGLE, Checkpoint, index_json
 from nextn.checkpoint.remote import ByteSource, LocalFile, folder_files, readable
 from nextn.checkpoint.safetensors_file import RawTensor, TensorInfo, write_json, write_safetensors
 from nextn.checkpoint.staging_folder import staged
+from nextn.edit.completeness import check_whole, check_written
 from nextn.edit.links import all_files, left_out, refuse_links
 from nextn.errors import CheckpointError
 from nextn.text_format import some
@@ -22,7 +25,9 @@ from nextn.text_format import some
 HEAD_FILE = "model-mtp.safetensors"  # llama.cpp's converter reads model*.safetensors only
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # transformers reads a model.safetensors before it looks for an index, so next to an index the name must not exist.
-_FIRST_SHARD = "model-00001-of-00002.safetensors"
+FIRST_SHARD = "model-00001-of-00002.safetensors"
+
+_METADATA_LIMITS = JsonLimits(100_000_000, 1_000_000)
 
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
@@ -57,6 +62,7 @@ class Files:
     index: Mapping[str, str] | None = field(repr=False)  # tensor name -> file; None for no index
     renamed: Mapping[str, str] = field(default_factory=dict)  # old name -> new name
     dropped: tuple[str, ...] = ()  # files to delete
+    gone: frozenset[str] = frozenset()  # tensors of the checkpoint that are left out, renamed or replaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +162,7 @@ def divide(
     taken = set(checkpoint.sources)
     head = free_name(new_file, taken)
     weights = {head: fresh} if fresh else {}
-    renamed = {SINGLE: free_name(_FIRST_SHARD, taken)} if SINGLE in checkpoint.headers and SINGLE not in stale else {}
+    renamed = {SINGLE: free_name(FIRST_SHARD, taken)} if SINGLE in checkpoint.headers and SINGLE not in stale else {}
     for file in sorted(stale):
         rest = {name: Piece(checkpoint, name) for name, info in kept.items() if info.file == file}
         rest |= {name: piece for name, piece in beside.items() if piece.info.file == file}
@@ -169,11 +175,12 @@ def divide(
         | dict.fromkeys(fresh, head)
     )
     linked = {old: new for old, new in renamed.items() if new not in weights}
-    return Files(weights, index, linked, tuple(sorted(stale)))
+    replaced = frozenset(name for name in (*gone, *fresh) if name in checkpoint.tensors)
+    return Files(weights, index, linked, tuple(sorted(stale)), replaced)
 
 
 def _trunk_name(file: str) -> str:
-    return _FIRST_SHARD if file == SINGLE else f"{Path(file).stem}-trunk.safetensors"
+    return FIRST_SHARD if file == SINGLE else f"{Path(file).stem}-trunk.safetensors"
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
@@ -207,6 +214,7 @@ def execute(plan: EditPlan, *, seal: Callable[[Path], None] | None = None, on_by
         _fill(plan, new, on_bytes)
         if seal is not None:
             seal(new)
+        _check(plan, new)
         if plan.new_folder:
             _add_others(plan, new)
         _refuse_changed(plan)
@@ -272,9 +280,56 @@ def _fill(plan: EditPlan, new: Path, on_bytes: Progress) -> None:
 
     for file, pieces in plan.files.weights.items():
         raws = {name: _raw(piece, count) for name, piece in pieces.items()}
-        write_safetensors(new / file, raws, metadata=plan.metadata)
+        write_safetensors(new / file, raws, metadata=_metadata(plan, pieces.values()))
     for file, value in plan.documents.items():
         write_json(new / file, value)
+
+
+def _check(plan: EditPlan, new: Path) -> None:
+    """Raise CheckpointError if the new files are not as planned, or the result lacks a tensor that is not to go."""
+    weights, origin = plan.files.weights, plan.origin
+    expected = {file: {name: piece.info for name, piece in pieces.items()} for file, pieces in weights.items()}
+    copied = {
+        file: {name: partial(_read, piece) for name, piece in pieces.items() if type(piece) is Piece and not piece.edit}
+        for file, pieces in weights.items()
+    }
+    headers = check_written(plan.folder, new, expected, copied)
+    if origin.headers and (plan.new_folder or Path(origin.path) == plan.folder):
+        files = plan.files
+        check_whole(
+            plan.folder, origin, headers, index=files.index, renamed=files.renamed, dropped=files.dropped,
+            gone=files.gone,
+        )  # fmt: skip
+
+
+def _read(piece: Piece, begin: int, end: int) -> bytes:
+    """Read a part of a stored tensor, by byte offsets in it."""
+    info = piece.info
+    return piece.source.sources[info.file].read(info.begin + begin, info.begin + end)
+
+
+def _metadata(plan: EditPlan, pieces: Iterable[Piece]) -> dict[str, str]:
+    """Return what the header of a new file says: the plan's, over that of the files its tensors come from.
+
+    Some formats describe tensors there. Of an entry in several files the first is kept; JSON lists are joined.
+    """
+    sources = dict.fromkeys(piece.info.file for piece in pieces if piece.source.path == plan.origin.path)
+    merged: dict[str, str] = {}
+    for file in sources:
+        header = plan.origin.headers.get(file)
+        for key, value in (header.metadata if header else {}).items():
+            merged[key] = _joined_lists(merged[key], value) if key in merged else value
+    return {**merged, **plan.metadata}
+
+
+def _joined_lists(one: str, other: str) -> str:
+    try:
+        lists = [parse_json(each.encode(), _METADATA_LIMITS) for each in (one, other)]
+    except ValueError:
+        return one
+    if not all(isinstance(each, list) for each in lists):
+        return one
+    return json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))  # type: ignore[misc]  # both are lists of names
 
 
 def _raw(piece: Piece, count: Callable[[int], None]) -> RawTensor:

@@ -43,6 +43,7 @@ from nextn.edit.plan import (
     quiet,
     with_config,
 )
+from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
@@ -188,11 +189,13 @@ def quantize(
             f"activation bits {activation_bits}, weights {weights}, head bits {head_bits}; expected activation bits "
             "16, or 8 with weights int8 and head bits 16 or 8"
         )
-    checkpoint = as_checkpoint(source)
-    refuse_links(checkpoint, follow=follow_links)
+    given = as_checkpoint(source)
+    refuse_links(given, follow=follow_links)
+    checkpoint, repairs = sound(given, without=side_files(Inventory.of(given, family=trunk_family(given))))
     roundings = {"trunk": Rounding.of(BITS[weights], group_size, activation_bits)}
     roundings |= {} if head_bits == 16 else {"head": Rounding.of(head_bits, group_size, activation_bits)}
-    plan = replace(_plan(checkpoint, roundings), follow_links=follow_links)
+    plan = _plan(checkpoint, roundings)
+    plan = replace(plan, notes=(*repairs, *plan.notes), follow_links=follow_links)
     plan = into_new_folder(plan, out)
     if not dry_run:
         seal = partial(_seal, checkpoint=checkpoint, config=plan.documents[CONFIG])
@@ -272,7 +275,7 @@ def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding]) -> Files:
             weights[info.file][piece.info.name] = piece
     hidden = set(checkpoint.unindexed)
     index = {name: file for file, pieces in weights.items() if file not in hidden for name in pieces}
-    return Files(weights, None if checkpoint.index is None else index)
+    return Files(weights, None if checkpoint.index is None else index, gone=frozenset(rounded))
 
 
 def quantization_config(

@@ -28,9 +28,10 @@ from nextn.edit.plan import (
     visible,
     with_config,
 )
+from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import ENGINES, Family, by_config, by_name, lookup
-from nextn.text_format import some
+from nextn.text_format import counted, some
 
 
 def restore(
@@ -72,12 +73,15 @@ def restore(
     if base is None and aliases is None:
         raise ConfigError("nothing to restore: give a base that has the head, or an engine that needs copies")
     row = by_name(family) if family else None
-    dst = _target(target, row)
+    dst, whole, repairs = _target(target, row)
     src = None if base is None else _base(base, dst, row)
     for each in (dst, src):
         if each is not None:
             refuse_links(each.checkpoint, follow=follow_links)
-    plan = replace(_plan(dst, src, aliases, force=force), follow_links=follow_links)
+    if src is not None and Path(dst.checkpoint.path) not in (source := Path(src.checkpoint.path), source.parent):
+        _refuse_complete(whole, src, force=force)
+    plan = _plan(dst, src, aliases, force=force)
+    plan = replace(plan, notes=(*repairs, *_kept(whole, dst), *plan.notes), follow_links=follow_links)
     plan = plan if out is None else into_new_folder(plan, out)
     if not dry_run and plan.pieces:
         seal = None if src is None else partial(_seal, dst=dst, src=src, plan=plan, trained_by=trained_by)
@@ -85,19 +89,25 @@ def restore(
     return plan
 
 
-def _target(path: str | Path, family: Family | None) -> Inventory:
-    """Return what loaders see of the target; a head in a file that is not in the index counts as missing."""
+def _target(path: str | Path, family: Family | None) -> tuple[Inventory, Inventory, list[str]]:
+    """Return what loaders see of the target, all that it holds, and notes of what its index lacked.
+
+    A head in a file of its own that is not in the index counts as missing.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{path}: not a folder. Only a local folder can be changed; download a hub model first.")
-    inventory = Inventory.of(visible(Checkpoint.open(folder)), family=family)
-    missing = indexed_but_missing(inventory, head=False)
+    checkpoint = Checkpoint.open(folder)
+    whole = Inventory.of(checkpoint, family=family)
+    checkpoint, notes = sound(checkpoint, without=side_files(whole))
+    inventory = Inventory.of(visible(checkpoint), family=family)
+    missing = indexed_but_missing(whole, head=False)
     if missing:
         raise CheckpointError(
             f"{path}: {len(missing)} tensors of the trunk are in the index and in no file, such as "
             f"{some(missing[:1])}. Complete the target first."
         )
-    return inventory
+    return inventory, whole, notes
 
 
 def _base(source: "str | Path | Checkpoint", dst: Inventory, family: Family | None) -> Inventory:
@@ -133,6 +143,8 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
         _refuse_complete(dst, src, force=force)
         notes += refuse_misfit(dst, src, force=force)
         gone = dst.spellings(dst.own)
+        if gone:
+            notes.append(f"replaces {counted(len(gone), 'tensor')} of the head that was there: {some(sorted(gone))}")
         fresh = {dst.published(name): Piece(src.checkpoint, src.stored[name]) for name in src.own}
         count = len(src.modules)
     if engine is not None:
@@ -159,9 +171,26 @@ def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:
         for inventory in (src, dst)
     )
     if not force and src_parts <= dst_parts:
-        raise CheckpointError(
-            f"{dst.checkpoint.path}: already has a complete head ({len(dst.modules)} modules). --force replaces it."
+        files = {dst.checkpoint.tensors[name].file for name in dst.stored.values()} & set(dst.checkpoint.unindexed)
+        where = (
+            f", in {some(sorted(files))}, which the index does not list: `nextn convert --reindex` lists it"
+            if files
+            else ""
         )
+        raise CheckpointError(
+            f"{dst.checkpoint.path}: already has a complete head ({len(dst.modules)} modules){where}. --force replaces "
+            "it."
+        )
+
+
+def _kept(whole: Inventory, dst: Inventory) -> list[str]:
+    """Return a note of the head's tensors that lie beside the index, and stay there unread."""
+    beside = {whole.checkpoint.tensors[name].file for name in whole.stored.values()} & set(dst.checkpoint.unindexed)
+    return (
+        [f"another head stays, unlisted, in {some(sorted(beside))}: `nextn convert --reindex` lists it"]
+        if beside
+        else []
+    )
 
 
 def _part(canonical: str) -> str:

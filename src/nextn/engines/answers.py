@@ -5,6 +5,7 @@ llama.cpp's completions: the shape of chat, with token ids.
 """
 
 import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -65,6 +66,11 @@ class EngineRequest:
             body |= {"cache_salt": self.cache_salt, "cache_prompt": False} if self.cache_salt else {}
             body |= {"ignore_eos": True} if self.ignore_eos else {}
         return body
+
+
+def unique_salt() -> str:
+    """Return a text that no request has had as cache_salt: nothing of an earlier run is in a prefix cache under it."""
+    return uuid.uuid4().hex
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ COUNTS = ("num_drafts", "draft_tokens", "accepted", "emitted")
 SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, ... are lower bounds"
 ROUNDED = "from rates rounded in the log: counts are approximate"
 FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
+SOME_POSITIONS = "acceptance of the last positions is missing: only the totals are compared"
 # Limits of a page of Prometheus text.
 MAX_BYTES = 16 * 1024 * 1024
 MAX_LINES = 50_000
@@ -48,6 +49,11 @@ class Counters:
     length: float | None = None  # the engine's own mean acceptance length (AL), for one that reports no counts
     since: float | None = None  # when the counting began, in Unix seconds
     notes: tuple[str, ...] = ()  # caveats about the figures
+    k: int | None = None  # draft tokens per round at most (K), where the source says it
+    source: str = field(default="", compare=False)  # the format that they were read from, see `counter_formats.FORMATS`
+    version: str = field(default="", compare=False)  # of the engine, where the source says it
+    # Settings of the engine that decide the acceptance in place of the head, or make the text another than the trunk's.
+    overrides: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if max(len(self.per_position), len(self.per_position_offered)) > MAX_POSITIONS:
@@ -118,6 +124,12 @@ def _offered(counters: Counters, depth: int) -> int:
 
 def fill_in_derived(counters: Counters) -> Counters:
     """Add the counts that follow from the others, and a note where some rounds drafted less than the longest."""
+    counters = _with_all_positions(counters)
+    drafted, kept = counters.draft_tokens, counters.accepted or 0
+    if drafted is not None and kept > drafted + 2 + drafted // 50:  # a reading under load does not show one instant
+        raise EngineError(
+            f"{counters.engine}: {kept:,} of {drafted:,} draft tokens accepted is impossible; they are not of one run"
+        )
     num_drafts, tokens, accepted = counters.num_drafts, counters.draft_tokens, counters.accepted
     positions = counters.per_position
     if not positions and num_drafts is not None and tokens == num_drafts and accepted is not None:
@@ -125,6 +137,21 @@ def fill_in_derived(counters: Counters) -> Counters:
     if num_drafts and tokens is not None and len(positions) > 1 and tokens < num_drafts * len(positions):
         counters = replace(counters, notes=(*counters.notes, SHORTER))
     return counters
+
+
+def _with_all_positions(counters: Counters) -> Counters:
+    """Add the last position where the text was cut before it, as the totals show; drop all if more are missing."""
+    num_drafts, tokens, accepted = counters.num_drafts, counters.draft_tokens, counters.accepted
+    positions = counters.per_position
+    if not (num_drafts and tokens and positions) or counters.per_position_offered:
+        return counters
+    missing = math.ceil(tokens / num_drafts - 0.05) - len(positions)
+    if missing <= 0:
+        return counters
+    last = (accepted or 0) - sum(positions)
+    if missing == 1 and accepted is not None and 0 <= last <= positions[-1] * 1.02 + 2:
+        return replace(counters, per_position=(*positions, min(last, positions[-1])))
+    return replace(counters, per_position=(), notes=(*counters.notes, SOME_POSITIONS))
 
 
 def sum_counters(parts: Iterable[Counters]) -> Counters | None:
@@ -150,6 +177,8 @@ class CounterSums:
     length: float = 0.0
     num_lengths: int = 0
     notes: dict[str, None] = field(default_factory=dict)
+    k: int | None = None  # the largest
+    source: str = ""
 
     def add(self, part: Counters) -> None:
         self.engine = part.engine if self.engine is None else self.engine
@@ -162,6 +191,8 @@ class CounterSums:
             self.length += part.length
             self.num_lengths += 1
         self.notes |= dict.fromkeys(part.notes)
+        self.k = part.k if self.k is None else max(self.k, part.k or 0)
+        self.source = self.source or part.source
 
     def counters(self) -> Counters | None:
         if self.engine is None:
@@ -177,6 +208,8 @@ class CounterSums:
             emitted=emitted,
             length=self.length / self.num_lengths if self.num_lengths else None,
             notes=tuple(self.notes),
+            k=self.k,
+            source=self.source,
         )
 
 

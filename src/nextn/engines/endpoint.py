@@ -17,8 +17,9 @@ from typing import TypeVar
 from nextn.bounded_json import MAX_COUNT
 from nextn.engines.answers import EngineAnswer, EngineRequest, parse_answer, parse_stream, token_ids
 from nextn.engines.client import KEY_ENV, Budget, Client
-from nextn.engines.counter_formats import from_json, from_metrics
 from nextn.engines.counters import Counters, sum_counters
+from nextn.engines.json_formats import from_json
+from nextn.engines.metrics_formats import from_metrics
 from nextn.errors import ConfigError, EngineError
 from nextn.text_format import some
 

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from nextn.checkpoint.mapped_memory import released_after_use
 from nextn.errors import ConfigError
+from nextn.evaluate.decoding_costs import step_bytes
+from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
-from nextn.runtime.backend import DecodingTrunk
+from nextn.runtime.backend import DecodingTrunk, backend_for
 
 BLOCK = 64  # positions whose distributions are in memory at once
 # From a text [T] to its logits [n, V] in order, of any n that sum to T.
@@ -44,6 +46,12 @@ class Accuracy:
     perplexity_ratio: float
     perplexity: float
     ties: float
+
+    def __str__(self) -> str:
+        return (
+            f"KL {self.kl_mean:.2g} nats (99th percentile {self.kl_p99:.2g}), same argmax {self.same_argmax:.1%}, "
+            f"perplexity x {self.perplexity_ratio:.4f}, at {self.positions} positions"
+        )
 
     def as_record(self) -> dict[str, object]:
         return asdict(self)
@@ -97,7 +105,7 @@ class Reference:
         for text, states in zip(self.texts, self._states, strict=True):
             start = 0
             for block in logits(text):
-                reference = self._read(states[start : start + len(block)])
+                reference = self._read(states[start : start + len(block)]).cpu()
                 if block.shape != reference.shape:
                     raise ConfigError(
                         f"logits of shape {tuple(block.shape)}, those of the reference are {tuple(reference.shape)}: "
@@ -156,11 +164,46 @@ def logits_of(trunk: DecodingTrunk) -> Logits:
         tokens, cache = torch.tensor([list(text)]), trunk.cache(1)
         for block in tokens.split(size, dim=1):
             with trunk.pass_context():
-                result = trunk.read(trunk(block, cache)).logits[0].clone()
+                result = trunk.read(trunk(block, cache)).logits[0].to("cpu", copy=True)
                 cache.commit([block.shape[1]])
             yield result
 
     return logits
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the model, and its accuracy."""
+
+    source: str
+    weights: str  # one of `WEIGHTS`
+    backend: str  # that ran it: native or torch
+    dtype: str
+    step_bytes: int  # of weights that a step of one token reads
+    accuracy: Accuracy
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        reference: Reference,
+        *,
+        source: str,
+        backend: str = "auto",
+        on_position: Callable[[int], None] = lambda count: None,
+    ) -> "Candidate":
+        """Compare a loaded model, with its `Trunk.weights`, in a backend (see `backend_for`).
+
+        Raises ConfigError: The backend cannot run it, or as `Reference.compare`.
+        """
+        engine, trunk = backend_for(model, backend), model.trunk
+        accuracy = reference.compare(logits_of(engine.trunk), on_position=on_position)
+        dtype, num_bytes = str(trunk.dtype).removeprefix("torch."), step_bytes(trunk, engine.weight_bits)
+        return cls(source, trunk.weights, engine.name, dtype, num_bytes, accuracy)
+
+    def as_record(self) -> dict[str, object]:
+        own = {name: value for name, value in vars(self).items() if name != "accuracy"}
+        return own | self.accuracy.as_record()
 
 
 def _check_texts(trunk: Trunk, texts: Sequence[Sequence[int]]) -> None:

@@ -13,6 +13,7 @@ from nextn.evaluate.engine_run import EngineObservation, count_retokenized, dive
 from nextn.evaluate.faults import (
     CONTEXT,
     FAULTS,
+    OVERRIDDEN,
     TEMPLATE,
     WEIGHTS,
     FaultHypothesis,
@@ -144,16 +145,23 @@ class Diagnosis:
     def named(self) -> tuple[str, ...]:
         """("fine",), or the faults found: () if no known cause explains the counts.
 
-        Three are not among the hypotheses: `weights`, if the counts are as expected, but the head itself is poor,
-        `context-length`, if only long prompts fall short, and `inconclusive`, if the evidence cannot exclude that half
-        of the drafts are lost.
+        Four are not among the hypotheses: `acceptance-overridden`, if a setting of the engine decides the acceptance,
+        `weights`, if the counts are as expected, but the head itself is poor, `context-length`, if only long prompts
+        fall short, and `inconclusive`, if the evidence cannot exclude that half of the drafts are lost.
         """
+        if self.overrides:
+            return (OVERRIDDEN,)
         names = name_causes(self.causes)
         if names == (FINE,) and self.reference_rate < _POOR_RATE:
             return (WEIGHTS,)
         if names == (FINE,) and not can_decide(self._evidence):
             return (INCONCLUSIVE,)
         return (CONTEXT,) if not names and self._falls_with_length else names
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Settings of the engine that force or relax acceptance."""
+        return tuple(dict.fromkeys(each for case in self.cases for each in case.observation.counters.overrides))
 
     @cached_property
     def indistinguishable(self) -> tuple[str, ...]:
@@ -235,6 +243,8 @@ class Diagnosis:
         figures = f"AL {counted:.2f} where this head should give {expected:.2f}{where}"
         if self.is_fine:
             return f"the engine shows what this head should give: {figures}"
+        if self.overrides:
+            return f"the acceptance is not the head's: {', '.join(self.overrides)}; {figures}"
         if self.is_inconclusive:
             doubt = "an engine that loses half of the accepted drafts is not excluded"
             return f"the data cannot decide: {figures}, and {doubt}; {self._needed_text}"
@@ -308,6 +318,7 @@ class Diagnosis:
             "definitions": DEFINITIONS,
             "verdict": self.summary,
             "fine": self.is_fine,
+            "overrides": list(self.overrides),
             "needed": None if self.needed is None else self.needed.as_record(),
             "named": list(self.named),
             "indistinguishable": list(self.indistinguishable),

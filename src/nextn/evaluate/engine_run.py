@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest
+from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest, unique_salt
 from nextn.engines.client import Budget
-from nextn.engines.counter_formats import from_metrics, read, without_first_tokens
+from nextn.engines.counter_formats import read
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint, answer_all, fetch_metrics, read_counters
+from nextn.engines.metrics_formats import from_metrics, without_first_tokens
 from nextn.errors import CheckpointError, ConfigError, EngineError
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import prompt_tokens
@@ -164,11 +165,9 @@ def ask_prompts(
 
     Raises EngineError if the engine counts no drafts, its counters were reset meanwhile, or it refuses a prompt.
     """
-    # The salt keeps this run from using what an earlier one left in the prefix cache.
+    # The salts keep this run from using what an earlier one left in the prefix cache.
     requests = [
-        EngineRequest(
-            prompts[place], max_tokens, temperature, seed=seed + place, cache_salt=f"{seed}-{temperature:g}-{place}"
-        )
+        EngineRequest(prompts[place], max_tokens, temperature, seed=seed + place, cache_salt=unique_salt())
         for place in indices
     ]
     before = read_counters(endpoint)

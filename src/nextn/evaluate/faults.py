@@ -191,6 +191,7 @@ FAULTS: tuple[Fault, ...] = (
 
 
 NOTHING, WEIGHTS, CONTEXT, TEMPLATE = "nothing-kept", "weights", "context-length", "template"
+OVERRIDDEN = "acceptance-overridden"
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,12 @@ _OTHERS = {
         "prompts with the chat template where the reference has none, or without",
         "ask the engine's chat route, or give the reference --no-chat; then compare again",
         ("ROCm/ATOM#609",),
+    ),
+    OVERRIDDEN: FaultHypothesis(
+        OVERRIDDEN,
+        "a setting of the engine accepts drafts that the trunk did not sample: the counts say nothing about the head, "
+        "and the text is not the trunk's",
+        "remove the setting, then compare again; it is for benchmarks of speed, whose texts must not be used",
     ),
     CONTEXT: FaultHypothesis(
         CONTEXT,

@@ -177,6 +177,7 @@ def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: fl
         ConfigError: K is neither shown nor given, or the counters contradict the given K.
     """
     counted = max((max(len(each.per_position), len(each.per_position_offered)) for each in parts), default=0)
+    counted = counted or max((each.k or 0 for each in parts), default=0)
     # A text that ends within a round distorts the mean a little, hence the tolerance below.
     means = [each.draft_tokens / each.num_drafts for each in parts if each.draft_tokens and each.num_drafts]
     mean = max(means, default=0.0)
@@ -207,6 +208,8 @@ def observed_counts(counters: Counters, k: int, *, full_share: float = _FULL_SHA
     rounds = counters.num_drafts or (counters.draft_tokens or 0) // k
     if rounds and counters.accepted is not None:
         return ObservedCounts(length=1 + counters.accepted / rounds, rounds=rounds)
+    if rounds and counters.emitted is not None:
+        return ObservedCounts(length=counters.emitted / rounds, rounds=rounds)
     if counters.length is not None:
         return ObservedCounts(length=counters.length)
     raise EngineError(f"{counters.engine}: counts no round that drafted; is MTP on, and was anything asked?")

@@ -146,6 +146,7 @@ def _check_finite(path: str, state: Iterable[tuple[str, Tensor]]) -> None:
     bad = []
     for name, value in state:
         bad += [name] if value.is_floating_point() and not value.is_meta and not is_finite(value) else []
-        release_pages([value])
+        if type(value.detach()) is Tensor:
+            release_pages([value])
     if bad:
         raise CheckpointError(f"{path}: {len(bad)} trunk tensors hold NaN or Inf: {', '.join(bad[:8])}")

@@ -264,6 +264,11 @@ def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
         raise Untraceable("the native runtime has all layers in memory, and a device map places them elsewhere")
     if trunk.device.type != "cpu":
         raise Untraceable(f"the native runtime runs on CPUs, the model is on {trunk.device}")
+    if (quantizer := getattr(trunk.model, "hf_quantizer", None)) is not None:
+        method = getattr(quantizer.quantization_config, "quant_method", "quantization")
+        raise Untraceable(
+            f"its weights are loaded by {getattr(method, 'value', method)}, whose layers have no native form"
+        )
     backend = _build_native(trunk, head)
     _self_check(trunk, head, backend)
     return_freed_memory()

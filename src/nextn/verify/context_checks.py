@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from nextn.engines.answers import EngineAnswer, EngineRequest
+from nextn.engines.answers import EngineAnswer, EngineRequest, unique_salt
 from nextn.engines.check_result import CheckResult
-from nextn.engines.counter_formats import prefix_hits
 from nextn.engines.endpoint import Endpoint
+from nextn.engines.metrics_formats import prefix_hits
 from nextn.errors import EngineError
 from nextn.verify.greedy_checks import compare_answers
 from nextn.verify.session import NUM_LOGPROBS, VerifySession
@@ -68,7 +68,7 @@ def _cache_pairs(
     cold = endpoint.answer(first)  # never sent before, as the prefix begins with a salt
     warm, hits = _answer_with_hits(endpoint, first)
     shared, shared_hits = _answer_with_hits(endpoint, second)
-    shared_cold = endpoint.answer(replace(second, cache_salt=session.salt()))
+    shared_cold = endpoint.answer(replace(second, cache_salt=unique_salt()))
     return [_CachePair(warm, cold, hits), _CachePair(shared, shared_cold, shared_hits)]
 
 
@@ -96,7 +96,7 @@ def long_context(session: VerifySession) -> CheckResult:
     tokens = limit - settings.max_tokens - _RESERVE
     request = EngineRequest(_text(session, endpoint, tokens), settings.max_tokens, logprobs=NUM_LOGPROBS)
     one = endpoint.answer(request)
-    other = (session.against or endpoint).answer(replace(request, cache_salt=session.salt()))
+    other = (session.against or endpoint).answer(replace(request, cache_salt=unique_salt()))
     subject = f"{one.prompt_tokens or f'about {tokens}'} prompt tokens of {limit}, "
     subject += "MTP on against off" if session.against is not None else "requested twice"
     agreement = compare_answers([(one, other)], tie_gap=settings.tie_gap)
@@ -118,7 +118,7 @@ def _text(session: VerifySession, endpoint: Endpoint, tokens: int) -> str:
     margin = 0.8 if chars_per_token > 1.5 else 1.0  # words differ in length, bytes do not
     size = max(1, int(tokens * chars_per_token * margin))
     parts = [prompt.text for prompt in session.prompts if isinstance(prompt.text, str)] or ["a plain text. "]
-    text, number = f"[{session.salt()}]\n", 0
+    text, number = f"[{unique_salt()}]\n", 0
     while len(text) < size:
         text += f"\n{number + 1}. {parts[number % len(parts)]}\n"
         number += 1

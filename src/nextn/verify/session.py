@@ -1,11 +1,9 @@
 """What the checks share: endpoints, prompts, and answers that several of them need."""
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
-from nextn.engines.answers import EngineAnswer, EngineRequest
+from nextn.engines.answers import EngineAnswer, EngineRequest, unique_salt
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint, answer_all
 from nextn.errors import ConfigError, require_at_least
@@ -44,13 +42,11 @@ class VerifySession:
     against: Endpoint | None  # the same model without MTP, if there is one
     prompts: Sequence[Prompt]
     settings: VerifySettings
-    run: str = field(default_factory=lambda: secrets.token_hex(4))
     # Per endpoint its counters before the first check and after each, or why there are none.
     readings: dict[str, list[Counters | str]] = field(default_factory=dict)
     sampled: dict[tuple[str, int], list[EngineAnswer]] = field(default_factory=dict)
     _greedy: dict[str, list[EngineAnswer]] = field(default_factory=dict)
     _prompt_ids: dict[tuple[str, str], tuple[int, ...] | None] = field(default_factory=dict)
-    _salts: count = field(default_factory=count)
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -65,7 +61,7 @@ class VerifySession:
 
     def greedy_request(self, prompt: Prompt) -> EngineRequest:
         """Return a greedy request that bypasses any prefix cache, which has a check of its own."""
-        return EngineRequest(prompt.text, self.settings.max_tokens, logprobs=NUM_LOGPROBS, cache_salt=self.salt())
+        return EngineRequest(prompt.text, self.settings.max_tokens, logprobs=NUM_LOGPROBS, cache_salt=unique_salt())
 
     def next_token(
         self, endpoint: Endpoint, prompt: str | tuple[int, ...], answer: EngineAnswer, position: int
@@ -79,17 +75,13 @@ class VerifySession:
         if endpoint.chat or ids is None or answer.ids is None:
             return None
         context = (*ids, *answer.ids[:position])
-        return endpoint.answer(EngineRequest(context, 1, logprobs=NUM_LOGPROBS, cache_salt=self.salt()))
+        return endpoint.answer(EngineRequest(context, 1, logprobs=NUM_LOGPROBS, cache_salt=unique_salt()))
 
     def _tokenize(self, endpoint: Endpoint, prompt: str) -> tuple[int, ...] | None:
         key = (endpoint.url, prompt)
         if key not in self._prompt_ids:
             self._prompt_ids[key] = endpoint.tokenize(prompt)
         return self._prompt_ids[key]
-
-    def salt(self) -> str:
-        """Return a text that no run has sent before."""
-        return f"{self.run}-{next(self._salts)}"
 
     def answer_all(self, endpoint: Endpoint, requests: Sequence[EngineRequest]) -> list[EngineAnswer]:
         """Answer requests in order, `concurrency` at a time. Raises the first EngineError."""

@@ -37,10 +37,10 @@ class UseDefs:
         self._uses: dict[int, set[int]] = {}
         self._definitions: dict[int, set[int]] = {}
         for index, group in enumerate(groups):
-            for tensor in group.tensors:
-                self._uses.setdefault(storage_key(tensor), set()).add(index)
-            for tensor in group.entry.outs:
-                self._definitions.setdefault(storage_key(tensor), set()).add(index)
+            for key in group.keys:
+                self._uses.setdefault(key, set()).add(index)
+            for key in group.entry.out_keys:
+                self._definitions.setdefault(key, set()).add(index)
         for tensor in live:
             self._uses.setdefault(storage_key(tensor), set()).add(len(groups))
 
@@ -107,12 +107,12 @@ def eliminate_dead_code(groups: Sequence[Lowered], live: Sequence[Tensor]) -> li
     used = {storage_key(tensor) for tensor in live}
     out = []
     for group in reversed(groups):
-        if not {storage_key(tensor) for tensor in group.entry.outs} & used:
+        if not group.entry.out_keys & used:
             if group.entry.func == "attention":
                 group = _store_only(group.entry)
             elif not isinstance(group.entry.func, str) or group.entry.func in _PURE:
                 continue
-        used |= {storage_key(tensor) for tensor in group.tensors}
+        used |= group.keys
         out.append(group)
     return out[::-1]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nextn.runtime.native.graph_analysis import is_same_view, single_instruction
 from nextn.runtime.native.lowering import Instruction, Lowered
-from nextn.runtime.native.trace import Entry, storage_key
+from nextn.runtime.native.trace import Entry
 from nextn.runtime.native.weight_packing import MAX_BLOCK_COLUMNS
 
 _NORM_ROPE_VIEWS = 5  # out, x, cosine, sine, weight
@@ -50,8 +50,8 @@ def _op(groups: Sequence[Lowered], index: int) -> str:
 
 def _depend(writers: Sequence[Lowered], groups: Sequence[Lowered]) -> bool:
     """Whether the groups use anything that the writers write."""
-    written = {storage_key(out) for group in writers for out in group.entry.outs}
-    return any(storage_key(tensor) in written for group in groups for tensor in group.tensors)
+    written = frozenset().union(*(group.entry.out_keys for group in writers))
+    return any(written & group.keys for group in groups)
 
 
 def _shard(linear: Instruction, norm_rope: Instruction, attention: Instruction) -> list[Instruction] | None:

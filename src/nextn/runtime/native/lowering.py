@@ -6,6 +6,7 @@ Instructions refer to the recorded tensors; program.py assigns their memory.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,14 @@ class Lowered:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.entry.tensors, *(tensor for step in self.instructions for tensor in step.tensors)]
+        """All tensors that the operation or an instruction reads or writes, in order."""
+        steps = (tensor for step in self.instructions for tensor in step.tensors)
+        return [*self.entry.inputs, *self.entry.outs, *steps]
+
+    @cached_property
+    def keys(self) -> frozenset[int]:
+        """Storages that the operation or an instruction reads or writes."""
+        return frozenset(map(storage_key, self.tensors))
 
 
 Rule = Callable[["Lowering", Entry], list[Instruction] | None]

@@ -43,9 +43,9 @@ class Entry:
         return _tensors((self.args, self.kwargs))
 
     @cached_property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that it reads or writes."""
-        return [*self.inputs, *self.outs]
+    def out_keys(self) -> frozenset[int]:
+        """Storages that it writes."""
+        return frozenset(map(storage_key, self.outs))
 
 
 class Trace(TorchDispatchMode):
@@ -144,13 +144,17 @@ def storage_key(tensor: Tensor) -> int:
 
 def _tensors(values: object) -> list[Tensor]:
     """The tensors in nested arguments; torch's own pytree walk would take a third of the recording time."""
+    found: list[Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(values: object, found: list[Tensor]) -> None:
     if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (tuple, list)):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]
+        found.append(values)
+    elif isinstance(values, (tuple, list, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            _collect(value, found)
 
 
 def _is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:

@@ -1,0 +1,42 @@
+"""What no rule looks at, so that a clean report does not say more than was seen."""
+
+from collections.abc import Iterator
+
+from nextn.audit.layer_reference import LayerReference
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.quantization import QuantConfig, stored_modules
+from nextn.errors import CheckpointError
+from nextn.text_format import counted, some
+
+_OUTSIDE = ("norm.weight", "norm_f.weight", "final_layernorm.weight")  # the trunk's final norm
+
+
+def unchecked(inventory: Inventory) -> Iterator[str]:
+    """Yield what of a checkpoint was not checked, each without a period."""
+    if not inventory.layers:
+        yield "the trunk, of which no layer is stored, and what its layers say about the head's names and shapes"
+    elif inventory.stored and all(LayerReference(inventory).compare(module).layer < 0 for module in inventory.modules):
+        yield "the names inside the head's block, as the trunk is incomplete"
+    others = _others(inventory)
+    if others:
+        yield f"{counted(len(others), 'tensor')} outside the trunk's layers and the head, such as {some(others[:2])}"
+    if method := _unknown_method(inventory):
+        yield f"which modules {method} quantizes, as nextn does not know this method"
+    head = {name: inventory.checkpoint.tensors[name] for name in inventory.spellings(inventory.stored)}
+    if packed := sorted({kind for _, kind in stored_modules(head)} - {"plain", "fp8-block", "fp8-tensor"}):
+        yield f"the values of the head's packed matrices ({', '.join(packed)})"
+
+
+def _others(inventory: Inventory) -> list[str]:
+    """Return the tensors that are neither the head's, nor in a trunk layer, nor shared with the head."""
+    known = inventory.spellings(inventory.stored) | set(inventory.shared.values()) | set(inventory.unrecognized)
+    known |= {info.name for layer in inventory.layers.values() for info in layer.values()}
+    return [name for name in inventory.checkpoint.tensors if name not in known and not name.endswith(_OUTSIDE)]
+
+
+def _unknown_method(inventory: Inventory) -> str:
+    try:
+        config = QuantConfig.of(inventory.checkpoint)
+    except CheckpointError:  # `precision` reports it
+        return ""
+    return "" if config is None or config.known else config.method

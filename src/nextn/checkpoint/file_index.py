@@ -1,0 +1,76 @@
+"""The index that a checkpoint's files imply, and how its own differs from it. Imports no torch.
+
+Loaders that follow an index open the files that it names and nothing else; without one, model.safetensors alone.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from nextn.checkpoint.checkpoint import SINGLE, Checkpoint
+from nextn.checkpoint.foreign_names import foreign
+from nextn.families import Family, find, generic
+
+_SHARD = re.compile(r"model[-.\w]*\.safetensors")
+
+
+@dataclass(frozen=True)
+class FileIndex:
+    """Tensor name -> file for every tensor of the model that a file of the folder holds."""
+
+    weight_map: Mapping[str, str] = field(repr=False)
+    unlisted: tuple[str, ...]  # tensors that loaders which follow the checkpoint's own index miss
+    absent: tuple[str, ...]  # tensors of the own index that no file holds
+    left_out: tuple[str, ...]  # files that are not the model's: adapters, other layouts, second copies
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the checkpoint's own index leads to every tensor."""
+        return not self.unlisted
+
+
+def file_index(checkpoint: Checkpoint, family: Family | None = None) -> FileIndex:
+    """Derive the index from the files. Where several hold a tensor, the own index decides, then the file's name."""
+    family = family or find(checkpoint.config) or generic(checkpoint.config)
+    own = checkpoint.index if checkpoint.index is not None else {}
+    named = set(own.values()) | ({SINGLE} if checkpoint.index is None else set())
+    order = sorted(checkpoint.headers, key=lambda file: (file not in named, not _SHARD.fullmatch(file), file))
+    weight_map: dict[str, str] = {}
+    left_out = []
+    for file in order:
+        fresh = [name for name in checkpoint.headers[file].tensors if name not in weight_map]
+        if file in named or any(name in own or _is_of_model(name, family) for name in fresh if not foreign([name])):
+            weight_map |= dict.fromkeys(fresh, file)
+        elif fresh:
+            left_out.append(file)
+        else:
+            left_out.append(file)
+    weight_map |= {name: file for name, file in own.items()
+                   if file in checkpoint.headers and name in checkpoint.headers[file].tensors}  # fmt: skip
+    return FileIndex(weight_map, tuple(_unlisted(checkpoint, weight_map)), tuple(own.keys() - weight_map.keys()),
+                     tuple(left_out))  # fmt: skip
+
+
+def with_sound_index(checkpoint: Checkpoint, index: FileIndex, *, without: frozenset[str] = frozenset()) -> Checkpoint:
+    """Return the checkpoint with the derived index in place of its own; files `without` stay unlisted."""
+    weight_map = {name: file for name, file in index.weight_map.items() if file not in without}
+    tensors = {name: checkpoint.headers[file].tensors[name] for name, file in index.weight_map.items()}
+    return replace(checkpoint, index=weight_map, tensors=checkpoint.tensors | tensors, problems=())
+
+
+def _unlisted(checkpoint: Checkpoint, weight_map: Mapping[str, str]) -> Iterator[str]:
+    """Yield the tensors that a loader does not find where the checkpoint's own index, or its absence, leads it."""
+    if checkpoint.index is None:
+        alone = SINGLE in checkpoint.headers or len(checkpoint.headers) < 2
+        yield from (
+            name for name, file in weight_map.items() if not alone or (file != SINGLE and SINGLE in checkpoint.headers)
+        )
+        return
+    files = set(checkpoint.index.values())
+    for name, file in weight_map.items():
+        if checkpoint.index.get(name) != file or file not in files:
+            yield name
+
+
+def _is_of_model(name: str, family: Family) -> bool:
+    return bool(family.trunk_layer(name) or family.shared_role(name) or (family.names and family.canonical(name, 0)))

@@ -1,0 +1,104 @@
+"""Write a checkpoint's index from the files that are there."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from nextn.checkpoint.checkpoint import SINGLE, Checkpoint, as_checkpoint
+from nextn.checkpoint.file_index import FileIndex, file_index, with_sound_index
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import trunk_family
+from nextn.edit.links import refuse_links
+from nextn.edit.plan import (
+    FIRST_SHARD,
+    EditPlan,
+    Files,
+    Progress,
+    execute,
+    free_name,
+    index_document,
+    into_new_folder,
+    quiet,
+)
+from nextn.errors import CheckpointError, ConfigError
+from nextn.text_format import counted, some
+
+
+def reindex(
+    source: "str | Path | Checkpoint",
+    out: str | Path | None = None,
+    *,
+    follow_links: bool = False,
+    dry_run: bool = False,
+    on_bytes: Progress = quiet,
+) -> EditPlan:
+    """Write the index that lists every tensor of the model in the file that holds it.
+
+    No tensor is changed. A model.safetensors beside other files is renamed, as loaders open it before they look for an
+    index.
+
+    Args:
+        source: A local checkpoint folder; with `out` also a hub id or an opened checkpoint.
+        out: A new folder for the complete result; by default the folder itself is changed.
+        follow_links: See `restore`.
+        dry_run: Write nothing.
+        on_bytes: Called with the bytes written so far and in all.
+
+    Raises:
+        CheckpointError: It is not a folder, or cannot be written.
+        ConfigError: The index lists every tensor already.
+    """
+    checkpoint = as_checkpoint(source)
+    if out is None and not Path(checkpoint.path).is_dir():
+        raise CheckpointError(f"{checkpoint.path}: not a folder; give a new folder for the result.")
+    refuse_links(checkpoint, follow=follow_links)
+    index = file_index(checkpoint)
+    if index.is_sound and not index.absent:
+        raise ConfigError(f"{checkpoint.path}: loaders find every tensor as it is; nothing to index")
+    sound = with_sound_index(checkpoint, index)
+    several = len(set(index.weight_map.values())) > 1
+    renamed = {SINGLE: free_name(FIRST_SHARD, sound.sources)} if several and SINGLE in sound.headers else {}
+    files = Files({}, {name: renamed.get(file, file) for name, file in index.weight_map.items()}, renamed)
+    plan = EditPlan(
+        checkpoint, Path(checkpoint.path), trunk_family(checkpoint).name, files, index_document(files, sound),
+        notes=tuple(notes(index)), follow_links=follow_links,
+    )  # fmt: skip
+    plan = plan if out is None else into_new_folder(plan, out)
+    if not dry_run:
+        execute(plan, on_bytes=on_bytes)
+    return plan
+
+
+def sound(checkpoint: Checkpoint, *, without: frozenset[str] = frozenset()) -> tuple[Checkpoint, list[str]]:
+    """Return a checkpoint that is to be edited with an index that lists all of its tensors, and notes of what changed.
+
+    Files `without` stay unlisted. A checkpoint whose index leads to every other tensor is returned as it is.
+    """
+    index = file_index(checkpoint)
+    if all(index.weight_map[name] in without for name in index.unlisted):
+        return checkpoint, []
+    fresh = replace(index, unlisted=tuple(name for name in index.unlisted if index.weight_map[name] not in without))
+    return with_sound_index(checkpoint, index, without=without), notes(fresh)
+
+
+def side_files(inventory: Inventory) -> frozenset[str]:
+    """Return the files that loaders do not open and that hold nothing but a head."""
+    checkpoint, heads = inventory.checkpoint, inventory.spellings(inventory.stored)
+    return frozenset(
+        file for file in checkpoint.unindexed if (own := checkpoint.headers[file].tensors.keys()) and own <= heads
+    )
+
+
+def notes(index: FileIndex) -> list[str]:
+    """Return what the index that the files imply changes."""
+    said = []
+    if index.unlisted:
+        files = sorted({index.weight_map[name] for name in index.unlisted})
+        said.append(
+            f"{counted(len(index.unlisted), 'tensor')} in {some(files)}, such as {some(index.unlisted[:1])}, that the "
+            "index does not list there, are listed"
+        )
+    if index.absent:
+        said.append(f"no longer listed, as no file holds them: {some(sorted(index.absent))}")
+    if index.left_out:
+        said.append(f"not listed, as they hold nothing of the model that other files do not: {some(index.left_out)}")
+    return said

@@ -1,0 +1,218 @@
+"""Draft counts in JSON: answers of engines, results of benchmarks, and our own records.
+
+The fields are those of llama.cpp and ik_llama.cpp (`timings`), mlx-vlm and its ports (the same, with rounds), MTPLX
+(`accepted_by_depth`), SGLang (`meta_info`), vLLM (`metrics.speculative_decoding`, `bench serve --save-result`), AIPerf
+(`spec_decode_acceptance`) and TensorRT-LLM (`specDecodingStats`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from nextn.bounded_json import MAX_COUNT, count, optional_count, short_repr, string
+from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, fill_in_derived, sum_counters
+from nextn.engines.metrics_formats import accepted_at_least
+from nextn.errors import EngineError
+
+_MAX_DEPTH = 64
+BONUS_INCLUDED = "the engine counts the bonus token of each round as accepted: only the tokens per round are compared"
+
+
+def from_json(document: object) -> Counters | None:
+    """Sum the counts of every object in a JSON document that holds an engine's fields; None where none does."""
+    counters = sum_counters(objects(document))
+    return None if counters is None else fill_in_derived(counters)
+
+
+def objects(value: object, depth: int = _MAX_DEPTH) -> Iterator[Counters]:
+    """Yield the counts of each object that holds an engine's fields."""
+    if depth == 0:
+        return
+    if isinstance(value, list):
+        for item in value:
+            yield from objects(item, depth - 1)
+    elif isinstance(value, Mapping):
+        name = next((name for name, (key, _) in JSON_READERS.items() if key in value), None)
+        if name is not None:
+            yield _checked(name, value)
+            return
+        for item in value.values():
+            yield from objects(item, depth - 1)
+
+
+def _checked(name: str, record: Mapping) -> Counters:
+    try:
+        return replace(JSON_READERS[name][1](record), source=name)
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"not the draft counts of an engine: {error}; nearest: {name}") from error
+
+
+def _own(record: Mapping) -> Counters:
+    """A record of `Counters.as_record`."""
+    unknown = sorted(set(record) - set(Counters("").as_record()))
+    if unknown or "engine" not in record:
+        raise ValueError(f"not a record of counters: it has {short_repr(unknown)}" if unknown else "no engine is named")
+    counts = {name: optional_count(record.get(name), name) for name in COUNTS}
+    positions = {name: tuple(count(value, name) for value in _list(record, name)) for name in _POSITIONS}
+    numbers = {name: _number(record[name], name) for name in ("length", "since") if record.get(name) is not None}
+    texts = {
+        name: tuple(string(text, name) for text in _list(record, name, maximum=100)) for name in ("notes", "overrides")
+    }
+    names = {name: string(record.get(name) or "", name, maximum=200) for name in ("source", "version")}
+    return Counters(
+        string(record["engine"], "engine"), **counts, **positions, **numbers, **texts, **names,  # type: ignore[arg-type]
+        k=None if record.get("k") is None else count(record["k"], "k", maximum=MAX_POSITIONS),
+    )  # fmt: skip
+
+
+_POSITIONS = ("per_position", "per_position_offered")
+
+
+def _list(record: Mapping, name: str, *, maximum: int = MAX_POSITIONS + 1) -> list:
+    """The list of that name, empty where it is missing. Raises ValueError for a longer one, or anything else."""
+    value = record.get(name) or []
+    if not isinstance(value, list):
+        raise ValueError(f"{name} = {short_repr(value)}; expected a list")
+    if len(value) > maximum:
+        raise ValueError(f"{name} has {len(value):,} entries; expected at most {maximum}")
+    return value
+
+
+def _number(value: object, name: str, *, maximum: int = MAX_COUNT) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= maximum:  # type: ignore[operator]
+        raise ValueError(f"{name} = {short_repr(value)}; expected a number from 0 to {maximum}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _first(record: Mapping, *names: str) -> int | None:
+    """The count under the first of these names that is there: engines rename their fields."""
+    name = next((name for name in names if record.get(name) is not None), None)
+    return None if name is None else count(record[name], name)
+
+
+def _histogram(record: Mapping, *names: str) -> list[int]:
+    """[k]: rounds that accepted k drafts; a list, or an object with k as text."""
+    name = next((name for name in names if record.get(name)), None)
+    if name is None:
+        return []
+    if isinstance(record[name], Mapping):
+        items = {_small(key, name): count(value, name) for key, value in record[name].items()}
+        return [items.get(index, 0) for index in range(max(items) + 1)]
+    return [count(value, name) for value in _list(record, name)]
+
+
+def _small(key: object, name: str) -> int:
+    text = string(key, name, maximum=10)
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_POSITIONS:
+        raise ValueError(f"{name} has a key {short_repr(key)}; expected a whole number from 0 to {MAX_POSITIONS}")
+    return int(text)
+
+
+def _timings(record: Mapping) -> Counters:
+    """llama.cpp's `timings`: prefill gives one token, each round its accepted drafts and a bonus token.
+
+    mlx-vlm adds the rounds, ik_llama.cpp both counts by depth. An engine that counts bonus tokens as accepted has as
+    many accepted tokens as generated ones.
+    """
+    accepted, drafted = (count(record.get(name), name) for name in ("draft_n_accepted", "draft_n"))
+    rounds = _first(record, "draft_rounds")
+    if rounds is not None:
+        k = round(drafted / rounds) if rounds else None
+        return Counters("mlx-vlm", rounds, drafted, accepted, k=k)
+    depths = _list(record, "draft_by_depth")
+    if depths:
+        offered, kept = (
+            tuple(count(depth.get(name), name) for depth in depths) for name in ("draft_n", "draft_n_accepted")
+        )
+        return Counters("llama.cpp", offered[0], drafted, accepted, kept, offered)
+    generated = optional_count(record.get("predicted_n"), "predicted_n")
+    if generated is None:
+        return Counters("llama.cpp", None, drafted, accepted)
+    if drafted and accepted and accepted in (generated, generated - 1):
+        return Counters("llama.cpp", None, drafted, None, emitted=accepted, notes=(BONUS_INCLUDED,))
+    return Counters("llama.cpp", max(int(drafted > 0), generated - 1 - accepted), drafted, accepted)
+
+
+def _by_depth(record: Mapping) -> Counters:
+    """MTPLX: drafts and accepted drafts by depth; each verification is a round."""
+    accepted, drafted = (
+        tuple(count(value, name) for value in _list(record, name)) for name in ("accepted_by_depth", "drafted_by_depth")
+    )
+    rounds = _first(record, "verify_calls") or (drafted[0] if drafted else 0)
+    return Counters("MTPLX", min(rounds, drafted[0]) if drafted else rounds, sum(drafted), sum(accepted), accepted,
+                    drafted)  # fmt: skip
+
+
+def _meta_info(record: Mapping) -> Counters:
+    """SGLang's `meta_info`; histogram[k]: rounds that accepted k drafts."""
+    rounds = count(record.get("spec_verify_ct"), "spec_verify_ct")
+    histogram = _histogram(
+        record, "spec_correct_drafts_histogram", "spec_accept_histogram", "spec_acceptance_histogram"
+    )
+    accepted = _first(record, "spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+    drafted = _first(record, "spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
+    emitted = _first(record, "completion_tokens")
+    if accepted is None and emitted is not None:
+        accepted = max(0, emitted - rounds)
+    return Counters("SGLang", rounds, drafted, accepted, accepted_at_least(histogram))
+
+
+def _vllm_request(record: Mapping) -> Counters:
+    """vLLM's --per-request-spec-decode-metrics, also of `nextn serve`, and the same record of AIPerf."""
+    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    rounds, drafted, accepted = (count(record.get(name), name) for name in names)
+    histogram = _histogram(record, "acceptance_histogram")
+    engine = "vLLM" if record.get("engine") in (None, "vllm") else string(record["engine"], "engine", maximum=50)
+    return Counters(
+        engine, rounds, drafted, accepted, accepted_at_least(histogram), k=_first(record, "num_spec_tokens")
+    )
+
+
+def _pooled_histogram(record: Mapping) -> Counters:
+    """AIPerf's aggregate over a run."""
+    histogram = _histogram(record, "pooled_spec_decode_acceptance_histogram")
+    accepted = sum(index * rounds for index, rounds in enumerate(histogram))
+    return Counters("an engine under AIPerf", sum(histogram), None, accepted, accepted_at_least(histogram))
+
+
+def _vllm_bench(record: Mapping) -> Counters:
+    """`vllm bench serve --save-result`."""
+    rounds = count(record.get("spec_decode_num_drafts"), "spec_decode_num_drafts")
+    name = "spec_decode_per_position_acceptance_rates"
+    positions = tuple(round(_number(rate, name, maximum=1) * rounds) for rate in _list(record, name))
+    names = ("spec_decode_draft_tokens", "spec_decode_accepted_tokens")
+    drafted, accepted = (optional_count(record.get(count_name), count_name) for count_name in names)
+    return Counters("vLLM", rounds, drafted, accepted, positions)
+
+
+def _sglang_bench(record: Mapping) -> Counters:
+    """A line of SGLang's bench_serving --output-file: an acceptance length, no counts."""
+    return Counters("SGLang", length=_number(record["accept_length"], "accept_length", maximum=MAX_POSITIONS + 1))
+
+
+def _tensorrt(record: Mapping) -> Counters:
+    """An iteration of TensorRT-LLM: one round for each request with draft tokens."""
+    names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+    rounds, drafted, accepted = (count(record.get(name), name) for name in names)
+    return Counters("TensorRT-LLM", rounds, drafted, accepted)
+
+
+def _iteration(record: Mapping) -> Counters:
+    """The rows of other ranks repeat rank 0."""
+    stats = record.get("specDecodingStats")
+    if not isinstance(stats, Mapping) or record.get("attentionDpRank") or record.get("rank"):
+        return Counters("TensorRT-LLM", 0, 0, 0)
+    return _tensorrt(stats)
+
+
+# Name of the format -> a key by which an object is recognized, and its reader. The first that fits is used.
+JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
+    "nextn's counters": ("per_position_offered", _own),
+    "timings of llama.cpp, ik_llama.cpp or mlx-vlm": ("draft_n", _timings),
+    "MTPLX's statistics": ("accepted_by_depth", _by_depth),
+    "SGLang's meta_info": ("spec_verify_ct", _meta_info),
+    "vLLM's or AIPerf's record of a request": ("num_spec_steps", _vllm_request),
+    "AIPerf's aggregate": ("pooled_spec_decode_acceptance_histogram", _pooled_histogram),
+    "vllm bench serve --save-result": ("spec_decode_num_drafts", _vllm_bench),
+    "SGLang's benchmark result": ("accept_length", _sglang_bench),
+    "TensorRT-LLM's iteration": ("specDecodingStats", _iteration),
+}

@@ -1,0 +1,380 @@
+"""Draft counts in what engines and their benchmarks print, whatever a container or a log daemon writes before it.
+
+An entry begins at a marker and has a few fields after it, on the same line or, where people wrap or benchmarks print
+tables, on the next ones. Lines are from vLLM 0.6 to 0.33 (v1/spec_decode/metrics.py, benchmarks/serve.py, the offline
+example), SGLang 0.5 (observability/scheduler_metrics_mixin.py, bench_serving.py), llama.cpp and ik_llama.cpp
+(tools/server/server-context.cpp, common/speculative.cpp, examples/speculative-simple) and TensorRT-LLM's iteration log.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import TextIO
+
+from nextn.engines.counters import MAX_POSITIONS, ROUNDED, Counters, CounterSums, fill_in_derived
+from nextn.errors import EngineError
+
+_CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
+_MAX_LINE = 64 * 1024
+_MAX_ENTRY = 8 * 1024  # characters
+_MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
+_NUM = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
+_INT = r"[0-9]{1,15}"
+_LIST = rf"{_NUM}(?:,\s*{_NUM}){{0,{MAX_POSITIONS}}}"
+Fields = Mapping[str, list[str]]  # name of a field -> its values in the entry
+
+
+@dataclass(frozen=True)
+class LogFormat:
+    """One kind of entry. Its fields are tried once each, on text of bounded length: linear time."""
+
+    name: str
+    literal: str  # text that every entry has, by which a log without any is passed over fast
+    marker: str  # regular expression with which an entry begins, without groups
+    fields: Mapping[str, str]  # name as printed -> regular expression with one group
+    required: tuple[str, ...]  # names of fields
+    counters: Callable[[Fields], Counters | None]
+    counted: str  # what the figures are, for the documentation
+    num_lines: int = 1  # of an entry, at most
+    is_cumulative: bool = False  # later entries include earlier ones
+
+
+def _int(fields: Fields, name: str) -> int | None:
+    return int(float(fields[name][0])) if fields.get(name) else None
+
+
+def _float(fields: Fields, name: str) -> float | None:
+    return float(fields[name][0]) if fields.get(name) else None
+
+
+def _rates(text: str) -> list[float]:
+    return [float(rate) for rate in re.split(r",\s*", text)]
+
+
+def _vllm(fields: Fields) -> Counters | None:
+    """One interval. All rounds draft as many tokens as there are positions, except the last ones before a limit."""
+    accepted, drafted = int(fields["Accepted"][0]), int(fields["Drafted"][0])
+    length = _float(fields, "Mean acceptance length")
+    if not fields.get("Per-position acceptance rate"):
+        if accepted and not (length and length > 1):
+            return None  # the two contradict each other
+        rounds = round(accepted / (length - 1)) if length and length > 1 else None
+        return Counters("vLLM", rounds, drafted, accepted, notes=(ROUNDED,))
+    rates = _rates(fields["Per-position acceptance rate"][0])
+    rounds = round(drafted / len(rates))
+    if length and accepted and abs(1 + accepted / max(rounds, 1) - length) > 0.02:
+        rounds = round(accepted / max(length - 1, 1e-9))
+    positions = tuple(round(rate * rounds) for rate in rates)
+    return Counters("vLLM", rounds, drafted, accepted, positions, notes=(ROUNDED,))
+
+
+def _vllm_v0(fields: Fields) -> Counters:
+    """vLLM before 0.8: accepted counts tokens behind a rejected one, too; emitted tokens show those that were kept."""
+    k, drafted, emitted = (int(fields[f"Number of {name} tokens"][0]) for name in ("speculative", "draft", "emitted"))
+    rounds = round(drafted / max(1, k))
+    return Counters("vLLM", rounds, drafted, max(0, emitted - rounds), k=k)
+
+
+def _table(fields: Fields) -> Counters | None:
+    """The console table of `vllm bench serve`, and what vLLM's offline example prints: shares of all rounds."""
+    drafts, drafted, accepted, length = (
+        _int(fields, "Drafts"), _int(fields, "Draft tokens"), _int(fields, "Accepted tokens"),
+        _float(fields, "Acceptance length"),
+    )  # fmt: skip
+    percent, shares = fields.get("Position", []), fields.get("acceptance at token", [])
+    rates = [float(rate) / 100 for rate in percent] or [float(rate) for rate in shares]
+    if drafts is None and drafted and rates:
+        drafts = round(drafted / len(rates))
+    if drafts is None and accepted and length and length > 1:
+        drafts = round(accepted / (length - 1))
+    if drafts is None:
+        return None if length is None else Counters("vLLM", length=length, k=len(rates) or None)
+    if accepted is None and length is not None:
+        accepted = round((length - 1) * drafts)
+    positions = tuple(min(drafts, round(rate * drafts)) for rate in rates[:MAX_POSITIONS])
+    return Counters("vLLM", drafts, drafted, accepted, positions, notes=(ROUNDED,) if rates else ())
+
+
+def _sglang_table(fields: Fields) -> Counters:
+    return Counters("SGLang", length=_float(fields, "Accept length"))
+
+
+def _sglang(fields: Fields) -> Counters:
+    return Counters("SGLang", length=_float(fields, "accept len"))
+
+
+def _llama_round(fields: Fields) -> Counters:
+    accepted, drafted = (int(count) for count in fields["accepted/drafted"][0].replace(" ", "").split("/"))
+    if not accepted <= drafted <= MAX_POSITIONS:
+        raise EngineError(
+            f"llama.cpp: a round accepted {accepted} of {drafted} drafts; expected at most {MAX_POSITIONS}"
+        )
+    positions = tuple(int(index < accepted) for index in range(drafted))
+    return Counters("llama.cpp", 1, drafted, accepted, positions, (1,) * drafted)
+
+
+def _llama_statistics(fields: Fields) -> Counters:
+    """Totals of one drafter. Drafts accepted in part or whole are the rounds that accepted the first position."""
+    names = ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")
+    rounds, first, drafted, accepted = (int(fields[name][0]) for name in names)
+    rates = _rates(fields["#acc rate/pos"][0]) if fields.get("#acc rate/pos") else []
+    if drafted == 2 * rounds:
+        positions: tuple[int, ...] = (first, max(0, accepted - first))
+    else:
+        positions = tuple(round(rate * rounds) for rate in rates[:MAX_POSITIONS])
+    return Counters("llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if len(positions) > 2 else ())
+
+
+def _llama_request(fields: Fields) -> Counters:
+    accepted, drafted = (int(count) for count in re.findall(r"[0-9]+", fields["accepted / generated"][0]))
+    length, rates = _float(fields, "mean len"), fields.get("acceptance rate per position")
+    rounds = round(accepted / (length - 1)) if length and length > 1 else None
+    positions = tuple(round(rate * rounds) for rate in _rates(rates[0])[:MAX_POSITIONS]) if rates and rounds else ()
+    return Counters("llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,))
+
+
+def _llama_example(fields: Fields) -> Counters:
+    """The examples count no rounds; K is the option --draft-max."""
+    return Counters("llama.cpp", None, _int(fields, "n_drafted"), _int(fields, "n_accept"), k=_int(fields, "n_draft"))
+
+
+def _tensorrt(fields: Fields) -> Counters:
+    names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+    rounds, drafted, accepted = (_int(fields, name) for name in names)
+    return Counters("TensorRT-LLM", rounds, drafted, accepted)
+
+
+def _aiperf(fields: Fields) -> Counters:
+    """The console's token-weighted length weights all rounds alike."""
+    return Counters("an engine under AIPerf", length=_float(fields, "Token-Weighted Acceptance Length"))
+
+
+def _colon(*names: str, value: str = _NUM) -> dict[str, str]:
+    """Fields that are printed as `name: value`."""
+    return {name: rf"{re.escape(name)}:\s*({value})" for name in names}
+
+
+# The first format that a log has is read; another is named in a note, as both count the same rounds.
+LOG_FORMATS: tuple[LogFormat, ...] = (
+    LogFormat(
+        "table of vllm bench serve", "Acceptance length:", r"(?<![\w-])Acceptance length:",
+        {**_colon("Acceptance length", "Drafts", "Draft tokens", "Accepted tokens"),
+         "Position": rf"(?<![\w-])Position [0-9]{{1,3}}:\s+({_NUM})"},
+        ("Acceptance length",), _table,
+        "rounds, draft tokens and accepted drafts of the run; positions in per cent of all rounds; AL with bonus token",
+        num_lines=10 + MAX_POSITIONS,
+    ),
+    LogFormat(
+        "vLLM's offline example", "num_drafts:", r"(?<!\w)num_drafts:",
+        {"Drafts": rf"num_drafts:\s*({_INT})", "Draft tokens": rf"num_draft_tokens:\s*({_INT})",
+         "Accepted tokens": rf"num_accepted_tokens:\s*({_INT})",
+         "Acceptance length": rf"mean acceptance length:\s*({_NUM})",
+         "acceptance at token": rf"acceptance at token [0-9]{{1,3}}:\s*({_NUM})"},
+        ("Drafts", "Accepted tokens"), _table,
+        "rounds, draft tokens and accepted drafts of the run; positions as shares of all rounds",
+        num_lines=10 + MAX_POSITIONS,
+    ),
+    LogFormat(
+        "vLLM's SpecDecoding metrics", "SpecDecoding metrics:", r"SpecDecoding metrics:",
+        {**_colon("Mean acceptance length"), "Accepted": rf"Accepted:\s*({_INT}) tokens",
+         "Drafted": rf"Drafted:\s*({_INT}) tokens",
+         "Per-position acceptance rate": rf"Per-position acceptance rate:\s*\[?({_LIST})"},
+        ("Mean acceptance length", "Accepted", "Drafted"), _vllm,
+        "accepted and draft tokens of an interval; positions as shares of all rounds; AL = 1 + accepted / rounds",
+        num_lines=5,
+    ),
+    LogFormat(
+        "vLLM's Speculative metrics (before 0.8)", "Speculative metrics:", r"Speculative metrics:",
+        {name: rf"{name}:\s*({_INT})" for name in (
+            "Number of speculative tokens", "Number of draft tokens", "Number of emitted tokens")},
+        ("Number of speculative tokens", "Number of draft tokens", "Number of emitted tokens"), _vllm_v0,
+        "since the start: draft tokens, and emitted tokens with one bonus token per round", is_cumulative=True,
+    ),
+    LogFormat(
+        "llama.cpp's rounds (trace output)", " draft tokens",
+        r"(?<!\w)accepted(?= +[0-9]+/ *[0-9]+ draft tokens(?! \(restore))",
+        {"accepted/drafted": r" +([0-9]{1,9}/ *[0-9]{1,9}) draft tokens"}, ("accepted/drafted",), _llama_round,
+        "every round: accepted of drafted tokens",
+    ),
+    LogFormat(
+        "llama.cpp's draft statistics", "#gen drafts", r"statistics\s+(?:draft-)?mtp\S*:",
+        {**{name: rf"{name}\s*=\s*({_INT})" for name in ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")},
+         "#acc rate/pos": rf"#acc rate/pos\s*=\s*\(({_LIST})\)"},
+        ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens"), _llama_statistics,
+        "since the start, of the MTP drafter alone: rounds, rounds with the first draft accepted, drafted, accepted",
+        is_cumulative=True,
+    ),
+    LogFormat(
+        "llama.cpp's draft acceptance", "draft acceptance", r"draft acceptance(?: rate)? =",
+        {"accepted / generated": rf"\(\s*({_INT} accepted /\s*{_INT}) generated\)",
+         "mean len": rf"mean (?:len|acceptance length)\s*=\s*({_NUM})",
+         "acceptance rate per position": rf"acceptance rate per position\s*=\s*\(({_LIST})\)"},
+        ("accepted / generated",), _llama_request,
+        "a request: accepted and drafted tokens of all its drafters; mean length with bonus token, in newer builds",
+    ),
+    LogFormat(
+        "llama.cpp's speculative examples", "n_drafted", r"(?<!\w)n_draft\s+=",
+        {name: rf"(?<!\w){name}\s*=\s*({_INT})" for name in ("n_draft", "n_drafted", "n_accept")},
+        ("n_drafted", "n_accept"), _llama_example, "the run: K, drafted and accepted tokens; no rounds", num_lines=8,
+    ),
+    LogFormat(
+        "SGLang's Decode batch", " batch", r"Decode (?:rank )?batch", {"accept len": rf"accept len:\s*({_NUM})"},
+        ("accept len",), _sglang,
+        "an interval: tokens per round with bonus token, and a rate, which shows K; no counts",
+    ),
+    LogFormat(
+        "table of SGLang's bench_serving", "Accept length:", r"(?<![\w-])Accept length:",
+        _colon("Accept length"), ("Accept length",), _sglang_table,
+        "the run: tokens per round with bonus token; no counts",
+    ),
+    LogFormat(
+        "TensorRT-LLM's iteration log", "specDecodingStats", r"specDecodingStats",
+        {name: rf"{name}['\"]?\s*:\s*({_INT})"
+         for name in ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")},
+        ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens"), _tensorrt,
+        "an iteration: draft tokens, accepted drafts, and requests with drafts, each of which is a round",
+    ),
+    LogFormat(
+        "AIPerf's Spec Decode table", "Token-Weighted Acceptance Length", r"Token-Weighted Acceptance Length",
+        {"Token-Weighted Acceptance Length": rf"Token-Weighted Acceptance Length\s*[|│┃]?\s*({_NUM})"},
+        ("Token-Weighted Acceptance Length",), _aiperf, "the run: tokens per round with bonus token; no counts",
+    ),
+)  # fmt: skip
+
+
+@dataclass
+class _Reader:
+    """Sums the entries of one format; the last of cumulative ones, and of each run where the counts begin anew."""
+
+    format: LogFormat
+    sums: CounterSums = field(default_factory=CounterSums)
+    last: Counters | None = None
+    end: int = -1  # of the last entry, in the text at hand
+    missing: str = ""  # field of an entry that could not be read
+
+    @cached_property
+    def marker(self) -> re.Pattern[str]:
+        return re.compile(self.format.marker)
+
+    @cached_property
+    def patterns(self) -> dict[str, re.Pattern[str]]:
+        return {name: re.compile(pattern) for name, pattern in self.format.fields.items()}
+
+    def add(self, entry: str) -> None:
+        fields = {name: pattern.findall(entry) for name, pattern in self.patterns.items()}
+        self.missing = next((name for name in self.format.required if not fields[name]), self.missing)
+        if any(not fields[name] for name in self.format.required):
+            return
+        counters = self.format.counters(fields)
+        if counters is None:
+            return
+        if not self.format.is_cumulative:
+            self.sums.add(counters)
+            return
+        if self.last is not None and (counters.draft_tokens or 0) < (self.last.draft_tokens or 0):
+            self.sums.add(self.last)  # the engine was started again
+        self.last = counters
+
+    def counters(self) -> Counters | None:
+        if self.last is not None:
+            self.sums.add(self.last)
+            self.last = None
+        found = self.sums.counters()
+        return None if found is None else replace(fill_in_derived(found), source=self.format.name)
+
+
+@dataclass(frozen=True)
+class LogReading:
+    """What a log holds."""
+
+    counters: Counters | None
+    incomplete: tuple[tuple[str, str], ...] = ()  # (format, missing field) of entries that could not be read
+
+
+def read_log(file: TextIO) -> LogReading:
+    """Sum the counts of all entries of the first format that the log has; others are named in a note."""
+    readers = [_Reader(each) for each in LOG_FORMATS]
+    depths, ahead = _SglangDepth(), ""
+    while text := ahead + file.read(_CHUNK) + file.readline(_MAX_LINE):
+        # An entry of several lines may go on in the text after this one.
+        is_last = len(text) < _CHUNK
+        body = len(text) if is_last else max(1, len(text) - _MAX_ENTRY)
+        for reader in readers:
+            reader.end = -1
+        here = tuple(index for index, each in enumerate(LOG_FORMATS) if each.literal in text)
+        for match in _markers(here).finditer(text) if here else ():
+            if match.start() >= body:
+                break
+            reader = readers[int((match.lastgroup or "_0")[1:])]
+            if match.start() < reader.end:
+                continue
+            entry, reader.end = _entry(text, match.start(), reader)
+            reader.add(entry)
+            depths.add(entry)
+        ahead = text[body:]
+        if is_last:
+            break
+    found = [(reader.format.name, counters) for reader in readers if (counters := reader.counters()) is not None]
+    incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
+    if not found:
+        return LogReading(None, incomplete)
+    (name, counters), *others = found
+    if others and counters.engine != "llama.cpp":  # whose logs have all of its formats
+        note = f"read from {name}; also there, and not added: {', '.join(other for other, _ in others)}"
+        counters = replace(counters, notes=(*counters.notes, note))
+    if counters.engine == "SGLang" and counters.k is None:
+        counters = replace(counters, k=depths.k)
+    return LogReading(counters, incomplete)
+
+
+@cache
+def _markers(indices: tuple[int, ...]) -> re.Pattern[str]:
+    """The markers of these formats, each in a group named after its index."""
+    return re.compile("|".join(f"(?P<_{index}>{LOG_FORMATS[index].marker})" for index in indices))
+
+
+def _entry(text: str, start: int, reader: _Reader) -> tuple[str, int]:
+    """The entry's text, up to the next one of its format, and where that may begin."""
+    limit = min(start + _MAX_ENTRY, len(text))
+    line_end = text.find("\n", start)
+    line_end = len(text) if line_end < 0 else line_end
+    if reader.format.num_lines == 1:
+        return text[start : min(line_end, limit)], line_end
+    following = reader.marker.search(text, start + 1, limit)
+    stop = following.start() if following else limit
+    lines = text[start:stop].split("\n", reader.format.num_lines)
+    return "\n".join(lines[: reader.format.num_lines]), line_end
+
+
+class _SglangDepth:
+    """K from pairs of accept len and accept rate, which two versions of SGLang define differently.
+
+    In recent versions (0.5.15) the rate is (AL - 1) / K, in older ones AL / (K + 1). Both are rounded to two decimals,
+    so one pair may allow several K; K is the one that all pairs allow by one definition, if none is by the other.
+    """
+
+    _PAIR = re.compile(rf"accept len:\s*({_NUM}), accept rate:\s*({_NUM})")
+
+    def __init__(self) -> None:
+        self.allowed: list[set[int] | None] = [None, None]
+        self.num_lines = 0
+
+    def add(self, entry: str) -> None:
+        match = self._PAIR.search(entry)
+        if match is None or self.num_lines >= _MAX_DEPTH_LINES:
+            return
+        length, rate = float(match[1]), float(match[2])
+        if rate < 0.02 or not 1 <= length <= MAX_POSITIONS:
+            return
+        self.num_lines += 1
+        for index, (tokens, extra) in enumerate(((length - 1, 0), (length, 1))):
+            low, high = (tokens - 0.005) / (rate + 0.005), (tokens + 0.005) / max(rate - 0.005, 1e-9)
+            fitting = {k for k in range(1, 65) if low <= k + extra <= high}
+            known = self.allowed[index]
+            self.allowed[index] = fitting if known is None else known & fitting
+
+    @property
+    def k(self) -> int | None:
+        candidates = [found for found in self.allowed if found]
+        return next(iter(candidates[0])) if len(candidates) == 1 and len(candidates[0]) == 1 else None

@@ -1,0 +1,190 @@
+"""Draft counts in the Prometheus text of engines' /metrics.
+
+vLLM, llama.cpp and nextn share one schema with a prefix each, so any other exporter with these names is read, too. The
+names of the others are from SGLang (srt/observability/metrics_collector.py), TensorRT-LLM (metrics/collector.py), ATOM
+(entrypoints/openai/metrics), text-generation-inference (router/src/infer) and forks of llama.cpp.
+"""
+
+import re
+from dataclasses import replace
+from itertools import accumulate
+
+from nextn.bounded_json import MAX_COUNT, short_repr
+from nextn.engines.counters import (
+    FIRST_TOKENS,
+    MAX_POSITIONS,
+    Counters,
+    Series,
+    fill_in_derived,
+    parse_series,
+    sum_series,
+)
+from nextn.errors import EngineError
+
+# Lines by which a text is recognized as metrics.
+METRICS_LINE = re.compile(
+    r"^(?:# (?:TYPE|HELP) )?(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|trtllm_\w+|tgi_\w+|\w*spec_decode_num_\w+)"
+    r"(?:\{[^\n]*\}|_?\w*)? [^\n]*$",
+    re.M,
+)
+_SHARED = re.compile(r"(?:(?P<prefix>[a-zA-Z_]\w*?)[:_])?spec_decode_num_drafts(?:_total)?")
+_ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "nextn": "nextn"}
+_CACHE_HITS = (
+    "vllm:prefix_cache_hits",
+    "nextn:prefix_cache_hits",
+    "llamacpp:prompt_tokens_cached",
+    "sglang:cached_tokens",
+)
+# Draft and accepted tokens without rounds, of llama.cpp's forks.
+_LLAMA_DRAFTED = ("llamacpp:n_drafted", "llamacpp:n_draft")
+_LLAMA_ACCEPTED = ("llamacpp:n_drafted_accepted", "llamacpp:n_draft_accepted", "llamacpp:n_accepted")
+METRICS_FORMAT = "Prometheus metrics"
+METRICS_COUNTED = (  # engine, series, what is counted; for the documentation
+    ("vLLM, llama.cpp, nextn, any prefix", "`*:spec_decode_num_drafts`, `..._draft_tokens`, `..._accepted_tokens`, "
+     "`..._accepted_tokens_per_pos`", "rounds, draft tokens, accepted drafts, rounds that accepted each position"),
+    ("SGLang", "`sglang:spec_verify_calls_total`, `sglang:generation_tokens_total`; `sglang:spec_accept_length`",
+     "rounds and all tokens, the first of each request included; a gauge of the last interval's AL"),
+    ("TensorRT-LLM", "`trtllm_spec_decode_num_draft_tokens_total`, `..._accepted_tokens_total`",
+     "draft tokens and accepted drafts; rounds follow from K"),
+    ("ATOM", "`atom:mtp_draft_tokens_total`, `atom:mtp_accepted_tokens_total`, `atom:mtp_decode_steps_total`",
+     "draft tokens, accepted drafts, rounds by their number of accepted drafts"),
+    ("text-generation-inference", "`tgi_request_skipped_tokens`", "steps (prefills too) and their accepted drafts"),
+    ("forks of llama.cpp", "`llamacpp:n_drafted_total`, `llamacpp:n_drafted_accepted_total`",
+     "draft tokens and accepted drafts; rounds follow from K"),
+)  # fmt: skip
+
+
+def from_metrics(text: str, *, model: str | None = None) -> Counters:
+    """Parse the counters of /metrics, summed over engines and ranks; with `model`, those of one served model.
+
+    Raises EngineError where there are no draft counters.
+    """
+    samples = parse_series(text, model=model)
+    readers = (_from_shared_schema, _from_sglang, _from_tensorrt, _from_atom, _from_tgi, _from_llama_fork)
+    for reader in readers:
+        counters = reader(samples)
+        if counters is not None:
+            return fill_in_derived(replace(counters, source=METRICS_FORMAT))
+    raise EngineError(
+        f"the metrics have no draft counters{_nearest(samples)}: MTP is off, or the engine is too old; turn MTP on or "
+        "update the engine"
+    )
+
+
+def _nearest(samples: list[Series]) -> str:
+    """The engine whose metrics these are, and the counter that is missing."""
+    wanted = {"vllm": "vllm:spec_decode_num_drafts", "llamacpp": "llamacpp:spec_decode_num_drafts",
+              "sglang": "sglang:spec_accept_length", "trtllm": "trtllm_spec_decode_num_draft_tokens",
+              "tgi": "tgi_request_skipped_tokens", "nextn": "nextn:spec_decode_num_drafts"}  # fmt: skip
+    prefixes = [re.split("[:_]", sample.name)[0] for sample in samples]
+    known = next((prefix for prefix in prefixes if prefix in wanted), None)
+    return f" (they are of {known}, and {wanted[known]} is missing)" if known else ""
+
+
+def without_first_tokens(counters: Counters, requests: int) -> Counters:
+    """Subtract the first token of each request, which comes from no round, where the engine counts it."""
+    if FIRST_TOKENS not in counters.notes or counters.accepted is None or counters.emitted is None:
+        return counters
+    notes = tuple(note for note in counters.notes if note != FIRST_TOKENS)
+    accepted, emitted = max(0, counters.accepted - requests), counters.emitted - requests
+    return replace(counters, accepted=accepted, emitted=emitted, notes=notes)
+
+
+def prefix_hits(text: str, *, model: str | None = None) -> float | None:
+    """Return the prompt tokens that came from the prefix cache since the engine's start; None where not reported."""
+    return sum_series(parse_series(text, model=model), *_CACHE_HITS)
+
+
+def _from_shared_schema(samples: list[Series]) -> Counters | None:
+    """Counters of vLLM's schema, with any prefix."""
+    match = next((match for sample in samples if (match := _SHARED.fullmatch(sample.name))), None)
+    if match is None:
+        return None
+    prefix = match[0].removesuffix("_total").removesuffix("drafts")
+    num_drafts, tokens, accepted = (
+        _counter(samples, prefix + name) for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    per_position = _by_label(samples, f"{prefix}accepted_tokens_per_pos", "position")
+    since = [sample.value for sample in samples if sample.name == f"{prefix}drafts_created"]
+    engine = _ENGINES.get(match["prefix"] or "", match["prefix"] or "an engine")
+    return Counters(engine, num_drafts, tokens, accepted, per_position, since=sum(since) if since else None)
+
+
+def _from_sglang(samples: list[Series]) -> Counters | None:
+    """SGLang counts rounds and tokens; its gauge has the acceptance length of the last log interval."""
+    rounds, length = _counter(samples, "sglang:spec_verify_calls"), _mean(samples, "sglang:spec_accept_length")
+    if rounds is None and length is None:
+        return None
+    steps = _mean(samples, "sglang:spec_num_steps")
+    k = None if steps is None else round(steps)
+    tokens = _counter(samples, "sglang:generation_tokens")
+    if rounds is None or tokens is None:
+        return Counters("SGLang", rounds, length=length, k=k)
+    accepted = max(0, tokens - rounds)
+    return Counters("SGLang", rounds, None, accepted, emitted=tokens, length=length, notes=(FIRST_TOKENS,), k=k)
+
+
+def _from_tensorrt(samples: list[Series]) -> Counters | None:
+    """Draft and accepted tokens; rounds follow from K. The gauge is of the last iteration, and not used."""
+    drafted = _counter(samples, "trtllm_spec_decode_num_draft_tokens")
+    accepted = _counter(samples, "trtllm_spec_decode_num_accepted_tokens")
+    return None if drafted is None else Counters("TensorRT-LLM", None, drafted, accepted)
+
+
+def _from_atom(samples: list[Series]) -> Counters | None:
+    """Decode steps by the number of accepted drafts, which is a histogram of rounds."""
+    drafted, accepted = (_counter(samples, f"atom:mtp_{name}_tokens") for name in ("draft", "accepted"))
+    if drafted is None:
+        return None
+    histogram = _by_label(samples, "atom:mtp_decode_steps", "accepted_tokens")
+    return Counters("ATOM", sum(histogram) or None, drafted, accepted, accepted_at_least(histogram))
+
+
+def _from_tgi(samples: list[Series]) -> Counters | None:
+    """The histogram of speculated tokens per step; prefills are steps without one."""
+    accepted, steps = (_counter(samples, f"tgi_request_skipped_tokens_{part}") for part in ("sum", "count"))
+    if accepted is None or steps is None:
+        return None
+    note = "the count includes one step without drafts for each request: AL is slightly too low"
+    return Counters("text-generation-inference", steps, None, accepted, notes=(note,))
+
+
+def _from_llama_fork(samples: list[Series]) -> Counters | None:
+    drafted, accepted = (next((value for name in names if (value := _counter(samples, name)) is not None), None)
+                         for names in (_LLAMA_DRAFTED, _LLAMA_ACCEPTED))  # fmt: skip
+    if drafted is None or accepted is None:
+        return None
+    return Counters("llama.cpp", _counter(samples, "llamacpp:n_verify_steps"), drafted, accepted)
+
+
+def accepted_at_least(histogram: tuple[int, ...] | list[int]) -> tuple[int, ...]:
+    """Convert [k]: rounds that accepted k drafts, to [j]: rounds that accepted position j + 1."""
+    return tuple(accumulate(reversed(histogram[1:])))[::-1]
+
+
+def _by_label(samples: list[Series], name: str, label: str) -> tuple[int, ...]:
+    """The sums of one counter by a label that is an index."""
+    by_index: dict[int, list[Series]] = {}
+    for sample in samples:
+        if sample.name.removesuffix("_total") == name and label in sample.labels:
+            by_index.setdefault(_index(sample.labels[label]), []).append(sample)
+    return tuple(_counter(by_index.get(index, []), name) or 0 for index in range(max(by_index, default=-1) + 1))
+
+
+def _index(label: str) -> int:
+    if not re.fullmatch("[0-9]{1,6}", label) or int(label) >= MAX_POSITIONS:
+        raise EngineError(f"the metrics count a position {short_repr(label)}; expected one of 0 to {MAX_POSITIONS - 1}")
+    return int(label)
+
+
+def _counter(samples: list[Series], name: str) -> int | None:
+    """The sum of one counter as a whole number; None where it is missing."""
+    value = sum_series(samples, name)
+    if value is not None and not 0 <= value <= MAX_COUNT:
+        raise EngineError(f"{name} = {value:g}; expected a count from 0 to {MAX_COUNT}")
+    return None if value is None else round(value)
+
+
+def _mean(samples: list[Series], name: str) -> float | None:
+    values = [sample.value for sample in samples if sample.name == name and 0 < sample.value <= MAX_POSITIONS]
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,123 @@
+"""Settings of an engine that its log, its command line or its environment show: version, K, and forced acceptance.
+
+Benchmarks force acceptance so that engines can be compared at one length: drafts are then accepted unseen. Other
+settings relax the rule: drafts are accepted that the trunk did not sample. In both cases the text is not the trunk's,
+and the counts say nothing about the head.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from nextn.engines.counters import MAX_POSITIONS, Counters
+
+_ASSIGN = r"['\"\\]*\s*(?:[:=]|\s)\s*['\"\\]*"  # NAME=1, name: 1, "name": 1, --name 1
+_NUMBER = r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
+_MAX_TEXT = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Override:
+    """A setting by which acceptance is not decided by comparing drafts with the trunk's distribution."""
+
+    name: str  # as people write it
+    engine: str
+    pattern: str  # with one group, the value
+    effect: str  # forced: drafts are accepted unseen; relaxed: others than the trunk's tokens are accepted
+    off: tuple[float, ...] = ()  # values that turn it off
+    off_from: float | None = None  # and those from here on
+
+
+def _named(name: str, value: str = _NUMBER) -> str:
+    """The name with - or _, on a command line, in JSON, YAML, a Python repr or an environment."""
+    words = "[-_]".join(map(re.escape, re.split("[-_]", name)))
+    return rf"(?<![\w-])(?:--)?{words}{_ASSIGN}{value}"
+
+
+_TRUE = r"(true|True|1)\b"
+OVERRIDES: tuple[Override, ...] = (
+    Override("synthetic_acceptance_length", "vLLM", _named("synthetic_acceptance_length"), "forced"),
+    Override("synthetic_acceptance_rates", "vLLM", _named("synthetic_acceptance_rates", r"(\[[^\]\n]{1,400}\])"),
+             "forced"),
+    Override("rejection_sample_method=synthetic", "vLLM", _named("rejection_sample_method", r"(synthetic)"), "forced"),
+    Override("SGLANG_SIMULATE_ACC_LEN", "SGLang", _named("SGLANG_SIMULATE_ACC_LEN"), "forced", off=(0, -1)),
+    Override("SIMULATE_ACC_LEN", "SGLang", _named("SIMULATE_ACC_LEN"), "forced", off=(0, -1)),
+    Override("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "TensorRT-LLM",
+             _named("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"), "forced", off=(0,)),
+    Override("--spec-decode-acceptance-length", "ATOM", _named("spec_decode_acceptance_length"), "forced"),
+    Override("--spec-decode-acceptance-rate", "ATOM", _named("spec_decode_acceptance_rate"), "forced"),
+    Override("use_relaxed_acceptance_for_thinking", "TensorRT-LLM",
+             _named("use_relaxed_acceptance_for_thinking", _TRUE), "relaxed"),
+    Override("posterior_threshold", "TensorRT-LLM, vLLM before 0.8", _named("posterior_threshold"), "relaxed"),
+    Override("typical_acceptance_sampler", "vLLM before 0.8",
+             _named("spec_decoding_acceptance_method", r"(typical_acceptance_sampler)"), "relaxed"),
+    Override("--speculative-accept-threshold-single", "SGLang", _named("speculative_accept_threshold_single"),
+             "relaxed", off_from=1.0),
+    Override("--speculative-accept-threshold-acc", "SGLang", _named("speculative_accept_threshold_acc"), "relaxed",
+             off_from=1.0),
+    Override("--mtp-typical", "mlx-serve, MTPLX", _named("mtp_typical"), "relaxed", off=(0,)),
+    Override("MLX_SERVE_MTP_TYPICAL", "mlx-serve", _named("MLX_SERVE_MTP_TYPICAL"), "relaxed", off=(0,)),
+)  # fmt: skip
+
+# K as its users write it; those of SGLang and mlx-vlm count the bonus token or the block.
+_DEPTHS = (
+    (_named("num_speculative_tokens", r"([0-9]{1,3})\b"), 0),
+    (_named("num_spec_tokens", r"([0-9]{1,3})\b"), 0),
+    (_named("speculative_num_steps", r"([0-9]{1,3})\b"), 0),
+    (_named("spec_draft_n_max", r"([0-9]{1,3})\b"), 0),
+    (_named("draft_max", r"([0-9]{1,3})\b"), 0),
+    (_named("max_draft_len", r"([0-9]{1,3})\b"), 0),
+    (_named("num_nextn_predict_layers", r"([0-9]{1,3})\b"), 0),
+    (_named("speculative_num_draft_tokens", r"([0-9]{1,3})\b"), 1),
+    (_named("draft_block_size", r"([0-9]{1,3})\b"), 1),
+)
+_VERSION = re.compile(
+    r"(?:Initializing an? (?:V[01] )?LLM engine \(v|vLLM API server version:? v?|vllm[=/ ]+v?|sglang[=/ ]+v?"
+    r"|SGLang version:? v?|TensorRT[- ]LLM version:? v?|version: |build_info: |build: )"
+    r"(?P<version>b?[0-9][\w.+-]{0,39}(?: \([0-9a-f]{6,12}\))?)"
+)
+
+
+def overrides_in(text: str) -> tuple[str, ...]:
+    """Return the settings in a text that force or relax acceptance, as `name=value (engine, effect)`."""
+    found = []
+    for override in OVERRIDES:
+        for match in re.finditer(override.pattern, text[:_MAX_TEXT]):
+            if not _is_off(override, match[1]):
+                name, has_value = override.name, "=" not in override.name
+                value = f" = {match[1]}" if has_value and match[1] != override.name else ""
+                found.append(f"{name}{value} ({override.engine}: acceptance is {override.effect})")
+                break
+    return tuple(found)
+
+
+def _is_off(override: Override, value: str) -> bool:
+    if not re.fullmatch(_NUMBER, value):
+        return False
+    number = float(value)
+    return number in override.off or (override.off_from is not None and number >= override.off_from)
+
+
+def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
+    """Add what an engine's log or flags say: its version, K where no counts show it, and forced acceptance."""
+    for text in texts:
+        version = counters.version or _version(text)
+        k = counters.k
+        if k is None and not counters.per_position and not counters.per_position_offered:
+            k = _depth(text)
+        overrides = tuple(dict.fromkeys((*counters.overrides, *overrides_in(text))))
+        counters = replace(counters, version=version, k=k, overrides=overrides)
+    return counters
+
+
+def _version(text: str) -> str:
+    match = _VERSION.search(text, 0, _MAX_TEXT)
+    return "" if match is None else match["version"]
+
+
+def _depth(text: str) -> int | None:
+    for pattern, extra in _DEPTHS:
+        match = re.search(pattern, text[:_MAX_TEXT])
+        if match and 0 < int(match[1]) - extra <= MAX_POSITIONS:
+            return int(match[1]) - extra
+    return None

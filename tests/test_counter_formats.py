@@ -1,0 +1,355 @@
+"""What people paste: each format in the shape in which it is printed, what a log daemon puts before it, and what is
+left out. Shapes are those of public reports and sources, listed in docs/developers/reports.md."""
+
+# ruff: noqa: E501  lines of logs are as long as they are
+
+import json
+
+import pytest
+
+from nextn.engines.counter_formats import read
+from nextn.engines.counters import FIRST_TOKENS, ROUNDED, SOME_POSITIONS
+from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
+from nextn.engines.log_formats import LOG_FORMATS
+from nextn.engines.metrics_formats import METRICS_FORMAT
+from nextn.engines.run_settings import OVERRIDES, overrides_in
+from nextn.errors import EngineError
+from nextn.evaluate.hypotheses import engine_depth, observed_counts
+
+VLLM = (
+    "SpecDecoding metrics: Mean acceptance length: 2.71, Accepted throughput: 0.68 tokens/s, Drafted throughput: 0.80 "
+    "tokens/s, Accepted: 169 tokens, Drafted: 198 tokens, Per-position acceptance rate: 0.919, 0.788, Avg Draft "
+    "acceptance rate: 85.4%"
+)
+SGLANG = (
+    "Decode batch, #running-req: 1, #token: 1203, token usage: 0.01, accept len: {}, accept rate: {}, cuda graph: True, "
+    "gen throughput (token/s): 41.4, #queue-req: 0,"
+)
+BENCH = """\
+============ Serving Benchmark Result ============
+Successful requests:                     20
+---------------Speculative Decoding---------------
+Acceptance rate (%):                     73.47
+Acceptance length:                       3.20
+Drafts:                                  6393
+Draft tokens:                            19179
+Accepted tokens:                         14090
+Per-position acceptance (%):
+  Position 0:                            83.42
+  Position 1:                            72.91
+  Position 2:                            64.07
+==================================================
+"""
+OFFLINE = """\
+--------------------------------------------------
+total_num_output_tokens: 248291
+num_drafts: 74097
+num_draft_tokens: 147899
+num_accepted_tokens: 141162
+mean acceptance length: 2.91
+--------------------------------------------------
+acceptance at token 0: 0.96
+acceptance at token 1: 0.94
+"""
+STATISTICS = (
+    "[45927] 3.05.130.885 I statistics        draft-mtp: #calls(b,g,a) =    1   1099   1099, #gen drafts =   1099, "
+    "#acc drafts =   902, #gen tokens =   3297, #acc tokens =  2091, dur(b,g,a) = 0.002, 24847.492, 1.359 ms"
+)
+NGRAM = STATISTICS.replace("draft-mtp", "ngram-mod").replace("1099", "4")
+REQUEST = (
+    "0.16.519.195 I slot print_timing: id  0 | task 42 | draft acceptance = 0.66237 (  257 accepted /   388 generated), "
+    "mean acceptance length =  3.65, acceptance rate per position = (0.804, 0.701, 0.629, 0.515)"
+)
+ITERATION = {"iter": 7, "specDecodingStats": {"numDraftTokens": 24, "numAcceptedTokens": 11,
+             "numRequestsWithDraftTokens": 8, "acceptanceLength": 2.375, "iterLatencyMS": 0.0}}  # fmt: skip
+AIPERF = {
+    "metadata": {"x": 1},
+    "spec_decode_acceptance": {
+        "engine": "vllm", "mean_acceptance_length": 3.18, "draft_acceptance_rate": 0.436,
+        "acceptance_histogram": {"0": 34, "1": 22, "2": 19, "3": 16, "4": 15, "5": 22},
+        "num_accepted_draft_tokens": 278, "num_draft_tokens": 640, "num_spec_steps": 128, "num_spec_tokens": 5,
+    },
+}  # fmt: skip
+
+
+def summary(counters):
+    return (counters.engine, counters.num_drafts, counters.draft_tokens, counters.accepted, counters.per_position)
+
+
+# Name -> text, and (engine, rounds, draft tokens, accepted, per position).
+TEXTS = {
+    "vLLM 0.30": ("(APIServer pid=347228) INFO 08-04 20:51:08 [metrics.py:120] " + VLLM,
+                  ("vLLM", 99, 198, 169, (91, 78))),
+    "vLLM 0.33, with more fields between": (
+        VLLM.replace("198 tokens,", "198 tokens, Rejected: 29 tokens, Effective tokens/forward: 2.71, Proposer latency: "
+                     "0.1 s,"), ("vLLM", 99, 198, 169, (91, 78))),
+    "vLLM, wrapped when pasted": (VLLM.replace(", A", ",\nA").replace(", P", ",\nP"), ("vLLM", 99, 198, 169, (91, 78))),
+    "vLLM without positions": (VLLM.replace("Per-position acceptance rate: 0.919, 0.788, ", ""),
+                               ("vLLM", 99, 198, 169, ())),
+    "vLLM 0.6": ("INFO 10-16 19:05:47 metrics.py:367] Speculative metrics: Draft acceptance rate: 0.642, System "
+                 "efficiency: 0.598, Number of speculative tokens: 3, Number of accepted tokens: 8547, Number of draft "
+                 "tokens: 13311, Number of emitted tokens: 10616.", ("vLLM", 4437, 13311, 6179, ())),
+    "bench serve": (BENCH, ("vLLM", 6393, 19179, 14090, (5333, 4661, 4096))),
+    "bench serve, cut": (BENCH.split("  Position 2")[0], ("vLLM", 6393, 19179, 14090, (5333, 4661, 4096))),
+    "bench serve, cut more": (BENCH.split("  Position 1")[0], ("vLLM", 6393, 19179, 14090, ())),
+    "bench serve, twice": (BENCH * 2, ("vLLM", 12786, 38358, 28180, (10666, 9322, 8192))),
+    "bench serve without counts": ("Acceptance rate (%): 68.81\nAcceptance length: 3.06\nPer-position acceptance (%):\n"
+                                   "Position 0: 76.56\nPosition 1: 68.76\nPosition 2: 61.10\n",
+                                   ("vLLM", None, None, None, ())),
+    "offline": (OFFLINE, ("vLLM", 74097, 147899, 141162, (71133, 69651))),
+    "llama.cpp 2026-06": (REQUEST, ("llama.cpp", 97, 388, 257, (78, 68, 61, 50))),
+    "llama.cpp's router": ("[54447] 0.11.873.131 I slot print_timing: id  0 | task 0 | draft acceptance = 0.84783 (   39 "
+                           "accepted /    46 generated), mean len =  2.70\n", ("llama.cpp", 23, 46, 39, ())),
+    "llama.cpp's statistics": (STATISTICS, ("llama.cpp", 1099, 3297, 2091, ())),
+    "llama.cpp's statistics of two drafters": (f"{NGRAM}\n{STATISTICS}", ("llama.cpp", 1099, 3297, 2091, ())),
+    "llama.cpp's statistics grow": ("\n".join(STATISTICS.replace("1099", each) for each in ("400", "900", "1099")),
+                                    ("llama.cpp", 1099, 3297, 2091, ())),
+    "llama.cpp's statistics of two runs": (f"{STATISTICS}\n{STATISTICS.replace('3297', '2500')}",
+                                           ("llama.cpp", 2198, 5797, 4182, ())),
+    "llama.cpp's statistics with rates": (
+        "spec common_specu: statistics        draft-mtp: #calls(b,g,a) =    1    200    200, #gen drafts =    200, #acc "
+        "drafts =   170, #gen tokens =    399, #acc tokens =   311, #mean acc len = 2.55, #acc rate/pos = (0.850, "
+        "0.705), dur(b,g,a) = 0.004, 1.73, 0.465 ms", ("llama.cpp", 200, 399, 311, (170, 141))),
+    "ik_llama.cpp's statistics": ("statistics mtp: #calls(b,g,a) = 1 81 66, #gen drafts = 81, #acc drafts = 66, #gen "
+                                  "tokens = 162, #acc tokens = 120, dur(b,g,a) = 1.0, 2.0, 3.0 ms",
+                                  ("llama.cpp", 81, 162, 120, (66, 54))),
+    "speculative-simple": ("n_draft   = 3\nn_predict = 128\nn_drafted = 150\nn_accept  = 90\naccept    = 60.000%\n",
+                           ("llama.cpp", None, 150, 90, ())),
+    "SGLang": (f"[2026-10-02 11:22:33 TP0] {SGLANG.format('2.50', '0.50')}\n", ("SGLang", None, None, None, ())),
+    "SGLang with DP": (f"[2026-10-02 11:22:33 DP3 TP3] {SGLANG.format('2.50', '0.50')}\n",
+                       ("SGLang", None, None, None, ())),
+    "SGLang's benchmark": ("Concurrency:                             1.00\nAccept length:                           3.09"
+                           "\n------End-to-End Latency------\n", ("SGLang", None, None, None, ())),
+    "TensorRT-LLM's iterations": ("\n".join([json.dumps(ITERATION)] * 2), ("TensorRT-LLM", 16, 48, 22, ())),
+    "TensorRT-LLM's iterations as Python": (f"[07/01] iteration {ITERATION}\n", ("TensorRT-LLM", 8, 24, 11, ())),
+    "TensorRT-LLM's ranks": ("\n".join(json.dumps(ITERATION | {"attentionDpRank": rank}) for rank in range(4)),
+                             ("TensorRT-LLM", 8, 24, 11, ())),
+    "AIPerf's records": ("\n".join([json.dumps(AIPERF)] * 2), ("vLLM", 256, 1280, 556, (188, 144, 106, 74, 44))),
+    "AIPerf's aggregate": (json.dumps({"pooled_spec_decode_acceptance_histogram": {"0": 6400, "1": 4608, "2": 3840}}),
+                           ("an engine under AIPerf", 14848, None, 12288, (8448, 3840))),
+    "AIPerf's console": ("│  Token-Weighted Acceptance Length │   3.20 │   N/A │\n",
+                         ("an engine under AIPerf", None, None, None, ())),
+    "mlx-vlm": (json.dumps({"timings": {"predicted_n": 111, "draft_kind": "mtp", "draft_rounds": 30, "draft_n": 90,
+                                        "draft_n_accepted": 81}}), ("mlx-vlm", 30, 90, 81, ())),
+    "mlx-vlm, a short answer": (json.dumps({"timings": {"predicted_n": 2, "draft_rounds": 1, "draft_n": 7,
+                                                        "draft_n_accepted": 6}}), ("mlx-vlm", 1, 7, 6, ())),
+    "llama.cpp's timings": (json.dumps({"timings": {"predicted_n": 100, "draft_n": 78, "draft_n_accepted": 60}}),
+                            ("llama.cpp", 39, 78, 60, (0,) * 0)),
+    "timings with bonus tokens": (json.dumps({"timings": {"predicted_n": 100, "draft_n": 78, "draft_n_accepted": 99}})
+                                  .replace("78", "120"), ("llama.cpp", None, 120, None, ())),
+    "ik_llama.cpp's timings": (
+        json.dumps({"timings": {"draft_n": 70, "draft_n_accepted": 40, "draft_by_depth": [
+            {"depth": 1, "draft_n": 40, "draft_n_accepted": 25}, {"depth": 2, "draft_n": 30, "draft_n_accepted": 15}]}}),
+        ("llama.cpp", 40, 70, 40, (25, 15))),
+    "MTPLX": (json.dumps({"accepted_by_depth": [260, 232, 195], "drafted_by_depth": [295, 295, 295],
+                          "generated_tokens": 1024}), ("MTPLX", 295, 885, 687, (260, 232, 195))),
+    "SGLang's answer": (json.dumps({"meta_info": {"completion_tokens": 1024, "spec_num_correct_drafts": 800,
+                        "spec_num_proposed_drafts": 1600, "spec_verify_ct": 200}}), ("SGLang", 200, 1600, 800, ())),
+    "SGLang's result": (json.dumps({"backend": "sglang", "accept_length": 2.34}), ("SGLang", None, None, None, ())),
+    "a stream": ('data: {"choices": []}\n\ndata: {"choices": [], "timings": {"draft_n": 78, "draft_n_accepted": 60, '
+                 '"predicted_n": 100}}\n\ndata: [DONE]\n', ("llama.cpp", 39, 78, 60, ())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_formats(name):
+    text, expected = TEXTS[name]
+    counters = read(text)
+    assert summary(counters) == expected
+    assert counters.source
+
+
+def test_notes_say_what_is_missing():
+    assert read(TEXTS["bench serve, cut more"][0]).notes == (ROUNDED, SOME_POSITIONS)
+    assert read(TEXTS["timings with bonus tokens"][0]).notes == (BONUS_INCLUDED,)
+    both = read(f"{BENCH}\n{VLLM}\n")
+    assert both.num_drafts == 6393
+    assert any("vLLM's SpecDecoding metrics" in note and "not added" in note for note in both.notes)
+
+
+METRICS = {
+    "vLLM 0.30": ('# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.\n'
+                  'vllm:spec_decode_num_drafts_total{engine="0",model_name="a"} 100.0\n'
+                  'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="a"} 200.0\n'
+                  'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a"} 120.0\n'
+                  'vllm:spec_decode_num_rejected_tokens_total{engine="0",model_name="a"} 80.0\n'
+                  'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="0"} 80.0\n'
+                  'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="1"} 40.0\n',
+                  ("vLLM", 100, 200, 120, (80, 40))),
+    "through OpenTelemetry": ("vllm_spec_decode_num_drafts_total 100\nvllm_spec_decode_num_draft_tokens_total 200\n"
+                              "vllm_spec_decode_num_accepted_tokens_total 120\n", ("vLLM", 100, 200, 120, ())),
+    "another engine's": ("# TYPE tensorfold:spec_decode_num_drafts_total counter\n"
+                         "tensorfold:spec_decode_num_drafts_total 10\ntensorfold:spec_decode_num_draft_tokens_total 30\n"
+                         "tensorfold:spec_decode_num_accepted_tokens_total 12\n", ("tensorfold", 10, 30, 12, ())),
+    "TensorRT-LLM": ('trtllm_spec_decode_num_draft_tokens_total{engine_type="unified",model_name="m"} 300.0\n'
+                     'trtllm_spec_decode_num_accepted_tokens_total{engine_type="unified",model_name="m"} 150.0\n'
+                     'trtllm_spec_decode_acceptance_length{engine_type="unified",model_name="m"} 2.5\n',
+                     ("TensorRT-LLM", None, 300, 150, ())),
+    "ATOM": ('atom:mtp_draft_tokens_total 30\natom:mtp_accepted_tokens_total 12\n'
+             'atom:mtp_decode_steps_total{accepted_tokens="0"} 3\natom:mtp_decode_steps_total{accepted_tokens="1"} 2\n'
+             'atom:mtp_decode_steps_total{accepted_tokens="2"} 5\n', ("ATOM", 10, 30, 12, (7, 5, 0))),
+    "text-generation-inference": ('# TYPE tgi_request_skipped_tokens histogram\n'
+                                  'tgi_request_skipped_tokens_bucket{le="0"} 40\ntgi_request_skipped_tokens_sum 90\n'
+                                  'tgi_request_skipped_tokens_count 100\n',
+                                  ("text-generation-inference", 100, None, 90, ())),
+    "a fork of llama.cpp": ("llamacpp:n_drafted_total 400\nllamacpp:n_drafted_accepted_total 260\n"
+                            "llamacpp:tokens_predicted_total 500\n", ("llama.cpp", None, 400, 260, ())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics(name):
+    text, expected = METRICS[name]
+    counters = read(text)
+    assert summary(counters) == expected
+    assert counters.source == METRICS_FORMAT
+
+
+def test_sglang_metrics_of_several_ranks_show_k():
+    text = 'sglang:spec_accept_length{tp_rank="0"} 2.5\nsglang:spec_num_steps{tp_rank="0"} 3\n'
+    assert read(text).k == 3
+    text += "sglang:spec_verify_calls_total 40\nsglang:generation_tokens_total 100\n"
+    assert read(text).notes == (FIRST_TOKENS,)
+
+
+PREFIXES = {
+    "plain": "{}",
+    "Docker": "engine-1  | {}",
+    "journald": "Oct 01 10:00:00 host vllm[4711]: {}",
+    "Kubernetes": "2026-10-01T10:00:00.000000000Z stderr F {}",
+    "kubectl --prefix": "[pod/engine-0/vllm] {}",
+    "syslog": "<14>1 2026-10-01T10:00:00Z host vllm 1 - - {}",
+    "color": "\x1b[1;36m(EngineCore_DP0 pid=7)\x1b[0;0m {}",
+    "rank": "[rank0]: {}",
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_prefixes(prefix):
+    """What a container or a log daemon puts before each line changes nothing, also where it looks like JSON."""
+    for text in (VLLM, SGLANG.format("2.50", "0.50"), BENCH, OFFLINE, STATISTICS, REQUEST):
+        lines = "".join(PREFIXES[prefix].format(line) + "\n" for line in text.splitlines())
+        assert summary(read(lines)) == summary(read(text))
+
+
+RECORDS = {
+    "Docker": lambda line: {"log": line + "\n", "stream": "stderr", "time": "2026-10-01T10:00:00Z"},
+    "Python": lambda line: {"level": "INFO", "message": line, "logger": "vllm"},
+    "journald": lambda line: {"_PID": "7", "MESSAGE": line, "PRIORITY": "6"},
+    "Google Cloud": lambda line: {"jsonPayload": {"message": line}, "severity": "INFO"},
+    "Loki": lambda line: {"labels": {"app": "x"}, "line": line},
+    "another key": lambda line: {"ts": "1", "what": {"was": {"said": line}}},
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_structured_logs(record):
+    for text in (VLLM, SGLANG.format("2.50", "0.50"), BENCH, REQUEST):
+        lines = [json.dumps(RECORDS[record](line)) for line in text.splitlines()]
+        for pasted in ("\n".join(lines), "starting\n" + "\n".join(lines), "\n".join([*lines, '{"log": "cut'])):
+            assert summary(read(pasted)) == summary(read(text))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "k"),
+    [
+        ([("3.24", "0.56")], 4),  # (AL - 1) / K, fits no other
+        ([("2.50", "0.50")], None),  # K = 3 of recent versions, or 4 of older ones
+        ([("2.50", "0.50"), ("3.10", "0.70")], 3),
+        ([("2.50", "0.50"), ("3.10", "0.62")], 4),
+        ([("1.00", "0.00")], None),
+    ],
+)
+def test_k_of_sglang(pairs, k):
+    assert read("\n".join(f"[2026-10-02 11:22:33 TP0] {SGLANG.format(*pair)}" for pair in pairs)).k == k
+
+
+@pytest.mark.parametrize(
+    ("line", "version", "k"),
+    [
+        ("(EngineCore pid=1) INFO [core.py:93] Initializing a V1 LLM engine (v0.30.1) with config: model='x', "
+         "speculative_config=SpeculativeConfig(method='mtp', model='x', num_spec_tokens=3)", "0.30.1", 3),
+        ("INFO [utils.py:233] non-default args: {'speculative_config': {'method': 'mtp', 'num_speculative_tokens': 2}}",
+         "", 2),
+        ("server_args=ServerArgs(model_path='x', speculative_num_steps=3, speculative_num_draft_tokens=4)", "", 3),
+        ("build: 10444 (037f2f344) with Clang\nllama-server --spec-type draft-mtp --spec-draft-n-max 5",
+         "10444 (037f2f344)", 5),
+        ("[TensorRT-LLM] TensorRT LLM version: 1.4.0rc1\nspeculative_config:\n  max_draft_len: 3", "1.4.0rc1", 3),
+        ("python -m mlx_vlm.server --draft-block-size 8", "", 7),
+    ],
+)  # fmt: skip
+def test_version_and_k_of_a_log(line, version, k):
+    counters = read(f"{line}\n{SGLANG.format('1.00', '0.00')}\n")
+    assert (counters.version, counters.k) == (version, k)
+    assert engine_depth([counters], None) == k
+
+
+FORCED = [
+    '--speculative-config \'{"method":"mtp","rejection_sample_method":"synthetic","synthetic_acceptance_length":3.12}\'',
+    "SpeculativeConfig(method='mtp', rejection_sample_method='synthetic')",
+    'SPEC="{\\"rejection_sample_method\\":\\"synthetic\\",\\"synthetic_acceptance_length\\":3.1}"',
+    "synthetic_acceptance_rates: [0.9, 0.8]",
+    "export SGLANG_SIMULATE_ACC_LEN=2.78 SGLANG_SIMULATE_ACC_METHOD=match-expected",
+    "SGLANG_SIMULATE_ACC_LEN: '3.24'",
+    "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1.78 trtllm-serve x",
+    "--spec-decode-acceptance-length 3.78",
+    "use_relaxed_acceptance_for_thinking: true\nrelaxed_topk: 10",
+    "--speculative-accept-threshold-single 0.3",
+    "ServerArgs(speculative_accept_threshold_acc=0.5)",
+    "--spec-decoding-acceptance-method typical_acceptance_sampler",
+    "MLX_SERVE_MTP_TYPICAL=0.09",
+]
+NOT_FORCED = [
+    "ServerArgs(speculative_accept_threshold_single=1.0, speculative_accept_threshold_acc=1.0)",
+    "SGLANG_SIMULATE_ACC_LEN=-1",
+    "SGLANG_SIMULATE_ACC_LEN: 0",
+    "rejection_sample_method='standard', synthetic_acceptance_length=None",
+    "rejection_sample_method=block",
+    "use_relaxed_acceptance_for_thinking=False",
+    "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=0",
+]
+
+
+def test_forced_and_relaxed_acceptance():
+    for text in FORCED:
+        assert overrides_in(text), text
+        assert read(f"{text}\n{VLLM}\n").overrides == overrides_in(text)
+    for text in NOT_FORCED:
+        assert overrides_in(text) == (), text
+    assert {each.effect for each in OVERRIDES} == {"forced", "relaxed"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("SpecDecoding metrics: Mean acceptance length: 2.71, Accepted\n", "vLLM's SpecDecoding metrics, which lacks"),
+        ("[2026-10-02 11:22:33 TP0] Decode batch, #running-req: 1, gen throughput (token/s): 41.4\n",
+         "SGLang's Decode batch, which lacks 'accept len'"),
+        ("slot print_timing: draft acceptance = 0.5\n", "llama.cpp's draft acceptance, which lacks"),
+        ("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n", "they are of vllm, and vllm:spec_decode"),
+        ("sglang:gen_throughput 54.6\n", "they are of sglang, and sglang:spec_accept_length"),
+        ("Position 0: 82.10\nAccepted tokens: 5\n", "nearest: table of vllm bench serve"),
+        ("Hello\n", "nothing in it is of an engine's drafts"),
+        ('{"a": 1}', "nothing in it is of an engine's drafts"),
+        (json.dumps({"timings": {"draft_n": 5, "draft_n_accepted": 9}}), "impossible"),
+        (json.dumps({"timings": {"draft_n": 5}}), "nearest: timings of llama.cpp"),
+    ],
+)  # fmt: skip
+def test_the_nearest_format_is_named(text, words):
+    with pytest.raises(EngineError) as error:
+        read(text)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_each_format_is_documented():
+    names = [each.name for each in LOG_FORMATS] + list(JSON_READERS)
+    assert len(set(names)) == len(names)
+    assert all(each.counted and each.literal for each in LOG_FORMATS)
+    read_from = {read(text).source for text, _ in TEXTS.values()}
+    assert read_from >= {each.name for each in LOG_FORMATS} - {"llama.cpp's rounds (trace output)"}
+
+
+def test_counts_with_bonus_tokens_are_compared_by_length():
+    counters = read(TEXTS["timings with bonus tokens"][0])
+    assert observed_counts(counters, 3).acceptance_length == 99 / 40

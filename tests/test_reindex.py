@@ -1,0 +1,155 @@
+"""Indexes that do not lead to the files' tensors: audit names them, one command mends them, no edit loses by them."""
+
+import json
+import shutil
+
+import pytest
+from artifacts import publish
+from test_convert import tensors
+from test_restore import bytes_of, headless, lost, own_names, take
+
+import nextn
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.edit.reindex import reindex
+from nextn.errors import CheckpointError, ConfigError
+
+NAME = "qwen3_5"
+
+
+def rewrite(folder, change):
+    """Change the weight_map of an index."""
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] = change(index["weight_map"])
+    write_json(folder / INDEX, index)
+
+
+def resharded(folder):
+    """The index of another upload, with five files instead of two."""
+    publish(folder, NAME, shards=2)
+    rewrite(
+        folder,
+        lambda table: {name: f"model-{1 + place % 5:05d}-of-00005.safetensors" for place, name in enumerate(table)},
+    )
+
+
+def head_alone(folder):
+    publish(folder, NAME, shards=2, side_file="model-mtp.safetensors")
+    rewrite(folder, lambda table: dict.fromkeys(own_names(NAME), "model-mtp.safetensors"))
+
+
+def half(folder):
+    """An index generator whose pattern misses a shard."""
+    publish(folder, NAME, shards=3)
+    rewrite(folder, lambda table: {name: file for name, file in table.items() if "00002" not in file})
+
+
+def side_file(folder):
+    publish(folder, NAME, shards=2, side_file="model-mtp-of-00005.safetensors")
+
+
+def head_in_a_listed_file(folder):
+    publish(folder, NAME, shards=2)
+    rewrite(folder, lambda table: {name: file for name, file in table.items() if name not in own_names(NAME)})
+
+
+def swapped(folder):
+    """Each tensor in the next file."""
+    publish(folder, NAME, shards=2)
+    files = sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
+    rewrite(folder, lambda table: {name: files[(files.index(file) + 1) % 2] for name, file in table.items()})
+
+
+def index_lost(folder):
+    publish(folder, NAME, shards=2)
+    (folder / INDEX).unlink()
+
+
+def beside_a_single_file(folder):
+    """The head's file was added to a model of one file."""
+    publish(folder, NAME, side_file="model-mtp.safetensors")
+
+
+BROKEN = [resharded, head_alone, half, side_file, head_in_a_listed_file, swapped, index_lost, beside_a_single_file]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_reindex(broken, tmp_path):
+    """Not reported, reported twice, not mended by the command that the finding names, or a byte changed by it."""
+    broken(tmp_path / "model")
+    before = tensors(tmp_path / "model")
+    found = [each for each in audit(Checkpoint.open(tmp_path / "model")).findings if each.severity != "note"]
+    assert [each.rule for each in found] in (["index"], ["side-file"])
+    assert found[0].fix == f"nextn convert {tmp_path / 'model'} --reindex"
+    plan = reindex(tmp_path / "model")
+    assert bytes_of(tmp_path / "model") == tensors(tmp_path / "model") == before
+    assert not plan.files.weights
+    report = audit(Checkpoint.open(tmp_path / "model"))
+    assert report.clean, report.findings
+    with pytest.raises(ConfigError, match="nothing to index"):
+        reindex(tmp_path / "model")
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_edits_lose_nothing(broken, tmp_path):
+    """An edit that takes the index's word for what the checkpoint holds."""
+    broken(tmp_path / "model")
+    before = tensors(tmp_path / "model")
+    nextn.convert(tmp_path / "model", tmp_path / "single", form="single-file")
+    assert tensors(tmp_path / "single") == before
+    base = publish(tmp_path / "base", NAME, seed=5)
+    shutil.copytree(tmp_path / "model", tmp_path / "kept")
+    with pytest.raises(CheckpointError, match="already has a complete head"):
+        nextn.restore(tmp_path / "kept", base)
+    assert tensors(tmp_path / "kept") == before
+    nextn.restore(tmp_path / "kept", base, force=True)
+    head = bytes_of(base, own_names(NAME))
+    assert bytes_of(tmp_path / "kept") == before | head
+
+
+def test_restore_on_a_stale_index(tmp_path):
+    """The trunk is in files that the index does not name: it stays, and the note says that it is listed now."""
+    target = lost(tmp_path / "target", NAME, shards=2)
+    rewrite(
+        target,
+        lambda table: {name: f"model-{1 + place % 5:05d}-of-00005.safetensors" for place, name in enumerate(table)},
+    )
+    before, base = tensors(target), publish(tmp_path / "base", NAME)
+    plan = nextn.restore(target, base)
+    assert any("are listed" in note for note in plan.notes)
+    assert bytes_of(target) == before | bytes_of(base, own_names(NAME))
+    assert audit(Checkpoint.open(target)).clean
+
+
+def test_files_that_are_not_the_models(tmp_path):
+    """An adapter, the same tensors under other names, and a second copy beside the shards: not listed, and not lost."""
+    folder = publish(tmp_path / "model", NAME, shards=2)
+    shutil.copyfile(folder / "model-00001-of-00002.safetensors", folder / "backup.safetensors")
+    adapter = publish(tmp_path / "adapter", NAME, change=lambda table: [
+        table.update({f"base_model.model.{name}.lora_A.weight": table.pop(name)}) for name in [*table]])  # fmt: skip
+    shutil.copyfile(adapter / SINGLE, folder / "adapter_model.safetensors")
+    original = publish(tmp_path / "original", NAME, change=lambda table: [
+        table.update({f"tok.{place}": table.pop(name)}) for place, name in enumerate([*table])])  # fmt: skip
+    shutil.copyfile(original / SINGLE, folder / "consolidated.safetensors")
+    (folder / INDEX).unlink()
+    plan = reindex(folder)
+    assert set(json.loads((folder / INDEX).read_text())["weight_map"].values()) == {
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}  # fmt: skip
+    assert any("adapter_model.safetensors, backup.safetensors, consolidated.safetensors" in note for note in plan.notes)
+    assert (folder / "adapter_model.safetensors").exists()
+
+
+def test_layers_that_no_file_holds(tmp_path):
+    """Half of the trunk was never downloaded, and the index does not say so."""
+    publish(tmp_path, NAME, change=lambda table: [table.pop(name) for name in [*table] if ".layers.1." in name])
+    (found,) = (each for each in audit(Checkpoint.open(tmp_path)).findings if each.severity == "error")
+    assert (found.rule, found.found) == ("trunk-missing", "Of 2 trunk layers 1 is in no file: 1.")
+
+
+def test_headless_has_nothing_to_index(tmp_path):
+    """A sound index is left alone."""
+    publish(tmp_path, NAME, shards=2, change=headless(NAME))
+    with pytest.raises(ConfigError, match="nothing to index"):
+        reindex(tmp_path)
+    assert take(tmp_path).checkpoint.problems == ()
