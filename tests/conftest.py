@@ -1,4 +1,7 @@
-"""Fixtures of several test files. One torch thread: tiny models are faster so, and two processes share the cores."""
+"""Fixtures of several test files.
+
+One torch thread unless NEXTN_TEST_THREADS says more: tiny models are faster so, and two processes share the cores.
+"""
 
 import gc
 import io
@@ -19,8 +22,9 @@ from nextn.evaluate import decoding_costs
 from nextn.model.model import Model
 
 pytest_plugins = ["quick"]
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+_THREADS = os.environ.get("NEXTN_TEST_THREADS", "1")
+torch.set_num_threads(int(_THREADS))
+os.environ["OMP_NUM_THREADS"] = _THREADS  # of processes that tests start
 
 
 def pytest_collection_finish() -> None:

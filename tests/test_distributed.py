@@ -25,6 +25,16 @@ def pair(tmp_path_factory):
     subject.close()
 
 
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """The checkpoint of the package in float32, whose states are not rounded before lm_head: see `FIXTURE_HEAD`."""
+    folder = tmp_path_factory.mktemp("shipped") / "model"
+    Model.load(SHIPPED).save(folder, dtype=torch.float32)
+    for path in SHIPPED.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 512, "n_routed_experts": 8, "num_hidden_layers": 24}
 
 
@@ -131,11 +141,11 @@ def new_model(folder, name, **sizes):
     return path
 
 
-def test_a_fresh_head(pair, tmp_path):
+def test_a_fresh_head(pair, shipped, tmp_path):
     """Two processes equal one, whose trunk is in memory when the head is made of it; they begin with its bits."""
     (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
-    lines, initial, parameters = rank_jobs.fresh_head(ALONE, tmp_path / "one", SHIPPED)
-    (cut_lines, cut_initial, cut), (second, *_) = pair.run(rank_jobs.fresh_head, tmp_path / "two", SHIPPED)
+    lines, initial, parameters = rank_jobs.fresh_head(ALONE, tmp_path / "one", shipped)
+    (cut_lines, cut_initial, cut), (second, *_) = pair.run(rank_jobs.fresh_head, tmp_path / "two", shipped)
     same(initial, cut_initial, 0)
     assert cut_lines == second
     close(lines, cut_lines)
@@ -219,11 +229,11 @@ def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
 
 
 @pytest.mark.parametrize("fresh", others_slow([False, True], True))
-def test_a_head_of_a_streamed_trunk(fresh, pair, tmp_path):
+def test_a_head_of_a_streamed_trunk(fresh, pair, shipped, tmp_path):
     """Two processes equal one; the first reads the layers, once, and the second takes the states from the folder."""
     (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
-    lines, parameters, layers = rank_jobs.streamed_head(ALONE, tmp_path / "one", SHIPPED, fresh)
-    (cut_lines, cut, first), (second, _, others) = pair.run(rank_jobs.streamed_head, tmp_path / "two", SHIPPED, fresh)
+    lines, parameters, layers = rank_jobs.streamed_head(ALONE, tmp_path / "one", shipped, fresh)
+    (cut_lines, cut, first), (second, _, others) = pair.run(rank_jobs.streamed_head, tmp_path / "two", shipped, fresh)
     assert first == layers == list(range(12)) * (2 if fresh else 1)
     assert others == []
     assert cut_lines == second

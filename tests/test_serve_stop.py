@@ -88,7 +88,7 @@ def test_a_second_interrupt_ends_answers_at_once(model):
         server.server.handle_exit(signal.SIGINT, None)
         wait_for(lambda: server.app.state.api.is_stopping)
         server.server.handle_exit(signal.SIGINT, None)
-        server.stop(3)
+        server.stop()
         assert events(client.result()[2])[-1]["error"]["code"] == "server_stopping"
 
 
@@ -124,7 +124,7 @@ def test_new_requests_on_open_connections_are_refused(model):
 
 def test_the_command_stops_by_signal():
     """`nextn serve` as a process: it says where it is, answers, and ends with 0 after a signal."""
-    command = [sys.executable, "-m", "nextn", "serve", str(TINY), "--port", "0", "--backend", "torch", "--grace", "5"]
+    command = [sys.executable, "-m", "nextn", "serve", str(TINY), "--port", "0", "--backend", "torch", "--grace", "60"]
     command += ["--max-num-seqs", "1", "--fixed-k"]  # nothing to measure before the first request
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ

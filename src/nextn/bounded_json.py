@@ -77,6 +77,7 @@ def parse_json(data: bytes, limits: JsonLimits) -> object:
 
 
 def _check_depth(value: object) -> None:
+    """Raise ValueError. Where Python itself raises RecursionError depends on its version and on the calls so far."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH + 1):
         inner = (each.values() if isinstance(each, dict) else each for each in level)
@@ -104,9 +105,11 @@ def loads(text: str) -> object:
     if re.search(r"\\u[dD][89a-fA-F]", text):
         text = _ESCAPES.sub(lambda match: r"\ufffd" if match[1] else match[0], text)
     try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("JSON nested too deeply") from error
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    _check_depth(value)
+    return value
 
 
 def count(value: object, name: str, *, maximum: int = MAX_COUNT) -> int:

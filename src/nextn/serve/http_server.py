@@ -15,6 +15,7 @@ from nextn.serve.http_limits import limited_protocol
 from nextn.serve.options import ServerOptions
 
 _MARGIN_S = 3.0  # beyond the grace time, for answers to be sent; clients that do not read them are cut off
+_POLL_S = 0.05
 _FORCED_S = 0.2  # for errors to be sent, when the server is ended at once
 
 
@@ -56,13 +57,24 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and end when the answers are complete or the grace time is over."""
         stopping = asyncio.create_task(self._api.stop())
+        forced = asyncio.create_task(self._end_if_forced(stopping))
         await super().shutdown(sockets)
-        if self.force_exit:
-            self._api.fail_all()
-            stopping.cancel()
-            await asyncio.sleep(_FORCED_S)
+        if not self.force_exit:
+            forced.cancel()
+        with suppress(asyncio.CancelledError):
+            await forced
         with suppress(asyncio.CancelledError):
             await stopping
+
+    async def _end_if_forced(self, stopping: asyncio.Task[None]) -> None:
+        """End answers and connections after a second SIGINT, while uvicorn waits: from Python 3.12 on, for them."""
+        while not self.force_exit:
+            await asyncio.sleep(_POLL_S)
+        self._api.fail_all()
+        stopping.cancel()
+        await asyncio.sleep(_FORCED_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """From the body of a request to generation requests: prompts become token ids, fields become sampling settings."""
 
 import asyncio
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from nextn.bounded_json import loads
 from nextn.data.chat_template import apply_chat_template
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.errors import ConfigError
@@ -237,6 +237,6 @@ def _template_message(message: ChatMessage) -> dict[str, object]:
 
 def _template_call(name: str, arguments: str) -> dict[str, object]:
     try:
-        return {"name": name, "arguments": json.loads(arguments)}
-    except (ValueError, RecursionError):
+        return {"name": name, "arguments": loads(arguments)}
+    except ValueError:
         return {"name": name, "arguments": arguments}
