@@ -95,7 +95,7 @@ def side_file(inventory: Inventory) -> Iterator[Finding]:
     heads: dict[str, list[str]] = defaultdict(list)
     for name in inventory.stored.values():
         heads[checkpoint.tensors[name].file].append(name)
-    for file in sorted(side_files(inventory)):
+    for file in sorted(side_files(inventory) & heads.keys()):
         readers = [name for name, engine in family.engines.items() if any(file in note for note in engine.notes)]
         published = any(file in remark for remark in family.remarks)
         severity: Severity = "note" if published else "warning" if readers else "error"
