@@ -8,7 +8,8 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 GENERATED := families reference support engines benchmarks troubleshooting outputs
 
-.PHONY: demo test test-slow test-all test-asan test-tsan test-debug check wheel test-gpu test-browser test-transformers test-engines docs site bench bench-peers clean
+.PHONY: demo test test-masked test-slow test-all test-asan test-tsan test-debug check wheel test-gpu test-browser \
+	test-transformers test-engines docs site bench bench-peers clean
 
 # Decodes the checkpoint in the package, then trains another one for four minutes: see `nextn demo --help`.
 demo: $(VENV)/.ready
@@ -18,6 +19,18 @@ demo: $(VENV)/.ready
 HERE := not gpu and not engines and not browser
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal
+
+# Decoding, scheduler, losses and caches as on another processor: what torch, oneDNN and MKL may use, what the native runtime
+# is built for, and threads. `make test-masked ATEN=avx2 MARCH=x86-64-v3 THREADS=2` is another one.
+ATEN    ?= default
+MARCH   ?= x86-64
+THREADS ?= 1
+MASKED  := scheduler rounds rounds_decode generate draft_chain batch session backend native_sampling mtp_loss distillation \
+	likelihoods teacher_forced kv_cache kv_buffers streamed_trunk
+test-masked: $(VENV)/.ready
+	ATEN_CPU_CAPABILITY=$(ATEN) ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NEXTN_NATIVE_MARCH=$(MARCH) \
+	NEXTN_TEST_THREADS=$(THREADS) $(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal \
+	$(MASKED:%=tests/test_%.py)
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow and $(HERE)" --numprocesses 2 --dist worksteal
@@ -41,10 +54,11 @@ test-asan: $(VENV)/.ready
 	PYTHONPATH=tests NEXTN_NATIVE_BUILD=asan PYTHONMALLOC=malloc LD_PRELOAD="$(call LIBRARIES,asan ubsan)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python $(ON_BUILD)
 
-# First the team of threads alone, in a program that is instrumented as a whole.
+# First the team of threads alone, in a program that is instrumented as a whole. GCC's ThreadSanitizer knows few places where
+# memory may be, so addresses are not random.
 test-tsan: $(VENV)/.ready
-	$(BIN)/python -m pytest tests/test_team.py
-	PYTHONPATH=tests NEXTN_NATIVE_BUILD=tsan OMP_NUM_THREADS=1 LD_PRELOAD="$(call LIBRARIES,tsan)" \
+	setarch -R $(BIN)/python -m pytest tests/test_team.py
+	setarch -R env PYTHONPATH=tests NEXTN_NATIVE_BUILD=tsan OMP_NUM_THREADS=1 LD_PRELOAD="$(call LIBRARIES,tsan)" \
 		TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1:suppressions=$(CURDIR)/tests/tsan.suppressions \
 		$(BIN)/python $(ON_BUILD)
 
