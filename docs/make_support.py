@@ -57,7 +57,7 @@ def compared() -> dict[str, dict[str, str]]:
 
 
 def forms(row: Family, ran: dict[str, dict[str, list[str]]]) -> str:
-    """Return how many pairs of forms of the experts, of trunk and head, were loaded; "" for a family without experts."""
+    """Return how many pairs of forms of the experts, of trunk and head, were loaded; "-" without experts."""
     pairs = ran.get("expert forms", {}).get(row.name)
     return "-" if not pairs else f"{len(pairs)} of trunk and head"
 

@@ -124,8 +124,8 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
         if weights.method == "mlx":
             reasons.append(
                 "its weights are in MLX's layout, which mlx-lm and mlx-vlm load, and neither transformers nor nextn: "
-                "give the model that was converted, or the result of `mlx_lm.convert --dequantize`; `nextn audit` reads it "
-                "as it is"
+                "give the model that was converted, or the result of `mlx_lm.convert --dequantize`; `nextn audit` "
+                "reads such files"
             )
         elif packed:
             reasons.append(
