@@ -99,7 +99,7 @@ struct Layers {
     return total;
   }
   bool is_parted(int64_t i) const {
-    return parts() == 1 || (parts() > 1 && n(i) % (parts() * block_columns(type())) == 0);
+    return parts() == 1 || (parts() > 1 && parts() <= n(i) && n(i) % (parts() * block_columns(type())) == 0);
   }
 };
 
