@@ -112,6 +112,7 @@ def serve(
         _print_command(print_engine, source, num_speculative_tokens, advice)
         return
     _check_extra()
+    from nextn.checkpoint.file_stamps import FileStamps
     from nextn.serve.http_server import HttpServer, listen
     from nextn.serve.options import EngineOptions, ServerOptions, allowed_hosts, checked_numbers, reference_rates
     from nextn.serve.tool_calls import tool_syntax
@@ -132,6 +133,9 @@ def serve(
         adaptive=not fixed_k,
     )
     with listen(host, port) as sock:
+        files = FileStamps.of_weights(
+            *(Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
+        )
         loaded = source.load(need_head=k > 0, exact_head=exact_head)
         draftable.apply(loaded, num_speculative_tokens=k, backend=backend)
         from nextn.serve.api import create_app
@@ -149,6 +153,7 @@ def serve(
             num_speculative_tokens=k,
             reference_rates=rates,
             tool_call_parser=tool_call_parser,
+            weight_files=files,
         )
         server = HttpServer(create_app(engine, loaded, options), options)
         if not engine.limits.prefix_bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,7 @@ class HttpServer(uvicorn.Server):
             h11_max_incomplete_event_size=limits.max_header_bytes,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_is_failure)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal; the calling program starts nothing else."""
@@ -83,6 +85,11 @@ class HttpServer(uvicorn.Server):
             yield
             if not self.force_exit:
                 self._captured_signals.clear()
+
+
+def _is_failure(record: logging.LogRecord) -> bool:
+    """Whether a record of uvicorn is of more than an answer that was ended by a second Ctrl-C."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError | KeyboardInterrupt))
 
 
 def listen(host: str, port: int) -> socket.socket:
