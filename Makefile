@@ -54,12 +54,13 @@ test-asan: $(VENV)/.ready
 	PYTHONPATH=tests NEXTN_NATIVE_BUILD=asan PYTHONMALLOC=malloc LD_PRELOAD="$(call LIBRARIES,asan ubsan)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python $(ON_BUILD)
 
-# First the team of threads alone, in a program that is instrumented as a whole.
+# First the team of threads alone, in a program that is instrumented as a whole. GCC's ThreadSanitizer knows few places where
+# memory may be, so addresses are not random. Calls changed at random may have outputs that overlap, which several threads write.
 test-tsan: $(VENV)/.ready
-	$(BIN)/python -m pytest tests/test_team.py
-	PYTHONPATH=tests NEXTN_NATIVE_BUILD=tsan OMP_NUM_THREADS=1 LD_PRELOAD="$(call LIBRARIES,tsan)" \
+	setarch -R $(BIN)/python -m pytest tests/test_team.py
+	setarch -R env PYTHONPATH=tests NEXTN_NATIVE_BUILD=tsan OMP_NUM_THREADS=1 LD_PRELOAD="$(call LIBRARIES,tsan)" \
 		TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1:suppressions=$(CURDIR)/tests/tsan.suppressions \
-		$(BIN)/python $(ON_BUILD)
+		$(BIN)/python $(ON_BUILD) --deselect tests/test_abi_mutated.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -28,6 +28,7 @@ PAGE = DOCS / "reference" / "support.md"
 SERVE = DOCS / "how-to" / "serve.md"
 README = ROOT / "README.md"
 RECORD = ROOT / "bench" / "results" / "engines.json"
+TESTS = ROOT / "bench" / "results" / "support.json"  # what tests/test_expert_forms.py ran, see support_record
 # Beside what `nextn serve --print` adds: what SGLang's server arguments say.
 _SEVERAL = ("SGLang turns on `--enable-multi-layer-eagle` by itself",)
 MORE_FLAGS = {
@@ -55,15 +56,23 @@ def compared() -> dict[str, dict[str, str]]:
     return found
 
 
+def forms(row: Family, ran: dict[str, dict[str, list[str]]]) -> str:
+    """Return how many pairs of forms of the experts, of trunk and head, were loaded; "-" without experts."""
+    pairs = ran.get("expert forms", {}).get(row.name)
+    return "-" if not pairs else f"{len(pairs)} of trunk and head"
+
+
 def matrix(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
     def line(row: Family) -> tuple[str, ...]:
         engines = ", ".join(f"{NAMES[name]} {version}".strip() for name, version in runs.get(row.name, {}).items())
         native = "no" if not row.runs else f"no: {reasons[row.name]}" if reasons[row.name] else "yes"
         logits = ", ".join(CHECKED.get(row.name, ()))
         run = "yes" if row.runs else "no"
-        return (f"[{row.title}](families/{row.name}.md)", "yes", "yes", run, run, native, logits or "-", engines or "-")
+        title = f"[{row.title}](families/{row.name}.md)"
+        return (title, "yes", "yes", run, run, forms(row, ran), native, logits or "-", engines or "-")
 
-    head = ("family", "audit", "fix", "measure, train", "decode", "native backend", "logits", "run in")
+    ran = json.loads(TESTS.read_text())
+    head = ("family", "audit", "fix", "measure, train", "decode", "expert forms", "native backend", "logits", "run in")
     return table(head, map(line, rows()))
 
 

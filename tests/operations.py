@@ -119,9 +119,8 @@ def strip(folder: Path, rng: random.Random) -> Rules:
 def lose_one(folder: Path, rng: random.Random) -> Rules:
     """One matrix of the head's block."""
     inventory = take(folder)
-    block = [
-        inventory.stored[each] for each in inventory.own if ".block." in each and len(inventory.info(each).shape) > 1
-    ]
+    own = [each for each in inventory.own if ".block." in each]
+    block = [inventory.stored[each] for each in own if len(inventory.info(each).shape) > 1]
     gone = rng.choice(block)
     store(folder, {name: value for name, value in read(folder).items() if name != gone})
     return frozenset({"head-partial"})
@@ -173,9 +172,8 @@ def untie(folder: Path, rng: random.Random) -> Rules:
 def quantize_part(folder: Path, rng: random.Random) -> Rules:
     """One matrix of the head in fp8, and no scale."""
     table, inventory = read(folder), take(folder)
-    block = [inventory.stored[each] for each in inventory.own
-             if ".block." in each and each.endswith("_proj.weight")
-             and inventory.info(each).dtype == "BF16"]  # fmt: skip
+    own = [each for each in inventory.own if ".block." in each and each.endswith("_proj.weight")]
+    block = [inventory.stored[each] for each in own if inventory.info(each).dtype == "BF16"]
     if not block:
         return SOUND
     name = rng.choice(sorted(block))

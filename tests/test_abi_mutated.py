@@ -229,7 +229,8 @@ def mutated(call: Call, draw: random.Random) -> Call:
         elif kind == 5:
             tensors = draw.choice((tensors[:-1], [*tensors, tensors[-1]] if tensors else []))
         elif kind == 6 and (free := sorted(set(range(len(ints))) - set(call.keeps))):
-            ints[place := draw.choice(free)] = draw.choice((*INTS, ints[place] - 1, ints[place] + 1))
+            place = draw.choice(free)
+            ints[place] = draw.choice((*INTS, ints[place] - 1, ints[place] + 1))
         elif kind == 7 and reals:
             reals[draw.randrange(len(reals))] = draw.choice(REALS)
     return Call(call.op, tensors, ints, reals, call.keeps, call.memory)

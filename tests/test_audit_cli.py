@@ -126,7 +126,7 @@ def test_names_cannot_move_the_cursor(nextn, tmp_path):
         table["nextn.\x1b[2J[bold]"] = table["mtp.norm.weight"]
 
     code, out, _ = nextn(publish(tmp_path, "qwen3_5", change=change))
-    assert (code, "\x1b[2J" in out, r"nextn.\x1b[2J[bold]" in out) == (0, False, True)
+    assert (code, "\x1b[2J" in out, r"nextn.\x1b[2J[bold]" in out) == (1, False, True)
 
 
 def _point_at(hub, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from artifacts import publish
 from layouts import LAYOUTS
 from quick import families
+from support_record import record
 from test_convert import tensors
 from tiny import CONFIGS, build
 
@@ -15,6 +16,7 @@ from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.errors import CheckpointError
 from nextn.model.model import Model
 
 FORMS = ("split", "fused", "stacked")
@@ -65,14 +67,20 @@ def test_every_form_loads(name, tmp_path):
     if not has_experts(tmp_path / "model"):
         return
     expected = state(tmp_path / "model")
+    ran = []
     for trunk, head in product((None, "split", "fused"), FORMS):
         folder = tmp_path / f"{trunk}-{head}"
         try:
             nextn.convert(tmp_path / "model", folder, experts=head, trunk_experts=trunk)
         except nextn.errors.ConfigError:
             continue
-        found = {each.rule for each in audit(Checkpoint.open(folder)).findings if each.severity != "note"}
-        print(name, trunk, head, found)
+        found = {each.rule: each for each in audit(Checkpoint.open(folder)).findings if each.severity == "error"}
+        if "experts-form" in found and "trunk" in found["experts-form"].found:
+            with pytest.raises(CheckpointError):
+                state(folder)
+            continue
         got = state(folder)
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[each], expected[each]) for each in got), (trunk, head)
+        ran.append(f"{trunk or 'as saved'}/{head}")
+    record("expert forms", name, ran)

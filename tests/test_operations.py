@@ -9,6 +9,7 @@ import shutil
 import pytest
 from artifacts import LAYOUTS, publish
 from operations import SOUND, head_names, read, run
+from support_record import record
 from test_restore import no_waiting_for_disks
 
 import nextn
@@ -64,3 +65,5 @@ def test_many(tmp_path):
     for seed in range(MANY):
         check(seed, tmp_path / str(seed))
         shutil.rmtree(tmp_path / str(seed))
+    for place, name in enumerate(FAMILIES):
+        record("operations", name, {"runs": len(range(place, MANY, len(FAMILIES))), "first_seed": place})

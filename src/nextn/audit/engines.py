@@ -6,11 +6,11 @@ The facts about engines come from the family's row; one that affects only some s
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from nextn.audit.findings import ENGINES, ROLES, Finding, aliases, convert, engines, same, verb
+from nextn.audit.findings import ENGINES, ROLES, Finding, aliases, convert, engines, restore, same, verb
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import storage
+from nextn.checkpoint.quantization import split_name, storage
 from nextn.edit.compatibility import lone_experts
 from nextn.families import READS_FUSED, EngineSupport, Support, by_name, lookup, rows
 from nextn.text_format import joined, some
@@ -99,11 +99,31 @@ def shared_missing(inventory: Inventory) -> Iterator[Finding]:
 
 def copy_differs(inventory: Inventory) -> Iterator[Finding]:
     """Report a module's copy of the embedding or lm_head that differs from the trunk's in a sample of the bytes."""
+    yield from _packed_copies(inventory)
     for canonical, name in inventory.copies.items():
         _, role, *rest = canonical.split(".", 2)
         trunk = inventory.shared.get(role)
         if rest == ["weight"] and trunk and not same(inventory.checkpoint, name, trunk):
             yield _differing(inventory, role, name, trunk)
+
+
+def _packed_copies(inventory: Inventory) -> Iterator[Finding]:
+    """Report copies that are stored in another way than the trunk's, such as in 4 bits by a quantizer (AutoRound)."""
+    for role in inventory.family.copies:
+        parts = [name for canonical, name in inventory.copies.items() if inventory.role(canonical) == role]
+        modules = dict.fromkeys(split_name(name, inventory.checkpoint.tensors)[0] for name in parts)
+        trunk = inventory.shared.get(role, "").removesuffix(".weight")
+        for module in modules:
+            kind, own = (storage(inventory.checkpoint.tensors, each) for each in (module, trunk))
+            if kind not in (None, "plain") and kind != own:
+                yield Finding(
+                    "copy-differs", "warning", module,
+                    f"The copy of the {ROLES[role]} in the head is stored as {kind}, the trunk's "
+                    f"{'unquantized' if own == 'plain' else f'as {own}'}: engines that use the copy draft with other "
+                    "values.",
+                    f"A copy equal to {trunk}.weight, or none.",
+                    f"Run `{restore(inventory, force=True)}`, which leaves the packed copies out.",
+                )  # fmt: skip
 
 
 def own_head_overwritten(inventory: Inventory) -> Iterator[Finding]:

@@ -80,7 +80,7 @@ def _duplicates(inventory: Inventory) -> Iterator[Finding]:
         found = problems[0].message
         if len(problems) > 1:
             found += f"; the same for {counted(len(problems) - 1, 'more tensor')}"
-        unread = file in checkpoint.unindexed
+        unread = file in checkpoint.unindexed and file != SINGLE  # which transformers opens before an index
         keeps = f"nextn convert {shlex.quote(checkpoint.path)} OUT --single-file"
         yield Finding(
             "index", "note" if unread else "warning", f"{INDEX}: {file}", f"{found}.", "Each tensor in one file.",
@@ -95,7 +95,7 @@ def side_file(inventory: Inventory) -> Iterator[Finding]:
     heads: dict[str, list[str]] = defaultdict(list)
     for name in inventory.stored.values():
         heads[checkpoint.tensors[name].file].append(name)
-    for file in sorted(side_files(inventory)):
+    for file in sorted(side_files(inventory) & heads.keys()):
         readers = [name for name, engine in family.engines.items() if any(file in note for note in engine.notes)]
         published = any(file in remark for remark in family.remarks)
         severity: Severity = "note" if published else "warning" if readers else "error"

@@ -58,12 +58,15 @@ KINDS = (
 )  # fmt: skip
 
 
+_MAX_LENGTH = (
+    300  # characters; the patterns take time in the square of a name's length, and no program writes longer ones
+)
 _ANY = re.compile("|".join(f"(?:{kind.pattern.pattern})" for kind in KINDS))
 
 
 def plain_name(name: str) -> str | None:
     """Return the checkpoint's name for a tensor; None for one that has no other name, such as an adapter's matrices."""
-    for kind in KINDS:
+    for kind in KINDS if len(name) <= _MAX_LENGTH else ():
         name, count = kind.pattern.subn(kind.plain, name)
         if count and "\0" in name:
             return None
@@ -72,7 +75,7 @@ def plain_name(name: str) -> str | None:
 
 def foreign(names: Iterable[str]) -> list[tuple[ForeignNames, list[str]]]:
     """Return each kind with the names that are of it."""
-    marked = [name for name in names if _ANY.search(name)]
+    marked = [name for name in names if len(name) <= _MAX_LENGTH and _ANY.search(name)]
     found = [(kind, [name for name in marked if kind.pattern.search(name)]) for kind in KINDS]
     return [(kind, own) for kind, own in found if own]
 

@@ -87,7 +87,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         whole = Inventory.of(self.checkpoint, family=inventory.family) if self.packed else inventory
         self.inventory = replace(whole, declared=inventory.declared)  # which a separate head's config may lack
         section = declared(self.checkpoint.config)
-        self.method = str(section.get("quant_method", "an unnamed method")) if section else ""
+        unnamed = "mlx" if "group_size" in section else "an unnamed method"
+        self.method = str(section.get("quant_method", unnamed)) if section else ""
         self._block = declared_block(section, inventory.family)
         tensors = self.checkpoint.tensors
         scales = {name: scale_of(name, tensors) for name, info in tensors.items() if info.dtype == FP8_WEIGHT}

@@ -130,9 +130,9 @@ def _progress_lines(description: str, total: int | None, every_s: float = 15.0) 
     started = last = time.monotonic()
     count = 0
 
-    def step() -> None:
+    def step(amount: int = 1) -> None:
         nonlocal count, last
-        count, now = count + 1, time.monotonic()
+        count, now = count + amount, time.monotonic()
         if now - last < every_s or count == total:
             return
         last = now

@@ -112,7 +112,8 @@ def export(
     )
     documents = {CONFIG: head.checkpoint.config}
     stored = next(iter(head.checkpoint.headers.values())).metadata
-    metadata = {key: value for key, value in stored.items() if key not in _LOCAL}  # the draft may be published
+    # The draft may be published; what an edit keeps of its files' metadata is overridden here.
+    metadata = {key: "" if key in _LOCAL else value for key, value in stored.items()}
     plan = EditPlan(
         head.checkpoint, new_folder(out), head.family.name, files, documents, new_folder=True, metadata=metadata
     )

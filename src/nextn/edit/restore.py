@@ -142,7 +142,8 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
     if src is not None:
         _refuse_complete(dst, src, force=force)
         notes += refuse_misfit(dst, src, force=force)
-        gone = dst.spellings(dst.own)
+        packed = {canonical for canonical in dst.copies if not canonical.endswith(".weight")} if force else set()
+        gone = dst.spellings({*dst.own, *packed})
         if gone:
             notes.append(f"replaces {counted(len(gone), 'tensor')} of the head that was there: {some(sorted(gone))}")
         fresh = {dst.published(name): Piece(src.checkpoint, src.stored[name]) for name in src.own}

@@ -121,7 +121,13 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
         yield
     except CheckpointError as error:
         reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
-        if packed:
+        if weights.method == "mlx":
+            reasons.append(
+                "its weights are in MLX's layout, which mlx-lm and mlx-vlm load, and neither transformers nor nextn: "
+                "give the model that was converted, or the result of `mlx_lm.convert --dequantize`; `nextn audit` "
+                "reads such files"
+            )
+        elif packed:
             reasons.append(
                 f"its quantization is {weights.method} ({packed} and others): install what transformers needs for it, "
                 f"or load the model that was quantized, in bf16 or fp8; `nextn audit {checkpoint.path}` and "

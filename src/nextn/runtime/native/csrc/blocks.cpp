@@ -69,11 +69,11 @@ struct Heads {
         gain(call.ints[place]), eps(float(call.reals[place])) {}
 
   bool fits(Type type) const {
-    const int64_t turned = row_length(*cosine);
     for (const View* view : {out, x, cosine, sine})
       if (view->type != type || view->ndim != out->ndim || inner_stride(*view) != 1 ||
           !std::equal(out->size, out->size + out->ndim - 1, view->size))
         return false;
+    const int64_t turned = row_length(*cosine);
     return row_length(*x) == row_length(*out) && row_length(*sine) == turned && turned % 2 == 0 &&
            turned <= row_length(*out) && floating(*weight) && weight->ndim == 1 && weight->size[0] == row_length(*x) &&
            is_gain(gain);

@@ -29,7 +29,8 @@ inline double fused(double a, double b, double c) {
 #endif
 }
 
-inline int64_t fused(int64_t a, int64_t b, int64_t c) { return a * b + c; }
+// Whole numbers wrap, as in torch; signed ones must not.
+inline int64_t fused(int64_t a, int64_t b, int64_t c) { return int64_t(uint64_t(a) * uint64_t(b) + uint64_t(c)); }
 
 inline float from_bits(int32_t bits) { return __builtin_bit_cast(float, bits); }
 inline int32_t to_bits(float value) { return __builtin_bit_cast(int32_t, value); }
@@ -61,7 +62,7 @@ inline float log_of(float x) {
   const bool subnormal = x < 1.17549435e-38f;
   const float scaled = subnormal ? x * 8388608.0f : x;
   // The mantissa in [sqrt(1/2), sqrt(2)), the exponent with it.
-  const int32_t shifted = to_bits(scaled) - 0x3f3504f3;
+  const int32_t shifted = int32_t(uint32_t(to_bits(scaled)) - 0x3f3504f3u);  // of any sign
   const float exponent = float(shifted >> 23) - (subnormal ? 23.0f : 0.0f);
   const float m = from_bits((shifted & 0x7fffff) + 0x3f3504f3) - 1.0f;
   const float p =

@@ -215,7 +215,7 @@ bool select_grouped_embedding(Call& call) {
   const View &out = call.views[0], &packed = call.views[1], &ids = call.views[2];
   if (!is_float(out.type) || out.ndim != 2 || out.stride[1] != 1 || out.size[1] != call.ints[1]) return false;
   if (ids.type != I64 || ids.ndim != 1 || ids.size[0] != out.size[0] || !is_bytes(packed)) return false;
-  if (call.ints[0] < 1 || call.ints[1] < 1) return false;
+  if (call.ints[0] < 1 || call.ints[0] > packed.size[0] || call.ints[1] < 1) return false;
   if (packed.size[0] != packed_bytes(call.ints[2], call.ints[0], call.ints[1])) return false;
   call.kernel = is_int4(call.ints[2]) ? grouped_embedding<4> : grouped_embedding<8>;
   call.parallel = out.size[0] * out.size[1] >= kParallel;

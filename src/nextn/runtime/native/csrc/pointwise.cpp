@@ -189,9 +189,14 @@ float floor_divided(float a, float b) {
 }
 
 int64_t floor_divided(int64_t a, int64_t b) {
-  if (b == 0 || b == -1) return b ? -a : 0;
+  if (b == 0 || b == -1) return fused(a, b, int64_t(0));
   return a / b - (a % b != 0 && (a < 0) != (b < 0));
 }
+
+float product_of(float a, float b) { return a * b; }
+int64_t product_of(int64_t a, int64_t b) { return fused(a, b, int64_t(0)); }
+float negated(float a) { return -a; }
+int64_t negated(int64_t a) { return fused(a, int64_t(-1), int64_t(0)); }
 
 // The remainder has the divisor's sign.
 float remainder_of(float a, float b) {
@@ -211,8 +216,8 @@ constexpr auto kMaximum = [](auto x, auto y, auto) { return x > y || x != x ? x 
 
 const Op binary_ops[] = {
     {"add", of_two<kEither, [](auto x, auto y, auto p) { return fused(p.first, y, x); }, 1>},
-    {"sub", of_two<kEither, [](auto x, auto y, auto p) { return fused(-p.first, y, x); }, 1>},
-    {"mul", of_two<kEither, [](auto x, auto y, auto) { return x * y; }>},
+    {"sub", of_two<kEither, [](auto x, auto y, auto p) { return fused(negated(p.first), y, x); }, 1>},
+    {"mul", of_two<kEither, [](auto x, auto y, auto) { return product_of(x, y); }>},
     {"div", of_two<kReal, [](float x, float y, auto) { return x / y; }>},
     {"minimum", of_two<kEither, kMinimum>},
     {"maximum", of_two<kEither, kMaximum>},
@@ -235,6 +240,10 @@ constexpr auto kGeluTanh = [](float x, auto) {
 };
 constexpr auto kSoftplus = [](float x, auto p) {
   return x * p.first > p.second ? x : softplus_of(x * p.first) / p.first;
+};
+constexpr auto kAbs = [](auto x, auto) {
+  if constexpr (std::is_same_v<decltype(x), float>) return std::abs(x);
+  return x < 0 ? negated(x) : x;
 };
 constexpr auto kSin = [](float x, auto) { return sin_of(x, 0); };
 constexpr auto kCos = [](float x, auto) { return sin_of(x, 1); };
@@ -273,7 +282,8 @@ bool bitwise_not(Call& call) {
 constexpr auto kPower = [](auto x, auto p) {
   if constexpr (std::is_same_v<decltype(x), int64_t>) {
     int64_t product = 1;
-    for (int64_t i = 0; i < p.first; ++i) product *= x;
+    for (int64_t rest = p.first; rest > 0; rest /= 2, x = product_of(x, x))
+      if (rest % 2) product = product_of(product, x);
     return product;
   } else {
     return float(std::pow(x, p.first));
@@ -284,8 +294,8 @@ constexpr auto kPower = [](auto x, auto p) {
 bool power(Call& call) {
   if (call.reals.size() != 1) return false;
   const double exponent = call.reals[0];
-  if (exponent == 2) return unary<kEither, [](auto x, auto) { return x * x; }, 1>(call);
-  if (exponent == 3) return unary<kEither, [](auto x, auto) { return x * x * x; }, 1>(call);
+  if (exponent == 2) return unary<kEither, [](auto x, auto) { return product_of(x, x); }, 1>(call);
+  if (exponent == 3) return unary<kEither, [](auto x, auto) { return product_of(product_of(x, x), x); }, 1>(call);
   if (exponent == 0.5) return unary<kReal, [](float x, auto) { return std::sqrt(x); }, 1>(call);
   if (exponent == -0.5) return unary<kReal, [](float x, auto) { return 1.0f / std::sqrt(x); }, 1>(call);
   const bool whole = !call.views.empty() && !floating(call.views[0]);
@@ -293,13 +303,13 @@ bool power(Call& call) {
 }
 
 const Op unary_ops[] = {
-    {"neg", of_one<kEither, [](auto x, auto) { return -x; }>},
+    {"neg", of_one<kEither, [](auto x, auto) { return negated(x); }>},
     {"exp", of_one<kReal, [](float x, auto) { return exp_of(x); }>},
     {"log", of_one<kReal, [](float x, auto) { return log_of(x); }>},
     {"sqrt", of_one<kReal, [](float x, auto) { return std::sqrt(x); }>},
     {"rsqrt", of_one<kReal, [](float x, auto) { return 1.0f / std::sqrt(x); }>},
     {"reciprocal", of_one<kReal, [](float x, auto) { return 1.0f / x; }>},
-    {"abs", of_one<kEither, [](auto x, auto) { return std::abs(x); }>},
+    {"abs", of_one<kEither, kAbs>},
     {"sign", of_one<kEither, [](auto x, auto) { return decltype(x)((x > 0) - (x < 0)); }>},
     {"silu", silu},
     {"sigmoid", of_one<kReal, [](float x, auto) { return sigmoid_of(x); }>},

@@ -89,7 +89,7 @@ void reduce_columns(const Call& call, const Worker& worker) {
   });
 }
 
-int64_t whole_with(Adding, int64_t a, int64_t b) { return a + b; }
+int64_t whole_with(Adding, int64_t a, int64_t b) { return fused(a, int64_t(1), b); }
 int64_t whole_with(Maximum, int64_t a, int64_t b) { return std::max(a, b); }
 
 template <typename R>
@@ -174,7 +174,7 @@ void cumsum_rows(const Call& call, const Worker& worker) {
     for (int64_t i = 0; i < row_length(a); ++i) {
       C value;
       load(&value, at[1] + i * inner_stride(a) * kBytes[a.type], a.type, 1, 1);
-      sum += value;
+      sum = fused(Sum(1), sum, Sum(value));
       store_one(at[0] + i * inner_stride(out) * kBytes[out.type], out.type, C(sum));
     }
   });

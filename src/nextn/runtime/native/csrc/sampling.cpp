@@ -224,11 +224,11 @@ bool select_verify(Call& call) {
   if (call.views.size() != 8 || call.ints.size() != 1) return false;
   const View &num_accepted = call.views[0], &next = call.views[1], &residual = call.views[2], &p = call.views[3];
   const View &q = call.views[4], &drafts = call.views[5], &limits = call.views[6], &u = call.views[7];
+  if (residual.ndim != 2 || p.ndim != 3 || q.ndim != 3 || drafts.ndim != 2 || u.ndim != 2) return false;
   for (const View* view : {&num_accepted, &next, &limits})
     if (view->type != I64 || view->ndim != 1 || view->size[0] != p.size[0] || view->stride[0] != 1) return false;
   for (const View* view : {&residual, &p, &q, &u})
     if (view->type != F32 || view->size[0] != p.size[0] || inner_stride(*view) != 1) return false;
-  if (residual.ndim != 2 || p.ndim != 3 || q.ndim != 3 || drafts.ndim != 2 || u.ndim != 2) return false;
   const int64_t depths = p.size[1] - 1, vocab = p.size[2];
   call.kernel = verify_rows;
   call.parallel = numel(p) >= kParallel && p.size[0] > 1;

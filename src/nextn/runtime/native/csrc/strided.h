@@ -251,7 +251,7 @@ template <typename C>
 C converted(double real) {
   if constexpr (std::is_same_v<C, int64_t>) {
     constexpr double kEnd = 9223372036854775808.0;
-    return real >= kEnd ? INT64_MAX : real < -kEnd ? INT64_MIN : int64_t(real);
+    return real >= kEnd ? INT64_MAX : real >= -kEnd ? int64_t(real) : INT64_MIN;  // NaN, too
   }
   return C(real);
 }
