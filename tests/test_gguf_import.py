@@ -799,7 +799,9 @@ def test_split_models_have_one_folder(tmp_path):
 
 def test_a_head_alone_is_named():
     """As llama.cpp takes one beside a model: with the trunk's embedding, and no block of the trunk."""
-    file = SimpleNamespace(path="mtp-x.gguf", tensors=dict.fromkeys(("blk.64.nextn.eh_proj.weight", "token_embd.weight")))
+    file = SimpleNamespace(
+        path="mtp-x.gguf", tensors=dict.fromkeys(("blk.64.nextn.eh_proj.weight", "token_embd.weight"))
+    )
     with pytest.raises(CheckpointError, match="this is an MTP head alone, without its trunk"):
         _refuse_missing(file, {"num_hidden_layers": 64})
     file.tensors["blk.0.attn_q.weight"] = None

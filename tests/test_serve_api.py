@@ -487,8 +487,7 @@ def test_recorded_conversations_are_accepted(scripted):
     output = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
     conversations = (
         [user, {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None}, user],
-        [user, {"role": "assistant", "content": "", "tool_calls": [call]},
-         {"role": "tool", "tool_call_id": "a", "content": "1"}],
+        [user, {"role": "assistant", "content": "", "tool_calls": [call]}, user],
         [{"role": "user", "content": [part]}],
         [user | {"cache_control": {"type": "ephemeral"}}],
         [user, {"role": "assistant", "content": [output]}, user],

@@ -25,7 +25,7 @@ from nextn.cli.common import (
     WeightType,
 )
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
-from nextn.cli.screen import echo, print_note
+from nextn.cli.screen import echo, flush_streams, print_note
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -159,7 +159,13 @@ def serve(
         if not engine.limits.prefix_bytes:
             print_note("no prefix cache: the state of this model's layers after a part of a prompt cannot be copied")
         _show(loaded, options, host, sock.getsockname()[1], k)
-        server.run(sockets=[sock])
+        try:
+            server.run(sockets=[sock])
+        except KeyboardInterrupt:
+            # The engine's thread is in the middle of a pass, and an interpreter that ends beside it aborts.
+            echo("interrupted", err=True)
+            flush_streams()
+            os._exit(130)
 
 
 def _check_extra() -> None:

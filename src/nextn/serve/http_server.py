@@ -36,6 +36,7 @@ class HttpServer(uvicorn.Server):
             app,
             http=limited_protocol(limits, self._api.metrics.count_error),
             ws="none",
+            lifespan="off",  # the application needs none, and uvicorn prints its end by a second Ctrl-C as a failure
             loop="asyncio",
             log_config=None,
             log_level="error",
@@ -50,11 +51,13 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").addFilter(_is_failure)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal; the calling program starts nothing else."""
+        """Serve until a signal; the calling program starts nothing else. A second one raises KeyboardInterrupt."""
         # Collecting garbage among the objects of torch and the model takes 0.2 s, during which all streams pause.
         gc.collect()
         gc.freeze()
         super().run(sockets)
+        if self.force_exit:
+            raise KeyboardInterrupt
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and end when the answers are complete or the grace time is over."""
@@ -80,11 +83,10 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A stop by a signal is a normal end: uvicorn would raise the signal again afterwards."""
+        """A stop by a signal is a normal end: uvicorn would raise the signals again, inside its event loop."""
         with super().capture_signals():
             yield
-            if not self.force_exit:
-                self._captured_signals.clear()
+            self._captured_signals.clear()
 
 
 def _is_failure(record: logging.LogRecord) -> bool:
