@@ -187,7 +187,7 @@ METRICS = {
                      ("TensorRT-LLM", None, 300, 150, ())),
     "ATOM": ('atom:mtp_draft_tokens_total 30\natom:mtp_accepted_tokens_total 12\n'
              'atom:mtp_decode_steps_total{accepted_tokens="0"} 3\natom:mtp_decode_steps_total{accepted_tokens="1"} 2\n'
-             'atom:mtp_decode_steps_total{accepted_tokens="2"} 5\n', ("ATOM", 10, 30, 12, (7, 5, 0))),
+             'atom:mtp_decode_steps_total{accepted_tokens="2"} 5\n', ("ATOM", 10, 30, 12, (7, 5))),
     "text-generation-inference": ('# TYPE tgi_request_skipped_tokens histogram\n'
                                   'tgi_request_skipped_tokens_bucket{le="0"} 40\ntgi_request_skipped_tokens_sum 90\n'
                                   'tgi_request_skipped_tokens_count 100\n',

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from nextn.edit import gguf_import
 from nextn.edit.export import export
 from nextn.edit.gguf_architectures import ARCHITECTURES
 from nextn.edit.gguf_cache import _folder_name
-from nextn.edit.gguf_import import convert_gguf
+from nextn.edit.gguf_import import _refuse_missing, convert_gguf
 from nextn.edit.gguf_layout import HEAD
 from nextn.edit.gguf_tokenizer import add_tokenizer
 from nextn.errors import CheckpointError, ConfigError, FamilyError, NextnError
@@ -794,3 +795,15 @@ def test_split_models_have_one_folder(tmp_path):
     names.add(_folder_name(files[0], "1"))
     assert len(names) == 2
     assert _folder_name(files[0], "2") not in names
+
+
+def test_a_head_alone_is_named():
+    """As llama.cpp takes one beside a model: with the trunk's embedding, and no block of the trunk."""
+    file = SimpleNamespace(
+        path="mtp-x.gguf", tensors=dict.fromkeys(("blk.64.nextn.eh_proj.weight", "token_embd.weight"))
+    )
+    with pytest.raises(CheckpointError, match="this is an MTP head alone, without its trunk"):
+        _refuse_missing(file, {"num_hidden_layers": 64})
+    file.tensors["blk.0.attn_q.weight"] = None
+    with pytest.raises(CheckpointError, match="Download or convert the file again"):
+        _refuse_missing(file, {"num_hidden_layers": 64})

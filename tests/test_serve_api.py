@@ -479,6 +479,27 @@ def test_template_variables_and_history(scripted, model):
     assert prompt == "[user:q][assistant:weather=Rome][tool:sunny]T>"
 
 
+def test_recorded_conversations_are_accepted(scripted):
+    """Fields of OpenAI's answers, of joined streams and of other clients, which say nothing to a model."""
+    user = {"role": "user", "content": "x"}
+    call = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    output = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
+    conversations = (
+        [user, {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None}, user],
+        [user, {"role": "assistant", "content": "", "tool_calls": [call]}, user],
+        [{"role": "user", "content": [part]}],
+        [user | {"cache_control": {"type": "ephemeral"}}],
+        [user, {"role": "assistant", "content": [output]}, user],
+    )  # fmt: skip
+    for messages in conversations:
+        answer = scripted.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+        assert answer[0] == 200, (messages, answer[2])
+    status, error = error_of(scripted.post("/v1/chat/completions", {"messages": [user | {"wisdom": 1}]}))
+    assert status == 400
+    assert "wisdom" in error["message"]
+
+
 def test_health(scripted):
     status, _, data = scripted.get("/health")
     assert status == 200

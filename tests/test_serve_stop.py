@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from scripted_engine import ScriptedEngine
 from tiny import build
 
 import nextn
+from nextn.checkpoint.file_stamps import FileStamps
 from nextn.engines.counter_formats import read
 from nextn.engines.metrics_formats import from_metrics, prefix_hits
 from nextn.serve.api import create_app
@@ -221,3 +223,62 @@ def test_counters_of_vllm_s_requests_are_read():
     counters = read(json.dumps(document))
     assert (counters.num_drafts, counters.draft_tokens, counters.accepted) == (43, 129, 10)
     assert counters.per_position == (4, 3, 3)
+
+
+@pytest.mark.parametrize("change", ["truncate", "overwrite", "replace"])
+def test_weights_that_change_while_they_are_served(model, tmp_path, change):
+    """Nothing is answered from a file that was changed in place; one that was replaced is not the mapped one."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(1000))
+    stamps = FileStamps.of_weights(tmp_path)
+    engine = ScriptedEngine(round_s=0.05)
+    with serving(engine, model, weight_files=stamps) as server:
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+        clients = [Client(server, {"max_tokens": 200, "stream": stream}) for stream in (False, True)]
+        wait_for(lambda: len(engine.running) == 2)
+        if change == "truncate":
+            file.write_bytes(b"")
+        elif change == "overwrite":
+            with file.open("r+b") as opened:
+                opened.write(b"1")
+        else:
+            (tmp_path / "new").write_bytes(bytes(900))
+            (tmp_path / "new").rename(file)
+        answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        if change == "replace":
+            assert answer[0] == server.get("/health")[0] == 200
+            return
+        status, error = error_of(answer)
+        assert (status, error["code"]) == (503, "model_files_changed")
+        assert "model.safetensors was changed while it is served" in error["message"]
+        assert (server.get("/health")[0], json.loads(server.get("/health")[2])["status"]) == (
+            503,
+            "model_files_changed",
+        )
+        whole, streamed = [client.result() for client in clients]
+        assert error_of(whole)[1]["code"] == "model_files_changed"
+        assert events(streamed[2])[-1]["error"]["code"] == "model_files_changed"
+
+
+def test_a_second_interrupt_prints_no_traceback(tmp_path):
+    """The program itself, with a stream under way."""
+    command = [sys.executable, "-m", "nextn", "serve", "tiny", "--port", "0", "--grace", "30"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        port = next(
+            int(match[1]) for line in process.stdout if (match := re.search(r"http://127\.0\.0\.1:(\d+)", line))
+        )
+        body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(head.encode() + body)
+            client.recv(1000)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            output = process.communicate(timeout=30)[0]
+    finally:
+        process.kill()
+    assert "Traceback" not in output, output
+    assert process.returncode == 130, output

@@ -119,6 +119,41 @@ def count(value: object, name: str, *, maximum: int = MAX_COUNT) -> int:
     return value
 
 
+# The largest values of config.json that any published model is near to: 128 layers, 4,096 experts, 300,000 tokens.
+_MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE = 10_000, 65_536, 2**31 - 1
+_NUMBER_LIMITS = (
+    (
+        re.compile(r"(?:num_hidden_layers|num_layers|n_layers?|\w*nextn_predict_layers|mtp_num_hidden_layers)"),
+        _MAX_LAYERS,
+    ),
+    (re.compile(r"\w*experts\w*|moe_topk|top_k_experts|n_group|topk_group"), _MAX_EXPERTS),
+    (re.compile(r"\w*(?:size|dim|heads|rank)|\w*_heads_\w+"), _MAX_SIZE),
+)
+
+
+def check_numbers(document: object) -> None:
+    """Raise ValueError for an integer in a model's configuration that no model has, at any level.
+
+    Counts of layers and experts become loops and sets, sizes become shapes: whoever reads them can rely on the bounds.
+    """
+    stack = [document]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack += [item for item in value if isinstance(item, dict | list)]
+            continue
+        if not isinstance(value, dict):
+            continue
+        for name, item in value.items():
+            if isinstance(item, dict | list):
+                stack.append(item)
+            elif type(item) is int:
+                limit = next((most for pattern, most in _NUMBER_LIMITS if pattern.fullmatch(str(name)[:200])), None)
+                if abs(item) > (MAX_COUNT * 1024 if limit is None else limit):
+                    most = "a number of 64 bits" if limit is None else f"at most {limit:,}"
+                    raise ValueError(f"{str(name)[:100]} = {short_repr(item)}; expected {most}")
+
+
 def optional_count(value: object, name: str) -> int | None:
     """Check a count that the engine may leave out."""
     return None if value is None else count(value, name)

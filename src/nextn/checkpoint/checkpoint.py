@@ -15,7 +15,7 @@ from typing import Literal
 
 from huggingface_hub import is_offline_mode
 
-from nextn.bounded_json import JsonLimits, parse_json
+from nextn.bounded_json import JsonLimits, check_numbers, parse_json
 from nextn.checkpoint.other_objects import adapter_sentence, drafter_sentence, folder_names, training_sentence
 from nextn.checkpoint.remote import ByteSource, LocalFile, cached_folder, folder_files, readable, repo_files
 from nextn.checkpoint.safetensors_file import (
@@ -215,6 +215,10 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | N
     headers = _read_headers([sources[name] for name in files])
     tensors, problems = _reconcile(headers, index)
     config = _load_json(sources[CONFIG], CONFIG_LIMITS) if CONFIG in sources else {}
+    try:
+        check_numbers(config)
+    except ValueError as error:
+        raise CheckpointError(f"{sources[CONFIG]}: {error}.") from error
     if sentence := drafter_sentence(config):
         raise CheckpointError(f"{path}: {sentence}")
     return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources, revision)

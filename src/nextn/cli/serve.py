@@ -25,7 +25,7 @@ from nextn.cli.common import (
     WeightType,
 )
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
-from nextn.cli.screen import echo, print_note
+from nextn.cli.screen import echo, flush_streams, print_note
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def serve(
         _print_command(print_engine, source, num_speculative_tokens, advice)
         return
     _check_extra()
+    from nextn.checkpoint.file_stamps import FileStamps
     from nextn.serve.http_server import HttpServer, listen
     from nextn.serve.options import EngineOptions, ServerOptions, allowed_hosts, checked_numbers, reference_rates
     from nextn.serve.tool_calls import tool_syntax
@@ -132,6 +133,9 @@ def serve(
         adaptive=not fixed_k,
     )
     with listen(host, port) as sock:
+        files = FileStamps.of_weights(
+            *(Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
+        )
         loaded = source.load(need_head=k > 0, exact_head=exact_head)
         draftable.apply(loaded, num_speculative_tokens=k, backend=backend)
         from nextn.serve.api import create_app
@@ -149,12 +153,19 @@ def serve(
             num_speculative_tokens=k,
             reference_rates=rates,
             tool_call_parser=tool_call_parser,
+            weight_files=files,
         )
         server = HttpServer(create_app(engine, loaded, options), options)
         if not engine.limits.prefix_bytes:
             print_note("no prefix cache: the state of this model's layers after a part of a prompt cannot be copied")
         _show(loaded, options, host, sock.getsockname()[1], k)
-        server.run(sockets=[sock])
+        try:
+            server.run(sockets=[sock])
+        except KeyboardInterrupt:
+            # The engine's thread is in the middle of a pass, and an interpreter that ends beside it aborts.
+            echo("interrupted", err=True)
+            flush_streams()
+            os._exit(130)
 
 
 def _check_extra() -> None:

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -22,6 +22,24 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 10.0  # for one conversation
 MAX_TEMPLATE = 1024 * 1024  # characters; published templates have at most 30,000
+
+
+@contextmanager
+def tokenizer_failures() -> Iterator[None]:
+    """Turn a failure inside the tokenizer, such as a regex that backtracks for ever, into a ConfigError.
+
+    A panic of its Rust code is not even an Exception, and would end a thread of the server.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = next(iter(str(error).splitlines()), "no reason")[:200]
+        raise ConfigError(
+            f"the tokenizer failed on this text: {reason}; its pre_tokenizer or normalizer in tokenizer.json cannot "
+            "handle it: use the tokenizer of the published model"
+        ) from error
 
 
 def apply_chat_template(
@@ -67,7 +85,8 @@ def apply_chat_template(
             "return_assistant_tokens_mask": assistant_mask,
         }
         text, spans = _worker(os.getpid()).render(request, seconds)
-        encoded = tokenizer(text, add_special_tokens=False)
+        with tokenizer_failures():
+            encoded = tokenizer(text, add_special_tokens=False)
         ids = list(encoded["input_ids"])
         mask = [False] * len(ids) if assistant_mask else []
         for begin, end in spans:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from nextn.data.chat_template import apply_chat_template
+from nextn.data.chat_template import apply_chat_template, tokenizer_failures
 from nextn.decoding.batch import Observer, Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
@@ -87,7 +87,8 @@ def encode(model: Model, prompt: str | Sequence[int], *, chat: bool = False) -> 
             "which represents a byte that is not UTF-8; pass text in UTF-8"
         )
     if not chat:
-        return list(tokenizer(prompt)["input_ids"])
+        with tokenizer_failures():
+            return list(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:
         raise ConfigError("the tokenizer has no chat template; pass plain text, or use a checkpoint with a template")
     ids, _ = apply_chat_template(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)

@@ -333,6 +333,12 @@ def _refuse_missing(file: GgufFile, config: Config) -> None:
     blocks = {_place(name)[0] for name in file.tensors}
     missing = [f"blk.{index}" for index in range(config["num_hidden_layers"]) if index not in blocks]
     missing += [name for name in ("output_norm.weight",) if name not in file.tensors]
+    if missing and 0 not in blocks and any(".nextn." in name for name in file.tensors):
+        raise CheckpointError(
+            f"{file.path}: this is an MTP head alone, without its trunk, as llama.cpp takes it beside a model "
+            "(--spec-draft-model). `nextn audit` checks it; to measure, serve or convert it, give the GGUF file that "
+            "holds trunk and head, or the checkpoint that both were converted from."
+        )
     if missing:
         raise CheckpointError(f"{file.path}: without {some(missing)}. Download or convert the file again.")
 

@@ -124,7 +124,6 @@ def _offered(counters: Counters, depth: int) -> int:
 
 def fill_in_derived(counters: Counters) -> Counters:
     """Add the counts that follow from the others, and a note where some rounds drafted less than the longest."""
-    counters = _with_all_positions(counters)
     drafted, kept = counters.draft_tokens, counters.accepted or 0
     if drafted is not None and kept > drafted + 2 + drafted // 50:  # a reading under load does not show one instant
         raise EngineError(
@@ -139,7 +138,7 @@ def fill_in_derived(counters: Counters) -> Counters:
     return counters
 
 
-def _with_all_positions(counters: Counters) -> Counters:
+def with_all_positions(counters: Counters) -> Counters:
     """Add the last position where the text was cut before it, as the totals show; drop all if more are missing."""
     num_drafts, tokens, accepted = counters.num_drafts, counters.draft_tokens, counters.accepted
     positions = counters.per_position

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TextIO
 
-from nextn.engines.counters import MAX_POSITIONS, ROUNDED, Counters, CounterSums, fill_in_derived
+from nextn.engines.counters import MAX_POSITIONS, ROUNDED, Counters, CounterSums, fill_in_derived, with_all_positions
 from nextn.errors import EngineError
 
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
@@ -93,7 +93,8 @@ def _table(fields: Fields) -> Counters | None:
     if accepted is None and length is not None:
         accepted = round((length - 1) * drafts)
     positions = tuple(min(drafts, round(rate * drafts)) for rate in rates[:MAX_POSITIONS])
-    return Counters("vLLM", drafts, drafted, accepted, positions, notes=(ROUNDED,) if rates else ())
+    counters = Counters("vLLM", drafts, drafted, accepted, positions, notes=(ROUNDED,) if rates else ())
+    return with_all_positions(counters)
 
 
 def _sglang_table(fields: Fields) -> Counters:

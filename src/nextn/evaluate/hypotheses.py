@@ -181,6 +181,8 @@ def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: fl
     # A text that ends within a round distorts the mean a little, hence the tolerance below.
     means = [each.draft_tokens / each.num_drafts for each in parts if each.draft_tokens and each.num_drafts]
     mean = max(means, default=0.0)
+    if counted:  # positions that never accepted a draft may be left out
+        counted = max(counted, math.ceil(full_share * mean - 1e-9))
     if given is None:
         if counted or (mean and mean >= full_share * math.ceil(mean)):
             return counted or math.ceil(mean)

@@ -45,6 +45,7 @@ from nextn.serve.token_texts import TokenTexts
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.02  # between two looks at what still runs while the server stops
+_WATCH_S = 0.2  # between looks at the files of the weights while an answer is made
 _CLOSE_S = 2.0  # for the engine to end, after the generations did
 # The page is one file; it loads nothing and talks to this server only.
 _PAGE_HEADERS = {
@@ -145,8 +146,10 @@ class Api:
 
     async def health(self) -> Response:
         stats = self.engine.stats()
-        status = "stopping" if self.is_stopping else "ok"
-        return JSONResponse({"status": status, **self._health(stats)}, 503 if self.is_stopping else 200)
+        files = self.options.weight_files
+        changed = files is not None and files.changed() is not None
+        status = "stopping" if self.is_stopping else "model_files_changed" if changed else "ok"
+        return JSONResponse({"status": status, **self._health(stats)}, 200 if status == "ok" else 503)
 
     async def read_metrics(self) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
@@ -183,6 +186,7 @@ class Api:
         """Read and check the body. Raises ApiError."""
         if self.is_stopping:
             raise server_stopping()
+        self._check_files()
         try:
             raw = await request.body()
         except ClientDisconnect as error:
@@ -195,6 +199,25 @@ class Api:
         if (name := getattr(body, "model", None)) is not None:
             self._check_model(name)
         return body
+
+    def _check_files(self) -> None:
+        """Raise ApiError if the weights were changed below the model: its answers would be of no model at all."""
+        files = self.options.weight_files
+        changed = None if files is None else files.changed()
+        if changed is not None:
+            message = f"{changed.name} was changed while it is served; start the server again"
+            raise ApiError(503, message, code="model_files_changed")
+
+    def _watch_files(self, group: GenerationGroup) -> None:
+        """End a running generation as soon as the weights have changed."""
+        if group not in self._groups:
+            return
+        try:
+            self._check_files()
+        except ApiError as error:
+            group.fail(error)
+            return
+        asyncio.get_running_loop().call_later(_WATCH_S, self._watch_files, group)
 
     def _check_model(self, name: str) -> None:
         if name != self.options.served_name:
@@ -218,7 +241,9 @@ class Api:
             try:
                 await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if collecting.done():
-                    return JSONResponse(collecting.result())
+                    result = collecting.result()
+                    self._check_files()
+                    return JSONResponse(result)
                 return Response(status_code=CLIENT_GONE)
             finally:
                 collecting.cancel()
@@ -233,6 +258,7 @@ class Api:
                 events = [answer.event(index, chunk) for index, chunk in batch]
                 if data := _sse(event for event in events if event is not None):
                     yield data
+            self._check_files()
             if (last := answer.last_event()) is not None:
                 yield _sse([last])
         except ApiError as error:
@@ -246,6 +272,7 @@ class Api:
         limit_s = self.options.request_s
         too_long = ApiError(504, f"the answer took more than {limit_s:g} s", code="request_timeout")
         timer = asyncio.get_running_loop().call_later(limit_s, group.fail, too_long)
+        self._watch_files(group)
         try:
             yield
         finally:

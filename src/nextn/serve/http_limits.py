@@ -39,11 +39,11 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._wait()
         if len(self.connections) > self.limits.max_connections:
             self._answer(ApiError(503, "too many connections", code="too_many_connections", retry_after=1))
         else:
             self._start_read_timer(self.limits.read_s)
-            self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
@@ -104,6 +104,7 @@ class LimitedProtocol(H11Protocol):
         if len(same) > self.limits.max_waiting_per_address:
             oldest = next(iter(same))
             oldest._stop_waiting()
+            oldest.connections.discard(oldest)  # before the loop says that it is closed, as many may come at once
             oldest.transport.abort()
 
     def _stop_waiting(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ class HttpServer(uvicorn.Server):
             app,
             http=limited_protocol(limits, self._api.metrics.count_error),
             ws="none",
+            lifespan="off",  # the application needs none, and uvicorn prints its end by a second Ctrl-C as a failure
             loop="asyncio",
             log_config=None,
             log_level="error",
@@ -46,13 +48,16 @@ class HttpServer(uvicorn.Server):
             h11_max_incomplete_event_size=limits.max_header_bytes,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_is_failure)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal; the calling program starts nothing else."""
+        """Serve until a signal; the calling program starts nothing else. A second one raises KeyboardInterrupt."""
         # Collecting garbage among the objects of torch and the model takes 0.2 s, during which all streams pause.
         gc.collect()
         gc.freeze()
         super().run(sockets)
+        if self.force_exit:
+            raise KeyboardInterrupt
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and end when the answers are complete or the grace time is over."""
@@ -78,11 +83,15 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A stop by a signal is a normal end: uvicorn would raise the signal again afterwards."""
+        """A stop by a signal is a normal end: uvicorn would raise the signals again, inside its event loop."""
         with super().capture_signals():
             yield
-            if not self.force_exit:
-                self._captured_signals.clear()
+            self._captured_signals.clear()
+
+
+def _is_failure(record: logging.LogRecord) -> bool:
+    """Whether a record of uvicorn is of more than an answer that was ended by a second Ctrl-C."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError | KeyboardInterrupt))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nextn.bounded_json import loads
+from nextn.checkpoint.file_stamps import FileStamps
 from nextn.errors import ConfigError, require_at_least
 
 MAX_CHOICES = 64  # sequences of one request: prompts times `n`
@@ -76,6 +77,7 @@ class ServerOptions:
     reference_rates: tuple[float, ...] = ()  # acceptance per depth that `nextn measure` found
     tool_call_parser: str | None = None  # the syntax of tool calls, one of `tool_calls.SYNTAXES`; None: the template's
     connections: ConnectionLimits = ConnectionLimits()
+    weight_files: FileStamps | None = None  # nothing is answered once one of them was changed in place
 
     def __post_init__(self) -> None:
         require_at_least(self, max_model_len=2, max_body_bytes=1024, request_s=0, grace_s=0)

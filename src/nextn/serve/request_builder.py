@@ -9,7 +9,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from nextn.bounded_json import loads
-from nextn.data.chat_template import apply_chat_template
+from nextn.data.chat_template import apply_chat_template, tokenizer_failures
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.errors import ConfigError
 from nextn.model.model import Model
@@ -137,7 +137,8 @@ class RequestBuilder:
         tokenizer = self.tokenizer
         if add_special_tokens:
             return encode(self._model, text)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        with tokenizer_failures():
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _conversation_ids(
         self,

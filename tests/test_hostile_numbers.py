@@ -1,0 +1,62 @@
+"""Numbers in files that no model has are refused where the file is read, before they become loops, sets or shapes."""
+
+import json
+import shutil
+import time
+
+import pytest
+from tiny import FIXTURES
+
+from nextn.bounded_json import check_numbers
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.data.chat_template import tokenizer_failures
+from nextn.errors import CheckpointError, ConfigError
+
+HOSTILE = {
+    "n_routed_experts": 2**31,
+    "num_experts_per_tok": 10**6,
+    "num_hidden_layers": 10**6,
+    "num_nextn_predict_layers": 10**9,
+    "mtp_num_hidden_layers": -(10**6),
+    "hidden_size": 2**40,
+    "vocab_size": 10**12,
+    "num_key_value_heads": 2**31,
+    "anything": 10**400,
+    "n_group": 2**20,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_numbers_of_a_config(name, tmp_path):
+    """At every level of config.json; in no time, with the name, the value and what is valid."""
+    config = json.loads((FIXTURES / "glm" / "config.json").read_text())
+    for nested in (False, True):
+        folder = tmp_path / str(nested)
+        shutil.copytree(FIXTURES / "glm", folder)
+        number = {name: HOSTILE[name]}
+        changed = config | ({"text_config": number, "layers": [[number]]} if nested else number)
+        (folder / "config.json").write_text(json.dumps(changed))
+        begin = time.monotonic()
+        with pytest.raises(CheckpointError, match=rf"{name} = .*; expected") as error:
+            Checkpoint.open(folder)
+        assert time.monotonic() - begin < 5
+        assert len(str(error.value)) < 1000
+
+
+def test_numbers_of_published_models_are_accepted():
+    """The largest of any: contexts of ten million, vocabularies, and flags that are no integers."""
+    check_numbers({
+        "num_hidden_layers": 128, "n_routed_experts": 4096, "num_experts_per_tok": 64, "vocab_size": 1_048_576,
+        "max_position_embeddings": 10_485_760, "rope_theta": 10_000_000_000, "hidden_size": 32_768,
+        "num_experts": None, "use_experts": True, "initializer_range": 0.02, "time_step_limit": [0.0, float("inf")],
+        "layer_types": ["full_attention"] * 128, "quantization_config": {"group_size": -1, "bits": 4},
+    })  # fmt: skip
+
+
+def test_a_panic_of_the_tokenizer_is_an_error():
+    """Which is no Exception, so that nothing else catches it."""
+    panic = type("PanicException", (BaseException,), {})
+    with pytest.raises(ConfigError, match="the tokenizer failed on this text: backtracked"), tokenizer_failures():
+        raise panic("backtracked\nmore")
+    with pytest.raises(KeyboardInterrupt), tokenizer_failures():
+        raise KeyboardInterrupt
