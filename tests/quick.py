@@ -1,6 +1,8 @@
 """Which cases of large tests `make test` runs. The others are marked `slow`, and `make test-slow` runs them."""
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 
 import pytest
@@ -43,6 +45,44 @@ def families(cases: Iterable, quick: Iterable = REPRESENTATIVES) -> list:
     marked = [case(*row, quick=row[0] in quick or row in quick) for row in map(_row, cases)]
     assert any(not each.marks for each in marked), "no case is quick"
     return marked
+
+
+def most_of(counts: Mapping[str, int]) -> set[tuple[str, int]]:
+    """The representatives, each with its largest number of modules: a chain of them walks more paths than one."""
+    return {(name, counts[name]) for name in REPRESENTATIVES}
+
+
+def loop(names: str | Sequence[str], cases: Iterable, ids: object = None) -> Callable[[Callable], Callable]:
+    """As pytest.mark.parametrize, for many cases that take little: one test, which shows every case that fails.
+
+    Fixtures are made once for all of them. ids: not used, so that the two can be exchanged.
+    """
+    keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    rows = [
+        dict(zip(keys, [each] if isinstance(names, str) and len(keys) == 1 else each, strict=True)) for each in cases
+    ]
+    assert rows, "no case"
+
+    def decorated(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def whole(**fixtures: object) -> None:
+            failed: list[BaseException] = []
+            for row in rows:
+                try:
+                    test(**fixtures, **row)
+                except (Exception, BaseExceptionGroup, pytest.fail.Exception) as error:
+                    error.add_note(f"case: {row}")
+                    failed.append(error)
+            if failed:
+                raise BaseExceptionGroup(f"{len(failed)} of {len(rows)} cases", failed)
+
+        signature = inspect.signature(test)
+        assert set(keys) <= set(signature.parameters), f"{test.__name__} takes no {keys}"
+        left = [value for name, value in signature.parameters.items() if name not in keys]
+        whole.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return whole
+
+    return decorated
 
 
 _LEFT_OUT = pytest.StashKey[int]()

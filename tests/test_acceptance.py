@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from quick import loop
 from scipy.stats import binomtest, t
 
 from nextn.decoding.batch import Round, SequenceRound
@@ -31,8 +32,8 @@ def test_counts_and_expected_counts_have_the_same_figures():
     assert ExpectedAcceptance((), (), (), ()).length == 0.0
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 15, 40, 199])
-@pytest.mark.parametrize("error", [0.05, 0.01, 3e-4])
+@loop("freedom", [1, 2, 3, 4, 7, 15, 40, 199])
+@loop("error", [0.05, 0.01, 3e-4])
 def test_student(freedom, error):
     assert student_t(freedom, error) == pytest.approx(t.ppf(1 - error / 2, freedom), rel=1e-6)
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from quick import others_slow
+from quick import loop, others_slow
 from torch import Tensor
 
 from nextn.errors import ConfigError
@@ -157,7 +157,7 @@ def test_int8_buffers_hold_the_codes_and_scales_of_torch(dtype: torch.dtype) -> 
             assert torch.equal(of[row].flatten(1)[:, start : start + 40], expected_scales.squeeze(-1))
 
 
-@pytest.mark.parametrize("shape", ALL, ids=ALL_IDS)
+@loop("shape", ALL, ids=ALL_IDS)
 def test_a_query_knows_no_other_query_of_its_call(shape: Shape) -> None:
     """One by one, by sixteens, and all at once: the same bits. Two sequences at different positions change nothing."""
     block, total = Block.random(shape, batch=1, width=560), 560
@@ -210,8 +210,8 @@ def test_what_stale_positions_hold_does_not_matter(shape: Shape) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[8], INT8[0], INT8[3]], ids=str)
-@pytest.mark.parametrize("width", [1, 9, 40])
+@loop("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[8], INT8[0], INT8[3]], ids=str)
+@loop("width", [1, 9, 40])
 def test_threads_change_no_bit(shape: Shape, width: int) -> None:
     """Where the streams do not divide by the threads, a thread attends to positions that the other wrote."""
     for batch in (1, 3):
@@ -277,8 +277,8 @@ def test_other_calls_are_refused(wrong: str) -> None:
         load().call("attention", views, [buffer_type, 0], [0.0 if wrong == "scale" else 0.125, 0.0])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("shape", ALL, ids=ALL_IDS)
+@loop("threads", [1, 2])
+@loop("shape", ALL, ids=ALL_IDS)
 def test_store_leaves_what_attend_leaves(shape: Shape, threads: int) -> None:
     """And what comes later attends to it."""
     block, starts = Block.random(shape, batch=3, width=50), torch.tensor([0, 7, 33])

@@ -270,9 +270,8 @@ def test_tensors_that_share_bytes(tmp_path):
     at = offsets(whole)["blk.0.attn_q.weight"]
     second = int.from_bytes(whole.read_bytes()[offsets(whole)["blk.0.attn_k.weight"] :][:8], "little")
     own = int.from_bytes(whole.read_bytes()[at : at + 8], "little")
-    for offset, message in ((0, "overlaps"), (second, "overlaps"), (second - 64, "overlaps"),
-                            (own + 13, "multiple of 32"), (2**63, "ends at byte"),
-                            (2**64 - 32, "ends at byte")):  # fmt: skip
+    wrong = {0: "overlaps", second: "overlaps", second - 64: "overlaps", own + 13: "multiple of 32"}
+    for offset, message in (wrong | {2**63: "ends at byte", 2**64 - 32: "ends at byte"}).items():
         data = bytearray(whole.read_bytes())
         data[at : at + 8] = offset.to_bytes(8, "little")
         (tmp_path / "m.gguf").write_bytes(data)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from artifacts import LAYERS, LAYOUTS, bf16, publish, watched
-from quick import families
+from quick import families, loop
 from tiny import FIXTURES
 
 from nextn.audit.norm_weights import NormValues, shifts
@@ -157,7 +157,7 @@ def shifted(side, by):
     return {name: replace(norm, values=norm.values + by) for name, norm in side.items()}
 
 
-@pytest.mark.parametrize("name", SOUND)
+@loop("name", SOUND)
 def test_sound_norm_weights(name):
     """No mean and no spread of sound norm weights may pass for a shift: `mean < 0.5` did in omlx#3750."""
     for seed in range(20):
@@ -166,9 +166,9 @@ def test_sound_norm_weights(name):
         assert not found_shifts or name in ("wholly above 1", "scaled"), found_shifts
 
 
-@pytest.mark.parametrize("side_name", ["head", "trunk"])
-@pytest.mark.parametrize("by", [-2, -1, 1, 2])
-@pytest.mark.parametrize("name", ["alike", "small", "published", "final norm far off"])
+@loop("side_name", ["head", "trunk"])
+@loop("by", [-2, -1, 1, 2])
+@loop("name", ["alike", "small", "published", "final norm far off"])
 def test_shifted_norm_weights(name, by, side_name):
     """The same weights, one side shifted by one or two: certain, never on the other side or in the other direction."""
     right = 0

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 from artifacts import load_json, publish
+from quick import loop
 
 from nextn.audit import audit
 from nextn.checkpoint.base_model import base_model, is_hub_id
@@ -53,7 +54,7 @@ def test_the_card(card, base, folder):
     assert named(folder, card=card) == base
 
 
-@pytest.mark.parametrize(
+@loop(
     ("name", "accepted"),
     [
         ("Qwen/Qwen3.5-0.8B", True),

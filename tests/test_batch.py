@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch
-from quick import each_once, families
+from quick import each_once, families, most_of
 from replays import fast_of
-from tiny import BUILDS, MOST_OF, build, decode, prompt, refrain
+from tiny import BUILDS, MOST, build, decode, prompt, refrain
 
 from nextn.decoding import batch as batch_module
 from nextn.decoding.batch import BatchSequence, DecodingBatch
@@ -88,7 +88,7 @@ def alone(model, prompts, k):
     return texts, logs
 
 
-@pytest.mark.parametrize(("name", "modules"), families(BUILDS, MOST_OF), ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "modules"), families(BUILDS, most_of(MOST)), ids=lambda value: str(value))
 def test_joining_changes_nothing(name, modules):
     model = build(name, modules=modules)
     prompts = [prompt(length, seed=length) for length in LENGTHS]

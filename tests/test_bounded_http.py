@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx2
 import pytest
-from quick import others_slow
+from quick import loop, others_slow
 from raw_server import DRIPS, drip, serving
 
 from nextn.bounded_http import Deadline, client
@@ -95,7 +95,7 @@ def test_compressed_answers_are_refused():
         Client(url, Budget()).json("/v1/models")
 
 
-@pytest.mark.parametrize(
+@loop(
     "form",
     [
         str,

@@ -72,3 +72,92 @@ def test_other_batches_are_refused(changes, reason):
     batch = {"input_ids": ids(1, 2, 3), "labels": ids(1, 2, 3), "attention_mask": ids(1, 1, 1)} | changes
     with pytest.raises(ConfigError, match=reason):
         targets_of({key: value for key, value in batch.items() if value is not None})
+
+
+DOCUMENTS = [[0, 0, 0, 1, 1, 2, 2, 2]]
+NUMBERS = ids(1, 1, 1, 2, 2, 3, 3, 3)
+BLOCKS = (NUMBERS[0][:, None] == NUMBERS[0]).tril()[None, None]
+ENDS = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
+MARKINGS = {
+    "position_ids": ids(0, 1, 2, 0, 1, 0, 1, 2),
+    "position_ids of four dimensions": ids(0, 1, 2, 0, 1, 0, 1, 2).expand(4, 1, 8),
+    "position_ids that start at 2": ids(2, 3, 4, 2, 3, 2, 3, 4),
+    "attention_mask": NUMBERS,
+    "attention_mask of floats": NUMBERS.float(),
+    "attention_mask of blocks": BLOCKS,
+    "attention_mask of additive blocks": torch.zeros(1, 1, 8, 8).masked_fill(~BLOCKS, torch.finfo(torch.float32).min),
+    "attention_mask of infinite blocks": torch.zeros(1, 1, 8, 8).masked_fill(~BLOCKS, float("-inf")),
+    "cu_seq_lens_q": ENDS,
+    "cu_seq_lens_k": ENDS[None],
+    "cu_seqlens": ENDS.tolist(),
+    "seq_idx": (NUMBERS - 1).int(),
+    "seq_lengths": [[3, 2, 3]],
+}
+
+
+@pytest.mark.parametrize("name", MARKINGS)
+def test_markings_of_packed_rows(name):
+    """By every collator: also beside positions or a mask that do not show documents."""
+    tokens = torch.arange(8)[None]
+    batch = {"input_ids": tokens, "labels": tokens, name.split()[0]: MARKINGS[name]}
+    plain = {"attention_mask": torch.ones_like(tokens), "position_ids": tokens, "max_length_q": 3}
+    for more in ({}, plain):
+        targets = targets_of(more | batch)
+        assert targets.documents.tolist() == DOCUMENTS
+        assert targets.counts(2)[1:].tolist() == [2, 0]
+        assert targets.labels(0)[0].tolist() == [1, 2, -100, 4, -100, 6, 7, -100]
+        assert targets.labels(1)[0].tolist() == [2, -100, -100, -100, -100, 7, -100]
+
+
+def test_padding_of_packed_rows():
+    """A numbered mask ends with 0, boundaries may end before the tokens, and a mask of blocks has empty rows."""
+    tokens, numbers = torch.arange(6)[None], ids(1, 1, 2, 2, 0, 0)
+    blocks = ((numbers[0][:, None] == numbers[0]) & (numbers[0] != 0)).tril()[None, None]
+    for marking in ({"attention_mask": numbers}, {"cu_seq_lens_q": torch.tensor([0, 2, 4])},
+                    {"attention_mask": blocks}, {"seq_lengths": [[2, 2]]}):  # fmt: skip
+        targets = targets_of({"input_ids": tokens, "labels": tokens} | marking)
+        assert targets.documents.tolist() == [[0, 0, 1, 1, -1, -1]]
+        assert targets.labels(0).tolist() == [[1, -100, 3, -100, -100, -100]]
+
+
+def test_numbered_rows_of_axolotl():
+    """Positions that do not restart, several rows, and padding on either side."""
+    tokens = torch.arange(12).view(2, 6)
+    mask = torch.tensor([[1, 1, 2, 3, 3, 0], [0, 1, 1, 1, 2, 2]])
+    targets = targets_of({"input_ids": tokens, "labels": tokens, "attention_mask": mask,
+                          "position_ids": torch.arange(6).expand(2, 6)})  # fmt: skip
+    assert targets.documents.tolist() == [[0, 0, 1, 2, 2, -1], [-1, 0, 0, 0, 1, 1]]
+
+
+def test_flattened_rows_of_transformers():
+    """The collator itself, with and without positions."""
+    from transformers import DataCollatorWithFlattening
+
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6, 7, 8]}]
+    for options in ({"return_flash_attn_kwargs": True}, {"return_seq_idx": True}, {}):
+        batch = DataCollatorWithFlattening(return_tensors="pt", **options)(rows)
+        for without in ((), ("position_ids",)):
+            kept = {name: value for name, value in batch.items() if name not in without}
+            if options or not without:
+                assert targets_of(kept).documents.tolist() == DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("marking", "words"),
+    [
+        ({"segment_ids": ids(1, 1, 2, 2)}, "by segment_ids, which train_head does not know"),
+        ({"packing_params": {}}, "by packing_params"),
+        ({"seq_idx": ids(1, 1)}, r"seq_idx is \(1, 2\); to train a head it must be \(1, 4\)"),
+        ({"position_ids": ids(0, 1)}, r"position_ids is \(1, 2\)"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "not one causal block for each document"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)}, "not one causal block"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "does not fit 4 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([1, 4])}, "does not fit 4 tokens"),
+        ({"seq_lengths": [[3, 3]]}, "seq_lengths has 6 tokens in row 0"),
+        ({"seq_lengths": [3, 1]}, "no list of lengths"),
+    ],
+)
+def test_markings_that_are_refused(marking, words):
+    tokens = torch.arange(4)[None]
+    with pytest.raises(ConfigError, match=words):
+        targets_of({"input_ids": tokens, "labels": tokens} | marking)

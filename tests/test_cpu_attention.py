@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import loop
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nextn.cache.rollout_cache import chain_mask
@@ -42,8 +43,8 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("block", [7, 16, 40, 64])
-@pytest.mark.parametrize("name", MASKS)
+@loop("block", [7, 16, 40, 64])
+@loop("name", MASKS)
 def test_values_and_gradients_are_torchs(name, block):
     seen = MASKS[name]
     inputs = drawn(*seen.shape[2:])

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from quick import families
+from quick import families, loop
 from tiny import CONFIGS, MOST, build, prompt
 from torch import nn
 
@@ -40,8 +40,8 @@ def check_equal(whole, later, deferred):
     assert all(torch.equal(value, buffers[name]) for name, value in whole.named_buffers())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", families(CONFIGS))
+@loop("dtype", [torch.float32, torch.bfloat16])
 def test_a_model(name, dtype):
     """Trunk and head of every family, with tied parameters as one."""
 

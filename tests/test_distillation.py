@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import loop
 from sizes import Sizes
 
 from nextn.errors import ConfigError
@@ -178,8 +179,8 @@ def test_bounds_between_objectives(seed, spread):
     assert min(at["kl"], at["tv"]) - 1e-12 <= at["lk-hybrid"] <= max(at["kl"], at["tv"]) + 1e-12
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES[1:])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@loop("objective", OBJECTIVES[1:])
+@loop("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_equal_laws_have_no_gradient(objective, dtype):
     """Catches ties counted as too low in TV, which moves a head that is perfect, and 0 / 0."""
     _, weights, teacher, tokens = random_batch(5, dtype=dtype, trunk=H)
@@ -194,8 +195,8 @@ def test_equal_laws_have_no_gradient(objective, dtype):
     assert max(h.grad.abs().max().item() for h in hiddens) <= tolerance
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("size", [200.0, 1e4, 1e30])
+@loop("objective", OBJECTIVES)
+@loop("size", [200.0, 1e4, 1e30])
 def test_huge_logits_stay_finite(objective, size):
     """Catches p with zeros, an overlap of 0, log 0 and inf - inf: laws that share no token that fp32 can hold."""
     teacher = Teacher(torch.ones(1, 4, 1), torch.tensor([[size], [0.0], [-size]]))
@@ -256,8 +257,8 @@ def test_nothing_valid_costs_nothing(objective):
     assert all(x.grad.abs().max() == 0 for x in (*hiddens, weights[0]))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("autocast", [False, True])
+@loop("objective", OBJECTIVES)
+@loop("autocast", [False, True])
 def test_bf16_is_close_to_fp32(objective, autocast):
     """Catches sums in bf16 and an autocast that is ignored: value to 1e-3, gradients to 1 %, TV's to 5 %.
 
@@ -379,7 +380,7 @@ def test_hard_labels_are_the_training_loss():
     torch.testing.assert_close(loss.sums, loss.nll, **EXACT)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("changes", "says"),
     [
         ({"objective": "js"}, "'js' is unknown. Use one of ce, kl"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from quick import loop
 from tiny import CONFIGS
 from typer.main import get_command
 
@@ -70,7 +71,7 @@ def test_no_page_of_a_family_is_left_over():
     assert {path.stem for path in make_families.FOLDER.glob("*.md")} == {"index", *(row.name for row in rows())}
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+@loop("row", rows(), ids=lambda row: row.name)
 def test_each_family_is_told_whole(row):
     """A page without a fact of its row: a name, a source, a reason, a doubt."""
     told = make_families.page(row)
@@ -85,7 +86,7 @@ def test_the_matrix_names_what_the_tests_train():
     assert set(make_support.MORE_FLAGS) <= {row.name for row in rows()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@loop("page", PAGES, ids=name_of)
 def test_tables_are_tables(page):
     """A sign in a cell that ends it: every line of a table has as many cells as its head."""
     width = 0
@@ -98,7 +99,7 @@ def test_tables_are_tables(page):
         width = cells
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@loop("page", PAGES, ids=name_of)
 def test_tables_are_filled(page):
     """A figure that was to be measured: a cell with a name such as PEAK_INT8, outside of code, was left."""
     text = re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", "", page.read_text(), flags=re.DOTALL)
@@ -155,7 +156,7 @@ def parameters(words):
     return command, rest
 
 
-@pytest.mark.parametrize(
+@loop(
     ("page", "words"),
     sorted({(page, tuple(words)) for page, words in shown_commands()}),
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[:50],
@@ -191,7 +192,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@loop("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     """A page that was moved, or a heading that was renamed."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import TOKENWISE, continued, emitted, in_blocks, number, random_laws
+from quick import loop
 
 from nextn.errors import ConfigError
 from nextn.speculative.draft_policy import (
@@ -111,8 +112,8 @@ def oracle(head, v, c, **how):
     return max(simulated(Oracle(v, c, 1 + step / 2), head, v, c, **how).rate for step in range(8))
 
 
-@pytest.mark.parametrize(("v", "c"), [(FLAT, 0.07), (STEEP, 0.05), (FLAT, 0.2)])
-@pytest.mark.parametrize("rate", [0.5, 0.7, 0.85, 0.95])
+@loop(("v", "c"), [(FLAT, 0.07), (STEEP, 0.05), (FLAT, 0.2)])
+@loop("rate", [0.5, 0.7, 0.85, 0.95])
 def test_near_the_best_length_where_all_drafts_are_alike(rate, v, c):
     """A floor of another depth, a rate that does not settle: with nothing to tell laws apart, the best K is best."""
     for told in (rate, 0.3, 0.01):

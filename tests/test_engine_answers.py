@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from quick import loop
 
 from nextn.engines.answers import (
     AnswerToken,
@@ -85,7 +86,7 @@ def test_tool_calls():
     assert (answer.text, answer.tool_calls) == ("", (ToolCall("f", "{}"),))
 
 
-@pytest.mark.parametrize(
+@loop(
     "found",
     [{}, {"choices": []}, {"choices": [1]}, {"choices": [{}]}, {"choices": [{"text": 3}]}, {"choices": {"0": {}}},
      {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": [], "top_logprobs": []}}]},

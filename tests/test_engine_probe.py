@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from quick import loop
 
 from nextn.evaluate.engine_probe import EngineFolder, EngineProbe
 
@@ -14,7 +15,7 @@ def shifted(amount, **changes):
     return replace(PROBE, logprobs=tuple(value + amount for value in PROBE.logprobs), **changes)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("other", "is_same"),
     [
         (PROBE, True),

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from quick import loop
 from tiny import CONFIGS
 
 from nextn.errors import FamilyError
@@ -150,8 +151,8 @@ def roles(row, modules):
                 yield f"{module}.{role}{tail}"
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("layers", [2, LAYERS])
+@loop("name", ROWS)
+@loop("layers", [2, LAYERS])
 def test_names_go_both_ways(name, layers):
     """A name that does not come back as itself would be lost on save or taken for another on load."""
     row = ROWS[name]
@@ -163,7 +164,7 @@ def test_names_go_both_ways(name, layers):
             assert seen.setdefault((wrapper, stored), each) == each, f"two tensors would be written to {stored}"
 
 
-@pytest.mark.parametrize(("name", "layers", "stored", "wanted"), PUBLISHED)
+@loop(("name", "layers", "stored", "wanted"), PUBLISHED)
 def test_published_names_are_known(name, layers, stored, wanted):
     """A row whose pattern misses a published name would report a head that is there as missing, or save it under a name
     that no engine reads."""
@@ -173,7 +174,7 @@ def test_published_names_are_known(name, layers, stored, wanted):
     assert (stored in written) != ((name, stored) in READ_ONLY)
 
 
-@pytest.mark.parametrize(("name", "layers", "stored"), TRUNK)
+@loop(("name", "layers", "stored"), TRUNK)
 def test_trunk_is_not_head(name, layers, stored):
     """A pattern that is too wide would take trunk tensors for the head's."""
     assert ROWS[name].canonical(stored, layers) is None
@@ -219,7 +220,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "stored", "role"), SHARED)
+@loop(("name", "stored", "role"), SHARED)
 def test_shared_tensors_are_found_where_the_trunk_keeps_them(name, stored, role):
     """The DeepSeek-V4 case: embed.weight and head.weight at the top level are the head's shared tensors."""
     assert ROWS[name].shared_role(stored) == role
@@ -232,9 +233,7 @@ def test_no_type_is_claimed_twice():
     assert len(ROWS) == len(rows())
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, row.name) for row in rows() for kind in (*row.model_types, *row.draft_types)]
-)
+@loop(("kind", "name"), [(kind, row.name) for row in rows() for kind in (*row.model_types, *row.draft_types)])
 def test_config_finds_its_row(kind, name):
     """By the top-level type, and by the text model's under a wrapper that no row knows."""
     assert by_config({"model_type": kind}).name == name
@@ -281,7 +280,7 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("config", "count"), COUNTS)
+@loop(("config", "count"), COUNTS)
 def test_counts_are_parsed(config, count):
     """A count read from the wrong place makes a whole head look absent, or an absent one declared."""
     assert by_config(config).num_modules(config) == count
@@ -299,7 +298,7 @@ def test_count_beyond_the_layout_is_refused():
         ROWS["qwen3_5"].num_modules({"mtp_num_hidden_layers": 2})
 
 
-@pytest.mark.parametrize(
+@loop(
     ("config", "new"),
     [(config, new) for config, _ in COUNTS for new in (0, 1, 2, 4) if new <= (by_config(config).max_modules or 4)],
 )
@@ -323,7 +322,7 @@ def test_count_is_written_where_it_is_read():
     assert by_config(config).with_count(config, 4)["mtp_config"] == {"num_nextn_predict_layers": 4}
 
 
-@pytest.mark.parametrize("name", ROWS)
+@loop("name", ROWS)
 def test_row_is_whole(name):
     """A row that leaves an engine, a source or a reason out decides something in silence."""
     row = ROWS[name]
@@ -341,14 +340,14 @@ def test_row_is_whole(name):
     assert ("streams" in (row.hidden, row.next_hidden)) == any(role.startswith("collapse") for role in row.names)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@loop("name", ROWS)
 def test_inner_names_are_one_to_one(name):
     """Two paths of the block stored under one name."""
     table = ROWS[name].block_renames
     assert len(set(table.values())) == len(table)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@loop("name", ROWS)
 def test_differing_engines_are_listed(name):
     """An engine that computes the head in another way must be named with the fact and the value."""
     row = ROWS[name]

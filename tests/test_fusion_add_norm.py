@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fusions import both
+from quick import loop
 
 WEIGHT = 1 + torch.randn(700, generator=torch.Generator().manual_seed(3)) / 4
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -33,8 +34,8 @@ OTHERWISE = {
 
 
 @TYPES
-@pytest.mark.parametrize("shape", [(2, 5, 48), (1, 1, 700), (3, 5, 700)], ids=str)
-@pytest.mark.parametrize("name", SPELLED)
+@loop("shape", [(2, 5, 48), (1, 1, 700), (3, 5, 700)], ids=str)
+@loop("name", SPELLED)
 def test_sum_and_norm_are_one_op(name, shape, dtype):
     ops = both(SPELLED[name], dtype, shape).ops
     assert ops.count("add_rms_norm") == 1

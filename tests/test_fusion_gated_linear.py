@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusions import both
+from quick import loop
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 DRAWS = torch.Generator().manual_seed(2)
@@ -102,7 +103,7 @@ def test_a_gate_and_its_layers_are_one_op(name, dtype):
 
 
 @TYPES
-@pytest.mark.parametrize("name", APART)
+@loop("name", APART)
 def test_others_stay_apart(name, dtype):
     assert "gated_linear" not in both(APART[name], dtype).ops
 

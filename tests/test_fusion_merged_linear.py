@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusions import both
+from quick import loop
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 DRAWS = torch.Generator().manual_seed(2)
@@ -54,14 +55,14 @@ APART = {
 
 
 @TYPES
-@pytest.mark.parametrize("name", TOGETHER)
+@loop("name", TOGETHER)
 def test_layers_of_one_input_are_one_op(name, dtype):
     function, count = TOGETHER[name]
     assert both(function, dtype).ops.count("linear") == count
 
 
 @TYPES
-@pytest.mark.parametrize("name", APART)
+@loop("name", APART)
 def test_others_stay_apart(name, dtype):
     assert both(APART[name], dtype).ops.count("linear") == 2
 

@@ -4,6 +4,7 @@ nothing else reads the intermediate result."""
 import pytest
 import torch
 from fusions import both
+from quick import loop
 
 ANGLES = torch.randn(1, 1, 5, 16, generator=torch.Generator().manual_seed(2))
 WEIGHT = 1 + torch.randn(2, 16, generator=torch.Generator().manual_seed(3)) / 4
@@ -131,7 +132,7 @@ def test_queries_and_keys_are_one_call(function, dtype):
 
 
 @TYPES
-@pytest.mark.parametrize("function", [kept, read_again, rest_elsewhere, rest_first, other_channels, its_input_changes])
+@loop("function", [kept, read_again, rest_elsewhere, rest_first, other_channels, its_input_changes])
 def test_what_others_read_stays(function, dtype):
     ops = both(function, dtype).ops
     assert "norm_rope" not in ops

@@ -1,8 +1,8 @@
 """Fusion of RMSNorm: every usual form is matched, the bits stay the same, and other operations are left alone."""
 
-import pytest
 import torch
 from fusions import both
+from quick import loop
 
 EPS = 1e-6
 
@@ -75,14 +75,14 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SPELLED)
+@loop("dtype", [torch.float32, torch.bfloat16], ids=str)
+@loop("name", SPELLED)
 def test_spellings(name, dtype):
     behind = BEHIND.get(name, BEHIND.get((name, dtype), []))
     assert both(SPELLED[name], dtype).ops == ["rms_norm", *behind]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OTHERWISE)
+@loop("dtype", [torch.float32, torch.bfloat16], ids=str)
+@loop("name", OTHERWISE)
 def test_what_is_no_norm_stays(name, dtype):
     assert both(OTHERWISE[name], dtype).num_norms == 0

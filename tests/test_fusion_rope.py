@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fusions import both
+from quick import loop
 
 ANGLES = torch.randn(1, 1, 5, 16, generator=torch.Generator().manual_seed(2))
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -83,6 +84,6 @@ def test_a_rotated_part_is_written_where_it_is_joined(dtype):
 
 
 @TYPES
-@pytest.mark.parametrize("function", [other_signs, unlike, middle_is_kept, scaled, thirds])
+@loop("function", [other_signs, unlike, middle_is_kept, scaled, thirds])
 def test_what_is_no_rotation_stays(function, dtype):
     assert "rope" not in both(function, dtype).ops

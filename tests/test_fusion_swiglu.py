@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusions import both
+from quick import loop
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -48,7 +49,7 @@ OTHERWISE = {
 
 
 @TYPES
-@pytest.mark.parametrize("name", SPELLED)
+@loop("name", SPELLED)
 def test_a_gate_is_one_op(name, dtype):
     ops = both(SPELLED[name], dtype).ops
     assert ops.count("silu_mul") == 1
@@ -56,7 +57,7 @@ def test_a_gate_is_one_op(name, dtype):
 
 
 @TYPES
-@pytest.mark.parametrize("name", OTHERWISE)
+@loop("name", OTHERWISE)
 def test_what_is_no_gate_stays(name, dtype):
     assert "silu_mul" not in both(OTHERWISE[name], dtype).ops
 

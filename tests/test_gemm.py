@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from compiled import compiled
-from quick import others_slow
+from quick import loop, others_slow
 from torch import Tensor
 
 from nextn.errors import ConfigError
@@ -77,8 +77,8 @@ def assert_sums(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
 
 @dtypes
-@pytest.mark.parametrize("k", SIZES)
-@pytest.mark.parametrize("n", SIZES)
+@loop("k", SIZES)
+@loop("n", SIZES)
 def test_any_size_and_number_of_rows(runtime: Runtime, n: int, k: int, dtype: torch.dtype) -> None:
     weight, x = drawn(n, k, dtype=dtype), drawn(max(ROWS), k, dtype=dtype, seed=1)
     for rows in ROWS:
@@ -139,8 +139,8 @@ def test_a_row_knows_no_other_row(runtime: Runtime, k: int, dtype: torch.dtype) 
 
 
 @dtypes
-@pytest.mark.parametrize("k", [33, 256])
-@pytest.mark.parametrize("num_experts", [1, 4, 9])
+@loop("k", [33, 256])
+@loop("num_experts", [1, 4, 9])
 def test_experts_are_linear_layers_bit_for_bit(runtime: Runtime, num_experts: int, k: int, dtype: torch.dtype) -> None:
     """Few rows leave experts without any; many rows give one expert more than a tile."""
     weight, x = drawn(num_experts, 50, k, dtype=dtype), drawn(70, k, dtype=dtype, seed=1)
@@ -168,9 +168,9 @@ def test_ids_may_be_strided(runtime: Runtime) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 12, 13, 40])
-@pytest.mark.parametrize(("parts", "sizes"), [(1, (200, 7, 33, 64)), (2, (128, 64)), (3, (192, 96, 96))])
+@loop("has_bias", [False, True])
+@loop("rows", [1, 12, 13, 40])
+@loop(("parts", "sizes"), [(1, (200, 7, 33, 64)), (2, (128, 64)), (3, (192, 96, 96))])
 def test_layers_of_one_input_are_those_one_by_one(
     runtime: Runtime, parts: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: int, has_bias: bool
 ) -> None:
@@ -195,8 +195,8 @@ def gated(runtime: Runtime, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 @dtypes
-@pytest.mark.parametrize("k", [33, 256])
-@pytest.mark.parametrize("n", [1, 16, 40, 100])
+@loop("k", [33, 256])
+@loop("n", [1, 16, 40, 100])
 def test_gated_layers_are_products_and_a_gate(runtime: Runtime, n: int, k: int, dtype: torch.dtype) -> None:
     """Bit for bit, whatever surrounds the result."""
     pair, x = drawn(2, n, k, dtype=dtype), drawn(max(ROWS), k, dtype=dtype, seed=1)
@@ -210,7 +210,7 @@ def test_gated_layers_are_products_and_a_gate(runtime: Runtime, n: int, k: int, 
 
 
 @dtypes
-@pytest.mark.parametrize("rows", [1, 3, 70])
+@loop("rows", [1, 3, 70])
 def test_gated_experts_are_gated_layers(runtime: Runtime, rows: int, dtype: torch.dtype) -> None:
     """Of a matrix that holds both halves; a row whose expert is none stays."""
     weight, x = drawn(4, 2 * 40, 50, dtype=dtype), drawn(rows, 50, dtype=dtype, seed=1)
@@ -245,8 +245,8 @@ def assert_sums_in_bytes(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | 
 
 
 @one_thread
-@pytest.mark.parametrize("k", SIZES)
-@pytest.mark.parametrize("n", SIZES)
+@loop("k", SIZES)
+@loop("n", SIZES)
 def test_weights_of_a_byte(runtime: Runtime, n: int, k: int) -> None:
     """Any size and number of rows; a row has the same bits in any batch."""
     weight, x = drawn(n, k, dtype=torch.bfloat16), drawn(max(ROWS), k, dtype=torch.bfloat16, seed=1)
@@ -330,8 +330,8 @@ def rounded_linear(
 
 @one_thread
 @dtypes
-@pytest.mark.parametrize("k", [1, 100, 128, 300])
-@pytest.mark.parametrize("n", [1, 33, 100])
+@loop("k", [1, 100, 128, 300])
+@loop("n", [1, 33, 100])
 def test_weights_of_eight_bits(runtime: Runtime, n: int, k: int, dtype: torch.dtype) -> None:
     """Near the product in torch, and near the one that rounds no activations; a row has the same bits in any batch."""
     weight, x = drawn(n, k, dtype=dtype), drawn(64, k, dtype=dtype, seed=1)
@@ -351,8 +351,8 @@ def test_weights_of_eight_bits(runtime: Runtime, n: int, k: int, dtype: torch.dt
 
 @one_thread
 @dtypes
-@pytest.mark.parametrize("k", [1, 100, 128, 300])
-@pytest.mark.parametrize("fmt", GROUPED, ids=str)
+@loop("k", [1, 100, 128, 300])
+@loop("fmt", GROUPED)
 def test_weights_in_groups(runtime: Runtime, fmt: Int4Format | Int8GroupsFormat, k: int, dtype: torch.dtype) -> None:
     """Near the product in torch; a row has the same bits in any batch."""
     weight, x = drawn(70, k, dtype=dtype), drawn(64, k, dtype=dtype, seed=1)
@@ -393,7 +393,7 @@ def test_a_value_that_is_no_number_is_no_code(runtime: Runtime, fmt: Format) -> 
 @one_thread
 @few_bits
 @dtypes
-@pytest.mark.parametrize("rows", [1, 12, 40])
+@loop("rows", [1, 12, 40])
 def test_weights_of_few_bits_wherever_linear_layers_are(
     runtime: Runtime, rows: int, dtype: torch.dtype, fmt: Format
 ) -> None:
@@ -452,8 +452,8 @@ def fp8_matrix(n: int, k: int, group: int, seed: int, *, by_row: bool) -> tuple[
 
 
 @dtypes
-@pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize(("n", "k", "group"), [(1, 1, 32), (100, 300, 128), (64, 48, 32), (192, 100, 64)])
+@loop("by_row", [False, True])
+@loop(("n", "k", "group"), [(1, 1, 32), (100, 300, 128), (64, 48, 32), (192, 100, 64)])
 def test_weights_in_fp8_are_the_dequantized_ones_bit_for_bit(
     runtime: Runtime, n: int, k: int, group: int, by_row: bool, dtype: torch.dtype
 ) -> None:
@@ -468,8 +468,8 @@ def test_weights_in_fp8_are_the_dequantized_ones_bit_for_bit(
 
 
 @dtypes
-@pytest.mark.parametrize("rows", [1, 12, 40])
-@pytest.mark.parametrize("by_row", [False, True])
+@loop("rows", [1, 12, 40])
+@loop("by_row", [False, True])
 def test_weights_in_fp8_wherever_linear_layers_are(
     runtime: Runtime, by_row: bool, rows: int, dtype: torch.dtype
 ) -> None:

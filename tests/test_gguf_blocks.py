@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from packed import random_blocks
+from quick import loop
 
 from nextn.checkpoint.gguf_blocks import KQuantWeight, block_scales, take_apart
 from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
@@ -13,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 ENDS = {"Q4_K": (2, 4), "Q5_K": (2, 4), "Q6_K": (210,), "MXFP4": (1,)}  # of the scales in a block; else 2
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@loop("kind", BLOCK_TYPES)
 def test_values_have_the_bits_of_the_gguf_package(kind: str) -> None:
     data = random_blocks(kind, 5, 3)
     expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
@@ -22,7 +23,7 @@ def test_values_have_the_bits_of_the_gguf_package(kind: str) -> None:
     assert np.array_equal(weight.dequantize().numpy(), expected)
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@loop("kind", BLOCK_TYPES)
 def test_sizes_are_those_of_the_gguf_package(kind: str) -> None:
     size, num_bytes, bits, group_size = BLOCK_TYPES[kind]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (size, num_bytes)
@@ -33,7 +34,7 @@ def test_sizes_are_those_of_the_gguf_package(kind: str) -> None:
     assert groups.shape == (2, 4 * size // group_size)
 
 
-@pytest.mark.parametrize(("kind", "end"), [(kind, end) for kind in BLOCK_TYPES for end in ENDS.get(kind, (2,))])
+@loop(("kind", "end"), [(kind, end) for kind in BLOCK_TYPES for end in ENDS.get(kind, (2,))])
 def test_scales_show_values_that_are_not_finite(kind: str, end: int) -> None:
     data = torch.from_numpy(random_blocks(kind, 5, 2))
     assert block_scales(data, kind).isfinite().all()

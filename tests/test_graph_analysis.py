@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fusions import both, counting
+from quick import loop
 from replays import Replayed, fast_of
 from tiny import build
 
@@ -36,7 +37,7 @@ SPELLED = {
 
 
 @TYPES
-@pytest.mark.parametrize("name", SPELLED)
+@loop("name", SPELLED)
 def test_parts_of_a_concatenation_are_written_in_place(name, dtype):
     function, ops = SPELLED[name]
     assert sorted(both(function, dtype).ops) == sorted(ops)

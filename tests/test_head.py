@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from quick import families
+from quick import families, loop
 from tiny import BUILDS, CONFIGS, build
 
 from nextn.errors import ConfigError
@@ -64,7 +64,7 @@ def test_no_column_sees_its_future():
         assert not torch.equal(before[:, first:, depth - 1], after[:, first:, depth - 1])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@loop("name", CONFIGS)
 def test_documents_do_not_mix(name):
     """A packed row gives each document the states it gets alone, in the columns whose label is in the document."""
     model = build(name)

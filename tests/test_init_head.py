@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quick import families
+from quick import families, loop
 from tiny import CONFIGS, FIXTURES, MOST, build, prompt, refrain
 
 from nextn.errors import ConfigError
@@ -57,7 +57,7 @@ def test_of_a_streamed_trunk(name, tmp_path):
     assert all(torch.equal(value, heads[1][key]) for key, value in heads[0].items())
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("nemotron_h", "exaone4_5")])
+@loop("name", [name for name in CONFIGS if name not in ("nemotron_h", "exaone4_5")])
 def test_scaled_writers_compute_the_same_on_a_scaled_stream(name):
     """A stream of a quarter of the size, and what is written into it divided by four: the same result by four."""
     model = build(name, initializer_range=0.1)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from packed import random_k_quant
+from quick import loop
 
 from nextn.checkpoint.gguf_blocks import KQuantWeight
 from nextn.checkpoint.gguf_types import K_QUANTS
@@ -28,8 +29,8 @@ def activations(rows: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch
     return torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(dtype)
 
 
-@pytest.mark.parametrize("kind", K_QUANTS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 9, 10, 11, 33])
+@loop("kind", K_QUANTS)
+@loop("rows", [1, 2, 3, 9, 10, 11, 33])
 def test_products_are_those_of_torch(kind, rows):
     x, weight = activations(rows, 768), random_k_quant(kind, 72, 768)
     expected = kquant_linear(x, weight)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quick import REPRESENTATIVES
+from quick import REPRESENTATIVES, loop
 from tiny import CONFIGS, build
 from transformers.cache_utils import DynamicCache
 
@@ -57,7 +57,7 @@ def whole(trunk, tokens):
     return trunk.decoder(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state * trunk.scale
 
 
-@pytest.mark.parametrize("counts", [[5, 0, 3], [0, 0, 0], [5, 5, 5], [1, 4, 2]], ids=str)
+@loop("counts", [[5, 0, 3], [0, 0, 0], [5, 5, 5], [1, 4, 2]], ids=str)
 def test_keep_any_prefix_per_row(trunk, counts):
     """Windows of 5 of which each row keeps another number; what follows equals the whole text in one pass."""
     texts = torch.randint(0, 64, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -79,7 +79,7 @@ def test_keep_any_prefix_per_row(trunk, counts):
         assert cache.lengths == [start + 4 * count for start, count in zip([9, 4, 7], counts, strict=True)]
 
 
-@pytest.mark.parametrize("columns", [1, 6])
+@loop("columns", [1, 6])
 def test_keeping_nothing_is_bit_exact(trunk, columns):
     """A window of which nothing stands leaves no trace: the same pass gives the same bits. Of one column, too, where
     Mamba's step writes its state in place."""

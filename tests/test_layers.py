@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -65,13 +66,16 @@ def _imports(path):
     return (name.split(".")[0] for name in _modules(path))
 
 
+@cache
 def _modules(path):
     """Dotted, without our package's own name; `from nextn.train import tasks` is training.tasks."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nextn"):
             home = node.module.removeprefix("nextn").lstrip(".")
             inner = [f"{home}.{alias.name}".lstrip(".") for alias in node.names]
-            yield from (name for name in inner if not name.startswith("__"))
+            found += [name for name in inner if not name.startswith("__")]
+    return found
 
 
 def test_every_module_has_a_layer():

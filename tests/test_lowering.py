@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import loop
 from replays import Replayed, listed
 from torch import Tensor
 
@@ -177,13 +178,13 @@ def compared(function, dtype) -> list[str]:
 
 
 @BOTH
-@pytest.mark.parametrize("name", NATIVE)
+@loop("name", NATIVE)
 def test_native_equals_torch(name, dtype):
     assert compared(NATIVE[name], dtype) == []
 
 
 @BOTH
-@pytest.mark.parametrize("name", LEFT)
+@loop("name", LEFT)
 def test_what_is_left_to_torch(name, dtype):
     function, left = LEFT[name]
     assert [each for each in compared(function, dtype) if "copy" not in each] == left

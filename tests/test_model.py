@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quick import families
+from quick import families, most_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored import contents, in_one_file, set_config, tensors_of
-from tiny import BUILDS, CONFIGS, MOST, MOST_OF, build, decode, prompt
+from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nextn.checkpoint import layout
@@ -45,7 +45,7 @@ def rewrite(shard, change):
     index.write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize(("name", "modules"), families(BUILDS, MOST_OF))
+@pytest.mark.parametrize(("name", "modules"), families(BUILDS, most_of(MOST)))
 def test_round_trip(name, modules, tmp_path):
     """save -> load -> the same tensors, bit for bit, and the same text; transformers loads the trunk unmodified."""
     model = build(name, modules=modules)
@@ -69,7 +69,7 @@ def test_round_trip(name, modules, tmp_path):
     ("name", "modules", "fp8"),
     families(
         ((*each, fp8) for each in BUILDS for fp8 in (False, True) if not fp8 or by_name(each[0]).fp8),
-        {*((*each, False) for each in MOST_OF), ("deepseek_v3", MOST["deepseek_v3"], True), ("qwen3_5", 1, True)},
+        {*((*each, False) for each in most_of(MOST)), ("deepseek_v3", MOST["deepseek_v3"], True), ("qwen3_5", 1, True)},
     ),
 )
 def test_published_round_trip(name, modules, fp8, tmp_path):

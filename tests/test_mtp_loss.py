@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import loop
 from sizes import Sizes
 
 from nextn.errors import ConfigError
@@ -384,7 +385,7 @@ def test_lambda_schedule(text, tokens, value):
     assert LambdaSchedule.parse(text, total=1000).at(tokens) == value
 
 
-@pytest.mark.parametrize(
+@loop(
     "bad",
     [
         "",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from laws import CASES, LAST32, TOKENWISE, Rule, continued, emitted, in_blocks, normalized, p_and_q, random_laws, rng
+from quick import loop
 from torch import Tensor
 
 from nextn.errors import ConfigError
@@ -71,9 +72,9 @@ RULES: dict[str, Rule] = {
 }
 
 
-@pytest.mark.parametrize(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@loop(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
+@loop("case", CASES)
+@loop("rule", RULES.values(), ids=RULES)
 def test_emitted_tokens_have_the_trunks_distribution(rule: Rule, case: str, num_draft_tokens: int, vocab: int) -> None:
     """Any error in the threshold, the residual, its row, the prefix rule or the limit changes the distribution."""
     pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_draft_tokens + 1)]
@@ -83,8 +84,8 @@ def test_emitted_tokens_have_the_trunks_distribution(rule: Rule, case: str, num_
         torch.testing.assert_close(found, continued(p[0], p[1:]), atol=1e-4, rtol=0, msg=f"{limit=}")
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("vocab", [1, 3, 64, 264, 1500])
+@loop("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@loop("vocab", [1, 3, 64, 264, 1500])
 def test_probs_equal_torch(sampling: Sampling, vocab: int) -> None:
     """Within a few units in the last place; where rounding decides about the last token of top-p, by that token."""
     for dtype, seed in ((torch.float32, 1), (torch.bfloat16, 2)):

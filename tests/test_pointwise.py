@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import FLOATS, empty, operand, same, seeds, shapes, values
+from quick import loop
 from torch import Tensor
 
 from nextn.errors import ConfigError
@@ -152,7 +153,7 @@ def test_functions(op, dtype, shape, seed):
 DEFINED = ("gelu", "softplus", "silu")
 
 
-@pytest.mark.parametrize("op", [*UNARY, "gelu", "softplus"])
+@loop("op", [*UNARY, "gelu", "softplus"])
 def test_functions_of_special_values(op):
     a = torch.tensor(
         [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 200.0, -200.0, 88.7, -103.5, 3e38, -3e38]
@@ -280,8 +281,8 @@ def test_in_place():
     assert same(a, expected)
 
 
-@pytest.mark.parametrize("op", ["silu", "exp", "tanh", "log_sigmoid", "cos"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@loop("op", ["silu", "exp", "tanh", "log_sigmoid", "cos"])
+@loop("dtype", FLOATS, ids=str)
 def test_a_value_does_not_depend_on_its_place(op, dtype):
     """Vector bodies, tails, strided and converted runs give the same bits."""
     a = values((16, 67), dtype, torch.Generator().manual_seed(1))
@@ -303,7 +304,7 @@ def test_shares_of_all_workers_cover_large_tensors():
     assert torch.equal(out, a)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("op", "shapes", "reals"),
     [
         ("add", [(2, 3), (2, 3), (3,)], [1.0]),

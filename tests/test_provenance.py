@@ -7,12 +7,18 @@ import numpy as np
 import pytest
 from artifacts import publish, watched
 
-from nextn.checkpoint.checkpoint import Checkpoint
+import nextn
+from nextn.checkpoint.checkpoint import SHIPPED, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import (  # fmt: skip
+from nextn.checkpoint.provenance import (
     RECORD,
     Provenance,
+    _head_bytes,
+    _trunk_bytes,
+    as_float32,
     head_fingerprint,
+    is_head,
+    is_trunk,
     record_training,
     trained_length,
     trunk_fingerprint,
@@ -110,3 +116,31 @@ def test_the_trained_length_stays_with_the_head(tmp_path):
     convert(base, tmp_path / "converted", norm_weight="add-1")
     assert trained_length(take(tmp_path / "converted")) == 256
     assert trained_length(take(publish(tmp_path / "other", "glm4_moe"))) is None
+
+
+def test_values_count_and_not_how_they_are_stored(tmp_path):
+    """A load and save that casts routers to fp32, or fuses the head's experts: the same trunk and head."""
+
+    def cast(table):
+        for name in [each for each in table if each.endswith("mlp.gate.weight")]:
+            value = table[name]
+            data = b"".join(value.data() if callable(value.data) else [value.data])
+            table[name] = RawTensor("F32", value.shape, as_float32(data, value.dtype))
+
+    plain, wide = publish(tmp_path / "plain", "glm4_moe"), publish(tmp_path / "wide", "glm4_moe", change=cast)
+    nextn.convert(plain, tmp_path / "fused", experts="fused")
+    one = Inventory.of(Checkpoint.open(plain))
+    for other in (Inventory.of(Checkpoint.open(folder)) for folder in (wide, tmp_path / "fused")):
+        assert head_fingerprint(one) == head_fingerprint(other)
+        assert trunk_fingerprint(one) == trunk_fingerprint(other)
+
+
+def test_records_of_bytes_are_read(tmp_path):
+    """Fingerprints that nextn wrote before it compared values."""
+    inventory = Inventory.of(Checkpoint.open(publish(tmp_path / "model", "glm4_moe")))
+    assert is_head(_head_bytes(inventory), inventory)
+    assert is_trunk(_trunk_bytes(inventory), inventory)
+    assert not is_trunk("0" * 64, inventory)
+    record = Provenance.read(Checkpoint.open(SHIPPED))
+    assert record is not None
+    assert is_head(record.head, Inventory.of(Checkpoint.open(SHIPPED)))

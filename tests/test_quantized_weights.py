@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import CASES, Case, quantize_folder, random_values, section, stored
+from quick import loop
 from safetensors.torch import save_file
 from stored import in_one_file, set_config
 from tiny import CONFIGS, build, prompt
@@ -93,7 +94,7 @@ def test_scales_that_are_exponents():
     )
 
 
-@pytest.mark.parametrize(
+@loop(
     ("shape", "scale", "block"),
     [
         ((576, 7168), (5, 56), (128, 128)),  # kv_a_proj_with_mqa of DeepSeek-V3: the last block has 64 rows

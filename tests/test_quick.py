@@ -1,5 +1,6 @@
 """What `make test` leaves out, it says, and `make test-slow` runs it."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from quick import REPRESENTATIVES, case, families, others_slow
+from quick import REPRESENTATIVES, case, each_once, families, loop, others_slow
 from tiny import CONFIGS
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +86,36 @@ def test_representatives_are_families():
     assert set(CONFIGS) >= REPRESENTATIVES
     marked = families(CONFIGS)
     assert {each.values[0] for each in marked if not each.marks} == REPRESENTATIVES
-    assert [each.values for each in families([("glm4_moe", 2), ("mellum", 1)])] == [("glm4_moe", 2), ("mellum", 1)]
+    assert [each.values for each in families([("exaone_moe", 2), ("mellum", 1)])] == [("exaone_moe", 2), ("mellum", 1)]
+
+
+def test_each_value_is_once_in_a_quick_case():
+    marked = each_once("ab", [(1, 2), (3, 4), (5, 6)], [None])
+    quick = [each.values for each in marked if not each.marks]
+    assert quick == [("a", 1, 2, None), ("a", 5, 6, None), ("b", 3, 4, None)]
+    assert len(marked) == 6
+
+
+def test_a_loop_shows_every_case_that_fails():
+    seen = []
+
+    @loop("a, b", [(1, 1), (1, 2), (2, 3)])
+    @loop("c", "xy")
+    def test(fixture, a, b, c):
+        seen.append((fixture, a, b, c))
+        assert a == b
+        if c == "y":
+            pytest.fail("no")
+
+    assert list(inspect.signature(test).parameters) == ["fixture"]
+    with pytest.raises(BaseExceptionGroup, match="3 of 3 cases") as caught:
+        test(fixture=0)
+    assert len(seen) == 6
+    first, second, _ = caught.value.exceptions
+    assert [len(first.exceptions), len(second.exceptions)] == [1, 2]
+    assert second.__notes__ == ["case: {'a': 1, 'b': 2}"]
+    with pytest.raises(AssertionError, match="takes no"):
+        loop("d", [1])(test)
 
 
 def test_names_that_are_no_cases_are_refused():

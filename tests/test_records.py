@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from chats import EOS, chatty, said
+from quick import loop
 
 from nextn.data.records import RecordReader
 from nextn.errors import ConfigError
@@ -68,7 +69,7 @@ def test_conversations_come_first():
     assert read({"text": "x", "prompt": "p", "messages": None}).ids.tolist() == [*b"x"]
 
 
-@pytest.mark.parametrize(
+@loop(
     ("record", "words"),
     [
         ({"body": "x", "id": 3}, r"x:3: its columns are body, id; expected \"text\", \"messages\""),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import FLOATS, empty, operand, same, seeds, shapes, values
+from quick import loop
 from torch import Tensor
 
 from nextn.errors import ConfigError
@@ -181,8 +182,8 @@ def test_layer_norm(seed, rows, length, dtype):
     close(out, expected, 4 * NEAR[dtype])
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "cumsum", "rms_norm", "native_layer_norm"])
+@loop("dtype", FLOATS, ids=str)
+@loop("op", ["softmax", "log_softmax", "cumsum", "rms_norm", "native_layer_norm"])
 def test_a_row_does_not_depend_on_the_others(op, dtype):
     a = values((16, 333), dtype, torch.Generator().manual_seed(3))
     weight = values((333,), dtype, torch.Generator().manual_seed(4))
@@ -208,7 +209,7 @@ def test_shares_of_all_workers_cover_large_tensors():
     assert torch.equal(many, one)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("op", "shapes", "ints"),
     [
         ("sum", [(2, 3), (2, 3)], [2]),

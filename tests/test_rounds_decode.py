@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from quick import case, families, others_slow
+from quick import case, families, loop, most_of, others_slow
 from scipy.stats import chisquare
-from tiny import BUILDS, CONFIGS, MOST_OF, build, decode, prompt
+from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 
 from nextn.decoding.drafter import Drafter
 from nextn.decoding.rounds import rounds
@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 17, 40)
 
 @pytest.fixture(
     scope="module",
-    params=[case(each, quick=each in MOST_OF or each == ("glm4_moe", 1)) for each in BUILDS],
+    params=[case(each, quick=each in most_of(MOST) or each == ("glm4_moe", 1)) for each in BUILDS],
     ids=lambda each: f"{each[0]}-{each[1]}",
 )
 def model(request):
@@ -98,7 +98,7 @@ def test_greedy_equals_plain_in_ragged_batches(model, plain, k):
     assert {part.num_accepted for each in log for part in each.rows if part.drafts} >= ({0, 1} if k else set())
 
 
-@pytest.mark.parametrize("kept", range(6))
+@loop("kept", range(6))
 def test_rejection_at_every_position(model, plain, kept):
     """Each round keeps exactly `kept` of 5 drafts: the roll-back of every length is right, and kept counts are told."""
     text = plain(17, 14)

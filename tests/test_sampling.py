@@ -22,6 +22,7 @@ from laws import (
     random_laws,
     rng,
 )
+from quick import loop
 from torch import Tensor
 from transformers.generation import logits_process as reference
 
@@ -47,9 +48,9 @@ NUM = 6000
 SMALL = torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.05])
 
 
-@pytest.mark.parametrize(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@loop(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
+@loop("case", CASES)
+@loop("rule", RULES.values(), ids=RULES)
 def test_what_is_emitted_has_the_law_of_the_trunk(rule: Rule, case: str, num_draft_tokens: int, vocab: int) -> None:
     """Any error in the threshold, its strictness, the residual, its row, the prefix rule or the limit moves the law."""
     pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_draft_tokens + 1)]
@@ -59,7 +60,7 @@ def test_what_is_emitted_has_the_law_of_the_trunk(rule: Rule, case: str, num_dra
         torch.testing.assert_close(found, continued(p[0], p[1:]), atol=1e-12, rtol=0, msg=f"{limit=}")
 
 
-@pytest.mark.parametrize("case", CASES)
+@loop("case", CASES)
 def test_a_block_keeps_no_fewer_drafts(case: str) -> None:
     """Block verification that forgets what a draft is worth; alone, a draft is judged as ever."""
     more = 0
@@ -323,9 +324,9 @@ def test_pick_inverts_the_distribution_function() -> None:
     assert (tokens.diff() >= 0).all()
 
 
-@pytest.mark.parametrize(("dtype", "last"), [(torch.float32, LAST32), (torch.float32, LAST64), (torch.float64, LAST64)])
-@pytest.mark.parametrize("scale", [1.0, 0.9999999, 1.0000001])
-@pytest.mark.parametrize("vocab", [3, 5, 40_000])
+@loop(("dtype", "last"), [(torch.float32, LAST32), (torch.float32, LAST64), (torch.float64, LAST64)])
+@loop("scale", [1.0, 0.9999999, 1.0000001])
+@loop("vocab", [3, 5, 40_000])
 def test_pick_never_takes_a_token_of_no_probability(dtype: torch.dtype, last: float, scale: float, vocab: int) -> None:
     """u at its ends with zeros at the ends of the law, whose sum is 1 only roughly."""
     probs = random_laws(20, vocab).to(dtype) * scale
@@ -361,7 +362,7 @@ def test_seen_prefixes_add_the_drafts_one_by_one(seed: int, num_draft_tokens: in
     assert torch.equal(seen, before)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("name", "value"),
     [
         *[("temperature", x) for x in (-1.0, 1e-9, inf, nan)],

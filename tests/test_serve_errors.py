@@ -9,6 +9,7 @@ from chats import chatty
 from http_serving import error_of, serving, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quick import loop
 from scripted_engine import ScriptedEngine
 from tiny import build
 
@@ -220,7 +221,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda number: f"{number}-{CASES[number][3]}")
+@loop("case", range(len(CASES)), ids=lambda number: f"{number}-{CASES[number][3]}")
 def test_table(server, case):
     (path, body), status, param, code, words = CASES[case]
     got, error = error_of(server.post(path, body))

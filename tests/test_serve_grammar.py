@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import loop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -97,8 +98,8 @@ LANGUAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name, (_, texts) in LANGUAGES.items() if texts])
-@pytest.mark.parametrize("make", [byte_tokenizer, merged_tokenizer])
+@loop("name", [name for name, (_, texts) in LANGUAGES.items() if texts])
+@loop("make", [byte_tokenizer, merged_tokenizer])
 def test_masks_of_a_finite_language(name, make):
     """After each prefix: a token if some text continues with it, EOS if the prefix is a text. No whitespace."""
     spec, texts = LANGUAGES[name]
@@ -229,7 +230,7 @@ def test_tokenizers(make, text):
     assert tokenizer.eos_token_id in next_ids(state)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("schema", "message"),
     [
         ({"type": "strin"}, "Invalid type: strin"),

@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from quick import loop
 
 from nextn.errors import ConfigError
 from nextn.serve.call_text import Tool
@@ -149,7 +150,7 @@ def same_however_cut(make, text):
     return whole
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@loop("write", WRITERS, ids=lambda write: write.__name__)
 def test_calls(write):
     arguments = PLAIN if write in XML else ARGUMENTS
     expected = [("get_weather", arguments), ("now", {})]
@@ -158,7 +159,7 @@ def test_calls(write):
     assert delta.content == ""
 
 
-@pytest.mark.parametrize("write", [write for write in WRITERS if write not in BARE], ids=lambda write: write.__name__)
+@loop("write", [write for write in WRITERS if write not in BARE], ids=lambda write: write.__name__)
 def test_text_around_calls(write):
     text = f"Let me see: a < b, {{x}} [1]\n\n{write(('now', {}))}\nDone.\n"
     delta = same_however_cut(lambda: parser(WRITERS[write]), text)
@@ -166,7 +167,7 @@ def test_text_around_calls(write):
     assert delta.content == "Let me see: a < b, {x} [1]Done.\n"
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@loop("write", WRITERS, ids=lambda write: write.__name__)
 def test_an_unfinished_call_is_content(write):
     """At every position where the first call is not complete yet, the text is content, unchanged."""
     text = write(("get_weather", {"city": "Oslo"}))
@@ -181,7 +182,7 @@ def test_an_unfinished_call_is_content(write):
     assert same_however_cut(make, text[: len(text) // 2]).complete_calls == []
 
 
-@pytest.mark.parametrize(
+@loop(
     ("syntax", "text"),
     [
         ("hermes", '<tool_call>\n{"name": "now", "arguments": {"a": }}\n</tool_call>'),
@@ -230,7 +231,7 @@ def test_content_is_not_held_back():
     assert one.push("<tool_call>\nnot").content == "<tool_call>\nnot"
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@loop("write", WRITERS, ids=lambda write: write.__name__)
 def test_calls_are_streamed(write):
     """Name first, then pieces of the arguments, which join to the whole; long text flows while it is written."""
     words = "The quick brown fox, 12 dogs and [3] cats"
@@ -293,8 +294,8 @@ def test_long_arguments_take_linear_time():
     assert calls_of(joined_deltas(deltas)) == [("now", {"text": "x" * 40_000})]
 
 
-@pytest.mark.parametrize("write", XML, ids=lambda write: write.__name__)
-@pytest.mark.parametrize(
+@loop("write", XML, ids=lambda write: write.__name__)
+@loop(
     ("key", "text", "value"),
     [
         ("city", "12", "12"),
@@ -321,7 +322,7 @@ def test_arguments_as_json_text():
     assert calls_of(delta) == [("now", {"a": 1})]
 
 
-@pytest.mark.parametrize(
+@loop(
     ("text", "is_open", "reasoning", "content"),
     [
         ("<think>\nFirst a.\n\nThen b.\n</think>\n\nAnswer\n", False, "First a.\n\nThen b.", "Answer\n"),

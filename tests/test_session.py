@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from quick import case, families, others_slow
+from quick import case, families, loop, others_slow
 from replays import fast_of
 from tiny import CONFIGS, FIXTURES, MOST, build, decode, prompt, refrain
 
@@ -65,7 +65,7 @@ def test_every_family_is_listed():
     assert sorted([*RECORDED, *PLAIN]) == sorted(CONFIGS)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@loop("name", PLAIN)
 def test_what_cannot_be_recorded_says_why(name):
     with pytest.raises(Untraceable, match=PLAIN[name]):
         fast_of(build(name)).trunk.cache(1)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from quick import each_once, families, others_slow
-from tiny import BUILDS, MOST_OF, build, prompt, refrain
+from quick import each_once, families, most_of, others_slow
+from tiny import BUILDS, MOST, build, prompt, refrain
 
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
@@ -152,7 +152,7 @@ def test_rules_by_enumeration(trained):
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize(("name", "modules"), families(BUILDS, MOST_OF))
+@pytest.mark.parametrize(("name", "modules"), families(BUILDS, most_of(MOST)))
 def test_stepping_is_the_parallel_pass(name, modules, monkeypatch):
     """Where both can be: the same chains, at every start and depth; elsewhere stepping runs at all."""
     model = build(name, modules=modules)

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import loop
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
@@ -61,9 +62,9 @@ def commit(states: Tensor, inputs: list[Tensor], counts: list[int], *, threads: 
     return current(states, inputs)
 
 
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("dims", [(32, 80), (128, 128), (24, 21)], ids=str)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@loop("norm", [True, False])
+@loop("dims", [(32, 80), (128, 128), (24, 21)], ids=str)
+@loop("dtype", TYPES, ids=str)
 def test_delta_agrees_with_transformers(dtype: torch.dtype, dims: tuple[int, int], norm: bool) -> None:
     inputs = delta_inputs(dtype, width=7, dims=dims)
     if not norm:
@@ -132,10 +133,10 @@ def conv_inputs(
     return x, torch.randn(channels, kernel).to(dtype), torch.randn(channels).to(dtype), history
 
 
-@pytest.mark.parametrize("silu", [True, False])
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("kernel", [4, 2, 1])
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@loop("silu", [True, False])
+@loop("biased", [True, False])
+@loop("kernel", [4, 2, 1])
+@loop("dtype", TYPES, ids=str)
 def test_conv_agrees_with_torch(dtype: torch.dtype, kernel: int, biased: bool, silu: bool) -> None:
     x, weight, bias, history = conv_inputs(dtype, width=7, kernel=kernel)
     whole = torch.cat([history[:, : kernel - 1].mT, x], -1)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from quick import loop
 from tiny import CONFIGS, build
 
 from nextn.model.layer_types import LayerType
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@loop("name", CONFIGS)
 def test_logits_are_those_of_transformers(name):
     """Catches a scale of the logits that is left out, and a decoder other than the model's own."""
     trunk, tokens = build(name).trunk, torch.randint(0, 64, (2, 12))
@@ -16,7 +17,7 @@ def test_logits_are_those_of_transformers(name):
         torch.testing.assert_close(ours, trunk.model(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@loop("name", CONFIGS)
 def test_rotary_is_what_the_layers_get(name):
     """A head's block that is handed other angles than the trunk's layers of its kind attends to other distances."""
     trunk, tokens = build(name).trunk, torch.randint(0, 64, (1, 12))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from quick import REPRESENTATIVES
 
 from nextn.data.corpus import Corpus
 from nextn.decoding.drafter import Drafter
@@ -389,7 +388,6 @@ _SEVERAL = {
 }
 BUILDS = [(name, count) for name in CONFIGS for count in (1, *_SEVERAL.get(name, ()))]
 MOST = dict(BUILDS)
-MOST_OF = {(name, MOST[name]) for name in REPRESENTATIVES}  # what `make test` runs of them
 
 
 def build(name: str, *, modules: int = 1, seed: int = 0, **changes: object) -> Model:

@@ -4,16 +4,17 @@ Reads names, dtypes and shapes only; how good quantized weights are, only a meas
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from nextn.audit.findings import Finding, restore, verb
+from nextn.audit.findings import Finding, engines, restore, verb
 from nextn.audit.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import PLAIN, QuantConfig, Storage, split_name, storage
+from nextn.checkpoint.quantization import PLAIN, QuantConfig, QuantSection, Storage, split_name, storage
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.errors import CheckpointError
+from nextn.families import PLAIN_IN_NVFP4, PLAIN_PROJECTION
 from nextn.text_format import counted, some
 
 IDS = ("quantization", "quantization-unused", "scale-missing", "precision-lower")
@@ -41,7 +42,8 @@ def precision(inventory: Inventory) -> Iterator[Finding]:
     yield from unused or _quantization(inventory, parts)
     yield from _built_plain(inventory, parts)
     yield from _scale_missing(inventory, parts)
-    yield from _precision_lower(inventory, reference)
+    bare = {f"{part.module}.weight" for part in parts if part.storage == "fp8-bare"}
+    yield from _precision_lower(inventory, reference, bare)
 
 
 def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
@@ -57,13 +59,13 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
         return
     place = _place(config) if config else f"{CONFIG}: quantization_config"
     method = config.method if config else "no quantization"
-    for (covered, kind), names in mismatches.items():
+    for (covered, kind, failing), names in mismatches.items():
         claim = "quantized" if covered else "unquantized"
         effect = "find no scales, and fail or draft noise" if covered else "read packed values without their scales"
         yield Finding(
-            "quantization", "error", place,
+            "quantization", "warning" if failing else "error", place,
             f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, {_describe(kind)}, and the "
-            f"config ({method}) has engines build them {claim}: they {effect}.",
+            f"config ({method}) has {engines(failing) if failing else 'engines'} build them {claim}: they {effect}.",
             f"The head in {method}'s list of unquantized modules." if covered else f"A config that declares {kind}.",
             restore(inventory, force=True),
         )  # fmt: skip
@@ -134,14 +136,14 @@ def _scale_missing(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]
         )  # fmt: skip
 
 
-def _precision_lower(inventory: Inventory, reference: LayerReference) -> Iterator[Finding]:
-    """Report matrices of the head's block that have fewer bits than the trunk's of the same path."""
+def _precision_lower(inventory: Inventory, reference: LayerReference, bare: Collection[str]) -> Iterator[Finding]:
+    """Report matrices of the head's block, but the `bare` ones, with fewer bits than the trunk's of the same path."""
     trunk = {path: max(map(_bits, forms.values())) for path, forms in reference.forms.items()}
     fewer: dict[tuple[int, int], list[str]] = defaultdict(list)
     for block in reference.of_head.values():
         for path, info in block.items():
             # Unquantized dtypes are not compared: programs save routers in fp32, with the same values.
-            if len(info.shape) > 1 and 0 < _bits(info) < min(_NARROW, trunk.get(path, 0)):
+            if info.name not in bare and len(info.shape) > 1 and 0 < _bits(info) < min(_NARROW, trunk.get(path, 0)):
                 fewer[_bits(info), trunk[path]].append(info.name)
     for (bits, trunk_bits), names in fewer.items():
         yield Finding(
@@ -155,29 +157,53 @@ def _precision_lower(inventory: Inventory, reference: LayerReference) -> Iterato
 
 def _mismatches(
     inventory: Inventory, config: QuantConfig | None, parts: list[Part]
-) -> dict[tuple[bool, Storage], list[str]]:
-    """Return (covered by the config, storage) -> the head's matrices for which the two disagree.
+) -> dict[tuple[bool, Storage, tuple[str, ...]], list[str]]:
+    """Return (covered by the config, storage, engines) -> the head's matrices for which the two disagree.
 
+    Engines are those that follow the config where another one builds the matrix unquantized anyway; empty: all do.
     What the config covers and the trunk also stores unquantized, engines are known to build so, such as small routers.
     """
     covers: Callable[[str], bool | None] = config.covers if config else lambda module: False
-    mismatches: dict[tuple[bool, Storage], list[str]] = defaultdict(list)
+    mismatches: dict[tuple[bool, Storage, tuple[str, ...]], list[str]] = defaultdict(list)
     plain, tensors = _never_quantized(inventory, config), inventory.checkpoint.tensors
+    builders = {name: _built_unquantized(inventory, name, config) for name in ("vllm", "sglang")
+                if name in inventory.family.runners}  # fmt: skip
     for part in parts:
         if part.role not in plain and part.storage not in ("unknown", "fp8-bare"):
             covered = covers(part.module)
             other = part.counterpart
             known = covered and other and storage(tensors, other) == "plain" and covers(other)
+            followers = tuple(name for name, roles in builders.items() if part.role not in roles)
+            if covered and part.storage == "plain" and builders and not followers:
+                continue
             if covered is not None and covered == (part.storage == "plain") and not known:
-                mismatches[covered, part.storage].append(part.module)
+                some_only = followers if covered and len(followers) < len(builders) else ()
+                mismatches[covered, part.storage, some_only].append(part.module)
+    for covered, kind, failing in [*mismatches]:  # one cause, one finding
+        if failing and (covered, kind, ()) in mismatches:
+            mismatches[covered, kind, ()] += mismatches.pop((covered, kind, failing))
     return mismatches
 
 
+def _built_unquantized(inventory: Inventory, engine: str, config: QuantConfig | None) -> tuple[str, ...]:
+    """Return the roles that an engine builds unquantized in this checkpoint, whatever the config says."""
+    name = inventory.family.name
+    roles: tuple[str, ...] = ("projection",) if name in PLAIN_PROJECTION[engine] else ()
+    if config is not None and any(_is_nvfp4(section) for section in config.sections):
+        roles += PLAIN_IN_NVFP4[engine].get(name, ())
+    return roles
+
+
+def _is_nvfp4(section: QuantSection) -> bool:
+    """Whether it is ModelOpt's, in NVFP4 or mixed with it."""
+    algorithm = str(section.format.section.get("quant_algo")).upper()
+    return section.form.startswith("modelopt") and algorithm in ("NVFP4", "MIXED_PRECISION")
+
+
 def _never_quantized(inventory: Inventory, config: QuantConfig | None) -> set[str]:
-    """Return the roles that some engine, or the family's fp8 release, keeps unquantized whatever the config says."""
+    """Return the roles of copies, and those that the family's fp8 release keeps unquantized."""
     family = inventory.family
-    roles = {role for engine in family.engines.values() for role in engine.unquantized}
-    roles |= {*family.copies, *family.own}
+    roles = {*family.copies, *family.own}
     return roles | set(family.fp8.unquantized if family.fp8 and config and config.method == "fp8" else ())
 
 

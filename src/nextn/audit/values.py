@@ -12,7 +12,7 @@ from nextn.audit.findings import Finding, Severity, convert, restore
 from nextn.audit.norm_weights import NormShift, NormValues, Values, shifts
 from nextn.audit.tensor_values import SampledValues, TensorSummary, WholeValues, is_matrix
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.provenance import RECORD, Provenance, is_head, is_trunk
 from nextn.checkpoint.remote import LocalFile
 from nextn.errors import CheckpointError
 from nextn.families import lookup
@@ -291,18 +291,18 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
     if record is None:
         return
     retrain = "Measure the acceptance; if it is low, train the head with the current trunk."
-    if trunk_fingerprint(inventory) != record.beside:
+    if not is_trunk(record.beside, inventory):
         yield Finding(
             "head-stale", "warning", RECORD, "The trunk's weights changed after the head was added.",
             f"The trunk with fingerprint {record.beside[:12]}.", retrain,
         )  # fmt: skip
-    elif record.trained_with not in ("", record.beside):
+    elif record.trained_with and not is_trunk(record.trained_with, inventory):
         yield Finding(
             "head-stale", "note", RECORD,
             "The trunk's values differ from those that the head was trained on: acceptance may be lower.",
             f"The trunk with fingerprint {record.trained_with[:12]}.", retrain,
         )  # fmt: skip
-    if _is_small(inventory) and head_fingerprint(inventory) != record.head:
+    if _is_small(inventory) and not is_head(record.head, inventory):
         yield Finding(
             "head-stale", "warning", RECORD, "The head's own tensors changed since the record was written.",
             f"The head with fingerprint {record.head[:12]}, from {record.source[:100]}.",

@@ -12,9 +12,10 @@ from typing import Literal, TypeVar
 
 from nextn import __version__
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.remote import LocalFile
-from nextn.checkpoint.safetensors_file import write_json
+from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo, write_json
 from nextn.checkpoint.snapshot import on_disk
 from nextn.errors import CheckpointError, FamilyError
 from nextn.families import Family, by_name, find, fitted, generic, lookup
@@ -23,6 +24,8 @@ from nextn.text_format import some
 RECORD = "nextn.json"
 # The trunk's samples: this many layers, evenly spaced, and this many weights of each.
 _LAYERS, _WEIGHTS = 8, 16
+_VALUES = 1024  # of each, from its middle
+_OF_VALUES = "v2-"  # what a fingerprint begins with that is not of bytes
 
 _MAX_LENGTH = 2**31
 
@@ -76,7 +79,76 @@ class Provenance:
 
 
 def head_fingerprint(inventory: Inventory) -> str:
-    """Return the SHA-256 of the head's own tensors by canonical name, equal in every layout. Reads all of the head."""
+    """Return the SHA-256 of the head's own values by canonical name, equal in every layout. Reads all of the head.
+
+    Floats of up to 32 bits count by their values, so that a cast without loss changes nothing.
+    """
+    digest = hashlib.sha256()
+    tensors = dict(view for name in inventory.own for view in split_view(name, inventory.info(name)))
+    for canonical in sorted(tensors):
+        info = tensors[canonical]
+        digest.update(json.dumps([canonical, value_dtype(info.dtype), info.shape]).encode())
+        for piece in inventory.checkpoint.chunks(info):
+            digest.update(as_float32(piece, info.dtype))
+    return _OF_VALUES + digest.hexdigest()
+
+
+def trunk_fingerprint(inventory: Inventory) -> str:
+    """Return the SHA-256 of samples of the trunk: embedding, lm_head, and weights of a few layers without experts.
+
+    Full and LoRA fine-tuning change every layer, so a few layers suffice; a change of single experts goes unnoticed.
+    Values count, as in `head_fingerprint`.
+    """
+    infos = [inventory.checkpoint.info(name) for name in _sampled(inventory)]
+    digest = hashlib.sha256()
+    for info, data in zip(infos, _middles(inventory.checkpoint, infos), strict=True):
+        digest.update(json.dumps([value_dtype(info.dtype), info.shape]).encode() + as_float32(data, info.dtype))
+    return _OF_VALUES + digest.hexdigest()
+
+
+def is_head(recorded: str, inventory: Inventory) -> bool:
+    """Whether a recorded fingerprint is that of this head; also one of bytes, as nextn wrote it before."""
+    return recorded == (head_fingerprint if recorded.startswith(_OF_VALUES) else _head_bytes)(inventory)
+
+
+def is_trunk(recorded: str, inventory: Inventory) -> bool:
+    """Whether a recorded fingerprint is that of this trunk; also one of bytes, as nextn wrote it before."""
+    return recorded == (trunk_fingerprint if recorded.startswith(_OF_VALUES) else _trunk_bytes)(inventory)
+
+
+def _middles(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> list[bytes]:
+    """Read the same values from the middle of each tensor, whatever their dtype."""
+    widths = [max(1, DTYPES[info.dtype] // 8) for info in infos]
+    found: dict[int, bytes] = {}
+    for width in sorted(set(widths)):
+        places = [place for place, each in enumerate(widths) if each == width]
+        starts = [max(0, infos[place].nbytes // width - _VALUES) // 16 * 8 * width for place in places]
+        read = checkpoint.read_blocks(
+            [(infos[p], start) for p, start in zip(places, starts, strict=True)], _VALUES * width
+        )
+        found |= dict(zip(places, read, strict=True))
+    return [found[place] for place in range(len(infos))]
+
+
+def value_dtype(dtype: str) -> str:
+    """Return the dtype by which values of `dtype` are compared."""
+    return "F32" if dtype in ("BF16", "F16", "F32") else dtype
+
+
+def as_float32(data: bytes, dtype: str) -> bytes:
+    """Return the bytes of stored floats as float32; those of other dtypes as they are."""
+    if dtype == "BF16":
+        import numpy as np
+
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).tobytes()
+    if dtype == "F16":
+        import numpy as np
+
+        return np.frombuffer(data, "<f2").astype("<f4").tobytes()
+    return data
+
+
+def _head_bytes(inventory: Inventory) -> str:
     digest = hashlib.sha256()
     for canonical in inventory.own:
         info = inventory.info(canonical)
@@ -86,11 +158,7 @@ def head_fingerprint(inventory: Inventory) -> str:
     return digest.hexdigest()
 
 
-def trunk_fingerprint(inventory: Inventory) -> str:
-    """Return the SHA-256 of samples of the trunk: embedding, lm_head, and weights of a few layers without experts.
-
-    Full and LoRA fine-tuning change every layer, so a few layers suffice; a change of single experts goes unnoticed.
-    """
+def _trunk_bytes(inventory: Inventory) -> str:
     names = list(_sampled(inventory))
     digest = hashlib.sha256()
     for name, data in zip(names, inventory.checkpoint.samples(names), strict=True):
@@ -238,7 +306,8 @@ def open_head(
 
 def is_foreign(head: Inventory, trunk: Inventory) -> bool:
     """Whether the head's record names another trunk than this one."""
-    return trained_with(head) not in ("", trunk_fingerprint(trunk))
+    recorded = trained_with(head)
+    return recorded != "" and not is_trunk(recorded, trunk)
 
 
 def misfits(head: Inventory, trunk: Inventory | None) -> Iterator[Misfit]:

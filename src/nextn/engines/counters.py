@@ -59,10 +59,6 @@ class Counters:
         if max(len(self.per_position), len(self.per_position_offered)) > MAX_POSITIONS:
             num_positions = max(len(self.per_position), len(self.per_position_offered))
             raise EngineError(f"{self.engine}: counts of {num_positions:,} positions; expected at most {MAX_POSITIONS}")
-        if (self.draft_tokens or 0) < (self.accepted or 0) and self.draft_tokens is not None:
-            accepted_text = f"{self.accepted} of {self.draft_tokens} draft tokens accepted"
-            if (self.accepted or 0) > self.draft_tokens + 2 + self.draft_tokens // 50:
-                raise EngineError(f"{self.engine}: {accepted_text} is impossible; the counts are not of one run")
         counts = [*(() if self.num_drafts is None else (self.num_drafts,)), *self.per_position]
         # Under load a reading does not show one instant: a few rounds may be counted in part.
         if any(later > earlier + 2 + earlier // 50 for earlier, later in pairwise(counts)):
@@ -129,6 +125,11 @@ def _offered(counters: Counters, depth: int) -> int:
 def fill_in_derived(counters: Counters) -> Counters:
     """Add the counts that follow from the others, and a note where some rounds drafted less than the longest."""
     counters = _with_all_positions(counters)
+    drafted, kept = counters.draft_tokens, counters.accepted or 0
+    if drafted is not None and kept > drafted + 2 + drafted // 50:  # a reading under load does not show one instant
+        raise EngineError(
+            f"{counters.engine}: {kept:,} of {drafted:,} draft tokens accepted is impossible; they are not of one run"
+        )
     num_drafts, tokens, accepted = counters.num_drafts, counters.draft_tokens, counters.accepted
     positions = counters.per_position
     if not positions and num_drafts is not None and tokens == num_drafts and accepted is not None:

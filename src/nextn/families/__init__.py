@@ -9,7 +9,15 @@ from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
-from nextn.families.rows import FAMILIES, GENERIC, MIMO_DRAFT, READS_FUSED, STEP35_DRAFT
+from nextn.families.rows import (
+    FAMILIES,
+    GENERIC,
+    MIMO_DRAFT,
+    PLAIN_IN_NVFP4,
+    PLAIN_PROJECTION,
+    READS_FUSED,
+    STEP35_DRAFT,
+)
 from nextn.families.spec import (
     ENGINES,
     MAX_COUNT,
@@ -26,7 +34,7 @@ from nextn.families.spec import (
 from nextn.text_format import docs_page
 
 __all__ = [
-    "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "READS_FUSED",
+    "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
     "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
     "Support", "by_config", "by_name", "find", "fitted", "generic", "lookup", "lookup_count", "rows",
 ]  # fmt: skip

@@ -51,6 +51,34 @@ READS_FUSED: Mapping[str, frozenset[str]] = {
     ),
 }
 
+# The families whose projection these engines build unquantized whatever the config says (vLLM 0.33.0, SGLang 0.5.23),
+# and those where they do so in ModelOpt's NVFP4 checkpoints; SGLang builds the whole head of Qwen3.5 unquantized there.
+_ONE_LINEAR = frozenset(
+    {
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "glm5_next",
+        "glm_ocr",
+        "mimo",
+        "mimo_v2",
+        "ernie4_5_moe",
+        "step3p5",
+        "hy_v3",
+        "hy_v4",
+    }
+)
+PLAIN_PROJECTION: Mapping[str, frozenset[str]] = {
+    "vllm": _ONE_LINEAR | {"bailing_hybrid", "pangu_ultra_moe", "kimi_k3"},
+    "sglang": _ONE_LINEAR | {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "exaone_moe", "gigachat3_5"},
+}
+PLAIN_IN_NVFP4: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm": dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), ("projection",)),
+    "sglang": dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), ("projection", "block")),
+}
+
 _APPENDED = {
     "token_norm": "model.layers.{layer}.enorm",
     "hidden_norm": "model.layers.{layer}.hnorm",

@@ -21,6 +21,7 @@ from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.stats.acceptance import conditional_rates, expected_length
 from nextn.train.evaluation import survival
+from nextn.train.packed_rows import document_indices
 
 _UNSUPPORTED = ("pixel_values", "inputs_embeds", "input_features", "shift_labels")  # inputs that are more than text
 
@@ -231,17 +232,17 @@ def model_inputs(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def targets_of(inputs: Mapping[str, object]) -> Targets:
-    """Convert a batch to targets; documents [B, T] come from restarting positions, -1 where the attention mask is 0.
+    """Convert a batch to targets; documents [B, T] come from its marking of packed rows, -1 on padding.
 
     The head has the trunk's labels: none where they are -100, nor on padding. Raises ConfigError for a batch with more
-    than text, without labels, or with a mask that is not [B, T].
+    than text, without labels, or with a marking as `document_indices`.
     """
     tokens, labels = inputs.get("input_ids"), inputs.get("labels")
     unsupported = next((name for name in _UNSUPPORTED if inputs.get(name) is not None), None)
     if unsupported is not None or not isinstance(tokens, Tensor) or not isinstance(labels, Tensor):
         names = unsupported or ", ".join(sorted(inputs))
         raise ConfigError(f"a head is trained on batches of text with input_ids and labels; this one has {names}")
-    documents = _documents(tokens, inputs.get("position_ids"), inputs.get("attention_mask"))
+    documents = document_indices(inputs, tokens)
     mask = (labels != IGNORE) & (documents >= 0)
     return Targets(labels.where(mask, tokens), documents, mask)
 
@@ -253,19 +254,3 @@ def must_mask(documents: Tensor) -> bool:
 
 def _right_padding(documents: Tensor) -> Tensor:
     return (documents < 0).flip(1).cumprod(1).flip(1).bool()
-
-
-def _documents(tokens: Tensor, positions: object, attention: object) -> Tensor:
-    documents = torch.zeros_like(tokens)
-    if isinstance(positions, Tensor):
-        positions = positions[0] if positions.ndim == 3 else positions  # time, height, width: the same for text
-        jumps = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1  # as transformers detects packed rows
-        documents = jumps.cumsum(-1).expand_as(tokens)
-    if not isinstance(attention, Tensor):
-        return documents
-    if attention.shape != tokens.shape:
-        raise ConfigError(
-            f"attention_mask is {tuple(attention.shape)}; to train a head it must be {tuple(tokens.shape)}, 0 for "
-            "padding"
-        )
-    return documents.masked_fill(attention == 0, -1)

@@ -1,0 +1,154 @@
+"""Which tokens of a batch belong to one document, from every marking that collators of packed rows make.
+
+transformers' DataCollatorWithFlattening: restarting `position_ids`, `cu_seq_lens_q`, `seq_idx`. TRL: `position_ids`,
+from `seq_lengths` of its packed data sets. LLaMA-Factory: an attention mask that numbers the documents, or the mask of
+four dimensions made of it. Axolotl: a numbered attention mask, with or without restarting positions. Several markings
+at once mean the union of their boundaries: nobody sees that a head learns across documents; a boundary too many costs
+one label.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from nextn.errors import ConfigError
+
+# Markings whose meaning is not known here: a batch with one of them is refused, by name.
+_REFUSED = (
+    "packing_params",
+    "segment_ids",
+    "document_ids",
+    "doc_ids",
+    "sequence_ids",
+    "block_mask",
+    "packed_seq_params",
+)
+_ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def document_indices(inputs: Mapping[str, object], tokens: Tensor) -> Tensor:
+    """Return [B, T] int64: the number of each token's document within its row, -1 for padding.
+
+    Raises ConfigError for a marking that is not known, or that does not fit the tokens.
+    """
+    refused = next((name for name in _REFUSED if inputs.get(name) is not None), None)
+    if refused is not None:
+        raise ConfigError(
+            f"the batch marks packed rows by {refused}, which train_head does not know: mark documents by position_ids "
+            "that restart, a numbered attention_mask, cu_seq_lens_q or seq_idx"
+        )
+    starts, is_padding = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
+    for name, value in inputs.items():
+        reader = _READERS.get(name)
+        if reader is not None and value is not None:
+            new_starts, new_padding = reader(name, value, tokens)
+            starts, is_padding = starts | new_starts, is_padding | new_padding
+    return starts.cumsum(-1).masked_fill(is_padding, -1)
+
+
+def _from_positions(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    positions = _tensor(name, value)
+    positions = positions[0] if positions.ndim == 3 else positions  # time, height, width: the same for text
+    if positions.shape[-1] != tokens.shape[-1]:
+        raise _misfit(name, positions, tokens)
+    jumps = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1  # as transformers detects packed rows
+    return jumps.expand_as(tokens), torch.zeros_like(tokens, dtype=torch.bool)
+
+
+def _from_numbers(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """A number for each document; an attention mask has 0 where there is none."""
+    numbers = _tensor(name, value)
+    if name == "attention_mask" and numbers.ndim == 4:
+        return _from_mask(numbers, tokens)
+    if numbers.shape != tokens.shape:
+        raise _misfit(name, numbers, tokens)
+    changes = numbers.diff(dim=-1, prepend=numbers[:, :1]) != 0
+    is_padding = numbers == 0 if name == "attention_mask" else torch.zeros_like(changes)
+    # Padding is no document: what follows it is not cut off from what precedes it by that alone.
+    starts = changes & ~is_padding & ~_behind_padding(numbers, is_padding)
+    return starts, is_padding
+
+
+def _behind_padding(numbers: Tensor, is_padding: Tensor) -> Tensor:
+    """Positions right after padding that go on with the document before it."""
+    index = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    last = torch.where(is_padding, -1, index).cummax(-1).values.roll(1, -1)
+    last[:, 0] = -1
+    before = numbers.gather(1, last.clamp_min(0))
+    return (last < 0) | (before == numbers)
+
+
+def _from_mask(mask: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, 1, T, T], True or 0 where a token may attend: causal blocks, one for each document."""
+    batch, length = tokens.shape
+    if mask.shape[0] not in (1, batch) or mask.shape[2:] != (length, length):
+        raise _misfit("attention_mask", mask, tokens)
+    is_additive = mask.is_floating_point() and not bool((mask > 0).any())
+    allowed = mask[:, 0] == 0 if is_additive else mask[:, 0] != 0
+    allowed = allowed.expand(batch, length, length)
+    is_padding = ~allowed.diagonal(dim1=1, dim2=2)
+    starts = torch.zeros_like(is_padding)
+    starts[:, 1:] = ~allowed.diagonal(offset=-1, dim1=1, dim2=2) & ~is_padding[:, 1:]
+    documents = starts.cumsum(-1).masked_fill(is_padding, -1)
+    blocks = (documents[:, :, None] == documents[:, None]) & ~is_padding[:, :, None]
+    if not torch.equal(allowed, blocks.tril()):
+        raise ConfigError(
+            "attention_mask is 4-dimensional and not one causal block for each document: a head is trained on causal "
+            "text only; give a mask [batch, tokens] that numbers the documents, 0 for padding"
+        )
+    return starts, is_padding
+
+
+def _from_ends(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each document begins in the flattened batch, and the end; what follows it is padding."""
+    ends = [int(end) for end in _tensor(name, value).flatten().tolist()]
+    if ends[:1] != [0] or any(end < start for start, end in pairwise(ends)) or ends[-1] > tokens.numel():
+        raise ConfigError(
+            f"{name} = {str(ends)[:100]} does not fit {tokens.numel()} tokens: expected 0, then each document's end"
+        )
+    starts = torch.zeros(tokens.numel() + 1, dtype=torch.bool, device=tokens.device)
+    starts[torch.tensor(ends[1:], dtype=torch.long, device=tokens.device)] = True
+    index = torch.arange(tokens.numel(), device=tokens.device)
+    return starts[:-1].view_as(tokens), (index >= ends[-1]).view_as(tokens)
+
+
+def _from_lengths(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The lengths of the documents of each row, as in TRL's packed data sets; what follows them is padding."""
+    rows = value.tolist() if isinstance(value, Tensor) else value
+    if not isinstance(rows, list) or len(rows) != len(tokens) or not all(isinstance(row, list) for row in rows):
+        raise ConfigError(f"{name} is no list of lengths for each of the {len(tokens)} rows")
+    starts, is_padding = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
+    for index, lengths in enumerate(rows):
+        total = sum(lengths)
+        if min(lengths, default=0) < 0 or total > tokens.shape[1]:
+            raise ConfigError(f"{name} has {total} tokens in row {index}, which has {tokens.shape[1]}")
+        ends = torch.tensor(lengths, dtype=torch.long, device=tokens.device).cumsum(0)
+        starts[index, ends[ends < tokens.shape[1]]] = True
+        is_padding[index, total:] = True
+    return starts, is_padding
+
+
+_READERS: dict[str, Callable[[str, object, Tensor], tuple[Tensor, Tensor]]] = {
+    "position_ids": _from_positions,
+    "attention_mask": _from_numbers,
+    "seq_idx": _from_numbers,
+    "seq_lengths": _from_lengths,
+    **dict.fromkeys(_ENDS, _from_ends),
+}
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{name} of the batch is {type(value).__name__}; expected a tensor") from error
+    return value
+
+
+def _misfit(name: str, value: Tensor, tokens: Tensor) -> ConfigError:
+    return ConfigError(
+        f"{name} is {tuple(value.shape)}; to train a head it must be {tuple(tokens.shape)}, like input_ids"
+    )

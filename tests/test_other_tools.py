@@ -1,0 +1,120 @@
+"""Checkpoints as bitsandbytes 0.50, torchao 0.18 and transformers 5.24 wrote them: edits keep what these load.
+
+The tables have the names, dtypes and shapes of files that the tools wrote from a tiny model; their loaders were run on
+results of `restore` and `convert` in the same layouts.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from artifacts import load_json, publish
+from test_restore import headless
+
+import nextn
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint.quant_formats import FORMATS
+from nextn.checkpoint.quantization import QuantConfig, stored_modules
+from nextn.checkpoint.safetensors_file import RawTensor, read_header, write_safetensors
+
+NAME = "glm4_moe"
+NF4 = {"_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": None,
+       "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes"}  # fmt: skip
+INT8 = NF4 | {"_load_in_4bit": False, "load_in_4bit": False, "_load_in_8bit": True, "load_in_8bit": True}
+TORCHAO = {"modules_to_not_convert": None, "quant_method": "torchao",
+           "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}  # fmt: skip
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": None}
+PACKED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def raw(dtype, shape):
+    size = int(np.prod(shape)) * {"F32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}[dtype]
+    return RawTensor(dtype, shape, np.random.default_rng(0).integers(1, 60, size, "u1").tobytes())
+
+
+def parts_of(method, module, shape):
+    """The tensors in which each tool stores a weight."""
+    rows, columns = shape
+    return {
+        "nf4": {f"{module}.weight": raw("U8", (rows * columns // 2, 1)),
+                f"{module}.weight.absmax": raw("F32", (rows * columns // 64,)),
+                f"{module}.weight.quant_map": raw("F32", (16,)),
+                f"{module}.weight.quant_state.bitsandbytes__nf4": raw("U8", (78,))},
+        "int8": {f"{module}.weight": raw("I8", shape), f"{module}.SCB": raw("F32", (rows,)),
+                 f"{module}.weight_format": raw("U8", ())},
+        "torchao": {f"{module}._weight_qdata": raw("I8", shape), f"{module}._weight_scale": raw("F32", (rows, 1)),
+                    f"{module}._weight_zero_point": raw("I8", (rows, 1))},
+        "torchao fp8": {f"{module}._weight_qdata": raw("F8_E4M3", shape),
+                        f"{module}._weight_scale": raw("F32", (rows, 1))},
+        "fp8": {f"{module}.weight": raw("F8_E4M3", shape), f"{module}.weight_scale_inv": raw("F32", (1, 1))},
+    }[method]  # fmt: skip
+
+
+CONFIGS = {"nf4": NF4, "int8": INT8, "torchao": TORCHAO, "torchao fp8": TORCHAO, "fp8": FP8}
+
+
+def quantized(folder, method):
+    """A model that lost its head, with the Linears of its layers as the tool packs them."""
+
+    def change(table):
+        headless(NAME)(table)
+        for name in [
+            each for each in table if each.split(".")[-2] in PACKED and each.endswith(".weight") and "layers" in each
+        ]:
+            value = table.pop(name)
+            table |= parts_of(method, name.removesuffix(".weight"), value.shape)
+
+    publish(folder, NAME, change=change, config={"quantization_config": CONFIGS[method]})
+    if method.startswith("torchao"):
+        with_metadata(folder)
+    return folder
+
+
+def with_metadata(folder):
+    """Entries of the header by which torchao knows the class of each weight."""
+    checkpoint = Checkpoint.open(folder)
+    modules = [name.removesuffix("._weight_qdata") for name in checkpoint.tensors if name.endswith("._weight_qdata")]
+    metadata = {f"{module}.weight": json.dumps({"_type": "Int8Tensor"}) for module in modules}
+    metadata |= {"tensor_names": json.dumps([*metadata]), "format": "pt"}
+    tensors = {name: RawTensor(info.dtype, info.shape, checkpoint.read_bytes(name))
+               for name, info in checkpoint.tensors.items()}  # fmt: skip
+    write_safetensors(folder / "model.safetensors", tensors, metadata=metadata)
+    return metadata
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_restore_keeps_the_loaders_default(method, tmp_path):
+    """A list in place of null takes lm_head from what transformers leaves out, and the model no longer loads."""
+    target = quantized(tmp_path / "target", method)
+    nextn.restore(target, publish(tmp_path / "base", NAME))
+    section = load_json(target / CONFIG)["quantization_config"]
+    (entries,) = (value for key, value in section.items() if key in ("llm_int8_skip_modules", "modules_to_not_convert"))
+    assert "lm_head" in entries
+    config = QuantConfig.of(Checkpoint.open(target))
+    assert config is not None
+    for module, kind in stored_modules(Checkpoint.open(target).tensors):
+        if "layers" in module and module.split(".")[-1] in PACKED:
+            assert config.covers(module) is (kind != "plain"), module
+    wrong = [each for each in audit(Checkpoint.open(target)).findings if each.severity != "note"]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("form", ["single-file", "shards", "side-file"])
+def test_metadata_survive(form, tmp_path):
+    """Every entry of the files' headers is in the result, and lists of names have all names."""
+    folder = quantized(tmp_path / "model", "torchao")
+    said = read_header(folder / "model.safetensors").metadata
+    nextn.restore(folder, publish(tmp_path / "base", NAME))
+    nextn.convert(folder, tmp_path / "out", form=form)
+    headers = [read_header(path).metadata for path in sorted((tmp_path / "out").glob("*.safetensors"))]
+    merged = {key: value for header in headers for key, value in header.items()}
+    assert merged.items() >= said.items()
+
+
+def test_an_explicit_list_gets_nothing_more():
+    """Where the config names modules, transformers has no default to keep."""
+    for method, key in (("fp8", "modules_to_not_convert"), ("bitsandbytes", "llm_int8_skip_modules")):
+        section = {"quant_method": method, key: ["model.layers.0.mlp"], "load_in_4bit": True}
+        new = FORMATS[method](section).without(["mtp.fc"], {"lm_head": False, "model.layers.0.self_attn.q_proj": True})
+        assert "lm_head" not in new[key]
