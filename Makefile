@@ -8,7 +8,8 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 GENERATED := families reference support engines benchmarks troubleshooting outputs
 
-.PHONY: demo test test-slow test-all check wheel test-gpu test-browser test-transformers test-engines docs site bench bench-peers clean
+.PHONY: demo test test-masked test-slow test-all test-asan test-tsan test-debug check wheel test-gpu test-browser \
+	test-transformers test-engines docs site bench bench-peers clean
 
 # Decodes the checkpoint in the package, then trains another one for four minutes: see `nextn demo --help`.
 demo: $(VENV)/.ready
@@ -19,15 +20,51 @@ HERE := not gpu and not engines and not browser
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal
 
+# Decoding, scheduler, losses and caches as on another processor: what torch, oneDNN and MKL may use, what the native runtime
+# is built for, and threads. `make test-masked ATEN=avx2 MARCH=x86-64-v3 THREADS=2` is another one.
+ATEN    ?= default
+MARCH   ?= x86-64
+THREADS ?= 1
+MASKED  := scheduler rounds rounds_decode generate draft_chain batch session backend native_sampling mtp_loss distillation \
+	likelihoods teacher_forced kv_cache kv_buffers streamed_trunk
+test-masked: $(VENV)/.ready
+	ATEN_CPU_CAPABILITY=$(ATEN) ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NEXTN_NATIVE_MARCH=$(MARCH) \
+	NEXTN_TEST_THREADS=$(THREADS) $(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal \
+	$(MASKED:%=tests/test_%.py)
+
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow and $(HERE)" --numprocesses 2 --dist worksteal
 
 test-all: test test-slow
 
+# The native tests with other builds of the runtime, see its README.md: with checks of views, indices and sizes, and under
+# sanitizers. GCC's libraries of these are loaded before Python, and that of C++, whose exceptions they follow. Memory has exact
+# sizes, and the runtime four threads (tests/sanitized.py). What leaks is Python's; torch's threads are not instrumented.
+NATIVE_TESTS := abi_mutated abi_native attention draft_chain draft_lm_head gemm head_parallel hybrid indexing kquants kv_buffers \
+	native_sampling packed_experts packed_linear pointwise program quantization quantized_weights reduce \
+	rounds_decode session stored_blocks stored_codes vectors weight_packing
+ON_BUILD = -m pytest -p sanitized -m "$(SANITIZED)" $(patsubst %,tests/test_%.py,$(NATIVE_TESTS))
+SANITIZED ?= not slow and $(HERE)
+LIBRARIES = $(shell for name in $(1) stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done)
+
+test-debug: $(VENV)/.ready
+	PYTHONPATH=tests NEXTN_NATIVE_BUILD=debug $(BIN)/python $(ON_BUILD) --numprocesses 2 --dist worksteal
+
+test-asan: $(VENV)/.ready
+	PYTHONPATH=tests NEXTN_NATIVE_BUILD=asan PYTHONMALLOC=malloc LD_PRELOAD="$(call LIBRARIES,asan ubsan)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python $(ON_BUILD)
+
+# First the team of threads alone, in a program that is instrumented as a whole.
+test-tsan: $(VENV)/.ready
+	$(BIN)/python -m pytest tests/test_team.py
+	PYTHONPATH=tests NEXTN_NATIVE_BUILD=tsan OMP_NUM_THREADS=1 LD_PRELOAD="$(call LIBRARIES,tsan)" \
+		TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1:suppressions=$(CURDIR)/tests/tsan.suppressions \
+		$(BIN)/python $(ON_BUILD)
+
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run -Werror src/nextn/runtime/native/csrc/* tests/*.cpp
+	$(BIN)/clang-format --dry-run -Werror src/nextn/runtime/native/csrc/*.h src/nextn/runtime/native/csrc/*.cpp tests/*.cpp
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file bench/mypy.ini
 

@@ -79,7 +79,7 @@ def loop(names: str | Sequence[str], cases: Iterable, ids: object = None) -> Cal
         signature = inspect.signature(test)
         assert set(keys) <= set(signature.parameters), f"{test.__name__} takes no {keys}"
         left = [value for name, value in signature.parameters.items() if name not in keys]
-        whole.__signature__ = signature.replace(parameters=left)
+        whole.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
         return whole
 
     return decorated

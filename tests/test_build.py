@@ -218,6 +218,21 @@ def test_instruction_sets_that_are_not_here(sources, tmp_path, monkeypatch, mach
     assert not (tmp_path / "runs.txt").exists()
 
 
+def test_a_build_of_each_kind_is_a_library_of_its_own(sources, tmp_path, monkeypatch):
+    """With its flags; what is no source changes nothing."""
+    libraries = [build_library(sources, tmp_path)]
+    (sources / "README.md").write_text("Not compiled.")
+    for kind in ("release", "debug"):
+        monkeypatch.setenv("NEXTN_NATIVE_BUILD", kind)
+        libraries.append(build_library(sources, tmp_path))
+        assert works(libraries[-1])
+        assert ("-DNEXTN_DEBUG" in native_build._flags()) == (kind == "debug")
+    assert libraries[0] == libraries[1] != libraries[2]
+    monkeypatch.setenv("NEXTN_NATIVE_BUILD", "fast")
+    with pytest.raises(ConfigError, match="'fast': it can be release, debug, asan, tsan, or unset for release"):
+        build_library(sources, tmp_path)
+
+
 def test_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert cache_folder() == tmp_path

@@ -136,8 +136,8 @@ def test_prefixes_change_neither_text_nor_drafts(trained, monkeypatch, name, kin
 def test_restored_caches_are_those_of_a_cold_start(trained, monkeypatch, name, kind, backend):
     """Bit for bit on the native backend, also around the end of a block after which another prompt went on otherwise.
 
-    torch sums in another order for another number of rows. Two sums of n terms differ by at most n roundings each; n
-    is here the terms of all matrix products that a value passes through, at most, and a value is as large as the largest.
+    torch sums in another order for another number of rows. Two sums of n terms differ by at most n roundings each;
+    here n is at most the terms of all matrix products that a value passes through, and a value at most the largest.
     """
     monkeypatch.setattr(trained[name].trunk, "kv_cache_dtype", kind)
     model, backend = trained[name], backend_for(trained[name], backend)

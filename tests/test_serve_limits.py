@@ -1,5 +1,6 @@
 """Limits of connections: slow clients, half-open connections, sizes, the API key, and pages of other sites."""
 
+import contextlib
 import json
 import re
 import socket
@@ -288,3 +289,41 @@ def test_an_open_stream_keeps_its_connection(model):
     assert status == 200
     assert data.endswith(b"data: [DONE]\n\n")
     assert json.loads(data.split(b"\n\n")[-3].removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_half_open_requests_of_one_client_do_not_lock_others_out(model):
+    """Of more connections than one address may have waiting the oldest are closed, and /health is answered at once."""
+    limits = LIMITS | {"read_s": 20, "max_connections": 40, "max_waiting_per_address": 10}
+    with serving(ScriptedEngine(), model, connections=limits) as server:
+        half_open = []
+        for _ in range(60):
+            client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-a: ")
+            half_open.append(client)
+        begin = time.monotonic()
+        assert server.get("/health")[0] == 200
+        assert time.monotonic() - begin < 5
+        assert len(server.server.server_state.connections) <= 12
+        half_open[0].settimeout(5)
+        with contextlib.suppress(ConnectionError):
+            assert half_open[0].recv(1) == b""  # closed
+        half_open[-1].sendall(b"b\r\nContent-Length: 0\r\n\r\n")
+        assert half_open[-1].recv(20).startswith(b"HTTP/1.1 4")  # one of the newest is still read
+        for client in half_open:
+            client.close()
+
+
+def test_preflight_of_the_openai_client(model):
+    """It sends headers of its own, and the page's origin is allowed all the same; another origin is not."""
+    names = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count,x-stainless-timeout"
+    request = (
+        "OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: {}\r\nConnection: close\r\n"
+        f"Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: {names}\r\n\r\n"
+    )
+    with serving(ScriptedEngine(), model, cors_origins=("https://a.example",)) as asked:
+        for origin, status in (("https://a.example", 200), ("https://b.example", 400)):
+            found, headers, _ = asked.raw(request.format(origin).encode())
+            assert found == status
+            assert ("access-control-allow-origin" in headers) == (status == 200)
+        allowed = asked.raw(request.format("https://a.example").encode())[1]["access-control-allow-headers"]
+        assert set(names.split(",")) <= {name.strip().lower() for name in allowed.split(",")}

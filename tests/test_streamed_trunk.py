@@ -42,8 +42,8 @@ def assert_same(streamed, loaded, batches=BATCHES, **options):
             assert torch.equal(output.head_input, expected.head_input)
 
 
-# Their experts clamp, and then compute silu or a sigmoid over all rows at once. torch takes two vector registers at a
-# time, 32 numbers with AVX-512, and the rest one by one, by another exponential: narrower rows would not be computed alike.
+# Their experts clamp, and then compute silu or a sigmoid over all rows at once. torch takes two vector registers
+# at once, 32 numbers with AVX-512, and the rest one by one, by another exponential: narrower rows would differ in bits.
 WIDE = {name: {"moe_intermediate_size": 32} for name in ("deepseek_v4", "glm5_next", "hy_v4")}
 WIDE["minimax_m3"] = {"intermediate_size": 32}
 

@@ -3,6 +3,7 @@
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from nextn.audit.findings import Finding, Severity, restore, same, verb
 from nextn.checkpoint.checkpoint import INDEX, SINGLE, Problem
@@ -29,8 +30,10 @@ def index(inventory: Inventory) -> Iterator[Finding]:
             yield _absent(
                 inventory, file, f"The index puts {counted(len(lost), 'tensor')} in {file}, which is absent", lost
             )
+    is_head = partial(inventory.family.canonical, num_layers=inventory.num_layers)
     for file in sorted(named.keys() & checkpoint.headers.keys()):
-        if lost := [name for name in named[file] if name not in checkpoint.tensors]:
+        # What the head lacks is a finding of its own, wherever the index puts it.
+        if lost := [name for name in named[file] if name not in checkpoint.tensors and is_head(name) is None]:
             found = f"The index puts {some(lost)} in {file}, which does not hold {'it' if len(lost) == 1 else 'them'}"
             yield _absent(inventory, file, found, lost)
     yield from _duplicates(inventory)

@@ -24,7 +24,7 @@ _DENSE = frozenset(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LayerComparison:
     """One module's block beside the trunk: parts as `self_attn.q_proj`, experts one by one."""
 
     layer: int  # the trunk layer that the block resembles most; -1 where there is none to compare it with
@@ -66,7 +66,7 @@ class LayerReference:
                             forms[own].setdefault(shape.form, shape)
         return forms
 
-    def compare(self, module: int) -> Comparison:
+    def compare(self, module: int) -> LayerComparison:
         """Compare a module's block with the trunk's layers."""
         block = self.of_head.get(module, {})
         parts: dict[str, str] = {}  # part -> a tensor of it
@@ -75,7 +75,7 @@ class LayerReference:
                 parts.setdefault(part, block[path].name)
         groups = _decoder_layers(parts)
         if not self._candidates or len(self.inventory.layers) < self.inventory.num_layers:
-            return Comparison(-1)
+            return LayerComparison(-1)
         best, missing, unknown = -1, list[str](), list[str]()
         for prefix, own in groups.items():
             best, expected = self._expected(frozenset(own))
@@ -86,7 +86,7 @@ class LayerReference:
         if not groups:
             best, expected = self._expected(frozenset())
             missing = sorted(expected)
-        return Comparison(best, tuple(missing), tuple(sorted(set(unknown))))
+        return LayerComparison(best, tuple(missing), tuple(sorted(set(unknown))))
 
     def _expected(self, parts: frozenset[str]) -> tuple[int, frozenset[str]]:
         """Return the layer most like a decoder layer with these parts, and the parts that it should have."""

@@ -4,7 +4,7 @@ Reads names, dtypes and shapes only; how good quantized weights are, only a meas
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from nextn.audit.findings import Finding, engines, restore, verb
@@ -42,7 +42,8 @@ def precision(inventory: Inventory) -> Iterator[Finding]:
     yield from unused or _quantization(inventory, parts)
     yield from _built_plain(inventory, parts)
     yield from _scale_missing(inventory, parts)
-    yield from _precision_lower(inventory, reference)
+    bare = {f"{part.module}.weight" for part in parts if part.storage == "fp8-bare"}
+    yield from _precision_lower(inventory, reference, bare)
 
 
 def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
@@ -135,14 +136,14 @@ def _scale_missing(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]
         )  # fmt: skip
 
 
-def _precision_lower(inventory: Inventory, reference: LayerReference) -> Iterator[Finding]:
-    """Report matrices of the head's block that have fewer bits than the trunk's of the same path."""
+def _precision_lower(inventory: Inventory, reference: LayerReference, bare: Collection[str]) -> Iterator[Finding]:
+    """Report matrices of the head's block, but the `bare` ones, with fewer bits than the trunk's of the same path."""
     trunk = {path: max(map(_bits, forms.values())) for path, forms in reference.forms.items()}
     fewer: dict[tuple[int, int], list[str]] = defaultdict(list)
     for block in reference.of_head.values():
         for path, info in block.items():
             # Unquantized dtypes are not compared: programs save routers in fp32, with the same values.
-            if len(info.shape) > 1 and 0 < _bits(info) < min(_NARROW, trunk.get(path, 0)):
+            if info.name not in bare and len(info.shape) > 1 and 0 < _bits(info) < min(_NARROW, trunk.get(path, 0)):
                 fewer[_bits(info), trunk[path]].append(info.name)
     for (bits, trunk_bits), names in fewer.items():
         yield Finding(

@@ -121,11 +121,11 @@ def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
     places = {field: (config, inner) for field in (*family.count_fields, *_SIZES) if "." not in field}
-    said = {f"{level}{field}": part[field]
+    fields = {f"{level}{field}": part[field]
             for field, parts in places.items() for level, part in zip(("", "text_config."), parts, strict=True)
             if part.get(field) is not None}  # fmt: skip
-    counts = {name: value for name, value in said.items() if name.rpartition(".")[2] in family.count_fields}
-    groups = [counts, *({name: value for name, value in said.items() if name.rpartition(".")[2] == size}
+    counts = {name: value for name, value in fields.items() if name.rpartition(".")[2] in family.count_fields}
+    groups = [counts, *({name: value for name, value in fields.items() if name.rpartition(".")[2] == size}
                         for size in _SIZES)]  # fmt: skip
     for group in groups:
         if len({str(value) for value in group.values()}) > 1:

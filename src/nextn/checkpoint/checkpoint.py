@@ -16,6 +16,7 @@ from typing import Literal
 from huggingface_hub import is_offline_mode
 
 from nextn.bounded_json import JsonLimits, parse_json
+from nextn.checkpoint.other_objects import adapter_sentence, drafter_sentence, folder_names, training_sentence
 from nextn.checkpoint.remote import ByteSource, LocalFile, cached_folder, folder_files, readable, repo_files
 from nextn.checkpoint.safetensors_file import (
     MAX_TENSORS,
@@ -31,6 +32,7 @@ from nextn.text_format import some
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "tiny"  # the checkpoint in the package, with held-out prompts
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -203,11 +205,18 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | N
     named = set(index.values()) if index else set()
     # Files such as ._model.safetensors are resource forks that macOS leaves behind.
     files = [n for n in sorted(sources) if n.endswith(".safetensors") and (n in named or not re.search(r"^\.|/", n))]
+    if ADAPTER in sources and CONFIG not in sources:
+        raise CheckpointError(f"{path}: {adapter_sentence(_load_json(sources[ADAPTER], CONFIG_LIMITS))}")
     if not files:
+        names = [*sources, *(folder_names(Path(path)) if Path(path).is_dir() else ())]
+        if sentence := training_sentence(names):
+            raise CheckpointError(f"{path}: {sentence}")
         raise CheckpointError(f"{path}: no .safetensors file. {_advice(list(sources))}")
     headers = _read_headers([sources[name] for name in files])
     tensors, problems = _reconcile(headers, index)
     config = _load_json(sources[CONFIG], CONFIG_LIMITS) if CONFIG in sources else {}
+    if sentence := drafter_sentence(config):
+        raise CheckpointError(f"{path}: {sentence}")
     return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources, revision)
 
 

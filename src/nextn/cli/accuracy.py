@@ -56,7 +56,7 @@ def accuracy(
     reference, compared = _reference(choices[0], texts, tokens, quiet=as_json)
     with progress_bars(quiet=as_json) as progress:
         found = [_candidate(each, reference, progress(_name(each), compared.num_tokens)) for each in choices]
-    record = {"texts": compared.as_record(), "reference": choices[0].source}
+    record: dict[str, object] = {"texts": compared.as_record(), "reference": choices[0].source}
     record |= {"figures": [each.as_record() for each in found]}
     if out is not None:
         write_json(out, record)

@@ -113,11 +113,12 @@ def serve(
         return
     _check_extra()
     from nextn.serve.http_server import HttpServer, listen
-    from nextn.serve.options import EngineOptions, ServerOptions, allowed_hosts, reference_rates
+    from nextn.serve.options import EngineOptions, ServerOptions, allowed_hosts, checked_numbers, reference_rates
     from nextn.serve.tool_calls import tool_syntax
 
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
     k = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
+    numbers = checked_numbers(request_timeout=request_timeout, max_body_mb=max_body_mb, grace=grace)
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     source = source.prepared()
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
@@ -143,9 +144,7 @@ def serve(
             api_key=key,
             allowed_hosts=allowed_hosts(host),
             cors_origins=tuple(cors_origin or ()),
-            max_body_bytes=int(max_body_mb * 1e6),
-            request_s=request_timeout,
-            grace_s=grace,
+            **numbers,  # type: ignore[arg-type]
             metrics_in_answers=per_request_metrics,
             num_speculative_tokens=k,
             reference_rates=rates,

@@ -90,15 +90,15 @@ def side_files(inventory: Inventory) -> frozenset[str]:
 
 def notes(index: FileIndex) -> list[str]:
     """Return what the index that the files imply changes."""
-    said = []
+    lines = []
     if index.unlisted:
         files = sorted({index.weight_map[name] for name in index.unlisted})
-        said.append(
+        lines.append(
             f"{counted(len(index.unlisted), 'tensor')} in {some(files)}, such as {some(index.unlisted[:1])}, that the "
             "index does not list there, are listed"
         )
     if index.absent:
-        said.append(f"no longer listed, as no file holds them: {some(sorted(index.absent))}")
+        lines.append(f"no longer listed, as no file holds them: {some(sorted(index.absent))}")
     if index.left_out:
-        said.append(f"not listed, as they hold nothing of the model that other files do not: {some(index.left_out)}")
-    return said
+        lines.append(f"not listed, as they hold nothing of the model that other files do not: {some(index.left_out)}")
+    return lines

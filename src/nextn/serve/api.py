@@ -78,7 +78,8 @@ def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
     app.add_exception_handler(Exception, _on_exception)
     app.add_middleware(RequestGuard, options=options, on_error=api.metrics.count_error)
     if options.cors_origins:
-        methods, headers = ["GET", "POST"], ["Authorization", "Content-Type"]
+        # Any header: clients have their own, such as the x-stainless-... of OpenAI's, and none is trusted here.
+        methods, headers = ["GET", "POST"], ["*"]
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=methods, allow_headers=headers
         )

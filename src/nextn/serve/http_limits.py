@@ -31,6 +31,7 @@ class LimitedProtocol(H11Protocol):
 
     limits = ConnectionLimits()
     on_error: Callable[[int], None]  # called with the status of each error that this class answers
+    waiting: dict[str, dict["LimitedProtocol", None]]  # by address, the longest waiting first
 
     _read_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -42,9 +43,11 @@ class LimitedProtocol(H11Protocol):
             self._answer(ApiError(503, "too many connections", code="too_many_connections", retry_after=1))
         else:
             self._start_read_timer(self.limits.read_s)
+            self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -60,6 +63,7 @@ class LimitedProtocol(H11Protocol):
         # A body that the answer did not wait for may still be arriving, and must not do so for ever.
         if self.conn.their_state is h11.SEND_BODY:
             self._start_read_timer(self.limits.read_s)
+        self._wait()
         self._check_request_is_read()
 
     def send_400_response(self, msg: str) -> None:
@@ -84,6 +88,30 @@ class LimitedProtocol(H11Protocol):
     def _check_request_is_read(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
             self._stop_read_timer()
+            self._stop_waiting()
+
+    def _wait(self) -> None:
+        """Count this connection among those of its address that have sent no complete request.
+
+        Beyond the limit the longest waiting is closed, not the new one: then a client with many half-open requests only
+        takes its own connections, and others behind the same address, such as /health of this machine, are answered.
+        """
+        if self._is_refused or self.transport.is_closing():
+            return
+        same = self.waiting.setdefault(self.client[0] if self.client else "", {})
+        same.pop(self, None)
+        same[self] = None
+        if len(same) > self.limits.max_waiting_per_address:
+            oldest = next(iter(same))
+            oldest._stop_waiting()
+            oldest.transport.abort()
+
+    def _stop_waiting(self) -> None:
+        address = self.client[0] if self.client else ""
+        same = self.waiting.get(address, {})
+        same.pop(self, None)
+        if not same:
+            self.waiting.pop(address, None)
 
     def _start_read_timer(self, seconds: float) -> None:
         self._stop_read_timer()
@@ -127,6 +155,7 @@ class LimitedProtocol(H11Protocol):
         """Close after a moment: bytes still to come would reset the connection, and the answer would be lost."""
         self._is_refused = True
         self._stop_timers()
+        self._stop_waiting()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.abort)
@@ -148,7 +177,8 @@ class LimitedProtocol(H11Protocol):
 
 def limited_protocol(limits: ConnectionLimits, on_error: Callable[[int], None]) -> type[LimitedProtocol]:
     """Return uvicorn's protocol class with these limits. uvicorn makes one object per connection, without arguments."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "on_error": staticmethod(on_error)})
+    fields = {"limits": limits, "on_error": staticmethod(on_error), "waiting": {}}
+    return type("LimitedProtocol", (LimitedProtocol,), fields)
 
 
 class RequestGuard:

@@ -9,6 +9,8 @@ from nextn.errors import ConfigError, require_at_least
 MAX_CHOICES = 64  # sequences of one request: prompts times `n`
 MAX_SPECULATIVE_TOKENS = 16  # K of a server, the most that its requests may ask for
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MAX_SECONDS = 30 * 24 * 3600
+_MAX_BODY_MB = 1000
 _MAX_REFERENCE = 16 * 1024 * 1024  # bytes
 
 
@@ -46,6 +48,7 @@ class ConnectionLimits:
     """Limits of the HTTP connections. Raises ConfigError on values out of range."""
 
     max_connections: int = 512
+    max_waiting_per_address: int = 128  # connections of one address without a complete request; the oldest is closed
     max_header_bytes: int = 16 * 1024
     max_headers: int = 100
     read_s: float = 30.0  # for the whole of a request, from the first byte of its headers to the last of its body
@@ -53,7 +56,7 @@ class ConnectionLimits:
     stall_s: float = 30.0  # a client that reads nothing for this time is disconnected
 
     def __post_init__(self) -> None:
-        require_at_least(self, max_connections=1, max_header_bytes=1024, max_headers=1)
+        require_at_least(self, max_connections=1, max_header_bytes=1024, max_headers=1, max_waiting_per_address=1)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,23 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         require_at_least(self, max_model_len=2, max_body_bytes=1024, request_s=0, grace_s=0)
+
+
+def checked_numbers(*, request_timeout: float, max_body_mb: float, grace: float) -> dict[str, float]:
+    """Return the options of the command line as fields of `ServerOptions`, checked before a model loads.
+
+    Raises:
+        ConfigError: A number is not finite, or out of range.
+    """
+    ranges = {
+        "--request-timeout": (request_timeout, 0, _MAX_SECONDS, "seconds"),
+        "--max-body-mb": (max_body_mb, 0.001, _MAX_BODY_MB, "MB"),
+        "--grace": (grace, 0, _MAX_SECONDS, "seconds"),
+    }
+    for name, (value, least, most, unit) in ranges.items():
+        if not least <= value <= most:  # false for nan
+            raise ConfigError(f"{name} {value:g}; expected {least:g} to {most:,} {unit}")
+    return {"request_s": request_timeout, "max_body_bytes": max(1024, int(max_body_mb * 1e6)), "grace_s": grace}
 
 
 def allowed_hosts(host: str) -> tuple[str, ...] | None:

@@ -45,6 +45,7 @@ T = TypeVar("T")
 # Lists stop at their first error: a body can hold a million, and to describe each of them takes seconds.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
+Ignored = Annotated[list[JsonValue] | None, Field(max_length=1024)]  # accepted, and not used
 Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 _MAX_BIASES = 1024
 
@@ -182,8 +183,12 @@ class CompletionRequest(GenerationFields):
 
 
 class TextPart(RequestModel):
-    type: Literal["text", "input_text", "refusal"]
+    type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
+    # Of recorded conversations; they change nothing here.
+    cache_control: dict[str, JsonValue] | None = None
+    annotations: Ignored = None
+    logprobs: Ignored = None
 
 
 class FunctionCall(RequestModel):
@@ -195,6 +200,7 @@ class CalledTool(RequestModel):
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None  # of streams, whose pieces clients join and send back
 
 
 class ChatMessage(RequestModel):
@@ -205,6 +211,8 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
     refusal: str | None = None
+    annotations: Ignored = None  # of OpenAI's answers, which clients send back
+    cache_control: dict[str, JsonValue] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "ChatMessage":

@@ -24,7 +24,17 @@ from filelock import FileLock, Timeout
 from nextn.errors import ConfigError
 
 # No -ffast-math: masked scores are -inf.
-_FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
+_FLAGS = ("-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
+# What NEXTN_NATIVE_BUILD may be, for developers: all but `release` check views, indices and sizes (csrc/check.h). The
+# libraries of sanitizers must be loaded before Python, and their options say whether a finding ends the process: see
+# the Makefile.
+_CHECKED = ("-O1", "-g1", "-fno-omit-frame-pointer", "-DNEXTN_DEBUG")
+_BUILDS = {
+    "release": ("-O3",),
+    "debug": _CHECKED,
+    "asan": (*_CHECKED, "-fsanitize=address,undefined", "-fsanitize-recover=address,undefined"),
+    "tsan": (*_CHECKED, "-fsanitize=thread"),
+}
 # What NEXTN_NATIVE_MARCH may be, with the features that it adds to x86-64, as /proc/cpuinfo spells them.
 _MARCHES = {
     "native": (),
@@ -129,14 +139,22 @@ def _march() -> str:
     return march
 
 
+def _build_kind() -> str:
+    """Return how the runtime is built: NEXTN_NATIVE_BUILD, or `release`."""
+    kind = os.environ.get("NEXTN_NATIVE_BUILD") or "release"
+    if kind not in _BUILDS:
+        raise ConfigError(f"NEXTN_NATIVE_BUILD is {kind!r}: it can be {', '.join(_BUILDS)}, or unset for release")
+    return kind
+
+
 def _flags() -> tuple[str, ...]:
-    return (*_FLAGS, f"-march={_march()}")
+    return (*_FLAGS, *_BUILDS[_build_kind()], f"-march={_march()}")
 
 
 def _identity(sources: Path) -> str:
     """Hash of sources, flags and, if they name it, the processor: checkouts and machines may share a cache folder."""
     parts = [
-        *(path.read_bytes() for path in sorted(sources.iterdir())),
+        *(path.read_bytes() for path in sorted(sources.iterdir()) if path.suffix in (".cpp", ".h")),
         " ".join(_flags()).encode(),
         _processor().encode() if _march() == "native" else b"",
     ]

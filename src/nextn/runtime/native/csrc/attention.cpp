@@ -20,6 +20,10 @@ const AttentionKernel* select_kernel(const View& q, const View& v, int64_t type)
 void write(const Attention& a, const AttentionKernel& kernel, const Worker& worker) {
   int64_t begin, end;
   worker.share(a.batch * a.kv_heads, begin, end);
+  NEXTN_CHECK(a.keys && a.values && a.capacity % kBlock == 0, "KV buffers of ", a.capacity, " positions");
+  for (int64_t row = 0; row < a.batch; ++row)
+    NEXTN_CHECK(a.starts[row] >= 0 && a.starts[row] <= a.capacity - a.width, "sequence ", row, ": positions from ",
+                a.starts[row], " on, ", a.width, " of them, in KV buffers of ", a.capacity);
   for (int64_t i = begin; i < end; ++i) kernel.write(a, i % a.batch, i / a.batch);
 }
 

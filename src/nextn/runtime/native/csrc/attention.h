@@ -37,10 +37,19 @@ struct Attention {
 
   // Where the block that starts at `position` is stored, for one sequence and kv head.
   char* key_buffer(int64_t row, int64_t kv_head, int64_t position) const {
+    check_place(row, kv_head, position);
     return keys + ((row * kv_heads + kv_head) * capacity + position) * key_bytes;
   }
   char* value_buffer(int64_t row, int64_t kv_head, int64_t position) const {
+    check_place(row, kv_head, position);
     return values + ((row * kv_heads + kv_head) * capacity + position) * value_bytes;
+  }
+
+  void check_place([[maybe_unused]] int64_t row, [[maybe_unused]] int64_t kv_head,
+                   [[maybe_unused]] int64_t position) const {
+    NEXTN_CHECK(row >= 0 && row < batch && kv_head >= 0 && kv_head < kv_heads, "KV buffers: sequence ", row, " of ",
+                batch, ", head ", kv_head, " of ", kv_heads);
+    NEXTN_CHECK(position >= 0 && position < capacity, "KV buffers: position ", position, " of ", capacity);
   }
 
   // The first position that the query at position `high` sees.

@@ -121,7 +121,12 @@ inline int64_t bytes_of(const View& view) { return view.type == F32 ? 4 : 2; }
 template <typename... Index>
 char* element(const View& view, Index... index) {
   int64_t offset = 0, dim = 0;
-  ((offset += int64_t(index) * view.stride[dim++]), ...);
+  const auto step = [&](int64_t at) {
+    NEXTN_CHECK(dim < view.ndim && at >= 0 && at < view.size[dim], "dim ", dim, " of ", view.ndim, ": index ", at,
+                " of size ", view.size[dim]);
+    offset += at * view.stride[dim++];
+  };
+  (step(int64_t(index)), ...);
   return view.data + offset * bytes_of(view);
 }
 

@@ -27,6 +27,8 @@ bool any_continues(const Chain& chain) {
 // decision does not depend on the token.
 bool takes(Chain& chain, int64_t row, double confidence) {
   if (!continues(chain, row)) return false;
+  NEXTN_CHECK(chain.num_confidences[row] < chain.max_speculative_tokens, "sequence ", row, ": confidence ",
+              chain.num_confidences[row], " of ", chain.max_speculative_tokens);
   chain.confidences[row * chain.max_speculative_tokens + chain.num_confidences[row]++] = confidence;
   int64_t bin = chain.num_bins - 1;
   while (bin > 0 && !(chain.edges[bin] <= confidence)) --bin;
@@ -68,6 +70,7 @@ void refresh(const Steps& steps, const Pending& pending, Team* team) {
   const Refresh& refresh = *steps.refreshes[longest];
   for (int64_t row = 0; row < pending.batch_size; ++row) {
     const int64_t count = pending.counts[row] - 1;
+    NEXTN_CHECK(count <= refresh.size, "sequence ", row, ": ", count, " positions in a refresh of ", refresh.size);
     refresh.starts[row] = pending.starts[row];
     if (count <= 0) continue;  // what the pass writes for this sequence is overwritten by its next positions
     std::copy_n(pending.tokens + row * pending.capacity, count, refresh.tokens + row * refresh.size);
@@ -81,6 +84,8 @@ void refresh(const Steps& steps, const Pending& pending, Team* team) {
 void prepare_first_step(Chain& chain, const Steps& steps, const Pending& pending, Team* team) {
   refresh(steps, pending, team);
   for (int64_t row = 0; row < pending.batch_size; ++row) {
+    NEXTN_CHECK(pending.counts[row] > 0 && pending.counts[row] <= pending.capacity, "sequence ", row, ": ",
+                pending.counts[row], " pending positions of ", pending.capacity);
     const int64_t last = pending.counts[row] - 1, index = row * pending.capacity + last;
     chain.next_tokens[row] = pending.tokens[index], steps.starts[row] = pending.starts[row] + last;
     std::memcpy(steps.states + row * pending.state_bytes, pending.states + index * pending.state_bytes,
@@ -92,6 +97,12 @@ void prepare_first_step(Chain& chain, const Steps& steps, const Pending& pending
 }  // namespace
 
 void draft(Chain& chain, const Steps& steps, const Pending& pending, Team* team) {
+  NEXTN_CHECKED_OP("draft");
+  NEXTN_CHECK(chain.batch_size > 0 && chain.batch_size == pending.batch_size, chain.batch_size, " sequences, ",
+              pending.batch_size, " with pending positions");
+  for (int64_t row = 0; row < chain.batch_size; ++row)
+    NEXTN_CHECK(chain.limits[row] <= chain.max_speculative_tokens, "sequence ", row, ": ", chain.limits[row],
+                " drafts, of at most ", chain.max_speculative_tokens);
   begin(chain);
   while (any_continues(chain)) {
     if (!chain.num_steps) prepare_first_step(chain, steps, pending, team);

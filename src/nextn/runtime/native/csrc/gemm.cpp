@@ -25,6 +25,9 @@ bool fits_rows(int64_t type, int64_t rows) {
 
 void multiply(const Product& product, int64_t begin, int64_t end) {
   if (begin >= end || product.num_rows == 0) return;
+  NEXTN_CHECK(begin >= 0 && end <= pieces(product.n, block_columns(product.type)), "blocks from ", begin, " to ", end,
+              " of a matrix of ", product.n, " columns");
+  NEXTN_CHECK(product.k == product.x->size[1], "rows of ", product.x->size[1], " values times a matrix of ", product.k);
   switch (product.type) {
     case F32:
       return multiply_f32(product, begin, end);
@@ -51,6 +54,8 @@ const RoundedRows* round_rows(const Product& product) {
 // The product with `columns` columns of a packed matrix, from `block` on.
 void take(Product& product, const char* packed, int64_t type, int64_t block, int64_t blocks, int64_t columns) {
   const int64_t bytes = block_bytes(type, product.k);
+  NEXTN_CHECK(block >= 0 && block + pieces(columns, block_columns(type)) <= blocks, "blocks from ", block, " on, of ",
+              columns, " columns, of ", blocks);
   product.packed = packed + block * bytes, product.type = type, product.n = columns;
   product.scales = reinterpret_cast<const float*>(packed + blocks * bytes) + block * block_columns(type);
 }

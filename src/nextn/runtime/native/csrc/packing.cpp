@@ -14,6 +14,7 @@ namespace {
 
 template <typename T>
 const T* row(const View& weight, int64_t index) {
+  NEXTN_CHECK(index >= 0 && index < weight.size[0], "row ", index, " of a weight of ", weight.size[0]);
   return data<const T>(weight) + index * weight.stride[0];
 }
 

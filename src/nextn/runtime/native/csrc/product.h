@@ -115,6 +115,8 @@ struct Product {
 
   template <typename T>
   const T* in(int64_t i) const {
+    NEXTN_CHECK(i >= 0 && i < num_rows && row(i) >= 0 && row(i) < x->size[0], "row ", i, " of ", num_rows, " is row ",
+                row(i), " of ", x->size[0]);
     return data<const T>(*x) + row(i) * x->stride[0];
   }
 
@@ -135,6 +137,7 @@ struct Product {
   void store(int64_t i, int64_t column, int64_t width, float* sums) const {
     if (gates) return store_gated(i, column, width, sums);
     const int64_t count = column + width <= n ? width : n - column, begin = first + column;
+    check_stored(i, begin, count);
     if (bias && bias_type == F32)
       for (int64_t j = 0; j < count; ++j) sums[j] += reinterpret_cast<const float*>(bias)[begin + j];
     else if (bias)
@@ -146,6 +149,13 @@ struct Product {
       keep(data<uint16_t>(*out) + place, sums, count);
   }
 
+  void check_stored([[maybe_unused]] int64_t i, [[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t count) const {
+    NEXTN_CHECK(i >= 0 && i < num_rows && row(i) >= 0 && row(i) < out->size[0], "row ", i, " of ", num_rows, " is row ",
+                row(i), " of ", out->size[0]);
+    NEXTN_CHECK(begin >= 0 && count > 0 && begin + count <= out->size[1], "columns from ", begin, " on, ", count,
+                " of them, of ", out->size[1]);
+  }
+
   void store_gated(int64_t i, int64_t column, int64_t width, const float* sums) const {
     float* gate = gates + i * kTileColumns;
     for (int64_t j = 0; j < width; j += kTileColumns) {
@@ -155,6 +165,7 @@ struct Product {
         continue;
       }
       const int64_t count = std::min(kTileColumns, out->size[1] - begin), place = row(i) * out->stride[0] + begin;
+      check_stored(i, begin, count);
       if (out->type == F32)
         keep_gated(data<float>(*out) + place, gate, sums + j, count);
       else

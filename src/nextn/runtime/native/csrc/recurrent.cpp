@@ -34,7 +34,10 @@ struct HeadState {
 
   HeadState(const View& header, int64_t index, int64_t dim_k, int64_t dim_v, int64_t max_block)
       : state(reinterpret_cast<float*>(address(header)) + index * size(dim_k, dim_v, max_block)),
-        steps(state + dim_k * dim_v), dim_k(dim_k), dim_v(dim_v) {}
+        steps(state + dim_k * dim_v), dim_k(dim_k), dim_v(dim_v) {
+    NEXTN_CHECK(address(header) && index >= 0 && dim_k > 0 && dim_v > 0 && max_block > 0, "state ", index, " of ",
+                dim_k, " x ", dim_v, ", blocks of up to ", max_block);
+  }
 
   static int64_t size(int64_t dim_k, int64_t dim_v, int64_t max_block) {
     return dim_k * dim_v + max_block * (dim_k + dim_v + 1);
@@ -217,6 +220,8 @@ void commit_state(const Call& call, const Worker& worker) {
   for (int64_t i = begin; i < end; ++i) {
     const HeadState stored(call.views[1], i, dim_k, dim_v, max_block);
     const int64_t tokens = data<int64_t>(call.views[0])[i / heads];
+    NEXTN_CHECK(tokens >= 0 && tokens <= max_block, "sequence ", i / heads, ": ", tokens, " tokens of a block of ",
+                max_block);
     if (tokens == 0) continue;
     each_columns(dim_v,
                  [&](auto vectors, int64_t j, int64_t count) { commit_columns<vectors()>(stored, tokens, j, count); });
@@ -310,6 +315,8 @@ void commit_history(const Call& call, const Worker& worker) {
   worker.share(channels, begin, end);
   for (int64_t row = 0; row < call.ints[3]; ++row) {
     const int64_t count = data<int64_t>(call.views[0])[row];
+    NEXTN_CHECK(count >= 0 && count <= call.ints[0], "sequence ", row, ": ", count, " tokens of a block of ",
+                call.ints[0]);
     char* history = reinterpret_cast<char*>(address(call.views[1])) + (row * slots * channels + begin) * bytes;
     for (int64_t t = 0; count && t < before; ++t)
       std::memcpy(history + t * channels * bytes, history + (t + count) * channels * bytes, (end - begin) * bytes);

@@ -37,6 +37,7 @@ class Round {
     chain.num_confidences = num_confidences_, chain.confidences = confidences_;
     for (int64_t row = 0; row < batch_.size; ++row) chain.limits[row] = std::min(limit, batch_.remaining[row] - 1);
     for (int64_t row = 0; row < batch_.size && batch_.num_used; ++row) {
+      check_uniforms(row, chain.limits[row]);
       std::copy_n(uniforms(row), chain.limits[row], chain.uniforms + row * chain.max_speculative_tokens);
       batch_.num_used[row] += chain.limits[row];
     }
@@ -76,14 +77,23 @@ class Round {
   const float* uniforms(int64_t row) const {
     return batch_.uniforms + row * batch_.num_uniforms + batch_.num_used[row];
   }
+  void check_uniforms([[maybe_unused]] int64_t row, [[maybe_unused]] int64_t count) const {
+    NEXTN_CHECK(batch_.num_used[row] + count <= batch_.num_uniforms, "sequence ", row, ": ", count,
+                " random numbers after ", batch_.num_used[row], " of ", batch_.num_uniforms);
+  }
   bool is_end(int64_t token) const { return std::count(batch_.eos, batch_.eos + batch_.num_eos, token); }
 
   void fill(const Block& block, int64_t row) const {
+    NEXTN_CHECK(num_draft_tokens_[row] < block.size && num_draft_tokens_[row] <= max_speculative_tokens_, "sequence ",
+                row, ": ", num_draft_tokens_[row], " drafts in a block of ", block.size, " positions");
     int64_t* tokens = block.tokens + row * block.size;
     tokens[0] = batch_.last_tokens[row];
     std::copy_n(drafts(row), num_draft_tokens_[row], tokens + 1);
     block.starts[row] = batch_.lengths[row];
     if (!block.verify) return;
+    NEXTN_CHECK(num_draft_tokens_[row] < block.num_positions, "sequence ", row, ": ", num_draft_tokens_[row],
+                " drafts, verified in ", block.num_positions, " positions");
+    check_uniforms(row, num_draft_tokens_[row] + 1);
     block.limits[row] = num_draft_tokens_[row];
     std::copy_n(drafts(row), num_draft_tokens_[row], block.drafts + row * block.num_positions);
     std::copy_n(uniforms(row), num_draft_tokens_[row] + 1, block.uniforms + row * block.num_positions);
@@ -100,7 +110,11 @@ class Round {
 
   void commit(const Block& block, int64_t row) const {
     const int64_t num_accepted = num_accepted_[row], num_new = num_accepted + 1;
+    NEXTN_CHECK(num_accepted >= 0 && num_accepted <= num_draft_tokens_[row], "sequence ", row, ": ", num_accepted,
+                " accepted of ", num_draft_tokens_[row], " drafts");
     if (const Pending* pending = batch_.pending) {
+      NEXTN_CHECK(pending->counts[row] >= 0 && pending->counts[row] + num_new <= pending->capacity, "sequence ", row,
+                  ": ", num_new, " pending positions after ", pending->counts[row], " of ", pending->capacity);
       const int64_t index = row * pending->capacity + pending->counts[row], bytes = pending->state_bytes;
       std::memcpy(pending->states + index * bytes, block.states + row * block.size * bytes, num_new * bytes);
       std::copy_n(drafts(row), num_accepted, pending->tokens + index);
@@ -126,6 +140,9 @@ class Round {
 extern "C" int64_t nextn_rounds(nextn::Chain* chain, const nextn::Steps* steps, const nextn::Block* const* blocks,
                                 const nextn::Batch* batch, const nextn::RoundOutput* output, int64_t max_rounds,
                                 nextn::Team* team) {
+  NEXTN_CHECKED_OP("rounds");
+  NEXTN_CHECK(batch->size > 0 && (!batch->pending || batch->pending->batch_size == batch->size), batch->size,
+              " sequences");
   for (int64_t index = 0; index < max_rounds; ++index) {
     const nextn::Round round(*batch, *output, index);
     const double started = nextn::now();

@@ -164,6 +164,7 @@ class Team {
     for (size_t i = 0; i < num_calls; ++i) {
       const Call& call = calls[i];
       if (i + kSoon < num_calls) fetch(calls[i + kSoon]);
+      NEXTN_CHECKED_OP(call.name);
       if (call.parallel || index == 0) call.kernel(call, call.parallel ? worker : alone);
       if (count > 1 && (i + 1 < num_calls ? needs_barrier(call, calls[i + 1], count) : call.parallel)) barrier(index);
     }
@@ -190,10 +191,32 @@ void run(const Program* program, Team* team) { team->run(program->calls.data(), 
 
 namespace {
 
+// What every kernel relies on: a known type, memory where there are elements, and a size that does not overflow.
+void check_view([[maybe_unused]] const View& view, [[maybe_unused]] int64_t place) {
+#if defined(NEXTN_DEBUG)
+  constexpr int64_t kMost = int64_t(1) << 46;
+  NEXTN_CHECK(view.type >= F32 && view.type <= BOOL, "view ", place, " is of type ", view.type);
+  NEXTN_CHECK(view.ndim >= 0 && view.ndim <= kMaxDims, "view ", place, " has ", view.ndim, " dims");
+  int64_t reach = 1;
+  for (int64_t dim = 0; dim < view.ndim; ++dim) {
+    NEXTN_CHECK(view.size[dim] >= 0 && view.size[dim] < kMost && view.stride[dim] >= 0 && view.stride[dim] < kMost,
+                "view ", place, ", dim ", dim, ": size ", view.size[dim], ", stride ", view.stride[dim]);
+    reach += std::max<int64_t>(view.size[dim] - 1, 0) * view.stride[dim];
+    NEXTN_CHECK(reach < kMost, "view ", place, " ends at element ", reach);
+  }
+  NEXTN_CHECK(view.data || numel(view) == 0, "view ", place, " has ", numel(view), " elements and no memory");
+#endif
+}
+
 bool filled(Call& call, const char* name, const View* views, int64_t num_views, const int64_t* ints, int64_t num_ints,
             const double* reals, int64_t num_reals) {
   const auto found = table().find(name);
   if (found == table().end()) return false;
+  NEXTN_CHECKED_OP(found->first.c_str());
+#if defined(NEXTN_DEBUG)
+  call.name = found->first.c_str();
+#endif
+  for (int64_t i = 0; i < num_views; ++i) check_view(views[i], i);
   call.views.assign(views, views + num_views);
   call.ints.assign(ints, ints + num_ints);
   call.reals.assign(reals, reals + num_reals);
@@ -211,7 +234,10 @@ extern "C" {
 // 0 if the system grants the registers that the kernels were compiled for.
 int nextn_ready() { return nextn::ask_for_tiles() ? 0 : -1; }
 
-Team* nextn_team(int count) { return new Team(count); }
+Team* nextn_team(int count) {
+  NEXTN_CHECK(count > 0, "a team of ", count, " threads");
+  return new Team(count);
+}
 void nextn_team_free(Team* team) { delete team; }
 
 Program* nextn_program() { return new Program; }
@@ -219,6 +245,7 @@ void nextn_program_free(Program* program) { delete program; }
 
 // Marks the last call and the one before it as sharded, see Call.
 void nextn_program_shard(Program* program, int64_t num_shards) {
+  NEXTN_CHECK(program->calls.size() > 1 && num_shards > 0, num_shards, " shards, ", program->calls.size(), " calls");
   Call* last = &program->calls.back();
   last[-1].parallel = last->parallel = true;
   last->num_shards = num_shards;

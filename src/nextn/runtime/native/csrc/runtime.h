@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "check.h"
+
 namespace nextn {
 
 enum Type : int64_t { F32 = 0, BF16 = 1, I64 = 2, BOOL = 3 };
@@ -48,6 +50,9 @@ using Kernel = void (*)(const Call&, const Worker&);
 // One instruction: an op over views, with whole and real parameters in the op's own order.
 struct Call {
   Kernel kernel = nullptr;
+#if defined(NEXTN_DEBUG)
+  const char* name = "";
+#endif
   bool parallel = false;  // false: worker 0 runs it alone
   // Number of independent shards (attention heads) of this call and the one before it. If the workers share them
   // evenly, each reads only what it wrote itself in the call before, so no barrier is needed. 0: not sharded.
@@ -65,16 +70,33 @@ struct Op {
   Op(const char* name, Select select);
 };
 
+constexpr int64_t kBytes[] = {4, 2, 8, 1};  // of an element of each type
+
 inline int64_t numel(const View& view) {
   int64_t total = 1;
   for (int64_t dim = 0; dim < view.ndim; ++dim) total *= view.size[dim];
   return total;
 }
 
+// Memory of bytes, as of packed weights, has the type BOOL.
 template <typename T>
 T* data(const View& view) {
+  NEXTN_CHECK(view.type == BOOL || int64_t(sizeof(T)) == kBytes[view.type], "elements of ", sizeof(T),
+              " bytes in a view of type ", view.type);
   return reinterpret_cast<T*>(view.data);
 }
+
+#if defined(NEXTN_DEBUG)
+// `count` elements from `at` on, `stride` apart, must lie in the view.
+inline void check_run(const View& view, size_t place, const char* at, int64_t count, int64_t stride) {
+  if (count <= 0) return;
+  const int64_t bytes = kBytes[view.type], begin = at - view.data;
+  int64_t reach = 1;
+  for (int64_t dim = 0; dim < view.ndim; ++dim) reach += (view.size[dim] - 1) * view.stride[dim];
+  NEXTN_CHECK(begin >= 0 && begin % bytes == 0 && begin / bytes + (count - 1) * stride < reach, "view ", place, ": ",
+              count, " elements, ", stride, " apart, from element ", begin / bytes, " on, of ", reach);
+}
+#endif
 
 // bf16 is the upper half of fp32; rounding is to nearest even, NaN stays NaN, as torch does.
 inline float widened(uint16_t value) {

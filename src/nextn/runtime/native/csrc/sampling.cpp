@@ -200,6 +200,13 @@ void verify_rows(const Call& call, const Worker& worker) {
                                    data<int64_t>(limits)[row],
                                    data<int64_t>(drafts) + row * drafts.stride[0],
                                    floats(u, row)};
+#if defined(NEXTN_DEBUG)
+    NEXTN_CHECK(sequence.limit >= 0 && sequence.limit < p.size[1], "sequence ", row, ": ", sequence.limit,
+                " drafts, of at most ", p.size[1] - 1);
+    for (int64_t i = 0; i < sequence.limit; ++i)
+      NEXTN_CHECK(sequence.drafts[i] >= 0 && sequence.drafts[i] < sequence.vocab, "sequence ", row, ": draft ", i,
+                  " is ", sequence.drafts[i], " of ", sequence.vocab, " tokens");
+#endif
     float scale = 1;
     const int64_t count = call.ints[0] ? sequence.accept_block(scale) : sequence.accept();
     float* probs = data<float>(residual) + row * residual.stride[0];

@@ -16,8 +16,6 @@ constexpr int64_t kParallel = 1 << 11;
 // Elements that are converted at a time, to and from buffers on the stack.
 constexpr int64_t kChunk = 512;
 
-constexpr int64_t kBytes[] = {4, 2, 8, 1};
-
 inline bool floating(const View& view) { return view.type == F32 || view.type == BF16; }
 
 inline bool same_shape(const View& a, const View& b) {
@@ -77,6 +75,18 @@ struct Odometer {
       start /= views[0].size[dim];
       for (size_t i = 0; i < N; ++i) at[i] += index[dim] * views[i].stride[dim] * kBytes[views[i].type];
     }
+    NEXTN_CHECK(start == 0, "view 0: a run ", start, " rounds past its last");
+    check();
+  }
+
+  // All views have an element at the index: they have the first one's sizes, but may be larger.
+  void check() const {
+#if defined(NEXTN_DEBUG)
+    for (size_t i = 0; i < N; ++i)
+      for (int64_t dim = 0; dim < num_dims; ++dim)
+        NEXTN_CHECK(index[dim] < views[i].size[dim], "view ", i, ", dim ", dim, ": index ", index[dim], " of size ",
+                    views[i].size[dim]);
+#endif
   }
 
   void next() {
@@ -84,7 +94,7 @@ struct Odometer {
       const bool wraps = ++index[dim] == views[0].size[dim];
       const int64_t steps = wraps ? 1 - index[dim] : 1;
       for (size_t i = 0; i < N; ++i) at[i] += steps * views[i].stride[dim] * kBytes[views[i].type];
-      if (!wraps) return;
+      if (!wraps) return check();
       index[dim] = 0;
     }
   }
@@ -111,6 +121,9 @@ void each_run(const Call& call, const Worker& worker, Body&& body) {
     const int64_t count = std::min(length - skip, end - begin);
     char* at[N];
     for (size_t i = 0; i < N; ++i) at[i] = run.at[i] + skip * views[i].stride[inner] * kBytes[views[i].type];
+#if defined(NEXTN_DEBUG)
+    for (size_t i = 0; i < N; ++i) check_run(views[i], i, at[i], count, views[i].stride[inner]);
+#endif
     body(count, at);
     begin += count;
     if (begin < end) run.next();
@@ -246,6 +259,7 @@ C converted(double real) {
 // This thread's buffer for a converted row; it only grows. `which` separates rows in use at once.
 inline float* scratch(int which, int64_t count) {
   thread_local std::vector<float> rows[5];
+  NEXTN_CHECK(which >= 0 && which < 5 && count >= 0, "row ", which, " of 5, of ", count, " floats");
   if (int64_t(rows[which].size()) < count) rows[which].resize(count);
   return rows[which].data();
 }
@@ -257,7 +271,12 @@ void each_row(const View* views, const Worker& worker, Body&& body) {
   int64_t begin, end;
   worker.share(leading(views[0], outer), begin, end);
   if (begin == end) return;
-  for (Odometer<N> row(views, outer, begin); begin < end; ++begin, row.next()) body(row.at);
+  for (Odometer<N> row(views, outer, begin); begin < end; ++begin, row.next()) {
+#if defined(NEXTN_DEBUG)
+    for (size_t i = 0; i < N; ++i) check_run(views[i], i, row.at[i], views[i].size[outer], views[i].stride[outer]);
+#endif
+    body(row.at);
+  }
 }
 
 template <size_t N, typename Body>

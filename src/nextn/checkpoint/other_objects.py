@@ -1,0 +1,116 @@
+"""Folders that people give in place of a model: what each is, and what to do instead.
+
+Recognized by the names of files and a few keys of config.json, before any weight is read.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+_MAX_NAME = 200  # characters of a name from a file, in a message
+_MAX_ENTRIES = 10_000  # of a folder that is looked at
+Config = Mapping[str, object]
+
+
+class Object(NamedTuple):
+    """One kind of folder."""
+
+    name: str
+    fits: Callable[[Collection[str], Config], bool]  # names of files and subfolders, config.json
+    sentence: str  # what it is, and what to do
+
+
+def _architectures(config: Config) -> str:
+    names = config.get("architectures")
+    return " ".join(str(name)[:_MAX_NAME] for name in names[:8]) if isinstance(names, list) else ""
+
+
+def _has_class(pattern: str) -> Callable[[Collection[str], Config], bool]:
+    return lambda names, config: bool(re.search(pattern, _architectures(config)))
+
+
+def _has_file(pattern: str) -> Callable[[Collection[str], Config], bool]:
+    return lambda names, config: any(re.fullmatch(pattern, name) for name in names)
+
+
+def _speculators(names: Collection[str], config: Config) -> bool:
+    return "speculators_model_type" in config or "speculators_config" in config
+
+
+_SERVE = "nextn does not train, measure or convert it; serve it beside its trunk with the engine that it is for"
+# Files of a training run, which are looked for only where there are no safetensors weights.
+TRAINING: tuple[Object, ...] = (
+    Object(
+        "DeepSpeed", _has_file(r"zero_to_fp32\.py|global_step\d+|.*_optim_states\.pt|mp_rank_\d+_model_states\.pt"),
+        "a DeepSpeed training checkpoint, whose weights are sharded over ranks: `python zero_to_fp32.py . OUT "
+        "--safe_serialization` in it writes a model, with config.json and the tokenizer copied beside",
+    ),
+    Object(
+        "Megatron",
+        _has_file(r"latest_checkpointed_iteration\.txt|iter_\d{7}|model_optim_rng\.pt|mp_rank_\d+(?:_\d+)?|common\.pt"),
+        "a Megatron training checkpoint: export it to the Hugging Face layout with the tool that trained it (Megatron "
+        "Bridge, or its converter), with the MTP layers",
+    ),
+    Object(
+        "FSDP", _has_file(r".*\.distcp|\.metadata|pytorch_model_fsdp_\d+|pytorch_model_fsdp\.bin"),
+        "a distributed training checkpoint (FSDP, DCP): `accelerate merge-weights FOLDER OUT` writes safetensors, to "
+        "which config.json and the tokenizer are copied",
+    ),
+    Object("ONNX", _has_file(r".*\.onnx(?:_data|\.data)?"),
+           "an ONNX export, whose weights are in a graph: give the checkpoint that it was exported from"),
+    Object("MLX", _has_file(r"weights(?:\.\d+)?\.npz"),
+           "an MLX model of the old .npz layout: give the checkpoint that it was converted from, or convert it again "
+           "with a recent mlx_lm"),
+    Object("CoreML", _has_file(r".*\.(?:mlpackage|mlmodelc?)"),
+           "a Core ML export: give the checkpoint that it was exported from"),
+    Object("TensorRT", _has_file(r"rank\d+\.engine|.*\.engine"),
+           "a built TensorRT engine: give the checkpoint that it was built from"),
+)  # fmt: skip
+# Draft models of other kinds: they have weights in safetensors, and no MTP head.
+DRAFTERS: tuple[Object, ...] = (
+    Object("Gemma4Assistant", _has_class("Gemma4(?:Unified)?Assistant"),
+           "a Gemma 4 assistant, a draft model that reads the trunk's KV cache and has no MTP head; " + _SERVE),
+    Object("DFlash", _has_class("DFlash"), "a DFlash draft model, which drafts blocks by diffusion; " + _SERVE),
+    Object("DSpark", _has_class(r"DSpark(?:V41)?DraftModel|DSparkModel"),
+           "a DSpark draft model, which drafts blocks and corrects them by a Markov head; " + _SERVE),
+    Object("EAGLE-3", _has_class("(?i:eagle)"),
+           "an EAGLE draft model, which takes hidden states of several of the trunk's layers; " + _SERVE),
+    Object("Medusa", _has_class("(?i:medusa)"), "Medusa heads, which predict without each other's tokens; " + _SERVE),
+    Object("speculators", _speculators, "a draft model in the layout of the speculators library; " + _SERVE),
+)  # fmt: skip
+
+
+def adapter_sentence(adapter: Config) -> str:
+    """Say what an adapter's folder is, from its adapter_config.json."""
+    kind = str(adapter.get("peft_type") or "LoRA")[:_MAX_NAME]
+    kind = "LoRA" if kind.upper() == "LORA" else kind
+    base = str(adapter.get("base_model_name_or_path") or "its base")[:_MAX_NAME]
+    saved = adapter.get("modules_to_save")
+    head = any("mtp" in str(name) or "nextn" in str(name) for name in saved) if isinstance(saved, list) else False
+    own = " It has modules of an MTP head of its own, which the merge must keep." if head else ""
+    return (
+        f"this is {'an' if kind[:1] in 'AEIOU' else 'a'} {kind} adapter of {base}, not a model: merge it first (peft: "
+        "merge_and_unload, then save_pretrained to MERGED). transformers leaves the MTP head out there: `nextn restore "
+        f"MERGED --from {base}` puts it back.{own}"
+    )
+
+
+def training_sentence(names: Collection[str]) -> str:
+    """Say what a folder without safetensors weights is; "" if nothing is recognized."""
+    return next((f"this is {each.sentence}." for each in TRAINING if each.fits(names, {})), "")
+
+
+def drafter_sentence(config: Config) -> str:
+    """Say which draft model a config.json is of; "" for a model."""
+    return next((f"this is {each.sentence}." for each in DRAFTERS if each.fits((), config)), "")
+
+
+def folder_names(path: Path) -> list[str]:
+    """Return the names in a folder, subfolders included, and of those in its direct subfolders for training runs."""
+    names: list[str] = []
+    for entry in sorted(path.iterdir())[:_MAX_ENTRIES]:
+        names.append(entry.name)
+        if entry.is_dir() and not entry.is_symlink():
+            names += [inner.name for inner in sorted(entry.iterdir())[:100]]
+    return names

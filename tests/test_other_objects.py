@@ -1,0 +1,118 @@
+"""Folders that are no model: a sentence says what they are and what to do, by every command, with exit code 2."""
+
+# ruff: noqa: C408, E501
+
+import json
+
+import pytest
+from tiny import FIXTURES
+from typer.testing import CliRunner
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.other_objects import DRAFTERS, TRAINING
+from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
+from nextn.cli import app
+from nextn.errors import CheckpointError, NextnError
+
+WEIGHTS = "model.safetensors"
+
+
+def folder(path, *names, config=None, adapter=None, weights=()):
+    path.mkdir(exist_ok=True)
+    for name in names:
+        target = path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(b"x")
+    for name, document in (("config.json", config), ("adapter_config.json", adapter)):
+        if document is not None:
+            (path / name).write_text(json.dumps(document))
+    for name in weights:
+        write_safetensors(path / name, {"fc.weight": RawTensor("F32", (1,), lambda: iter([bytes(4)]))})
+    return path
+
+
+LORA = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 8, "modules_to_save": ["mtp"]}
+CASES = {
+    "adapter": (dict(adapter=LORA, weights=["adapter_model.safetensors"]), "a LoRA adapter of org/base", "merge it first"),
+    "adapter in .bin": (dict(names=["adapter_model.bin"], adapter=LORA), "a LoRA adapter of org/base", "merge it first"),
+    "another adapter": (dict(adapter={"peft_type": "IA3"}, weights=["adapter_model.safetensors"]), "an IA3 adapter", "merge"),
+    "adapter of a local base": (dict(adapter={"base_model_name_or_path": "/data/x"}), "LoRA adapter of /data/x", "restore"),
+    "DeepSpeed": (dict(names=["latest", "zero_to_fp32.py", "global_step10/mp_rank_00_model_states.pt"]), "DeepSpeed",
+                  "zero_to_fp32.py"),
+    "DeepSpeed's step": (dict(names=["global_step10/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]), "DeepSpeed", "OUT"),
+    "FSDP": (dict(names=["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata"]), "FSDP, DCP",
+             "accelerate merge-weights"),
+    "DCP": (dict(names=[".metadata", "__0_0.distcp", "__1_0.distcp"]), "FSDP, DCP", "accelerate merge-weights"),
+    "Megatron": (dict(names=["latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/model_optim_rng.pt"]),
+                 "Megatron", "Hugging Face layout"),
+    "Megatron's iteration": (dict(names=["common.pt", "metadata.json", "__0_0.distcp"]), "Megatron", "Bridge"),
+    "ONNX": (dict(names=["model.onnx", "model.onnx_data"], config={"model_type": "qwen3_5"}), "ONNX", "exported from"),
+    "MLX": (dict(names=["weights.npz"], config={"model_type": "qwen3"}), "MLX", "converted from"),
+    "TensorRT": (dict(names=["rank0.engine"], config={"pretrained_config": {}}), "TensorRT engine", "built from"),
+    "EAGLE-3": (dict(config={"architectures": ["LlamaForCausalLMEagle3"]}, weights=[WEIGHTS]), "EAGLE", "serve it"),
+    "EAGLE-3 of NeMo": (dict(config={"architectures": ["LlamaEagle3DraftModel"]}, weights=[WEIGHTS]), "EAGLE", "serve"),
+    "DFlash": (dict(config={"architectures": ["DFlashDraftModel"]}, weights=[WEIGHTS]), "DFlash", "serve it"),
+    "DFlash 2": (dict(config={"architectures": ["DFlash2DraftModel"]}, weights=[WEIGHTS]), "DFlash", "serve it"),
+    "DSpark": (dict(config={"architectures": ["Qwen3DSparkModel"]}, weights=[WEIGHTS]), "DSpark", "serve it"),
+    "DSpark of LFM": (dict(config={"architectures": ["Lfm2DSparkDraftModel"]}, weights=[WEIGHTS]), "DSpark", "serve it"),
+    "Gemma4Assistant": (dict(config={"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
+                             weights=[WEIGHTS]), "Gemma 4 assistant", "KV cache"),
+    "Gemma4 unified": (dict(config={"architectures": ["Gemma4UnifiedAssistantForCausalLM"]}, weights=[WEIGHTS]),
+                       "Gemma 4 assistant", "serve it"),
+    "Medusa": (dict(config={"architectures": ["MedusaModel"]}, weights=[WEIGHTS]), "Medusa", "serve it"),
+    "speculators": (dict(config={"speculators_model_type": "mlp"}, weights=[WEIGHTS]), "speculators", "serve it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_it_is(name, tmp_path):
+    content, what, fix = CASES[name]
+    rest = {key: value for key, value in content.items() if key != "names"}
+    path = folder(tmp_path, *content.get("names", ()), **rest)
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint.open(path)
+    message = str(error.value)
+    assert "this is " in message
+    assert what in message
+    assert fix in message
+    assert "\n" not in message
+
+
+def test_every_command_says_it(tmp_path):
+    """And nothing is written."""
+    path = folder(tmp_path / "adapter", adapter=LORA, weights=["adapter_model.safetensors"])
+    commands = (
+        ["audit", path], ["measure", path], ["restore", path, "--from", FIXTURES / "glm"], ["generate", path, "x"],
+        ["convert", path, tmp_path / "out"], ["extract", path, tmp_path / "head.safetensors"],
+    )  # fmt: skip
+    before = sorted(path.iterdir())
+    for command in commands:
+        result = CliRunner().invoke(app, [str(each) for each in command])
+        assert isinstance(result.exception, NextnError), (command, result.output)
+        assert result.exception.exit_code == 2
+        assert "LoRA adapter of org/base" in str(result.exception), command
+    assert sorted(path.iterdir()) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_are_none_of_them(tmp_path):
+    """A merged model beside its adapter, a training run's saved model, and every fixture."""
+    assert Checkpoint.open(FIXTURES / "glm").tensors
+    for name in ("adapter_config.json", "latest", "zero_to_fp32.py", "model.onnx"):
+        path = tmp_path / name.replace(".", "-")
+        folder(path, name, config={"model_type": "glm4_moe"}, weights=[WEIGHTS])
+        (path / name).write_text("{}")
+        assert Checkpoint.open(path).tensors
+
+
+def test_pointers_of_git_lfs(tmp_path):
+    """A file that was not fetched says so."""
+    folder(tmp_path, config={"model_type": "glm4_moe"})
+    (tmp_path / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n")
+    with pytest.raises(CheckpointError, match="LFS"):
+        Checkpoint.open(tmp_path)
+
+
+def test_names_are_unique():
+    names = [each.name for each in (*TRAINING, *DRAFTERS)]
+    assert len(set(names)) == len(names)
