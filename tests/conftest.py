@@ -31,6 +31,7 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector skip what imports and collection have made: it took a tenth of the time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # models and recordings are made of many objects that stay
 
 
 @pytest.fixture(scope="session")
@@ -38,12 +39,17 @@ def fixture_folder() -> Path:
     return FIXTURES
 
 
+class Trained(dict):
+    """Name of a trained fixture -> the model, loaded when it is first asked for."""
+
+    def __missing__(self, name: str) -> Model:
+        return self.setdefault(name, Model.load(FIXTURES / name, dtype=torch.float32))
+
+
 @pytest.fixture(scope="session")
-def trained() -> dict[str, Model]:
+def trained() -> Trained:
     """The trained fixtures, in fp32. Shared: a test that changes a model changes a copy."""
-    return {
-        folder.name: Model.load(folder, dtype=torch.float32) for folder in sorted(FIXTURES.iterdir()) if folder.is_dir()
-    }
+    return Trained()
 
 
 @pytest.fixture

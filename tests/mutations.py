@@ -37,7 +37,7 @@ LOSS, DISTILL, SAMPLING = "test_mtp_loss.py", "test_distillation.py", "test_samp
 TEXTS = "test_rounds_decode.py -k 'plain or rejection'"
 LAW = "test_rounds_decode.py::test_whole_decodes_follow_the_law test_sampling.py"
 COUNTS = "test_teacher_forced.py::test_greedy_counts_are_the_decoders test_golden.py"
-HEAD = "test_golden.py test_model.py test_families.py"
+HEAD = "test_head.py test_families.py test_golden.py test_model.py"
 
 MUTATIONS = [
     # Labels, masks and weights of losses.

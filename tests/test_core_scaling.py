@@ -21,9 +21,10 @@ def test_another_number_of_threads_for_a_while():
     assert runtime.num_threads == before
 
 
-def test_advice_for_other_cores(here):
+def test_advice_for_other_cores(here, tmp_path):
     """Measured where this machine has the cores, predicted from one core everywhere."""
-    options = ["--batches", 1, "--max-tokens", 16, "--temperatures", 0, "-k", 4]
+    (tmp_path / "prompts.txt").write_text("def f(x):\n")
+    options = ["--prompts", tmp_path / "prompts.txt", "--batches", 1, "--max-tokens", 8, "--temperatures", 0, "-k", 4]
     code, out, _ = here("advise", "tiny", *options, "--cores", "1,64", "--memory-bandwidth", "1MB/s", "--json")
     record = json.loads(out)["cores"]
     one, many = record["forecasts"]

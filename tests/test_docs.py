@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from quick import loop
+from quick import case, loop
 from tiny import CONFIGS
 from typer.main import get_command
 
@@ -252,7 +252,11 @@ def test_defects_of_a_site_are_seen(tmp_path):
 # Shown outputs.
 
 
-@pytest.mark.parametrize("scene", [scene for scene in SCENES if not scene.slow], ids=lambda scene: scene.name)
+@pytest.mark.parametrize(
+    "scene",
+    [case(scene, quick=scene.name == "readme") for scene in SCENES if not scene.slow],
+    ids=lambda scene: scene.name,
+)
 def test_shown_output_is_what_the_commands_print(scene):
     """The output of a command changed, and the page did not. Figures may differ."""
     page = make_outputs.page_of(scene.name)

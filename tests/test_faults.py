@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quick import others_slow
 from tiny import decode, refrain
 
 from nextn.settings import Contract
@@ -65,7 +66,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Faults of the contract and of inputs cost acceptance in test_fault_rows.py, too.
+@pytest.mark.parametrize(
+    "fault", others_slow(FAULTS, "columns-not-re-run", "gain-1+w-read-as-w", "second-loaded-as-first")
+)
 def test_fault_costs_acceptance_and_nothing_else(fault, trained):
     name, plant, margin = FAULTS[fault]
     texts, right = figures(trained[name])

@@ -30,7 +30,7 @@ def differences(golden: object, found: object, place: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("section", _SECTIONS)
-@pytest.mark.parametrize("name", others_slow(golden_adapter.NAMES, "glm", "qwen", "v4"))
+@pytest.mark.parametrize("name", others_slow(golden_adapter.NAMES, "glm", "qwen"))
 def test_results_are_what_they_were(name, section, trained):
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
     sections = golden_adapter.sections(name, trained[name])

@@ -36,6 +36,10 @@ def test_fast_equals_slow(name, modules):
         torch.testing.assert_close(fast, slow(model.head, tokens, hidden, 3), atol=1e-4, rtol=1e-4)
 
 
+def test_depths_beyond_the_last_layer_reuse_it():
+    assert [build("glm4_moe", modules=2).head.layer_index(depth) for depth in (1, 2, 3, 4)] == [0, 1, 1, 1]
+
+
 def test_standalone_contract():
     """[B, T-D, D, V] from token ids, with hidden states or its own embeddings; the output head is the embedding."""
     head = StandaloneHead(100, 32, num_modules=3, num_heads=2)

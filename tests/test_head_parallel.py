@@ -43,7 +43,7 @@ def passes(model, threads):
 
 
 @FIT
-@pytest.mark.parametrize("threads", others_slow([1, 2, 3, 4], 1, 3))
+@pytest.mark.parametrize("threads", others_slow([1, 2, 3, 4], 3))
 def test_the_same_bits(name, changes, threads):
     model = build(name, **changes)
     shared, _ = passes(model, threads)

@@ -207,7 +207,7 @@ LAWS = {
 # What a law does with a state that cannot be cropped, two of them tell.
 @pytest.mark.parametrize(
     ("name", "probs"),
-    [*product(["glm4_moe"], LAWS), ("qwen3_5", "plain"), case("qwen3_5", "penalty", quick=False)],
+    [*product(["glm4_moe"], LAWS), *(case("qwen3_5", law, quick=False) for law in ("plain", "penalty"))],
 )
 def test_whole_decodes_follow_the_law(name, probs):
     """Chi-square of 4-token texts over a vocabulary of 3 against the law enumerated from the trunk alone.

@@ -183,9 +183,7 @@ WITHOUT_BLOCKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", families([name for name in CONFIGS if name not in WITHOUT_BLOCKS], {"deepseek_v3", "nemotron_h"})
-)
+@pytest.mark.parametrize("name", families([name for name in CONFIGS if name not in WITHOUT_BLOCKS], {"nemotron_h"}))
 def test_prefixes_of_every_family_on_the_torch_backend(name):
     """Untrained, so that texts depend on the whole prompt: those of a cold start, with and without drafts."""
     model, shared = build(name), tuple(prompt(300, vocab_size=40))
@@ -525,7 +523,7 @@ def stored_bytes(value, seen):
     return stored_bytes(vars(value), seen) if "Layer" in type(value).__name__ or isinstance(value, KVCache) else 0
 
 
-@pytest.mark.parametrize("name", families(CONFIGS))
+@pytest.mark.parametrize("name", families(CONFIGS, {"deepseek_v4", "qwen3_5", "inkling"}))
 def test_caches_of_the_torch_backend_take_what_was_foreseen(name, monkeypatch):
     """Of every layer type: at the full length, together and one by one, before and after they join."""
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)

@@ -67,6 +67,7 @@ def test_texts_do_not_repeat_and_are_the_trunks(decoded):
     assert decoded.identical
 
 
+@pytest.mark.slow
 def test_the_torch_backend_gives_the_same_with_and_without_drafts():
     model = Model.load(SHIPPED, dtype=torch.float32)
     decoded = decode_model(model, PROMPTS[:3], num_speculative_tokens=4, backend="torch", seconds=0.5)
