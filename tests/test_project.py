@@ -14,6 +14,7 @@ from nextn.cli import app
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
+VARIABLES = set(re.findall(r"^([A-Z]+) +\?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
@@ -47,7 +48,9 @@ def check_command(command):
     for line in filter(None, command.splitlines()):
         program, *words = line.split()
         if program == "make":
-            assert set(words) <= TARGETS, line
+            values = {word for word in words if re.fullmatch(r"[A-Z]+=\$\{\{matrix\.[a-z]+\}\}", word)}
+            assert {word.partition("=")[0] for word in values} <= VARIABLES, line
+            assert set(words) - values <= TARGETS, line
         elif program.endswith("bin/nextn"):
             assert words[0] in get_command(app).commands, line
         else:
