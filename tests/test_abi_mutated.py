@@ -129,7 +129,14 @@ def rows() -> list[Call]:
     calls += [Call("norm_rope", [*heads, *(guarded(head) for head in heads)], [0, 1], [1e-6, 1e-5])]
     calls += [Call("to_probs", [floats(3, 70), floats(3, 70)], [5], [1.0, 0.9, 0.1])]
     calls += [Call("sample", [whole(3), guarded(torch.rand(3)), guarded(torch.randn(3, 70).abs())])]
-    verified = [whole(2), whole(2), floats(2, 70), guarded(torch.randn(2, 4, 70).abs()), guarded(torch.randn(2, 3, 70).abs()), whole(2, 3)]
+    verified = [
+        whole(2),
+        whole(2),
+        floats(2, 70),
+        guarded(torch.randn(2, 4, 70).abs()),
+        guarded(torch.randn(2, 3, 70).abs()),
+        whole(2, 3),
+    ]
     return [*calls, Call("verify", [*verified, whole(2), guarded(torch.rand(2, 4))], [1])]
 
 
