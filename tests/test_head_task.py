@@ -448,6 +448,17 @@ def test_no_head(corpus):
         HeadTask(model, corpus, CONFIG, origin=Inventory.of(Checkpoint.open(FIXTURES / "glm")))
 
 
+def test_a_start_that_is_worse_than_guessing_is_noted(corpus, tmp_path):
+    task = of_fixture(corpus, CONFIG)
+    assert [*map(task.note, Trainer(task, out=tmp_path / "trained").run())] == [None] * (CONFIG.steps + 2)
+    damaged = of_fixture(corpus, CONFIG)
+    with torch.no_grad():
+        next(damaged.head.stack[0].final_norm.parameters()).mul_(-30)
+    first, *others = [note for note in map(damaged.note, Trainer(damaged, out=tmp_path / "run").run()) if note]
+    assert "above 3.87 of guessing" in first
+    assert not others
+
+
 def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):
     """One line that says what is whole, and how to go on; the run goes on from there to the same steps."""
     config = replace(CONFIG, save_every=2)

@@ -3,6 +3,7 @@
 A head is written alone, or with its trunk's files, which stay bit for bit as they are.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -48,7 +49,7 @@ from nextn.train.joint_task import (
     mean_per_depth,
     prepare_layers,
 )
-from nextn.train.metrics import HeadRecord
+from nextn.train.metrics import HeadRecord, Record, StepRecord
 
 HEAD_FILE = "head.safetensors"
 MAX_CURVE_DEPTHS = 8
@@ -191,6 +192,20 @@ class HeadTask:
         assert isinstance(report, HeadLoss)
         sums = {"loss": report.sums, "match": report.match, "overlap": report.overlap}
         return {name: mean_per_depth(values, report.counts) for name, values in sums.items()}
+
+    def note(self, record: Record) -> str | None:
+        """Return a note if the first step of a head is worse than guessing among all tokens."""
+        if not isinstance(record, StepRecord) or record.step > 1 or self.config.objective not in ("ce", "kl"):
+            return None
+        loss, guess = record.loss[0], math.log(self.model.trunk.vocab_size)
+        return (
+            None
+            if loss <= guess
+            else (
+                f"the loss of step 1 is {loss:.2f} nats, above {guess:.2f} of guessing: the head starts from values that do "
+                "not fit this trunk, and its first steps only undo that"
+            )
+        )
 
     def evaluate(self, step: int, *, last: bool = False) -> HeadRecord:
         """Held-out acceptance, as deep as the config says."""
