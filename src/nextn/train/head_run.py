@@ -42,7 +42,7 @@ from nextn.train.self_generated import is_on_policy
 
 # Defaults of the settings: about ten minutes on two cores for a model of a few million parameters.
 _STEPS, _LENGTH = 500, 256
-_INIT_TOKENS = 4096  # that a fresh head is fitted to: four times as many make hardly a better start
+_INIT_TOKENS = 8192  # that a fresh head is fitted to: as many as a trunk of a few B parameters runs in minutes
 # Layouts of a fresh head besides the trunk's own -> family.
 LAYOUTS = {"mimo": "mimo_draft", "step35": "step35_draft"}
 # Folder, in that of a run, of the states of a streamed trunk while a fresh head is made of it.
