@@ -243,7 +243,7 @@ def test_json(told):
 def test_without_matplotlib(told, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     text = told("--minutes", "0", draws=False)
-    assert unwrapped("no figures (figures need matplotlib: pip install 'nextn[plot]')") in unwrapped(text)
+    assert unwrapped("no figures (figures need matplotlib: pip install 'matplotlib>=3.8')") in unwrapped(text)
     assert "output identical" in text
 
 

@@ -46,7 +46,11 @@ _COMMANDS = {
         "verify": ("engines", "reference/verify"),
         "diagnose": ("diagnose", "reference/diagnose"),
     },
-    "Learn": {"demo": ("learn", "tutorials/first-hour"), "trace": ("decode", "explanation/alignment")},
+    "Learn": {
+        "demo": ("learn", "tutorials/first-hour"),
+        "trace": ("decode", "explanation/alignment"),
+        "docs": ("docs", "index"),
+    },
 }
 _GROUPS = {"canary": ("engines", "Engines")}  # of commands: module and panel
 
