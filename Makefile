@@ -11,7 +11,7 @@ GENERATED := families reference support engines benchmarks troubleshooting outpu
 .PHONY: demo test test-masked test-slow test-all test-asan test-tsan test-debug check wheel test-gpu test-browser \
 	test-transformers test-engines docs site bench bench-peers clean
 
-# Decodes the checkpoint in the package, then trains another one for four minutes: see `nextn demo --help`.
+# Decodes a published model with the head in the package, then trains a small one for four minutes: see `nextn demo --help`.
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 

@@ -9,9 +9,20 @@ from types import SimpleNamespace
 import pytest
 
 import nextn.demo
+from nextn.checkpoint.checkpoint import SHIPPED_HEAD, Checkpoint
 from nextn.data.corpus import Corpus
 from nextn.decoding.batch import Round, SequenceRound
-from nextn.demo import DecodedModel, DecodedPair, DecodedSide, DemoReport, TrainedModel, decode_model, train_demo
+from nextn.demo import (
+    Answers,
+    DecodedModel,
+    DecodedPair,
+    DecodedSide,
+    DemoReport,
+    TrainedModel,
+    decode_model,
+    train_demo,
+)
+from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance, wilson_interval
@@ -22,6 +33,11 @@ from nextn.train.recipes import by_name
 TEXT = b"def add(a, b):\n    return a + b\n\n\nprint((add(1, 22), 'is', [x for x in range(9) if x % 4]), 7)\n"
 
 
+@pytest.fixture(autouse=True)
+def no_published_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEXTN_REAL_MODELS", str(tmp_path / "models"))
+
+
 @pytest.mark.slow
 def test_the_demo_with_a_budget_of_seconds(tmp_path, here):
     """Both parts, the training interrupted after its first step and resumed by the command."""
@@ -29,7 +45,7 @@ def test_the_demo_with_a_budget_of_seconds(tmp_path, here):
     assert train_demo(tmp_path, minutes=1, on_record=records.append, should_stop=lambda: bool(records)) is None
     first = json.loads((tmp_path / "run" / "step-0000001" / "trainer.json").read_text())["pace"]["used_s"]
     budget = 1.7 * first + 0.5  # at least one more step, on any machine
-    code, out, err = here("demo", "--folder", tmp_path, "--minutes", budget / 60)
+    code, out, err = here("demo", "--offline", "--folder", tmp_path, "--minutes", budget / 60)
     assert code == 0, err
     for title in ("1. A trained model", "2. Training such a model", "continued, greedy", "continued, temperature 1"):
         assert title in out
@@ -61,7 +77,7 @@ def test_without_a_compiler(tmp_path, here, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(nextn.demo, "decode_model", partial(decode_a_little, decode_model))
-    code, out, err = here("demo", "--folder", tmp_path, "--minutes", "0", "-k", "3")
+    code, out, err = here("demo", "--offline", "--folder", tmp_path, "--minutes", "0", "-k", "3")
     assert code == 0, err
     assert "torch backend (the native runtime cannot be built without no-such-compiler)" in out
     assert "output identical" in out
@@ -181,11 +197,52 @@ def told(tmp_path, monkeypatch, here):
         if draws:
             monkeypatch.setattr("nextn.demo.plot_decoded", lambda folder, made: [folder / "timeline.png"])
             monkeypatch.setattr("nextn.demo.plot_losses", lambda folder: folder / "loss.png")
-        code, out, err = here("demo", "--folder", tmp_path, *args)
+        code, out, err = here("demo", "--offline", "--folder", tmp_path, *args)
         assert code == 0, err
         return out
 
     return call
+
+
+def test_a_published_model(tmp_path, here, monkeypatch):
+    """Its answers with accepted drafts marked, figures of each, and one line where it is not there."""
+    whole = decoded()
+    prompts = ("Why is the sky blue?", "never asked", "also not")[: len(whole.prompts) + 1]
+    answers = Answers(prompts, whole, lambda tokens: bytes(tokens).decode(errors="replace"), tmp_path / "smollm2")
+    asked = []
+
+    def decode(folder, *, num_speculative_tokens, on_download, **options):
+        asked.append(num_speculative_tokens)
+        on_download()
+        return answers
+
+    monkeypatch.setattr("nextn.demo.decode_published", decode)
+    code, out, err = here("demo", "--minutes", "0", "--folder", tmp_path)
+    assert code == 0, err
+    assert "downloaded once: 93 MB" in err
+    assert "Why is the sky blue?" in out
+    assert prompts[-1] not in out
+    assert "\u27e6" in out
+    assert out.count("plain 10 tokens/s") >= len(whole.prompts)
+    assert "output identical" in out
+    assert asked == [1]
+
+
+def test_without_the_published_model(told, here, tmp_path):
+    told()
+    _, out, err = here("demo", "--offline", "--minutes", "0", "--folder", tmp_path)
+    assert "note: the small model of the package, as SmolLM2-135M-Instruct is not there" in err
+    assert "downloads are off" in err
+    assert "1. A trained model" in out
+
+
+def test_the_head_in_the_package():
+    """It is small, in the layout of a Llama of those sizes, and its card and prompts come with it."""
+    head = Checkpoint.open(SHIPPED_HEAD)
+    assert sum(path.stat().st_size for path in SHIPPED_HEAD.iterdir()) < 10e6
+    assert (head.config["hidden_size"], head.config["num_mtp_layers"]) == (576, 1)
+    assert len(read_prompts(SHIPPED_HEAD / "prompts.jsonl")) == 5
+    assert (SHIPPED_HEAD / "README.md").read_text().startswith("---\nlicense: apache-2.0")
 
 
 def test_the_story(told, tmp_path):
@@ -251,7 +308,7 @@ def test_stopped(told, tmp_path, monkeypatch, here):
     """A stopped demo says how to go on, and prints no figures of the training."""
     told("--minutes", "0")
     monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: None)
-    code, out, err = here("demo", "--folder", tmp_path, "--minutes", "1.5")
+    code, out, err = here("demo", "--offline", "--folder", tmp_path, "--minutes", "1.5")
     assert code == 130
     assert unwrapped(f"nextn demo --folder {tmp_path} --minutes 1.5") in unwrapped(err)
     assert "in all" not in out.split("2. Training")[1]

