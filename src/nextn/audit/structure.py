@@ -23,6 +23,7 @@ from nextn.text_format import counted, joined, some
 IDS = (
     "head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown",
     "names-foreign", "experts-twice", "config-contradicts", "head-none",
+    "draft-model-stored", "draft-model-absent",
 )  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _MAX_KINDS = 1000  # names, equal up to numbers, to match against all families
@@ -136,6 +137,25 @@ def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
                 "One value.", f"Correct {CONFIG}: {counted(len(inventory.modules), 'MTP layer')} "
                 f"{'is' if len(inventory.modules) == 1 else 'are'} stored, after {inventory.num_layers} trunk layers.",
             )  # fmt: skip
+
+
+def draft_model(inventory: Inventory) -> Iterator[Finding]:
+    """Report a draft model of another kind inside the checkpoint, or one that config.json alone tells of."""
+    other = inventory.draft_model
+    if other is None:
+        return
+    if other.names:
+        yield Finding(
+            "draft-model-stored", "note", min(other.names), f"{other.found}, and no MTP head. {other.kind.run_by}.",
+            "As it is: not every tensor under mtp. is of an MTP head.",
+            "Nothing needs to be done: nextn keeps it in every edit, and neither reads, trains nor replaces it.",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            "draft-model-absent", "warning", f"{CONFIG}: {other.fields}", f"{other.found[0].upper()}{other.found[1:]}.",
+            f"Its tensors, as the published model stores them: {other.kind.run_by}.",
+            "Take the files that hold them from the published model, and list them with `nextn convert --reindex`.",
+        )  # fmt: skip
 
 
 def no_head(model_type: str) -> Finding:
@@ -377,4 +397,4 @@ def _count_field(inventory: Inventory) -> str:
     return f"{CONFIG}: {[*family.counted_in(inventory.checkpoint.config), *family.count_fields][0]}"
 
 
-RULES = (structure, config_contradicts)
+RULES = (structure, draft_model, config_contradicts)
