@@ -75,7 +75,7 @@ def test_options_mean_one_thing_everywhere():
         assert not {"--drafts", "--gain", "--path"} & options.keys(), name
         given = hub & options.keys()
         assert given in (set(), hub), name
-        assert bool(given) == (name not in ("build", "check", "demo", "env", "push", "verify")), name
+        assert bool(given) == (name not in ("build", "check", "demo", "env", "families", "push", "verify")), name
         if "--chat" in options:
             assert "--no-chat" in options["--chat"].secondary_opts, name
 

@@ -17,13 +17,13 @@ from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
-from nextn.families import ExpertForm, Family, rows
+from nextn.families import ExpertForm, Family, declared_fields, rows, withheld
 from nextn.text_format import counted, joined, some
 
 IDS = (
     "head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown",
     "names-foreign", "experts-twice", "config-contradicts", "head-none",
-    "draft-model-stored", "draft-model-absent",
+    "draft-model-stored", "draft-model-absent", "head-withheld",
 )  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _MAX_KINDS = 1000  # names, equal up to numbers, to match against all families
@@ -167,6 +167,27 @@ def no_head(model_type: str) -> Finding:
     )  # fmt: skip
 
 
+def withheld_head(inventory: Inventory) -> Finding | None:
+    """Return the note on a model whose config may declare a head, and whose vendor published none."""
+    models, config = withheld(inventory.checkpoint.config), inventory.checkpoint.config
+    fields = declared_fields(config)
+    if models is None and not fields:
+        return None
+    declares = f"{CONFIG} has {joined(fields)}" if fields else f"{CONFIG} declares no head"
+    if models is None:
+        found = (
+            f"{declares}, no tensor of a head is stored, and nextn knows none that was published with this model_type."
+        )
+    else:
+        found = f"{declares}, and {models.sentence}."
+    return Finding(
+        "head-withheld", "note", f"{CONFIG}: model_type", found,
+        "As it is: it decodes without drafts, and every engine must be started without MTP.",
+        "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`; or serve a draft model that "
+        "others trained for it, such as an EAGLE-3 one.",
+    )  # fmt: skip
+
+
 def foreign_head(model_type: str, names: list[str]) -> Finding:
     """Return the finding on tensors like a head's in a model whose type nextn knows no head of."""
     return Finding(
@@ -181,6 +202,9 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
     """Report a config that declares modules of which no tensor is stored."""
     inventory = head.inventory
     if not inventory.declared or head.roles or head.misplaced or inventory.unrecognized:
+        return
+    if withheld(inventory.checkpoint.config) and (note := withheld_head(inventory)):
+        yield note
         return
     family = inventory.family
     named = bool(family.counted_in(inventory.checkpoint.config))
