@@ -179,6 +179,7 @@ def test_without_accelerate(here, monkeypatch):
     assert "--device-map needs accelerate: pip install 'nextn[accelerate]'" in err
 
 
+@pytest.mark.slow
 def test_commands(here, tmp_path, monkeypatch):
     """The same text, answers and figures with a map as without one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -259,6 +259,7 @@ def test_states_of_an_edited_trunk_are_refused(stream, corpus, tmp_path):
         cached()
 
 
+@pytest.mark.slow
 def test_a_streamed_trunk_trains_as_good_a_head(corpus, tmp_path):
     """From an untrained projection: the acceptance of the run in memory, without a cache, within its interval."""
     config, scores = replace(CONFIG, steps=60, lr=5e-3, eval_batches=10), []
