@@ -17,12 +17,13 @@ from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
-from nextn.families import ExpertForm, Family, rows
+from nextn.families import ExpertForm, Family, declared_fields, rows, withheld
 from nextn.text_format import counted, joined, some
 
 IDS = (
     "head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown",
     "names-foreign", "experts-twice", "config-contradicts", "head-none",
+    "draft-model-stored", "draft-model-absent", "head-withheld",
 )  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _MAX_KINDS = 1000  # names, equal up to numbers, to match against all families
@@ -138,12 +139,52 @@ def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def draft_model(inventory: Inventory) -> Iterator[Finding]:
+    """Report a draft model of another kind inside the checkpoint, or one that config.json alone tells of."""
+    other = inventory.draft_model
+    if other is None:
+        return
+    if other.names:
+        yield Finding(
+            "draft-model-stored", "note", min(other.names), f"{other.found}, and no MTP head. {other.kind.run_by}.",
+            "As it is: not every tensor under mtp. is of an MTP head.",
+            "Nothing needs to be done: nextn keeps it in every edit, and neither reads, trains nor replaces it.",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            "draft-model-absent", "warning", f"{CONFIG}: {other.fields}", f"{other.found[0].upper()}{other.found[1:]}.",
+            f"Its tensors, as the published model stores them: {other.kind.run_by}.",
+            "Take the files that hold them from the published model, and list them with `nextn convert --reindex`.",
+        )  # fmt: skip
+
+
 def no_head(model_type: str) -> Finding:
     """Return the note on a model that was published without a head."""
     return Finding(
         "head-none", "note", f"{CONFIG}: model_type", f"{model_type} has no head, and no tensor looks like one.",
         "As it is: it decodes without drafts.",
         "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`.",
+    )  # fmt: skip
+
+
+def withheld_head(inventory: Inventory) -> Finding | None:
+    """Return the note on a model whose config may declare a head, and whose vendor published none."""
+    models, config = withheld(inventory.checkpoint.config), inventory.checkpoint.config
+    fields = declared_fields(config)
+    if models is None and not fields:
+        return None
+    declares = f"{CONFIG} has {joined(fields)}" if fields else f"{CONFIG} declares no head"
+    if models is None:
+        found = (
+            f"{declares}, no tensor of a head is stored, and nextn knows none that was published with this model_type."
+        )
+    else:
+        found = f"{declares}, and {models.sentence}."
+    return Finding(
+        "head-withheld", "note", f"{CONFIG}: model_type", found,
+        "As it is: it decodes without drafts, and every engine must be started without MTP.",
+        "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`; or serve a draft model that "
+        "others trained for it, such as an EAGLE-3 one.",
     )  # fmt: skip
 
 
@@ -161,6 +202,9 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
     """Report a config that declares modules of which no tensor is stored."""
     inventory = head.inventory
     if not inventory.declared or head.roles or head.misplaced or inventory.unrecognized:
+        return
+    if withheld(inventory.checkpoint.config) and (note := withheld_head(inventory)):
+        yield note
         return
     family = inventory.family
     named = bool(family.counted_in(inventory.checkpoint.config))
@@ -377,4 +421,4 @@ def _count_field(inventory: Inventory) -> str:
     return f"{CONFIG}: {[*family.counted_in(inventory.checkpoint.config), *family.count_fields][0]}"
 
 
-RULES = (structure, config_contradicts)
+RULES = (structure, draft_model, config_contradicts)

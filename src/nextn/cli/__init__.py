@@ -23,6 +23,7 @@ _COMMANDS = {
         "measure": ("measure", "reference/measure"),
         "accuracy": ("accuracy", "reference/bench"),
         "env": ("learn", "tutorials/first-hour"),
+        "families": ("families", "reference/families/index"),
     },
     "Fix": {
         "restore": ("edit", "reference/checkpoints"),

@@ -267,7 +267,7 @@ _GLM4_MOE_LITE = replace(
     },
 )
 _GLM_MOE_DSA = replace(
-    _DEEPSEEK_V32, name="glm_moe_dsa", title="GLM-5 / 5.1 / 5.2", model_types=("glm_moe_dsa",),
+    _DEEPSEEK_V32, name="glm_moe_dsa", title="GLM-5 / 5.1 / 5.2 / 5.3", model_types=("glm_moe_dsa",),
     block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     engines={
         **_DEEPSEEK_V32.engines,
@@ -275,10 +275,11 @@ _GLM_MOE_DSA = replace(
         "transformers": _ignores("glm_moe_dsa/modeling_glm_moe_dsa.py"),
     },
     # "GLM-5.2 keeps the recurrent MTP projection in BF16 for both BF16 and FP8 checkpoints."
-    sources=("https://github.com/InternLM/lmdeploy/pull/4945",), unverified=(),
+    sources=("https://github.com/InternLM/lmdeploy/pull/4945", "https://github.com/Blaizzy/mlx-vlm/pull/2079"),
+    unverified=(),
 )
 _GLM5_NEXT = replace(
-    _GLM_MOE_DSA, name="glm5_next", title="GLM-5-Next", model_types=("glm5_next", "glm5_next_text"),
+    _GLM_MOE_DSA, name="glm5_next", title="GLM-5.3-Flash (GLM-5-Next)", model_types=("glm5_next", "glm5_next_text"),
     draft_types=("glm5_next_mtp",), wrappers=_TEXT,
     engines={
         "vllm": _vllm(
@@ -289,8 +290,8 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(), own_block=True, parts=_PARTS,
-    unverified=("release status", _FP8_UNKNOWN),
+    sources=("https://github.com/radixark/miles/pull/2788", "https://github.com/ggml-org/llama.cpp/pull/27773"),
+    own_block=True, parts=_PARTS, unverified=(_FP8_UNKNOWN,),
 )
 _GLM_OCR = replace(
     _GLM4_MOE, name="glm_ocr", title="GLM-OCR", model_types=("glm_ocr", "glm_ocr_text"), draft_types=("glm_ocr_mtp",),
@@ -319,7 +320,8 @@ _QWEN3_NEXT = Family(
     unverified=(_FP8_UNKNOWN,),
 )
 _QWEN3_5 = replace(
-    _QWEN3_NEXT, name="qwen3_5", title="Qwen3.5 / 3.6, dense", model_types=("qwen3_5", "qwen3_5_text"),
+    _QWEN3_NEXT, name="qwen3_5", title="Qwen3.5 / 3.6 / 3.8, dense", model_types=("qwen3_5", "qwen3_5_text"),
+    models=("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B", "Ternary-Bonsai-2-27B", "MiMo-V2.6-Distill-Qwen-9B"),
     draft_types=("qwen3_5_mtp",), count_fields=("mtp_num_hidden_layers",), block={"layer_types": ["full_attention"]},
     wrappers={"model.mtp.": "mtp.", **_TEXT},
     engines={
@@ -334,10 +336,15 @@ _QWEN3_5 = replace(
         "llamacpp": _gguf("qwen35.cpp", "adds 1 to the stored norm weights"),
         "transformers": _ignores("qwen3_5/modeling_qwen3_5.py", _STATEFUL),
     },
-    remarks=("3.6 has no MTP code of its own in any engine: read as 3.5",),
+    sources=(
+        _LC + "qwen.py", "https://github.com/Blaizzy/mlx-vlm/pull/2293",
+        _SGLANG + "layers/quantization/quark/quark.py", "https://huggingface.co/ndaly/MiMo-V2.6-Distill-Qwen-9B",
+    ),
+    remarks=("3.6 and 3.8 have no MTP code of their own in any engine: read as 3.5",),
 )
 _QWEN3_5_MOE = replace(
-    _QWEN3_5, name="qwen3_5_moe", title="Qwen3.5 / 3.6, mixture of experts",
+    _QWEN3_5, name="qwen3_5_moe", title="Qwen3.5 / 3.6 / 3.8, mixture of experts",
+    models=("Qwen3.5-397B-A17B", "Qwen3.6-35B-A3B"),
     model_types=("qwen3_5_moe", "qwen3_5_moe_text"), draft_types=(),
     engines={
         **_QWEN3_5.engines,
@@ -346,7 +353,7 @@ _QWEN3_5_MOE = replace(
     },
 )
 _QWEN4_EXP = replace(
-    _QWEN3_5_MOE, name="qwen4_exp", title="Qwen3.8-Flash-Next (qwen4_exp)",
+    _QWEN3_5_MOE, name="qwen4_exp", title="Qwen3.8-Flash-Next (qwen4_exp)", models=(),
     model_types=("qwen4_exp", "qwen4_exp_text"), draft_types=("qwen4_exp_mtp",),
     names={
         "token_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden",
@@ -383,7 +390,8 @@ _MIMO = Family(
     cannot_run="transformers has no trunk of this type; the head itself needs nothing that Head lacks",
 )
 _MIMO_V2 = Family(
-    name="mimo_v2", title="MiMo-V2-Flash / V2.5 / Pro / Omni", model_types=("mimo_v2_flash", "mimo_v2"),
+    name="mimo_v2", title="MiMo-V2-Flash / V2.5 / V2.6 / Pro / Omni", model_types=("mimo_v2_flash", "mimo_v2"),
+    models=("MiMo-V2.6-Flash-RL", "MiMo-V2.6-Pro-RL"),
     draft_types=("mimo_v2_mtp", "mimo_v2_omni_mtp"), count_fields=_NEXTN, default_count=3,
     names=_module("model.mtp.layers.{module}"),
     block_renames={"post_attention_layernorm": "pre_mlp_layernorm", "self_attn.sinks": "self_attn.attention_sink_bias"},

@@ -115,6 +115,7 @@ class Family:
     # Part of a plain residual block -> its path in a trunk layer, where the block is made of such parts.
     parts: Mapping[str, str] = field(default_factory=dict)
     draft_types: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()  # published models by which people look for the row, beside those of the title
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other spellings, read and never written
     own: tuple[str, ...] = ()  # stored roles that are the head's own; other embeddings and outputs are copies
     read_only_copies: tuple[str, ...] = ()  # copies that are read and never written
