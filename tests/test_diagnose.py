@@ -76,6 +76,7 @@ def diagnosed(trained, counters):
 def test_injected_faults_are_named(diagnosed):
     for fault in ("wrong-hidden", "no-prefill"):
         found = diagnosed[fault]
+        assert "nothing-kept" not in {cause.name for cause in found.causes}  # drafts were accepted
         assert found.named == (fault,)
         assert not found.is_fine
         assert found.summary.startswith(fault)
@@ -340,6 +341,29 @@ def test_the_summary_has_the_figures_of_the_case_that_decides():
     assert "AL 1.11 where this head should give 2.05 at temperature 1, below" in unknown
     fine = Diagnosis("x", None, (greedy, replace(greedy, observation=sampled.observation))).summary
     assert fine.endswith("AL 2.05 where this head should give 2.05 at temperature 0")
+
+
+def test_the_headline_has_the_odds_against_the_next_cause():
+    """What an engine that was not driven is assumed to do is in it, too."""
+    seen = case((100, 10), expects(FINE, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1))
+    assert "times likelier than the next cause, no-prefill, and " in Diagnosis("x", None, (seen,)).summary
+    seen = replace(seen, observation=replace(seen.observation, prompt_indices=None))
+    found = Diagnosis("x", None, (seen,))
+    assert found.named == ("head-unset",)
+    assert found.summary.endswith("if the engine is greedy")
+    assert ["sha256sum" in found.checks[0], "loader" in found.checks[1], "--drive" in found.checks[-1]] == [True] * 3
+    prior = replace(found, priors={"head-unset": 1e-90})
+    assert prior.causes[0].name != "head-unset"
+    assert Diagnosis("x", None, (case((700, 350), GOOD),)).checks == []
+
+
+def test_causes_that_the_counts_tell_apart_are_not_listed_as_like():
+    """Expected to be too few rounds to tell two causes apart, which these counts nevertheless do."""
+    found = Diagnosis("x", None, (case((100, 10), expects(FINE, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1)),))
+    for name in found.indistinguishable:
+        assert not found.cause(name).is_separated(found.causes[0])
+    for name in found.undetectable:
+        assert not found.cause(name).is_separated(found.cause(FINE))
 
 
 def test_named_causes_are_not_listed_as_indistinguishable():

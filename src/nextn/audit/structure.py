@@ -13,10 +13,12 @@ from functools import cached_property
 from nextn.audit.findings import Finding, convert, restore, verb
 from nextn.audit.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
-from nextn.checkpoint.expert_forms import expert_path
+from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
+from nextn.edit.convert import find_head
+from nextn.errors import CheckpointError
 from nextn.families import ExpertForm, Family, declared_fields, rows, withheld
 from nextn.text_format import counted, joined, some
 
@@ -261,8 +263,17 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             f"{counted(len(names), 'kind')} of tensor, such as {some(names)}, in the layout of {family_names}; "
             f"{_looks(inventory)}.",
             f"Names such as {some(_own_names(inventory))}.",
-            convert(inventory, f"--to {inventory.family.name}"),
+            _renamed_or_restored(inventory),
         )  # fmt: skip
+
+
+def _renamed_or_restored(inventory: Inventory) -> str:
+    """Return the fix for a head under names of another layout, which can be converted only if it is complete."""
+    try:
+        find_head(inventory, inventory.family)
+    except CheckpointError:
+        return f"Run `{restore(inventory, force=True)}`, which removes these tensors: they are no complete head."
+    return convert(inventory, f"--to {inventory.family.name}")
 
 
 def _undeclared(head: HeadStructure) -> Iterator[Finding]:
@@ -341,15 +352,28 @@ def _experts_twice(head: HeadStructure) -> Iterator[Finding]:
                 by_form.setdefault(found.form, name)
         if len(by_form) > 1:
             ways = joined(f"{form} ({name})" for form, name in by_form.items())
-            fixes = " or ".join(f"`{convert(inventory, f'{option} {form}')}`" for form in by_form)
+            whole = _whole_forms(inventory) if option == "--experts" else []
+            fixes = " or ".join(f"`{convert(inventory, f'{option} {form}')}`" for form in whole)
+            keep = (
+                f"Keep one: {fixes} names the tensors that it leaves out." if whole else restore(inventory, force=True)
+            )
             yield Finding(
                 "experts-twice", "error", next(iter(by_form.values())),
                 f"The experts of {what} are stored {ways}: which of them an engine uses depends on its load order, and "
                 "nextn loads neither.",
-                "One of them.", f"Keep one: {fixes} names the tensors that it leaves out."
-                if option == "--experts" else "Download or convert the trunk again.",
+                "One of them.", keep if option == "--experts" else "Download or convert the trunk again.",
             )  # fmt: skip
             return
+
+
+def _whole_forms(inventory: Inventory) -> list[ExpertForm]:
+    """Return the forms in which all of the head's experts are stored."""
+    parts: dict[ExpertForm, set[str]] = defaultdict(set)
+    for canonical in inventory.stored:
+        if (found := expert_path(canonical)) is not None:
+            parts[found.form] |= {path for path, _ in split_view(canonical, inventory.info(canonical))}
+    every = set().union(*parts.values())
+    return [form for form, own in parts.items() if own == every]
 
 
 def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
@@ -375,7 +399,7 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
             f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
             f"{_looks(inventory)}.",
             f"Names such as {some(_own_names(inventory))}.",
-            f"Rename them, or run `{restore(inventory, force=_is_complete(head))}`.",
+            f"Rename them, or run `{restore(inventory, force=True)}`, which removes them.",
         )  # fmt: skip
 
 

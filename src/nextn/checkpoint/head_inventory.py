@@ -94,12 +94,12 @@ class Inventory:
         """The model that the checkpoint was made from, see `base_model.base_model`."""
         return base_model(self.checkpoint)
 
-    def restore_command(self, *, force: bool = False) -> str:
+    def restore_command(self, *, force: bool = False, base: str | None = None) -> str:
         """Return the command that restores the head from the base model, or from BASE if that is unknown.
 
-        force: It replaces a complete head.
+        force: It replaces a complete head. base: Another model to restore it from.
         """
-        origin = "BASE" if self.base_model is None else shlex.quote(self.base_model)
+        origin = base or ("BASE" if self.base_model is None else shlex.quote(self.base_model))
         return f"nextn restore {shlex.quote(self.checkpoint.path)} --from {origin}{' --force' if force else ''}"
 
     def refuse_draft_model(self, *, adding: bool = False) -> None:

@@ -25,7 +25,7 @@ from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
-    from nextn.edit.convert import Form, Shift
+    from nextn.edit.convert import Form
     from nextn.edit.plan import EditPlan, Progress
     from nextn.families import ExpertForm
 
@@ -94,7 +94,11 @@ def convert(
     ] = None,
     trunk_experts: Annotated[str | None, typer.Option(help="The same of the trunk's experts.")] = None,
     norm_weights: Annotated[
-        str | None, typer.Option(help="add-1 or subtract-1: shift the head's RMSNorm weights.")
+        str | None,
+        typer.Option(
+            help="add-1, subtract-1, add-2 or subtract-2: shift the head's RMSNorm weights. After a colon: the names "
+            "of those to shift, joined by commas."
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -147,7 +151,7 @@ def convert(
 
     checkpoint = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
     edit = partial(
-        convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=_shift(norm_weights),
+        convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=norm_weights,
         experts=_expert_form("--experts", experts), trunk_experts=_expert_form("--trunk-experts", trunk_experts),
     )  # fmt: skip
     _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
@@ -343,12 +347,6 @@ def _refuse_options(**given: object) -> None:
 def _refuse_beside_reindex(**given: object) -> None:
     if others := [name for name, value in given.items() if value is not None]:
         raise ConfigError(f"--reindex changes the index alone; run it first, then convert with {', '.join(others)}")
-
-
-def _shift(name: str | None) -> "Shift | None":
-    if name not in (None, "add-1", "subtract-1"):
-        raise typer.BadParameter(f"--norm-weights {name}; expected add-1 or subtract-1")
-    return name  # type: ignore[return-value]  # checked above
 
 
 def _expert_form(option: str, name: str | None) -> "ExpertForm | None":

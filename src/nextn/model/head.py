@@ -186,6 +186,12 @@ class Head(nn.Module):
     def trunk(self) -> Trunk:
         return self._trunk[0]
 
+    def new_norm(self) -> nn.Module:
+        """Build a norm of the head's class, as for a token embedding, that has no effect beyond normalizing."""
+        norm = self._source[0].norm()
+        next(norm.parameters()).data.fill_(float(self.family.norm_weight == "w"))
+        return norm
+
     @property
     def num_modules(self) -> int:
         return len(self.stack)
