@@ -289,7 +289,10 @@ _GLM_MOE_DSA = replace(
         "transformers": _ignores("glm_moe_dsa/modeling_glm_moe_dsa.py"),
     },
     # "GLM-5.2 keeps the recurrent MTP projection in BF16 for both BF16 and FP8 checkpoints."
-    sources=("https://github.com/InternLM/lmdeploy/pull/4945", "https://github.com/Blaizzy/mlx-vlm/pull/2079"),
+    sources=(
+        "https://github.com/InternLM/lmdeploy/pull/4945", "https://github.com/Blaizzy/mlx-vlm/pull/2079",
+        _SM + "glm4_moe.py",
+    ),
     unverified=(),
 )
 _GLM5_NEXT = replace(
@@ -864,7 +867,7 @@ _DOTS3_NOTE = Family(
         "llamacpp": _kept("dots3note.cpp"),
         "transformers": _ignores("dots3_note/modeling_dots3_note.py"),
     },
-    sources=(_LC + "dots3.py", _VLLM + "models/dots3_note/nvidia/model.py"),
+    sources=(_LC + "dots3.py", _VLLM + "models/dots3_note/nvidia/model.py", _SM + "dots3_nextn.py"),
     remarks=("the published config has no count: llama.cpp looks for model.mtp.embed_tokens.weight",),
 )
 _GIGACHAT = replace(
