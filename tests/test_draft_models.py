@@ -197,10 +197,10 @@ def test_a_file_with_both(tmp_path):
     assert (inventory.declared, inventory.modules) == (1, (0,))
     assert len(inventory.draft_model.names) > len(ONLY_DSPARK)
     assert {each.rule for each in audit(inventory.checkpoint).findings if each.severity != "note"} == set()
-    kept = {name: inventory.checkpoint.read_bytes(name) for name in inventory.draft_model.names}
+    stays = {name: inventory.checkpoint.read_bytes(name) for name in inventory.draft_model.names}
     convert(folder, tmp_path / "out", experts="fused")
     after = Checkpoint.open(tmp_path / "out")
-    assert {name: after.read_bytes(name) for name in kept} == kept
+    assert {name: after.read_bytes(name) for name in stays} == stays
     assert Inventory.of(after).family.experts == "fused"
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from nextn.audit import engines, files, precision, separate, shapes, structure, unchecked, values
+from nextn.audit import engines, files, precision, pruned, separate, shapes, structure, unchecked, values
 from nextn.audit.findings import SEVERITIES, Finding, Severity
 from nextn.audit.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from nextn.families import Family, by_config, generic, rows
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (structure, files, shapes, engines, precision, separate, values)
+_MODULES = (structure, pruned, files, shapes, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 HEAD_REQUIRED = "head-required"
@@ -89,7 +89,12 @@ def audit(
     # What such names stand for is audited under the names that it should have: one cause, one finding.
     inventory = Inventory.of(with_plain_names(checkpoint) if named else checkpoint, family=family)
     whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
+    apart = pruned.pruned_apart(inventory)
+    alike = pruned.comparable(inventory, apart)
     bound: dict[Rule, Rule] = {
+        pruned.experts_pruned: partial(pruned.experts_pruned, apart=apart),
+        structure.structure: lambda _: structure.structure(alike),
+        shapes.shape: lambda _: shapes.shape(alike),
         values.values: partial(values.values, whole=whole),
         separate.separate: partial(separate.separate, trunk=trunk),
     }

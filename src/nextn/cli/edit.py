@@ -93,6 +93,13 @@ def convert(
         str | None, typer.Option(help="split, fused or stacked: the form in which the head's experts are stored.")
     ] = None,
     trunk_experts: Annotated[str | None, typer.Option(help="The same of the trunk's experts.")] = None,
+    keep_experts: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of the head's experts to keep, joined by commas, or a .json file with a list: for a trunk "
+            "whose experts were pruned."
+        ),
+    ] = None,
     norm_weights: Annotated[
         str | None,
         typer.Option(
@@ -125,7 +132,7 @@ def convert(
     form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
     if reindex:
         _refuse_beside_reindex(to=to, now=now, form=form, norm_weights=norm_weights, dtype=dtype, tokenizer=tokenizer,
-                               experts=experts, trunk_experts=trunk_experts)  # fmt: skip
+                               experts=experts, trunk_experts=trunk_experts, keep_experts=keep_experts)  # fmt: skip
         from nextn.edit.reindex import reindex as write_index
 
         opened = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
@@ -139,8 +146,9 @@ def convert(
         from nextn.edit.gguf_import import convert_gguf
 
         _refuse_options(
-            to=to, now=now, form=form, norm_weights=norm_weights, experts=experts, trunk_experts=trunk_experts
-        )
+            to=to, now=now, form=form, norm_weights=norm_weights, experts=experts, trunk_experts=trunk_experts,
+            keep_experts=keep_experts,
+        )  # fmt: skip
         with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
             plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
         _report(plan, dry_run=dry_run, as_json=as_json)
@@ -148,11 +156,13 @@ def convert(
     if dtype is not None or tokenizer is not None:
         raise ConfigError(f"{source}: --dtype and --tokenizer are for .gguf files; convert keeps both as they are")
     from nextn.edit.convert import convert as convert_head
+    from nextn.edit.prune import read_expert_list
 
     checkpoint = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
     edit = partial(
         convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=norm_weights,
         experts=_expert_form("--experts", experts), trunk_experts=_expert_form("--trunk-experts", trunk_experts),
+        keep_experts=None if keep_experts is None else read_expert_list(keep_experts),
     )  # fmt: skip
     _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
 
@@ -340,7 +350,8 @@ def _refuse_options(**given: object) -> None:
     if any(value is not None for value in given.values()):
         raise ConfigError(
             "a .gguf file is converted to the model's own names, in indexed files: convert it first, then the folder "
-            "with --to, --from, --single-file, --side-file, --shards, --norm-weights, --experts or --trunk-experts"
+            "with --to, --from, --single-file, --side-file, --shards, --norm-weights, --experts, --trunk-experts or "
+            "--keep-experts"
         )
 
 

@@ -5,7 +5,7 @@ Bytes, dtypes and scales stay as they are, unless norm weights are to be shifted
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from nextn.edit.plan import (
     visible,
     with_config,
 )
+from nextn.edit.prune import prune, with_num_experts
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import ExpertForm, Family, by_name, rows
@@ -57,6 +58,7 @@ def convert(
     norm_weight: str | None = None,
     experts: ExpertForm | None = None,
     trunk_experts: ExpertForm | None = None,
+    keep_experts: Sequence[int] | None = None,
     follow_links: bool = False,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
@@ -77,6 +79,8 @@ def convert(
         experts: The form of the head's experts: split, fused or stacked. By default as they are, or as the family `to`
             stores them. Experts that are stored in several forms need it: those in the others are left out.
         trunk_experts: The same of the trunk's.
+        keep_experts: Numbers of the head's experts to keep, in the new order, with the router's rows: as many as the
+            layers of a pruned trunk have.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
@@ -97,16 +101,28 @@ def convert(
     _refuse_different(head.family, layout, norm_weight, len(head.modules))
     head, left = _one_form(head, experts)
     target = experts or (head.family.experts if layout.name == head.family.name else layout.experts)
-    fresh, notes = _renamed(inventory, head, replace(layout, experts=target))
+    whole, routers = head, dict[str, Piece]()
+    named = inventory
+    if keep_experts is not None:
+        named, head, routers = prune(inventory, head, keep_experts)
+    fresh, notes = _renamed(named, head, replace(layout, experts=target))
+    wrapper = inventory.wrapper if inventory.wrapper in layout.wrappers else ""
+    fresh |= {layout.published(each, inventory.num_layers, wrapper=wrapper): piece for each, piece in routers.items()}
     trunk, replaced = ({}, set[str]()) if trunk_experts is None else trunk_in_form(inventory, trunk_experts)
     if norm_weight is not None:
         fresh, note = shifted(fresh, head, NormWeightShift.parse(norm_weight))
         notes.append(note)
-    elif not left and form is None and not trunk and all(name == piece.name for name, piece in fresh.items()):
+    elif (
+        not left
+        and form is None
+        and not trunk
+        and not routers
+        and all(name == piece.name for name, piece in fresh.items())
+    ):
         raise ConfigError(f"{checkpoint.path}: its head already has the names of {layout.name}; nothing to convert")
     notes += [f"left out: {name}, stored in another form than {experts}" for name in left]
     plan = replace(
-        _plan(inventory, head, layout, fresh, form, trunk, {*left, *replaced}),
+        _plan(inventory, whole, layout, fresh, form, trunk, {*left, *replaced}, num_experts=len(keep_experts or ())),
         notes=(*repairs, *notes),
         follow_links=follow_links,
     )
@@ -229,6 +245,8 @@ def _plan(
     form: Form | None,
     trunk: Mapping[str, Piece],
     replaced: Collection[str],
+    *,
+    num_experts: int = 0,
 ) -> EditPlan:
     gone = {*head.spellings(head.own), *head.copies.values(), *replaced}
     checkpoint = visible(inventory.checkpoint, {inventory.checkpoint.tensors[name].file for name in gone})
@@ -243,7 +261,7 @@ def _plan(
         )
     elif form == "side-file":
         files = _side_file(files, fresh)
-    documents = _configs(replace(inventory, checkpoint=checkpoint), head, layout, fresh)
+    documents = _configs(replace(inventory, checkpoint=checkpoint), head, layout, fresh, num_experts=num_experts)
     documents |= index_document(files, checkpoint)
     note = changes(checkpoint, documents)
     return EditPlan(checkpoint, Path(), layout.name, files, documents, changes=note)
@@ -257,7 +275,7 @@ def _side_file(files: Files, fresh: Mapping[str, Piece]) -> Files:
 
 
 def _configs(
-    inventory: Inventory, head: Inventory, layout: Family, fresh: Mapping[str, Piece]
+    inventory: Inventory, head: Inventory, layout: Family, fresh: Mapping[str, Piece], *, num_experts: int = 0
 ) -> dict[str, Mapping[str, object]]:
     """Edit config.json; where names change, list the head's unquantized modules in the quantization config."""
     renamed = any(name != piece.name for name, piece in fresh.items())
@@ -268,6 +286,8 @@ def _configs(
         config = layout.with_count({**config, "model_type": layout.model_types[0]}, count)
     elif inventory.family.num_modules(config) != count:
         config = inventory.family.with_count(config, count)
+    if num_experts:
+        config = with_num_experts(config, inventory, num_experts)
     return {**edited, **with_config(inventory.checkpoint, config)}
 
 
