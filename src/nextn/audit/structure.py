@@ -107,9 +107,15 @@ def structure(inventory: Inventory) -> Iterator[Finding]:
 
 def names_foreign(inventory: Inventory) -> Iterator[Finding]:
     """Report names that programs have while they run, by what wrote them."""
-    stored = inventory.checkpoint.tensors.keys()
-    published = [name for name in stored if name.rpartition(".")[2] in inventory.family.runtime_names]
-    for kind, names in foreign(sorted(stored - set(published))):
+    # The head's names without what the family publishes around them, which may be a running program's elsewhere.
+    known = {name: canonical for canonical in inventory.stored for name in inventory.spellings([canonical])}
+    checked = {
+        known.get(name, name): name
+        for name in sorted(inventory.checkpoint.tensors)
+        if name.rpartition(".")[2] not in inventory.family.runtime_names
+    }
+    for kind, keys in foreign(checked):
+        names = [checked[key] for key in keys]
         yield Finding(
             "names-foreign", "error", names[0],
             f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: no loader of "

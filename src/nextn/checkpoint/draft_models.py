@@ -47,7 +47,7 @@ class DraftModel:
 
 DSPARK = DraftModel(
     "DSpark", "a DSpark draft model, which drafts blocks and corrects them by a Markov head",
-    r"DSpark\w*DraftModel|DSparkModel|DSparkSpeculator|DSparkDraftModel",
+    r"DSpark",
     {"vLLM": "method dspark", "SGLang": "--speculative-algorithm DSPARK",
      "llama.cpp": "--spec-type draft-dspark, from a GGUF of the draft model"},
     names=(r"(?:model\.)?markov_head\.",),
@@ -66,7 +66,8 @@ DRAFT_MODELS: tuple[DraftModel, ...] = (
     ),
     DSPARK,
     DraftModel(
-        "DFlash", "a DFlash draft model, which drafts blocks by diffusion", r"DFlash|MuseGlimmerAssistantModel",
+        "DFlash", "a DFlash draft model, which drafts blocks by diffusion",
+        r"DFlash|MuseGlimmerAssistantModel|LiLiCorrDraftModel",
         {"vLLM": "method dflash", "SGLang": "--speculative-algorithm DFLASH", "llama.cpp": "--spec-type draft-dflash"},
         fields=("dflash_config",), names=(r"fc\.weight", r"hidden_norm\.weight"), gguf=("dflash",),
     ),
