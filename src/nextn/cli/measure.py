@@ -176,7 +176,7 @@ def _show_reference(report: "ReferenceReport") -> None:
             lengths = [f"{figures.length.value:.2f}" for figures in by_depth]
             largest = by_depth[-1]
             table.add_row(plain(label), str(largest.num_texts), *(rate.as_text() for rate in largest.rates), *lengths)
-            for domain in report.domains[1:] if not index else ():
+            for domain in report.domains_at(temperature) if not index else ():
                 figures = report.figures(temperature, domain=domain)
                 lengths = [*[""] * (len(depths) - 1), f"{figures.length.value:.2f}"]
                 cells = (str(figures.num_texts), *(rate.as_text() for rate in figures.rates), *lengths)
