@@ -158,7 +158,7 @@ def convert(
 
 
 def extract(
-    model: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id.")],
+    model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write, with a small config.json next to it.")],
     copies: Annotated[bool, typer.Option("--copies", help="Also copies of embed_tokens and lm_head.")] = False,
     revision: Revision = None,
