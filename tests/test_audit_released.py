@@ -1,7 +1,7 @@
 """Quantization configs of released models with heads are no fault, and heads that contradict them are.
 
 released_quantization.json has, for each model, the section of its config.json or hf_quant_config.json as published,
-with the entries of two trunk layers (0 and 3, here 0 and 1) and of the head's layer (`head_layer`, here 2) only. Source:
+with the entries of two trunk layers (0 and 3, here 0 and 1) and of the head (`head_layer`, here layer 2) only. Source:
 the configs that github.com/ai-dynamo/aiconfigurator keeps beside its support matrix, read 2026-11-27.
 """
 

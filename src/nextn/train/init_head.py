@@ -41,11 +41,11 @@ def init_head(
     """Build a head for a trunk, initialized from the trunk's parameters.
 
     Each part of an MTP layer is copied from the last trunk layer with the same structure. The projection is fitted to
-    the input that this layer had in the trunk, divided by its RMS, see `nextn.train.projection_fit`; where a head has
-    several streams, it adds the normalized embedding and state. The projections that write into the residual stream are
-    divided by that RMS, too: the layer then computes the same function, with weights of a size that learning rates are
-    made for. The final norm is the trunk's, and so are the embedding and lm_head if the family's modules have their
-    own.
+    the input that this layer had in the trunk, see `nextn.train.projection_fit`; where a head has several streams, it
+    adds the normalized embedding and state. This input, and the projections that write into the residual stream, are
+    divided by the root of its RMS: the layer then computes the same function, with weights of a size that learning
+    rates are made for. The final norm is the trunk's, and so are the embedding and lm_head if the family's modules have
+    their own.
 
     Args:
         family: The head's family.
@@ -80,7 +80,7 @@ def init_head(
     stream_rms, inputs, states = measure_layers(trunk, tokens, {*originals}, folder, on_layer)
     with torch.no_grad(), deferred or nullcontext():
         for number, (module, parts, original) in enumerate(zip(modules, sources, originals, strict=True)):
-            scale = _scale_block(module, parts, stream_rms)
+            scale = _scale_block(module, parts, stream_rms, original)
             _init_input_projection(module, family, scale)
             if can_fit(module, states, inputs[original]):
                 fit_projection(head, number, tokens, states, inputs[original], scale)
@@ -164,14 +164,16 @@ def _has_no_input_norm(layer: nn.Module) -> bool:
     return hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm")
 
 
-def _scale_block(module: MTPLayer, sources: Sequence[Mapping[str, int]], stream_rms: Sequence[float]) -> float:
-    """Divide what the block's layers add to the residual stream by its RMS; return their input's RMS then."""
-    scale = 1.0
+def _scale_block(
+    module: MTPLayer, sources: Sequence[Mapping[str, int]], stream_rms: Sequence[float], original: int
+) -> float:
+    """Let the block's stream be smaller than its original's, and return the RMS that its input then has."""
+    rms = stream_rms[original]
+    if any(map(_has_no_input_norm, module.layers)):
+        return rms
+    scale = rms**0.5  # on two trunks, heads learn sooner than with 1 or with the RMS itself
     for layer, parts in zip(module.layers, sources, strict=True):
-        if _has_no_input_norm(layer):
-            scale = stream_rms[max(parts.values())]
-        else:
-            _scale_outputs(layer, {part: 1 / stream_rms[index] for part, index in parts.items()})
+        _scale_outputs(layer, {part: scale / stream_rms[index] for part, index in parts.items()})
     return scale
 
 
