@@ -17,7 +17,7 @@ from nextn.families import WITHHELD, by_config, rows, search
 def run(*words):
     result = CliRunner().invoke(app, ["families", *words])
     assert result.exception is None, result.exception
-    return result.output
+    return " ".join(result.output.split())
 
 
 NAMES = [
