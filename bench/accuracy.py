@@ -2,7 +2,7 @@
 
 `python bench/accuracy.py [--model FOLDER] [--widths stored,int8,int4] [--others FOLDER ...] [--out FILE]`
 
-Without --model it is SmolLM2-135M-Instruct (bench/real_model.py). The texts are those of `evaluate/accuracy_texts.py`.
+Without --model it is SmolLM2-135M-Instruct (`edit/published_model.py`). The texts: `evaluate/accuracy_texts.py`.
 """
 
 import argparse
@@ -10,11 +10,11 @@ import json
 import time
 from pathlib import Path
 
-import real_model
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from nextn.edit.published_model import smollm2
 from nextn.evaluate.accuracy import Accuracy, Reference, logits_of
 from nextn.evaluate.accuracy_texts import compared_texts
 from nextn.model.model import Model
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    source = args.model or str(real_model.smollm2())
+    source = args.model or str(smollm2())
     model = Model.load(source, dtype=torch.float32, skip_head=True, need_head=False, stream=True)
     texts = compared_texts(model.tokenizer, args.texts, num_tokens=args.tokens)
     reference, rows = Reference.of(model.trunk, texts.tokens), {}

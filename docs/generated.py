@@ -7,7 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-REPOSITORY = "https://github.com/nextn-mtp/nextn/blob/main"
 
 
 def write(pages: Mapping[Path, str]) -> None:

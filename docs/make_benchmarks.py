@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from generated import DOCS, REPOSITORY, ROOT, replace_part, table, write
+from generated import DOCS, ROOT, replace_part, table, write
 
 PAGE = DOCS / "benchmarks" / "index.md"
 PICTURE = DOCS / "images" / "rounds.svg"
@@ -59,7 +59,7 @@ def record(name: str) -> dict[str, Any]:
 
 
 def link(name: str) -> str:
-    return f"[{name}]({REPOSITORY}/bench/results/{name}.json)"
+    return f"`{name}`"
 
 
 def figures(run: Run, k: int) -> dict[str, Any]:

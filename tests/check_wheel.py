@@ -26,9 +26,10 @@ def main(checkpoint: str) -> None:
     assert run("--version").strip() == f"nextn {nextn.__version__}"
     assert json.loads(run("env", "--json"))["packages"]["torch"]
     assert json.loads(run("audit", checkpoint, "--json"))
+    assert run("docs", "first-hour").startswith("# ")
     demo = json.loads(run("demo", "--minutes", "0", "--json", CXX="no-compiler"))
     assert all(decoded["identical_output"] for decoded in demo["shipped"].values())
-    print(f"{package}: {len(wanted)} files, nextn --version, env, audit and demo work")
+    print(f"{package}: {len(wanted)} files, nextn --version, env, audit, docs and demo work")
 
 
 def run(*args: str, **environment: str) -> str:

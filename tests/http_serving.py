@@ -66,7 +66,7 @@ def serving(engine, model, **options):
         server.stop()
 
 
-def wait_for(is_true, seconds=10):
+def wait_for(is_true, seconds=60):  # generous: a busy machine is no fault
     ends = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < ends, "waited too long"

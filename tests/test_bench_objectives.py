@@ -6,7 +6,6 @@ from pathlib import Path
 
 import objectives
 import pytest
-from quick import others_slow
 
 from nextn.errors import ConfigError
 
@@ -29,7 +28,8 @@ def test_every_cell_has_a_name_of_its_own():
 CELLS = ["bare/kl/4-step/decode/answers", "stale/tv/4-step/own/data", "joint/"]
 
 
-@pytest.mark.parametrize("only", others_slow(CELLS, CELLS[1]))
+@pytest.mark.parametrize("only", CELLS)
+@pytest.mark.slow
 def test_a_cell_at_a_tiny_size(only, folder):
     out = folder / "objectives.json"
     objectives.measure(out, folder / "work", SIZE, only=only)

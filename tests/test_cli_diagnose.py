@@ -93,6 +93,7 @@ def test_driving_a_running_engine(serve, prompts, trained):
         case(Contract(prefill=False), 1, "no-prefill", quick=False),
     ],
 )
+@pytest.mark.slow
 def test_streamed_trunk(contract, temperature, named, serve, prompts, trained, tmp_path):
     """The reference is of the engine's own answers; it names what the loaded one names, but for faults of decoding."""
     options = ("--drive", "--json", "--states", tmp_path / "states", "--temperatures", temperature, "--rule", "ratio")

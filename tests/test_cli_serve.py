@@ -9,6 +9,7 @@ import pytest
 
 import nextn
 from nextn.errors import ConfigError
+from nextn.extras import install_command
 from nextn.serve.http_server import listen
 from nextn.serve.options import allowed_hosts, reference_rates
 
@@ -57,7 +58,7 @@ def test_a_missing_extra_is_named(here, monkeypatch):
     find = module.find_spec
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     code, _, err = here("serve", TINY)
-    assert (code, err) == (2, "error: the server needs uvicorn: pip install 'nextn[serve]'\n")
+    assert (code, err) == (2, f"error: the server needs uvicorn: {install_command('serve')}\n")
 
 
 def test_a_key_with_a_line_break_is_refused(here, monkeypatch):

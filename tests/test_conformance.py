@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from quick import families
 from test_docs import DOCS
 from tiny import FIXTURES, refrain
 
@@ -60,7 +59,8 @@ def built(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("family", families(SHAPES, ["glm4_moe"]))
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.slow
 def test_a_canary_is_what_the_family_publishes(family, built):
     """Experts one by one, no finding of `audit`, special tokens, and a vocabulary that fits."""
     model = Model.load(built(family))

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from nextn.evaluate.core_scaling import predict_step
 from nextn.runtime.native.abi import load
 from nextn.settings import available_cores
@@ -21,6 +23,7 @@ def test_another_number_of_threads_for_a_while():
     assert runtime.num_threads == before
 
 
+@pytest.mark.slow
 def test_advice_for_other_cores(here, tmp_path):
     """Measured where this machine has the cores, predicted from one core everywhere."""
     (tmp_path / "prompts.txt").write_text("def f(x):\n")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from quick import others_slow
 
 from nextn.cli import app
 from nextn.devices import resolve_device, training_dtype
@@ -90,10 +89,9 @@ def test_training_is_in_float32_where_bfloat16_is_not_known_to_pay():
     assert training_dtype("mps") == "float32"
 
 
-@pytest.mark.parametrize("tests", others_slow(["test_serving[glm]", "all"], "test_serving[glm]"))
-def test_a_second_device(tests):
-    """Serving, and everything, on a device that refuses tensors of the CPU; see second_device_checks.py."""
-    path = str(Path(__file__).with_name("second_device_checks.py"))
-    command = [sys.executable, "-m", "pytest", "-n", "0", path if tests == "all" else f"{path}::{tests}"]
+@pytest.mark.slow
+def test_a_second_device():
+    """Everything on a device that refuses tensors of the CPU; see second_device_checks.py."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", str(Path(__file__).with_name("second_device_checks.py"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -93,6 +93,7 @@ def test_each_keeps_its_part(pair, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
+@pytest.mark.slow
 def test_memory_of_a_process(pair, large):
     """A process holds its share, two layers, and what allocators and threads keep; not the trunk, of 24 layers."""
     model, layer, trunk = large
@@ -103,6 +104,7 @@ def test_memory_of_a_process(pair, large):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
+@pytest.mark.slow
 def test_memory_of_a_process_with_a_fresh_head(pair, large, tmp_path):
     """Nor while a new head is made of the trunk's layers."""
     model, layer, trunk = large
@@ -112,6 +114,7 @@ def test_memory_of_a_process_with_a_fresh_head(pair, large, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from /proc")
+@pytest.mark.slow
 def test_memory_of_a_process_that_trains_from_scratch(pair, tmp_path):
     """Its share and two layers, while trunk and head get their initial values."""
     config = new_model(tmp_path, "glm4_moe", **SIZES)

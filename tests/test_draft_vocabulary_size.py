@@ -67,6 +67,7 @@ def decoded(model, tokens):
     return Acceptance.of(Round((part,), 0.0, 0.0) for result in results for part in result.rounds)
 
 
+@pytest.mark.slow
 def test_rates_of_the_whole_vocabulary_are_those_of_decoding(model, tokens, monkeypatch):
     """Starts that are off by one; a vocabulary that is left on the head; rates over all positions alike."""
     with_costs(monkeypatch, 0.0)

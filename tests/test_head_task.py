@@ -259,6 +259,7 @@ def test_states_of_an_edited_trunk_are_refused(stream, corpus, tmp_path):
         cached()
 
 
+@pytest.mark.slow
 def test_a_streamed_trunk_trains_as_good_a_head(corpus, tmp_path):
     """From an untrained projection: the acceptance of the run in memory, without a cache, within its interval."""
     config, scores = replace(CONFIG, steps=60, lr=5e-3, eval_batches=10), []
@@ -446,6 +447,30 @@ def test_no_head(corpus):
     model.head = None
     with pytest.raises(ConfigError, match="--init-head makes one"):
         HeadTask(model, corpus, CONFIG, origin=Inventory.of(Checkpoint.open(FIXTURES / "glm")))
+
+
+def test_a_loss_over_a_part_of_the_vocabulary(corpus, tmp_path):
+    """It learns as the whole loss does, and the figures that a head is chosen by are over all tokens."""
+    whole, part = (of_fixture(corpus, replace(CONFIG, loss_vocab=size)) for size in (0, 32))
+    assert len(part.frequent) == 24
+    records = [[*Trainer(task, out=tmp_path / name).run()] for name, task in (("whole", whole), ("part", part))]
+    for first, second in zip(*map(losses, records), strict=True):
+        assert first != second
+        torch.testing.assert_close(second, first, rtol=0.1, atol=0.02)
+    assert records[0][0] == records[1][0]  # before the first step
+    with pytest.raises(ConfigError, match="loss_vocab = 32, objective = 'ce'; expected a number of tokens with an obj"):
+        replace(CONFIG, loss_vocab=32, objective="ce")
+
+
+def test_a_start_that_is_worse_than_guessing_is_noted(corpus, tmp_path):
+    task = of_fixture(corpus, CONFIG)
+    assert [*map(task.note, Trainer(task, out=tmp_path / "trained").run())] == [None] * (CONFIG.steps + 2)
+    damaged = of_fixture(corpus, CONFIG)
+    with torch.no_grad():
+        next(damaged.head.stack[0].final_norm.parameters()).mul_(-30)
+    first, *others = [note for note in map(damaged.note, Trainer(damaged, out=tmp_path / "run").run()) if note]
+    assert "above 3.87 of guessing" in first
+    assert not others
 
 
 def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,13 +54,12 @@ def commands():
 
 
 def test_help_refers_to_the_documentation_site():
-    """Each epilog has the address of a page that exists; no text names a file of the repository instead."""
+    """Each epilog has the name of a page that exists; no text names a file of the repository instead."""
     root = Path(__file__).parent.parent
-    urls = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]
-    assert docs_page("x") == f"{urls['Documentation']}/x.md"
     for name, command in commands().items():
-        page = command.epilog.removeprefix(f"Documentation: {urls['Documentation']}/")
-        assert (root / "docs" / page).exists(), name
+        page = re.fullmatch("Documentation: `nextn docs (.+)`", command.epilog)[1]
+        assert command.epilog == f"Documentation: {docs_page(page)}"
+        assert (root / "docs" / f"{page}.md").exists(), name
         texts = [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
         assert not any(re.search(r"(?<!main/)docs/", text) for text in texts), name
 
@@ -72,32 +70,9 @@ def test_options_mean_one_thing_everywhere():
     for name, command in commands().items():
         options = {option: each for each in command.params for option in each.opts}
         assert ("-k" in options) == ("--num-speculative-tokens" in options), name
-        assert not {"--drafts", "--gain", "--path"} & options.keys(), name
         given = hub & options.keys()
         assert given in (set(), hub), name
-        assert bool(given) == (name not in ("build", "check", "demo", "env", "push", "verify")), name
+        alone = ("build", "check", "demo", "docs", "env", "families", "push", "verify")
+        assert bool(given) == (name not in alone), name
         if "--chat" in options:
             assert "--no-chat" in options["--chat"].secondary_opts, name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "note"),
-    [
-        (["generate", "nowhere", "x", "--drafts", "2"], "--drafts is deprecated; use --num-speculative-tokens"),
-        (["bench", "nowhere", "--drafts=1,2"], "--drafts is deprecated; use --num-speculative-tokens"),
-        (["generate", "nowhere", "x", "--path", "fast"], "--path is deprecated; use --backend"),
-        (["generate", "nowhere", "x", "--path=plain"], "--path is deprecated; use --backend"),
-        (["convert", "nowhere", "out", "--gain", "add-1"], "--gain is deprecated; use --norm-weights"),
-    ],
-)
-def test_former_options_are_accepted_with_one_note(arguments, note, here):
-    code, _, said = here(*arguments)
-    assert code == 2
-    first, second = said.splitlines()
-    assert first == f"note: {note}"
-    assert second.startswith("error: nowhere: neither a")
-
-
-def test_former_options_are_not_looked_for_behind_the_options(here):
-    code, _, said = here("generate", "nowhere", "--", "--drafts")
-    assert (code, "deprecated" in said) == (2, False)

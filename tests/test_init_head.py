@@ -1,5 +1,7 @@
 """A new head made of the trunk's parts: what is copied, that it computes what the trunk's layer did, how it begins."""
 
+import math
+
 import pytest
 import torch
 from quick import families, loop
@@ -10,6 +12,7 @@ from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.train import init_head as module
 from nextn.train.init_head import init_head
+from nextn.train.layer_inputs import measure_layers
 
 TOKENS = torch.tensor([prompt(24, seed=row) for row in range(4)])
 
@@ -87,10 +90,10 @@ def test_parts_are_the_last_of_their_kind_divided_by_the_size_of_their_stream():
         model.trunk.decoder.layers[-1].mlp.down_proj.weight.mul_(3)
     head, _ = init_head(model.family, model.trunk, TOKENS)
     layer, last = head.stack[0].layers[0], model.trunk.decoder.layers[-1]
-    size = module._stream_rms(model.trunk, TOKENS)[0][-1]
+    size = measure_layers(model.trunk, TOKENS, ())[0][-1]
     assert torch.equal(layer.self_attn.q_proj.weight, last.self_attn.q_proj.weight)
-    torch.testing.assert_close(layer.self_attn.o_proj.weight * size, last.self_attn.o_proj.weight)
-    torch.testing.assert_close(layer.mlp.down_proj.weight * size, last.mlp.down_proj.weight)
+    torch.testing.assert_close(layer.self_attn.o_proj.weight * size**0.5, last.self_attn.o_proj.weight)
+    torch.testing.assert_close(layer.mlp.down_proj.weight * size**0.5, last.mlp.down_proj.weight)
     assert torch.equal(head.stack[0].final_norm.weight, model.trunk.final_norm.weight)
 
 
@@ -106,12 +109,34 @@ def test_a_layer_that_reads_its_stream_as_it_is_gets_one_of_its_size():
     """EXAONE 4.5 has no norm in front of attention and MLP: the projection makes the stream as large as it was."""
     model = build("exaone4_5", initializer_range=0.1)
     head, _ = init_head(model.family, model.trunk, TOKENS)
-    sizes, _ = module._stream_rms(model.trunk, TOKENS)
+    sizes, _, states = measure_layers(model.trunk, TOKENS, ())
+    block = head.stack[0]
     writers = [each.self_attn.o_proj.weight for each in model.trunk.decoder.layers]
-    (place,) = [
-        at for at, each in enumerate(writers) if torch.equal(head.stack[0].layers[0].self_attn.o_proj.weight, each)
-    ]
-    assert head.stack[0].projection.weight[:, :32].diagonal().mean().item() == pytest.approx(sizes[place], abs=0.02)
+    (place,) = [at for at, each in enumerate(writers) if torch.equal(block.layers[0].self_attn.o_proj.weight, each)]
+    inputs = block._project_inputs(model.trunk.embed(TOKENS)[:, 1:], states[:, :-1])
+    assert inputs.square().mean().sqrt().item() == pytest.approx(sizes[place], rel=0.3)
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen", "step"])
+def test_the_block_gets_what_its_original_had_one_position_later(name):
+    """On text that the projection was not fitted to, and so the loss begins below that of guessing."""
+    model = Model.load(FIXTURES / name, dtype=torch.float32)
+    trunk, fitted, held_out = model.trunk, refrain(32, 48, seed=1), refrain(8, 48, seed=2)
+    head, _ = init_head(model.family, trunk, fitted)
+    block, last = head.stack[0], len(trunk.decoder.layers) - 1
+    with torch.no_grad():
+        sizes, inputs, states = measure_layers(trunk, held_out, {last})
+        want = inputs[last][:, 2:] / inputs[last][:, 2:].square().mean(-1, keepdim=True).sqrt() * sizes[last] ** 0.5
+        parts = trunk.embed(held_out)[:, 2:], states[:, 1:-1]
+        got = block._project_inputs(*parts)
+        mean = (head.new_norm()(parts[0]) + head.new_norm()(parts[1])) * (sizes[last] / 2) ** 0.5
+        loss = cross_entropy(head.teacher_forced_hidden(held_out, states, 1)[0], trunk, held_out)
+    assert (got - want).square().mean() < min(0.8 * want.square().mean(), 0.7 * (mean - want).square().mean())
+    assert name == "step" or loss < math.log(trunk.vocab_size)  # its layers must look back, which no projection does
+
+
+def cross_entropy(hidden, trunk, tokens):
+    return torch.nn.functional.cross_entropy(trunk.logits(hidden[:, :-1]).flatten(0, 1), tokens[:, 2:].flatten())
 
 
 def test_it_learns_sooner_than_from_chance():

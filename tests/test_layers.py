@@ -16,7 +16,7 @@ import nextn
 PACKAGE = Path(nextn.__file__).parent
 # From the bottom to the top: a module or folder imports only what stands in an earlier row.
 LAYERS = [
-    ["errors", "text_format", "redaction"],
+    ["errors", "text_format", "redaction", "extras"],
     ["settings", "devices", "bounded_http", "bounded_json"],
     ["families", "stats", "data", "losses"],
     ["checkpoint", "engines", "speculative"],

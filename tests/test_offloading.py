@@ -83,6 +83,7 @@ def test_streamed_advice_is_the_loaded_one(folder, answers, here):
     assert one["speedup"] == pytest.approx((1 + rate) / ((steps[1] + draft) / steps[0]))
 
 
+@pytest.mark.slow
 def test_interrupted_advice_resumes(folder, answers, here, monkeypatch, tmp_path):
     """The routing of layers that an earlier process ran is kept with their states; `measure` has another folder."""
     real = given_texts.whole_text_outputs

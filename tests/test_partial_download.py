@@ -179,6 +179,7 @@ TRAIN = ("--freeze-trunk", "--stream", "--head-only", "--allow-worse", "--set", 
          "--set", "length=32", "--set", "depths=2", "--set", "eval_batches=1", "--set", "dtype=float32")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_train_the_head_of_a_hub_id(tmp_path, here, monkeypatch):
     """The head is that of the folder; each tensor comes once, and is kept for a run that takes its head from a file."""
     model = build("glm4_moe", **SIZES | {"vocab_size": 264, "num_hidden_layers": 3})

@@ -114,7 +114,6 @@ def test_citation():
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert citation["version"] == nextn.__version__
     assert citation["license"] == PROJECT["license"]
-    assert citation["repository-code"] == PROJECT["urls"]["Homepage"]
 
 
 def test_dependencies_are_pinned():

@@ -127,6 +127,7 @@ def test_a_draft_in_mimos_layout_stands_beside_the_trunk(name, made):
         torch.testing.assert_close(*frequencies)
 
 
+@pytest.mark.slow
 def test_acceptance_rises_on_a_trained_trunk(tmp_path, text):
     """From a start that copies the trunk's layer to a head that drafts what the trunk says."""
     torch.manual_seed(0)

@@ -174,6 +174,7 @@ def measure(here, folder, *options):
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_measuring_on_the_texts_of_an_engine(folder, server, here):
     """Streamed and loaded, greedy and sampled; and it serves this model, by its log-probabilities."""
     options = ("--engine", server.url, "--no-chat")
@@ -204,6 +205,7 @@ def test_engine_that_serves_another_model(folder, server, here, tmp_path, model)
     assert any("the text is not the model's own" in warning for warning in record["warnings"])
 
 
+@pytest.mark.slow
 def test_engine_with_new_weights_behind_the_same_name(folder, here, tmp_path):
     """Stored answers are used again until the engine's log-probabilities change; then it is asked again."""
     served = Model.load(folder / "model")

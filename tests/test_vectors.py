@@ -202,6 +202,7 @@ def take(size):
     return torch.zeros(size, dtype=torch.bool)
 
 
+@pytest.mark.slow
 def test_products_of_few_bits(products):
     """Of eight and four bits, with the largest codes, of which AVX2 adds two in 16 bits."""
     (multiply, fuses), draws = products, torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ import nextn
 
 PACKAGE = Path(nextn.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# Words that this code used for things that have a name in the field; CHANGELOG.md lists old and new names.
+# Words that this code used for things that have a name in the field.
 _PRIVATE = """
 column eat eaten eats fed feeds filling foresee foreseen foretell foretold gain gains graft handed hang hangs imprint
 judge judged judges kept law laws lend lends looping loops mend mends pick picks planted promised readout recycled

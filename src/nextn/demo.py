@@ -30,7 +30,7 @@ from nextn.settings import Sampling, Settings
 from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance, expected_length
 from nextn.train.joint_run import prepare_joint_run
-from nextn.train.metrics import EvalRecord, Record, StepRecord
+from nextn.train.metrics import EvalRecord, Record
 
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
 _AGREEMENT = 0.6  # of the accepted drafts that teacher forcing predicts; half of them are lost by the common faults
@@ -314,29 +314,6 @@ def decode_shipped(
     write_json(folder / "report.json", {name: result.as_record() for name, result in results.items()})
 
 
-class ThreadChoice:
-    """Chooses between all torch threads and one, by the speed of steps.
-
-    Beside other work, a step with several threads waits for the one that is not scheduled, and may take ten times as
-    long as with one.
-    """
-
-    def __init__(self) -> None:
-        self._all, self._speeds = torch.get_num_threads(), list[float]()
-        torch.set_num_threads(1)
-
-    def update(self, speed: float) -> None:
-        """Take the speed of a step. The first one warms up, the second has one thread, the others have all.
-
-        As soon as one of these is slower than the second, all others have one thread.
-        """
-        self._speeds.append(speed)
-        if len(self._speeds) == 2:
-            torch.set_num_threads(self._all)
-        elif len(self._speeds) > 2 and speed < self._speeds[1]:
-            torch.set_num_threads(1)
-
-
 def train_demo(
     folder: Path,
     *,
@@ -353,14 +330,9 @@ def train_demo(
     evaluations: list[EvalRecord] = []
     for trainer in run.stages(folder / "model"):
         trainer.resume()
-        with _torch_threads(torch.get_num_threads()):
-            choice = ThreadChoice()
-            for record in trainer.run(should_stop):
-                on_record(record)
-                if isinstance(record, StepRecord):
-                    choice.update(record.tokens_per_s)
-                else:
-                    evaluations += [record] if isinstance(record, EvalRecord) else []
+        for record in trainer.run(should_stop):
+            on_record(record)
+            evaluations += [record] if isinstance(record, EvalRecord) else []
         if not trainer.is_over:
             return None
     return TrainedModel(folder, evaluations[-1], run.held_out, time.perf_counter() - started)

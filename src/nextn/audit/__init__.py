@@ -42,6 +42,7 @@ class AuditReport:
     values_read: Literal["all", "samples", "none"] = "none"
     bytes_read: int = 0  # of the values, where all were read
     unchecked: tuple[str, ...] = ()  # what no rule looked at
+    title: str = ""  # published models of the family, in words
 
     @property
     def clean(self) -> bool:
@@ -104,6 +105,7 @@ def audit(
         values_read="none" if not inventory.modules else "samples" if whole is None else "all",
         bytes_read=0 if whole is None else whole.num_bytes,
         unchecked=tuple(unchecked.unchecked(inventory)),
+        title=inventory.family.title,
     )
 
 
@@ -128,8 +130,10 @@ def _without_family(checkpoint: Checkpoint) -> AuditReport:
     inventory = Inventory.of(checkpoint, family=replace(generic(checkpoint.config), default_count=0))
     names = [*inventory.stored.values(), *inventory.unrecognized]
     model_type = str(checkpoint.config["model_type"])[:80]
-    found = [*structure.names_foreign(inventory), *files.index(inventory)]
-    found.append(structure.foreign_head(model_type, names) if names else structure.no_head(model_type))
+    found = [*structure.names_foreign(inventory), *files.index(inventory), *structure.draft_model(inventory)]
+    if names or inventory.draft_model is None:
+        known = structure.withheld_head(inventory) or structure.no_head(model_type)
+        found.append(structure.foreign_head(model_type, names) if names else known)
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     left = ("everything but names and files, as there is no head",)
     return AuditReport(checkpoint.path, model_type, 0, (), tuple(found), unchecked=left)

@@ -19,12 +19,13 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
 from nextn.edit.convert import find_head
 from nextn.errors import CheckpointError
-from nextn.families import ExpertForm, Family, rows
+from nextn.families import ExpertForm, Family, declared_fields, rows, withheld
 from nextn.text_format import counted, joined, some
 
 IDS = (
     "head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown",
     "names-foreign", "experts-twice", "config-contradicts", "head-none",
+    "draft-model-stored", "draft-model-absent", "head-withheld",
 )  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _MAX_KINDS = 1000  # names, equal up to numbers, to match against all families
@@ -106,9 +107,15 @@ def structure(inventory: Inventory) -> Iterator[Finding]:
 
 def names_foreign(inventory: Inventory) -> Iterator[Finding]:
     """Report names that programs have while they run, by what wrote them."""
-    stored = inventory.checkpoint.tensors.keys()
-    published = [name for name in stored if name.rpartition(".")[2] in inventory.family.runtime_names]
-    for kind, names in foreign(sorted(stored - set(published))):
+    # The head's names without what the family publishes around them, which may be a running program's elsewhere.
+    known = {name: canonical for canonical in inventory.stored for name in inventory.spellings([canonical])}
+    checked = {
+        known.get(name, name): name
+        for name in sorted(inventory.checkpoint.tensors)
+        if name.rpartition(".")[2] not in inventory.family.runtime_names
+    }
+    for kind, keys in foreign(checked):
+        names = [checked[key] for key in keys]
         yield Finding(
             "names-foreign", "error", names[0],
             f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: no loader of "
@@ -140,12 +147,52 @@ def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def draft_model(inventory: Inventory) -> Iterator[Finding]:
+    """Report a draft model of another kind inside the checkpoint, or one that config.json alone tells of."""
+    other = inventory.draft_model
+    if other is None:
+        return
+    if other.names:
+        yield Finding(
+            "draft-model-stored", "note", min(other.names), f"{other.found}, and no MTP head. {other.kind.run_by}.",
+            "As it is: not every tensor under mtp. is of an MTP head.",
+            "Nothing needs to be done: nextn keeps it in every edit, and neither reads, trains nor replaces it.",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            "draft-model-absent", "warning", f"{CONFIG}: {other.fields}", f"{other.found[0].upper()}{other.found[1:]}.",
+            f"Its tensors, as the published model stores them: {other.kind.run_by}.",
+            "Take the files that hold them from the published model, and list them with `nextn convert --reindex`.",
+        )  # fmt: skip
+
+
 def no_head(model_type: str) -> Finding:
     """Return the note on a model that was published without a head."""
     return Finding(
         "head-none", "note", f"{CONFIG}: model_type", f"{model_type} has no head, and no tensor looks like one.",
         "As it is: it decodes without drafts.",
         "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`.",
+    )  # fmt: skip
+
+
+def withheld_head(inventory: Inventory) -> Finding | None:
+    """Return the note on a model whose config may declare a head, and whose vendor published none."""
+    models, config = withheld(inventory.checkpoint.config), inventory.checkpoint.config
+    fields = declared_fields(config)
+    if models is None and not fields:
+        return None
+    declares = f"{CONFIG} has {joined(fields)}" if fields else f"{CONFIG} declares no head"
+    if models is None:
+        found = (
+            f"{declares}, no tensor of a head is stored, and nextn knows none that was published with this model_type."
+        )
+    else:
+        found = f"{declares}, and {models.sentence}."
+    return Finding(
+        "head-withheld", "note", f"{CONFIG}: model_type", found,
+        "As it is: it decodes without drafts, and every engine must be started without MTP.",
+        "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`; or serve a draft model that "
+        "others trained for it, such as an EAGLE-3 one.",
     )  # fmt: skip
 
 
@@ -163,6 +210,9 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
     """Report a config that declares modules of which no tensor is stored."""
     inventory = head.inventory
     if not inventory.declared or head.roles or head.misplaced or inventory.unrecognized:
+        return
+    if withheld(inventory.checkpoint.config) and (note := withheld_head(inventory)):
+        yield note
         return
     family = inventory.family
     named = bool(family.counted_in(inventory.checkpoint.config))
@@ -401,4 +451,4 @@ def _count_field(inventory: Inventory) -> str:
     return f"{CONFIG}: {[*family.counted_in(inventory.checkpoint.config), *family.count_fields][0]}"
 
 
-RULES = (structure, config_contradicts)
+RULES = (structure, draft_model, config_contradicts)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nextn.errors import CheckpointError, ConfigError
+from nextn.extras import install_command
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -109,7 +110,7 @@ class GgufFile:
         try:
             import gguf  # noqa: F401
         except ImportError as error:
-            raise ConfigError("GGUF files need the gguf package: pip install 'nextn[gguf]'") from error
+            raise ConfigError(f"GGUF files need the gguf package: {install_command('gguf')}") from error
         first = _read(path)
         tensors = dict(first.tensors)
         for other in _others(path, first.metadata):

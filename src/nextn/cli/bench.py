@@ -53,6 +53,7 @@ from nextn.cli.screen import console, plain, print_json, print_note, print_table
 from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan, ReferencePlan
+from nextn.extras import install_command
 
 if TYPE_CHECKING:
     from nextn.evaluate.advice import Advice, Forecast
@@ -275,7 +276,7 @@ def _check_out(out: Path | None) -> None:
     if out is None:
         return
     if find_spec("matplotlib") is None:
-        raise ConfigError("--out draws figures, which needs matplotlib: pip install 'nextn[plot]'")
+        raise ConfigError(f"--out draws figures, which needs matplotlib: {install_command('plot')}")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

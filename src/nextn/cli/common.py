@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
-from typer.core import TyperCommand
 
 from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from nextn.model.text_interface import TextInterface
 
 _DTYPES = ("auto", "float32", "bfloat16")
-# Former names of options and of their values. They are accepted and hidden.
-_FORMER_OPTIONS = {"--drafts": "--num-speculative-tokens", "--gain": "--norm-weights", "--path": "--backend"}
-_FORMER_BACKENDS = {"fast": "native", "plain": "torch"}
 
 
 def shipped_path(name: str) -> str:
@@ -113,26 +109,6 @@ ExactHead = Annotated[
 KeyEnv = Annotated[str | None, typer.Option(help="Environment variable with the API key. Default: OPENAI_API_KEY.")]
 _SERVED = "With a served copy of the model"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-
-class Command(TyperCommand):
-    """A command that also accepts options under their former names, with a note on standard error."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in parameter.opts}
-        current: list[str] = []
-        for index, arg in enumerate(args):
-            if arg == "--":
-                return super().parse_args(ctx, current + args[index:])
-            if index and args[index - 1] == "--path":
-                arg = _FORMER_BACKENDS.get(arg, arg)
-            former, equals, value = arg.partition("=")
-            name = _FORMER_OPTIONS.get(former, former)
-            if name != former and name in known and former not in known:
-                print_note(f"{former} is deprecated; use {name}")
-                arg = name + equals + (_FORMER_BACKENDS.get(value, value) if former == "--path" else value)
-            current.append(arg)
-        return super().parse_args(ctx, current)
 
 
 class HubOptions(TypedDict):

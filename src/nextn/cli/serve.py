@@ -27,6 +27,7 @@ from nextn.cli.common import (
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.screen import echo, flush_streams, print_note
 from nextn.errors import ConfigError
+from nextn.extras import install_command
 
 if TYPE_CHECKING:
     from nextn.model.model import Model
@@ -171,7 +172,7 @@ def serve(
 def _check_extra() -> None:
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'nextn[serve]'")
+        raise ConfigError(f"the server needs {', '.join(missing)}: {install_command('serve')}")
 
 
 def _print_command(engine: str, model: ModelOptions, k: int | None, advice: Path | None) -> None:

@@ -1,6 +1,6 @@
 """The run of `nextn train`, from options to the written result: trunk and head jointly, or a head alone."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nextn.train.hidden_cache import HiddenStateCache
     from nextn.train.joint_run import JointRun
     from nextn.train.loop import Trainer
+    from nextn.train.metrics import Record
     from nextn.train.run_options import RunOptions
 
 DEFAULT_RECIPE = "demo"
@@ -96,7 +97,7 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
         if options.stream:
             stream_for_training(run.task, cache, out / "states", quiet=as_json)
         _fill_cache(cache, out, ranks, quiet=as_json)
-    _run_trainer(run.trainer, out, tensorboard=options.tensorboard, as_json=as_json)
+    _run_trainer(run.trainer, out, tensorboard=options.tensorboard, as_json=as_json, note=run.task.note)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
     points = _curve(run.task, quiet=as_json or not ranks.is_first) if options.curve else []
@@ -182,10 +183,22 @@ def _check_folder(trainer: "Trainer", out: Path, *, resume: bool) -> None:
         raise ConfigError(f"{out} holds a run already; use --resume to continue it, or another folder")
 
 
-def _run_trainer(trainer: "Trainer", out: Path, *, tensorboard: bool, as_json: bool) -> None:
+def _run_trainer(
+    trainer: "Trainer",
+    out: Path,
+    *,
+    tensorboard: bool,
+    as_json: bool,
+    note: "Callable[[Record], str | None]" = lambda record: None,
+) -> None:
     """Train to the end, from the last checkpoint if there is one; exit with code 130 if stopped earlier.
 
-    out: the run's folder, as the user named it.
+    Args:
+        trainer: The trainer.
+        out: The run's folder, as the user named it.
+        tensorboard: Write a log for it.
+        as_json: Show no progress.
+        note: Returns a remark on a record, or None.
     """
     from nextn.train.metrics import event_log
 
@@ -196,6 +209,8 @@ def _run_trainer(trainer: "Trainer", out: Path, *, tensorboard: bool, as_json: b
         for record in trainer.run(stopped):
             on_record(record)
             log(record)
+            if (remark := note(record)) is not None and ranks.is_first:
+                print_note(remark)
     if not trainer.is_over:
         say_stopped(out, f"nextn train {out} --resume", quiet=not ranks.is_first)
 

@@ -28,6 +28,7 @@ from nextn.data.corpus import (
 )
 from nextn.data.records import Record, RecordReader
 from nextn.errors import ConfigError
+from nextn.extras import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -202,7 +203,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Record]]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ConfigError(f"{path}: parquet files need pyarrow: pip install 'nextn[data]'") from error
+        raise ConfigError(f"{path}: parquet files need pyarrow: {install_command('data')}") from error
     number = 0
     try:
         with ParquetFile(path) as file:
@@ -233,7 +234,7 @@ def _dataset_rows(source: str) -> Iterator[tuple[str, Record]]:
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise ConfigError(
-            f"{source}: no such file or folder; to read it as a data set: pip install 'nextn[data]'"
+            f"{source}: no such file or folder; to read it as a data set: {install_command('data')}"
         ) from error
     config, split = rest if len(rest) == 2 else (None, rest[0] if rest else "train")
     try:

@@ -131,6 +131,7 @@ def find_head(inventory: Inventory, layout: Family, current: Family | None = Non
             f"{inventory.checkpoint.path}: its head is partial, without {some(absent(inventory), 5)}. "
             "`nextn restore` completes it."
         )
+    inventory.refuse_draft_model()
     raise CheckpointError(f"{inventory.checkpoint.path}: holds no head in any known layout. `nextn restore` adds one.")
 
 
@@ -156,10 +157,11 @@ def _distance(head: Inventory, inventory: Inventory, layout: Family) -> tuple[in
 
 def _read_as(family: Family, inventory: Inventory) -> Inventory | None:
     """Read the tensors that are not the trunk's as those of `family`; None if it cannot have this many modules."""
-    trunk = {info.name for layer in inventory.layers.values() for info in layer.values()} | set(
+    others = {info.name for layer in inventory.layers.values() for info in layer.values()} | set(
         inventory.shared.values()
     )
-    rest = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in trunk}
+    others |= set() if inventory.draft_model is None else inventory.draft_model.names
+    rest = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in others}
     try:
         config = family.with_count({"num_hidden_layers": inventory.num_layers}, inventory.declared)
         head = Inventory.of(replace(inventory.checkpoint, tensors=rest, config=config), family=family)

@@ -26,6 +26,7 @@ from nextn.edit.gguf_layout import (
 from nextn.edit.gguf_tokenizer import add_tokenizer, copy_tokenizer
 from nextn.edit.llama_like import full_config
 from nextn.errors import ConfigError, FamilyError
+from nextn.extras import install_command
 from nextn.families import Family
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def refuse_trunk(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
 def refuse_without_gguf() -> None:
     """Raise ConfigError if the gguf package is not installed."""
     if find_spec("gguf") is None:
-        raise ConfigError("a file for llama.cpp needs the gguf package: pip install 'nextn[gguf]'")
+        raise ConfigError(f"a file for llama.cpp needs the gguf package: {install_command('gguf')}")
 
 
 def refuse_modules(path: str, count: int) -> None:

@@ -100,6 +100,7 @@ def _target(path: str | Path, family: Family | None) -> tuple[Inventory, Invento
         raise CheckpointError(f"{path}: not a folder. Only a local folder can be changed; download a hub model first.")
     checkpoint = Checkpoint.open(folder)
     whole = Inventory.of(checkpoint, family=family)
+    whole.refuse_draft_model(adding=True)
     checkpoint, notes = sound(checkpoint, without=side_files(whole))
     inventory = Inventory.of(visible(checkpoint), family=family)
     missing = indexed_but_missing(whole, head=False)
@@ -125,6 +126,7 @@ def _base(source: "str | Path | Checkpoint", dst: Inventory, family: Family | No
     src = Inventory.of(replace(checkpoint, config=config), family=family)
     src = replace(src, declared=0) if bare else src
     if not src.own:
+        src.refuse_draft_model()
         raise CheckpointError(f"{checkpoint.path}: holds no head of family {family.name}. Use the published model.")
     if missing := absent(src):
         raise CheckpointError(

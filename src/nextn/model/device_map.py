@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from nextn.devices import available_bytes, resolve_device
 from nextn.errors import ConfigError
+from nextn.extras import install_command
 from nextn.model.streamed_trunk import DeferredTrunk
 from nextn.model.trunk import Trunk
 
@@ -31,7 +32,7 @@ _EXPECTED = "expected auto, devices such as cuda:0,cuda:1,cpu,disk, or a .json f
 def check_accelerate() -> None:
     """Raise ConfigError if accelerate is not installed."""
     if find_spec("accelerate") is None:
-        raise ConfigError("--device-map needs accelerate: pip install 'nextn[accelerate]'")
+        raise ConfigError(f"--device-map needs accelerate: {install_command('accelerate')}")
 
 
 def spread_layers(trunk: Trunk, device_map: str, folder: Path) -> str:

@@ -18,7 +18,7 @@ from nextn.checkpoint.staging_folder import owned
 from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import changes
 
-_FORMAT, _RECORD, _PREFIX = 1, "states.json", "states-"
+_FORMAT, _RECORD, _PREFIX, _INPUT = 1, "states.json", "states-", "input-"
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,15 @@ def join_rows(parts: Sequence[object]) -> object:
 
 def remove_states(folder: Path) -> None:
     """Remove a folder's states and record, and the folder if nothing else is in it."""
-    for path in [*folder.glob(f"{_PREFIX}*"), folder / _RECORD]:
+    for path in [*folder.glob(f"{_PREFIX}*"), *folder.glob(f"{_INPUT}*"), folder / _RECORD]:
         path.unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def input_file(layer: int) -> str:
+    """Return the name of a file, beside the states, for a layer's input; it stays until the states are removed."""
+    return f"{_INPUT}{layer:04d}.safetensors"
 
 
 def hash_batches(batches: Sequence[Tensor]) -> str:

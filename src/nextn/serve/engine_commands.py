@@ -136,6 +136,7 @@ def _support(inventory: Inventory, engine: str) -> EngineSupport:
 
 
 def _check_head(inventory: Inventory) -> None:
+    inventory.refuse_draft_model()
     if not inventory.modules:
         raise CheckpointError(
             f"{inventory.checkpoint.path} has no MTP head, so no engine can draft with it; "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
+from nextn.extras import install_command
 from nextn.serve.request import GrammarState
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def _read_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, eos: 
     try:
         from llguidance.hf import from_tokenizer
     except ImportError as error:
-        raise ConfigError("structured output needs llguidance; install it with: pip install 'nextn[serve]'") from error
+        raise ConfigError(f"structured output needs llguidance; install it with: {install_command('serve')}") from error
     if not eos or None in eos:
         raise ConfigError("structured output needs a token that ends a sequence; this tokenizer has no eos_token")
     if (size := 1 + max(tokenizer.get_vocab().values())) > vocab_size:

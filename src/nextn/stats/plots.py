@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nextn.errors import ConfigError
+from nextn.extras import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,7 +164,7 @@ class _figure:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ConfigError("figures need matplotlib: pip install 'nextn[plot]'") from error
+            raise ConfigError(f"figures need matplotlib: {install_command('plot')}") from error
         self.figure = Figure(figsize=(7.6, self.height), dpi=150, layout="constrained")
         FigureCanvasAgg(self.figure)
         axes = self.figure.add_subplot()

@@ -165,6 +165,8 @@ class HeadConfig(TrainConfig):
         kv: The keys that depths beyond the last module attend to: `own`, each depth's own (cheap), or `decode`, those
             that decoding gives them.
         eval_depths: K of the held-out acceptance, 0 = depths.
+        loss_vocab: About how many tokens the loss is computed over: three quarters are the most frequent ones of the
+            text, with those of the batch; the others are drawn in each step, see `SampledVocabulary`. 0 = all.
         patience: Stop after this many consecutive evaluations without a better held-out acceptance length, 0 = never.
         trained_parts: Comma-separated `PARTS` of the head to train, while the others stay as they are. Empty: all.
     """
@@ -182,6 +184,7 @@ class HeadConfig(TrainConfig):
     kv: str = "own"
     eval_depths: int = 0
     trained_parts: str = ""
+    loss_vocab: int = 0
     patience: int = 0
 
     def __post_init__(self) -> None:
@@ -190,6 +193,11 @@ class HeadConfig(TrainConfig):
             raise ConfigError(f"objective = {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
         if self.depths < 1:
             raise ConfigError(f"depths = {self.depths}; expected at least 1 for a head")
+        if self.loss_vocab < 0 or (self.loss_vocab and self.objective == "ce"):
+            raise ConfigError(
+                f"loss_vocab = {self.loss_vocab}, objective = {self.objective!r}; expected a number of tokens with an "
+                "objective other than ce, or 0 for the whole vocabulary"
+            )
         if self.kv not in ("own", "decode"):
             raise ConfigError(f"kv = {self.kv!r}; expected own or decode")
         if not 0 < self.temperature < math.inf:

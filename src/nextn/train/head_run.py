@@ -42,6 +42,7 @@ from nextn.train.self_generated import is_on_policy
 
 # Defaults of the settings: about ten minutes on two cores for a model of a few million parameters.
 _STEPS, _LENGTH = 500, 256
+_INIT_TOKENS = 8192  # that a fresh head is fitted to: as many as a trunk of a few B parameters runs in minutes
 # Layouts of a fresh head besides the trunk's own -> family.
 LAYOUTS = {"mimo": "mimo_draft", "step35": "step35_draft"}
 # Folder, in that of a run, of the states of a streamed trunk while a fresh head is made of it.
@@ -170,7 +171,8 @@ def prepare_head_run(
     notes += [*corpus.notes, *policy_notes]
     torch.manual_seed(config.seed)
     if start.fresh:
-        tokens = Batches(corpus, batch_size=2, length=config.length, seed=config.seed, pack=False).batch(0).tokens
+        rows = -(-_INIT_TOKENS // config.length)
+        tokens = Batches(corpus, batch_size=rows, length=config.length, seed=config.seed, pack=False).batch(0).tokens
         if start.layout is not None:
             _set_layout(model, origin.checkpoint, start.layout)
         num_modules = 1 if start.num_modules is None else start.num_modules
@@ -242,6 +244,7 @@ def load_starting_point(
     is_added = start.head is not None and find(checkpoint.config) is None  # to a model without a family
     family = trunk_family(checkpoint) if start.fresh or is_added else by_config(checkpoint.config)
     origin = Inventory.of(checkpoint, family=family)
+    origin.refuse_draft_model(adding=start.fresh or start.head is not None)
     if start.stream and not offline:
         origin = in_parts(origin, revision=revision, cache_dir=cache, keep=start.shards if ranks.is_first else None)
     origin = on_disk(origin, revision=revision, cache_dir=cache, offline=offline)

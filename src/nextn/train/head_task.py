@@ -3,6 +3,7 @@
 A head is written alone, or with its trunk's files, which stay bit for bit as they are.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -28,6 +29,7 @@ from nextn.families import LAYOUT_FIELD
 from nextn.losses.distillation import HeadLoss, head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets, depth_weights
+from nextn.losses.sampled_vocabulary import SampledVocabulary
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head, draft_config, lm_head_inputs, lm_head_weights
 from nextn.model.layer_states import LayerProgress
@@ -35,6 +37,7 @@ from nextn.model.load_head import head_tensors
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import TrunkOutput
+from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.train.config import HeadConfig
 from nextn.train.distributed import ALONE, Ranks, shard, unsharded
 from nextn.train.evaluation import HeldOutAcceptance, heldout_acceptance
@@ -48,7 +51,7 @@ from nextn.train.joint_task import (
     mean_per_depth,
     prepare_layers,
 )
-from nextn.train.metrics import HeadRecord
+from nextn.train.metrics import HeadRecord, Record, StepRecord
 
 HEAD_FILE = "head.safetensors"
 MAX_CURVE_DEPTHS = 8
@@ -90,6 +93,7 @@ class HeadTask:
         self.batches, self.held_out = make_batches(corpus, held_out, model.trunk, config)
         self.cache: HiddenStateCache | None = None
         self.fingerprint = trunk_fingerprint(origin)
+        self.frequent = _frequent(corpus, config, model.trunk.vocab_size)
         deferred = None if ranks.is_alone else _deferred(model, self.head)
         with deferred or nullcontext():
             self.stored_dtype = freeze(model.trunk.model, self.head)
@@ -155,8 +159,14 @@ class HeadTask:
         run = self.head.rollout_hidden if config.kv == "decode" else self.head.teacher_forced_hidden
         with self._autocast():
             hiddens = run(targets.tokens, hidden.head_input, config.depths, documents=targets.documents)
-        final, *hiddens = lm_head_inputs(trunk, self.head, [hidden.final_hidden, *hiddens])
-        weight, *weights = lm_head_weights(trunk, self.head, config.depths)
+        states = lm_head_inputs(trunk, self.head, [hidden.final_hidden, *hiddens])
+        lm_heads = lm_head_weights(trunk, self.head, config.depths)
+        if self.frequent is not None:
+            part = self._sampled_vocabulary(targets.tokens)
+            states, lm_heads = part.inputs(states), part.weights(lm_heads, config.temperature)
+            targets = part.targets(targets)
+        final, *hiddens = states
+        weight, *weights = lm_heads
         return head_loss(
             hiddens,
             weights,
@@ -167,6 +177,11 @@ class HeadTask:
             denominator="valid" if denominator is None else denominator,
             scale=lam,
         )
+
+    def _sampled_vocabulary(self, tokens: Tensor) -> SampledVocabulary:
+        assert self.frequent is not None
+        size, seed = self.model.trunk.vocab_size, self.config.seed
+        return SampledVocabulary.of(tokens, self.frequent, len(self.frequent) // 3, vocab_size=size, seed=seed)
 
     def hidden(self, example: Example) -> TrunkOutput:
         """The trunk's states of a batch: from the cache, or computed."""
@@ -191,6 +206,18 @@ class HeadTask:
         assert isinstance(report, HeadLoss)
         sums = {"loss": report.sums, "match": report.match, "overlap": report.overlap}
         return {name: mean_per_depth(values, report.counts) for name, values in sums.items()}
+
+    def note(self, record: Record) -> str | None:
+        """Return a note if the first step of a head is worse than guessing among all tokens."""
+        if not isinstance(record, StepRecord) or record.step > 1 or self.config.objective not in ("ce", "kl"):
+            return None
+        loss, guess = record.loss[0], math.log(self.model.trunk.vocab_size)
+        if loss <= guess:
+            return None
+        return (
+            f"the loss of step 1 is {loss:.2f} nats, above {guess:.2f} of guessing: the head starts from values that "
+            "do not fit this trunk, and its first steps only undo that"
+        )
 
     def evaluate(self, step: int, *, last: bool = False) -> HeadRecord:
         """Held-out acceptance, as deep as the config says."""
@@ -312,6 +339,13 @@ def freeze(trunk: torch.nn.Module, head: Head) -> torch.dtype:
     for value in head.parameters():  # also deferred ones, which a head's own conversions leave alone
         value.data = value.data.float()
     return stored
+
+
+def _frequent(corpus: Corpus, config: HeadConfig, vocab_size: int) -> Tensor | None:
+    """The tokens that every step's loss is computed over, the most frequent of the text; None: all there are."""
+    if not config.loss_vocab or config.loss_vocab >= vocab_size:
+        return None
+    return DraftVocabulary.of([corpus.ids], max(1, config.loss_vocab * 3 // 4), vocab_size=vocab_size).ids
 
 
 def _deferred(model: Model, head: Head) -> DeferredInit:

@@ -4,7 +4,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +18,8 @@ from nextn.model.layer_states import LayerProgress
 from nextn.model.layer_types import LayerType
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
+from nextn.train.layer_inputs import measure_layers
+from nextn.train.projection_fit import can_fit, fit_projection
 
 _NOISE = 0.02
 # Projections that write into the residual stream, by their last name in transformers' layers.
@@ -39,16 +40,18 @@ def init_head(
 ) -> tuple[Head, list[str]]:
     """Build a head for a trunk, initialized from the trunk's parameters.
 
-    Each part of an MTP layer is copied from the last trunk layer with the same structure. The block's input is the sum
-    of the normalized token embedding and the normalized hidden state, each of about unit RMS. So the projections that
-    write into its residual stream are divided by the RMS that the stream has in the trunk: the layer then computes the
-    same function, with weights of a size that learning rates are made for. The final norm is the trunk's, and so are
-    the embedding and lm_head if the family's modules have their own.
+    Each part of an MTP layer is copied from the last trunk layer with the same structure. The projection is fitted to
+    the input that this layer had in the trunk, see `nextn.train.projection_fit`; where a head has several streams, it
+    adds the normalized embedding and state. This input, and the projections that write into the residual stream, are
+    divided by the root of its RMS: the layer then computes the same function, with weights of a size that learning
+    rates are made for. The final norm is the trunk's, and so are the embedding and lm_head if the family's modules have
+    their own.
 
     Args:
         family: The head's family.
         trunk: The trunk.
-        tokens: [B, T], a text on which the trunk's residual stream is measured.
+        tokens: [B, T], a text on which the trunk's layers are measured and the projection is fitted: some thousand
+            tokens; fewer make a worse start.
         num_modules: Number of MTP modules.
         folder: Of the states of a streamed trunk, see `StreamedTrunk.read_layers`.
         on_layer: Called after each layer of a streamed trunk.
@@ -66,19 +69,21 @@ def init_head(
     _refuse_capped_logits(trunk)
     with _layer_errors(family, trunk), deferred.building() if deferred else nullcontext():
         head = Head(family, trunk, num_modules=num_modules)
-    notes: list[str] = []
-    stream_rms, states = _stream_rms(trunk, tokens, folder, on_layer)
+    modules, notes = cast(Sequence[MTPLayer], head.stack), list[str]()
+    sources: list[list[dict[str, int]]] = []
     with torch.no_grad(), deferred or nullcontext():
-        for module in cast(Sequence[MTPLayer], head.stack):
-            input_scale = 1.0
-            for layer, kind in zip(module.layers, module.layer_types, strict=True):
-                sources, layer_notes = _copy_layer(layer, kind, trunk, family)
-                notes += layer_notes
-                if _has_no_input_norm(layer):
-                    input_scale = stream_rms[max(sources.values())]
-                else:
-                    _scale_outputs(layer, {part: 1 / stream_rms[index] for part, index in sources.items()})
-            _init_input_projection(module, family, input_scale)
+        for module in modules:
+            copied = [_copy_layer(*pair, trunk, family) for pair in zip(module.layers, module.layer_types, strict=True)]
+            sources.append([parts for parts, _ in copied])
+            notes += [note for _, layer_notes in copied for note in layer_notes]
+    originals = [max(parts[0].values()) for parts in sources]
+    stream_rms, inputs, states = measure_layers(trunk, tokens, {*originals}, folder, on_layer)
+    with torch.no_grad(), deferred or nullcontext():
+        for number, (module, parts, original) in enumerate(zip(modules, sources, originals, strict=True)):
+            scale = _scale_block(module, parts, stream_rms, original)
+            _init_input_projection(module, family, scale)
+            if can_fit(module, states, inputs[original]):
+                fit_projection(head, number, tokens, states, inputs[original], scale)
             _copy_shared(module, trunk)
     if deferred is None or not _is_known(family):
         computed = deferred.computed(head.stack[0]) if deferred else nullcontext()
@@ -113,40 +118,6 @@ def _layer_errors(family: Family, trunk: Trunk) -> Iterator[None]:
             f"a decoder layer of model_type {trunk.config.model_type} cannot be the block of a head: "
             f"{type(error).__name__}: {error}. --layout mimo makes it of a Qwen2 layer"
         ) from error
-
-
-@torch.no_grad()
-def _stream_rms(
-    trunk: Trunk,
-    tokens: Tensor,
-    folder: Path | None = None,
-    on_layer: Callable[[LayerProgress], None] = lambda progress: None,
-) -> tuple[list[float], Tensor]:
-    """The RMS of each trunk layer's input, and the state that the head takes in."""
-    values: dict[int, float] = {}
-
-    def record(index: int, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        if all(value.is_meta for value in layer.parameters()):
-            return  # a streamed trunk passes the states through its other layers
-        states = args[0] if args else kwargs["hidden_states"]
-        values[index] = states.float().square().mean().sqrt().item()
-
-    def finish_layer(progress: LayerProgress) -> None:
-        values[progress.index] = cast(float, progress.observed)  # by an earlier process, perhaps
-        on_layer(progress)
-
-    handles = [
-        layer.register_forward_pre_hook(partial(record, index), with_kwargs=True)
-        for index, layer in enumerate(trunk.decoder.layers)
-    ]
-    try:
-        if isinstance(trunk, StreamedTrunk):
-            trunk.read_layers([tokens], folder=folder, observe=values.__getitem__, on_layer=finish_layer)
-        states = trunk(tokens).head_input
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [values[index] for index in range(len(values))], states
 
 
 def _copy_layer(layer: nn.Module, kind: LayerType, trunk: Trunk, family: Family) -> tuple[dict[str, int], list[str]]:
@@ -191,6 +162,19 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
 def _has_no_input_norm(layer: nn.Module) -> bool:
     """Whether attention and MLP take the residual stream without a norm (EXAONE 4.5), so that its RMS matters."""
     return hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm")
+
+
+def _scale_block(
+    module: MTPLayer, sources: Sequence[Mapping[str, int]], stream_rms: Sequence[float], original: int
+) -> float:
+    """Let the block's stream be smaller than its original's, and return the RMS that its input then has."""
+    rms = stream_rms[original]
+    if any(map(_has_no_input_norm, module.layers)):
+        return rms
+    scale = rms**0.5  # on two trunks, heads learn sooner than with 1 or with the RMS itself
+    for layer, parts in zip(module.layers, sources, strict=True):
+        _scale_outputs(layer, {part: scale / stream_rms[index] for part, index in parts.items()})
+    return scale
 
 
 def _scale_outputs(layer: nn.Module, factors: Mapping[str, float]) -> None:

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from nextn.train.evaluation import BestTracker
 from nextn.train.joint_task import BatchLoss, Task, add_losses, sum_over_ranks
 from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
 from nextn.train.optimizers import build_optimizers, set_learning_rates
+from nextn.train.thread_choice import chosen_threads
 
 _RECENT = 16  # steps whose median time predicts the next ones; compilation makes single steps much slower
 
@@ -57,10 +58,17 @@ class Trainer:
         with self.ranks.guarded(), explain_full_disk(self.full_disk_advice), self.folder.locked(needed=is_first):
             if is_first:
                 need_room(self.folder.path, self.num_bytes_left())
-            with self.folder.log(self.step, discard=not is_first) as log:
+            with self.folder.log(self.step, discard=not is_first) as log, self._threads() as choose:
                 for record in self._records(should_stop):
+                    if isinstance(record, StepRecord):
+                        choose(record.tokens_per_s)
                     log.write(record)
                     yield record
+
+    def _threads(self) -> AbstractContextManager[Callable[[float], None]]:
+        # A run of given steps has the same bits on a busy machine; one with a time budget follows the clock anyway.
+        is_timed = self.config.minutes > 0 and self.ranks.is_alone
+        return chosen_threads(enabled=is_timed and all(not value.is_cuda for value in self.task.named.values()))
 
     def num_bytes_left(self) -> int:
         """Return an upper bound of the bytes that the rest of the run adds: checkpoints, best weights, the result."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nextn.errors import ConfigError
+from nextn.extras import install_command
 from nextn.train.evaluation import DecodedFigures, HeldOutAcceptance, TeacherForcedFigures
 
 
@@ -89,7 +90,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"event files for tensorboard need a package: {error}; pip install 'nextn[tensorboard]'"
+                f"event files for tensorboard need a package: {error}; {install_command('tensorboard')}"
             ) from error
         self._events = SummaryWriter(str(folder), purge_step=step + 1)
 

@@ -91,7 +91,7 @@ def write_options(out: Path, options: RunOptions, settings: Mapping[str, object]
 
 
 def read_options(out: Path) -> RunOptions | None:
-    """Read the options of a run; None if its folder has none, as those of nextn 0.13 and older."""
+    """Read the options of a run; None if its folder has none."""
     record = _read(out)
     if record is None:
         return None

@@ -1,0 +1,85 @@
+"""What a trunk's decoder layers take in over a text: the RMS of each layer's input, and the inputs of some layers."""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from nextn.checkpoint.safetensors_file import atomic
+from nextn.model.layer_states import LayerProgress, input_file
+from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.trunk import Trunk
+
+
+@torch.no_grad()
+def measure_layers(
+    trunk: Trunk,
+    tokens: Tensor,
+    wanted: Collection[int],
+    folder: Path | None = None,
+    on_layer: Callable[[LayerProgress], None] = lambda progress: None,
+) -> tuple[list[float], dict[int, Tensor], Tensor]:
+    """Run a trunk over tokens [B, T].
+
+    Args:
+        trunk: The trunk.
+        tokens: [B, T].
+        wanted: Indices of layers whose inputs are returned.
+        folder: Of the states of a streamed trunk, see `StreamedTrunk.read_layers`; the inputs are kept there, too.
+        on_layer: Called after each layer of a streamed trunk.
+
+    Returns:
+        The RMS of each layer's input, the median of all positions, because the first one's may be a hundred times the
+        others'; the inputs [B, T, ...] of the wanted layers; and the state that a head takes in.
+    """
+    recorder = _Recorder(len(tokens), wanted, folder)
+    handles = [
+        layer.register_forward_pre_hook(partial(recorder.record, index), with_kwargs=True)
+        for index, layer in enumerate(trunk.decoder.layers)
+    ]
+    try:
+        if isinstance(trunk, StreamedTrunk):
+
+            def finish_layer(progress: LayerProgress) -> None:
+                recorder.finish(progress)
+                on_layer(progress)
+
+            trunk.read_layers([tokens], folder=folder, observe=recorder.observe, on_layer=finish_layer)
+        states = trunk(tokens).head_input
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [recorder.rms[index] for index in range(len(recorder.rms))], recorder.inputs, states
+
+
+class _Recorder:
+    def __init__(self, count: int, wanted: Collection[int], folder: Path | None) -> None:
+        self.rms: dict[int, float] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self._count, self._wanted, self._folder = count, wanted, folder
+
+    def record(self, index: int, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        if all(value.is_meta for value in layer.parameters()):
+            return  # a streamed trunk passes the states through its other layers
+        states = args[0] if args else kwargs["hidden_states"]
+        self.rms[index] = states.float().square().mean(-1).sqrt().median().item()
+        if index in self._wanted:
+            # A streamed trunk may run a few rows at a time, and again after it was out of memory: the last ones count.
+            parts = [self.inputs[index], states] if index in self.inputs else [states]
+            self.inputs[index] = torch.cat(parts)[-self._count :]
+
+    def observe(self, index: int) -> float:
+        if index in self.inputs and self._folder is not None:
+            with atomic(self._folder / input_file(index)) as file:
+                file.write(save({"input": self.inputs[index].contiguous()}))
+        return self.rms[index]
+
+    def finish(self, progress: LayerProgress) -> None:
+        index = progress.index
+        self.rms[index] = cast(float, progress.observed)  # by an earlier process, perhaps
+        if index in self._wanted and index not in self.inputs and self._folder is not None:
+            self.inputs[index] = load_file(self._folder / input_file(index))["input"]
