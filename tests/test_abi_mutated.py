@@ -109,6 +109,7 @@ def elementwise() -> list[Call]:
 def indexed() -> list[Call]:
     return [
         Call("embedding", [floats(4, 33), floats(7, 33), whole(4, below=7)]),
+        Call("embedding", [floats(4, 33), floats(7, 33, dtype=torch.bfloat16), whole(4, below=7)]),
         Call("index_select", [floats(3, 4, 5), floats(3, 9, 5), whole(4, below=9)], [1]),
         Call("gather", [floats(3, 4, 5), floats(3, 9, 5), whole(3, 4, 5, below=9)], [1]),
         Call("scatter", [floats(3, 9, 5), whole(3, 4, 5, below=9), floats(3, 4, 5)], [1]),
@@ -121,12 +122,13 @@ def rows() -> list[Call]:
     calls = [Call(op, [floats(3), floats(3, 5, 70)], [0b110]) for op in ("sum", "mean", "amax")]
     calls += [Call("argmax", [whole(3, 5), floats(3, 5, 70)]), Call("logsumexp", [floats(3, 5), floats(3, 5, 70)])]
     calls += [Call("confidence", [whole(3, 5), floats(3, 5), floats(3, 5, 70)])]
-    calls += [Call("rms_norm", [floats(4, 70), floats(4, 70), floats(70)], [0], [1e-6])]
-    calls += [Call("add_rms_norm", [*(floats(4, 70) for _ in range(4)), floats(70)], [0], [1e-6])]
+    calls += [Call("rms_norm", [floats(4, 70), floats(4, 70), floats(70)], reals=[1e-6])]
+    calls += [Call("add_rms_norm", [*(floats(4, 70) for _ in range(4)), floats(70)], reals=[1e-6])]
     calls += [Call("native_layer_norm", [floats(4, 70), floats(4, 70), floats(70), floats(70)], reals=[1e-6])]
     calls += [Call("rope", [floats(2, 3, 34) for _ in range(4)])]
     heads = [floats(2, 3, 34), floats(2, 3, 34), floats(2, 3, 16), floats(2, 3, 16), floats(34)]
-    calls += [Call("norm_rope", [*heads, *(guarded(head) for head in heads)], [0, 1], [1e-6, 1e-5])]
+    halves = [floats(2, 3, 34, dtype=torch.bfloat16), *(guarded(head) for head in heads[1:])]
+    calls += [Call("norm_rope", [*heads, *halves], reals=[1e-6, 1e-5])]
     calls += [Call("to_probs", [floats(3, 70), floats(3, 70)], [5], [1.0, 0.9, 0.1])]
     calls += [Call("sample", [whole(3), guarded(torch.rand(3)), guarded(torch.randn(3, 70).abs())])]
     verified = [

@@ -71,7 +71,7 @@ def test_gated_layers_and_experts_are_linear_layers(kind):
     half, layout = torch.bfloat16, KQuantFormat(kind)
     x, weights = activations(5, 512), [random_k_quant(kind, n, 512) for n in (48, 49)]
     pair = [weight.map(lambda part: part[:48]) for weight in weights]
-    one, other = (multiplied(x, weight).to(half) for weight in pair)
+    one, other = (multiplied(x, weight) for weight in pair)
     found, expected = torch.empty(2, 5, 48, dtype=half)
     load().call("silu_mul", [expected, one, other])
     load().call("gated_linear", [found, x, layout.pack_rows(merge_kquants(pair, 3, 16), take)], [48, 512, layout.type])

@@ -159,7 +159,7 @@ def convert(
 
 
 def extract(
-    model: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id.")],
+    model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write, with a small config.json next to it.")],
     copies: Annotated[bool, typer.Option("--copies", help="Also copies of embed_tokens and lm_head.")] = False,
     revision: Revision = None,
@@ -194,6 +194,9 @@ def export(
     num_speculative_tokens: Annotated[
         int | None, typer.Option(*K_NAMES, min=1, help="Draft tokens per round of the command. Default: 3.")
     ] = None,
+    as_adopted: Annotated[
+        bool, typer.Option("--adopt", help="Write trunk and head in GLM-4.5's layout, as `nextn adopt` does.")
+    ] = False,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -206,6 +209,9 @@ def export(
     from nextn.edit.export import export as export_head
 
     hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
+    if as_adopted:
+        _export_adopted(head, out, engine, model, num_speculative_tokens, hub, as_json=as_json)
+        return
     made = export_head(
         head, out, engine, trunk=model, tokenizer=tokenizer, num_speculative_tokens=num_speculative_tokens, **hub
     )
@@ -213,6 +219,29 @@ def export(
         print_json(asdict(made) | {"path": str(made.path)})
     else:
         echo(as_text(made))
+
+
+def _export_adopted(
+    head: str, out: Path, engine: str, model: str | None, k: int | None, hub: HubOptions, *, as_json: bool
+) -> None:
+    """Write the model with the head in the layout of a family that the engine runs, and print the commands."""
+    from nextn.edit.adopt import LAYOUTS
+    from nextn.edit.adopt import adopt as adopt_model
+    from nextn.edit.export import trunk_path
+    from nextn.serve.engine_commands import ENGINES, as_script, engine_commands
+
+    if engine not in ENGINES:
+        raise ConfigError(f"--for {engine} --adopt; expected one of {', '.join(ENGINES)}")
+    opened = _open(head, hub)
+    trunk = trunk_path(opened, model)
+    alone = head if str(trunk) != opened.path else None
+    plan = adopt_model(_open(str(trunk), {**hub, "revision": None}) if alone else opened, out, layout=LAYOUTS[0],
+                       head=alone)  # fmt: skip
+    made = engine_commands(_open(str(plan.folder), {**hub, "revision": None}), engine, num_speculative_tokens=k)
+    if as_json:
+        print_json({"path": str(plan.folder), "engine": engine, "commands": made.commands, "notes": made.notes})
+    else:
+        echo(as_script(made))
 
 
 def adopt(

@@ -265,6 +265,10 @@ class Runtime:
         registers it is not; the gain of one-byte weights there has not been measured."""
         return bool(self.library.nextn_pairs())
 
+    def takes_floats(self, weight_type: int) -> bool:
+        """Whether products with packed weights of this type use all bits of float32 activations, as fast as bf16."""
+        return bool(self.library.nextn_takes_floats(weight_type))
+
     def block_columns(self, weight_type: int) -> int:
         """Return how many output channels of a weight of this type are packed, and padded, together."""
         return int(self.library.nextn_block_columns(weight_type))
@@ -337,6 +341,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     ]
     library.nextn_program_add.argtypes = library.nextn_call.argtypes = call
     library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
+    library.nextn_takes_floats.argtypes = [ctypes.c_int64]
     library.nextn_block_columns.argtypes, library.nextn_block_columns.restype = [ctypes.c_int64], ctypes.c_int64
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
     library.nextn_program_shard.argtypes = [ctypes.c_void_p, ctypes.c_int64]

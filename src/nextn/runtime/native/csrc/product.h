@@ -54,6 +54,18 @@ inline int64_t values_per_group(int64_t type) {
 // Whether activations are rounded to sixteen bits for such weights.
 inline bool rounds_rows(int64_t type) { return is_grouped(type) || is_kquant(type); }
 
+// Whether bf16 is multiplied as such. Otherwise it is widened to fp32, so activations may be in fp32, too.
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+constexpr bool kMultipliesHalves = true;
+#else
+constexpr bool kMultipliesHalves = false;
+#endif
+
+// Whether the kernels for such weights take fp32 activations as fast as bf16, and use all their bits.
+inline bool takes_floats(int64_t type) {
+  return type == F32 || rounds_rows(type) || (type == BF16 && !kMultipliesHalves);
+}
+
 // Rounds a group of values, float or uint16_t for bf16, to codes of eight or sixteen bits; returns its scale (rounded.cpp).
 template <typename T, typename Code>
 float round_group(const T* from, int64_t count, Code* to);
@@ -128,12 +140,9 @@ struct Product {
     by_sixteen(count, [&](auto load, auto store) { store(to, load(sums)); });
   }
 
-  // Rounds like the separate operations.
   template <typename T>
   static void keep_gated(T* to, const float* gate, const float* sums, int64_t count) {
-    by_sixteen(count, [&](auto load, auto store) {
-      store(to, rounded<T>(silu_of(rounded<T>(load(gate)))) * rounded<T>(load(sums)));
-    });
+    by_sixteen(count, [&](auto load, auto store) { store(to, silu_of(load(gate)) * load(sums)); });
   }
 
   // Stores `width` sums as row i of the columns from `column` on, as far as they exist; overwrites the sums.
