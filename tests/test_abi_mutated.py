@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.runtime.native.abi import BYTES, FP8, INT4, INT8, INT8_GROUPS, Q4_K, load
+from nextn.runtime.native.abi import BYTES, FP8, INT4, INT4_MINIMA, INT8, Q4_K, load
 
 GUARD = 0 if os.environ.get("NEXTN_NATIVE_BUILD") in ("asan", "tsan") else 64  # elements before and after a tensor
 MARK = 77
@@ -145,7 +145,7 @@ def rows() -> list[Call]:
 def linear() -> list[Call]:
     n, k, experts = 37, 64, 3
     calls = []
-    for weight_type in (0, 1, BYTES, INT8, INT4, INT8_GROUPS + 1, FP8, FP8 + 2):
+    for weight_type in (0, 1, BYTES, INT4, INT8 + 1, FP8, FP8 + 2, INT4_MINIMA, INT4_MINIMA + 1):
         dtype = torch.float32 if weight_type == 0 else torch.bfloat16
         out, x, given = floats(5, n, dtype=dtype), floats(5, k, dtype=dtype), [n, k, weight_type]
         gated = packed(weight_type, 2 * math.ceil(n / 16) * 16, k)
@@ -157,22 +157,21 @@ def linear() -> list[Call]:
         calls += [Call("gated_expert_linear", [out, x, ids, guarded(gated.repeat(experts))], given)]
     x, kquant = floats(5, 256), packed(Q4_K, n, 256)
     calls += [Call("linear", [floats(5, n), x, kquant], [n, 256, 1, Q4_K])]
-    calls += [Call("int8_embedding", [floats(5, k), packed(INT8, n, k), whole(5, below=n)], [n, k])]
-    calls += [Call("grouped_embedding", [floats(5, k), packed(INT4, n, k), whole(5, below=n)], [n, k, INT4])]
+    for weight_type in (INT4, INT8, INT4_MINIMA):
+        given = [floats(5, k), packed(weight_type, n, k), whole(5, below=n)]
+        calls += [Call("grouped_embedding", given, [n, k, weight_type])]
     return calls
 
 
 def packing() -> list[Call]:
-    n, k, columns = 37, 64, 64
-    codes = guarded(torch.zeros(columns * k, dtype=torch.bool))
+    n, k = 37, 64
     scaled = [guarded(torch.zeros(48 * k, dtype=torch.bool)), floats(48), floats(n, k, dtype=torch.bfloat16)]
     four = [guarded(torch.zeros(shape, dtype=torch.bool)) for shape in ((n, k), (n, 2))]
     return [
         Call("pack", [packed(0, n, k), floats(n, k)]),
         Call("pack", [packed(1, n, k), floats(n, k, dtype=torch.bfloat16)]),
         Call("pack_bytes", scaled),
-        Call("pack_int8", [codes, floats(columns), floats(n, k)]),
-        Call("quantize_int4", [four[0], floats(n, 2), four[1], floats(n, k)], [32]),
+        Call("quantize_groups", [four[0], floats(n, 2), four[1], floats(n, k)], [4, 32]),
     ]
 
 

@@ -39,9 +39,9 @@ def test_products_are_those_of_torch(kind, rows):
 
 @pytest.mark.parametrize("kind", K_QUANTS)
 def test_only_activations_are_rounded(kind):
-    """Whole activations of up to 127 in each group of 128 have a scale of one."""
-    x = torch.randint(-127, 128, (4, 512), generator=torch.Generator().manual_seed(1)).float()
-    x[:, ::128] = 127
+    """Whole activations of up to 32767 in each group of 128 have a scale of one."""
+    x = torch.randint(-32767, 32768, (4, 512), generator=torch.Generator().manual_seed(1)).float()
+    x[:, ::128] = 32767
     weight = random_k_quant(kind, 64, 512)
     expected = x.double() @ weight.dequantize().double().T
     found = multiplied(x, weight).double()

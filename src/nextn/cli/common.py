@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nextn.model.text_interface import TextInterface
 
 _DTYPES = ("auto", "float32", "bfloat16")
+_AUTO = "auto"  # of --weights
 
 
 def shipped_path(name: str) -> str:
@@ -73,7 +74,11 @@ BackendName = Annotated[
 ]
 WeightType = Annotated[
     str,
-    typer.Option("--weights", help="stored, or int8 or int4: decode with quantized weights (native backend only)."),
+    typer.Option(
+        "--weights",
+        help="stored, or int8 or int4: decode with quantized weights (native backend only); auto: the fastest of them "
+        "whose divergence from float32, which is measured, is small.",
+    ),
 ]
 KVCacheDtype = Annotated[
     str,
@@ -188,7 +193,12 @@ class ModelOptions:
         return replace(self, source=str(folder), head=str(head) if self.head is None and head.is_dir() else self.head)
 
     def _check_values(self) -> None:
-        choices = {"dtype": _DTYPES, "backend": BACKENDS, "weights": WEIGHTS, "kv_cache_dtype": KV_CACHE_DTYPES}
+        choices = {
+            "dtype": _DTYPES,
+            "backend": BACKENDS,
+            "weights": (*WEIGHTS, _AUTO),
+            "kv_cache_dtype": KV_CACHE_DTYPES,
+        }
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r}; expected one of {', '.join(known)}")
@@ -275,7 +285,11 @@ class ModelOptions:
             shards=shards,
             head=self.head if need_head else None,
         )
-        loaded.trunk.weights, loaded.trunk.kv_cache_dtype = self.weights, self.kv_cache_dtype
+        loaded.trunk.kv_cache_dtype = self.kv_cache_dtype
+        if self.weights == _AUTO:
+            self._choose_weights(loaded)
+        else:
+            loaded.trunk.weights = self.weights
         if loaded.head is not None:
             loaded.head.exact = exact_head
         if in_torch or self.backend == "torch" or self.device_map is not None:
@@ -285,6 +299,24 @@ class ModelOptions:
             print_note(f"decoder layers: {spread_layers(loaded.trunk, self.device_map, folder)}")
         loaded.notes += tuple(unused_codes(loaded))
         return loaded
+
+    def _choose_weights(self, loaded: "Model") -> None:
+        """Measure weights of few bits on built-in text, and note what was found."""
+        import torch
+
+        from nextn.evaluate.accuracy import MAX_KL, Reference, choose_weights
+        from nextn.evaluate.accuracy_texts import CONTEXT, compared_texts
+        from nextn.model.model import Model
+
+        context = min(CONTEXT, loaded.trunk.max_length or CONTEXT)
+        texts = compared_texts(loaded.tokenizer, num_tokens=CONTEXT, context=context).tokens
+        exact = Model.load(self.source, **self.hub, dtype=torch.float32, need_head=False, skip_head=True, stream=True)
+        found = choose_weights(loaded, Reference.of(exact.trunk, texts), source=self.source)
+        figures = ", ".join(f"{each.weights} {each.accuracy.kl_mean:.2g}" for each in found)
+        print_note(
+            f"--weights {loaded.trunk.weights}: mean KL from float32 {figures} nats, on {found[0].accuracy.positions} "
+            f"tokens; at most {MAX_KL} is taken"
+        )
 
 
 Engine = Annotated[

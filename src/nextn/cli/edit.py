@@ -20,13 +20,14 @@ from nextn.cli.common import (
     Revision,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, plain, print_json, shortened
+from nextn.cli.screen import console, echo, plain, print_json, progress_bars, shortened
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.edit.convert import Form
     from nextn.edit.plan import EditPlan, Progress
+    from nextn.edit.quantize import Importance
     from nextn.families import ExpertForm
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
@@ -279,7 +280,11 @@ def quantize(
     model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     weights: Annotated[str, typer.Option(help="int8: one scale per output channel. int4: one per group.")],
-    group_size: Annotated[int, typer.Option(help="Input channels of a group of int4.")] = 128,
+    group_size: Annotated[int, typer.Option(help="Input channels of a group of int4.")] = 32,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(help="File of text or records, or a data set, on whose activations int4 is to err least."),
+    ] = None,
     head_bits: Annotated[
         str, typer.Option(help="Bits of the head: 16 (unchanged), 8, 4, or auto: the fewest that cost < 1 % of AL.")
     ] = "16",
@@ -302,8 +307,13 @@ def quantize(
 
     if head_bits not in ("auto", "16", "8", "4"):
         raise ConfigError(f"--head-bits {head_bits}; expected auto, 16, 8 or 4")
+    if calibrate is not None and weights != "int4":
+        raise ConfigError(
+            f"--calibrate changes the scales of int4, not of {weights}; give --weights int4 or leave it out"
+        )
     checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
-    edit = partial(quantize_model, checkpoint, out, weights=weights, group_size=group_size)
+    importance = None if calibrate is None else _importance(checkpoint, calibrate, quiet=as_json)
+    edit = partial(quantize_model, checkpoint, out, weights=weights, group_size=group_size, importance=importance)
     if head_bits != "auto":
         edit = partial(edit, head_bits=int(head_bits), activation_bits=activation_bits)
         _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
@@ -322,8 +332,8 @@ def quantize(
     plan = ReferencePlan(num_speculative_tokens, (0.0,), max_tokens)
     with _bytes_bar(quiet=as_json) as on_bytes:
         made, precision = quantize_measured(
-            checkpoint, out, texts, plan, weights=weights, group_size=group_size, follow_links=follow_links,
-            on_bytes=on_bytes,
+            checkpoint, out, texts, plan, weights=weights, group_size=group_size, importance=importance,
+            follow_links=follow_links, on_bytes=on_bytes,
         )  # fmt: skip
     if as_json:
         print_json(made.as_record() | {"dry_run": False, "head_bits": precision.bits, "lengths": precision.lengths})
@@ -331,6 +341,23 @@ def quantize(
     lengths = ", ".join(f"{length:.2f} at {bits} bits" for bits, length in precision.lengths.items())
     echo(f"acceptance length {lengths}: the head has {precision.bits}")
     _show(made, dry_run=False)
+
+
+def _importance(checkpoint: "Checkpoint", source: str, *, quiet: bool) -> "Importance":
+    """Run a calibration text through the model, of which one layer is in memory at a time."""
+    from nextn.data.sources import check_sources
+    from nextn.evaluate.accuracy_texts import compared_texts
+    from nextn.evaluate.calibration import TOKENS, input_squares
+    from nextn.model.model import Model
+    from nextn.model.streamed_trunk import StreamedTrunk
+
+    check_sources([source])
+    loaded = Model.load(checkpoint, skip_head=True, need_head=False, stream=True)
+    texts = compared_texts(loaded.tokenizer, source, num_tokens=TOKENS)
+    assert isinstance(loaded.trunk, StreamedTrunk)
+    with progress_bars(quiet=quiet) as progress:
+        step = progress("layers on the calibration text", loaded.trunk.num_layers)
+        return input_squares(loaded.trunk, texts.tokens, on_layer=lambda _: step())
 
 
 def push(

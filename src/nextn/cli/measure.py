@@ -179,7 +179,7 @@ def _measure(
 
     loaded, report = measure_acceptance(options, source, plan, prompts)
     hashes = checkpoint_hashes(opened(loaded, options.source), head=options.head, **options.hub)
-    machine = Machine.of(loaded, weight_bits=WEIGHT_BITS[options.weights])
+    machine = Machine.of(loaded, weight_bits=WEIGHT_BITS[loaded.trunk.weights])
     return loaded, replace(report, source=options.source, hashes=hashes, machine=machine)
 
 

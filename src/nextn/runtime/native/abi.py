@@ -24,9 +24,9 @@ from nextn.runtime.native.memory import HugePages, rows_per_slice
 
 _SOURCES = Path(__file__).parent / "csrc"
 _NO_TILES = "the operating system does not grant this process the AMX tile registers that the native runtime needs"
-# Types of product.h: packed weights of 7, 8 and 4 bits, of 8 in groups, and in fp8; in groups, one type per group size.
-# Then K-quants, of 4 bits and of 5 and 6.
-BYTES, INT8, INT4, INT8_GROUPS, FP8, Q4_K = 4, 5, 6, 9, 12, 15
+# Types of product.h: packed weights of 7 bits; in groups of 4 and 8 bits and in fp8, one type per group size; then
+# K-quants, of 4 bits and of 5 and 6; then groups of 4 bits with minima, and of 8.
+BYTES, INT4, INT8, FP8, Q4_K, INT4_MINIMA = 4, 6, 9, 12, 15, 18
 _MAX_DIMS = 6
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
 _INT, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p

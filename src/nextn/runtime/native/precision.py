@@ -117,7 +117,7 @@ def _tied(*ties: tuple[int, ...]) -> Callable[[Instruction, TakesFloats], _Ties]
 
 _RULES: dict[str, Callable[[Instruction, TakesFloats], _Ties]] = {
     **dict.fromkeys(("linear", "gated_linear", "expert_linear", "gated_expert_linear"), _linear),
-    **dict.fromkeys(("embedding", "int8_embedding", "grouped_embedding"), _tied((0,))),
+    **dict.fromkeys(("embedding", "grouped_embedding"), _tied((0,))),
     **dict.fromkeys(("index_select", "gather"), _tied((0, 1))),
     "attention": _attention,
     "store_kv": _tied(),

@@ -36,8 +36,6 @@ void multiply(const Product& product, int64_t begin, int64_t end) {
       return multiply_bf16(product, begin, end);
     case BYTES:
       return multiply_bytes(product, begin, end);
-    case INT8:
-      return multiply_int8(product, begin, end);
     default:
       if (is_kquant(product.type)) return multiply_kquants(product, begin, end);
       return (is_fp8(product.type) ? multiply_fp8 : multiply_grouped)(product, begin, end);
