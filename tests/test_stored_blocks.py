@@ -188,7 +188,7 @@ ROWS = torch.from_numpy(random_blocks("Q4_K", 4, 2))
         ({KEY: ROWS[None].clone()}, r"mis-shaped: .*weight_q4_k \(1, 4, 288\), expected rows"),
         ({KEY: ROWS[:, :0].contiguous()}, r"mis-shaped: .*weight_q4_k \(4, 0\), expected rows"),
         ({KEY: ROWS.view(torch.int8)}, "wrong dtype: .*weight_q4_k is I8; blocks of Q4_K are U8"),
-        ({"weight_q2_k": ROWS}, "unsupported: .*weight_q2_k; valid are weight_q4_0, weight_q5_0"),
+        ({"weight_q2_k": ROWS}, "unsupported: .*weight_q2_k; valid are weight_q4_0, weight_q4_1"),
         ({"weight_packed": ROWS}, "unsupported: .*weight_packed; valid are weight_q4_0"),
     ],
 )
