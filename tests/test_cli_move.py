@@ -49,7 +49,8 @@ def test_convert(tmp_path):
     assert told.exit_code == 2
     assert "exclude each other" in told.output
     told = nextn("convert", source, tmp_path / "three", "--norm-weights", "twice")
-    assert told.exit_code == 2
+    assert isinstance(told.exception, ConfigError)
+    assert "norm weights: twice" in str(told.exception)
     assert not (tmp_path / "three").exists()
 
 
