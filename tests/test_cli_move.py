@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from nextn.checkpoint import checkpoint
 from nextn.cli import app, main
 from nextn.edit.compatibility import absent
+from nextn.errors import ConfigError
 
 
 def nextn(*args):
