@@ -40,6 +40,7 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import Prompt, ReferencePlan
+from nextn.families import by_name
 from nextn.settings import Contract
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
@@ -561,12 +562,13 @@ def test_the_reference_drafts_as_the_engine_does(plans):
         EngineObservation(0.7, Counters("x", 9, None, 5, (3, 2)), (0,)),
     ]
     plan, prompts = replace(PLAN, num_speculative_tokens=1), [Prompt((7,), "x")]
-    diagnose(None, prompts, seen, observed_plan(seen, plan, None))
+    model = SimpleNamespace(family=by_name("glm4_moe"))
+    diagnose(model, prompts, seen, observed_plan(seen, plan, None))
     assert [(each.num_speculative_tokens, each.temperatures) for each in plans] == [(2, (0.0, 0.7))]
-    diagnose(None, prompts, [EngineObservation(0.0, UNKNOWN, (0,))], plan)
+    diagnose(model, prompts, [EngineObservation(0.0, UNKNOWN, (0,))], plan)
     assert plans[1].num_speculative_tokens == 1
     with pytest.raises(ConfigError, match="are for K = 2"):
-        diagnose(None, prompts, seen, plan)
+        diagnose(model, prompts, seen, plan)
 
 
 @pytest.mark.parametrize(
@@ -582,7 +584,7 @@ def test_the_reference_drafts_as_the_engine_does(plans):
 )
 def test_the_other_template_is_a_cause(plans, chat, template, prompt, places, other):
     """Of prompts that nobody knows, where there is a template that they may have gone through, or not."""
-    model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
+    model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template), family=by_name("glm4_moe"))
     seen = [EngineObservation(0.0, DEEP, places)]
     found = diagnose(model, [Prompt(prompt, "x")], seen, replace(PLAN, chat=chat))
     assert [plan.chat for plan in plans[1:]] == other
