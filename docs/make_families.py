@@ -5,7 +5,7 @@ from pathlib import Path
 
 from generated import write
 
-from nextn.families import ENGINES, EngineSupport, Family, rows
+from nextn.families import ENGINES, WITHHELD, EngineSupport, Family, rows
 from nextn.families.rows import EVERYWHERE
 
 HERE = Path(__file__).parent
@@ -47,6 +47,8 @@ How each published model stores and computes its MTP head (the extra layers that
 what four inference engines do with it, and what `nextn` does. This page is for people who publish or serve checkpoints:
 most heads with low acceptance are caused by a missing tensor, or by an engine that reads a tensor differently than the
 authors meant.
+
+`nextn families` lists and searches them by the names of published models: `nextn families GLM 5.3`.
 
 `make docs` generates these pages from `src/nextn/families/rows.py`. What nextn does with each family, and in which
 engines its files were run, is in [the support matrix](../support.md). The facts about engines were read in their code
@@ -107,6 +109,20 @@ def support() -> Iterator[str]:
     yield ""
 
 
+def withheld() -> Iterator[str]:
+    yield "## Declared and never published"
+    yield ""
+    yield (
+        "The config of these models may tell of MTP layers, and the vendor published none. `nextn audit` says so: "
+        "nothing was lost, and there is nothing to restore."
+    )
+    yield ""
+    for each in WITHHELD:
+        sources = ", ".join(f"[{number}]({source})" for number, source in enumerate(each.sources, 1))
+        yield f"- {each.title} ({code(*each.model_types)}): asked for in {sources}."
+    yield ""
+
+
 def section(row: Family) -> Iterator[str]:
     yield f"# {text(row.title)}"
     yield ""
@@ -120,6 +136,8 @@ def section(row: Family) -> Iterator[str]:
 
 def counted(row: Family) -> Iterator[str]:
     drafts = f"; as a draft {code(*row.draft_types)}" if row.draft_types else ""
+    if row.models:
+        yield f"- Among its models: {', '.join(row.models)}."
     yield f"- `model_type`: {code(*row.model_types)}{drafts}."
     most = "" if row.max_modules is None else f"; the layout allows at most {row.max_modules}"
     spare = "; above 1, the config states one more than there are" if row.spare_count else ""
@@ -211,7 +229,7 @@ def notes(row: Family) -> Iterator[str]:
 
 def pages() -> dict[Path, str]:
     """Return the text of every page of the folder."""
-    index = "\n".join([INTRO, *support()]).rstrip() + "\n"
+    index = "\n".join([INTRO, *support(), *withheld()]).rstrip() + "\n"
     return {FOLDER / "index.md": index} | {FOLDER / f"{row.name}.md": page(row) for row in rows()}
 
 

@@ -14,7 +14,7 @@ from nextn.engines.json_formats import JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.metrics_formats import METRICS_COUNTED
 from nextn.engines.run_settings import OVERRIDES
-from nextn.evaluate.faults import FAULTS
+from nextn.evaluate.faults import FAULTS, OTHER_CAUSES
 
 REFERENCE = DOCS / "reference"
 CLI = """\
@@ -43,7 +43,8 @@ GROUPS = {
     "Load and decode": ("load", "Model", "Head", "generate", "stream", "rounds", "trace", "Settings", "Sampling",
                         "Result", "Acceptance", "eos_tokens"),
     "Keep, restore, convert": ("keep_head", "KeepHead", "restore", "convert", "extract", "quantize"),
-    "Train": ("train_head", "HeadSettings", "mtp_loss", "Targets", "StandaloneHead", "Trainer", "TrainConfig",
+    "Train": ("train_head", "save_head", "load_head", "CotrainLoss", "DetachedTrunk", "targets_of",
+              "HeadSettings", "mtp_loss", "Targets", "StandaloneHead", "Trainer", "TrainConfig",
               "JointTask"),
 }  # fmt: skip
 ALIASES = {"load": "### load\n\n`nextn.load` is [`Model.load`](#nextn.model.model.Model.load).\n"}
@@ -54,6 +55,11 @@ The faults that `nextn diagnose` knows. Each can be injected into the decoder, s
 computed: `diagnose` compares an engine's counters with these figures ([details](diagnose.md)). No fault changes the
 text, because the trunk (the target model) verifies every draft. The linked threads are public reports of the fault,
 which may be fixed by now.
+"""
+OTHERS_INTRO = """\
+## Causes that are not injected
+
+`diagnose` names these, too. `nothing-kept` is left out as soon as one draft was accepted.
 """
 
 
@@ -121,9 +127,13 @@ def python_page() -> str:
 
 def fault_page() -> str:
     rows = ((f"`{each.name}`", _cell(each.description), _cell(each.signature), _links(each.issues)) for each in FAULTS)
-    fixes = ((f"`{each.name}`", _cell(each.advice)) for each in FAULTS)
+    others = ((f"`{each.name}`", _cell(each.description), _links(each.issues)) for each in OTHER_CAUSES)
+    fixes = ((f"`{each.name}`", _cell(each.advice)) for each in (*FAULTS, *OTHER_CAUSES))
     head = ("fault", "what is wrong", "what it shows", "seen in")
-    return "\n".join([FAULT_INTRO, table(head, rows), "## What to do\n", table(("fault", "advice"), fixes)])
+    return "\n".join([
+        FAULT_INTRO, table(head, rows), OTHERS_INTRO, table(("cause", "what it means", "seen in"), others),
+        "## What to do\n", table(("fault", "advice"), fixes),
+    ])  # fmt: skip
 
 
 def _links(issues: tuple[str, ...]) -> str:

@@ -31,7 +31,7 @@ from nextn.checkpoint.quantization import QuantConfig  # noqa: E402
 from nextn.checkpoint.safetensors_file import read_header  # noqa: E402
 from nextn.checkpoint.tensors import FLOATS, TensorReader  # noqa: E402
 from nextn.decoding.rounds import rounds  # noqa: E402
-from nextn.edit.convert import is_norm_weight  # noqa: E402
+from nextn.edit.norm_shift import is_norm_weight  # noqa: E402
 from nextn.model.head import Head  # noqa: E402
 from nextn.model.load_head import to_runtime_layout, trunk_state  # noqa: E402
 from nextn.model.model import Model  # noqa: E402

@@ -1,4 +1,4 @@
-"""The 32 published layouts: config and tensors of two trunk layers and of one block of the head, by name.
+"""The published layouts: config and tensors of two trunk layers and of one block of the head, by name.
 
 Where transformers has the trunk, test_artifacts lets it load these names and shapes; the heads' blocks, and the trunks
 that transformers lacks, are as the loaders of vLLM, SGLang and llama.cpp match them. What those left open is said
@@ -97,6 +97,9 @@ def _glm() -> Iterator[tuple[str, Layout]]:
     biased = norms() | gqa(bias=True, qk=True)
     glm = config("glm4_moe", ROUTED, FIRST, {"attention_bias": True, "use_qk_norm": True})
     yield "glm4_moe", Layout(glm, (biased | dense(), biased | moe()))
+    unnormed = norms() | gqa(bias=True)
+    glm = config("glm4v_moe_text", ROUTED, FIRST, {"attention_bias": True})
+    yield "glm4v_moe", Layout(glm, (unnormed | dense(), unnormed | moe()))
     yield "glm4_moe_lite", Layout(config("glm4_moe_lite", ROUTED, LATENT, SPLIT), DEEPSEEK)
     yield "glm_moe_dsa", Layout(config("glm_moe_dsa", ROUTED, LATENT, FIRST, INDEX), SPARSE)
     pooled = mla(rope=0) | INDEXER | under("self_attn.indexer", {
@@ -137,6 +140,13 @@ def _qwen() -> Iterator[tuple[str, Layout]]:
         (gdn() | both | QWEN_MOE, selected | both | QWEN_MOE), selected | both | fused(QWEN_MOE),
         extra=mixer("hyper_connection_mixer", inject=False), norm="",
         module=mixer("collapse", inject=False) | {"hidden_norm.weight": (STREAMS * H,)},
+    )  # fmt: skip
+    # The trunk's layers have a shared expert and, outside them, banks of routed ones; the head's block has its own.
+    shared = {name: shape for name, shape in QWEN_MOE.items() if ".experts." not in name and ".gate." not in name}
+    banks = {f"meta_mlp.0.{name.removeprefix('mlp.')}": shape for name, shape in QWEN_MOE.items() if name not in shared}
+    yield "interns2_mobius", Layout(
+        config("interns2_mobius_text", QWEN, {"mtp_num_experts": EXPERTS, "mtp_num_experts_per_tok": 2}),
+        (recurrent | shared, GATED | shared), GATED | QWEN_MOE, extra=banks,
     )  # fmt: skip
     qwen2 = norms() | gqa(bias=True) | dense()
     yield "mimo", Layout(config("mimo"), (qwen2, qwen2))
@@ -194,6 +204,10 @@ def _mixed() -> Iterator[tuple[str, Layout]]:
     stacked |= {name: (EXPERTS, *shape) for name, shape in dense("moe", INNER).items()}
     yield "step3p5", Layout(
         config("step3p5", ROUTED, SPLIT, {"share_expert_dim": INNER, "sliding_window": 8}),
+        (gated | dense(), gated | stacked), gated | dense(),
+    )  # fmt: skip
+    yield "step5", Layout(
+        config("step5", ROUTED, SPLIT, {"share_expert_dim": INNER, "sliding_window": 8}),
         (gated | dense(), gated | stacked), gated | dense(),
     )  # fmt: skip
 
@@ -311,6 +325,35 @@ def _latent() -> Iterator[tuple[str, Layout]]:
             (double | dense(), double | moe()),
         ),
     )
+    streams: Shapes = {}
+    for half in ("attn_mhc_module", "mlp_mhc_module"):
+        streams |= {f"{half}.phi": (24, STREAMS * H), f"{half}.branch_alpha": (3,), f"{half}.branch_beta": (24,),
+                    f"{half}.norm_gamma": (STREAMS * H,)}  # fmt: skip
+    conv = {f"self_attn.{name}_conv.weight": (width, 1, 3) for name, width in
+            {"qa": RANK, "compresskv": RANK, "o": HEADS * 8}.items()}  # fmt: skip
+    pangu = double | conv | {"self_attn.param_sink_compressed_kv": (4, RANK), "self_attn.param_sink_k_pe": (4, 8)}
+    yield "openpangu_v2", Layout(
+        config("openpangu_v2", ROUTED, LATENT, FIRST, INDEX, {"mhc_num_stream": STREAMS, "sliding_window": 8}),
+        (pangu | INDEXER | dense() | streams, pangu | moe() | streams | norms("block_post_layernorm")), pangu | moe(),
+        extra={"merge_mhc_module.phi": (STREAMS, STREAMS * H), "merge_mhc_module.branch_alpha_pre": (1,)},
+    )  # fmt: skip
+    sparse = SPARSE[1] | {"self_attn.q_b_proj.weight": (HEADS * 24, 2 * RANK)}  # of queries and gates
+    gated_norms = {}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        gated_norms |= {f"{name}.norm.weight": (H,), f"{name}.W_down.weight": (4, H), f"{name}.W_up.weight": (H, 4)}
+    inner = {
+        name: shape for name, shape in sparse.items() if not name.endswith("_layernorm.weight") or "attn" in name[:9]
+    }
+    attention = {name: shape for name, shape in inner.items() if name.startswith("self_attn")}
+    first = {name: shape for name, shape in gated_norms.items() if name.startswith("input")}
+    yield "axk2", Layout(
+        config("axk2", ROUTED, LATENT, FIRST, INDEX, {"gated_norm_rank": 4}),
+        (attention | first | norms("post_attention_layernorm") | dense(), inner | gated_norms),
+    )  # fmt: skip
+    quest = norms("attention_norm", "attn_out_norm", "feed_forward_norm") | gqa(qk=True) | moe(bias="", shared="")
+    yield "iquest_q1", Layout(
+        config("iquest_q1", GROUP), (quest | norms("ffn_out_norm"), quest), quest | norms("ffn_out_norm"),
+    )  # fmt: skip
     note = norms() | mla() | {"self_attn.g_proj.weight": (HEADS, H), "self_attn.k_rope_only_layernorm.weight": (8,)}
     swa = {f"swa_{key}": value for key, value in LATENT.items() if value} | {"swa_num_attention_heads": HEADS}
     yield "dots3_note", Layout(

@@ -144,7 +144,9 @@ MUTATIONS = [
     Mutation("runtime/native/csrc/rounds.cpp", "pending->counts[row] += num_new;", "pending->counts[row] += num_accepted;", "test_session.py test_rounds.py"),
     Mutation("runtime/native/csrc/sampling.cpp", "tail->first / float(total)", "tail->first", "test_native_sampling.py"),
     Mutation("runtime/native/csrc/chain.cpp", "const bool taken = survival >= chain.take[depth];", "const bool taken = survival > 0;", "test_draft_chain.py test_rounds.py"),
-    Mutation("runtime/native/csrc/norm.cpp", "const Sixteen both = rounded<T>(load(a) + load(b));", "const Sixteen both = load(a) + load(b);", "test_fusion_add_norm.py test_session.py"),
+    Mutation("runtime/native/csrc/norm.cpp", "store(sum, both), store(row, both);", "store(sum, both), store(row, load(a));", "test_fusion_add_norm.py test_session.py"),
+    Mutation("runtime/native/precision.py", "wide = (wide - others) & dynamic", "wide = wide & others", "test_precision.py"),
+    Mutation("model/logits.py", "rows, size = rows.float(), max", "rows, size = rows.bfloat16().float(), max", "test_logits.py"),
 ]  # fmt: skip
 
 

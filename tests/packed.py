@@ -179,7 +179,9 @@ def fp8_folder(folder: Path, block: tuple[int, int] | None, suffix: str = "weigh
     set_config(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", **declared})
 
 
-_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where the float16 scales of a block begin; else at 0
+# Where the float16 scales of a block begin; else at 0.
+_HALVES = {**dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)), "Q6_K": (208,)}
+_MINIMA = {"Q4_1": -8, "Q5_1": -16}  # times a scale; of K-quants, they are subtracted
 
 
 def random_blocks(kind: str, rows: int, blocks: int, scale: float = 1.0, seed: int = 0) -> np.ndarray:
@@ -193,7 +195,7 @@ def random_blocks(kind: str, rows: int, blocks: int, scale: float = 1.0, seed: i
         halves = generator.normal(size=(rows, blocks, 1)) * scale
         for place in _HALVES.get(kind, (0,)):
             data[..., place : place + 2] = halves.astype(np.float16).view(np.uint8)
-            halves *= 2 ** (BLOCK_TYPES[kind].bits - 1)  # minima half as large as a group's range
+            halves *= _MINIMA.get(kind, 2 ** (BLOCK_TYPES[kind].bits - 1))  # half as large as a group's range
     return data.reshape(rows, -1)
 
 
@@ -206,8 +208,8 @@ def random_k_quant(kind: str, n: int, k: int) -> KQuantWeight:
 
 
 # Scales of random blocks whose weights are near those of a model.
-SCALES = {"Q4_0": 0.01, "Q5_0": 5e-3, "Q8_0": 1e-3, "IQ4_NL": 1e-3, "MXFP4": 0.1, "IQ4_XS": 5e-5, "Q4_K": 2e-4,
-          "Q5_K": 1e-4, "Q6_K": 5e-5}  # fmt: skip
+SCALES = {"Q4_0": 0.01, "Q4_1": 0.01, "Q5_0": 5e-3, "Q5_1": 5e-3, "Q8_0": 1e-3, "IQ4_NL": 1e-3, "MXFP4": 0.1,
+          "IQ4_XS": 5e-5, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 5e-5}  # fmt: skip
 
 
 def block_folder(folder: Path, kind_of: Callable[[str], str]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.runtime.native.abi import BYTES, FP8, INT4, INT8, INT8_GROUPS, Q4_K, load
+from nextn.runtime.native.abi import BYTES, FP8, INT4, INT4_MINIMA, INT8, Q4_K, load
 
 GUARD = 0 if os.environ.get("NEXTN_NATIVE_BUILD") in ("asan", "tsan") else 64  # elements before and after a tensor
 MARK = 77
@@ -109,6 +109,7 @@ def elementwise() -> list[Call]:
 def indexed() -> list[Call]:
     return [
         Call("embedding", [floats(4, 33), floats(7, 33), whole(4, below=7)]),
+        Call("embedding", [floats(4, 33), floats(7, 33, dtype=torch.bfloat16), whole(4, below=7)]),
         Call("index_select", [floats(3, 4, 5), floats(3, 9, 5), whole(4, below=9)], [1]),
         Call("gather", [floats(3, 4, 5), floats(3, 9, 5), whole(3, 4, 5, below=9)], [1]),
         Call("scatter", [floats(3, 9, 5), whole(3, 4, 5, below=9), floats(3, 4, 5)], [1]),
@@ -121,12 +122,13 @@ def rows() -> list[Call]:
     calls = [Call(op, [floats(3), floats(3, 5, 70)], [0b110]) for op in ("sum", "mean", "amax")]
     calls += [Call("argmax", [whole(3, 5), floats(3, 5, 70)]), Call("logsumexp", [floats(3, 5), floats(3, 5, 70)])]
     calls += [Call("confidence", [whole(3, 5), floats(3, 5), floats(3, 5, 70)])]
-    calls += [Call("rms_norm", [floats(4, 70), floats(4, 70), floats(70)], [0], [1e-6])]
-    calls += [Call("add_rms_norm", [*(floats(4, 70) for _ in range(4)), floats(70)], [0], [1e-6])]
+    calls += [Call("rms_norm", [floats(4, 70), floats(4, 70), floats(70)], reals=[1e-6])]
+    calls += [Call("add_rms_norm", [*(floats(4, 70) for _ in range(4)), floats(70)], reals=[1e-6])]
     calls += [Call("native_layer_norm", [floats(4, 70), floats(4, 70), floats(70), floats(70)], reals=[1e-6])]
     calls += [Call("rope", [floats(2, 3, 34) for _ in range(4)])]
     heads = [floats(2, 3, 34), floats(2, 3, 34), floats(2, 3, 16), floats(2, 3, 16), floats(34)]
-    calls += [Call("norm_rope", [*heads, *(guarded(head) for head in heads)], [0, 1], [1e-6, 1e-5])]
+    halves = [floats(2, 3, 34, dtype=torch.bfloat16), *(guarded(head) for head in heads[1:])]
+    calls += [Call("norm_rope", [*heads, *halves], reals=[1e-6, 1e-5])]
     calls += [Call("to_probs", [floats(3, 70), floats(3, 70)], [5], [1.0, 0.9, 0.1])]
     calls += [Call("sample", [whole(3), guarded(torch.rand(3)), guarded(torch.randn(3, 70).abs())])]
     verified = [
@@ -143,7 +145,7 @@ def rows() -> list[Call]:
 def linear() -> list[Call]:
     n, k, experts = 37, 64, 3
     calls = []
-    for weight_type in (0, 1, BYTES, INT8, INT4, INT8_GROUPS + 1, FP8, FP8 + 2):
+    for weight_type in (0, 1, BYTES, INT4, INT8 + 1, FP8, FP8 + 2, INT4_MINIMA, INT4_MINIMA + 1):
         dtype = torch.float32 if weight_type == 0 else torch.bfloat16
         out, x, given = floats(5, n, dtype=dtype), floats(5, k, dtype=dtype), [n, k, weight_type]
         gated = packed(weight_type, 2 * math.ceil(n / 16) * 16, k)
@@ -155,22 +157,21 @@ def linear() -> list[Call]:
         calls += [Call("gated_expert_linear", [out, x, ids, guarded(gated.repeat(experts))], given)]
     x, kquant = floats(5, 256), packed(Q4_K, n, 256)
     calls += [Call("linear", [floats(5, n), x, kquant], [n, 256, 1, Q4_K])]
-    calls += [Call("int8_embedding", [floats(5, k), packed(INT8, n, k), whole(5, below=n)], [n, k])]
-    calls += [Call("grouped_embedding", [floats(5, k), packed(INT4, n, k), whole(5, below=n)], [n, k, INT4])]
+    for weight_type in (INT4, INT8, INT4_MINIMA):
+        given = [floats(5, k), packed(weight_type, n, k), whole(5, below=n)]
+        calls += [Call("grouped_embedding", given, [n, k, weight_type])]
     return calls
 
 
 def packing() -> list[Call]:
-    n, k, columns = 37, 64, 64
-    codes = guarded(torch.zeros(columns * k, dtype=torch.bool))
+    n, k = 37, 64
     scaled = [guarded(torch.zeros(48 * k, dtype=torch.bool)), floats(48), floats(n, k, dtype=torch.bfloat16)]
     four = [guarded(torch.zeros(shape, dtype=torch.bool)) for shape in ((n, k), (n, 2))]
     return [
         Call("pack", [packed(0, n, k), floats(n, k)]),
         Call("pack", [packed(1, n, k), floats(n, k, dtype=torch.bfloat16)]),
         Call("pack_bytes", scaled),
-        Call("pack_int8", [codes, floats(columns), floats(n, k)]),
-        Call("quantize_int4", [four[0], floats(n, 2), four[1], floats(n, k)], [32]),
+        Call("quantize_groups", [four[0], floats(n, 2), four[1], floats(n, k)], [4, 32]),
     ]
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import ConfigError
-from nextn.evaluate.accuracy import Reference, logits_of
+from nextn.evaluate.accuracy import Accuracy, Candidate, Reference, choose_weights, logits_of
 from nextn.evaluate.accuracy_texts import compared_texts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
@@ -124,3 +124,20 @@ def test_texts_that_cannot_be_read_say_what_can(tmp_path):
     empty.write_text("")
     with pytest.raises(ConfigError, match="no text of two tokens"):
         compared_texts(byte_tokenizer(), empty)
+
+
+def test_the_fewest_bits_within_the_bound_are_chosen(monkeypatch, fixture_folder):
+    """Of two widths, fewer bits first; the weights stay as stored if both diverge more."""
+    model = Model.load(fixture_folder / "glm", dtype=torch.float32, skip_head=True, need_head=False)
+    reference = Reference.of(model.trunk, [[1, 2, 3]])
+
+    def of(model, reference, *, source, backend):
+        divergence = {"int4": 0.2, "int8": 0.02}[model.trunk.weights]
+        accuracy = Accuracy(1, divergence, divergence, 1, 1, 1, 0)
+        return Candidate(source, model.trunk.weights, backend, "float32", 1, accuracy)
+
+    monkeypatch.setattr(Candidate, "of", of)
+    for bound, chosen, compared in ((0.3, "int4", 1), (0.1, "int8", 2), (0.01, "stored", 2)):
+        found = choose_weights(model, reference, source="tiny", max_kl=bound)
+        assert [each.weights for each in found] == ["int4", "int8"][:compared]
+        assert model.trunk.weights == chosen

@@ -245,6 +245,22 @@ def test_widths(size, width):
     assert part_width(size) == width
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path):
+    """A trained head that an engine does not run as it is goes there in seconds, and the errors say so."""
+    trunk = trunk_of(tmp_path / "trunk", "llama")
+    head = trained(tmp_path / "run", trunk, text, head_only=not inside)
+    code, _, err = here("export", head, tmp_path / "out", "--for", "vllm")
+    assert (code, "--layout mimo" in err, "--adopt" in err) == (2, True, True)
+    if inside:
+        code, _, err = here("serve", head, "--print", "vllm")
+        assert (code, f"nextn adopt {head} OUT --as glm4_moe" in err) == (2, True)
+    code, out, _ = here("export", head, tmp_path / "out", "--for", "vllm", "--adopt")
+    assert code == 0
+    assert f"vllm serve {tmp_path / 'out'} --speculative-config" in out
+    assert (tmp_path / "out" / "config.json").exists()
+
+
 def test_command(tmp_path, here):
     trunk = trunk_of(tmp_path / "trunk", "llama")
     code, out, _ = here("adopt", trunk, tmp_path / "out", "--as", "glm4_moe", "--dry-run")

@@ -26,6 +26,7 @@ _EYES = {
 }  # fmt: skip
 # What transformers reads as a vision-language model alone: wrapper of the names, parts of the config beside the text's.
 COMPOSITES: dict[str, tuple[str, dict[str, dict[str, object] | str | int]]] = {
+    "glm4v_moe": ("model.language_model.", {"vision_config": _EYES}),
     "glm_ocr": ("model.language_model.", {"vision_config": _EYES}),
     "exaone4_5": ("model.language_model.", {
         "vision_config": _EYES | {"num_key_value_heads": 2, "fullatt_block_indexes": [0]},

@@ -152,7 +152,7 @@ def test_int8_buffers_hold_the_codes_and_scales_of_torch(dtype: torch.dtype) -> 
     values = buffers.values.flatten(2).unflatten(-1, (-1, shape.dim_v, 4))[..., turned].transpose(3, 4).flatten(2, 3)
     for row, start in enumerate((0, 9)):
         for x, codes, of in ((block.k, keys, scales[..., 0, :]), (block.v, values, scales[..., 1, :])):
-            expected, expected_scales = round_rows(x[row], x.shape[-1])
+            expected, expected_scales = round_rows(x[row], x.shape[-1], 127)
             assert torch.equal(codes[row, :, start : start + 40], expected.squeeze(-2).to(torch.int8))
             assert torch.equal(of[row].flatten(1)[:, start : start + 40], expected_scales.squeeze(-1))
 

@@ -39,7 +39,7 @@ def test_clean(nextn, tmp_path):
     assert (code, err) == (0, "")
     assert "engine-ignores" in out
     assert "clean  " in out
-    assert "1 MTP layer declared, 1 stored" in out
+    assert "1 MTP layer declared, 1 stored" in " ".join(out.split())
 
 
 def test_findings(nextn, lost):
@@ -90,7 +90,7 @@ def test_family(nextn, tmp_path):
     assert "try --family NAME" in err
     assert nextn(folder, "--family", "glm4_moe")[0] == 0
     code, _, err = nextn(folder, "--family", "glm")
-    assert (code, "unknown family 'glm'; known: bailing" in err) == (2, True)
+    assert (code, "unknown family 'glm'; known: axk2" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_all_values_or_samples(nextn, tmp_path):
 
     folder = publish(tmp_path, "qwen3_5", change=change)
     code, out, _ = nextn(folder, "--ignore", "shape")
-    assert (code, "values-nonfinite" in out, ", all values read" in out) == (1, True, True)
+    assert (code, "values-nonfinite" in out, ", all values read" in " ".join(out.split())) == (1, True, True)
     code, out, _ = nextn(folder, "--sample", "--ignore", "shape")
-    assert (code, "values-nonfinite" in out, ", values sampled" in out) == (0, False, True)
+    assert (code, "values-nonfinite" in out, ", values sampled" in " ".join(out.split())) == (0, False, True)
     record = json.loads(nextn(folder, "--json")[1])
     assert (record["values_read"], record["bytes_read"] > 64 * 4096 * 2) == ("all", True)
     record = json.loads(nextn(folder, "--json", "--sample")[1])
@@ -167,7 +167,7 @@ def test_all_values_or_samples(nextn, tmp_path):
 def test_hub(nextn, hub):
     """A hub id gives another verdict than the folder, or --revision is not passed on; its values are sampled."""
     code, out, _ = nextn("org/model", "--revision", "v1")
-    assert (code, ", values sampled" in out) == (0, True)
+    assert (code, ", values sampled" in " ".join(out.split())) == (0, True)
     assert any(path.endswith("/revision/v1") for path, _ in hub.requests)
 
 

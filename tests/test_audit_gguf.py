@@ -213,7 +213,7 @@ def test_without_the_package(tmp_path, monkeypatch):
 
     path = write(tmp_path / "m.gguf")
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match=r"pip install 'nextn\[gguf\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'gguf>="):
         audit_gguf(path)
 
 

@@ -14,9 +14,10 @@ from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime import backend
 from nextn.runtime.backend import backend_for
-from nextn.runtime.native import grouped, int4
+from nextn.runtime.native import grouped
 from nextn.runtime.native.abi import Runtime, load
-from nextn.runtime.native.quantization import dequantize, int8_linear, quantize, round_cached
+from nextn.runtime.native.quantization import dequantize, quantize, round_cached
+from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS, quantize_groups
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.stats.acceptance import Acceptance
 
@@ -193,7 +194,7 @@ class QuantizedTwin(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten = torch.ops.aten
         if func is aten.embedding.default:
-            return dequantize(*quantize(args[0], 8)).to(args[0].dtype)[args[1]]
+            return quantize_groups(args[0], *EIGHT_BITS, load()).dequantized.to(args[0].dtype)[args[1]]
         if func in (aten.mm.default, aten.addmm.default):
             *bias, x, weight = args
             for start, end, is_int4 in self.memory:
@@ -203,9 +204,7 @@ class QuantizedTwin(TorchDispatchMode):
 
     @staticmethod
     def product(x: torch.Tensor, weight: torch.Tensor, is_int4: bool) -> torch.Tensor:
-        if is_int4:
-            return grouped.grouped_linear(x, int4.quantize_int4(weight, int4.GROUP, load()))
-        return int8_linear(x, *quantize(weight, 8))
+        return grouped.grouped_linear(x, quantize_groups(weight, *(FOUR_BITS if is_int4 else EIGHT_BITS), load()))
 
 
 def quantized(model: Model, weights: str) -> Model:

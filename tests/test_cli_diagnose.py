@@ -71,7 +71,7 @@ def test_a_log(tmp_path, prompts):
     assert "--drive" in said
     record = json.loads(run(log, prompts, "--json", "--out", tmp_path / "out.json", code=1).stdout)
     assert record == json.loads((tmp_path / "out.json").read_text())
-    assert record["named"] == ["wrong-hidden"]
+    assert record["named"][0] == "wrong-hidden"
     assert record["settings"]["num_speculative_tokens"] == 3
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from nextn.checkpoint import checkpoint
 from nextn.cli import app, main
 from nextn.edit.compatibility import absent
+from nextn.errors import ConfigError
 
 
 def nextn(*args):
@@ -49,7 +50,8 @@ def test_convert(tmp_path):
     assert told.exit_code == 2
     assert "exclude each other" in told.output
     told = nextn("convert", source, tmp_path / "three", "--norm-weights", "twice")
-    assert told.exit_code == 2
+    assert isinstance(told.exception, ConfigError)
+    assert "norm weights: twice" in str(told.exception)
     assert not (tmp_path / "three").exists()
 
 

@@ -19,7 +19,8 @@ from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.safetensors_file import RawTensor
 from nextn.edit.compatibility import absent
-from nextn.edit.convert import _differences, is_norm_weight, shift_fn
+from nextn.edit.convert import _differences
+from nextn.edit.norm_shift import is_norm_weight, shift_fn
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import by_name
 

@@ -59,12 +59,13 @@ def test_python_source_is_not_flagged():
 
 @pytest.mark.parametrize(
     ("degenerate", "short", "said"),
-    [(0, 0, []), (8, 0, ["every text is degenerate"]), (3, 0, ["3 of 8 prompts gave degenerate"]),
+    [(0, 0, []), (7, 0, ["(1, 2, 3, 4, 5, 6, 7): 1 text is too few"]),
+     (8, 0, ["every text is degenerate"]), (3, 0, ["3 of 8 prompts gave degenerate"]),
      (8, 2, ["every text is degenerate",
              "2 of 8 prompts gave texts below 200"]), (0, 1, ["1 of 8 prompts gave texts"])],
 )  # fmt: skip
 def test_degeneracy_notes(degenerate, short, said):
     """Catches figures over a part of the texts that are reported as if they were of all."""
-    found = degeneracy_notes("temperature 0", 8, degenerate=degenerate, short=short)
+    found = degeneracy_notes("temperature 0", 8, degenerate=range(degenerate), short=short)
     assert len(found) == len(said)
     assert all(each.startswith("temperature 0: ") and part in each for each, part in zip(found, said, strict=True))

@@ -40,6 +40,7 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import Prompt, ReferencePlan
+from nextn.families import by_name
 from nextn.settings import Contract
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
@@ -76,6 +77,7 @@ def diagnosed(trained, counters):
 def test_injected_faults_are_named(diagnosed):
     for fault in ("wrong-hidden", "no-prefill"):
         found = diagnosed[fault]
+        assert "nothing-kept" not in {cause.name for cause in found.causes}  # drafts were accepted
         assert found.named == (fault,)
         assert not found.is_fine
         assert found.summary.startswith(fault)
@@ -342,6 +344,29 @@ def test_the_summary_has_the_figures_of_the_case_that_decides():
     assert fine.endswith("AL 2.05 where this head should give 2.05 at temperature 0")
 
 
+def test_the_headline_has_the_odds_against_the_next_cause():
+    """What an engine that was not driven is assumed to do is in it, too."""
+    seen = case((100, 10), expects(FINE, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1))
+    assert "times likelier than the next cause, no-prefill, and " in Diagnosis("x", None, (seen,)).summary
+    seen = replace(seen, observation=replace(seen.observation, prompt_indices=None))
+    found = Diagnosis("x", None, (seen,))
+    assert found.named == ("head-unset",)
+    assert found.summary.endswith("if the engine is greedy")
+    assert ["sha256sum" in found.checks[0], "loader" in found.checks[1], "--drive" in found.checks[-1]] == [True] * 3
+    prior = replace(found, priors={"head-unset": 1e-90})
+    assert prior.causes[0].name != "head-unset"
+    assert Diagnosis("x", None, (case((700, 350), GOOD),)).checks == []
+
+
+def test_causes_that_the_counts_tell_apart_are_not_listed_as_like():
+    """Expected to be too few rounds to tell two causes apart, which these counts nevertheless do."""
+    found = Diagnosis("x", None, (case((100, 10), expects(FINE, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1)),))
+    for name in found.indistinguishable:
+        assert not found.cause(name).is_separated(found.causes[0])
+    for name in found.undetectable:
+        assert not found.cause(name).is_separated(found.cause(FINE))
+
+
 def test_named_causes_are_not_listed_as_indistinguishable():
     twin = replace(BAD, name="no-rerun")
     found = Diagnosis("x", None, (case((300, 150), GOOD, BAD, twin, expects("near", 0.301, 0.5)),))
@@ -537,12 +562,13 @@ def test_the_reference_drafts_as_the_engine_does(plans):
         EngineObservation(0.7, Counters("x", 9, None, 5, (3, 2)), (0,)),
     ]
     plan, prompts = replace(PLAN, num_speculative_tokens=1), [Prompt((7,), "x")]
-    diagnose(None, prompts, seen, observed_plan(seen, plan, None))
+    model = SimpleNamespace(family=by_name("glm4_moe"))
+    diagnose(model, prompts, seen, observed_plan(seen, plan, None))
     assert [(each.num_speculative_tokens, each.temperatures) for each in plans] == [(2, (0.0, 0.7))]
-    diagnose(None, prompts, [EngineObservation(0.0, UNKNOWN, (0,))], plan)
+    diagnose(model, prompts, [EngineObservation(0.0, UNKNOWN, (0,))], plan)
     assert plans[1].num_speculative_tokens == 1
     with pytest.raises(ConfigError, match="are for K = 2"):
-        diagnose(None, prompts, seen, plan)
+        diagnose(model, prompts, seen, plan)
 
 
 @pytest.mark.parametrize(
@@ -558,7 +584,7 @@ def test_the_reference_drafts_as_the_engine_does(plans):
 )
 def test_the_other_template_is_a_cause(plans, chat, template, prompt, places, other):
     """Of prompts that nobody knows, where there is a template that they may have gone through, or not."""
-    model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
+    model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template), family=by_name("glm4_moe"))
     seen = [EngineObservation(0.0, DEEP, places)]
     found = diagnose(model, [Prompt(prompt, "x")], seen, replace(PLAN, chat=chat))
     assert [plan.chat for plan in plans[1:]] == other

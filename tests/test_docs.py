@@ -34,7 +34,6 @@ PAGES = sorted(
     path for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")) if path.name not in ("CHANGELOG.md", "CLAUDE.md")
 )
 COMMANDS = get_command(app).commands
-FORMER = {"--drafts", "--gain", "--path"}  # accepted, and not documented
 
 
 def name_of(page):
@@ -172,7 +171,7 @@ def test_shown_command_exists(page, words):
     assert command is not None, " ".join(words)
     options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
     given = {word.partition("=")[0].rstrip(",.") for word in rest if re.match(r"--?[a-z]", word)}
-    assert given <= options - FORMER
+    assert given <= options
 
 
 def test_make_targets_exist():

@@ -17,9 +17,8 @@ from nextn.runtime.native import draft_lm_head
 from nextn.runtime.native.abi import Runtime, load, type_of
 from nextn.runtime.native.draft_lm_head import FORMAT, DraftLMHead, has_four_bits
 from nextn.runtime.native.grouped import grouped_linear
-from nextn.runtime.native.int4 import quantize_int4
 from nextn.runtime.native.kv_buffers import KVBuffers
-from nextn.runtime.native.quantization import dequantize, quantize
+from nextn.runtime.native.rounded_weights import EIGHT_BITS, quantize_groups
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.speculative.draft_vocabulary import DraftVocabulary
@@ -55,11 +54,15 @@ def prepared(model: Model, weights: str, draft_ids: list[int] | None = None) -> 
 
 @torch.no_grad()
 def twin_logits(head: Head, index: int, final_hidden: Tensor) -> Tensor:
-    """`Head.logits` in torch with an lm_head of four bits and activations of eight; the two highest are exact."""
+    """`Head.logits` in torch with an lm_head of four bits and activations of sixteen; the two highest are exact."""
     output, vocabulary = head.output(index), head.draft_vocabulary
     rows = output.weight if vocabulary is None else vocabulary.rows(output.weight)
-    logits = grouped_linear(final_hidden, quantize_int4(rows, FORMAT.group, load())).to(final_hidden.dtype)
-    exact = rows if head.trunk.weights == "stored" else dequantize(*quantize(rows, 8)).to(rows.dtype)
+    logits = grouped_linear(final_hidden, quantize_groups(rows, *FORMAT, load())).to(final_hidden.dtype)
+    exact = (
+        rows
+        if head.trunk.weights == "stored"
+        else quantize_groups(rows, *EIGHT_BITS, load()).dequantized.to(rows.dtype)
+    )
     places = logits.topk(2).indices
     logits.scatter_(-1, places, nn.functional.linear(final_hidden.float(), exact.float()).gather(-1, places).to(logits))
     return logits[..., : head.trunk.vocab_size] if vocabulary is None else vocabulary.expand(logits)

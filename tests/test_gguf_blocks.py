@@ -11,7 +11,11 @@ from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
 
 gguf = pytest.importorskip("gguf")
 
-ENDS = {"Q4_K": (2, 4), "Q5_K": (2, 4), "Q6_K": (210,), "MXFP4": (1,)}  # of the scales in a block; else 2
+ENDS = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (2, 4)),
+    "Q6_K": (210,),
+    "MXFP4": (1,),
+}  # of the scales in a block; else 2
 
 
 @loop("kind", BLOCK_TYPES)

@@ -217,13 +217,13 @@ def assert_same_logits(*folders):
 def test_types_are_mixed_and_what_is_not_kept_is_dequantized(byte_folder, tmp_path):
     """With notes; in slices and shards of any size."""
     made = mixed(MIXED | {"attn_q": Type.Q8_0})
-    made["blk.0.ffn_gate.weight"] = blocks((WIDTH, WIDTH), Type.Q5_1), Type.Q5_1
+    made["blk.0.ffn_gate.weight"] = blocks((WIDTH, WIDTH), Type.Q3_K), Type.Q3_K
     path = write(tmp_path / "model.gguf", "qwen3", QWEN3, made, byte_folder)
     plan = convert_gguf(path, tmp_path / "out", dtype="stored")
     kinds = "1 weight in Q5_0, 1 weight in Q8_0, 1 weight in MXFP4, 1 weight in Q4_K, 2 weights in Q6_K"
     assert plan.notes[0] == f"as in the file: {kinds}; only nextn loads them"
     assert plan.notes[1:] == (
-        "dequantized to bfloat16, as blocks of Q5_1 are not kept: model.layers.0.mlp.gate_proj.weight",
+        "dequantized to bfloat16, as blocks of Q3_K are not kept: model.layers.0.mlp.gate_proj.weight",
     )
     convert_gguf(path, tmp_path / "wide")
     assert_same_logits(tmp_path / "out", tmp_path / "wide")

@@ -9,6 +9,9 @@ from test_sft import tokenizer  # noqa: F401  (a fixture)
 from test_trainer_hook import differing, load, state, values
 from trl import GRPOConfig, GRPOTrainer
 
+import nextn
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.losses.mtp_loss import IGNORE, Targets, mtp_loss
 from nextn.model.head import lm_head_weights
 from nextn.model.model import load_head
@@ -92,7 +95,7 @@ def test_micro_batches_are_averaged(fixture_folder, tmp_path, tokenizer):  # noq
     assert norms[0] == pytest.approx(norms[1], rel=0.1)
 
 
-def test_the_documented_loop_of_another_trainer(fixture_folder):
+def test_the_documented_loop_of_another_trainer(fixture_folder, tmp_path):
     """The guide's code runs; no gradient of the head's loss reaches the policy, and all of the head gets one."""
     page = (Path(__file__).parents[1] / "docs/how-to/beside-fine-tune.md").read_text()
     code = next(part.split("```")[0] for part in page.split("```python") if "CotrainLoss" in part.split("```")[0])
@@ -105,6 +108,14 @@ def test_the_documented_loop_of_another_trainer(fixture_folder):
     assert all(value.grad is None for value in model.parameters())
     assert all(value.grad is not None for value in scope["head"].parameters())
     assert scope["survived"].shape == (2, 5)
+    with torch.no_grad():  # as an optimizer does
+        for value in scope["head"].parameters():
+            value.mul_(1.5)
+    saving = next(part.split("```")[0] for part in page.split("```python") if "save_head" in part.split("```")[0])
+    exec(saving.replace('"out"', repr(str(tmp_path / "out"))), scope)
+    saved = nextn.Model.load(tmp_path / "out").head.state_dict()
+    assert all(torch.equal(value, saved[name].float()) for name, value in scope["head"].state_dict().items())
+    assert not [each for each in audit(Checkpoint.open(tmp_path / "out")).findings if each.rule == "head-stale"]
 
 
 def test_results_of_tools_are_no_labels():

@@ -70,32 +70,9 @@ def test_options_mean_one_thing_everywhere():
     for name, command in commands().items():
         options = {option: each for each in command.params for option in each.opts}
         assert ("-k" in options) == ("--num-speculative-tokens" in options), name
-        assert not {"--drafts", "--gain", "--path"} & options.keys(), name
         given = hub & options.keys()
         assert given in (set(), hub), name
-        assert bool(given) == (name not in ("build", "check", "demo", "docs", "env", "push", "verify")), name
+        alone = ("build", "check", "demo", "docs", "env", "families", "push", "verify")
+        assert bool(given) == (name not in alone), name
         if "--chat" in options:
             assert "--no-chat" in options["--chat"].secondary_opts, name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "note"),
-    [
-        (["generate", "nowhere", "x", "--drafts", "2"], "--drafts is deprecated; use --num-speculative-tokens"),
-        (["bench", "nowhere", "--drafts=1,2"], "--drafts is deprecated; use --num-speculative-tokens"),
-        (["generate", "nowhere", "x", "--path", "fast"], "--path is deprecated; use --backend"),
-        (["generate", "nowhere", "x", "--path=plain"], "--path is deprecated; use --backend"),
-        (["convert", "nowhere", "out", "--gain", "add-1"], "--gain is deprecated; use --norm-weights"),
-    ],
-)
-def test_former_options_are_accepted_with_one_note(arguments, note, here):
-    code, _, said = here(*arguments)
-    assert code == 2
-    first, second = said.splitlines()
-    assert first == f"note: {note}"
-    assert second.startswith("error: nowhere: neither a")
-
-
-def test_former_options_are_not_looked_for_behind_the_options(here):
-    code, _, said = here("generate", "nowhere", "--", "--drafts")
-    assert (code, "deprecated" in said) == (2, False)

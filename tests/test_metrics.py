@@ -50,5 +50,5 @@ def test_without_the_package(tmp_path, monkeypatch):
         return inner(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ConfigError, match=r"nextn\[tensorboard\]"):
+    with pytest.raises(ConfigError, match=r"pip install .tensorboard>="):
         TensorBoard(tmp_path)

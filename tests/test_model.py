@@ -320,6 +320,11 @@ PUBLISHED = {
         "model.layers.3.share_expert.up_proj.weight",
         "model.layers.4.self_attn.g_proj.weight",
     },
+    "glm4v_moe": {
+        "model.language_model.embed_tokens.weight",
+        "model.language_model.layers.2.eh_proj.weight",
+        "model.language_model.layers.2.mlp.experts.0.gate_proj.weight",
+    },
     "glm_ocr": {
         "model.language_model.embed_tokens.weight",
         "model.language_model.layers.2.eh_proj.weight",

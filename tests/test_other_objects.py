@@ -9,7 +9,7 @@ from tiny import FIXTURES
 from typer.testing import CliRunner
 
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.other_objects import DRAFTERS, TRAINING
+from nextn.checkpoint.other_objects import TRAINING
 from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
 from nextn.cli import app
 from nextn.errors import CheckpointError, NextnError
@@ -49,18 +49,6 @@ CASES = {
     "ONNX": (dict(names=["model.onnx", "model.onnx_data"], config={"model_type": "qwen3_5"}), "ONNX", "exported from"),
     "MLX": (dict(names=["weights.npz"], config={"model_type": "qwen3"}), "MLX", "converted from"),
     "TensorRT": (dict(names=["rank0.engine"], config={"pretrained_config": {}}), "TensorRT engine", "built from"),
-    "EAGLE-3": (dict(config={"architectures": ["LlamaForCausalLMEagle3"]}, weights=[WEIGHTS]), "EAGLE", "serve it"),
-    "EAGLE-3 of NeMo": (dict(config={"architectures": ["LlamaEagle3DraftModel"]}, weights=[WEIGHTS]), "EAGLE", "serve"),
-    "DFlash": (dict(config={"architectures": ["DFlashDraftModel"]}, weights=[WEIGHTS]), "DFlash", "serve it"),
-    "DFlash 2": (dict(config={"architectures": ["DFlash2DraftModel"]}, weights=[WEIGHTS]), "DFlash", "serve it"),
-    "DSpark": (dict(config={"architectures": ["Qwen3DSparkModel"]}, weights=[WEIGHTS]), "DSpark", "serve it"),
-    "DSpark of LFM": (dict(config={"architectures": ["Lfm2DSparkDraftModel"]}, weights=[WEIGHTS]), "DSpark", "serve it"),
-    "Gemma4Assistant": (dict(config={"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
-                             weights=[WEIGHTS]), "Gemma 4 assistant", "KV cache"),
-    "Gemma4 unified": (dict(config={"architectures": ["Gemma4UnifiedAssistantForCausalLM"]}, weights=[WEIGHTS]),
-                       "Gemma 4 assistant", "serve it"),
-    "Medusa": (dict(config={"architectures": ["MedusaModel"]}, weights=[WEIGHTS]), "Medusa", "serve it"),
-    "speculators": (dict(config={"speculators_model_type": "mlp"}, weights=[WEIGHTS]), "speculators", "serve it"),
 }  # fmt: skip
 
 
@@ -114,5 +102,5 @@ def test_pointers_of_git_lfs(tmp_path):
 
 
 def test_names_are_unique():
-    names = [each.name for each in (*TRAINING, *DRAFTERS)]
+    names = [each.name for each in TRAINING]
     assert len(set(names)) == len(names)

@@ -25,6 +25,7 @@ RECORDED = (
     "deepseek_v3",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm4v_moe",
     "hy_v3",
     "exaone_moe",
     "mellum",

@@ -177,7 +177,7 @@ def test_missing_packages_explain_themselves(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"")
     without(monkeypatch, "datasets", "pyarrow")
     for source in (tmp_path / "a.parquet", "org/name"):
-        with pytest.raises(ConfigError, match=r"pip install 'nextn\[data\]'"):
+        with pytest.raises(ConfigError, match="pip install 'datasets>="):
             load_corpora([source], chatty())
 
 

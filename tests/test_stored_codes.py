@@ -22,11 +22,10 @@ from nextn.model.model import Model
 from nextn.model.packed_linear import PackedLinear, StandIns, StoredFp8, StoredIntegers, packed_layers
 from nextn.runtime.backend import backend_for, unused_codes
 from nextn.runtime.native.abi import FP8 as FP8_TYPE
-from nextn.runtime.native.abi import INT4, INT8, load
+from nextn.runtime.native.abi import INT4, Runtime, load
 from nextn.runtime.native.grouped import GroupedWeight, grouped_linear
-from nextn.runtime.native.int4 import Int4Format, quantize_int4
 from nextn.runtime.native.program import Replay
-from nextn.runtime.native.quantization import int8_linear
+from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS, quantize_groups
 from nextn.runtime.native.stored_codes import unsupported
 from nextn.runtime.native.trace import Trace, Untraceable
 from nextn.runtime.native.weight_packing import PackedWeights
@@ -34,7 +33,7 @@ from nextn.runtime.native.weight_packing import PackedWeights
 # Every layout, with and without zero points, in each type of scales, and groups that are several of a kernel's.
 NATIVE = [
     Case("pack-quantized", 4, 32), Case("pack-quantized", 4, 64, symmetric=False, scale=torch.float16),
-    Case("pack-quantized", 4, 0), Case("pack-quantized", 8, 0), Case("int-quantized", 8, 0, scale=torch.float32),
+    Case("pack-quantized", 4, 0), Case("pack-quantized", 8, 0), Case("int-quantized", 8, 0),
     Case("gptq", 4, 128, symmetric=False, scale=torch.float16), Case("gptq", 4, 0, version=2, symmetric=False),
     Case("gptq", 8, 0), Case("gptq", 4, 96, auto_round=True), Case("awq", 4, 128, symmetric=False),
     Case("awq", 4, 32, symmetric=False, scale=torch.float16), Case("awq", 4, 64, symmetric=False, auto_round=True),
@@ -67,9 +66,8 @@ def codes_of(folder, case: Case, all_values: list[Values]) -> list[StoredInteger
 
 def native_values(packed, rows: int, columns: int) -> torch.Tensor:
     """The values that products with a packed matrix use."""
-    out, op = torch.empty(rows, columns), "grouped_embedding" if packed.type >= INT4 else "int8_embedding"
-    more = [packed.type] if packed.type >= INT4 else []
-    load().call(op, [out, packed.memory, torch.arange(rows)], [rows, columns, *more])
+    out = torch.empty(rows, columns)
+    load().call("grouped_embedding", [out, packed.memory, torch.arange(rows)], [rows, columns, packed.type])
     return out
 
 
@@ -90,12 +88,13 @@ def test_native_values_are_the_stored_ones_exactly(case, tmp_path, monkeypatch):
 
 
 def test_scales_in_float32_keep_sixteen_bits(tmp_path):
-    case = Case("pack-quantized", 4, 128, scale=torch.float32)
-    values = random_values(case, 64, 256)
-    (codes,) = codes_of(tmp_path, case, [values])
-    found = native_values(PackedWeights(load(), replaced=[codes]).pack([codes.stand_in]), 64, 256)
-    assert (found - values.weight()).abs().le(values.weight().abs() * 2**-16).all()
-    assert not torch.equal(found, values.weight())
+    for layout, bits, group in (("pack-quantized", 4, 128), ("int-quantized", 8, 0)):
+        case = Case(layout, bits, group, scale=torch.float32)
+        values = random_values(case, 64, 256)
+        (codes,) = codes_of(tmp_path, case, [values])
+        found = native_values(PackedWeights(load(), replaced=[codes]).pack([codes.stand_in]), 64, 256)
+        assert (found - values.weight()).abs().le(values.weight().abs() * 2**-16).all()
+        assert not torch.equal(found, values.weight())
 
 
 @pytest.mark.parametrize(("case", "reason"), OTHER, ids=str)
@@ -117,13 +116,13 @@ def test_codes_are_not_merged_with_weights_that_are_rounded(tmp_path):
     case = Case("gptq", 4, 32, symmetric=False)
     (codes,) = codes_of(tmp_path, case, [values := random_values(case, 64, 256)])
     x, dense = (torch.randn(rows, 256, generator=torch.Generator().manual_seed(3)).bfloat16() for rows in (5, 64))
-    weights = PackedWeights(load(), Int4Format(32), replaced=[codes])
+    weights = PackedWeights(load(), FOUR_BITS, replaced=[codes])
     assert weights.type_of(codes.stand_in) == weights.type_of(dense)
     layers = lambda: [nn.functional.linear(x, weight) for weight in (codes.stand_in, dense)]  # noqa: E731
     replay = Replay.of(load(), Trace([x]), layers, weights)
     replay.run()
     stored = GroupedWeight(values.codes.to(torch.uint8), values.scales.float(), values.zeros.to(torch.uint8))
-    for found, weight in zip(replay.outputs, (stored, quantize_int4(dense, 32, load())), strict=True):
+    for found, weight in zip(replay.outputs, (stored, quantize_groups(dense, 4, 32, load())), strict=True):
         torch.testing.assert_close(found, grouped_linear(x, weight).bfloat16())
 
 
@@ -141,10 +140,8 @@ def packed_model(folder, case: Case, name: str = "qwen3_5", **options) -> Model:
 
 
 def product(layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-    """The layer with activations in eight bits."""
+    """The layer with activations in sixteen bits."""
     weight = layer.codes.integers()
-    if weight.bits == 8 and weight.scales.shape[1] == 1:
-        return int8_linear(x, (weight.codes.int() - 128).to(torch.int8), weight.scales[:, 0].float()).to(x.dtype)
     middle = torch.full(weight.scales.shape, weight.middle, dtype=torch.uint8)
     return grouped_linear(
         x, GroupedWeight(weight.codes, weight.scales.float(), middle if weight.zeros is None else weight.zeros)
@@ -217,7 +214,7 @@ def test_codes_are_rounded_only_once(tmp_path, monkeypatch):
     backend_for(model, "native")
     kept = {layer.codes.stand_in.data_ptr() for layer in packed_layers(model.trunk, model.head)}
     assert {packed[each] for each in kept} == {INT4}
-    assert packed[model.trunk.embedding.weight.data_ptr()] == INT8
+    assert packed[model.trunk.embedding.weight.data_ptr()] == EIGHT_BITS.type
 
 
 def test_what_a_pass_computes_from_a_weight_is_noticed(tmp_path, monkeypatch):
@@ -272,7 +269,7 @@ def states_and_texts(model: Model) -> tuple[list[torch.Tensor], list[list[int]]]
     each_once(FP8, [torch.bfloat16, torch.float32], ["stored", "int8", "int4"]),
     ids=str,
 )
-def test_fp8_models_are_the_dequantized_ones_bit_for_bit(block, suffix, dtype, weights, tmp_path):
+def test_fp8_models_are_the_dequantized_ones_bit_for_bit(block, suffix, dtype, weights, tmp_path, monkeypatch):
     """With one byte per weight as stored; where all weights are rounded, those in fp8 are, too."""
     name = "glm4_moe" if weights == "int4" else "qwen3_5"  # whose states do not survive four bits
     model = fp8_model(tmp_path, block, suffix, name, dtype=dtype)
@@ -281,6 +278,7 @@ def test_fp8_models_are_the_dequantized_ones_bit_for_bit(block, suffix, dtype, w
     assert len(kept) > 5
     assert all(isinstance(codes, StoredFp8) and unsupported(codes) is None for codes in kept)
     assert not unused_codes(model)
+    monkeypatch.setattr(Runtime, "takes_floats", lambda self, weight_type: weight_type == 0)  # inputs as for fp8
     model.trunk.weights = twin.trunk.weights = weights
     (found, text), (expected, other) = states_and_texts(model), states_and_texts(twin)
     for near, far in zip(found, expected, strict=True):

@@ -142,8 +142,7 @@ def test_conv_agrees_with_torch(dtype: torch.dtype, kernel: int, biased: bool, s
     whole = torch.cat([history[:, : kernel - 1].mT, x], -1)
     out = run_conv(x, weight, bias if biased else None, history, silu=silu)
     expected = F.conv1d(whole.double(), weight.double()[:, None], bias.double() if biased else None, groups=37)
-    expected = expected.to(dtype)
-    expected = F.silu(expected) if silu else expected
+    expected = (F.silu(expected) if silu else expected).to(dtype)
     # A sum that lies between two bf16 numbers may round to either.
     torch.testing.assert_close(out, expected, **({} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 8e-3}))
     if dtype == torch.bfloat16:

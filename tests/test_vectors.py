@@ -16,11 +16,10 @@ from quick import others_slow
 
 import nextn.runtime.native
 from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
-from nextn.runtime.native.abi import INT8, load
+from nextn.runtime.native.abi import load
 from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, grouped_linear
-from nextn.runtime.native.int4 import quantize_int4
 from nextn.runtime.native.kquants import KQuantFormat, kquant_linear
-from nextn.runtime.native.quantization import EIGHT_BITS, int8_linear, pack_quantized, quantize
+from nextn.runtime.native.rounded_weights import quantize_groups
 
 SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
 FLAGS = ["-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-I", str(SOURCES)]
@@ -72,7 +71,7 @@ nextn::Op::Op(const char*, Select) {}  // nothing is looked up by name
 int main(int, char** words) {
   constexpr int64_t kRows = 13, kN = 70;
   const int64_t type = std::atoi(words[1]), kK = std::atoi(words[2]);
-  const int64_t bytes = packed_bytes(type, kN, kK), blocks = pieces(kN, kInt8Columns);
+  const int64_t bytes = packed_bytes(type, kN, kK), blocks = pieces(kN, kFewBitsColumns);
   std::vector<float> x(kRows * kK), out(kRows * kN);
   std::vector<char> packed(bytes);
   if (int64_t(fread(packed.data(), 1, bytes, stdin)) != bytes) return 1;
@@ -85,7 +84,7 @@ int main(int, char** words) {
   product.packed = packed.data(), product.type = type, product.rounded_rows = &rows;
   product.scales = reinterpret_cast<const float*>(packed.data() + blocks * block_bytes(type, kK));
   rows.fill(product);
-  (type == INT8 ? multiply_int8 : is_kquant(type) ? multiply_kquants : multiply_grouped)(product, 0, blocks);
+  (is_kquant(type) ? multiply_kquants : multiply_grouped)(product, 0, blocks);
   return fwrite(out.data(), 4, out.size(), stdout) != out.size();
 }
 """
@@ -184,7 +183,7 @@ def products(request):
 
     With it, whether they have the bits of this processor's: if both add products without rounding these first.
     """
-    sources = [SOURCES / f"{name}.cpp" for name in ("int8", "grouped", "kquants", "rounded")]
+    sources = [SOURCES / f"{name}.cpp" for name in ("grouped", "kquants", "rounded")]
     fuses = request.param != "x86-64" or runs_here("x86-64-v3")
     more = ["-mfma"] if fuses and request.param == "x86-64" else []
     main = program(QUANTIZED_PROGRAM, f"-march={request.param}", *more, "-O2", sources=sources)
@@ -204,14 +203,12 @@ def take(size):
 
 @pytest.mark.slow
 def test_products_of_few_bits(products):
-    """Of eight and four bits, with the largest codes, of which AVX2 adds two in 16 bits."""
+    """Of eight and four bits, with the largest codes."""
     (multiply, fuses), draws = products, torch.Generator().manual_seed(0)
     weight, x = torch.randn(70, 300, generator=draws), torch.randn(13, 300, generator=draws)
     weight[3], weight[4], x[5], x[6] = 7.0, -7.0, -9.0, 9.0
-    found = multiply(x, INT8, pack_quantized(weight, take, EIGHT_BITS))
-    torch.testing.assert_close(found, int8_linear(x, *quantize(weight, 8)), rtol=1e-5, atol=1e-4)
     for bits, group in itertools.product((4, 8), (32, 64, 128)):
-        quantized, layout = quantize_int4(weight, group, load()), GroupedFormat(bits, group)
+        quantized, layout = quantize_groups(weight, 4, group, load()), GroupedFormat(bits, group)
         if bits == 8:  # all codes, with zero points at both ends and between
             codes = torch.randint(256, weight.shape, generator=draws, dtype=torch.uint8)
             zeros = torch.randint(256, quantized.zeros.shape, generator=draws, dtype=torch.uint8)

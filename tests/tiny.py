@@ -313,6 +313,25 @@ CONFIGS: dict[str, dict[str, object]] = {
         },
         "vision_config": _VISION,
     },
+    "glm4v_moe": {
+        "model_type": "glm4v_moe",
+        "text_config": _SIZES
+        | _MOE
+        | {
+            "model_type": "glm4v_moe_text",
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "n_routed_experts": 4,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 0],
+            },
+        },
+        "vision_config": _VISION,
+    },
     "exaone4_5": {
         "model_type": "exaone4_5",
         "text_config": _DENSE | _WINDOWED | {"model_type": "exaone4", "eos_token_id": None},

@@ -37,7 +37,7 @@ def _silent(level: int, text: bytes, data: object) -> None:
 
 
 class LlamaModel:
-    """A GGUF file with contexts for plain steps, for verification and for drafts; one sequence."""
+    """A GGUF file with contexts for plain steps, for verification and for drafts, if there are any; one sequence."""
 
     def __init__(self, root: Path, gguf: Path, *, threads: int, num_speculative_tokens: int) -> None:
         self.api = bindings(root)
@@ -51,6 +51,11 @@ class LlamaModel:
         self.width = self.api.llama_model_n_embd_out(self.model)
         # As in llama-server: recurrent states of a verification are kept for each position, so it can be rolled back.
         self.contexts = {"plain": self._context(), "verify": self._context(n_rs_seq=num_speculative_tokens + 1)}
+        if num_speculative_tokens:
+            self._make_drafts()
+        self.filled: dict[str, int] = {}
+
+    def _make_drafts(self) -> None:
         library = self.api._lib
         # C++ functions of llama-ext.h, which the server's draft-mtp calls.
         self.nextn_states = library["_Z30llama_get_embeddings_nextn_ithP13llama_contexti"]
@@ -59,7 +64,6 @@ class LlamaModel:
         self.contexts["draft"] = self._context(ctx_type=_MTP, ctx_other=self.contexts["verify"])
         set_states(ctypes.c_void_p(self.contexts["verify"]), ctypes.c_bool(True), ctypes.c_bool(False))
         set_states(ctypes.c_void_p(self.contexts["draft"]), ctypes.c_bool(True), ctypes.c_bool(True))
-        self.filled: dict[str, int] = {}
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Start all contexts with these positions."""
@@ -92,7 +96,7 @@ class LlamaModel:
         return torch.from_numpy(logits.copy()).log_softmax(-1)
 
     def close(self) -> None:
-        for name in ("draft", "verify", "plain"):
+        for name in reversed(self.contexts):
             self.api.llama_free(self.contexts[name])
         self.api.llama_model_free(self.model)
 

@@ -6,6 +6,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Acceptance": "stats.acceptance",
+    "CotrainLoss": "train.cotrain",
+    "DetachedTrunk": "train.cotrain",
     "Head": "model.head",
     "HeadSettings": "train.cotrain",
     "JointTask": "train.joint_task",
@@ -24,11 +26,14 @@ _HOME = {
     "generate": "decoding.generate",
     "keep_head": "edit.save_hook",
     "load": "model.model",
+    "load_head": "model.model",
     "mtp_loss": "losses.mtp_loss",
     "quantize": "edit.quantize",
     "restore": "edit.restore",
     "rounds": "decoding.rounds",
+    "save_head": "train.trainer_hook",
     "stream": "decoding.generate",
+    "targets_of": "train.cotrain",
     "trace": "decoding.trace",
     "train_head": "train.trainer_hook",
 }

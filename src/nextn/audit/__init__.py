@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from nextn.audit import engines, files, precision, separate, shapes, structure, unchecked, values
+from nextn.audit import engines, files, precision, pruned, separate, shapes, structure, unchecked, values
 from nextn.audit.findings import SEVERITIES, Finding, Severity
 from nextn.audit.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from nextn.families import Family, by_config, generic, rows
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (structure, files, shapes, engines, precision, separate, values)
+_MODULES = (structure, pruned, files, shapes, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 HEAD_REQUIRED = "head-required"
@@ -42,6 +42,7 @@ class AuditReport:
     values_read: Literal["all", "samples", "none"] = "none"
     bytes_read: int = 0  # of the values, where all were read
     unchecked: tuple[str, ...] = ()  # what no rule looked at
+    title: str = ""  # published models of the family, in words
 
     @property
     def clean(self) -> bool:
@@ -88,7 +89,12 @@ def audit(
     # What such names stand for is audited under the names that it should have: one cause, one finding.
     inventory = Inventory.of(with_plain_names(checkpoint) if named else checkpoint, family=family)
     whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
+    apart = pruned.pruned_apart(inventory)
+    alike = pruned.comparable(inventory, apart)
     bound: dict[Rule, Rule] = {
+        pruned.experts_pruned: partial(pruned.experts_pruned, apart=apart),
+        structure.structure: lambda _: structure.structure(alike),
+        shapes.shape: lambda _: shapes.shape(alike),
         values.values: partial(values.values, whole=whole),
         separate.separate: partial(separate.separate, trunk=trunk),
     }
@@ -104,6 +110,7 @@ def audit(
         values_read="none" if not inventory.modules else "samples" if whole is None else "all",
         bytes_read=0 if whole is None else whole.num_bytes,
         unchecked=tuple(unchecked.unchecked(inventory)),
+        title=inventory.family.title,
     )
 
 
@@ -128,8 +135,10 @@ def _without_family(checkpoint: Checkpoint) -> AuditReport:
     inventory = Inventory.of(checkpoint, family=replace(generic(checkpoint.config), default_count=0))
     names = [*inventory.stored.values(), *inventory.unrecognized]
     model_type = str(checkpoint.config["model_type"])[:80]
-    found = [*structure.names_foreign(inventory), *files.index(inventory)]
-    found.append(structure.foreign_head(model_type, names) if names else structure.no_head(model_type))
+    found = [*structure.names_foreign(inventory), *files.index(inventory), *structure.draft_model(inventory)]
+    if names or inventory.draft_model is None:
+        known = structure.withheld_head(inventory) or structure.no_head(model_type)
+        found.append(structure.foreign_head(model_type, names) if names else known)
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     left = ("everything but names and files, as there is no head",)
     return AuditReport(checkpoint.path, model_type, 0, (), tuple(found), unchecked=left)

@@ -17,6 +17,7 @@ from nextn.audit.findings import SEVERITIES, Finding, Severity
 from nextn.audit.norm_weights import NormValues, Values, shifts
 from nextn.audit.structure import no_head
 from nextn.audit.values import nonfinite_or_garbage, norm_shift_finding, zero_or_constant
+from nextn.checkpoint.draft_models import in_gguf
 from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, bits, readable_kinds
 from nextn.checkpoint.provenance import evenly_spaced
 from nextn.edit.gguf_layout import HEAD
@@ -56,6 +57,8 @@ class GgufHead:
         arch = file.metadata.get("general.architecture")
         if not isinstance(arch, str):
             raise CheckpointError(f"{file.path}: general.architecture is {arch!r}, it must be a name. {CONVERT}")
+        if (found := in_gguf(arch)) is not None:
+            raise CheckpointError(f"{file.path}: {found.sentence}")
         count, modules = _count(file, f"{arch}.block_count"), _count(file, f"{arch}.nextn_predict_layers", default=0)
         if modules > count:
             raise CheckpointError(f"{file.path}: {arch}.nextn_predict_layers is {modules} of {count} blocks. {CONVERT}")

@@ -4,7 +4,7 @@ Pure statistics of effective norm weights, i.e. the factors that multiply; knows
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -28,6 +28,9 @@ FIT, BETTER, SUSPICIOUS = 1.0, 0.4, 1.0  # nats: distance with the shift undone;
 ENOUGH, NORMS = 1.8, 3  # certain: better by this in sum, over at least this many norms
 START = 0.35  # weights this close to 1 are where training starts
 MIN_SIZE = 8  # a shorter norm has no meaningful quantiles
+INITIAL = (
+    0.02  # norm weights that are all this close to 1 are as at the start of training: not shifted, for they would be 0
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,15 @@ def _median(norms: Iterable[NormValues]) -> float:
 
 
 def _at_least(norms: Mapping[str, NormValues], bound: int) -> dict[str, NormValues]:
-    return {name: norm for name, norm in norms.items() if np.quantile(norm.values, 0.01) >= bound}
+    """Return the norms that a shift may have moved above `bound`."""
+    return {
+        name: norm for name, norm in norms.items() if np.quantile(norm.values, 0.01) >= bound and not is_initial(norm)
+    }
+
+
+def is_initial(norm: NormValues) -> bool:
+    """Whether all weights are where training starts."""
+    return bool(np.max(np.abs(norm.values - 1)) <= INITIAL)
 
 
 def _too_low(
@@ -108,12 +119,16 @@ def _too_low(
 ) -> Iterator[NormShift]:
     """Yield the `proven` norms, and with them those that fit the other side better with the shift undone."""
     proven_twice = _negatives({name: NormValues(norm.values + 1) for name, norm in proven.items()}, NEGATIVE)
+    if proven_twice:  # of the others, weights above 2 are still positive with one shift undone
+        once = {name: replace(norm, values=norm.values + 1) for name, norm in _without(proven, proven_twice).items()}
+        proven_twice |= {name: proven[name] for name, norm in once.items() if _is_closer(norm, other, -1)}
     for offset, subset in ((-2, proven_twice), (-1, _without(proven, proven_twice))):
-        rest = _without(norms, proven)
+        rest = _without(norms, proven) if subset else {}
         names = [
             name
-            for name in norms
-            if name in subset or (subset and name in rest and _score(norms[name], other, offset) > BETTER)
+            for name, norm in norms.items()
+            if name in subset
+            or (name in rest and (_score(norm, other, offset) > BETTER or _is_closer(norm, other, offset)))
         ]
         if names:
             median = _median(norms[name] for name in names)
@@ -130,7 +145,10 @@ def _too_high(norms: Mapping[str, NormValues], other: Mapping[str, NormValues], 
             continue
         clear = [score for name, score in fitting.items() if np.median(norms[name].values) > 1 + START]
         certain = len(clear) >= NORMS and sum(clear) >= ENOUGH
-        names = tuple(name for name in candidates if name in fitting or (certain and not norms[name].kind))
+        names = tuple(
+            name for name, norm in candidates.items()
+            if name in fitting or (certain and (not norm.kind or _is_closer(norm, other, offset)))
+        )  # fmt: skip
         if certain or max(fitting.values()) >= SUSPICIOUS:
             yield NormShift(names, offset, side, certain=certain, median=_median(norms[name] for name in names))
             return
@@ -145,6 +163,21 @@ def _score(norm: NormValues, other: Mapping[str, NormValues], offset: int) -> fl
     reference = np.concatenate(pool)
     undone = _distance(norm.values - offset, reference)
     return (_distance(norm.values, reference) - undone) * (1.0 if counterparts else 0.5) if undone < FIT else 0.0
+
+
+def _is_closer(norm: NormValues, other: Mapping[str, NormValues], offset: int) -> bool:
+    """Whether the median is clearly closer to that of the other side's norm of its kind with the shift undone.
+
+    Enough to add a norm to others whose shift is certain, which a converter seldom shifts alone.
+    """
+    counterparts = [each.values for each in other.values() if norm.kind and each.kind == norm.kind]
+    if not counterparts:
+        return False
+    reference = _median_and_spread(np.concatenate(counterparts))[0]
+    stored, undone = (
+        abs(np.log(_median_and_spread(values)[0] / reference)) for values in (norm.values, norm.values - offset)
+    )
+    return bool(stored - undone > BETTER)
 
 
 def _distance(values: Values, reference: Values) -> float:

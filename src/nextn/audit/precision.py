@@ -151,7 +151,8 @@ def _precision_lower(inventory: Inventory, reference: LayerReference, bare: Coll
             f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in {bits} bits, the trunk in "
             f"{trunk_bits}.",
             f"The trunk's {trunk_bits} bits: fewer can cost the head its acceptance, without an error.",
-            f"Measure the acceptance; if it is low, run `{restore(inventory, force=True)}`.",
+            f"Measure the acceptance; if it is low, take the head of a release that stores it in {trunk_bits} bits, as "
+            f"BASE: `{inventory.restore_command(force=True, base='BASE')}`.",
         )  # fmt: skip
 
 

@@ -13,16 +13,19 @@ from functools import cached_property
 from nextn.audit.findings import Finding, convert, restore, verb
 from nextn.audit.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
-from nextn.checkpoint.expert_forms import expert_path
+from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
-from nextn.families import ExpertForm, Family, rows
+from nextn.edit.convert import find_head
+from nextn.errors import CheckpointError
+from nextn.families import ExpertForm, Family, declared_fields, rows, withheld
 from nextn.text_format import counted, joined, some
 
 IDS = (
     "head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown",
     "names-foreign", "experts-twice", "config-contradicts", "head-none",
+    "draft-model-stored", "draft-model-absent", "head-withheld",
 )  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _MAX_KINDS = 1000  # names, equal up to numbers, to match against all families
@@ -104,9 +107,15 @@ def structure(inventory: Inventory) -> Iterator[Finding]:
 
 def names_foreign(inventory: Inventory) -> Iterator[Finding]:
     """Report names that programs have while they run, by what wrote them."""
-    stored = inventory.checkpoint.tensors.keys()
-    published = [name for name in stored if name.rpartition(".")[2] in inventory.family.runtime_names]
-    for kind, names in foreign(sorted(stored - set(published))):
+    # The head's names without what the family publishes around them, which may be a running program's elsewhere.
+    known = {name: canonical for canonical in inventory.stored for name in inventory.spellings([canonical])}
+    checked = {
+        known.get(name, name): name
+        for name in sorted(inventory.checkpoint.tensors)
+        if name.rpartition(".")[2] not in inventory.family.runtime_names
+    }
+    for kind, keys in foreign(checked):
+        names = [checked[key] for key in keys]
         yield Finding(
             "names-foreign", "error", names[0],
             f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: no loader of "
@@ -138,12 +147,52 @@ def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def draft_model(inventory: Inventory) -> Iterator[Finding]:
+    """Report a draft model of another kind inside the checkpoint, or one that config.json alone tells of."""
+    other = inventory.draft_model
+    if other is None:
+        return
+    if other.names:
+        yield Finding(
+            "draft-model-stored", "note", min(other.names), f"{other.found}, and no MTP head. {other.kind.run_by}.",
+            "As it is: not every tensor under mtp. is of an MTP head.",
+            "Nothing needs to be done: nextn keeps it in every edit, and neither reads, trains nor replaces it.",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            "draft-model-absent", "warning", f"{CONFIG}: {other.fields}", f"{other.found[0].upper()}{other.found[1:]}.",
+            f"Its tensors, as the published model stores them: {other.kind.run_by}.",
+            "Take the files that hold them from the published model, and list them with `nextn convert --reindex`.",
+        )  # fmt: skip
+
+
 def no_head(model_type: str) -> Finding:
     """Return the note on a model that was published without a head."""
     return Finding(
         "head-none", "note", f"{CONFIG}: model_type", f"{model_type} has no head, and no tensor looks like one.",
         "As it is: it decodes without drafts.",
         "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`.",
+    )  # fmt: skip
+
+
+def withheld_head(inventory: Inventory) -> Finding | None:
+    """Return the note on a model whose config may declare a head, and whose vendor published none."""
+    models, config = withheld(inventory.checkpoint.config), inventory.checkpoint.config
+    fields = declared_fields(config)
+    if models is None and not fields:
+        return None
+    declares = f"{CONFIG} has {joined(fields)}" if fields else f"{CONFIG} declares no head"
+    if models is None:
+        found = (
+            f"{declares}, no tensor of a head is stored, and nextn knows none that was published with this model_type."
+        )
+    else:
+        found = f"{declares}, and {models.sentence}."
+    return Finding(
+        "head-withheld", "note", f"{CONFIG}: model_type", found,
+        "As it is: it decodes without drafts, and every engine must be started without MTP.",
+        "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`; or serve a draft model that "
+        "others trained for it, such as an EAGLE-3 one.",
     )  # fmt: skip
 
 
@@ -161,6 +210,9 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
     """Report a config that declares modules of which no tensor is stored."""
     inventory = head.inventory
     if not inventory.declared or head.roles or head.misplaced or inventory.unrecognized:
+        return
+    if withheld(inventory.checkpoint.config) and (note := withheld_head(inventory)):
+        yield note
         return
     family = inventory.family
     named = bool(family.counted_in(inventory.checkpoint.config))
@@ -211,8 +263,17 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             f"{counted(len(names), 'kind')} of tensor, such as {some(names)}, in the layout of {family_names}; "
             f"{_looks(inventory)}.",
             f"Names such as {some(_own_names(inventory))}.",
-            convert(inventory, f"--to {inventory.family.name}"),
+            _renamed_or_restored(inventory),
         )  # fmt: skip
+
+
+def _renamed_or_restored(inventory: Inventory) -> str:
+    """Return the fix for a head under names of another layout, which can be converted only if it is complete."""
+    try:
+        find_head(inventory, inventory.family)
+    except CheckpointError:
+        return f"Run `{restore(inventory, force=True)}`, which removes these tensors: they are no complete head."
+    return convert(inventory, f"--to {inventory.family.name}")
 
 
 def _undeclared(head: HeadStructure) -> Iterator[Finding]:
@@ -291,15 +352,28 @@ def _experts_twice(head: HeadStructure) -> Iterator[Finding]:
                 by_form.setdefault(found.form, name)
         if len(by_form) > 1:
             ways = joined(f"{form} ({name})" for form, name in by_form.items())
-            fixes = " or ".join(f"`{convert(inventory, f'{option} {form}')}`" for form in by_form)
+            whole = _whole_forms(inventory) if option == "--experts" else []
+            fixes = " or ".join(f"`{convert(inventory, f'{option} {form}')}`" for form in whole)
+            keep = (
+                f"Keep one: {fixes} names the tensors that it leaves out." if whole else restore(inventory, force=True)
+            )
             yield Finding(
                 "experts-twice", "error", next(iter(by_form.values())),
                 f"The experts of {what} are stored {ways}: which of them an engine uses depends on its load order, and "
                 "nextn loads neither.",
-                "One of them.", f"Keep one: {fixes} names the tensors that it leaves out."
-                if option == "--experts" else "Download or convert the trunk again.",
+                "One of them.", keep if option == "--experts" else "Download or convert the trunk again.",
             )  # fmt: skip
             return
+
+
+def _whole_forms(inventory: Inventory) -> list[ExpertForm]:
+    """Return the forms in which all of the head's experts are stored."""
+    parts: dict[ExpertForm, set[str]] = defaultdict(set)
+    for canonical in inventory.stored:
+        if (found := expert_path(canonical)) is not None:
+            parts[found.form] |= {path for path, _ in split_view(canonical, inventory.info(canonical))}
+    every = set().union(*parts.values())
+    return [form for form, own in parts.items() if own == every]
 
 
 def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
@@ -325,7 +399,7 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
             f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
             f"{_looks(inventory)}.",
             f"Names such as {some(_own_names(inventory))}.",
-            f"Rename them, or run `{restore(inventory, force=_is_complete(head))}`.",
+            f"Rename them, or run `{restore(inventory, force=True)}`, which removes them.",
         )  # fmt: skip
 
 
@@ -377,4 +451,4 @@ def _count_field(inventory: Inventory) -> str:
     return f"{CONFIG}: {[*family.counted_in(inventory.checkpoint.config), *family.count_fields][0]}"
 
 
-RULES = (structure, config_contradicts)
+RULES = (structure, draft_model, config_contradicts)

@@ -17,6 +17,9 @@ def unchecked(inventory: Inventory) -> Iterator[str]:
         yield "the trunk, of which no layer is stored, and what its layers say about the head's names and shapes"
     elif inventory.stored and all(LayerReference(inventory).compare(module).layer < 0 for module in inventory.modules):
         yield "the names inside the head's block, as the trunk is incomplete"
+    other = inventory.draft_model
+    if other is not None and other.names:
+        yield f"the {counted(len(other.names), 'tensor')} of the {other.kind.name} draft model"
     others = _others(inventory)
     if others:
         yield f"{counted(len(others), 'tensor')} outside the trunk's layers and the head, such as {some(others[:2])}"
@@ -30,6 +33,7 @@ def unchecked(inventory: Inventory) -> Iterator[str]:
 def _others(inventory: Inventory) -> list[str]:
     """Return the tensors that are neither the head's, nor in a trunk layer, nor shared with the head."""
     known = inventory.spellings(inventory.stored) | set(inventory.shared.values()) | set(inventory.unrecognized)
+    known |= set() if inventory.draft_model is None else inventory.draft_model.names
     known |= {info.name for layer in inventory.layers.values() for info in layer.values()}
     return [name for name in inventory.checkpoint.tensors if name not in known and not name.endswith(_OUTSIDE)]
 

@@ -46,15 +46,22 @@ def _norm_shifts(samples: SampledValues) -> Iterator[Finding]:
     inventory = samples.inventory
     zero_centered = inventory.family.norm_weight == "1+w"
     for shift in shifts(samples.head_norms, samples.trunk_layer_norms, zero_centered=zero_centered):
-        undo = convert(inventory, f"--norm-weights {'subtract' if shift.offset > 0 else 'add'}-1")
+        undo = convert(inventory, f"--norm-weights {_undoing(shift, samples)}")
+        either = f"`{undo}`, or `{restore(inventory, force=True)}`."
         fix = {
-            "head": f"Run `{undo}`{', twice' if abs(shift.offset) > 1 else ''}, or `{restore(inventory, force=True)}`.",
+            "head": f"Run {either}" if shift.certain else f"Measure the acceptance; if it is low, run {either}",
             "trunk": "Convert the trunk again from its source, with a converter that keeps the family's convention; "
             f"or, if it is the head that is wrong: `{restore(inventory, force=True)}`.",
             "both": "Nothing, if this file is for an engine that multiplies by the stored weight (MLX); else convert "
             "trunk and head again from their source.",
         }[shift.side]
         yield norm_shift_finding(shift, convention=inventory.family.norm_weight, fix=fix)
+
+
+def _undoing(shift: NormShift, samples: SampledValues) -> str:
+    """Return the value of --norm-weights that shifts back what `shift` names, and no other norm weight."""
+    change = f"{'subtract' if shift.offset > 0 else 'add'}-{abs(shift.offset)}"
+    return change if set(shift.names) == samples.head_norms.keys() else f"{change}:{','.join(shift.names)}"
 
 
 def norm_shift_finding(shift: NormShift, *, convention: str, fix: str) -> Finding:
@@ -64,9 +71,14 @@ def norm_shift_finding(shift: NormShift, *, convention: str, fix: str) -> Findin
     offset = f"{'are' if shift.certain else 'may be'} {abs(shift.offset)} {direction} their true values"
     measure = "" if shift.certain else " The values alone do not settle it: measure the acceptance both ways."
     stored = "The norm weight itself" if convention == "w" else "The norm weight less 1"
+    median = (
+        f"{shift.median:.2f}"
+        if convention == "w"
+        else f"{shift.median - 1:.2f}, which multiplies by {shift.median:.2f}"
+    )
     return Finding(
         "gain-shifted", "warning" if shift.certain else "note", some(shift.names),
-        f"{counted(len(shift.names), 'norm weight')} of {side} {offset}: median {shift.median:.2f}.",
+        f"{counted(len(shift.names), 'norm weight')} of {side} {offset}: their stored median is {median}.",
         f"{stored} in the file; norm weights are positive and of similar size in head and trunk.", fix + measure,
     )  # fmt: skip
 
@@ -107,7 +119,10 @@ def _unusable(samples: SampledValues, whole: WholeValues | None) -> Iterator[Fin
     if _chooses_every_expert(inventory):  # a router of zeros gives them equal weights, as in a converted MLP
         matrices = {name: array for name, array in matrices.items() if not name.endswith(".mlp.gate.weight")}
     projections = {name for name, canonical in names.items() if "projection" in inventory.role(canonical)}
-    yield from zero_or_constant(samples.head_norms, matrices, projections=projections, fix=fix, known=constants)
+    yield from zero_or_constant(
+        samples.head_norms, matrices, projections=projections, fix=fix, known=None if whole is None else constants,
+        convention=inventory.family.norm_weight,
+    )  # fmt: skip
 
 
 def _chooses_every_expert(inventory: Inventory) -> bool:
@@ -158,26 +173,45 @@ def zero_or_constant(
     *,
     projections: Collection[str],
     fix: str,
-    known: Collection[str] = (),
+    known: Collection[str] | None = None,
+    convention: str = "w",
 ) -> Iterator[Finding]:
     """Report tensors with one value only; an error in `projections`, without which nothing of the head is left.
 
-    A norm weight of 1 everywhere is not reported: that is where training starts. Of the tensors in `known`, all values
-    are known to be equal; of others, those in `matrices`.
+    A norm weight of 1 everywhere is not reported: that is where training starts.
+
+    Args:
+        norms: Tensor name -> effective norm weights, all of them.
+        matrices: Tensor name -> sampled values.
+        projections: Names of matrices that the head cannot do without.
+        fix: What to do about an error: a command, or a sentence.
+        known: Tensors whose values are all equal, where all were read; None if only samples were.
+        convention: `w` or `1+w`, what the file stores of an effective norm weight.
     """
-    groups: dict[tuple[str, Severity], list[str]] = defaultdict(list)
+    groups: dict[tuple[str, Severity, str], list[str]] = defaultdict(list)
     for name, norm in norms.items():
         if np.all(norm.values == norm.values[0]) and norm.values[0] != 1:
-            groups[("values-zero", "error") if norm.values[0] == 0 else ("values-constant", "warning")].append(name)
+            zero, stored = norm.values[0] == 0, norm.values[0] - (convention != "w")
+            what = f"a single value, {stored:g}" + (f", which multiplies by {norm.values[0]:g}" if stored else "")
+            groups[*(("values-zero", "error") if zero else ("values-constant", "warning")), what].append(name)
     for name, array in matrices.items():
         if np.all(array == array[0]):
             severity: Severity = "error" if name in projections else "warning"
-            groups["values-zero" if array[0] == 0 else "values-constant", severity].append(name)
-    for (rule, severity), names in groups.items():
-        what = "only zeros" if rule == "values-zero" else "a single value"
-        where = "" if all(name in known for name in names) else " in the sample"
-        found = f"{counted(len(names), 'tensor')} of the head with {what}{where}."
-        yield Finding(rule, severity, some(names), found, "Values that differ, as after training.", fix)
+            rule, what = ("values-zero", "only zeros") if array[0] == 0 else ("values-constant", "a single value")
+            partly = " in the sample" if known is None else "" if name in known else ", but for a few values"
+            groups[rule, severity, what + partly].append(name)
+    for (rule, severity, what), names in groups.items():
+        found = f"{counted(len(names), 'tensor')} of the head with {what}."
+        advice = fix if severity == "error" else _measured_first(fix, names)
+        yield Finding(rule, severity, some(names), found, "Values that differ, as after training.", advice)
+
+
+def _measured_first(fix: str, names: Collection[str]) -> str:
+    """Return `fix` for tensors without which a head may work: a shared expert draws on no routed one."""
+    experts = any(".experts." in name or "_exps" in name for name in names)
+    known = ": a head whose routed experts are zero can work by its shared expert" if experts else ""
+    then = f"run `{fix}`." if fix.startswith("nextn ") else f"{fix[0].lower()}{fix[1:]}"
+    return f"Measure the acceptance{known}. If it is low, {then}"
 
 
 def _untrained(samples: SampledValues) -> Iterator[Finding]:
@@ -194,7 +228,10 @@ def _untrained(samples: SampledValues) -> Iterator[Finding]:
         and _share_initial(samples, samples.trunk_weights, trunk_dtypes) < 0.5
     )
     ones = _all_ones(samples.head_norms) and not _all_ones(samples.trunk_layer_norms)
-    signs = ["its matrices are distributed as a fresh initialization"] * initial + ["all its norm weights are 1"] * ones
+    start = (
+        "all its norm weights are 1" if inventory.family.norm_weight == "w" else "all its norm weights are stored as 0"
+    )
+    signs = ["its matrices are distributed as a fresh initialization"] * initial + [start] * ones
     if signs:
         yield Finding(
             "values-untrained", "warning" if len(signs) > 1 else "note", "the head",
@@ -306,7 +343,8 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
         yield Finding(
             "head-stale", "warning", RECORD, "The head's own tensors changed since the record was written.",
             f"The head with fingerprint {record.head[:12]}, from {record.source[:100]}.",
-            restore(inventory, force=True),
+            f"If the head was trained or converted since, remove {RECORD}, which is not about it; else run "
+            f"`{restore(inventory, force=True)}`.",
         )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from typing import Literal
 from huggingface_hub import is_offline_mode
 
 from nextn.bounded_json import JsonLimits, check_numbers, parse_json
-from nextn.checkpoint.other_objects import adapter_sentence, drafter_sentence, folder_names, training_sentence
+from nextn.checkpoint.draft_models import standalone
+from nextn.checkpoint.other_objects import adapter_sentence, folder_names, training_sentence
 from nextn.checkpoint.remote import ByteSource, LocalFile, cached_folder, folder_files, readable, repo_files
 from nextn.checkpoint.safetensors_file import (
     MAX_TENSORS,
@@ -220,8 +221,8 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | N
         check_numbers(config)
     except ValueError as error:
         raise CheckpointError(f"{sources[CONFIG]}: {error}.") from error
-    if sentence := drafter_sentence(config):
-        raise CheckpointError(f"{path}: {sentence}")
+    if (found := standalone(config, tensors)) is not None:
+        raise CheckpointError(f"{path}: {found.sentence}")
     return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources, revision)
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS, WITH_MINIMA
 from nextn.checkpoint.quantized_weights import QuantizedWeight
 
 _SIX_BIT_ZERO = 32  # the code of weight 0 in Q6_K
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
 _LARGEST_EXPONENT = 252  # of a block of MXFP4 all of whose values are finite in float32
-# Bytes of a block that are its float16 scales; of other types, the first two.
-_SCALES = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}
+# Bytes of a block that are its float16 scales and minima; of other types, the first two.
+_SCALES = {**dict.fromkeys((*WITH_MINIMA, "Q4_K", "Q5_K"), slice(0, 4)), "Q6_K": slice(208, 210)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,8 @@ def take_apart(rows: Tensor, kind: str) -> QuantizedWeight | KQuantWeight:
     if kind in K_QUANTS:
         return _K_READERS[kind](blocks)
     codes, scales = _READERS[kind](blocks)
-    return QuantizedWeight(codes.flatten(1), scales.flatten(1), None, bits, group_size)
+    minima = _halves(blocks[..., 2:4]).flatten(1) if kind in WITH_MINIMA else None
+    return QuantizedWeight(codes.flatten(1), scales.flatten(1), None, bits, group_size, minima=minima)
 
 
 def block_scales(rows: Tensor, kind: str) -> Tensor:
@@ -129,9 +130,17 @@ def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _nibbles(blocks[..., 2:], 16), _halves(blocks[..., :2])
 
 
+def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _nibbles(blocks[..., 4:], 16), _halves(blocks[..., :2])
+
+
 def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
     codes = _nibbles(blocks[..., 6:], 16) | _fields(blocks[..., 2:6], 1) << 4
     return codes + (128 - 16), _halves(blocks[..., :2])
+
+
+def _q5_1(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _nibbles(blocks[..., 8:], 16) | _fields(blocks[..., 4:8], 1) << 4, _halves(blocks[..., :2])
 
 
 def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,6 +197,7 @@ def _q6_k(blocks: Tensor) -> KQuantWeight:
 
 
 _READERS: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "Q4_0": _q4_0, "Q5_0": _q5_0, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4, "IQ4_XS": _iq4_xs,
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
+    "IQ4_XS": _iq4_xs,
 }  # fmt: skip
 _K_READERS: Mapping[str, Callable[[Tensor], KQuantWeight]] = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}

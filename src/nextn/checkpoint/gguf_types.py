@@ -29,7 +29,9 @@ class BlockType(NamedTuple):
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q4_0": BlockType(_BLOCK, 18, 4, 32),
+    "Q4_1": BlockType(_BLOCK, 20, 4, 32),
     "Q5_0": BlockType(_BLOCK, 22, 8, 32),
+    "Q5_1": BlockType(_BLOCK, 24, 8, 32),
     "Q8_0": BlockType(_BLOCK, 34, 8, 32),
     "IQ4_NL": BlockType(_BLOCK, 18, 8, 32),
     "MXFP4": BlockType(_BLOCK, 17, 8, 32),
@@ -39,6 +41,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q6_K": BlockType(SUPERBLOCK, 210, 6, 16),
 }
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
+WITH_MINIMA = ("Q4_1", "Q5_1")  # besides K-quants
 
 
 def blocks_name(kind: str) -> str:

@@ -13,6 +13,7 @@ from itertools import chain
 
 from nextn.checkpoint.base_model import base_model
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.draft_models import StoredDraftModel, stored
 from nextn.checkpoint.expert_forms import expert_forms
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
@@ -36,6 +37,9 @@ class Inventory:
     shared: Mapping[str, str] = field(repr=False)  # `embedding` and `output` -> the trunk's tensor, where it has one
     layers: Mapping[int, Mapping[str, TensorInfo]] = field(repr=False)  # of the trunk: index -> path in it -> tensor
     unrecognized: tuple[str, ...] = field(repr=False)  # tensors that look like a head's and are not the family's
+    draft_model: StoredDraftModel | None = field(
+        default=None, repr=False
+    )  # a draft model that is no MTP head, beside it
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, family: Family | None = None) -> "Inventory":
@@ -44,11 +48,17 @@ class Inventory:
         # Only a family with a head needs to know where the head begins.
         num_layers = count_layers(checkpoint) if family.names else 0
         declared = family.num_modules(checkpoint.config)
+        draft_model = stored(checkpoint.tensors, checkpoint.config)
+        if draft_model is not None and draft_model.counted:
+            declared = 0
+        others = frozenset[str]() if draft_model is None else draft_model.names
         spellings: dict[str, list[str]] = defaultdict(list)
         layers: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
         shared: dict[str, str] = {}
         unrecognized = []
         for name, info in checkpoint.tensors.items():
+            if name in others:
+                continue
             layer = family.trunk_layer(name)
             if layer is not None and layer[0] < num_layers:
                 layers[layer[0]][layer[1]] = info
@@ -59,9 +69,20 @@ class Inventory:
             elif family.names and (layer is not None or _HEADLIKE.search(name)):
                 unrecognized.append(name)
         family = _fitted(family, spellings)
-        stored = {canonical: _published(family, canonical, names, num_layers) for canonical, names in spellings.items()}
+        heads = {canonical: _published(family, canonical, names, num_layers) for canonical, names in spellings.items()}
         duplicates = {canonical: tuple(names) for canonical, names in spellings.items() if len(names) > 1}
-        return cls(checkpoint, family, num_layers, declared, stored, duplicates, shared, layers, tuple(unrecognized))
+        return cls(
+            checkpoint,
+            family,
+            num_layers,
+            declared,
+            heads,
+            duplicates,
+            shared,
+            layers,
+            tuple(unrecognized),
+            draft_model,
+        )
 
     @cached_property
     def modules(self) -> tuple[int, ...]:
@@ -73,13 +94,24 @@ class Inventory:
         """The model that the checkpoint was made from, see `base_model.base_model`."""
         return base_model(self.checkpoint)
 
-    def restore_command(self, *, force: bool = False) -> str:
+    def restore_command(self, *, force: bool = False, base: str | None = None) -> str:
         """Return the command that restores the head from the base model, or from BASE if that is unknown.
 
-        force: It replaces a complete head.
+        force: It replaces a complete head. base: Another model to restore it from.
         """
-        origin = "BASE" if self.base_model is None else shlex.quote(self.base_model)
+        origin = base or ("BASE" if self.base_model is None else shlex.quote(self.base_model))
         return f"nextn restore {shlex.quote(self.checkpoint.path)} --from {origin}{' --force' if force else ''}"
+
+    def refuse_draft_model(self, *, adding: bool = False) -> None:
+        """Raise CheckpointError where a draft model of another kind stands in an MTP head's place.
+
+        adding: A head is to be stored; else, one is to be read.
+        """
+        draft_model = self.draft_model
+        if draft_model is not None and (
+            draft_model.has_heads_names and draft_model.names if adding else not self.stored
+        ):
+            raise CheckpointError(f"{self.checkpoint.path}: {draft_model.refusal}")
 
     def role(self, canonical: str) -> str:
         """Return the role in a canonical name: `token_norm`, `block`, ..."""

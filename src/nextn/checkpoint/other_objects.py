@@ -1,6 +1,6 @@
 """Folders that people give in place of a model: what each is, and what to do instead.
 
-Recognized by the names of files and a few keys of config.json, before any weight is read.
+Recognized by the names of files, before any weight is read. Draft models of other kinds are in `draft_models`.
 """
 
 import re
@@ -17,28 +17,14 @@ class Object(NamedTuple):
     """One kind of folder."""
 
     name: str
-    fits: Callable[[Collection[str], Config], bool]  # names of files and subfolders, config.json
+    fits: Callable[[Collection[str]], bool]  # names of files and subfolders
     sentence: str  # what it is, and what to do
 
 
-def _architectures(config: Config) -> str:
-    names = config.get("architectures")
-    return " ".join(str(name)[:_MAX_NAME] for name in names[:8]) if isinstance(names, list) else ""
+def _has_file(pattern: str) -> Callable[[Collection[str]], bool]:
+    return lambda names: any(re.fullmatch(pattern, name) for name in names)
 
 
-def _has_class(pattern: str) -> Callable[[Collection[str], Config], bool]:
-    return lambda names, config: bool(re.search(pattern, _architectures(config)))
-
-
-def _has_file(pattern: str) -> Callable[[Collection[str], Config], bool]:
-    return lambda names, config: any(re.fullmatch(pattern, name) for name in names)
-
-
-def _speculators(names: Collection[str], config: Config) -> bool:
-    return "speculators_model_type" in config or "speculators_config" in config
-
-
-_SERVE = "nextn does not train, measure or convert it; serve it beside its trunk with the engine that it is for"
 # Files of a training run, which are looked for only where there are no safetensors weights.
 TRAINING: tuple[Object, ...] = (
     Object(
@@ -67,18 +53,6 @@ TRAINING: tuple[Object, ...] = (
     Object("TensorRT", _has_file(r"rank\d+\.engine|.*\.engine"),
            "a built TensorRT engine: give the checkpoint that it was built from"),
 )  # fmt: skip
-# Draft models of other kinds: they have weights in safetensors, and no MTP head.
-DRAFTERS: tuple[Object, ...] = (
-    Object("Gemma4Assistant", _has_class("Gemma4(?:Unified)?Assistant"),
-           "a Gemma 4 assistant, a draft model that reads the trunk's KV cache and has no MTP head; " + _SERVE),
-    Object("DFlash", _has_class("DFlash"), "a DFlash draft model, which drafts blocks by diffusion; " + _SERVE),
-    Object("DSpark", _has_class(r"DSpark(?:V41)?DraftModel|DSparkModel"),
-           "a DSpark draft model, which drafts blocks and corrects them by a Markov head; " + _SERVE),
-    Object("EAGLE-3", _has_class("(?i:eagle)"),
-           "an EAGLE draft model, which takes hidden states of several of the trunk's layers; " + _SERVE),
-    Object("Medusa", _has_class("(?i:medusa)"), "Medusa heads, which predict without each other's tokens; " + _SERVE),
-    Object("speculators", _speculators, "a draft model in the layout of the speculators library; " + _SERVE),
-)  # fmt: skip
 
 
 def adapter_sentence(adapter: Config) -> str:
@@ -98,12 +72,7 @@ def adapter_sentence(adapter: Config) -> str:
 
 def training_sentence(names: Collection[str]) -> str:
     """Say what a folder without safetensors weights is; "" if nothing is recognized."""
-    return next((f"this is {each.sentence}." for each in TRAINING if each.fits(names, {})), "")
-
-
-def drafter_sentence(config: Config) -> str:
-    """Say which draft model a config.json is of; "" for a model."""
-    return next((f"this is {each.sentence}." for each in DRAFTERS if each.fits((), config)), "")
+    return next((f"this is {each.sentence}." for each in TRAINING if each.fits(names)), "")
 
 
 def folder_names(path: Path) -> list[str]:

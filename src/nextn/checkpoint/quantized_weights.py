@@ -9,6 +9,7 @@ points; where they are stored is in `packed_layout`.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -30,9 +31,10 @@ UNQUANTIZED_PARTS = re.compile(
 )
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibbles of a word in the order of output channels
 _ONES = {4: 0x11111111, 8: 0x01010101}  # one in each value of a word
-# What the largest value of a group is divided by for its scale. Of few bits, a scale that clips the largest values may
-# round the others so much better that the squared error is less; the best one of each group is taken.
-_DIVISORS = {4: (7.0, 7.5, 8.0, 8.5, 9.0), 8: (127.0,)}
+# The codes, of four bits from -8 to 7, that the value of the largest size may have: as it is clamped, or does not reach
+# the end, the others may be rounded so much better that the squared error is less. The best one of each group is taken.
+_ENDS = tuple(-9 + 0.25 * step for step in range(9))
+_LANES = 16  # of sums, whose order is that of the native op (packing.cpp)
 
 
 def quantize_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -143,6 +145,8 @@ def _expand(scale: Tensor, shape: Sequence[int], block: tuple[int, int]) -> Tens
 class QuantizedWeight:
     """A weight [N, K] as integers: (codes - zeros) * scales, with the zeros and scales of each input channel's group.
 
+    With minima, it is codes * scales + minima.
+
     Attributes:
         codes: uint8 [N, K], from 0 to 2 ** bits - 1.
         scales: Floating-point [N, groups], as stored.
@@ -150,6 +154,7 @@ class QuantizedWeight:
         bits: Per code, 4 or 8.
         group_size: Columns of a group; the last group may have fewer.
         group_index: int64 [K], the group of each input channel; None: groups are `group_size` consecutive channels.
+        minima: Floating-point [N, groups], of whole groups without zeros and index.
     """
 
     codes: Tensor
@@ -158,10 +163,14 @@ class QuantizedWeight:
     bits: int
     group_size: int
     group_index: Tensor | None = None
+    minima: Tensor | None = None
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32: exact where scales have 16 bits, else rounded once."""
         weight, num_groups = self.codes.float(), self.scales.shape[1]
+        if self.minima is not None:
+            of_groups = weight.unflatten(1, (num_groups, -1)).mul_(self.scales.float()[..., None])
+            return of_groups.add_(self.minima.float()[..., None]).flatten(1)
         zeros = self.zeros.float() if self.zeros is not None else torch.full_like(self.scales, self.middle).float()
         if self.group_index is None and weight.shape[1] == num_groups * self.group_size:
             weight.unflatten(1, (num_groups, -1)).sub_(zeros[..., None]).mul_(self.scales.float()[..., None])
@@ -176,20 +185,55 @@ class QuantizedWeight:
         return 2 ** (self.bits - 1)
 
 
-def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """Quantize a weight [N, K] symmetrically, with scales in its own dtype for groups that divide K."""
-    groups = weight.float().unflatten(1, (-1, group_size))
-    largest, middle = groups.abs().amax(-1), 2 ** (bits - 1)
-    best, scales = torch.full_like(largest, torch.inf), torch.empty_like(largest)
-    for divisor in _DIVISORS[bits]:
-        steps = (largest / divisor).to(weight.dtype).float()
-        steps = steps.masked_fill_(steps == 0, 1.0)
-        rounded = (groups / steps[..., None]).round_().clamp_(-middle, middle - 1)
-        error = torch.linalg.vector_norm(rounded.mul_(steps[..., None]).sub_(groups), dim=-1)
-        scales = steps.where(error < best, scales)
-        best = torch.minimum(error, best)
-    codes = (groups / scales[..., None]).round_().clamp_(-middle, middle - 1).add_(middle)
-    return QuantizedWeight(codes.flatten(1).to(torch.uint8), scales.to(weight.dtype), None, bits, group_size)
+def round_to_nearest(weight: Tensor, bits: int, group_size: int, importance: Tensor | None = None) -> QuantizedWeight:
+    """Quantize a weight [N, K] symmetrically, with scales in its own dtype for groups that divide K.
+
+    Args:
+        weight: The weight.
+        bits: 8: the largest value has code 127 or -127. 4: of the scales that are tried, the one with the least squared
+            error.
+        group_size: Input channels of a group.
+        importance: [K], how much the squared error of each input channel counts with four bits; None: all the same.
+    """
+    groups, middle = weight.float().unflatten(1, (-1, group_size)), 2 ** (bits - 1)
+    least, largest = groups.aminmax(dim=-1)
+    if bits == 8:
+        scales = torch.maximum(-least, largest) / (middle - 1)
+    else:
+        counts = None if importance is None else importance.float().view(-1, group_size)
+        scales = _best_scales(groups, torch.where(largest >= -least, largest, least), counts)
+    scales = scales.to(weight.dtype)
+    scales = scales.masked_fill_(scales == 0, 1.0)
+    codes = _nearest_codes(groups, scales.float().reciprocal(), middle).add_(middle)
+    return QuantizedWeight(codes.flatten(1).to(torch.uint8), scales, None, bits, group_size)
+
+
+def _best_scales(groups: Tensor, extremes: Tensor, counts: Tensor | None) -> Tensor:
+    """Return the scales [N, groups] of four bits with the least squared error of each group [N, groups, size].
+
+    extremes: Of each group, the value of the largest size. counts: [groups, size], how much each error counts.
+    """
+    best, scales = torch.full_like(extremes, -1.0), torch.zeros_like(extremes)
+    for end in _ENDS:
+        codes = _nearest_codes(groups, torch.full_like(extremes, end).div_(extremes), 8)
+        counted = codes if counts is None else codes * counts
+        above, below = _total(counted * groups), _total(counted * codes)
+        gain = above.square() / below  # by which the squared error is less than that of zeros
+        is_better = gain > best  # not if all values are 0
+        best, scales = torch.where(is_better, gain, best), torch.where(is_better, above / below, scales)
+    return scales
+
+
+def _nearest_codes(groups: Tensor, inverse: Tensor, middle: int) -> Tensor:
+    return (groups * inverse[..., None]).round_().clamp_(-middle, middle - 1)
+
+
+def _total(values: Tensor) -> Tensor:
+    """Sum [..., size] -> [...] in lanes, then over these in their order."""
+    first, *rest = values.unflatten(-1, (-1, gcd(values.shape[-1], _LANES))).unbind(-2)
+    lanes = sum(rest, first)
+    first, *rest = lanes.unbind(-1)
+    return sum(rest, first)
 
 
 def pack_codes(weight: QuantizedWeight) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from nextn import __version__
-from nextn.cli.common import Command
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
 from nextn.errors import NextnError
 from nextn.text_format import docs_page
@@ -24,6 +23,7 @@ _COMMANDS = {
         "measure": ("measure", "reference/measure"),
         "accuracy": ("accuracy", "reference/bench"),
         "env": ("learn", "tutorials/first-hour"),
+        "families": ("families", "reference/families/index"),
     },
     "Fix": {
         "restore": ("edit", "reference/checkpoints"),
@@ -69,7 +69,7 @@ def build_app(only: str | None = None) -> typer.Typer:
             if only in (None, name):
                 run = getattr(import_module(f"nextn.cli.{module}"), name)
                 epilog = f"Documentation: {docs_page(page)}"
-                built.command(cls=Command, rich_help_panel=panel, epilog=epilog)(run)
+                built.command(rich_help_panel=panel, epilog=epilog)(run)
     for name, (module, panel) in _GROUPS.items():
         if only in (None, name):
             group = getattr(import_module(f"nextn.cli.{module}"), f"{name}_app")

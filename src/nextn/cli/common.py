@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
-from typer.core import TyperCommand
 
 from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from nextn.model.text_interface import TextInterface
 
 _DTYPES = ("auto", "float32", "bfloat16")
-# Former names of options and of their values. They are accepted and hidden.
-_FORMER_OPTIONS = {"--drafts": "--num-speculative-tokens", "--gain": "--norm-weights", "--path": "--backend"}
-_FORMER_BACKENDS = {"fast": "native", "plain": "torch"}
+_AUTO = "auto"  # of --weights
 
 
 def shipped_path(name: str) -> str:
@@ -77,7 +74,11 @@ BackendName = Annotated[
 ]
 WeightType = Annotated[
     str,
-    typer.Option("--weights", help="stored, or int8 or int4: decode with quantized weights (native backend only)."),
+    typer.Option(
+        "--weights",
+        help="stored, or int8 or int4: decode with quantized weights (native backend only); auto: the fastest of them "
+        "whose divergence from float32, which is measured, is small.",
+    ),
 ]
 KVCacheDtype = Annotated[
     str,
@@ -113,26 +114,6 @@ ExactHead = Annotated[
 KeyEnv = Annotated[str | None, typer.Option(help="Environment variable with the API key. Default: OPENAI_API_KEY.")]
 _SERVED = "With a served copy of the model"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-
-class Command(TyperCommand):
-    """A command that also accepts options under their former names, with a note on standard error."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in parameter.opts}
-        current: list[str] = []
-        for index, arg in enumerate(args):
-            if arg == "--":
-                return super().parse_args(ctx, current + args[index:])
-            if index and args[index - 1] == "--path":
-                arg = _FORMER_BACKENDS.get(arg, arg)
-            former, equals, value = arg.partition("=")
-            name = _FORMER_OPTIONS.get(former, former)
-            if name != former and name in known and former not in known:
-                print_note(f"{former} is deprecated; use {name}")
-                arg = name + equals + (_FORMER_BACKENDS.get(value, value) if former == "--path" else value)
-            current.append(arg)
-        return super().parse_args(ctx, current)
 
 
 class HubOptions(TypedDict):
@@ -212,7 +193,12 @@ class ModelOptions:
         return replace(self, source=str(folder), head=str(head) if self.head is None and head.is_dir() else self.head)
 
     def _check_values(self) -> None:
-        choices = {"dtype": _DTYPES, "backend": BACKENDS, "weights": WEIGHTS, "kv_cache_dtype": KV_CACHE_DTYPES}
+        choices = {
+            "dtype": _DTYPES,
+            "backend": BACKENDS,
+            "weights": (*WEIGHTS, _AUTO),
+            "kv_cache_dtype": KV_CACHE_DTYPES,
+        }
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r}; expected one of {', '.join(known)}")
@@ -299,7 +285,11 @@ class ModelOptions:
             shards=shards,
             head=self.head if need_head else None,
         )
-        loaded.trunk.weights, loaded.trunk.kv_cache_dtype = self.weights, self.kv_cache_dtype
+        loaded.trunk.kv_cache_dtype = self.kv_cache_dtype
+        if self.weights == _AUTO:
+            self._choose_weights(loaded)
+        else:
+            loaded.trunk.weights = self.weights
         if loaded.head is not None:
             loaded.head.exact = exact_head
         if in_torch or self.backend == "torch" or self.device_map is not None:
@@ -309,6 +299,24 @@ class ModelOptions:
             print_note(f"decoder layers: {spread_layers(loaded.trunk, self.device_map, folder)}")
         loaded.notes += tuple(unused_codes(loaded))
         return loaded
+
+    def _choose_weights(self, loaded: "Model") -> None:
+        """Measure weights of few bits on built-in text, and note what was found."""
+        import torch
+
+        from nextn.evaluate.accuracy import MAX_KL, Reference, choose_weights
+        from nextn.evaluate.accuracy_texts import CONTEXT, compared_texts
+        from nextn.model.model import Model
+
+        context = min(CONTEXT, loaded.trunk.max_length or CONTEXT)
+        texts = compared_texts(loaded.tokenizer, num_tokens=CONTEXT, context=context).tokens
+        exact = Model.load(self.source, **self.hub, dtype=torch.float32, need_head=False, skip_head=True, stream=True)
+        found = choose_weights(loaded, Reference.of(exact.trunk, texts), source=self.source)
+        figures = ", ".join(f"{each.weights} {each.accuracy.kl_mean:.2g}" for each in found)
+        print_note(
+            f"--weights {loaded.trunk.weights}: mean KL from float32 {figures} nats, on {found[0].accuracy.positions} "
+            f"tokens; at most {MAX_KL} is taken"
+        )
 
 
 Engine = Annotated[

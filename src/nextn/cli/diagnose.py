@@ -253,7 +253,10 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
             screen.print(plain(f"  seen in  {', '.join(fault.issues)}"), soft_wrap=True)
         screen.print(plain(f"  to do  {fault.advice}", style="cyan"), soft_wrap=True)
     if diagnosis.indistinguishable:
-        screen.print(plain(f"indistinguishable from it here: {', '.join(diagnosis.indistinguishable)}"), soft_wrap=True)
+        like = ", ".join(diagnosis.indistinguishable)
+        screen.print(plain(f"these counts do not tell it from: {like}"), soft_wrap=True)
+    for number, check in enumerate(diagnosis.checks, 1):
+        screen.print(plain(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}"), soft_wrap=True)
     for note in diagnosis.notes:
         screen.print(plain(f"note: {shown(note)}"), soft_wrap=True)
 

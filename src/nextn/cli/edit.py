@@ -20,13 +20,14 @@ from nextn.cli.common import (
     Revision,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, plain, print_json, shortened
+from nextn.cli.screen import console, echo, plain, print_json, progress_bars, shortened
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
-    from nextn.edit.convert import Form, Shift
+    from nextn.edit.convert import Form
     from nextn.edit.plan import EditPlan, Progress
+    from nextn.edit.quantize import Importance
     from nextn.families import ExpertForm
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
@@ -93,8 +94,19 @@ def convert(
         str | None, typer.Option(help="split, fused or stacked: the form in which the head's experts are stored.")
     ] = None,
     trunk_experts: Annotated[str | None, typer.Option(help="The same of the trunk's experts.")] = None,
+    keep_experts: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of the head's experts to keep, joined by commas, or a .json file with a list: for a trunk "
+            "whose experts were pruned."
+        ),
+    ] = None,
     norm_weights: Annotated[
-        str | None, typer.Option(help="add-1 or subtract-1: shift the head's RMSNorm weights.")
+        str | None,
+        typer.Option(
+            help="add-1, subtract-1, add-2 or subtract-2: shift the head's RMSNorm weights. After a colon: the names "
+            "of those to shift, joined by commas."
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -121,7 +133,7 @@ def convert(
     form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
     if reindex:
         _refuse_beside_reindex(to=to, now=now, form=form, norm_weights=norm_weights, dtype=dtype, tokenizer=tokenizer,
-                               experts=experts, trunk_experts=trunk_experts)  # fmt: skip
+                               experts=experts, trunk_experts=trunk_experts, keep_experts=keep_experts)  # fmt: skip
         from nextn.edit.reindex import reindex as write_index
 
         opened = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
@@ -135,8 +147,9 @@ def convert(
         from nextn.edit.gguf_import import convert_gguf
 
         _refuse_options(
-            to=to, now=now, form=form, norm_weights=norm_weights, experts=experts, trunk_experts=trunk_experts
-        )
+            to=to, now=now, form=form, norm_weights=norm_weights, experts=experts, trunk_experts=trunk_experts,
+            keep_experts=keep_experts,
+        )  # fmt: skip
         with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
             plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
         _report(plan, dry_run=dry_run, as_json=as_json)
@@ -144,17 +157,19 @@ def convert(
     if dtype is not None or tokenizer is not None:
         raise ConfigError(f"{source}: --dtype and --tokenizer are for .gguf files; convert keeps both as they are")
     from nextn.edit.convert import convert as convert_head
+    from nextn.edit.prune import read_expert_list
 
     checkpoint = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
     edit = partial(
-        convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=_shift(norm_weights),
+        convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=norm_weights,
         experts=_expert_form("--experts", experts), trunk_experts=_expert_form("--trunk-experts", trunk_experts),
+        keep_experts=None if keep_experts is None else read_expert_list(keep_experts),
     )  # fmt: skip
     _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
 
 
 def extract(
-    model: Annotated[str, typer.Argument(help="Folder, .safetensors file or hub id.")],
+    model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write, with a small config.json next to it.")],
     copies: Annotated[bool, typer.Option("--copies", help="Also copies of embed_tokens and lm_head.")] = False,
     revision: Revision = None,
@@ -189,6 +204,9 @@ def export(
     num_speculative_tokens: Annotated[
         int | None, typer.Option(*K_NAMES, min=1, help="Draft tokens per round of the command. Default: 3.")
     ] = None,
+    as_adopted: Annotated[
+        bool, typer.Option("--adopt", help="Write trunk and head in GLM-4.5's layout, as `nextn adopt` does.")
+    ] = False,
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
@@ -201,6 +219,9 @@ def export(
     from nextn.edit.export import export as export_head
 
     hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
+    if as_adopted:
+        _export_adopted(head, out, engine, model, num_speculative_tokens, hub, as_json=as_json)
+        return
     made = export_head(
         head, out, engine, trunk=model, tokenizer=tokenizer, num_speculative_tokens=num_speculative_tokens, **hub
     )
@@ -208,6 +229,29 @@ def export(
         print_json(asdict(made) | {"path": str(made.path)})
     else:
         echo(as_text(made))
+
+
+def _export_adopted(
+    head: str, out: Path, engine: str, model: str | None, k: int | None, hub: HubOptions, *, as_json: bool
+) -> None:
+    """Write the model with the head in the layout of a family that the engine runs, and print the commands."""
+    from nextn.edit.adopt import LAYOUTS
+    from nextn.edit.adopt import adopt as adopt_model
+    from nextn.edit.export import trunk_path
+    from nextn.serve.engine_commands import ENGINES, as_script, engine_commands
+
+    if engine not in ENGINES:
+        raise ConfigError(f"--for {engine} --adopt; expected one of {', '.join(ENGINES)}")
+    opened = _open(head, hub)
+    trunk = trunk_path(opened, model)
+    alone = head if str(trunk) != opened.path else None
+    plan = adopt_model(_open(str(trunk), {**hub, "revision": None}) if alone else opened, out, layout=LAYOUTS[0],
+                       head=alone)  # fmt: skip
+    made = engine_commands(_open(str(plan.folder), {**hub, "revision": None}), engine, num_speculative_tokens=k)
+    if as_json:
+        print_json({"path": str(plan.folder), "engine": engine, "commands": made.commands, "notes": made.notes})
+    else:
+        echo(as_script(made))
 
 
 def adopt(
@@ -236,7 +280,11 @@ def quantize(
     model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     weights: Annotated[str, typer.Option(help="int8: one scale per output channel. int4: one per group.")],
-    group_size: Annotated[int, typer.Option(help="Input channels of a group of int4.")] = 128,
+    group_size: Annotated[int, typer.Option(help="Input channels of a group of int4.")] = 32,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(help="File of text or records, or a data set, on whose activations int4 is to err least."),
+    ] = None,
     head_bits: Annotated[
         str, typer.Option(help="Bits of the head: 16 (unchanged), 8, 4, or auto: the fewest that cost < 1 % of AL.")
     ] = "16",
@@ -259,8 +307,13 @@ def quantize(
 
     if head_bits not in ("auto", "16", "8", "4"):
         raise ConfigError(f"--head-bits {head_bits}; expected auto, 16, 8 or 4")
+    if calibrate is not None and weights != "int4":
+        raise ConfigError(
+            f"--calibrate changes the scales of int4, not of {weights}; give --weights int4 or leave it out"
+        )
     checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
-    edit = partial(quantize_model, checkpoint, out, weights=weights, group_size=group_size)
+    importance = None if calibrate is None else _importance(checkpoint, calibrate, quiet=as_json)
+    edit = partial(quantize_model, checkpoint, out, weights=weights, group_size=group_size, importance=importance)
     if head_bits != "auto":
         edit = partial(edit, head_bits=int(head_bits), activation_bits=activation_bits)
         _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
@@ -279,8 +332,8 @@ def quantize(
     plan = ReferencePlan(num_speculative_tokens, (0.0,), max_tokens)
     with _bytes_bar(quiet=as_json) as on_bytes:
         made, precision = quantize_measured(
-            checkpoint, out, texts, plan, weights=weights, group_size=group_size, follow_links=follow_links,
-            on_bytes=on_bytes,
+            checkpoint, out, texts, plan, weights=weights, group_size=group_size, importance=importance,
+            follow_links=follow_links, on_bytes=on_bytes,
         )  # fmt: skip
     if as_json:
         print_json(made.as_record() | {"dry_run": False, "head_bits": precision.bits, "lengths": precision.lengths})
@@ -288,6 +341,23 @@ def quantize(
     lengths = ", ".join(f"{length:.2f} at {bits} bits" for bits, length in precision.lengths.items())
     echo(f"acceptance length {lengths}: the head has {precision.bits}")
     _show(made, dry_run=False)
+
+
+def _importance(checkpoint: "Checkpoint", source: str, *, quiet: bool) -> "Importance":
+    """Run a calibration text through the model, of which one layer is in memory at a time."""
+    from nextn.data.sources import check_sources
+    from nextn.evaluate.accuracy_texts import compared_texts
+    from nextn.evaluate.calibration import TOKENS, input_squares
+    from nextn.model.model import Model
+    from nextn.model.streamed_trunk import StreamedTrunk
+
+    check_sources([source])
+    loaded = Model.load(checkpoint, skip_head=True, need_head=False, stream=True)
+    texts = compared_texts(loaded.tokenizer, source, num_tokens=TOKENS)
+    assert isinstance(loaded.trunk, StreamedTrunk)
+    with progress_bars(quiet=quiet) as progress:
+        step = progress("layers on the calibration text", loaded.trunk.num_layers)
+        return input_squares(loaded.trunk, texts.tokens, on_layer=lambda _: step())
 
 
 def push(
@@ -336,19 +406,14 @@ def _refuse_options(**given: object) -> None:
     if any(value is not None for value in given.values()):
         raise ConfigError(
             "a .gguf file is converted to the model's own names, in indexed files: convert it first, then the folder "
-            "with --to, --from, --single-file, --side-file, --shards, --norm-weights, --experts or --trunk-experts"
+            "with --to, --from, --single-file, --side-file, --shards, --norm-weights, --experts, --trunk-experts or "
+            "--keep-experts"
         )
 
 
 def _refuse_beside_reindex(**given: object) -> None:
     if others := [name for name, value in given.items() if value is not None]:
         raise ConfigError(f"--reindex changes the index alone; run it first, then convert with {', '.join(others)}")
-
-
-def _shift(name: str | None) -> "Shift | None":
-    if name not in (None, "add-1", "subtract-1"):
-        raise typer.BadParameter(f"--norm-weights {name}; expected add-1 or subtract-1")
-    return name  # type: ignore[return-value]  # checked above
 
 
 def _expert_form(option: str, name: str | None) -> "ExpertForm | None":

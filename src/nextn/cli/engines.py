@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, AsJson, Command, Device, KeyEnv, Prompts
+from nextn.cli.common import K_NAMES, AsJson, Device, KeyEnv, Prompts
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars, shown
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
@@ -140,7 +140,7 @@ def _table(checks: Sequence["CheckResult"], words: Mapping[str, str]) -> "Table"
     return table
 
 
-@canary_app.command(cls=Command, epilog=_EPILOG)
+@canary_app.command(epilog=_EPILOG)
 def build(
     out: Annotated[Path, typer.Argument(help="Folder for the checkpoint and canary.json; an old one is replaced.")],
     family: Annotated[str, typer.Option(help="Family of the checkpoint, such as glm4_moe.")],
@@ -166,7 +166,7 @@ def build(
         console().print(plain(warning, style="yellow"), soft_wrap=True)
 
 
-@canary_app.command(cls=Command, epilog=_EPILOG)
+@canary_app.command(epilog=_EPILOG)
 def check(
     canary: Annotated[Path, typer.Argument(help="Folder written by `canary build`.")],
     engine: Annotated[str | None, typer.Option(help="OpenAI-compatible endpoint that serves it, with MTP on.")] = None,

@@ -35,6 +35,7 @@ from nextn.cli.common import (  # fmt: skip
     Timeout,
     WeightType,
     parse_temperatures,
+    shipped_path,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_note, print_table, progress_bars
 from nextn.cli.streaming import (
@@ -47,13 +48,15 @@ from nextn.cli.streaming import (
     opened,
 )
 from nextn.errors import ConfigError
+from nextn.evaluate.acceptance_drop import drops, read_record
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import WEIGHT_BITS
 from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from nextn.evaluate.acceptance_drop import Drop
     from nextn.evaluate.probe import ProbeReport
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.workload import Prompt
@@ -88,6 +91,16 @@ def measure(
     min_acceptance: Annotated[
         float | None, typer.Option(help="Exit with 1 if a_1 at the lowest temperature is below this (for CI).")
     ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="Record of an earlier `measure --out`, of the same prompts and settings.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Another checkpoint to measure on the same prompts, such as the base model."),
+    ] = None,
+    max_drop: Annotated[
+        str, typer.Option(help="Exit with 1 if acceptance fell by more, compared with --baseline or --against.")
+    ] = "5%",
     probe: Annotated[
         bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
     ] = False,
@@ -110,6 +123,13 @@ def measure(
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
+    if against is not None and (baseline is not None or texts is not None or engine is not None):
+        raise ConfigError(
+            "--against measures the other checkpoint's own texts: leave --baseline, --texts and --engine out"
+        )
+    limit, earlier = _share(max_drop), None
+    if baseline is not None:
+        earlier = read_record(baseline)
     given = None if temperatures is None else parse_temperatures(temperatures)
     if texts is not None and (prompts is not None or (given is not None and len(given) > 1)):
         raise ConfigError(
@@ -126,6 +146,10 @@ def measure(
     asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
     source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
     loaded, report = _measure(options, source, plan, to_answer)
+    if against is not None:
+        other, source = replace(options, source=shipped_path(against), head=None), replace(source)
+        other = replace(options, source=shipped_path(against), head=None).prepared()
+        earlier = _measure(other, source, plan, to_answer)[1].as_record()
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     if long := loaded.length_note(report.num_positions):
         print_note(long)
@@ -138,8 +162,11 @@ def measure(
         (_show_model_card if model_card else _show_reference)(report)
     if probed is not None and not quiet:
         _show_probe(probed)
+    dropped = earlier is not None and _compare(earlier, report, limit, source=str(against or baseline), quiet=quiet)
     if min_acceptance is not None:
         _require(report, min_acceptance)
+    if dropped:
+        raise typer.Exit(1)
     if probed is not None and probed.is_fault:
         raise typer.Exit(1)
 
@@ -152,7 +179,7 @@ def _measure(
 
     loaded, report = measure_acceptance(options, source, plan, prompts)
     hashes = checkpoint_hashes(opened(loaded, options.source), head=options.head, **options.hub)
-    machine = Machine.of(loaded, weight_bits=WEIGHT_BITS[options.weights])
+    machine = Machine.of(loaded, weight_bits=WEIGHT_BITS[loaded.trunk.weights])
     return loaded, replace(report, source=options.source, hashes=hashes, machine=machine)
 
 
@@ -176,7 +203,7 @@ def _show_reference(report: "ReferenceReport") -> None:
             lengths = [f"{figures.length.value:.2f}" for figures in by_depth]
             largest = by_depth[-1]
             table.add_row(plain(label), str(largest.num_texts), *(rate.as_text() for rate in largest.rates), *lengths)
-            for domain in report.domains[1:] if not index else ():
+            for domain in report.domains_at(temperature) if not index else ():
                 figures = report.figures(temperature, domain=domain)
                 lengths = [*[""] * (len(depths) - 1), f"{figures.length.value:.2f}"]
                 cells = (str(figures.num_texts), *(rate.as_text() for rate in figures.rates), *lengths)
@@ -249,6 +276,57 @@ def _show_probe(probed: "ProbeReport") -> None:
     if probed.ties:
         ties = "; ".join(score.description for score in probed.ties)
         console().print(plain(f"indistinguishable from it on these texts: {ties}"), soft_wrap=True)
+
+
+def _share(text: str) -> float:
+    """Parse a share, such as 5% or 0.05."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise ConfigError(f"--max-drop {text}; expected a share between 0 and 1, such as 5% or 0.05")
+    return value
+
+
+def _compare(
+    earlier: "Mapping[str, object]", report: "ReferenceReport", limit: float, *, source: str, quiet: bool
+) -> bool:
+    """Show every figure beside the earlier one; return whether one fell by more than the limit and the noise."""
+    from rich.table import Table
+
+    found = drops(earlier, report.as_record(), source=source)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in (f"against {source}", "figure", "before", "now", "change", ""):
+        table.add_column(title, justify="left" if not title or title.startswith("against") else "right", no_wrap=True)
+    for each in found:
+        low, high = (-each.value - each.half_width, -each.value + each.half_width)
+        result = "fell" if each.exceeds(limit) else ""
+        cells = (f"{each.before:.3f}", f"{each.now:.3f}", f"{-each.value:+.1%} ({low:+.1%} to {high:+.1%})", result)
+        table.add_row(plain(each.label), each.figure, *cells)
+    fallen = [each for each in found if each.exceeds(limit)]
+    if not quiet:
+        print_table(table)
+    echo(_conclusion(found, fallen, limit), err=quiet)
+    return bool(fallen)
+
+
+def _conclusion(found: "Sequence[Drop]", fallen: "Sequence[Drop]", limit: float) -> str:
+    lengths = [each for each in found if each.figure == "AL"] or [*found]
+    widest = max(lengths, key=lambda each: each.half_width)
+    noise = ""
+    if widest.half_width > limit:
+        noise = (
+            f"; {widest.num_texts} texts show a drop of {limit:.1%} in AL only with luck (95 % interval "
+            f"+-{widest.half_width:.1%}): about {widest.texts_needed(limit)} texts would"
+        )
+    if fallen:
+        worst = max(fallen, key=lambda each: each.value)
+        return (
+            f"fell by more than {limit:.1%}: {', '.join(f'{each.label} {each.figure}' for each in fallen)}; training "
+            f"the head on this trunk may regain up to {worst.value:.1%} ({worst.label} {worst.figure}){noise}"
+        )
+    return f"keep the head: no figure fell by more than {limit:.1%} beyond its interval{noise}"
 
 
 def _require(report: "ReferenceReport", minimum: float) -> None:

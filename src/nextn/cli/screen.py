@@ -171,7 +171,9 @@ def print_unwrapped(renderable: "Table | Text") -> None:
     if not screen.is_terminal and "COLUMNS" not in os.environ:
         wide = console(width=100_000)
         screen = console(width=max(_WIDTH, Measurement.get(wide, wide.options, renderable).maximum))
-    screen.print(renderable)
+    with screen.capture() as captured:
+        screen.print(renderable)
+    screen.file.writelines(f"{line.rstrip()}\n" for line in captured.get().rstrip("\n").split("\n"))  # tables pad cells
 
 
 def print_table(table: "Table", *, stderr: bool = False) -> None:

@@ -1,12 +1,14 @@
 """Detection of degenerate (repetitive) text: a model stuck in repetition, which any head drafts well."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from nextn.data.corpus import Ids
+from nextn.text_format import counted, some
 
+FEW_TEXTS = 4  # fewer texts that remain of more say little
 MIN_TOKENS = 200  # shorter texts cannot be classified reliably, see `Degeneracy.is_degenerate`
 _MAX_PERIOD = 256  # tokens of a period that is searched for
 
@@ -48,20 +50,28 @@ def degeneracy(text: str | Sequence[int] | Ids) -> Degeneracy:
     )
 
 
-def degeneracy_notes(label: str, total: int, *, degenerate: int, short: int) -> list[str]:
+def degeneracy_notes(label: str, total: int, *, degenerate: Collection[int], short: int) -> list[str]:
     """Return notes for a report on figures over `total` prompts, of which some gave degenerate or short texts.
 
     Args:
         label: What the figures belong to, such as a temperature.
         total: Number of prompts.
-        degenerate: Prompts with a degenerate text.
+        degenerate: Indices of the prompts with a degenerate text; the note counts from 1.
         short: Prompts with a text below `MIN_TOKENS`.
     """
-    notes = []
-    if degenerate == total:
-        notes.append(f"{label}: every text is degenerate (repetitive), which is easy to draft: the figures mean little")
+    notes, left = [], total - len(degenerate)
+    sampled = ". Sampled text repeats itself less: compare at --temperatures 1"
+    if not left:
+        notes.append(
+            f"{label}: every text is degenerate (repetitive), which is easy to draft: the figures mean little{sampled}"
+        )
     elif degenerate:
-        notes.append(f"{label}: {degenerate} of {total} prompts gave degenerate (repetitive) text and are left out")
+        which = some([str(index + 1) for index in sorted(degenerate)], 8)
+        few = "" if left >= FEW_TEXTS else f": {counted(left, 'text')} {'is' if left == 1 else 'are'} too few{sampled}"
+        notes.append(
+            f"{label}: {len(degenerate)} of {total} prompts gave degenerate (repetitive) text and are left out "
+            f"({which}){few}"
+        )
     if short:
         notes.append(
             f"{label}: {short} of {total} prompts gave texts below {MIN_TOKENS} tokens: repetition may be missed"

@@ -32,7 +32,7 @@ from nextn.edit.plan import (
     quiet,
     visible,
 )
-from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.errors import CheckpointError, ConfigError, FamilyError, NextnError
 from nextn.families import by_name
 from nextn.text_format import some
 
@@ -106,6 +106,17 @@ class ZeroPiece(Piece):
     def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
         yield bytes(self.info.nbytes)
         count(self.info.nbytes)
+
+
+def can_adopt(source: "str | Path | Checkpoint", head: str | Path | None = None) -> bool:
+    """Return whether `adopt` would write this model with this head, or with the one inside."""
+    try:
+        checkpoint = visible(as_checkpoint(source))
+        trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+        found = _head(head, trunk)
+        return found is not None and bool(_plan(trunk, found, _config(checkpoint)).pieces)
+    except NextnError:
+        return False
 
 
 def adopt(

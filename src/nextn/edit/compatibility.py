@@ -83,7 +83,7 @@ def indexed_but_missing(inventory: Inventory, *, head: bool) -> list[str]:
 
 def refuse_misfit(dst: Inventory, src: Inventory, *, force: bool) -> list[str]:
     """Raise CheckpointError with every mismatch of the head; return notes of those that `force` accepts."""
-    sizes, dst_sizes = _sizes(src), _sizes(dst)
+    sizes, dst_sizes = _sizes(src), _sizes(replace(dst, stored={}))  # whose head is replaced
     wrong = {key: f"{key} is {sizes[key]}, the target's {dst_sizes[key]}"
              for key in SIZES if key in sizes and key in dst_sizes and sizes[key] != dst_sizes[key]}  # fmt: skip
     notes = []

@@ -5,12 +5,11 @@ Bytes, dtypes and scales stay as they are, unless norm weights are to be shifted
 
 import json
 import os
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, as_checkpoint
 from nextn.checkpoint.expert_forms import expert_path
@@ -19,6 +18,7 @@ from nextn.checkpoint.provenance import Provenance, staged_head, trained_length,
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
 from nextn.edit.expert_pieces import in_form, trunk_in_form
 from nextn.edit.links import refuse_links
+from nextn.edit.norm_shift import NormWeightShift, shifted
 from nextn.edit.plan import (
     EditPlan,
     Files,
@@ -33,26 +33,19 @@ from nextn.edit.plan import (
     visible,
     with_config,
 )
+from nextn.edit.prune import prune, with_num_experts
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import ExpertForm, Family, by_name, rows
 from nextn.text_format import some
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 Form = Literal["shards", "side-file", "single-file"]
-Shift = Literal["add-1", "subtract-1"]
 SIDE_FILE = "mtp.safetensors"
 _KEPT = ("model_type", "quantization_config", "tie_word_embeddings", "torch_dtype", "dtype")  # besides SIZES
 
 # Facts that determine what a head computes; layouts that agree on these hold the same values under other names.
 _FACTS = ("concat", "hidden", "next_hidden", "norm_weight", "position0", "order", "own")
-_FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # dtypes of norm weights, as numpy reads them
-_BF16_ROUNDING = 2.0**-9  # of a value, at most
-_NORM_WEIGHT = re.compile(r"norm\w*(\.m)?\.weight$")
-_SHIFTS: Mapping[tuple[str, str], Shift] = {("1+w", "w"): "add-1", ("w", "1+w"): "subtract-1"}
+_SHIFTS = {("1+w", "w"): "add-1", ("w", "1+w"): "subtract-1"}
 
 
 def convert(
@@ -62,9 +55,10 @@ def convert(
     to: str | None = None,
     now: str | None = None,
     form: Form | None = None,
-    norm_weight: Shift | None = None,
+    norm_weight: str | None = None,
     experts: ExpertForm | None = None,
     trunk_experts: ExpertForm | None = None,
+    keep_experts: Sequence[int] | None = None,
     follow_links: bool = False,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
@@ -80,11 +74,13 @@ def convert(
         now: The layout that the head has now, where its names are ambiguous.
         form: The head in an indexed file of its own (shards, the default), in an mtp.safetensors that the index does
             not list, or everything in one file.
-        norm_weight: Shift the head's norm weights by one, in fp32, rounded to their dtype; subtract-1
-            must not lose bits.
+        norm_weight: Shift the head's norm weights, in fp32, rounded to their dtype: add-1, subtract-1, add-2 or
+            subtract-2; after a colon the names of those to shift, joined by commas. To subtract must not lose bits.
         experts: The form of the head's experts: split, fused or stacked. By default as they are, or as the family `to`
             stores them. Experts that are stored in several forms need it: those in the others are left out.
         trunk_experts: The same of the trunk's.
+        keep_experts: Numbers of the head's experts to keep, in the new order, with the router's rows: as many as the
+            layers of a pruned trunk have.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
@@ -105,16 +101,28 @@ def convert(
     _refuse_different(head.family, layout, norm_weight, len(head.modules))
     head, left = _one_form(head, experts)
     target = experts or (head.family.experts if layout.name == head.family.name else layout.experts)
-    fresh, notes = _renamed(inventory, head, replace(layout, experts=target))
+    whole, routers = head, dict[str, Piece]()
+    named = inventory
+    if keep_experts is not None:
+        named, head, routers = prune(inventory, head, keep_experts)
+    fresh, notes = _renamed(named, head, replace(layout, experts=target))
+    wrapper = inventory.wrapper if inventory.wrapper in layout.wrappers else ""
+    fresh |= {layout.published(each, inventory.num_layers, wrapper=wrapper): piece for each, piece in routers.items()}
     trunk, replaced = ({}, set[str]()) if trunk_experts is None else trunk_in_form(inventory, trunk_experts)
     if norm_weight is not None:
-        fresh, note = _shifted(fresh, head, norm_weight)
+        fresh, note = shifted(fresh, head, NormWeightShift.parse(norm_weight))
         notes.append(note)
-    elif not left and form is None and not trunk and all(name == piece.name for name, piece in fresh.items()):
+    elif (
+        not left
+        and form is None
+        and not trunk
+        and not routers
+        and all(name == piece.name for name, piece in fresh.items())
+    ):
         raise ConfigError(f"{checkpoint.path}: its head already has the names of {layout.name}; nothing to convert")
     notes += [f"left out: {name}, stored in another form than {experts}" for name in left]
     plan = replace(
-        _plan(inventory, head, layout, fresh, form, trunk, {*left, *replaced}),
+        _plan(inventory, whole, layout, fresh, form, trunk, {*left, *replaced}, num_experts=len(keep_experts or ())),
         notes=(*repairs, *notes),
         follow_links=follow_links,
     )
@@ -139,6 +147,7 @@ def find_head(inventory: Inventory, layout: Family, current: Family | None = Non
             f"{inventory.checkpoint.path}: its head is partial, without {some(absent(inventory), 5)}. "
             "`nextn restore` completes it."
         )
+    inventory.refuse_draft_model()
     raise CheckpointError(f"{inventory.checkpoint.path}: holds no head in any known layout. `nextn restore` adds one.")
 
 
@@ -164,10 +173,11 @@ def _distance(head: Inventory, inventory: Inventory, layout: Family) -> tuple[in
 
 def _read_as(family: Family, inventory: Inventory) -> Inventory | None:
     """Read the tensors that are not the trunk's as those of `family`; None if it cannot have this many modules."""
-    trunk = {info.name for layer in inventory.layers.values() for info in layer.values()} | set(
+    others = {info.name for layer in inventory.layers.values() for info in layer.values()} | set(
         inventory.shared.values()
     )
-    rest = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in trunk}
+    others |= set() if inventory.draft_model is None else inventory.draft_model.names
+    rest = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in others}
     try:
         config = family.with_count({"num_hidden_layers": inventory.num_layers}, inventory.declared)
         head = Inventory.of(replace(inventory.checkpoint, tensors=rest, config=config), family=family)
@@ -187,7 +197,7 @@ def _differences(old: Family, new: Family, count: int) -> list[str]:
     return differences
 
 
-def _refuse_different(old: Family, new: Family, norm_weight: Shift | None, count: int) -> None:
+def _refuse_different(old: Family, new: Family, norm_weight: str | None, count: int) -> None:
     """Raise FamilyError for layouts that compute differently; the right shift makes up for the norm convention."""
     shift = _SHIFTS.get((old.norm_weight, new.norm_weight))
     shifted = replace(old, norm_weight=new.norm_weight) if shift is not None and norm_weight == shift else old
@@ -227,77 +237,6 @@ def _renamed(inventory: Inventory, head: Inventory, layout: Family) -> tuple[dic
     return pieces, [f"left out: {some([head.stored[each]])}, a copy that {layout.name} does not store" for each in left]
 
 
-def _shifted(fresh: Mapping[str, Piece], head: Inventory, norm_weight: Shift) -> tuple[dict[str, Piece], str]:
-    offset = 1.0 if norm_weight == "add-1" else -1.0
-    norm_weights = {name for canonical, name in head.stored.items() if is_norm_weight(canonical)}
-    if norm_weight == "subtract-1":
-        _refuse_lost_bits(head.checkpoint, sorted(norm_weights))
-    pieces = {name: replace(piece, edit=shift_fn(piece.info.dtype, offset)) if piece.name in norm_weights else piece
-              for name, piece in fresh.items()}  # fmt: skip
-    change = "without loss" if norm_weight == "subtract-1" else "values near 0 are rounded"
-    return (
-        pieces,
-        f"{norm_weight} on {len(norm_weights)} norm weights of the head, in fp32 rounded to their dtype: {change}",
-    )
-
-
-def _refuse_lost_bits(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raise CheckpointError for weights w that w - 1 changes by more than bf16 itself rounds.
-
-    Float32 in the file would not keep them: vLLM, SGLang and transformers load norm weights in the model's dtype.
-    """
-    import numpy as np
-
-    worst: dict[str, tuple[float, float]] = {}  # name -> the largest relative change, and the weight
-    for name in names:
-        dtype, data = checkpoint.info(name).dtype, checkpoint.read_bytes(name)
-        shift = shift_fn(dtype, -1.0)
-        stored, shifted = (_floats(each, dtype).astype(np.float64) for each in (data, shift(data)))
-        change = np.abs(shifted + 1 - stored) / np.where(stored == 0, 1, np.abs(stored))
-        largest = int(change.argmax())
-        if change[largest] > _BF16_ROUNDING:
-            worst[name] = float(change[largest]), float(stored[largest])
-    if worst:
-        name, (lost, value) = max(worst.items(), key=lambda item: item[1])
-        raise CheckpointError(
-            f"{checkpoint.path}: --norm-weights subtract-1 would change {some([*worst])} beyond rounding, by up to "
-            f"{lost:.1%} ({value:.4g} in {name}): of a weight below 0.5, w - 1 has fewer bits than w. Keep the head in "
-            "a layout that stores w, or train a head in the other one"
-        )
-
-
-def is_norm_weight(canonical: str) -> bool:
-    """Whether a tensor of the head is a norm weight, which some families store as w for 1 + w."""
-    return _NORM_WEIGHT.search(canonical) is not None
-
-
-def shift_fn(dtype: str, offset: float) -> Callable[[bytes], bytes]:
-    """Return a function that adds `offset` to values given as bytes, rounding to nearest even.
-
-    Raises CheckpointError for dtypes other than BF16, F16 and F32.
-    """
-    import numpy as np
-
-    if dtype not in _FLOATS:
-        raise CheckpointError(f"a norm weight is {dtype}; only BF16, F16 and F32 can be shifted")
-
-    def shift(data: bytes) -> bytes:
-        values = _floats(data, dtype) + np.float32(offset)
-        if dtype != "BF16":
-            return values.astype(_FLOATS[dtype]).tobytes()
-        bits = values.view("<u4")
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
-
-    return shift
-
-
-def _floats(data: bytes, dtype: str) -> "NDArray[np.float32]":
-    import numpy as np
-
-    stored = np.frombuffer(data, _FLOATS[dtype])
-    return (stored.astype("<u4") << 16).view("<f4") if dtype == "BF16" else stored.astype("<f4")
-
-
 def _plan(
     inventory: Inventory,
     head: Inventory,
@@ -306,6 +245,8 @@ def _plan(
     form: Form | None,
     trunk: Mapping[str, Piece],
     replaced: Collection[str],
+    *,
+    num_experts: int = 0,
 ) -> EditPlan:
     gone = {*head.spellings(head.own), *head.copies.values(), *replaced}
     checkpoint = visible(inventory.checkpoint, {inventory.checkpoint.tensors[name].file for name in gone})
@@ -320,7 +261,7 @@ def _plan(
         )
     elif form == "side-file":
         files = _side_file(files, fresh)
-    documents = _configs(replace(inventory, checkpoint=checkpoint), head, layout, fresh)
+    documents = _configs(replace(inventory, checkpoint=checkpoint), head, layout, fresh, num_experts=num_experts)
     documents |= index_document(files, checkpoint)
     note = changes(checkpoint, documents)
     return EditPlan(checkpoint, Path(), layout.name, files, documents, changes=note)
@@ -334,7 +275,7 @@ def _side_file(files: Files, fresh: Mapping[str, Piece]) -> Files:
 
 
 def _configs(
-    inventory: Inventory, head: Inventory, layout: Family, fresh: Mapping[str, Piece]
+    inventory: Inventory, head: Inventory, layout: Family, fresh: Mapping[str, Piece], *, num_experts: int = 0
 ) -> dict[str, Mapping[str, object]]:
     """Edit config.json; where names change, list the head's unquantized modules in the quantization config."""
     renamed = any(name != piece.name for name, piece in fresh.items())
@@ -345,6 +286,8 @@ def _configs(
         config = layout.with_count({**config, "model_type": layout.model_types[0]}, count)
     elif inventory.family.num_modules(config) != count:
         config = inventory.family.with_count(config, count)
+    if num_experts:
+        config = with_num_experts(config, inventory, num_experts)
     return {**edited, **with_config(inventory.checkpoint, config)}
 
 

@@ -13,6 +13,7 @@ from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import GENERIC, misfits, open_head, quantized, trunk_family
 from nextn.checkpoint.snapshot import folder_of, on_disk
+from nextn.edit.adopt import can_adopt
 from nextn.edit.compatibility import absent, lone_experts
 from nextn.edit.gguf_export import refuse_modules, refuse_trunk, refuse_without_gguf, write_gguf
 from nextn.edit.gguf_layout import STEP35, layout_of
@@ -92,7 +93,7 @@ def export(
     if tokenizer is not None and engine != "llama.cpp":
         raise ConfigError(f"--tokenizer {tokenizer}: only for llama.cpp, whose file has the trunk's tokenizer")
     found = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
-    path = _trunk_path(found, trunk)
+    path = trunk_path(found, trunk)
     checkpoint = Checkpoint.open(path, cache_dir=cache_dir, offline=offline)
     base = Inventory.of(checkpoint, family=trunk_family(checkpoint))
     head = open_head(source, base, revision=revision, cache_dir=cache_dir, offline=offline)
@@ -122,7 +123,8 @@ def export(
     return Export(plan.folder, ENGINES[engine], command, notes=tuple(_notes(base, engine)))
 
 
-def _trunk_path(head: Checkpoint, trunk: str | Path | None) -> str | Path:
+def trunk_path(head: Checkpoint, trunk: str | Path | None) -> str | Path:
+    """Return `trunk`, or the folder of the trunk that a head was trained on; ConfigError if that is unknown or gone."""
     path = trunk or next((each.metadata["trunk"] for each in head.headers.values() if "trunk" in each.metadata), None)
     if path is None and Inventory.of(head, family=trunk_family(head)).layers:
         return head.path  # the head is inside
@@ -162,7 +164,16 @@ def check_export(engine: str, family: Family, trunk: Inventory, *, num_modules: 
 
 def _refuse(head: Inventory, trunk: Inventory, engine: str) -> None:
     path = head.checkpoint.path
-    _refuse_family(head.family, trunk, engine, path)
+    try:
+        _refuse_family(head.family, trunk, engine, path)
+    except FamilyError as error:
+        inside = head.checkpoint.path == trunk.checkpoint.path
+        if engine == "transformers" or not can_adopt(trunk.checkpoint, None if inside else path):
+            raise
+        raise FamilyError(
+            f"{error}. Or keep this head: --adopt writes trunk and head in GLM-4.5's layout, which {ENGINES[engine]} "
+            "runs"
+        ) from error
     listed = [f"{each} is missing" for each in absent(head)]
     listed += [f"{each.found} {each.fix}" for each in misfits(head, trunk) if engine in each.engines]
     if listed:

@@ -48,7 +48,9 @@ from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
 BITS = {"int8": 8, "int4": 4}
-GROUP_SIZE = 128  # of int4
+GROUP_SIZE = 32  # of int4, as `--weights int4` has them (runtime/native/rounded_weights.py)
+# By decoder layer and name in it, how much the squared error of each input channel [K] of a weight counts.
+Importance = Mapping[tuple[int, str], Tensor]
 _DTYPES = ("BF16", "F16", "F32")
 _SLICE = 2**22  # values that are rounded at once
 
@@ -105,6 +107,7 @@ class RoundedPiece(Piece):
     rounding: Rounding = Rounding(8, None)
     # Of the weight, shared by its parts: kept from when the codes are written, mostly before the scales.
     scales: list[Tensor] = field(default_factory=list)
+    importance: Tensor | None = None  # [K], see `round_to_nearest`
 
     @property
     def info(self) -> TensorInfo:
@@ -136,7 +139,7 @@ class RoundedPiece(Piece):
         columns, dtype = weight.shape[1], FLOATS[weight.dtype]
         for chunk in self.source.chunks(weight, max(1, _SLICE // columns) * columns * dtype.itemsize):
             rows = torch.frombuffer(bytearray(chunk), dtype=dtype).view(-1, columns)
-            quantized = round_to_nearest(rows, self.rounding.bits, self.rounding.group_size or columns)
+            quantized = round_to_nearest(rows, self.rounding.bits, self.rounding.group_size or columns, self.importance)
             if self.part == "weight_scale":
                 yield quantized.scales
             else:
@@ -153,6 +156,7 @@ def quantize(
     group_size: int = GROUP_SIZE,
     head_bits: int = 16,
     activation_bits: int = 16,
+    importance: Importance | None = None,
     follow_links: bool = False,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
@@ -168,6 +172,7 @@ def quantize(
         group_size: Input channels of a group of int4.
         head_bits: The same for the Linears in the head's decoder layer: 16 (as they are), 8 or 4.
         activation_bits: Bits to which engines round activations, per token: 16 (no rounding), or 8 with int8 weights.
+        importance: Of weights of four bits in the trunk, see `calibration`; what it lacks counts alike.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
@@ -182,7 +187,7 @@ def quantize(
     if weights not in BITS or head_bits not in (16, 8, 4) or group_size < 8 or group_size % 8:
         raise ConfigError(
             f"weights {weights}, head bits {head_bits}, group size {group_size}; expected weights int8 or int4, head "
-            "bits 16, 8 or 4, and a group size that is a multiple of 8, such as 128"
+            "bits 16, 8 or 4, and a group size that is a multiple of 8, such as 32"
         )
     if activation_bits not in (16, 8) or (activation_bits == 8 and (weights != "int8" or head_bits == 4)):
         raise ConfigError(
@@ -194,7 +199,7 @@ def quantize(
     checkpoint, repairs = sound(given, without=side_files(Inventory.of(given, family=trunk_family(given))))
     roundings = {"trunk": Rounding.of(BITS[weights], group_size, activation_bits)}
     roundings |= {} if head_bits == 16 else {"head": Rounding.of(head_bits, group_size, activation_bits)}
-    plan = _plan(checkpoint, roundings)
+    plan = _plan(checkpoint, roundings, importance or {})
     plan = replace(plan, notes=(*repairs, *plan.notes), follow_links=follow_links)
     plan = into_new_folder(plan, out)
     if not dry_run:
@@ -227,7 +232,7 @@ def _part_of(inventory: Inventory, num_layers: int, name: str) -> str | None:
     return "trunk" if layer is not None and layer[0] < num_layers and is_linear(layer[1]) else None
 
 
-def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan:
+def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding], importance: Importance) -> EditPlan:
     if (config := QuantConfig.of(checkpoint)) is not None:
         raise CheckpointError(f"{checkpoint.path}: already quantized ({config.method}). Give the unquantized model.")
     inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
@@ -252,7 +257,8 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan
         )
     if any(".experts." in name for name in rounded):
         notes.append("experts are quantized: vLLM's build for CPUs has no kernel for them and refuses the checkpoint")
-    files = _files(checkpoint, rounded)
+    counts = {name: importance.get(inventory.family.trunk_layer(name) or (-1, "")) for name in rounded}
+    files = _files(checkpoint, rounded, counts)
     embedding = inventory.shared.get("embedding", "")
     section = quantization_config(checkpoint.tensors, rounded, roundings["trunk"], embedding=embedding)
     new = {**checkpoint.config, "quantization_config": section}
@@ -262,7 +268,7 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding]) -> EditPlan
     return EditPlan(checkpoint, Path(), family, files, documents, changes=lines, notes=tuple(notes))
 
 
-def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding]) -> Files:
+def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding], importance: Mapping[str, Tensor | None]) -> Files:
     """Plan every weight file anew under its name, with the parts of each rounded weight where the weight was."""
     weights: dict[str, dict[str, Piece]] = {file: {} for file in checkpoint.files}
     for name, info in checkpoint.tensors.items():
@@ -271,7 +277,7 @@ def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding]) -> Files:
             continue
         scales: list[Tensor] = []
         for part in rounding.parts:
-            piece = RoundedPiece(checkpoint, name, None, part, rounding, scales)
+            piece = RoundedPiece(checkpoint, name, None, part, rounding, scales, importance[name])
             weights[info.file][piece.info.name] = piece
     hidden = set(checkpoint.unindexed)
     index = {name: file for file, pieces in weights.items() if file not in hidden for name in pieces}

@@ -58,7 +58,8 @@ def restore(
         out: A new folder for the complete result; by default `target` itself is changed.
         aliases: An engine, whose missing copies of embedding and lm_head are written from the target's own trunk.
         family: Name of the family, for a model_type without one.
-        force: Replace a complete head; accept one for another vocabulary size.
+        force: Replace a complete head, and tensors like a head's under names of no known layout; accept a head for
+            another vocabulary size.
         dry_run: Write nothing.
         trained_by: The run that just trained `base`; the record then says "train".
         follow_links: Follow links that lead out of a checkpoint's folder. Those of a hub cache always are.
@@ -99,6 +100,7 @@ def _target(path: str | Path, family: Family | None) -> tuple[Inventory, Invento
         raise CheckpointError(f"{path}: not a folder. Only a local folder can be changed; download a hub model first.")
     checkpoint = Checkpoint.open(folder)
     whole = Inventory.of(checkpoint, family=family)
+    whole.refuse_draft_model(adding=True)
     checkpoint, notes = sound(checkpoint, without=side_files(whole))
     inventory = Inventory.of(visible(checkpoint), family=family)
     missing = indexed_but_missing(whole, head=False)
@@ -124,6 +126,7 @@ def _base(source: "str | Path | Checkpoint", dst: Inventory, family: Family | No
     src = Inventory.of(replace(checkpoint, config=config), family=family)
     src = replace(src, declared=0) if bare else src
     if not src.own:
+        src.refuse_draft_model()
         raise CheckpointError(f"{checkpoint.path}: holds no head of family {family.name}. Use the published model.")
     if missing := absent(src):
         raise CheckpointError(
@@ -143,7 +146,7 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
         _refuse_complete(dst, src, force=force)
         notes += refuse_misfit(dst, src, force=force)
         packed = {canonical for canonical in dst.copies if not canonical.endswith(".weight")} if force else set()
-        gone = dst.spellings({*dst.own, *packed})
+        gone = dst.spellings({*dst.own, *packed}) | (_unrecognized_heads(dst) if force else set())
         if gone:
             notes.append(f"replaces {counted(len(gone), 'tensor')} of the head that was there: {some(sorted(gone))}")
         fresh = {dst.published(name): Piece(src.checkpoint, src.stored[name]) for name in src.own}
@@ -163,6 +166,11 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
     documents |= index_document(files, checkpoint)
     path, lines = Path(checkpoint.path), changes(checkpoint, documents)
     return EditPlan(checkpoint, path, family.name, files, documents, changes=lines, notes=tuple(notes))
+
+
+def _unrecognized_heads(dst: Inventory) -> set[str]:
+    """Return the tensors that look like a head's and have no name of the family; not layers beyond the trunk's."""
+    return {name for name in dst.unrecognized if dst.family.trunk_layer(name) is None}
 
 
 def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:

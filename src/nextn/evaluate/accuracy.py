@@ -19,8 +19,10 @@ from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import DecodingTrunk, backend_for
+from nextn.settings import WEIGHT_BITS, WEIGHTS
 
 BLOCK = 64  # positions whose distributions are in memory at once
+MAX_KL = 0.01  # nats per token, mean: of `choose_weights`
 # From a text [T] to its logits [n, V] in order, of any n that sum to T.
 Logits = Callable[[Sequence[int]], Iterable[Tensor]]
 
@@ -204,6 +206,28 @@ class Candidate:
     def as_record(self) -> dict[str, object]:
         own = {name: value for name, value in vars(self).items() if name != "accuracy"}
         return own | self.accuracy.as_record()
+
+
+def choose_weights(model: Model, reference: Reference, *, source: str, max_kl: float = MAX_KL) -> list[Candidate]:
+    """Set `Trunk.weights` to the fewest bits, which are the fastest, whose divergence is at most `max_kl`.
+
+    Args:
+        model: Loaded, for the native backend. Its weights are `stored` if fewer bits diverge more.
+        reference: Of the same model in float32.
+        source: What the model was loaded from.
+        max_kl: Mean divergence, in nats.
+
+    Returns:
+        What was compared, from the fewest bits on; the last one is what was chosen, unless it diverges more.
+    """
+    found: list[Candidate] = []
+    for weights in sorted(filter(WEIGHT_BITS.get, WEIGHTS), key=lambda name: WEIGHT_BITS[name] or 0):
+        model.trunk.weights = weights
+        found.append(Candidate.of(model, reference, source=source, backend="native"))
+        if found[-1].accuracy.kl_mean <= max_kl:
+            return found
+    model.trunk.weights = WEIGHTS[0]
+    return found
 
 
 def _check_texts(trunk: Trunk, texts: Sequence[Sequence[int]]) -> None:

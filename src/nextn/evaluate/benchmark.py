@@ -246,9 +246,9 @@ class BenchmarkReport:
         """Reasons to trust the figures less."""
         warnings = []
         for temperature in self.plan.temperatures:
-            num_repetitive, num_short = len(self.repetitive[temperature]), len(self.short[temperature])
+            repetitive, num_short = self.repetitive[temperature], len(self.short[temperature])
             warnings += degeneracy_notes(
-                f"temperature {temperature:g}", len(self.prompts), degenerate=num_repetitive, short=num_short
+                f"temperature {temperature:g}", len(self.prompts), degenerate=repetitive, short=num_short
             )
         if self.torch_reason and self.plan.backend == "auto":
             warnings.append(f"decoded by the torch backend: {self.torch_reason}")

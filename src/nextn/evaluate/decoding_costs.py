@@ -23,7 +23,7 @@ from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.native.draft_lm_head import FORMAT, num_draft_rows
-from nextn.runtime.native.int4 import Int4Format
+from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS
 from nextn.settings import Sampling, available_cores
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan
 from nextn.stats.speedup import Costs, Spread
@@ -258,9 +258,8 @@ def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
         return packed + stored
     values = stored // output.element_size() + rounded
     # With int4, the lm_head has eight bits (runtime/backend.py).
-    if bits == 4:
-        values = output.numel() + round((values - output.numel()) * Int4Format().bytes_per_weight)
-    return packed + values
+    four = values - output.numel() if bits == 4 else 0
+    return packed + round(four * FOUR_BITS.bytes_per_weight + (values - four) * EIGHT_BITS.bytes_per_weight)
 
 
 def draft_bytes(

@@ -1,7 +1,7 @@
 """Diagnosis of an engine's low acceptance, from its draft counts and the checkpoint's head with and without faults."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -9,10 +9,12 @@ from nextn import __version__
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence
+from nextn.evaluate.engine_behavior import DOCUMENTED_PRIOR, engine_priors, next_checks
 from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share
 from nextn.evaluate.faults import (
     CONTEXT,
     FAULTS,
+    NOTHING,
     OVERRIDDEN,
     TEMPLATE,
     WEIGHTS,
@@ -35,10 +37,12 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
+from nextn.text_format import some
 
 # Greedy texts of one model differ at near-ties, late; those of another model differ early.
 _OTHER_MODEL_SHARE = 0.5
 _POOR_RATE = 0.2  # a reference with a lower a_1 is a poor head, whatever an engine does with it
+_ANY_ACCEPTED = 0.005  # accepted drafts per round that no rounding of a log makes of none
 INCONCLUSIVE = "inconclusive"
 
 DEFINITIONS = {
@@ -65,6 +69,7 @@ class ObservedCase:
     expected: tuple[ExpectedCounts, ...]  # over the same prompts if they are known
     diverged_share: float  # of the reference's text, see `diverged_text_share`
     num_retokenized: int  # prompts that the engine's own template turned into other tokens than the checkpoint's
+    rule: str = ""  # of acceptance above temperature 0 that is assumed of the engine
 
     @property
     def other_workload(self) -> bool:
@@ -131,6 +136,8 @@ class Diagnosis:
     # One per temperature, or two if prompts are of very different length: the short ones first.
     cases: tuple[ObservedCase, ...]
     audit_notes: tuple[str, ...] = ()
+    # Fault -> prior odds, from what is documented of the engine.
+    priors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def engine(self) -> str:
@@ -139,7 +146,11 @@ class Diagnosis:
     @cached_property
     def causes(self) -> list[Cause]:
         """All hypotheses over all cases, the likeliest first."""
-        return combine_causes([case.causes for case in self.cases])
+        return combine_causes([case.causes for case in self.cases], priors=self.priors)
+
+    def cause(self, name: str) -> Cause:
+        """Return the hypothesis of this name, over all cases."""
+        return next(cause for cause in self.causes if cause.name == name)
 
     @cached_property
     def named(self) -> tuple[str, ...]:
@@ -167,8 +178,10 @@ class Diagnosis:
     def indistinguishable(self) -> tuple[str, ...]:
         """Causes that are not named, but that this many rounds cannot distinguish from the likeliest of the named."""
         best = self.named[0] if self.named else ""
-        is_hypothesis = any(cause.name == best for cause in self.causes)
-        return tuple(name for name in self._like(best) if name not in self.named) if is_hypothesis else ()
+        if not any(cause.name == best for cause in self.causes):
+            return ()
+        like = [name for name in self._like(best) if name not in self.named]
+        return tuple(name for name in like if not self.cause(name).is_separated(self.cause(best)))
 
     @property
     def _evidence(self) -> list[Evidence]:
@@ -180,7 +193,9 @@ class Diagnosis:
     @cached_property
     def undetectable(self) -> tuple[str, ...]:
         """Faults that would not show, or hardly, on this head in this many rounds."""
-        return tuple(cause.name for cause in self.causes if cause.name != FINE and FINE in self._like(cause.name))
+        fine = self.cause(FINE)
+        near = [cause for cause in self.causes if cause.name != FINE and not cause.is_separated(fine)]
+        return tuple(cause.name for cause in near if FINE in self._like(cause.name))
 
     @property
     def is_fine(self) -> bool:
@@ -255,9 +270,42 @@ class Diagnosis:
         if not self.named:
             side = "above" if counted > expected else "below"
             return f"no known fault explains it: {figures}, {side} what is expected of any of {len(self.causes)} causes"
-        best = self.causes[0]
-        fine = next(cause for cause in self.causes if cause.name == FINE)
-        return f"{' or '.join(self.named)}: {figures}; {best.ratio_text(fine)} likelier than an engine without fault"
+        return f"{' or '.join(self.named)}: {figures}; {self._odds}{self._assumed}"
+
+    @property
+    def next_cause(self) -> Cause | None:
+        """The likeliest cause that the counts exclude, or nearly."""
+        group = {*self.named, *self.indistinguishable}
+        return next((cause for cause in self.causes if cause.name not in group), None)
+
+    @property
+    def _odds(self) -> str:
+        """How much likelier the named fault is than the next cause, and than no fault."""
+        best, fine, after = self.causes[0], self.cause(FINE), self.next_cause
+        odds = f"{best.ratio_text(fine)} likelier than an engine without fault"
+        if after is None or after.name == FINE:
+            return odds
+        return f"{best.ratio_text(after)} likelier than the next cause, {after.name}, and {odds}"
+
+    @property
+    def _assumed(self) -> str:
+        """What the comparison assumes of an engine that was not driven, or samples."""
+        case = self._deciding_case
+        temperature, driven = case.observation.temperature, case.observation.prompt_indices is not None
+        parts = [] if driven else ["greedy" if not temperature else f"at temperature {temperature:g}"]
+        parts += [f"of rule {case.rule}"] if temperature and case.rule else []
+        return f", if the engine is {' and '.join(parts)}" if parts else ""
+
+    @property
+    def checks(self) -> list[str]:
+        """What to check next, the cheapest first; none if the engine is fine or a setting decides."""
+        if self.is_fine or self.is_inconclusive or self.overrides:
+            return []
+        case = self.cases[0]
+        driven = case.observation.prompt_indices is not None
+        return next_checks(
+            [*self.named, *self.indistinguishable], driven=driven, temperature=case.observation.temperature
+        )
 
     @property
     def _needed_text(self) -> str:
@@ -298,6 +346,17 @@ class Diagnosis:
             notes.append(
                 f"{self.engine} counts no positions, so there is one figure only: causes are hard to distinguish"
             )
+        if self.priors and not self.is_fine:
+            notes.append(
+                f"{self.engine}'s code was read for this family and does not have these faults, which count "
+                f"{DOCUMENTED_PRIOR:g} times: {', '.join(self.priors)}"
+            )
+        best = self.causes[0]
+        if better := [each.name for each in self.causes[1:] if each.p_value > max(0.05, 2 * best.p_value)]:
+            notes.append(
+                f"better fit, but less likely: {some(better)}. A cause that expects a wide range of counts fits most "
+                "of them, and makes each improbable"
+            )
         if self.undetectable:
             notes.append(f"would not show in this many rounds, and cannot be excluded: {', '.join(self.undetectable)}")
         return notes + list(self.audit_notes)
@@ -327,6 +386,7 @@ class Diagnosis:
             "undetectable": list(self.undetectable),
             "cases": [case.as_record() for case in self.cases],
             "settings": asdict(self.reference.plan),
+            "checks": self.checks,
             "notes": self.notes,
         }
 
@@ -375,6 +435,8 @@ def diagnose(
         other = reference_acceptance(model, prompts, other_plan)
         for temperature, hypotheses in expected.items():
             hypotheses.append(expectation(TEMPLATE, other, temperature))
+    if any(each.acceptance_length > 1 + _ANY_ACCEPTED for each in counts):
+        expected = {t: [each for each in some_of if each.name != NOTHING] for t, some_of in expected.items()}
     cases = [
         ObservedCase(
             each,
@@ -382,10 +444,12 @@ def diagnose(
             _on_prompts(expected[each.temperature], reference, each),
             diverged_text_share(each, reference),
             count_retokenized(each, reference),
+            plan.rule,
         )
         for each, counted in zip(observations, counts, strict=True)
     ]
-    return Diagnosis(source, reference, tuple(cases), tuple(audit_notes))
+    priors = engine_priors(model.family, observations[0].counters.engine)
+    return Diagnosis(source, reference, tuple(cases), tuple(audit_notes), priors)
 
 
 def observed_plan(

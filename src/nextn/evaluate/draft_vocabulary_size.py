@@ -20,7 +20,7 @@ from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, Survival, s
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
-from nextn.runtime.native.draft_lm_head import BITS, has_four_bits
+from nextn.runtime.native.draft_lm_head import FORMAT, has_four_bits
 from nextn.settings import Settings
 from nextn.speculative.draft_vocabulary import DraftVocabulary, by_frequency
 from nextn.stats.acceptance import conditional_rates
@@ -134,7 +134,7 @@ def _estimate(
 
 
 def _draft_bytes(head: Head, engine: Backend, size: int) -> int:
-    lm_head_bits = BITS if engine.name == "native" and has_four_bits(head, size) else None
+    lm_head_bits = FORMAT.bits if engine.name == "native" and has_four_bits(head, size) else None
     return draft_bytes(head, engine.head_bits, num_tokens=size, lm_head_bits=lm_head_bits)
 
 

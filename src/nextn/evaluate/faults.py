@@ -248,6 +248,7 @@ _OTHERS = {
         ("vllm-project/vllm#37435", "kekzl/imp#897"),
     ),
 }
+OTHER_CAUSES = tuple(each for name, each in _OTHERS.items() if name != FINE)
 
 
 def expectations(

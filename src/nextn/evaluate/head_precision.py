@@ -14,7 +14,7 @@ from nextn.checkpoint.provenance import trunk_family
 from nextn.checkpoint.quantized_weights import round_to_nearest
 from nextn.checkpoint.staging_folder import staged
 from nextn.edit.plan import EditPlan, Progress, new_folder, quiet
-from nextn.edit.quantize import GROUP_SIZE, Rounding, is_head_linear, quantize
+from nextn.edit.quantize import GROUP_SIZE, Importance, Rounding, is_head_linear, quantize
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import Variant, apply_variants
 from nextn.evaluate.reference import decoded_reference, rescore
@@ -73,6 +73,7 @@ def quantize_measured(
     *,
     weights: str,
     group_size: int = GROUP_SIZE,
+    importance: Importance | None = None,
     follow_links: bool = False,
     on_bytes: Progress = quiet,
     on_text: Callable[[], None] = lambda: None,
@@ -85,7 +86,9 @@ def quantize_measured(
     checkpoint = as_checkpoint(source)
     if not Inventory.of(checkpoint, family=trunk_family(checkpoint)).stored:
         raise ConfigError(f"{checkpoint.path}: there is no head to measure; leave out --head-bits auto")
-    write = partial(quantize, checkpoint, weights=weights, group_size=group_size, on_bytes=on_bytes)
+    write = partial(
+        quantize, checkpoint, weights=weights, group_size=group_size, importance=importance, on_bytes=on_bytes
+    )
     folder = new_folder(out)
     with staged(folder) as stage:
         first = write(out=stage / "new", follow_links=follow_links)

@@ -14,7 +14,7 @@ Otherwise four correlated depths would count as four independent observations.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -56,6 +56,10 @@ class Cause:
         """Return how many times likelier the counts are under this cause; at most 1e300."""
         return math.exp(min(690.0, self.log_likelihood - other.log_likelihood))
 
+    def is_separated(self, other: "Cause") -> bool:
+        """Whether the counts make one of the two clearly likelier."""
+        return abs(self.log_likelihood - other.log_likelihood) >= math.log(MIN_SEPARATING_RATIO)
+
     def ratio_text(self, other: "Cause") -> str:
         """Return `ratio_to` as text, such as "12 times"."""
         ratio = self.ratio_to(other)
@@ -79,10 +83,10 @@ def rank_causes(
     return _sorted([_evaluate(observed, each, diverged_share, other_workload=other_workload) for each in expected])
 
 
-def combine_causes(parts: Sequence[Sequence[Cause]]) -> list[Cause]:
+def combine_causes(parts: Sequence[Sequence[Cause]], *, priors: Mapping[str, float] = {}) -> list[Cause]:
     """Combine several observations of one engine, such as two temperatures: likelihoods multiply, the worst fit counts.
 
-    Causes that are not in every part are left out.
+    Causes that are not in every part are left out. The likelihood of those in `priors` is multiplied by these odds.
     """
     by_name: dict[str, list[Cause]] = {}
     for cause in (cause for part in parts for cause in part):
@@ -91,7 +95,8 @@ def combine_causes(parts: Sequence[Sequence[Cause]]) -> list[Cause]:
         [
             replace(
                 causes[0],
-                log_likelihood=sum(cause.log_likelihood for cause in causes),
+                log_likelihood=sum(cause.log_likelihood for cause in causes)
+                + math.log(priors.get(causes[0].name, 1.0)),
                 p_value=min(1.0, len(causes) * min(cause.p_value for cause in causes)),
             )
             for causes in by_name.values()

@@ -194,15 +194,21 @@ class ReferenceReport:
         """ "all", then the domains of the prompts if there are several."""
         return ["all", *by_domain(self.prompts)] if len(by_domain(self.prompts)) > 1 else ["all"]
 
+    def domains_at(self, temperature: float) -> list[str]:
+        """Return the domains that are reported beside all texts: not those whose texts are left out as repetitive."""
+        repetitive, domains = self.repetitive[temperature], by_domain(self.prompts)
+        all_repetitive = len(repetitive) == len(self.prompts)
+        return [each for each in self.domains[1:] if all_repetitive or {*domains[each]} - repetitive]
+
     @property
     def warnings(self) -> list[str]:
         """Reasons to trust the figures less."""
         warnings = [] if self.engine is None else self.engine.warnings
         for temperature, generated in self.generated.items():
-            num_repetitive, num_short = len(self.repetitive[temperature]), len(generated.short)
+            repetitive, num_short = self.repetitive[temperature], len(generated.short)
             warnings += self.origins[temperature].warnings if temperature in self.origins else []
             warnings += degeneracy_notes(
-                f"temperature {temperature:g}", len(generated.texts), degenerate=num_repetitive, short=num_short
+                f"temperature {temperature:g}", len(generated.texts), degenerate=repetitive, short=num_short
             )
         if len(self.prompts) < 8:
             warnings.append(
@@ -217,7 +223,7 @@ class ReferenceReport:
         for temperature in self.plan.temperatures:
             for rule in self.rules(temperature):
                 rows += [self.figures(temperature, rule=rule, k=k) for k in choices]
-                rows += [self.figures(temperature, rule=rule, domain=domain) for domain in self.domains[1:]]
+                rows += [self.figures(temperature, rule=rule, domain=domain) for domain in self.domains_at(temperature)]
         return rows
 
     def as_record(self) -> dict[str, object]:

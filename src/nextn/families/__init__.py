@@ -3,7 +3,8 @@
 `spec` defines a family, `rows` has the cited facts; this module looks them up.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from reprlib import repr as brief
 from typing import Literal
@@ -31,12 +32,14 @@ from nextn.families.spec import (
     lookup,
     lookup_count,
 )
+from nextn.families.withheld import WITHHELD, Withheld, declared_fields, withheld
 from nextn.text_format import docs_page
 
 __all__ = [
     "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
-    "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
-    "Support", "by_config", "by_name", "find", "fitted", "generic", "lookup", "lookup_count", "rows",
+    "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
+    "Support", "Withheld", "by_config", "by_name", "declared_fields", "find", "fitted", "generic", "lookup",
+    "lookup_count", "rows", "search", "withheld",
 ]  # fmt: skip
 
 # The architecture by which engines know a separate draft in MiMo's layout, stored with Qwen2's model_type.
@@ -50,6 +53,33 @@ _ONE_PLUS = {"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"}
 def rows() -> tuple[Family, ...]:
     """Return every row, in the order of the documentation."""
     return FAMILIES
+
+
+def search(words: str) -> tuple[tuple[Family, ...], tuple[Withheld, ...]]:
+    """Return the rows and the models without a head whose names have all these words, whatever the case and signs."""
+    wanted = [_letters(word) for word in words.split()]
+
+    def fits(*names: str) -> bool:
+        return all(any(word in _letters(name) for name in names) for word in wanted)
+
+    found = tuple(
+        row for row in rows() if fits(row.name, *_spelled(row.title), *row.models, *row.model_types, *row.draft_types)
+    )
+    return found, tuple(each for each in WITHHELD if fits(*_spelled(each.title), *each.model_types))
+
+
+def _spelled(title: str) -> Iterator[str]:
+    """Yield a title, and each name of one such as `Qwen3.5 / 3.6` or `DeepSeek-V3 / R1` in full."""
+    first, *others = title.split(" / ")
+    yield title
+    yield first
+    for other in others:
+        stem = first.split("-")[0] + "-" if other[:1].isalpha() else re.split(r"\d", first)[0]
+        yield stem + other
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
 def by_name(name: str) -> Family:
@@ -80,6 +110,8 @@ def by_config(config: Mapping[str, object]) -> Family:
     family = find(config)
     if family is not None:
         return family
+    if (models := withheld(config)) is not None:
+        raise FamilyError(f"model_type {brief(_types(config)[0])}: {models.sentence}, `nextn generate -k 0` needs none")
     raise FamilyError(
         f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read or convert. "
         "`nextn train --freeze-trunk --init-head` makes one, `nextn generate -k 0` needs none. "

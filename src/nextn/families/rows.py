@@ -256,6 +256,20 @@ _GLM4_MOE = replace(
     sources=(_SGLANG + "model_loader/weight_utils.py", "https://github.com/vllm-project/vllm/issues/48492"),
     unverified=(_ASSUMED_BF16,),
 )
+_GLM4V_MOE = replace(
+    _GLM4_MOE, name="glm4v_moe", title="GLM-4.5V / 4.6V", model_types=("glm4v_moe", "glm4v_moe_text"), draft_types=(),
+    count_fields=_NEXTN, default_count=0, wrappers=_TEXT,
+    engines={
+        "vllm": _NONE,
+        "sglang": EngineSupport(
+            "ignores", _SM + "glm4v_moe.py",
+            notes=("its loader has a branch for the head, and no draft class of this model calls it",),
+        ),
+        "llamacpp": _gguf("glm4-moe.cpp"),
+        "transformers": _ignores("glm4v_moe/modeling_glm4v_moe.py"),
+    },
+    sources=(_LC + "glm.py",), unverified=("one engine alone runs the head", _FP8_UNKNOWN),
+)
 _GLM4_MOE_LITE = replace(
     _GLM4_MOE, name="glm4_moe_lite", title="GLM-4.7-Flash", model_types=("glm4_moe_lite",),
     draft_types=("glm4_moe_lite_mtp",), count_fields=_NEXTN, block={"mlp_layer_types": ["sparse"]},
@@ -267,7 +281,7 @@ _GLM4_MOE_LITE = replace(
     },
 )
 _GLM_MOE_DSA = replace(
-    _DEEPSEEK_V32, name="glm_moe_dsa", title="GLM-5 / 5.1 / 5.2", model_types=("glm_moe_dsa",),
+    _DEEPSEEK_V32, name="glm_moe_dsa", title="GLM-5 / 5.1 / 5.2 / 5.3", model_types=("glm_moe_dsa",),
     block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     engines={
         **_DEEPSEEK_V32.engines,
@@ -275,10 +289,14 @@ _GLM_MOE_DSA = replace(
         "transformers": _ignores("glm_moe_dsa/modeling_glm_moe_dsa.py"),
     },
     # "GLM-5.2 keeps the recurrent MTP projection in BF16 for both BF16 and FP8 checkpoints."
-    sources=("https://github.com/InternLM/lmdeploy/pull/4945",), unverified=(),
+    sources=(
+        "https://github.com/InternLM/lmdeploy/pull/4945", "https://github.com/Blaizzy/mlx-vlm/pull/2079",
+        _SM + "glm4_moe.py",
+    ),
+    unverified=(),
 )
 _GLM5_NEXT = replace(
-    _GLM_MOE_DSA, name="glm5_next", title="GLM-5-Next", model_types=("glm5_next", "glm5_next_text"),
+    _GLM_MOE_DSA, name="glm5_next", title="GLM-5.3-Flash (GLM-5-Next)", model_types=("glm5_next", "glm5_next_text"),
     draft_types=("glm5_next_mtp",), wrappers=_TEXT,
     engines={
         "vllm": _vllm(
@@ -289,8 +307,8 @@ _GLM5_NEXT = replace(
         "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
         "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
     },
-    sources=(), own_block=True, parts=_PARTS,
-    unverified=("release status", _FP8_UNKNOWN),
+    sources=("https://github.com/radixark/miles/pull/2788", "https://github.com/ggml-org/llama.cpp/pull/27773"),
+    own_block=True, parts=_PARTS, unverified=(_FP8_UNKNOWN,),
 )
 _GLM_OCR = replace(
     _GLM4_MOE, name="glm_ocr", title="GLM-OCR", model_types=("glm_ocr", "glm_ocr_text"), draft_types=("glm_ocr_mtp",),
@@ -319,7 +337,9 @@ _QWEN3_NEXT = Family(
     unverified=(_FP8_UNKNOWN,),
 )
 _QWEN3_5 = replace(
-    _QWEN3_NEXT, name="qwen3_5", title="Qwen3.5 / 3.6, dense", model_types=("qwen3_5", "qwen3_5_text"),
+    _QWEN3_NEXT, name="qwen3_5", title="Qwen3.5 / 3.6 / 3.8, dense", model_types=("qwen3_5", "qwen3_5_text"),
+    models=("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B", "Ternary-Bonsai-2-27B", "MiMo-V2.6-Distill-Qwen-9B",
+            "Intern-S2-Preview"),
     draft_types=("qwen3_5_mtp",), count_fields=("mtp_num_hidden_layers",), block={"layer_types": ["full_attention"]},
     wrappers={"model.mtp.": "mtp.", **_TEXT},
     engines={
@@ -334,10 +354,18 @@ _QWEN3_5 = replace(
         "llamacpp": _gguf("qwen35.cpp", "adds 1 to the stored norm weights"),
         "transformers": _ignores("qwen3_5/modeling_qwen3_5.py", _STATEFUL),
     },
-    remarks=("3.6 has no MTP code of its own in any engine: read as 3.5",),
+    sources=(
+        _LC + "qwen.py", "https://github.com/Blaizzy/mlx-vlm/pull/2293",
+        _SGLANG + "layers/quantization/quark/quark.py", "https://huggingface.co/ndaly/MiMo-V2.6-Distill-Qwen-9B",
+    ),
+    remarks=(
+        "3.6 and 3.8 have no MTP code of their own in any engine: read as 3.5",
+        "Intern-S2-Preview has a text model of this type, or of the one with experts",
+    ),
 )
 _QWEN3_5_MOE = replace(
-    _QWEN3_5, name="qwen3_5_moe", title="Qwen3.5 / 3.6, mixture of experts",
+    _QWEN3_5, name="qwen3_5_moe", title="Qwen3.5 / 3.6 / 3.8, mixture of experts",
+    models=("Qwen3.5-397B-A17B", "Qwen3.6-35B-A3B", "Intern-S2-Preview"),
     model_types=("qwen3_5_moe", "qwen3_5_moe_text"), draft_types=(),
     engines={
         **_QWEN3_5.engines,
@@ -346,7 +374,7 @@ _QWEN3_5_MOE = replace(
     },
 )
 _QWEN4_EXP = replace(
-    _QWEN3_5_MOE, name="qwen4_exp", title="Qwen3.8-Flash-Next (qwen4_exp)",
+    _QWEN3_5_MOE, name="qwen4_exp", title="Qwen3.8-Flash-Next (qwen4_exp)", models=(),
     model_types=("qwen4_exp", "qwen4_exp_text"), draft_types=("qwen4_exp_mtp",),
     names={
         "token_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden",
@@ -364,6 +392,25 @@ _QWEN4_EXP = replace(
     sources=(),
     remarks=("hidden_norm runs over all streams at once; fc_hidden is shared by them",),
     unverified=("release status", "that experts are fused in the file: transformers reads both", _FP8_UNKNOWN),
+)
+# Its trunk's layers take turns with a few banks of experts; the head's block is Qwen3.5's own, with fewer experts.
+_INTERNS2_MOBIUS = replace(
+    _QWEN3_5_MOE, name="interns2_mobius", title="InternS2-Mobius",
+    model_types=("interns2_mobius", "interns2_mobius_text"), models=(),
+    engines={
+        "vllm": _vllm("model_executor/models/interns2_mobius.py"),
+        "sglang": EngineSupport(
+            "runs", _SM + "qwen3_5_mtp.py", missing="silent", modules=1,
+            notes=("treats the head as bf16 under NVFP4, and where mtp.* is in a list of exclusions",),
+        ),
+        "llamacpp": _NONE,
+        "transformers": _NONE,
+    },
+    sources=(_VLLM + "config/speculative.py", _SM + "interns2_mobius.py"), own_block=True,
+    block_adds=("mlp.experts", "mlp.gate"),
+    cannot_run="transformers has no trunk of this type",
+    remarks=("the block has mtp_num_experts experts, of which mtp_num_experts_per_tok are used",),
+    unverified=(_FP8_UNKNOWN,),
 )
 _MIMO = Family(
     name="mimo", title="MiMo-7B", model_types=("mimo",), draft_types=("mimo_mtp",), count_fields=_NEXTN,
@@ -383,7 +430,8 @@ _MIMO = Family(
     cannot_run="transformers has no trunk of this type; the head itself needs nothing that Head lacks",
 )
 _MIMO_V2 = Family(
-    name="mimo_v2", title="MiMo-V2-Flash / V2.5 / Pro / Omni", model_types=("mimo_v2_flash", "mimo_v2"),
+    name="mimo_v2", title="MiMo-V2-Flash / V2.5 / V2.6 / Pro / Omni", model_types=("mimo_v2_flash", "mimo_v2"),
+    models=("MiMo-V2.6-Flash-RL", "MiMo-V2.6-Pro-RL"),
     draft_types=("mimo_v2_mtp", "mimo_v2_omni_mtp"), count_fields=_NEXTN, default_count=3,
     names=_module("model.mtp.layers.{module}"),
     block_renames={"post_attention_layernorm": "pre_mlp_layernorm", "self_attn.sinks": "self_attn.attention_sink_bias"},
@@ -520,7 +568,25 @@ _STEP = Family(
         ),
     },
     sources=(_LC + "step3.py", _HM + "step3p7/configuration_step3p7.py"),
-    unverified=("Step-5, which vLLM 0.33 reads the same way", _FP8_UNKNOWN),
+    unverified=(_FP8_UNKNOWN,),
+)
+_STEP5 = replace(
+    _STEP, name="step5", title="Step-5", model_types=("step5", "step5_vl", "step5_text"), draft_types=("step5_mtp",),
+    wrappers=_TEXT,
+    engines={
+        "vllm": EngineSupport(
+            "runs", _VLLM + "models/step5/nvidia/mtp.py", trunk_roles=("embedding",), missing="raises",
+        ),
+        "sglang": _NONE,
+        "llamacpp": _NONE,
+        "transformers": _NONE,
+    },
+    sources=(_VLLM + "transformers_utils/configs/step5.py",), cannot_run="transformers has no trunk of this type",
+    remarks=(
+        "zero_centered of the config says whether norms multiply by 1 + w (its default) or by w",
+        "with fp32_residual_connection, states between layers and depths are in float32",
+    ),
+    unverified=("one engine alone runs the head", _FP8_UNKNOWN),
 )
 _BAILING_V2 = Family(
     name="bailing_moe_v2", title="Ling 2.0 / Ring 2.0", model_types=("bailing_moe_v2", "bailing_moe"),
@@ -737,6 +803,54 @@ _PANGU = replace(
     },
     sources=(), cannot_run="transformers has no trunk of this type", unverified=("one engine alone runs the head",),
 )
+_PANGU_V2 = replace(
+    _DEEPSEEK_V3, name="openpangu_v2", title="openPangu-2.0-Flash", model_types=("openpangu_v2",), draft_types=(),
+    count_fields=_NEXTN, default_count=0, order="chained", block={}, fp8=None,
+    engines=dict.fromkeys(("vllm", "sglang", "llamacpp", "transformers"), _NONE),
+    sources=(
+        "https://github.com/ikawrakow/ik_llama.cpp/pull/2065",
+        "https://github.com/ikawrakow/ik_llama.cpp/blob/main/src/graphs/build_openpangu.cpp",
+        "https://github.com/ikawrakow/ik_llama.cpp/blob/main/gguf-py/gguf/tensor_mapping.py",
+        "https://github.com/vllm-project/vllm/pull/47271",
+    ),
+    own_block=True, block_lacks=("attn_mhc_module", "mlp_mhc_module", "block_post_layernorm"),
+    cannot_run="transformers has no trunk of this type",
+    remarks=(
+        "ik_llama.cpp runs it: its converter maps the names above, and its graph has no hyper-connections in the block",
+        "the file's embedding and lm_head inside a module are used where it has them",
+        "the block slides with a window of its own (sliding_window_list)",
+    ),
+    unverified=("whether the trunk's state is taken before or after its final norm",),
+)
+_AXK2 = replace(
+    _DEEPSEEK_V32, name="axk2", title="A.X-K2", model_types=("axk2",), count_fields=_NEXTN, default_count=0, block={},
+    fp8=None, engines=dict.fromkeys(("vllm", "sglang", "llamacpp", "transformers"), _NONE),
+    sources=("https://github.com/ggml-org/llama.cpp/pull/26757", _HM + "axk2/modeling_axk2.py"),
+    cannot_run="no public code runs this head, so that its conventions are not known",
+    remarks=("a pull request for llama.cpp adds it; A.X-K1 has no head",),
+    unverified=("which of the head's own norms are gated, as those of the trunk's layers are",),
+)
+_IQUEST_Q1 = Family(
+    name="iquest_q1", title="IQuest-Q1", model_types=("iquest_q1",), draft_types=("iquest_q1_mtp",),
+    count_fields=("num_mtp_layers",), default_count=0,
+    names=_module("mtp_layers.{module}") | {"block": "mtp_layers.{module}.mtp_model_layer"},
+    engines={
+        "vllm": _NONE,
+        "sglang": EngineSupport(
+            "runs", _SM + "iquest_q1_mtp.py", trunk_roles=(), missing="raises", modules=1,
+            notes=(
+                "takes the head as a checkpoint of its own, with embed_tokens, lm_head and mtp. in place of "
+                "mtp_layers.0., and skips mtp_layers. beside the trunk",
+            ),
+        ),
+        "llamacpp": _NONE,
+        "transformers": _NONE,
+    },
+    sources=(_SM + "iquest_q1.py", _SGLANG + "configs/iquest_q1.py"), own_block=True,
+    block_lacks=(), cannot_run="transformers has no trunk of this type",
+    remarks=("the block is the trunk's first layer, which norms its MLP's output (ffn_out_norm); later ones do not",),
+    unverified=("one engine alone runs the head", "that the names behind mtp_layers.<number>. are those of the draft"),
+)
 _DOTS3_NOTE = Family(
     name="dots3_note", title="dots.note (dots3)", model_types=("dots3_note", "dots3_note_text"),
     draft_types=("dots3_note_mtp",), count_fields=_NEXTN, default_count=1,
@@ -753,7 +867,7 @@ _DOTS3_NOTE = Family(
         "llamacpp": _kept("dots3note.cpp"),
         "transformers": _ignores("dots3_note/modeling_dots3_note.py"),
     },
-    sources=(_LC + "dots3.py", _VLLM + "models/dots3_note/nvidia/model.py"),
+    sources=(_LC + "dots3.py", _VLLM + "models/dots3_note/nvidia/model.py", _SM + "dots3_nextn.py"),
     remarks=("the published config has no count: llama.cpp looks for model.mtp.embed_tokens.weight",),
 )
 _GIGACHAT = replace(
@@ -824,9 +938,9 @@ STEP35_DRAFT = replace(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    _DEEPSEEK_V3, _DEEPSEEK_V32, _DEEPSEEK_V4, _GLM4_MOE, _GLM4_MOE_LITE, _GLM_MOE_DSA, _GLM5_NEXT, _GLM_OCR,
-    _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN4_EXP, _MIMO, _MIMO_V2, _ERNIE, _LONGCAT, _NEMOTRON_H, _STEP,
-    _BAILING_V2, _BAILING_HYBRID, _HY_V3, _HY_V4, _EXAONE_MOE, _EXAONE4_5, _INKLING, _MELLUM, _MINIMAX_M3, _KIMI_K3,
-    _PANGU, _DOTS3_NOTE, _GIGACHAT, _COHERE2_MOE,
+    _DEEPSEEK_V3, _DEEPSEEK_V32, _DEEPSEEK_V4, _GLM4_MOE, _GLM4V_MOE, _GLM4_MOE_LITE, _GLM_MOE_DSA, _GLM5_NEXT,
+    _GLM_OCR, _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN4_EXP, _INTERNS2_MOBIUS, _MIMO, _MIMO_V2, _ERNIE, _LONGCAT,
+    _NEMOTRON_H, _STEP, _STEP5, _BAILING_V2, _BAILING_HYBRID, _HY_V3, _HY_V4, _EXAONE_MOE, _EXAONE4_5, _INKLING,
+    _MELLUM, _MINIMAX_M3, _KIMI_K3, _PANGU, _PANGU_V2, _AXK2, _IQUEST_Q1, _DOTS3_NOTE, _GIGACHAT, _COHERE2_MOE,
 )
 # fmt: on

@@ -108,6 +108,7 @@ class Family:
     runtime_names: tuple[str, ...] = ()  # ends of published names that elsewhere are an engine's, in memory
     trunk_experts: tuple[ExpertForm, ...] = ("split", "fused")  # the forms in which transformers loads the trunk's
     block_lacks: tuple[str, ...] = ()  # beginnings of paths that trunk layers have and the block has not
+    block_adds: tuple[str, ...] = ()  # paths that the block has and trunk layers have not
     # transformers' model_type whose decoder layer the block is, with the trunk's sizes; "" = the trunk's own layers.
     layer_model: str = ""
     has_scaled_rotary: bool = True  # the block's rotary embeddings are scaled where the trunk's are
@@ -115,6 +116,7 @@ class Family:
     # Part of a plain residual block -> its path in a trunk layer, where the block is made of such parts.
     parts: Mapping[str, str] = field(default_factory=dict)
     draft_types: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()  # published models by which people look for the row, beside those of the title
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other spellings, read and never written
     own: tuple[str, ...] = ()  # stored roles that are the head's own; other embeddings and outputs are copies
     read_only_copies: tuple[str, ...] = ()  # copies that are read and never written

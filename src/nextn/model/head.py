@@ -18,6 +18,7 @@ from nextn.families import MIMO_ARCHITECTURE, Family, by_name
 from nextn.model.family_layers import broadcast_to_streams, collapse_streams
 from nextn.model.head_config import layer_sizes
 from nextn.model.layer_types import LayerType, new_cache
+from nextn.model.logits import float_linear, logits_of
 from nextn.model.trunk import Trunk, packed
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 
@@ -295,11 +296,11 @@ class Head(nn.Module):
 
     def draft_logits(self, index: int, final_hidden: Tensor) -> Tensor:
         """Return the logits [..., N] of MTP layer `index` for the draft vocabulary; without one, for all tokens."""
+        output = self.output(index)
         if self.draft_vocabulary is not None:
-            output, rows = self.output(index), self.draft_vocabulary.rows
-            bias = None if output.bias is None else rows(output.bias)
-            return nn.functional.linear(final_hidden.to(output.weight.dtype), rows(output.weight), bias)
-        return self.output(index)(final_hidden) if "output" in self.family.own else self.trunk.logits(final_hidden)
+            rows = self.draft_vocabulary.rows
+            return float_linear(final_hidden, rows(output.weight), None if output.bias is None else rows(output.bias))
+        return logits_of(output, final_hidden) if "output" in self.family.own else self.trunk.logits(final_hidden)
 
     def teacher_forced_hidden(
         self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None

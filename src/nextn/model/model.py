@@ -263,6 +263,7 @@ def live_trunk(model: PreTrainedModel, *, trunk_class: type[Trunk] = Trunk) -> t
 def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
     inventory = Inventory.of(checkpoint, family=_runnable(checkpoint, need_head=need_head))
     if need_head and not (inventory.declared and inventory.stored):
+        inventory.refuse_draft_model()
         raise CheckpointError(_missing_head_message(inventory))
     return inventory
 

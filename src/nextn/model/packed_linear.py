@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nextn.checkpoint.gguf_blocks import KQuantWeight
-from nextn.checkpoint.gguf_types import K_QUANTS
+from nextn.checkpoint.gguf_types import K_QUANTS, WITH_MINIMA
 from nextn.checkpoint.quantized_weights import Fp8Weight, QuantizedWeight
 from nextn.checkpoint.tensors import StoredTensor
 
@@ -78,6 +78,7 @@ class StoredIntegers(StoredCodes):
         num_groups: Groups per output channel.
         is_symmetric: Whether there are no zero points.
         is_reordered: Whether the input channels of a group are not consecutive.
+        has_minima: Whether groups have a minimum instead of a zero point.
     """
 
     bits: int
@@ -85,13 +86,15 @@ class StoredIntegers(StoredCodes):
     num_groups: int
     is_symmetric: bool
     is_reordered: bool
+    has_minima: bool = False
 
     @classmethod
     def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredIntegers":
         """Read scales, zero points and group index. Raises CheckpointError if there are no such groups."""
         weight = stored.weights.packed[stored.name]
         if weight.kind:  # GGUF's blocks have neither zero points nor a group index
-            return cls(stored, stand_in, weight.bits, weight.group_size, weight.num_groups, True, False)
+            has_minima = weight.kind in WITH_MINIMA
+            return cls(stored, stand_in, weight.bits, weight.group_size, weight.num_groups, True, False, has_minima)
         scales, zeros, index = stored.weights.groups(stored.name)
         stored.release()
         return cls(stored, stand_in, weight.bits, weight.group_size, scales.shape[1], zeros is None, index is not None)

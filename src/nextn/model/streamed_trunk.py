@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from nextn.cache.kv_cache import KVCache
@@ -31,6 +30,7 @@ from nextn.families import Stage
 from nextn.model.expert_groups import check_finite, run_in_groups, separable_experts
 from nextn.model.layer_loader import LayerLoader
 from nextn.model.layer_states import LayerProgress, StateFolder, StatesInMemory, hash_batches, join_rows, take_rows
+from nextn.model.logits import float_linear
 from nextn.model.trunk import Trunk, TrunkOutput
 
 _MAX_STATE_BYTES = 2**30  # of hidden states in memory; more are in files
@@ -128,7 +128,7 @@ class StreamedTrunk(DeferredTrunk):
         # The bits of a cast copy of the whole, which is never made.
         states = final_hidden.to(self.dtype)
         slices = slices_released_after_use(self.lm_head, _VOCAB_ROWS)
-        logits = torch.cat([functional.linear(states, rows.to(self.dtype)) for _, rows in slices], dim=-1)
+        logits = torch.cat([float_linear(states, rows.to(self.dtype)) for _, rows in slices], dim=-1)
         return logits if self.lm_head_bias is None else logits + self.lm_head_bias.to(self.dtype)
 
     @torch.inference_mode()

@@ -26,6 +26,7 @@ from nextn.families import Stage
 from nextn.model.family_layers import ResidualBlock, remove_unused_experts
 from nextn.model.head_config import head_config, layer_indices, layer_sizes
 from nextn.model.layer_types import LayerType, layer_types_of, masks_of, new_cache
+from nextn.model.logits import logits_of
 from nextn.model.transformers_loading import LazyTensor, model_from_config, model_from_folder
 from nextn.text_format import docs_page
 
@@ -230,8 +231,8 @@ class Trunk(nn.Module):
         return functional.embedding(tokens, self.embedding.weight) if raw else self.embedding(tokens)
 
     def logits(self, final_hidden: Tensor) -> Tensor:
-        """Return the logits [..., V] of final_hidden [..., H]."""
-        return self.output(final_hidden.to(self.output.weight.dtype))[..., : self.vocab_size]  # HY-V4's stays in fp32
+        """Return the logits [..., V] of final_hidden [..., H] in float32, see `logits_of`."""
+        return logits_of(self.output, final_hidden)[..., : self.vocab_size]
 
     @property
     def lm_head(self) -> Tensor:

@@ -20,10 +20,10 @@ from nextn.model.packed_linear import StoredCodes, StoredFp8
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.native.abi import load
 from nextn.runtime.native.draft_chain import NativeDraftChain
-from nextn.runtime.native.draft_lm_head import BITS, FORMAT, draft_lm_heads
-from nextn.runtime.native.int4 import Int4Format
+from nextn.runtime.native.draft_lm_head import FORMAT, draft_lm_heads
 from nextn.runtime.native.locks import LOCK
-from nextn.runtime.native.quantization import EIGHT_BITS, SEVEN_BITS
+from nextn.runtime.native.quantization import SEVEN_BITS
+from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.stored_codes import notes_on
@@ -304,7 +304,7 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
         NativeHead(head, native_trunk, runtime, head_weights, own_lm_head=quantizes, lm_heads=lm_heads),
         runtime="native code",
         head_bits=SEVEN_BITS.bits if quantizes else weight_bits and EIGHT_BITS.bits,
-        draft_lm_head_bits=BITS if lm_heads else None,
+        draft_lm_head_bits=FORMAT.bits if lm_heads else None,
         weight_bits=weight_bits,
     )
 
@@ -323,10 +323,10 @@ def _few_bits(trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes | Sta
     if trunk.weights == "int4":
         linear = [module.weight for module in trunk.decoder.layers.modules() if type(module) is nn.Linear]
         experts = [weight for weight in trunk.decoder.layers.parameters() if weight.ndim == 3]
-        formats += [(weight, Int4Format()) for weight in [*linear, *experts]]
+        formats += [(weight, FOUR_BITS) for weight in [*linear, *experts]]
     of_trunk = {id(each) for each in weights_with_codes(trunk.decoder.layers) if trunk.weights == "int4"}
     fp8 = [each for each in codes if any(isinstance(matrix, StoredFp8) for matrix in each.matrices)]
-    return formats + [(each.memory, Int4Format() if id(each) in of_trunk else EIGHT_BITS) for each in fp8]
+    return formats + [(each.memory, FOUR_BITS if id(each) in of_trunk else EIGHT_BITS) for each in fp8]
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from nextn.audit import Finding, audit
 from nextn.audit.engines import IDS as ENGINE_RULES
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.edit.adopt import can_adopt
 from nextn.errors import CheckpointError, ConfigError
 from nextn.families import EngineSupport
 from nextn.text_format import joined
@@ -72,7 +73,15 @@ def engine_commands(
     if engine not in ENGINES:
         raise ConfigError(f"--print {engine}; expected one of {', '.join(ENGINES)}")
     inventory = Inventory.of(checkpoint)
-    support = _support(inventory, engine)
+    try:
+        support = _support(inventory, engine)
+    except ConfigError as error:
+        if not can_adopt(checkpoint):
+            raise
+        raise ConfigError(
+            f"{error}. In GLM-4.5's layout vLLM, SGLang and llama.cpp run this model with this head: "
+            f"`nextn adopt {shlex.quote(checkpoint.path)} OUT --as glm4_moe`, then `nextn serve OUT --print {engine}`"
+        ) from error
     _check_head(inventory)
     modules = len(inventory.modules)
     k = num_speculative_tokens or (modules if modules > 1 else _DEFAULT_K)
@@ -127,6 +136,7 @@ def _support(inventory: Inventory, engine: str) -> EngineSupport:
 
 
 def _check_head(inventory: Inventory) -> None:
+    inventory.refuse_draft_model()
     if not inventory.modules:
         raise CheckpointError(
             f"{inventory.checkpoint.path} has no MTP head, so no engine can draft with it; "

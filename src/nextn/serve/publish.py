@@ -72,6 +72,7 @@ def prepare(
     if errors := [each for each in audit(checkpoint).findings if each.severity == "error"]:
         raise CheckpointError(f"{folder}: audit finds {errors[0].rule}: {errors[0].found} Fix: {errors[0].fix}")
     if not inventory.own:
+        inventory.refuse_draft_model()
         raise CheckpointError(f"{folder}: holds no MTP head; `nextn train` makes one")
     record = _record(folder, measured, inventory)
     readme = folder / CARD

@@ -244,6 +244,7 @@ def load_starting_point(
     is_added = start.head is not None and find(checkpoint.config) is None  # to a model without a family
     family = trunk_family(checkpoint) if start.fresh or is_added else by_config(checkpoint.config)
     origin = Inventory.of(checkpoint, family=family)
+    origin.refuse_draft_model(adding=start.fresh or start.head is not None)
     if start.stream and not offline:
         origin = in_parts(origin, revision=revision, cache_dir=cache, keep=start.shards if ranks.is_first else None)
     origin = on_disk(origin, revision=revision, cache_dir=cache, offline=offline)

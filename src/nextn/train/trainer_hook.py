@@ -20,6 +20,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.trainer_utils import IntervalStrategy
 
 from nextn.checkpoint.provenance import record_training
+from nextn.edit.plan import EditPlan
+from nextn.edit.restore import restore
 from nextn.edit.save_hook import save_with, without_adapters
 from nextn.errors import ConfigError
 from nextn.model.head import Head
@@ -142,6 +144,29 @@ class CotrainedHead:
             source = folder / _FILE if (folder / _FILE).exists() else folder
             state = load_head(source, self.head.trunk.model).state_dict()
         self.head.load_state_dict(state)
+
+
+def save_head(head: Head, folder: str | Path, *, source: str = "a training loop") -> EditPlan:
+    """Write a head that was trained in memory into the folder of its saved trunk, with a record of the training.
+
+    Call it after `model.save_pretrained(folder)`, in one process. A head that is in the folder is replaced.
+
+    Args:
+        head: The head, of `load_head`.
+        folder: A checkpoint folder with the trunk as it is now.
+        source: What trained the head, for nextn.json, by which `audit` later sees whether the trunk has changed.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: The folder has no trunk, or one that the head does not fit.
+    """
+    saved = CotrainedHead(head, made_by=source)
+    with saved.open_base(Path(folder)) as base:
+        plan = restore(folder, base, force=True, follow_links=True)
+    saved.seal(Path(folder))
+    return plan
 
 
 def save_with_head(model: PreTrainedModel, head: CotrainedHead) -> None:

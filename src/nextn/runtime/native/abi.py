@@ -24,9 +24,9 @@ from nextn.runtime.native.memory import HugePages, rows_per_slice
 
 _SOURCES = Path(__file__).parent / "csrc"
 _NO_TILES = "the operating system does not grant this process the AMX tile registers that the native runtime needs"
-# Types of product.h: packed weights of 7, 8 and 4 bits, of 8 in groups, and in fp8; in groups, one type per group size.
-# Then K-quants, of 4 bits and of 5 and 6.
-BYTES, INT8, INT4, INT8_GROUPS, FP8, Q4_K = 4, 5, 6, 9, 12, 15
+# Types of product.h: packed weights of 7 bits; in groups of 4 and 8 bits and in fp8, one type per group size; then
+# K-quants, of 4 bits and of 5 and 6; then groups of 4 bits with minima, and of 8.
+BYTES, INT4, INT8, FP8, Q4_K, INT4_MINIMA = 4, 6, 9, 12, 15, 18
 _MAX_DIMS = 6
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
 _INT, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -265,6 +265,10 @@ class Runtime:
         registers it is not; the gain of one-byte weights there has not been measured."""
         return bool(self.library.nextn_pairs())
 
+    def takes_floats(self, weight_type: int) -> bool:
+        """Whether products with packed weights of this type use all bits of float32 activations, as fast as bf16."""
+        return bool(self.library.nextn_takes_floats(weight_type))
+
     def block_columns(self, weight_type: int) -> int:
         """Return how many output channels of a weight of this type are packed, and padded, together."""
         return int(self.library.nextn_block_columns(weight_type))
@@ -337,6 +341,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     ]
     library.nextn_program_add.argtypes = library.nextn_call.argtypes = call
     library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
+    library.nextn_takes_floats.argtypes = [ctypes.c_int64]
     library.nextn_block_columns.argtypes, library.nextn_block_columns.restype = [ctypes.c_int64], ctypes.c_int64
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
     library.nextn_program_shard.argtypes = [ctypes.c_void_p, ctypes.c_int64]

@@ -13,11 +13,10 @@ from torch.nn.functional import embedding
 
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.model.head import Head
-from nextn.runtime.native.int4 import Int4Format
+from nextn.runtime.native.rounded_weights import RoundedFormat
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 
-FORMAT = Int4Format(128)
-BITS = 4
+FORMAT = RoundedFormat(4, 128)
 # Fewer rows are not worth a format of their own. An MTP layer has about 16 weights per square of the hidden size, so by
 # the second rule the lm_head is a third of what a draft step reads.
 _LEAST_ROWS, _LEAST_ROWS_PER_CHANNEL = 4096, 8

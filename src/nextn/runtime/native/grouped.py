@@ -1,6 +1,6 @@
 """Weights of four and eight bits in groups along K, each group of an output channel with its own scale and zero point.
 
-A weight is (code - zero point) * scale. Activations are rounded to int8 as for weights of eight bits without groups
+A weight is (code - zero point) * scale, or code * scale + minimum. Activations are rounded to sixteen bits
 (quantization.py).
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nextn.errors import ConfigError
-from nextn.runtime.native.abi import INT4, INT8_GROUPS
+from nextn.runtime.native.abi import INT4, INT4_MINIMA, INT8
 from nextn.runtime.native.memory import rows_per_slice
 from nextn.runtime.native.quantization import round_rows
 
@@ -26,27 +26,34 @@ class GroupedWeight(NamedTuple):
 
     codes: Tensor  # uint8 [..., N, K], from 0 to 2 ** bits - 1
     scales: Tensor  # float32 [..., N, groups]
-    zeros: Tensor  # uint8 [..., N, groups]: the code of weight 0
+    zeros: Tensor  # [..., N, groups]: uint8, the code of weight 0; or float16, the weight of code 0, the minimum
+
+    @property
+    def has_minima(self) -> bool:
+        return self.zeros.dtype == torch.float16
 
     @property
     def dequantized(self) -> Tensor:
         """The float32 weight that products use."""
         groups, k = self.scales.shape[-1], self.codes.shape[-1]
         size = group_size(k, groups)
-        zeros, scales = (each.repeat_interleave(size, -1)[..., :k] for each in (self.zeros, self.scales))
-        return (self.codes.float() - zeros.float()) * scales
+        zeros, scales = (each.float().repeat_interleave(size, -1)[..., :k] for each in (self.zeros, self.scales))
+        return self.codes * scales + zeros if self.has_minima else (self.codes - zeros) * scales
 
 
 class GroupedFormat(NamedTuple):
-    """How many bits a code has, and how many values along K a group."""
+    """How many bits a code has, how many values along K a group, and whether it has a minimum: groups of 32 may."""
 
     bits: int
     group: int
+    has_minima: bool = False
 
     @property
     def type(self) -> int:
         """The type of product.h."""
-        return (INT4 if self.bits == 4 else INT8_GROUPS) + GROUPS.index(self.group)
+        if self.has_minima:
+            return INT4_MINIMA + (self.bits == 8)
+        return (INT4 if self.bits == 4 else INT8) + GROUPS.index(self.group)
 
     def packed_bytes(self, n: int, k: int) -> int:
         """Return the size of a packed weight [N, K]."""
@@ -73,7 +80,7 @@ class GroupedFormat(NamedTuple):
         codes = codes.view(-1, COLUMNS, groups, self.group // 4)
         if self.bits == 4:
             codes = codes[:, : COLUMNS // 2] | (codes[:, COLUMNS // 2 :] << 4)
-        words = _storable(weight.scales.float()).view(torch.int32) | weight.zeros.int()
+        words = _words(weight)
         blocks = packed.view(torch.int32).view(len(codes), groups, -1)
         blocks[..., :COLUMNS] = pad(words, (0, 0, 0, missing)).view(-1, COLUMNS, groups).transpose(1, 2)
         blocks[..., COLUMNS:].unflatten(-1, (self.group // 4, -1)).copy_(codes.permute(0, 2, 3, 1))
@@ -97,11 +104,19 @@ def grouped_linear(x: Tensor, weight: GroupedWeight) -> Tensor:
     rounded, row_scales = round_rows(x)
     values = rounded.flatten(-2).unflatten(-1, (-1, size))[..., : weight.scales.shape[-1], :]
     codes = pad(weight.codes.float(), (0, -weight.codes.shape[-1] % size)).unflatten(-1, (-1, size))
-    sums = torch.einsum("...gk,ngk->...ng", values, codes - weight.zeros[..., None].float())  # whole numbers
+    zeros = 0 if weight.has_minima else weight.zeros[..., None]
+    sums = torch.einsum("...gk,ngk->...ng", values.double(), codes.double() - zeros).float()  # of whole numbers
     scales = row_scales.repeat_interleave(rounded.shape[-1] // size, -1)[..., None, : weight.scales.shape[-1]]
-    return (sums * (scales * weight.scales)).sum(-1)
+    products = sums * (scales * weight.scales)
+    if weight.has_minima:
+        products = products + scales * values.sum(-1)[..., None, :] * weight.zeros.float()
+    return products.sum(-1)
 
 
-def _storable(scales: Tensor) -> Tensor:
-    """Round float32 scales to those whose last eight bits are 0."""
-    return ((scales.view(torch.int32) + (_ZERO_BITS + 1) // 2) & ~_ZERO_BITS).view(torch.float32)
+def _words(weight: GroupedWeight) -> Tensor:
+    """Return the int32 words of all groups, see csrc/grouped.cpp."""
+    if weight.has_minima:
+        scales, minima = (each.half().view(torch.int16).int() for each in (weight.scales, weight.zeros))
+        return scales & 0xFFFF | minima << 16
+    # The scale is rounded to one whose last eight bits are 0.
+    return (weight.scales.float().view(torch.int32) + (_ZERO_BITS + 1) // 2) & ~_ZERO_BITS | weight.zeros.int()

@@ -1,6 +1,6 @@
 """Packed weights of GGUF's K-quants (csrc/kquants.cpp), with the codes, scales and minima of the file.
 
-Activations are rounded to int8 as for other weights of few bits (quantization.py).
+Activations are rounded to sixteen bits as for other weights of few bits (quantization.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -92,12 +92,13 @@ def kquant_linear(x: Tensor, weight: KQuantWeight) -> Tensor:
     """Multiply activations [..., K] with a weight [N, K] -> float32 [..., N], as the native op does."""
     rounded, row_scales = round_rows(x)  # [..., K / 128, 128]
     size = weight.codes.shape[1] // weight.group_scales.shape[1]
-    groups = weight.codes.float().unflatten(1, (-1, GROUP // size, size))
-    values = rounded.unflatten(-1, (-1, size))
-    sums = torch.einsum("...agk,nagk->...nag", values, groups)  # whole numbers, as below
+    groups = (weight.codes.double() - weight.zero).unflatten(1, (-1, GROUP // size, size))
+    values = rounded.double().unflatten(-1, (-1, size))
+    sums = torch.einsum("...agk,nagk->...nag", values, groups).float()  # of whole numbers
     scaled = (sums * weight.group_scales.float().unflatten(1, (-1, GROUP // size))).sum(-1)
-    group_mins = weight.group_scales if weight.group_mins is None else weight.group_mins
-    minima = torch.einsum("...ag,nag->...na", values.sum(-1), group_mins.float().unflatten(1, (-1, GROUP // size)))
-    min_scales = weight.scales * weight.zero if weight.min_scales is None else weight.min_scales
-    scales, min_scales = (each.repeat_interleave(SUPERBLOCK // GROUP, 1) for each in (weight.scales, min_scales))
-    return ((scaled * scales - minima * min_scales) * row_scales[..., None, :]).sum(-1)
+    scaled = scaled * weight.scales.repeat_interleave(SUPERBLOCK // GROUP, 1)
+    if weight.min_scales is not None and weight.group_mins is not None:
+        group_mins = weight.group_mins.float().unflatten(1, (-1, GROUP // size))
+        minima = torch.einsum("...ag,nag->...na", values.sum(-1).float(), group_mins)
+        scaled = scaled - minima * weight.min_scales.repeat_interleave(SUPERBLOCK // GROUP, 1)
+    return (scaled * row_scales[..., None, :]).sum(-1)

@@ -49,7 +49,7 @@ class LMHead:
             vocabulary: The tokens that the logits are of; None for all.
         """
         self._runtime, self._weights, self._logits, self._vocabulary = runtime, weights, logits, vocabulary
-        self._hidden_size, self._dtype = weight.shape[1], weight.dtype
+        self._hidden_size = weight.shape[1]
         self._scratch = Scratch()
         self._by_size: dict[int, tuple[Tensor, Replay]] = {}
         self._by_source: dict[Replay, Replay | None] = {}
@@ -70,7 +70,7 @@ class LMHead:
         """Return a replay for at least this many states, and the tensor that it reads them from."""
         size = next(size for size in BLOCK_SIZES if size >= num_states)
         if size not in self._by_size:
-            states = torch.zeros(size, self._hidden_size, dtype=self._dtype)
+            states = torch.zeros(size, self._hidden_size)
             self._by_size[size] = states, self._record(states)
         return self._by_size[size]
 
@@ -105,4 +105,4 @@ class LMHead:
     @torch.inference_mode(False)
     def _record(self, states: Tensor) -> Replay:
         run = lambda: with_confidence(self._logits(states), self._vocabulary)  # noqa: E731
-        return Replay.of(self._runtime, TraceRecorder([states]), run, self._weights, self._scratch)
+        return Replay.of(self._runtime, TraceRecorder([states]), run, self._weights, self._scratch, num_wide=1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nextn.model.logits import FLOAT_LINEAR
 from nextn.runtime.native.trace import Entry, Trace, aten, storage_key
 
 
@@ -51,6 +52,7 @@ class Lowered:
 
 
 Rule = Callable[["Lowering", Entry], list[Instruction] | None]
+_PRODUCTS = (torch.float32, torch.bfloat16)  # dtypes of weights that native products have
 
 
 class Lowering:
@@ -101,6 +103,7 @@ def _rules() -> dict[Any, Rule]:
     return rules | {
         aten.mm: _matmul,
         aten.addmm: _matmul,
+        FLOAT_LINEAR: _float_linear,
         aten.copy_: _copy_into,
         aten.embedding: _embedding,
         aten.cat: _cat,
@@ -183,7 +186,7 @@ def _matmul(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
         return None
     if bias and (not lowering.is_constant(bias[0]) or bias[0].ndim != 1 or entry.kwargs):
         return None
-    if weight.dtype not in (torch.float32, torch.bfloat16):
+    if weight.dtype not in _PRODUCTS:
         return None
     before: list[Instruction] = []
     if rows.stride(1) != 1:
@@ -192,6 +195,22 @@ def _matmul(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
         before, rows = [Instruction("copy", (dense, rows))], dense
     size = (weight.shape[1], weight.shape[0], 1)
     return [*before, Instruction("linear", (entry.outs[0], rows, weight.t(), *bias), ints=size)]
+
+
+def _float_linear(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
+    """x is rounded to the dtype of the weight first, if the product has to (see precision.py)."""
+    x, weight, bias = entry.args
+    if not lowering.is_constant(weight) or lowering.is_constant(x) or weight.dtype not in _PRODUCTS:
+        return None
+    if bias is not None and not lowering.is_constant(bias):
+        return None
+    n, k = weight.shape
+    out, rows, before = entry.outs[0].view(-1, n), x.reshape(-1, k), []
+    if storage_key(rows) != storage_key(x) or rows.stride(1) != 1 or rows.dtype != weight.dtype:
+        dense = torch.empty(x.shape, dtype=weight.dtype)
+        lowering.trace.dynamic.add(storage_key(dense))
+        before, rows = [Instruction("copy", (dense, x))], dense.view(-1, k)
+    return [*before, Instruction("linear", (out, rows, weight, *([] if bias is None else [bias])), ints=(n, k, 1))]
 
 
 def _embedding(lowering: Lowering, entry: Entry) -> list[Instruction] | None:

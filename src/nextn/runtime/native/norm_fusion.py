@@ -18,8 +18,6 @@ from nextn.runtime.native.lowering import Instruction, Lowered
 from nextn.runtime.native.trace import storage_key
 
 IsConstant = Callable[[Tensor], bool]
-# Modes of `rms_norm` (norm.cpp): the norm weight multiplies the rounded row, or the float row before its one rounding.
-_WEIGHT_AFTER_ROUNDING, _WEIGHT_IN_FLOAT = 0, 2
 # What may follow the scaled row of an RMSNorm, longest first. `weight`: a product with a constant vector.
 _NORM_TAILS = (("copy", "weight"), ("weight", "copy"), ("weight",), ("copy",), ())
 _NORM_ROPE_VIEWS = 5  # out, x, cosine, sine, weight
@@ -37,7 +35,6 @@ class _NormMatch:
         self.source, self.eps, self.end = source, eps, end
         self.intermediates, self.out = list(results[:-1]), results[-1]
         self._weights: list[Tensor] = []
-        self._mode = _WEIGHT_IN_FLOAT
 
     def extend(self, groups: Sequence[Lowered], part: str, is_constant: IsConstant) -> bool:
         """Extend the match by the next group, if that is this part of a tail."""
@@ -63,7 +60,7 @@ class _NormMatch:
         is_rounded = self.out.dtype != torch.float32
         if not _is_vector(weights[0]) or (is_rounded and out.dtype != self.out.dtype):
             return False
-        self._weights, self._mode = weights, _WEIGHT_AFTER_ROUNDING if is_rounded else _WEIGHT_IN_FLOAT
+        self._weights = weights
         return self._advance(out)
 
     def _advance(self, out: Tensor) -> bool:
@@ -84,7 +81,7 @@ class _NormMatch:
     @property
     def lowered(self) -> Lowered:
         vectors = [weight[(0,) * (weight.ndim - 1)] for weight in self._weights]
-        return Lowered.native(Instruction("rms_norm", (self.out, self.source, *vectors), (self._mode,), (self.eps,)))
+        return Lowered.native(Instruction("rms_norm", (self.out, self.source, *vectors), reals=(self.eps,)))
 
 
 def _match_norms(groups: Sequence[Lowered], index: int, is_constant: IsConstant) -> Iterator[_NormMatch]:
@@ -175,7 +172,7 @@ def _match_norm_rope(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -
     between = {use for use in use_defs.uses(out) | use_defs.definitions(x) if index < use < max(indices)}
     if storage_key(out) == storage_key(x) or between - set(indices):
         return None
-    return indices, Instruction("norm_rope", (out, source, *rope.tensors[2:], weight), norm.ints, norm.reals)
+    return indices, Instruction("norm_rope", (out, source, *rope.tensors[2:], weight), reals=norm.reals)
 
 
 def _norm_rope_out(rope: Instruction, copy: Instruction | None, normed: Tensor) -> Tensor | None:
@@ -222,8 +219,8 @@ def _merge_norm_ropes(groups: Sequence[Lowered]) -> list[Lowered]:
         if step is None or before is None or not _can_merge_norm_ropes(before, step):
             out.append(group)
         else:
-            parameters = (before.tensors + step.tensors, before.ints + step.ints, before.reals + step.reals)
-            merged = Instruction("norm_rope", *parameters)
+            tensors, reals = before.tensors + step.tensors, before.reals + step.reals
+            merged = Instruction("norm_rope", tensors, reals=reals)
             out[-1] = Lowered.native(merged, outs=merged.tensors[::_NORM_ROPE_VIEWS])
     return out
 
@@ -257,5 +254,5 @@ def _match_add_norm(groups: Sequence[Lowered], index: int) -> Iterator[_AddNormM
     (total, a, b), (out, source, weight) = add.tensors, norm.tensors
     is_separate = storage_key(out) not in {storage_key(tensor) for tensor in add.tensors}
     if is_separate and is_same_view(source, total) and total.dtype in FLOATS and are_dense_and_alike(out, total, a, b):
-        fused = Instruction("add_rms_norm", (out, total, a, b, weight), norm.ints, norm.reals)
+        fused = Instruction("add_rms_norm", (out, total, a, b, weight), reals=norm.reals)
         yield _AddNormMatch(Lowered.native(fused, outs=fused.tensors[:2]), index + 2)

@@ -193,7 +193,7 @@ class Passes:
         cache = RecordingCache(*layers, inputs.starts, inputs.positions, int8=self._int8_cache)
         trace = TraceRecorder(inputs.tensors, cache.layers)
         run = partial(self._run_recorded, inputs, cache)
-        replay = Replay.of(self._runtime, trace, run, self._weights, self._scratch)
+        replay = Replay.of(self._runtime, trace, run, self._weights, self._scratch, num_wide=1)
         self._shapes = [layer.shape for layer in cache.layers]
         return inputs, replay
 

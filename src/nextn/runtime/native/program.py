@@ -3,7 +3,7 @@
 Memory of tensors that are no longer read is reused, so the arena stays small enough for the processor's caches.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from nextn.runtime.native.fusion import fuse
 from nextn.runtime.native.graph_analysis import eliminate_dead_code
 from nextn.runtime.native.lowering import Lowered, Lowering
 from nextn.runtime.native.memory import Scratch
+from nextn.runtime.native.precision import widen
 from nextn.runtime.native.trace import Entry, Trace, Untraceable, record, storage_key
 from nextn.runtime.native.weight_packing import PackedWeights, pack_weights
 
@@ -45,6 +46,8 @@ class Replay:
         run: Callable[[], Iterable[Tensor]],
         weights: PackedWeights,
         scratch: Scratch | None = None,
+        *,
+        num_wide: int = 0,
     ) -> "Replay":
         """Record `run()` and lower it.
 
@@ -54,6 +57,8 @@ class Replay:
             run: The pass; it returns its outputs.
             weights: Packs weights.
             scratch: Memory shared with other replays; None for memory of its own.
+            num_wide: Of the outputs, how many of the first are in float32 if that keeps bits of theirs that are rounded
+                to bfloat16 in the recording.
 
         Raises:
             Untraceable: The pass cannot be replayed for other inputs.
@@ -63,24 +68,48 @@ class Replay:
         live = [*trace.inputs, *outputs]
         groups = eliminate_dead_code(lowering.lower(), live)
         groups = fuse(groups, live=live, is_constant=lowering.is_constant, weight_type=weights.merge_key)
-        groups = pack_weights(groups, weights)
-        arena = _Arena(trace, groups, outputs, scratch or Scratch())
-        steps: list[Program | Step] = []
-        torch_ops: list[str] = []
-        program: Program | None = None
-        for group in groups:
-            if program is None:
-                program = Program(runtime)
-                steps.append(program)
-            if not _add_native(program, group, arena):
-                torch_ops.append(str(group.entry.func))
-                steps.append(_torch_call(group.entry, arena))
-                program = None
-        return cls(steps, [arena.view(out) for out in outputs], torch_ops)
+        groups, narrow = pack_weights(groups, weights), set[int]()
+        while True:
+            widened = widen(groups, trace, outputs, takes_floats=runtime.takes_floats, num_wide=num_wide, narrow=narrow)
+            try:
+                arena = _Arena(trace, widened.groups, widened.outputs, scratch or Scratch())
+                steps, torch_ops = _compile(runtime, widened.groups, arena, widened.keys)
+            except _NoKernel as error:
+                narrow |= error.keys
+                continue
+            return cls(steps, [arena.view(out) for out in widened.outputs], torch_ops)
 
     def run(self) -> None:
         for step in self._steps:
             step()
+
+
+class _NoKernel(Exception):
+    """No kernel has these operands in float32; `keys` are those of their storages in bf16."""
+
+    def __init__(self, keys: set[int]) -> None:
+        super().__init__(keys)
+        self.keys = keys
+
+
+def _compile(
+    runtime: Runtime, groups: Sequence[Lowered], arena: "_Arena", wide: Mapping[int, int]
+) -> tuple[list["Program | Step"], list[str]]:
+    """Return programs and calls of torch in order, and the names of the latter. wide: see `Widened.keys`."""
+    steps: list[Program | Step] = []
+    torch_ops: list[str] = []
+    program: Program | None = None
+    for group in groups:
+        if program is None:
+            program = Program(runtime)
+            steps.append(program)
+        if not _add_native(program, group, arena):
+            if widened := group.keys & wide.keys():
+                raise _NoKernel({wide[key] for key in widened})
+            torch_ops.append(str(group.entry.func))
+            steps.append(_torch_call(group.entry, arena))
+            program = None
+    return steps, torch_ops
 
 
 def _add_native(program: Program, group: Lowered, arena: "_Arena") -> bool:

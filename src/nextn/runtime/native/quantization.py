@@ -1,8 +1,9 @@
-"""Quantized weights: one byte each, symmetric, rounded to nearest, with one scale per output channel.
+"""Quantized weights of seven bits, and activations of sixteen.
 
-Two formats. Seven bits are for a head beside a trunk in bf16: its drafts are verified, so rounding its weights cannot
-change the text. Eight bits are for a whole model; its activations are rounded to int8, too, in groups of `GROUP`
-values with one scale each, so that products are sums of integers: exact, and the same bits in any order.
+Seven bits, symmetric, rounded to nearest, with one scale per output channel, are for a head beside a trunk in bf16: its
+drafts are verified, so rounding its weights cannot change the text. Beside weights of four to eight bits (grouped.py,
+kquants.py), activations are rounded to int16 in groups of `GROUP` values with one scale each, so that products are sums
+of integers: exact, and the same bits in any order.
 """
 
 from collections.abc import Callable
@@ -12,17 +13,18 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.mapped_memory import slices_released_after_use
-from nextn.runtime.native.abi import BYTES, INT8, Runtime
+from nextn.runtime.native.abi import BYTES, Runtime
 from nextn.runtime.native.memory import rows_per_slice
 
 GROUP = 128  # values of a row of activations with a common scale (csrc/rounded.h)
 _DEPTH = 32  # K is padded to a multiple of this (csrc/product.h)
-_LARGEST = 127  # code of activations
+_LARGEST = 2**15 - 1  # code of activations
+_LARGEST_CACHED = 127  # of keys and values
 _SMALLEST = 1e-30  # activations below this are rounded to 0
 
 
 class CodeFormat(NamedTuple):
-    """A packed form of quantized weights (csrc/product.h, csrc/int8.cpp)."""
+    """A packed form of quantized weights with one scale per output channel (csrc/product.h)."""
 
     type: int
     bits: int
@@ -40,7 +42,6 @@ class CodeFormat(NamedTuple):
 
 
 SEVEN_BITS = CodeFormat(BYTES, 7, 16, (0, 2, 1, 3), "pack_bytes")
-EIGHT_BITS = CodeFormat(INT8, 8, 32, (0, 1, 2, 3), "pack_int8")
 
 
 def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -60,31 +61,23 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales[..., None]
 
 
-def round_rows(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Round activations [..., K] to int8 in groups of values.
+def round_rows(x: Tensor, group: int = GROUP, largest: int = _LARGEST) -> tuple[Tensor, Tensor]:
+    """Round activations [..., K] to codes of up to `largest` in groups of values.
 
     Returns:
         Codes [..., groups, group] as float32, zeros beyond K, and float32 scales [..., groups].
     """
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
-    largest = groups.abs().amax(-1)
+    extent = groups.abs().amax(-1)
     # A number divided by a tensor would be rounded twice.
-    inverse = torch.full_like(largest, _LARGEST).div(largest).where(largest >= _SMALLEST, 0.0)
-    return (groups * inverse[..., None]).round(), largest / _LARGEST
+    inverse = torch.full_like(extent, largest).div(extent).where(extent >= _SMALLEST, 0.0)
+    return (groups * inverse[..., None]).round(), extent / largest
 
 
 def round_cached(x: Tensor) -> Tensor:
     """Return the float32 values of keys or values [..., size] that an int8 KV cache holds, as the native op does."""
-    codes, scales = round_rows(x, x.shape[-1])
+    codes, scales = round_rows(x, x.shape[-1], _LARGEST_CACHED)
     return (codes * scales[..., None]).squeeze(-2)
-
-
-def int8_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Multiply activations [..., K] with quantized weights [N, K] -> float32 [..., N], as the native op does."""
-    rounded, row_scales = round_rows(x)
-    groups = torch.nn.functional.pad(codes.float(), (0, -codes.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
-    sums = torch.einsum("...gk,ngk->...ng", rounded, groups)  # whole numbers below 2 ** 24
-    return (sums * row_scales[..., None, :]).sum(-1) * scales
 
 
 @torch.no_grad()
@@ -114,20 +107,6 @@ def pack_quantized(
                 _pack_rows(codes, blocks, code_format)
             else:
                 runtime.call(code_format.op, [blocks, scales[start:end], rows.contiguous()])
-    return memory
-
-
-@torch.no_grad()
-def pack_codes(codes: Tensor, scales: Tensor, code_format: CodeFormat, take: Callable[[int], Tensor]) -> Tensor:
-    """Pack int8 codes [N, K] with scales [N] as `pack_quantized` does those that it computes."""
-    n, k = codes.shape
-    columns, depth = n + -n % code_format.columns, k + -k % _DEPTH
-    memory = take(columns * (depth + 4))
-    memory[columns * depth :].view(torch.float32)[:n] = scales
-    num_rows = rows_per_slice(codes, code_format.columns)
-    for start in range(0, n, num_rows):
-        end = min(start + num_rows, columns)
-        _pack_rows(codes[start:end], memory[start * depth : end * depth], code_format)
     return memory
 
 

@@ -1,6 +1,6 @@
 """Weights of a quantized checkpoint, packed for the native products with their stored codes.
 
-Nothing is rounded, except that float32 scales of weights with groups or zero points are rounded to 16 bits.
+Nothing is rounded, except that float32 scales of integers are rounded to 16 bits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,12 +10,10 @@ from torch import Tensor
 
 from nextn.checkpoint.quantized_weights import QuantizedWeight
 from nextn.model.packed_linear import StoredCodes, StoredFp8, StoredIntegers, StoredKQuant
-from nextn.runtime.native.abi import INT8
 from nextn.runtime.native.fp8 import Fp8Format
 from nextn.runtime.native.grouped import GROUPS, GroupedFormat, GroupedWeight
 from nextn.runtime.native.kquants import KQuantFormat, merge_kquants
 from nextn.runtime.native.memory import merge_weights
-from nextn.runtime.native.quantization import EIGHT_BITS, pack_codes
 from nextn.text_format import some
 
 
@@ -28,8 +26,7 @@ def unsupported(codes: StoredCodes) -> str | None:
     integers = _integers(codes)
     if integers.is_reordered:
         return "reordered groups (desc_act)"
-    is_grouped = _is_per_channel(integers) or _group(integers) is not None
-    return None if is_grouped else f"groups of {integers.group_size}"
+    return None if _group(integers) else f"groups of {integers.group_size}"
 
 
 def notes_on(weights: Iterable[StoredCodes]) -> list[str]:
@@ -50,8 +47,7 @@ def type_of_codes(codes: StoredCodes) -> int:
         return _fp8_format(codes).type
     if isinstance(codes, StoredKQuant):
         return KQuantFormat(codes.kind).type
-    integers = _integers(codes)
-    return INT8 if _is_per_channel(integers) else _format(integers).type
+    return _format(_integers(codes)).type
 
 
 @torch.no_grad()
@@ -83,12 +79,7 @@ def _pack_fp8(weights: Sequence[StoredFp8], parts: int, columns: int, take: Call
 def _pack_integers(
     weights: Sequence[StoredIntegers], parts: int, columns: int, take: Callable[[int], Tensor]
 ) -> Tensor:
-    stored = [codes.integers() for codes in weights]
-    if _is_per_channel(weights[0]):
-        signed = [weight.codes.bitwise_xor(0x80).view(torch.int8) for weight in stored]
-        scales = merge_weights([weight.scales.float() for weight in stored], parts, columns)
-        return pack_codes(merge_weights(signed, parts, columns), scales[:, 0], EIGHT_BITS, take)
-    layout = _format(weights[0])
+    stored, layout = [codes.integers() for codes in weights], _format(weights[0])
     tensors = zip(*(_in_groups(weight, layout.group) for weight in stored), strict=True)
     return layout.pack_rows(GroupedWeight(*(merge_weights(each, parts, columns) for each in tensors)), take)
 
@@ -98,15 +89,10 @@ def _integers(codes: StoredCodes) -> StoredIntegers:
     return codes
 
 
-def _is_per_channel(codes: StoredIntegers) -> bool:
-    """Whether the codes have eight bits and one scale per output channel, and no zero points."""
-    return codes.bits == 8 and codes.num_groups == 1 and codes.is_symmetric
-
-
 def _format(codes: StoredIntegers) -> GroupedFormat:
     group = _group(codes)
     assert group is not None, "supported codes"
-    return GroupedFormat(codes.bits, group)
+    return GroupedFormat(codes.bits, group, codes.has_minima)
 
 
 def _group(codes: StoredIntegers) -> int | None:
@@ -133,6 +119,8 @@ def _group_of(size: int, num_groups: int) -> int | None:
 
 def _in_groups(weight: QuantizedWeight, group: int) -> GroupedWeight:
     """The weight in smaller groups: a stored group becomes several with the same scale and zero point."""
+    if weight.minima is not None:
+        return GroupedWeight(weight.codes, weight.scales.float(), weight.minima)
     num_groups, repeats = -(-weight.codes.shape[1] // group), -(-weight.group_size // group)
     zeros = torch.full(weight.scales.shape, weight.middle, dtype=torch.uint8) if weight.zeros is None else weight.zeros
     scales, zeros = (each.repeat_interleave(repeats, 1)[:, :num_groups] for each in (weight.scales.float(), zeros))

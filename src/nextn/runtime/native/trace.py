@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from nextn.errors import NextnError
+from nextn.model.logits import FLOAT_LINEAR
 
 aten = torch.ops.aten
 # Operations whose results are numbers or shapes that differ for other inputs.
@@ -83,6 +84,9 @@ class Trace(TorchDispatchMode):
         elif func is aten.embedding.default:
             weight, ids = args[:2]
             shape = (*ids.shape, weight.shape[1])
+        elif func is FLOAT_LINEAR.default:
+            x, weight = args[:2]
+            return x.new_zeros((*x.shape[:-1], len(weight)), dtype=torch.float32)
         else:
             return None
         return None if storage_key(weight) in self.dynamic else weight.new_zeros(shape)

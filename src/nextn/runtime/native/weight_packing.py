@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.model.packed_linear import StoredCodes
-from nextn.runtime.native.abi import INT4, INT8, Runtime, type_of
+from nextn.runtime.native.abi import INT4, Runtime, type_of
 from nextn.runtime.native.lowering import Instruction, Lowered
 from nextn.runtime.native.memory import HugePages, merge_weights
 from nextn.runtime.native.stored_codes import pack_stored, type_of_codes, unsupported
@@ -214,10 +214,10 @@ def _with_packed(step: Instruction, weights: PackedWeights) -> Instruction:
     elif step.op in ("expert_linear", "gated_linear", "gated_expert_linear"):
         start, count = (2 if step.op == "gated_linear" else 3), (1 if step.op == "expert_linear" else 2)
         parts, columns = (1, None) if count == 1 else (-(-step.ints[0] // GATE_ROWS), GATE_ROWS)
-    elif step.op == "embedding" and (weight_type := weights.type_of(step.tensors[1])) >= INT8:
+    elif step.op == "embedding" and (weight_type := weights.type_of(step.tensors[1])) >= INT4:
         out, weight, ids = step.tensors
-        op, more = ("grouped_embedding", (weight_type,)) if weight_type >= INT4 else ("int8_embedding", ())
-        return Instruction(op, (out, weights.pack([weight]).memory, ids), ints=(*weight.shape, *more))
+        memory = weights.pack([weight]).memory
+        return Instruction("grouped_embedding", (out, memory, ids), ints=(*weight.shape, weight_type))
     else:
         return step
     packed = weights.pack(step.tensors[start : start + count], parts, columns)

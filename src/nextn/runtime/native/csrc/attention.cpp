@@ -5,15 +5,20 @@
 
 #include <algorithm>
 
+#include "product.h"
+
 namespace nextn {
 
 namespace {
 
-const AttentionKernel* select_kernel(const View& q, const View& v, int64_t type) {
-  if (type != kOfKeys) return type == kCodes ? code_kernel(q, v) : nullptr;
-  const AttentionKernel* kernel = tile_kernel(q, v);
-  return kernel ? kernel : vector_kernel(q, v);
+const AttentionKernel* select_kernel(const View& k, const View& v, int64_t type) {
+  if (type != kOfKeys) return type == kCodes ? code_kernel(k, v) : nullptr;
+  const AttentionKernel* kernel = tile_kernel(k, v);
+  return kernel ? kernel : vector_kernel(k, v);
 }
+
+// Queries may have more bits than keys where the kernels widen both.
+bool fits_keys(const View& q, const View& k) { return q.type == k.type || (q.type == F32 && !kMultipliesHalves); }
 
 // This worker's streams, each a sequence and a kv head. If workers share the heads evenly, each has the same heads of
 // all sequences.
@@ -31,7 +36,7 @@ void attend(const Call& call, const Worker& worker) {
   const View* sinks = call.views.size() > 6 ? &call.views[6] : nullptr;
   Attention a(call.views[0], call.views[1], &call.views[2], sinks, call.ints[0]);
   a.sliding_window = call.ints[1], a.scale = float(call.reals[0]), a.softcap = float(call.reals[1]);
-  const AttentionKernel& kernel = *select_kernel(a.q, a.v, call.ints[0]);
+  const AttentionKernel& kernel = *select_kernel(a.k, a.v, call.ints[0]);
   const int64_t streams = a.batch * a.kv_heads, total = a.queries(), sweeps = (total + kernel.most - 1) / kernel.most;
   const int64_t most = kernel.even ? (total + sweeps - 1) / sweeps : kernel.most;
   int64_t begin, end;
@@ -84,7 +89,7 @@ bool select(Call& call) {
   const auto& views = call.views;
   if (views.size() < 6 || views.size() > 7 || call.ints.size() != 2 || call.reals.size() != 2) return false;
   const View &out = views[0], &q = views[1], &k = views[2], &v = views[3];
-  if (!is_stored(&views[2], call.ints[0]) || q.ndim != 4 || q.type != k.type || out.type != k.type) return false;
+  if (!is_stored(&views[2], call.ints[0]) || q.ndim != 4 || !fits_keys(q, k) || !is_float(out)) return false;
   const int64_t heads = q.size[1];
   if (heads == 0 || heads % k.size[1] || !sized(q, k.size[0], heads, k.size[2], k.size[3]) || q.stride[3] != 1)
     return false;

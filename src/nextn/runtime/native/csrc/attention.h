@@ -88,9 +88,9 @@ struct AttentionKernel {
   bool even;     // whether to share queries evenly among sweeps: cheaper here than full sweeps and a short last one
 };
 
-// The implementation if it supports these queries and values, else null.
-const AttentionKernel* tile_kernel(const View& q, const View& v);
-const AttentionKernel* vector_kernel(const View& q, const View& v);
-const AttentionKernel* code_kernel(const View& q, const View& v);
+// The implementation if it supports these keys and values, else null.
+const AttentionKernel* tile_kernel(const View& k, const View& v);
+const AttentionKernel* vector_kernel(const View& k, const View& v);
+const AttentionKernel* code_kernel(const View& k, const View& v);
 
 }  // namespace nextn

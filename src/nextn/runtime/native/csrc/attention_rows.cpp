@@ -41,7 +41,8 @@ struct Codes : Singles {
     return __builtin_convertvector((reinterpret_cast<const Ints*>(at)[v] << (24 - 8 * place)) >> 24, Floats);
   }
 
-  static const float* row(const T* from, int64_t k, int64_t, float* room) {
+  template <typename Query>
+  static const float* row(const Query* from, int64_t k, int64_t, float* room) {
     by_sixteen(k, [&](auto load, auto store) { store(room, load(from)); });
     return room;
   }
@@ -193,9 +194,7 @@ class Sweep {
       : queries_(queries), a_(queries.attention), channels_(std::max(a_.dim_v, kColumns)) {
     room_.fit(a_.dim_k, channels_);
     for (int64_t query = 0; query < queries_.count; ++query) {
-      const auto* from = reinterpret_cast<const typename Form::In*>(queries_.query_at(query));
-      const int64_t depth = a_.dim_k / Form::kValues;
-      query_[query] = Form::row(from, a_.dim_k, depth, room_.queries.data() + query * depth);
+      query_[query] = row_of(query, a_.dim_k / Form::kValues);
       weights_[query] = room_.weights.data() + query * kSpan;
       const int64_t high = queries_.position(query);
       softmax_[query] = {a_.low_of(high), high, Lanes{} + kLowest, Lanes{}};
@@ -230,6 +229,15 @@ class Sweep {
       const float* more = &room_.more[query * channels_];
       for (int64_t j = 0; j < a_.dim_v; ++j) sums[j] = sums[j] * factor[query] + more[j];
     }
+  }
+
+  // A query as the products read it. Where they multiply floats, it may be in fp32 although keys are not.
+  const X* row_of(int64_t query, int64_t depth) {
+    X* room = room_.queries.data() + query * depth;
+    if constexpr (std::is_same_v<X, float>)
+      if (a_.q.type == F32)
+        return Form::row(reinterpret_cast<const float*>(queries_.query_at(query)), a_.dim_k, depth, room);
+    return Form::row(reinterpret_cast<const typename Form::In*>(queries_.query_at(query)), a_.dim_k, depth, room);
   }
 
   // In pieces of k, as one long sum would be less exact.
@@ -345,15 +353,15 @@ constexpr AttentionKernel kCodesOfHalves{write_codes<uint16_t>, sweep<Codes16<ui
 }  // namespace
 
 // A pair of bf16 cannot be split.
-const AttentionKernel* vector_kernel(const View& q, const View&) {
-  if (q.type == F32) return &kFloats16;
-  return q.size[3] % 2 ? nullptr : &kHalves16;
+const AttentionKernel* vector_kernel(const View& k, const View&) {
+  if (k.type == F32) return &kFloats16;
+  return k.size[3] % 2 ? nullptr : &kHalves16;
 }
 
 // Four codes cannot be split.
-const AttentionKernel* code_kernel(const View& q, const View& v) {
-  if (q.size[3] % 4 || v.size[3] % 4) return nullptr;
-  return q.type == F32 ? &kCodesOfFloats : &kCodesOfHalves;
+const AttentionKernel* code_kernel(const View& k, const View& v) {
+  if (k.size[3] % 4 || v.size[3] % 4) return nullptr;
+  return k.type == F32 ? &kCodesOfFloats : &kCodesOfHalves;
 }
 
 }  // namespace nextn

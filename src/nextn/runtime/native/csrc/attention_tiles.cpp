@@ -299,8 +299,8 @@ constexpr AttentionKernel kTiles{write, run, kQueries, false};
 
 }  // namespace
 
-const AttentionKernel* tile_kernel(const View& q, const View& v) {
-  return q.type == BF16 && q.size[3] % kDepth == 0 && v.size[3] % kRows == 0 ? &kTiles : nullptr;
+const AttentionKernel* tile_kernel(const View& k, const View& v) {
+  return k.type == BF16 && k.size[3] % kDepth == 0 && v.size[3] % kRows == 0 ? &kTiles : nullptr;
 }
 
 #else

@@ -20,7 +20,8 @@ bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES || ro
 
 // Whether such weights are multiplied with activations of this type.
 bool fits_rows(int64_t type, int64_t rows) {
-  return rounds_rows(type) || is_fp8(type) ? is_float(rows) : rows == (type == F32 ? F32 : BF16);
+  if (rows == BF16) return type != F32;
+  return rows == F32 && (takes_floats(type) || is_fp8(type));
 }
 
 void multiply(const Product& product, int64_t begin, int64_t end) {
@@ -35,8 +36,6 @@ void multiply(const Product& product, int64_t begin, int64_t end) {
       return multiply_bf16(product, begin, end);
     case BYTES:
       return multiply_bytes(product, begin, end);
-    case INT8:
-      return multiply_int8(product, begin, end);
     default:
       if (is_kquant(product.type)) return multiply_kquants(product, begin, end);
       return (is_fp8(product.type) ? multiply_fp8 : multiply_grouped)(product, begin, end);
@@ -179,7 +178,7 @@ bool are_rows(const View& out, const View& x, int64_t n, int64_t k, int64_t type
   if (n < 1 || k < 1 || !is_weight_type(type) || !fits_rows(type, x.type)) return false;
   if (is_kquant(type) && k % kSuperblock) return false;
   if (!is_matrix(out) || !is_matrix(x) || out.size[0] != x.size[0] || out.size[1] != n || x.size[1] != k) return false;
-  return out.type == F32 || (out.type == BF16 && x.type == BF16);
+  return is_float(out.type);
 }
 
 bool is_bias(const View& bias, int64_t ndim, int64_t n) {
@@ -246,6 +245,9 @@ extern "C" int nextn_pairs() {
   return 0;
 #endif
 }
+
+// Whether products with packed weights of a type use all bits of fp32 activations, at no cost.
+extern "C" int nextn_takes_floats(int64_t type) { return nextn::takes_floats(type); }
 
 // Columns of a block of packed weights of a type.
 extern "C" int64_t nextn_block_columns(int64_t type) { return nextn::block_columns(type); }

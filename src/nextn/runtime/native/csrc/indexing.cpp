@@ -68,6 +68,31 @@ bool gather(Call& call) {
          gathered(call, call.ints[0]);
 }
 
+// Rows of a table [V, D] in bf16 as fp32.
+void widen_rows(const Call& call, const Worker& worker) {
+  const View &out = call.views[0], &table = call.views[1], &ids = call.views[2];
+  int64_t begin, end;
+  worker.share(out.size[0], begin, end);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t id = data<int64_t>(ids)[row * ids.stride[0]];
+    char* to = out.data + row * out.stride[0] * kBytes[F32];
+    if (id >= 0 && id < table.size[0])
+      load(reinterpret_cast<float*>(to), table.data + id * table.stride[0] * kBytes[BF16], BF16, table.stride[1],
+           out.size[1]);
+    else
+      std::fill_n(reinterpret_cast<float*>(to), out.size[1], 0.0f);
+  }
+}
+
+bool widened_rows(Call& call) {
+  const View &out = call.views[0], &table = call.views[1], &ids = call.views[2];
+  if (out.ndim != 2 || inner_stride(out) != 1 || out.size[1] != table.size[1]) return false;
+  if (ids.type != I64 || ids.ndim != 1 || ids.size[0] != out.size[0]) return false;
+  call.kernel = widen_rows;
+  call.parallel = numel(out) >= kParallel;
+  return true;
+}
+
 // A list of ids is an index that repeats along all other dims.
 bool selected(Call& call, int64_t dim) {
   if (call.views.size() != 3) return false;
@@ -85,7 +110,11 @@ bool selected(Call& call, int64_t dim) {
 bool index_select(Call& call) { return call.ints.size() == 1 && selected(call, call.ints[0]); }
 
 // out [T, D], weight [V, D], ids [T]
-bool embedding(Call& call) { return call.views.size() == 3 && call.views[1].ndim == 2 && selected(call, 0); }
+bool embedding(Call& call) {
+  if (call.views.size() != 3 || call.views[1].ndim != 2) return false;
+  const bool widens = call.views[0].type == F32 && call.views[1].type == BF16;
+  return widens ? widened_rows(call) : selected(call, 0);
+}
 
 template <typename T>
 void scatter_all(const Call& call, const Worker& worker) {

@@ -54,15 +54,15 @@ void multiply(const Product& product, const typename Form::X* const* x, int64_t 
     }
 }
 
-// depth: length of a row of x, padded with zeros beyond its k values.
-template <typename Form, typename Keep>
+// In: type of x. depth: length of a row of x, padded with zeros beyond its k values.
+template <typename Form, typename In, typename Keep>
 void multiply(const Product& product, int64_t depth, int64_t begin, int64_t end, const Keep& keep) {
   static thread_local std::vector<typename Form::X> room;
   static thread_local std::vector<const typename Form::X*> rows;
   if (int64_t(room.size()) < product.num_rows * depth) room.resize(product.num_rows * depth);
   rows.resize(product.num_rows);
   for (int64_t i = 0; i < product.num_rows; ++i)
-    rows[i] = Form::row(product.in<typename Form::In>(i), product.k, depth, room.data() + i * depth);
+    rows[i] = Form::row(product.in<In>(i), product.k, depth, room.data() + i * depth);
   multiply<Form>(product, rows.data(), depth, begin, end, keep);
 }
 
@@ -82,7 +82,7 @@ float total(const uint16_t* values, int64_t count) {
 }  // namespace
 
 void multiply_f32(const Product& product, int64_t begin, int64_t end) {
-  multiply<Panels>(product, product.k, begin, end, [&](int64_t first) { return Store{&product, first}; });
+  multiply<Panels, float>(product, product.k, begin, end, [&](int64_t first) { return Store{&product, first}; });
 }
 
 void multiply_bytes(const Product& product, int64_t begin, int64_t end) {
@@ -90,14 +90,17 @@ void multiply_bytes(const Product& product, int64_t begin, int64_t end) {
   totals.resize(product.num_rows);
   for (int64_t i = 0; i < product.num_rows; ++i) totals[i] = total(product.in<uint16_t>(i), product.k);
   const int64_t depth = padded(product);
-  multiply<Bytes>(product, depth / Bytes::kValues, begin, end,
-                  [&](int64_t first) { return Scaled{{&product, first}, product.scales, totals.data()}; });
+  multiply<Bytes, uint16_t>(product, depth / Bytes::kValues, begin, end,
+                            [&](int64_t first) { return Scaled{{&product, first}, product.scales, totals.data()}; });
 }
 
 #if !defined(__AMX_BF16__)
 void multiply_bf16(const Product& product, int64_t begin, int64_t end) {
-  multiply<Blocks>(product, padded(product) / Blocks::kValues, begin, end,
-                   [&](int64_t first) { return Store{&product, first}; });
+  const int64_t depth = padded(product) / Blocks::kValues;
+  const auto keep = [&](int64_t first) { return Store{&product, first}; };
+  if constexpr (!kMultipliesHalves)
+    if (product.x->type == F32) return multiply<Blocks, float>(product, depth, begin, end, keep);
+  multiply<Blocks, uint16_t>(product, depth, begin, end, keep);
 }
 #endif
 

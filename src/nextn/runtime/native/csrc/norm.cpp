@@ -1,5 +1,5 @@
-// RMS and layer norms over the last dim. rms_norm gives the same bits as the ops it replaces: copy to float, pow 2,
-// mean, add eps, rsqrt, mul, and the norm weight; add_rms_norm those of add and rms_norm.
+// RMS and layer norms over the last dim. rms_norm gives the same bits as the ops it replaces with float32 between them:
+// pow 2, mean, add eps, rsqrt, mul, and the norm weight; add_rms_norm those of add and rms_norm.
 #include "norms.h"
 
 namespace nextn {
@@ -12,7 +12,7 @@ void rms_norm_rows(const Call& call, const Worker& worker) {
   const float* weight = call.views.size() > 2 ? fetch_vector(2, call.views[2]) : nullptr;
   each_row<2>(call, worker, [&](char* const* at) {
     const float* row = fetch_row(0, a, at[1]);
-    rms_norm_row(reinterpret_cast<T*>(at[0]), row, weight, call.ints[0], float(call.reals[0]), row_length(a));
+    rms_norm_row(reinterpret_cast<T*>(at[0]), row, weight, float(call.reals[0]), row_length(a));
   });
 }
 
@@ -30,38 +30,40 @@ bool rms_norm(Call& call) {
   if (call.views.size() < 2 || !are_norm_views(call, call.views.size() == 3) || call.reals.size() != 1) return false;
   call.kernel = call.views[0].type == F32 ? rms_norm_rows<float> : rms_norm_rows<uint16_t>;
   call.parallel = numel(call.views[0]) >= kParallel;
-  return inner_stride(call.views[0]) == 1 && call.ints.size() == 1 && is_gain(call.ints[0]);
+  return inner_stride(call.views[0]) == 1 && call.ints.empty();
 }
 
-// views: out, sum = a + b, a, b, weight [D].
-template <typename T>
+// views: out of type T, sum = a + b of type Sum, a, b, weight [D].
+template <typename T, typename Sum>
 void add_rms_norm_rows(const Call& call, const Worker& worker) {
   const int64_t length = row_length(call.views[0]);
   const float* weight = fetch_vector(2, call.views[4]);
   each_row<4>(call, worker, [&](char* const* at) {
-    auto* sum = reinterpret_cast<T*>(at[1]);
-    const auto *a = reinterpret_cast<const T*>(at[2]), *b = reinterpret_cast<const T*>(at[3]);
-    float* row = scratch(0, length);
+    auto* sum = reinterpret_cast<Sum*>(at[1]);
+    const float *a = fetch_row(0, call.views[2], at[2]), *b = fetch_row(1, call.views[3], at[3]);
+    float* row = scratch(3, length);
     by_sixteen(length, [&](auto load, auto store) {
-      const Sixteen both = rounded<T>(load(a) + load(b));
+      const Sixteen both = rounded<Sum>(load(a) + load(b));
       store(sum, both), store(row, both);
     });
-    rms_norm_row(reinterpret_cast<T*>(at[0]), row, weight, call.ints[0], float(call.reals[0]), length);
+    rms_norm_row(reinterpret_cast<T*>(at[0]), row, weight, float(call.reals[0]), length);
   });
 }
 
 bool add_rms_norm(Call& call) {
-  if (call.views.size() != 5 || call.ints.size() != 1 || call.reals.size() != 1 || call.views[0].ndim == 0)
-    return false;
-  const View& out = call.views[0];
-  for (int i = 0; i < 4; ++i)
-    if (!same_shape(call.views[i], out) || call.views[i].type != out.type || inner_stride(call.views[i]) != 1)
-      return false;
-  const View& weight = call.views[4];
-  if (!floating(out) || !floating(weight) || weight.ndim != 1 || weight.size[0] != row_length(out)) return false;
-  call.kernel = out.type == F32 ? add_rms_norm_rows<float> : add_rms_norm_rows<uint16_t>;
+  if (call.views.size() != 5 || !call.ints.empty() || call.reals.size() != 1 || call.views[0].ndim == 0) return false;
+  const View &out = call.views[0], &sum = call.views[1], &weight = call.views[4];
+  for (int i = 0; i < 4; ++i) {
+    const View& view = call.views[i];
+    if (!same_shape(view, out) || !floating(view) || inner_stride(view) != 1) return false;
+  }
+  if (!floating(weight) || weight.ndim != 1 || weight.size[0] != row_length(out)) return false;
+  call.kernel = out.type == F32
+                    ? (sum.type == F32 ? add_rms_norm_rows<float, float> : add_rms_norm_rows<float, uint16_t>)
+                : sum.type == F32 ? add_rms_norm_rows<uint16_t, float>
+                                  : add_rms_norm_rows<uint16_t, uint16_t>;
   call.parallel = numel(out) >= kParallel;
-  return is_gain(call.ints[0]);
+  return true;
 }
 
 void layer_norm_rows(const Call& call, const Worker& worker) {

@@ -1,8 +1,9 @@
-// Packed weights of the ops of gemm.cpp: the ops pack, pack_bytes and pack_int8, and the op quantize_int4.
+// Packed weights of the ops of gemm.cpp: the ops pack and pack_bytes, and the op quantize_groups.
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -88,120 +89,127 @@ bool select_pack(Call& call) {
 float as_float(float value) { return value; }
 float as_float(uint16_t value) { return widened(value); }
 
-// One column of weights of a byte: a scale, and each weight divided by it, rounded to nearest. zero: the code of 0.
-template <typename T>
-float to_codes(const T* weights, int64_t k, int64_t zero, std::vector<uint8_t>& codes) {
+// One column of weights of a byte: a scale, and each weight divided by it, rounded to nearest.
+float to_codes(const uint16_t* weights, int64_t k, std::vector<uint8_t>& codes) {
   float largest = 0;
   for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::abs(as_float(weights[i])));
-  const float most = float(zero - 1), scale = largest == 0 ? 1.0f : largest / most;
+  const float most = float(kZero - 1), scale = largest == 0 ? 1.0f : largest / most;
   for (int64_t i = 0; i < k; ++i)
-    codes[i] = uint8_t(int32_t(std::clamp(std::nearbyint(as_float(weights[i]) / scale), -most, most)) + int32_t(zero));
+    codes[i] = uint8_t(int32_t(std::clamp(std::nearbyint(as_float(weights[i]) / scale), -most, most)) + int32_t(kZero));
   return scale;
 }
 
-// Of BYTES and INT8: kWidth columns are a block. Of BYTES, of each four values of k, the second and third are swapped.
-template <typename T, int64_t kWidth, int64_t kZeroCode>
-void pack_codes(const Call& call, const Worker& worker) {
+// views: blocks (bytes), scales, weight [n, k]. Of each four values of k, the second and third are swapped.
+void pack_bytes(const Call& call, const Worker& worker) {
   thread_local std::vector<uint8_t> codes;
   const View &blocks = call.views[0], &scales = call.views[1], &weight = call.views[2];
   const int64_t n = weight.size[0], k = weight.size[1], depth = pieces(k, kTileDepth) * kTileDepth;
   int64_t begin, end;
-  worker.share(pieces(n, kWidth), begin, end);
-  for (int64_t column = begin * kWidth; column < end * kWidth; ++column) {
-    auto* to = reinterpret_cast<uint8_t*>(blocks.data) + column / kWidth * kWidth * depth + column % kWidth * 4;
-    codes.assign(depth, uint8_t(kZeroCode));
+  worker.share(pieces(n, kTileColumns), begin, end);
+  for (int64_t column = begin * kTileColumns; column < end * kTileColumns; ++column) {
+    auto* to = reinterpret_cast<uint8_t*>(blocks.data) + column / kTileColumns * kTileColumns * depth +
+               column % kTileColumns * 4;
+    codes.assign(depth, uint8_t(kZero));
     const bool exists = column < n;
-    const float scale = exists ? to_codes(row<T>(weight, column), k, kZeroCode, codes) : 0.0f;
+    const float scale = exists ? to_codes(row<uint16_t>(weight, column), k, codes) : 0.0f;
     for (int64_t i = 0; i < depth; i += 4) {
-      if (kWidth == kTileColumns) std::swap(codes[i + 1], codes[i + 2]);
-      std::memcpy(to + i * kWidth, codes.data() + i, 4);
+      std::swap(codes[i + 1], codes[i + 2]);
+      std::memcpy(to + i * kTileColumns, codes.data() + i, 4);
     }
     data<float>(scales)[column] = scale;
   }
 }
 
-// views: blocks (bytes), scales, weight [n, k]; `scales` has a float for each column of whole blocks; those beyond n are 0.
-bool fits_codes(const Call& call, int64_t width) {
+// `scales` has a float for each column of whole blocks; those beyond n are 0.
+bool select_pack_bytes(Call& call) {
   if (call.views.size() != 3 || call.ints.size() || call.views[2].ndim != 2) return false;
   const View &blocks = call.views[0], &scales = call.views[1], &weight = call.views[2];
-  const int64_t columns = pieces(weight.size[0], width) * width;
-  if (!is_bytes(blocks) || weight.stride[1] != 1 || scales.type != F32 || scales.ndim != 1) return false;
-  if (scales.stride[0] != 1 || scales.size[0] != columns) return false;
-  return blocks.size[0] == columns * pieces(weight.size[1], kTileDepth) * kTileDepth;
-}
-
-// Weights of a byte, see product.h.
-bool select_pack_bytes(Call& call) {
-  if (!fits_codes(call, kTileColumns) || call.views[2].type != BF16) return false;
-  call.kernel = pack_codes<uint16_t, kTileColumns, kZero>, call.parallel = true;
+  const int64_t columns = pieces(weight.size[0], kTileColumns) * kTileColumns;
+  if (!is_bytes(blocks) || weight.stride[1] != 1 || weight.type != BF16) return false;
+  if (scales.type != F32 || scales.ndim != 1 || scales.stride[0] != 1 || scales.size[0] != columns) return false;
+  if (blocks.size[0] != columns * pieces(weight.size[1], kTileDepth) * kTileDepth) return false;
+  call.kernel = pack_bytes, call.parallel = true;
   return true;
 }
 
-// Weights of eight bits, see int8.cpp.
-bool select_pack_int8(Call& call) {
-  if (!fits_codes(call, kInt8Columns) || !is_float(call.views[2].type)) return false;
-  call.kernel = call.views[2].type == F32 ? pack_codes<float, kInt8Columns, kInt8Zero>
-                                          : pack_codes<uint16_t, kInt8Columns, kInt8Zero>;
-  call.parallel = true;
-  return true;
-}
-
-constexpr float kMostCode = 15;
 constexpr int64_t kMostGroup = 128;
-constexpr float kShrunk[] = {0.95f, 0.9f, 0.85f, 0.8f};  // parts of a group's range that are tried, too
 
-// One group of weights of four bits and how far it is from the weights. A weight is (code - zero) * scale.
-struct Int4Group {
-  float error, scale, zero;
+// One group of weights in whole numbers of few bits. A weight is (code - zero) * scale.
+struct Group {
+  float scale, zero;
   alignas(64) float codes[kMostGroup];
-
-  // Rounds `size` values, of which the scale covers from `least` to `largest`; those beyond are clamped.
-  Int4Group(const float* values, int64_t size, float least, float largest) {
-    // The last eight bits of a scale are those of its zero.
-    scale = std::bit_cast<float>((std::bit_cast<int32_t>((largest - least) / kMostCode) + 128) & ~0xFF);
-    if (!(scale > 0)) scale = 1;
-    const float inverse = 1 / scale;
-    zero = std::clamp(std::nearbyint(-least * inverse), 0.0f, kMostCode);
-    const float shift = 12582912.0f;  // rounds to a whole number
-    const Sixteen most = Sixteen{} + kMostCode;
-    Sixteen squares{};
-    for (int64_t i = 0; i < size; i += kSixteen) {
-      const Sixteen value = sixteen(values + i);
-      Sixteen code = (product(value, Sixteen{} + inverse) + (Sixteen{} + shift)) - (Sixteen{} + shift) + zero;
-      code = chosen(code > most, most, chosen(code < Sixteen{}, Sixteen{}, code));
-      put(codes + i, code);
-      const Sixteen off = product(code - zero, Sixteen{} + scale) - value;
-      squares = squares + product(off, off);
-    }
-    float each[kSixteen];
-    put(each, squares);
-    error = 0;
-    for (float square : each) error += square;
-  }
 };
 
-// views: codes [n, k], scales [n, groups], zeros [n, groups], weight [n, k]; ints: values of k with a common scale.
+// A scale as a checkpoint of such weights stores it.
 template <typename T>
-void quantize_int4(const Call& call, const Worker& worker) {
+float stored(float scale) {
+  if constexpr (std::is_same_v<T, float>) return scale;
+  return widened(narrowed(scale));
+}
+
+// The codes of a scale's inverse, from -middle to middle - 1, rounded to nearest.
+Sixteen nearest_codes(const float* values, float inverse, float middle) {
+  const Sixteen shift = Sixteen{} + 12582912.0f, least = Sixteen{} - middle, most = Sixteen{} + (middle - 1);
+  const Sixteen code = (product(sixteen(values), Sixteen{} + inverse) + shift) - shift;
+  return chosen(code > most, most, chosen(code < least, least, code));
+}
+
+float total(Sixteen lanes) {
+  float each[kSixteen], sum = 0;
+  put(each, lanes);
+  for (float value : each) sum += value;
+  return sum;
+}
+
+// The scale with the least squared error of those that are tried, with the operations of `round_to_nearest` in
+// quantized_weights.py. extreme: the value of the largest size.
+float best_scale(const float* values, int64_t size, float extreme) {
+  float best = -1, scale = 0;
+  for (int i = 0; i < 9; ++i) {
+    const float inverse = (-9 + 0.25f * float(i)) / extreme;
+    Sixteen above{}, below{};
+    for (int64_t j = 0; j < size; j += kSixteen) {
+      const Sixteen code = nearest_codes(values + j, inverse, 8);
+      above = above + product(code, sixteen(values + j)), below = below + product(code, code);
+    }
+    const float sum = total(above), squares = total(below), gain = sum * sum / squares;
+    if (gain > best) best = gain, scale = sum / squares;
+  }
+  return scale;
+}
+
+template <typename T>
+void round_values(const float* values, int64_t size, int64_t bits, Group& group) {
+  const auto [least, largest] = std::minmax_element(values, values + size);
+  const bool is_above = *largest >= -*least;
+  group.zero = bits == 4 ? 8 : 128;
+  group.scale = stored<T>(bits == 4 ? best_scale(values, size, is_above ? *largest : *least)
+                                    : (is_above ? *largest : -*least) / 127);
+  if (group.scale == 0) group.scale = 1;
+  const float inverse = 1 / group.scale;
+  for (int64_t i = 0; i < size; i += kSixteen)
+    put(group.codes + i, nearest_codes(values + i, inverse, group.zero) + group.zero);
+  // The last eight bits of a scale are those of its zero.
+  group.scale = std::bit_cast<float>((std::bit_cast<int32_t>(group.scale) + 128) & ~0xFF);
+}
+
+// views: codes [n, k], scales [n, groups], zeros [n, groups], weight [n, k]; ints: bits, values of k with a common scale.
+template <typename T>
+void quantize_groups(const Call& call, const Worker& worker) {
   const View &codes = call.views[0], &scales = call.views[1], &zeros = call.views[2], &weight = call.views[3];
-  const int64_t size = call.ints[0], k = weight.size[1], groups = scales.size[1];
+  const int64_t bits = call.ints[0], size = call.ints[1], k = weight.size[1], groups = scales.size[1];
   int64_t begin, end;
   worker.share(weight.size[0], begin, end);
   for (int64_t column = begin; column < end; ++column)
-    for (int64_t group = 0; group < groups; ++group) {
+    for (int64_t i = 0; i < groups; ++i) {
       alignas(64) float values[kMostGroup] = {};
-      const int64_t first = group * size, count = std::min(size, k - first);
-      for (int64_t i = 0; i < count; ++i) values[i] = as_float(row<T>(weight, column)[first + i]);
-      const auto [least, largest] = std::minmax_element(values, values + size);
-      const float low = std::min(*least, 0.0f), high = std::max(*largest, 0.0f);
-      Int4Group best(values, size, low, high);
-      for (float part : kShrunk) {
-        const Int4Group tried(values, size, part * low, part * high);
-        if (tried.error < best.error) best = tried;
-      }
-      data<float>(scales)[column * groups + group] = best.scale;
-      data<uint8_t>(zeros)[column * groups + group] = uint8_t(best.zero);
-      for (int64_t i = 0; i < count; ++i) data<uint8_t>(codes)[column * k + first + i] = uint8_t(best.codes[i]);
+      const int64_t first = i * size, count = std::min(size, k - first);
+      for (int64_t j = 0; j < count; ++j) values[j] = as_float(row<T>(weight, column)[first + j]);
+      Group group;
+      round_values<T>(values, size, bits, group);
+      data<float>(scales)[column * groups + i] = group.scale;
+      data<uint8_t>(zeros)[column * groups + i] = uint8_t(group.zero);
+      for (int64_t j = 0; j < count; ++j) data<uint8_t>(codes)[column * k + first + j] = uint8_t(group.codes[j]);
     }
 }
 
@@ -210,24 +218,23 @@ bool is_dense(const View& view, int64_t type, int64_t rows, int64_t columns) {
          view.stride[1] == 1 && view.stride[0] == columns;
 }
 
-bool select_quantize_int4(Call& call) {
-  if (call.views.size() != 4 || call.ints.size() != 1) return false;
+bool select_quantize_groups(Call& call) {
+  if (call.views.size() != 4 || call.ints.size() != 2) return false;
   const View& weight = call.views[3];
-  const int64_t size = call.ints[0];
-  if ((size != 32 && size != 64 && size != 128) || weight.ndim != 2 || !is_float(weight.type) || weight.stride[1] != 1)
-    return false;
+  const int64_t bits = call.ints[0], size = call.ints[1];
+  if ((bits != 4 && bits != 8) || (size != 32 && size != 64 && size != 128)) return false;
+  if (weight.ndim != 2 || !is_float(weight.type) || weight.stride[1] != 1) return false;
   const int64_t n = weight.size[0], k = weight.size[1], groups = pieces(k, size);
   if (!is_dense(call.views[0], BOOL, n, k) || !is_dense(call.views[1], F32, n, groups)) return false;
   if (!is_dense(call.views[2], BOOL, n, groups)) return false;
-  call.kernel = weight.type == F32 ? quantize_int4<float> : quantize_int4<uint16_t>;
+  call.kernel = weight.type == F32 ? quantize_groups<float> : quantize_groups<uint16_t>;
   call.parallel = true;
   return true;
 }
 
 const Op pack_op{"pack", select_pack};
 const Op pack_bytes_op{"pack_bytes", select_pack_bytes};
-const Op pack_int8_op{"pack_int8", select_pack_int8};
-const Op quantize_int4_op{"quantize_int4", select_quantize_int4};
+const Op quantize_groups_op{"quantize_groups", select_quantize_groups};
 
 }  // namespace
 

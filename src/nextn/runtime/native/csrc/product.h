@@ -24,36 +24,51 @@ constexpr int64_t kTile = kTileColumns * kTileDepth;
 constexpr int64_t BYTES = 4;
 constexpr int64_t kZero = 64;
 
-// Types of packed weights of eight and of four bits, for activations in bf16 and fp32, see int8.cpp and grouped.cpp. INT8
-// has a scale for each column. In groups, INT4 and INT8_GROUPS have a scale and a zero for each 32 values of k, the types
-// after them for each 64 and each 128.
-constexpr int64_t INT8 = 5, INT4 = 6, INT8_GROUPS = 9;
+// Types of packed weights of four and of eight bits, for activations in bf16 and fp32, see grouped.cpp: with a scale and a
+// zero for each 32 values of k; the types after them for each 64 and each 128.
+constexpr int64_t INT4 = 6, INT8 = 9;
 
 // Types of packed weights in fp8, see fp8.cpp: with a scale for each 32 values of k, and for each 64 and each 128. They are
 // multiplied as matrices of the activations' type.
 constexpr int64_t FP8 = 12;
-constexpr int64_t kInt8Zero = 128;
-constexpr int64_t kInt8Columns = 32;
+constexpr int64_t kFewBitsColumns = 32;
 
 // Types of packed weights of GGUF's K-quants, see kquants.cpp.
 constexpr int64_t Q4_K = 15, Q5_K = 16, Q6_K = 17;
 constexpr int64_t kSuperblock = 256;
 
-inline bool is_int4(int64_t type) { return type >= INT4 && type < INT4 + 3; }
-inline bool is_grouped(int64_t type) { return type >= INT4 && type < INT8_GROUPS + 3; }
+// Types as INT4 and INT8, in groups of 32, with the weight of code 0 instead of the code of weight 0.
+constexpr int64_t INT4_MINIMA = 18, INT8_MINIMA = 19;
+
+inline bool has_minima(int64_t type) { return type == INT4_MINIMA || type == INT8_MINIMA; }
+inline bool is_int4(int64_t type) { return (type >= INT4 && type < INT4 + 3) || type == INT4_MINIMA; }
+inline bool is_grouped(int64_t type) { return (type >= INT4 && type < INT8 + 3) || has_minima(type); }
 inline bool is_fp8(int64_t type) { return type >= FP8 && type < FP8 + 3; }
 inline bool is_kquant(int64_t type) { return type >= Q4_K && type <= Q6_K; }
 inline int64_t values_per_group(int64_t type) {
   if (is_kquant(type)) return type == Q6_K ? 16 : 32;
+  if (has_minima(type)) return 32;
   return int64_t(32) << (type - INT4) % 3;
 }
 
-// Whether activations are rounded to eight bits for such weights.
-inline bool rounds_rows(int64_t type) { return type == INT8 || is_grouped(type) || is_kquant(type); }
+// Whether activations are rounded to sixteen bits for such weights.
+inline bool rounds_rows(int64_t type) { return is_grouped(type) || is_kquant(type); }
 
-// Rounds a group of values, float or uint16_t for bf16, to eight bits; returns its scale (rounded.cpp).
-template <typename T>
-float round_group(const T* from, int64_t count, int8_t* to);
+// Whether bf16 is multiplied as such. Otherwise it is widened to fp32, so activations may be in fp32, too.
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+constexpr bool kMultipliesHalves = true;
+#else
+constexpr bool kMultipliesHalves = false;
+#endif
+
+// Whether the kernels for such weights take fp32 activations as fast as bf16, and use all their bits.
+inline bool takes_floats(int64_t type) {
+  return type == F32 || rounds_rows(type) || (type == BF16 && !kMultipliesHalves);
+}
+
+// Rounds a group of values, float or uint16_t for bf16, to codes of eight or sixteen bits; returns its scale (rounded.cpp).
+template <typename T, typename Code>
+float round_group(const T* from, int64_t count, Code* to);
 
 // Packed fp32: panels [k][32 columns]. Both are padded with zeros beyond n and k.
 constexpr int64_t kPanelColumns = 32;
@@ -63,7 +78,7 @@ inline int64_t pieces(int64_t total, int64_t size) { return (total + size - 1) /
 // Columns of a block.
 inline int64_t block_columns(int64_t type) {
   if (type == F32 || is_fp8(type)) return kPanelColumns;
-  return type == BF16 ? kHalfColumns : rounds_rows(type) ? kInt8Columns : kTileColumns;
+  return type == BF16 ? kHalfColumns : rounds_rows(type) ? kFewBitsColumns : kTileColumns;
 }
 
 // Bytes of a block of columns, and of a whole matrix.
@@ -72,18 +87,18 @@ inline int64_t block_bytes(int64_t type, int64_t k) {
   if (is_kquant(type)) {
     const int64_t factors = kSuperblock / values_per_group(type), codes = kSuperblock * (4 + type - Q4_K) / 8;
     const int64_t of_scales = (type == Q6_K ? 1 : 2) * (factors + int64_t(sizeof(float)));
-    return k / kSuperblock * kInt8Columns * (codes + of_scales);
+    return k / kSuperblock * kFewBitsColumns * (codes + of_scales);
   }
   if (is_grouped(type) || is_fp8(type)) {
     const int64_t group = values_per_group(type);
-    return pieces(k, group) * kInt8Columns * (group / (is_int4(type) ? 2 : 1) + int64_t(sizeof(float)));
+    return pieces(k, group) * kFewBitsColumns * (group / (is_int4(type) ? 2 : 1) + int64_t(sizeof(float)));
   }
   return pieces(k, kTileDepth) * kTileDepth * block_columns(type) * int64_t(type == BF16 ? sizeof(uint16_t) : 1);
 }
 
 inline int64_t packed_bytes(int64_t type, int64_t n, int64_t k) {
   const int64_t blocks = pieces(n, block_columns(type));
-  const int64_t scales = type == BYTES || type == INT8 ? block_columns(type) : 0;
+  const int64_t scales = type == BYTES ? block_columns(type) : 0;
   return blocks * (block_bytes(type, k) + scales * int64_t(sizeof(float)));
 }
 
@@ -104,12 +119,12 @@ struct Product {
   int64_t n, k;
   const char* packed;
   int64_t type;         // of the packed weights
-  const float* scales;  // [n], of weights of a byte or of eight bits
+  const float* scales;  // [n], of weights of a byte
   int64_t first;        // column of out and bias, or of a gated matrix, that the first of these n is
   const char* bias;     // contiguous; null: none
   int64_t bias_type;
   float* gates;  // [num_rows, 16]: scratch for sums of V until those of U are computed; null: not gated
-  const RoundedRows* rounded_rows;  // the rows of x in eight bits, for weights of eight and four bits
+  const RoundedRows* rounded_rows;  // the rows of x in sixteen bits, for weights of four to eight bits
 
   int64_t row(int64_t i) const { return order ? order[i] : i; }
 
@@ -125,12 +140,9 @@ struct Product {
     by_sixteen(count, [&](auto load, auto store) { store(to, load(sums)); });
   }
 
-  // Rounds like the separate operations.
   template <typename T>
   static void keep_gated(T* to, const float* gate, const float* sums, int64_t count) {
-    by_sixteen(count, [&](auto load, auto store) {
-      store(to, rounded<T>(silu_of(rounded<T>(load(gate)))) * rounded<T>(load(sums)));
-    });
+    by_sixteen(count, [&](auto load, auto store) { store(to, silu_of(load(gate)) * load(sums)); });
   }
 
   // Stores `width` sums as row i of the columns from `column` on, as far as they exist; overwrites the sums.
@@ -179,7 +191,6 @@ struct Product {
 void multiply_bf16(const Product& product, int64_t begin, int64_t end);
 void multiply_f32(const Product& product, int64_t begin, int64_t end);
 void multiply_bytes(const Product& product, int64_t begin, int64_t end);
-void multiply_int8(const Product& product, int64_t begin, int64_t end);
 void multiply_grouped(const Product& product, int64_t begin, int64_t end);
 void multiply_fp8(const Product& product, int64_t begin, int64_t end);
 void multiply_kquants(const Product& product, int64_t begin, int64_t end);

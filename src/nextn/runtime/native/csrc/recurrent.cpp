@@ -188,7 +188,7 @@ bool select_delta(Call& call) {
     if (!is_float(views[i]) || views[i].ndim != (i < 4 ? 4 : 3)) return false;
   const View &out = views[0], &q = views[1], &k = views[2], &v = views[3];
   const int64_t batch = v.size[0], width = v.size[1], heads = v.size[2], key_heads = k.size[2];
-  if (key_heads == 0 || heads % key_heads || width > call.ints[0] || out.type != q.type) return false;
+  if (key_heads == 0 || heads % key_heads || width > call.ints[0]) return false;
   if (!sized(out, batch, width, heads) || out.size[3] != v.size[3]) return false;
   if (!sized(q, batch, width, key_heads) || !sized(k, batch, width, key_heads) || q.size[3] != k.size[3]) return false;
   if (!sized(views[4], batch, width, heads) || !sized(views[5], batch, width, heads)) return false;
@@ -254,8 +254,7 @@ Lanes channels_at(const T* from, int64_t count) {
   return count == kLanes ? sixteen(from) : sixteen(from, count);
 }
 
-// Sixteen channels of x [B, C, m], weights [K][16]. The sum rounds to the input's type before the activation, as it
-// does in transformers (causal_conv1d_fn).
+// Sixteen channels of x [B, C, m], weights [K][16].
 template <typename T>
 void convolve(const Call& call, int64_t row, int64_t channel, int64_t count, const float* weights, Lanes bias) {
   const View &out = call.views[0], &x = call.views[1];
@@ -266,7 +265,7 @@ void convolve(const Call& call, int64_t row, int64_t channel, int64_t count, con
     Lanes sum{};
     for (int64_t j = 0; j < kernel; ++j)
       sum = fused(lanes_at(weights + j * kLanes), channels_at(history + (t + j) * channels, count), sum);
-    sum = rounded<T>(sum + bias);
+    sum += bias;
     alignas(64) float result[kLanes];
     put_lanes(result, call.ints[1] == 1 ? silu_of(sum) : sum);
     narrow(out, result, element(out, row, channel, t), out.stride[1], count);
@@ -296,7 +295,7 @@ bool select_conv(Call& call) {
   const auto& views = call.views;
   if (views.size() < 4 || views.size() > 5 || call.ints.size() != 2 || !call.reals.empty()) return false;
   const View &out = views[0], &x = views[1], &weight = views[2];
-  if (!is_float(x) || out.type != x.type || !is_float(weight) || !is_header(views.back())) return false;
+  if (!is_float(x) || !is_float(out) || !is_float(weight) || !is_header(views.back())) return false;
   if (x.ndim != 3 || out.ndim != 3 || weight.ndim != 2) return false;
   if (weight.size[0] != x.size[1] || weight.size[1] < 1) return false;
   if (!sized(out, x.size[0], x.size[1], x.size[2]) || x.size[2] > call.ints[0]) return false;

@@ -1,7 +1,8 @@
-// Rows of activations rounded to eight bits, and what the kernels that multiply them with weights of few bits share.
+// Rows of activations rounded to sixteen bits, and what the kernels that multiply them with weights of few bits share.
 //
-// Activations are rounded to int8 in groups of kGroup values of k, each with its own scale. Weights are integers, too,
-// so products are sums of integers: exact in any order, hence the same bits in every kernel and beside any other row.
+// Activations are rounded to int16 in groups of kGroup values of k, each with its own scale. Weights are integers of up to
+// eight bits, so products of a group are sums of integers below 2^31: exact in any order, hence the same bits in every
+// kernel and beside any other row. Eight bits of activations cost as much where there is no VNNI, and ten times the error.
 #pragma once
 
 #include <array>
@@ -14,8 +15,8 @@
 namespace nextn {
 
 constexpr int64_t kGroup = 128;
-constexpr int64_t kLargest = 127;
-constexpr int64_t kColumns = 32;  // of a block
+constexpr int64_t kColumns = 32;         // of a block
+constexpr int kPlaces[] = {0, 2, 1, 3};  // of four values of k among their codes: pairs are multiplied at once
 
 // Bytes by which a block that is read once is prefetched, and the cache that it is prefetched into: the first-level
 // cache (3), or on Intel's processors, where few lines can be on their way into that, the second-level one (2).
@@ -27,23 +28,21 @@ constexpr int64_t kAhead = 8192;
 constexpr int kInto = 3;
 #endif
 
-// Rows that a kernel takes at once: with VNNI, their sums fit the registers, beside the halves of bytes of four bits.
+// Rows that a kernel takes at once: with VNNI, their sums fit the registers, beside the weights.
 #if defined(__AVX512VNNI__)
-constexpr int kMostRows = 12, kMostGroupedRows = 10;
+constexpr int kMostRows = 10;
 #else
-constexpr int kMostRows = 8, kMostGroupedRows = 8;
+constexpr int kMostRows = 8;
 #endif
 
-// Rows of x in eight bits, in as few batches of similar size as the kernels allow. A value is code * scale of its group.
+// Rows of x in sixteen bits, in as few batches of similar size as the kernels allow. A value is code * scale of its group.
 struct RoundedRows {
-  std::vector<int8_t> codes;    // of each batch [depth / 4][rows][4], zeros beyond k
+  std::vector<int16_t> codes;   // of each batch [depth / 4][rows][4] at `kPlaces`, zeros beyond k
   std::vector<float> scales;    // [num_rows, groups]
-  std::vector<int32_t> totals;  // [num_rows, depth / weight_group]: sums of the codes; of K-quants, see `fill`
+  std::vector<int32_t> totals;  // [num_rows, depth / weight_group]: sums of the codes
   int64_t num_rows = 0, depth = 0, groups = 0, batches = 0;
-  int64_t weight_group = kGroup;  // values of k with a common zero of the weights
+  int64_t weight_group = kGroup;  // values of k with a common zero, or minimum, of the weights
 
-  // The rows of a product. For K-quants, whose groups have minima, totals are of pairs of groups: each has the sums of the
-  // first group in its lower half and of the second one in its upper half.
   void fill(const Product& product);
 
   int64_t first(int64_t batch) const { return num_rows * batch / batches; }
@@ -51,7 +50,7 @@ struct RoundedRows {
 
 // A batch of rows for a kernel: codes, and of each row scales and totals per group.
 struct Rows {
-  const int8_t* codes;
+  const int16_t* codes;
   const float* scales;
   const int32_t* totals;
   int64_t depth, groups, totals_of_row;
@@ -83,12 +82,100 @@ inline Sixteen floats(const int32_t* from) {
 #endif
 }
 
+// The bytes of four values of k as two pairs of 16 bits: the first and third, the second and fourth.
 #if defined(__AVX512VNNI__)
-// sum += the products of four bytes each, those of `weights` without a sign. Through the intrinsic, GCC keeps each sum
-// in two registers, and from nine rows on there are not so many.
+struct Pairs {
+  __m512i even, odd;
+
+  explicit Pairs(__m512i bytes)
+      : even(_mm512_and_si512(bytes, _mm512_set1_epi16(0xFF))), odd(_mm512_srli_epi16(bytes, 8)) {}
+};
+
+// sum += the products of two pairs. Through the intrinsic, GCC keeps each sum in two registers, and from nine rows on there
+// are not so many.
 inline void add_products(__m512i& sum, __m512i weights, __m512i x) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
 }
+
+inline __m512i broadcast(const int16_t* pair) {
+  int32_t both;
+  std::memcpy(&both, pair, sizeof both);
+  return _mm512_set1_epi32(both);
+}
+
+// The integer sums of some rows and 32 columns, in registers, which needs loops that are unrolled.
+template <int kCount>
+struct Sums {
+  static constexpr int kApart = kCount <= 4 ? 2 : 1;  // a sum waits for the one before it
+  __m512i of[kApart][2 * kCount];
+
+  // start(row, half): what they begin with, of 16 columns.
+  template <typename Start>
+  explicit Sums(Start&& start) {
+#pragma GCC unroll 32
+    for (int i = 0; i < 2 * kCount; ++i) {
+      of[0][i] = start(i / 2, i % 2);
+      if (kApart == 2) of[kApart - 1][i] = _mm512_setzero_si512();
+    }
+  }
+
+  // Adds the products of four values of k of all rows with the bytes of the first and of the last 16 columns.
+  void add(const int16_t* codes, __m512i first, __m512i last) {
+    const Pairs low(first), high(last);
+#pragma GCC unroll 16
+    for (int row = 0; row < kCount; ++row) {
+      const __m512i even = broadcast(codes + 4 * row), odd = broadcast(codes + 4 * row + 2);
+      add_products(of[0][2 * row], low.even, even);
+      add_products(of[0][2 * row + 1], high.even, even);
+      add_products(of[kApart - 1][2 * row], low.odd, odd);
+      add_products(of[kApart - 1][2 * row + 1], high.odd, odd);
+    }
+  }
+
+  void keep(int32_t* sums) {
+#pragma GCC unroll 32
+    for (int i = 0; i < 2 * kCount; ++i) {
+      if (kApart == 2) of[0][i] = _mm512_add_epi32(of[0][i], of[kApart - 1][i]);
+      _mm512_store_si512(sums + 16 * i, of[0][i]);
+    }
+  }
+};
+#elif defined(__AVX2__)
+struct Pairs {
+  __m256i even, odd;
+
+  explicit Pairs(__m256i bytes)
+      : even(_mm256_and_si256(bytes, _mm256_set1_epi16(0xFF))), odd(_mm256_srli_epi16(bytes, 8)) {}
+};
+
+inline __m256i products(__m256i weights, const int16_t* pair) {
+  int32_t both;
+  std::memcpy(&both, pair, sizeof both);
+  return _mm256_madd_epi16(weights, _mm256_set1_epi32(both));
+}
+
+// The integer sums of some rows and eight columns, in registers.
+template <int kCount>
+struct Sums {
+  __m256i of[kCount];
+
+  // Adds the products of four values of k of all rows with their bytes of eight columns.
+  void add(const int16_t* codes, __m256i bytes) {
+    const Pairs weights(bytes);
+#pragma GCC unroll 8
+    for (int row = 0; row < kCount; ++row) {
+      of[row] = _mm256_add_epi32(of[row], products(weights.even, codes + 4 * row));
+      of[row] = _mm256_add_epi32(of[row], products(weights.odd, codes + 4 * row + 2));
+    }
+  }
+
+  void keep(int32_t* sums) const {
+    for (int row = 0; row < kCount; ++row)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(sums + row * kColumns), of[row]);
+  }
+};
+
+inline __m256i bytes_at(const char* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
 #endif
 
 // The sums of some rows and one block: [rows][32].
@@ -103,10 +190,9 @@ constexpr std::array<Times, sizeof...(kIndex)> counted(std::index_sequence<kInde
 template <template <int> typename Kernel>
 constexpr auto kTimes = counted<Kernel>(std::make_index_sequence<Kernel<1>::kMost>());
 
-// All rows times the blocks [begin, end), of which a step of 4 of k is `step` bytes; finish(block, sums of a row) is
-// called before the sums are stored.
-template <template <int> typename Kernel, typename Finish>
-void multiply_rounded(const Product& product, int64_t begin, int64_t end, int64_t step, Finish&& finish) {
+// All rows times the blocks [begin, end), of which a step of 4 of k is `step` bytes.
+template <template <int> typename Kernel>
+void multiply_rounded(const Product& product, int64_t begin, int64_t end, int64_t step) {
   const RoundedRows& x = *product.rounded_rows;
   const int64_t bytes = block_bytes(product.type, product.k), totals = pieces(x.depth, x.weight_group);
   alignas(64) float sums[kMostRows * kColumns];
@@ -124,10 +210,8 @@ void multiply_rounded(const Product& product, int64_t begin, int64_t end, int64_
       const Early early = x.batches == 1 ? Early{weights + kAhead, step}
                                          : Early{weights + bytes + bytes * batch / x.batches, pieces(step, x.batches)};
       kTimes<Kernel>[count - 1](rows, weights, early, sums);
-      for (int64_t row = 0; row < count; ++row) {
-        finish(block, sums + row * kColumns);
+      for (int64_t row = 0; row < count; ++row)
         product.store(first + row, block * kColumns, kColumns, sums + row * kColumns);
-      }
     }
   }
 }

@@ -126,8 +126,11 @@ struct Bf16 : Singles {
     return (Floats)(odd ? pair & 0xFFFF0000 : pair << 16);
   }
 
-  // A row of x in the scratch, padded with zeros beyond its k values.
-  static const float* row(const uint16_t* from, int64_t k, int64_t depth, float* room) {
+  // A row of x, of bf16 or fp32: in place, or in the scratch, padded with zeros beyond its k values.
+  template <typename T>
+  static const float* row(const T* from, int64_t k, int64_t depth, float* room) {
+    if constexpr (std::is_same_v<T, float>)
+      if (k == depth) return from;
     by_sixteen(k, [&](auto load, auto store) { store(room, load(from)); });
     std::fill(room + k, room + depth, 0.0f);
     return room;

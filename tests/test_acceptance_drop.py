@@ -1,0 +1,65 @@
+"""Two measurements compared: a drop that counts, one that is noise, and records that cannot be compared."""
+
+import copy
+import json
+
+import pytest
+
+from nextn.errors import ConfigError
+from nextn.evaluate.acceptance_drop import drops, read_record
+
+
+def record(rate=0.8, width=0.01, texts=24, **changes):
+    figures = {
+        "temperature": 0.0, "rule": "greedy", "num_speculative_tokens": 1, "domain": "all", "num_texts": texts,
+        "acceptance": [rate], "interval_95": [[rate - width, rate + width]],
+        "mean_acceptance_length": {"value": 1 + rate, "low": 1 + rate - width, "high": 1 + rate + width},
+    }  # fmt: skip
+    settings = {"num_speculative_tokens": 1, "temperatures": [0.0], "max_tokens": 48, "backend": "torch"}
+    return {"figures": [figures], "hashes": {"prompts": "a"}, "settings": settings} | changes
+
+
+def test_drops():
+    """By hand; the interval of the drop has the errors of both, and a gate counts what is above both."""
+    rate, length = drops(record(), record(0.72), source="old.json")
+    assert (rate.figure, length.figure) == ("a_1", "AL")
+    assert rate.value == pytest.approx(0.1)
+    assert length.value == pytest.approx(0.08 / 1.8)
+    assert rate.half_width == pytest.approx(0.9 * ((0.01 / 0.8) ** 2 + (0.01 / 0.72) ** 2) ** 0.5)
+    assert rate.exceeds(0.05)
+    assert not rate.exceeds(0.11)
+    noisy = drops(record(width=0.08), record(0.74, width=0.08), source="old.json")[0]
+    assert noisy.value > 0.05
+    assert not noisy.exceeds(0.05)
+    assert noisy.texts_needed(0.05) > 24 * 6
+    assert rate.texts_needed(0.05) == 24
+    assert drops(record(), record(0.9), source="old.json")[0].value < 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hashes": {"prompts": "b"}}, "other prompts"),
+        ({"settings": record()["settings"] | {"max_tokens": 64}}, "max_tokens 64 against 48"),
+        ({"figures": []}, "no figure that"),
+        ({"figures": [{"domain": "all"}]}, "not a record of this version"),
+        ({"hashes": 1}, "not a record of this version"),
+    ],
+)
+def test_records_that_cannot_be_compared(change, says):
+    with pytest.raises(ConfigError, match=says):
+        drops(record(**change), record(), source="old.json")
+    same = copy.deepcopy(record())
+    same["settings"]["backend"] = "native"  # does not change what is measured
+    assert drops(same, record(), source="old.json")
+
+
+def test_read_record(tmp_path):
+    (tmp_path / "measure.json").write_text(json.dumps(record()))
+    assert read_record(tmp_path) == read_record(tmp_path / "measure.json") == record()
+    for text, says in (("{", "not JSON"), ("[]", "not a record"), (None, "cannot be read")):
+        (tmp_path / "measure.json").unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / "measure.json").write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            read_record(tmp_path)

@@ -1,0 +1,90 @@
+"""`nextn families`: found by the names that people know, with layout, what works and the engines."""
+
+import json
+
+import pytest
+from artifacts import publish
+from quick import loop
+from typer.testing import CliRunner
+
+from nextn.audit import audit
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.cli import app
+from nextn.errors import FamilyError
+from nextn.families import WITHHELD, by_config, rows, search
+
+
+def run(*words):
+    result = CliRunner().invoke(app, ["families", *words])
+    assert result.exception is None, result.exception
+    return " ".join(result.output.split())
+
+
+NAMES = [
+    ("Qwen3.8-27B", {"qwen3_5"}),
+    ("qwen3.8 27b", {"qwen3_5"}),
+    ("Qwen3.8", {"qwen3_5", "qwen3_5_moe", "qwen4_exp"}),
+    ("MiMo-V2.6-Distill-Qwen-9B", {"qwen3_5"}),
+    ("Ternary Bonsai 2", {"qwen3_5"}),
+    ("GLM-5.3-Flash", {"glm5_next"}),
+    ("glm 5.3", {"glm_moe_dsa", "glm5_next"}),
+    ("GLM-4.6", {"glm4_moe"}),
+    ("deepseek r1", {"deepseek_v3"}),
+    ("mimo v2.5", {"mimo_v2"}),
+    ("kimi_k3", {"kimi_k3"}),
+]
+
+
+@loop(("words", "names"), NAMES)
+def test_names_that_people_know(words, names):
+    assert names <= {row.name for row in search(words)[0]}
+
+
+def test_all_and_one():
+    everything = json.loads(run("--json"))
+    assert [each["name"] for each in everything["families"]] == [row.name for row in rows()]
+    (one,) = json.loads(run("glm5_next", "--json"))["families"]
+    assert one["layout"] == "model.layers.{layer}"
+    assert one["engines"]["sglang"] == "runs"
+    assert "decode" in one["works"]
+    assert "audit" in json.loads(run("mimo", "7b", "--json"))["families"][0]["works"]
+    text = run("glm", "5.3", "flash")
+    assert "glm5_next" in text
+    assert "SGLang" in text
+
+
+def test_nothing_found_is_an_error():
+    result = CliRunner().invoke(app, ["families", "no such model"])
+    assert isinstance(result.exception, FamilyError)
+    assert "no such model" in str(result.exception)
+
+
+@loop("kind", [kind for each in WITHHELD for kind in each.model_types])
+def test_what_was_never_published(tmp_path_factory, kind):
+    """Neither lost nor damaged, whatever the config declares; no command looks for it."""
+    folder = publish(
+        tmp_path_factory.mktemp("m"), "deepseek_v3", modules=0,
+        config={"model_type": kind, "num_mtp_modules": 3, "use_mtp": True, "num_mtp_layers": 1},
+    )  # fmt: skip
+    report = audit(Checkpoint.open(folder))
+    assert report.clean
+    (found,) = (each for each in report.findings if each.rule == "head-withheld")
+    assert "published no MTP head" in found.found
+    assert "num_mtp_modules = 3" in found.found
+    assert not any(each.rule == "head-absent" for each in report.findings)
+    with pytest.raises(FamilyError, match="published no MTP head"):
+        by_config({"model_type": kind, "num_mtp_modules": 3})
+    assert "published no MTP head" in run(kind)
+
+
+def test_a_count_in_an_unknown_model(tmp_path):
+    """Sarvam's and others' configs declare a head that nobody has seen."""
+    config = {"model_type": "sarvam_moe", "num_nextn_predict_layers": 1}
+    report = audit(Checkpoint.open(publish(tmp_path, "deepseek_v3", modules=0, config=config)))
+    assert [each.rule for each in report.findings] == ["head-withheld"]
+    assert "nextn knows none that was published" in report.findings[0].found
+
+
+def test_the_audit_says_which_models(tmp_path):
+    report = audit(Checkpoint.open(publish(tmp_path, "glm4_moe")))
+    assert report.title == "GLM-4.5 / 4.6 / 4.7 (and Air)"
