@@ -27,7 +27,9 @@ def main(checkpoint: str) -> None:
     assert json.loads(run("env", "--json"))["packages"]["torch"]
     assert json.loads(run("audit", checkpoint, "--json"))
     assert run("docs", "first-hour").startswith("# ")
-    demo = json.loads(run("demo", "--offline", "--minutes", "0", "--json", CXX="no-compiler", NEXTN_REAL_MODELS="none"))
+    demo = json.loads(
+        run("demo", "--no-download", "--minutes", "0", "--json", CXX="no-compiler", NEXTN_REAL_MODELS="none")
+    )
     assert all(decoded["identical_output"] for decoded in demo["shipped"].values())
     print(f"{package}: {len(wanted)} files, nextn --version, env, audit, docs and demo work")
 

@@ -45,7 +45,7 @@ def test_the_demo_with_a_budget_of_seconds(tmp_path, here):
     assert train_demo(tmp_path, minutes=1, on_record=records.append, should_stop=lambda: bool(records)) is None
     first = json.loads((tmp_path / "run" / "step-0000001" / "trainer.json").read_text())["pace"]["used_s"]
     budget = 1.7 * first + 0.5  # at least one more step, on any machine
-    code, out, err = here("demo", "--offline", "--folder", tmp_path, "--minutes", budget / 60)
+    code, out, err = here("demo", "--no-download", "--folder", tmp_path, "--minutes", budget / 60)
     assert code == 0, err
     for title in ("1. A trained model", "2. Training such a model", "continued, greedy", "continued, temperature 1"):
         assert title in out
@@ -77,7 +77,7 @@ def test_without_a_compiler(tmp_path, here, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(nextn.demo, "decode_model", partial(decode_a_little, decode_model))
-    code, out, err = here("demo", "--offline", "--folder", tmp_path, "--minutes", "0", "-k", "3")
+    code, out, err = here("demo", "--no-download", "--folder", tmp_path, "--minutes", "0", "-k", "3")
     assert code == 0, err
     assert "torch backend (the native runtime cannot be built without no-such-compiler)" in out
     assert "output identical" in out
@@ -197,7 +197,7 @@ def told(tmp_path, monkeypatch, here):
         if draws:
             monkeypatch.setattr("nextn.demo.plot_decoded", lambda folder, made: [folder / "timeline.png"])
             monkeypatch.setattr("nextn.demo.plot_losses", lambda folder: folder / "loss.png")
-        code, out, err = here("demo", "--offline", "--folder", tmp_path, *args)
+        code, out, err = here("demo", "--no-download", "--folder", tmp_path, *args)
         assert code == 0, err
         return out
 
@@ -230,7 +230,7 @@ def test_a_published_model(tmp_path, here, monkeypatch):
 
 def test_without_the_published_model(told, here, tmp_path):
     told()
-    _, out, err = here("demo", "--offline", "--minutes", "0", "--folder", tmp_path)
+    _, out, err = here("demo", "--no-download", "--minutes", "0", "--folder", tmp_path)
     assert "note: the small model of the package, as SmolLM2-135M-Instruct is not there" in err
     assert "downloads are off" in err
     assert "1. A trained model" in out
@@ -308,7 +308,7 @@ def test_stopped(told, tmp_path, monkeypatch, here):
     """A stopped demo says how to go on, and prints no figures of the training."""
     told("--minutes", "0")
     monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: None)
-    code, out, err = here("demo", "--offline", "--folder", tmp_path, "--minutes", "1.5")
+    code, out, err = here("demo", "--no-download", "--folder", tmp_path, "--minutes", "1.5")
     assert code == 130
     assert unwrapped(f"nextn demo --folder {tmp_path} --minutes 1.5") in unwrapped(err)
     assert "in all" not in out.split("2. Training")[1]

@@ -48,7 +48,9 @@ def demo(
             help=f"Draft tokens per round. Default: {_PUBLISHED_K}; of the small models, {_SMALL_K}.",
         ),
     ] = None,
-    offline: Annotated[bool, typer.Option(help="Download nothing.")] = False,
+    download: Annotated[
+        bool, typer.Option("--download/--no-download", help="Fetch the model if it is not there.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Decode a published chat model without and with an MTP head, then train a small model and decode that.
@@ -59,7 +61,7 @@ def demo(
     """
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError(f"--num-speculative-tokens {num_speculative_tokens}; expected at least 1 draft per round")
-    record = _decode_trained_model(folder, num_speculative_tokens, offline=offline, quiet=as_json)
+    record = _decode_trained_model(folder, num_speculative_tokens, offline=not download, quiet=as_json)
     from nextn.demo import decode_trained, train_demo
 
     if minutes:
