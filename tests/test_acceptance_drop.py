@@ -41,7 +41,7 @@ def test_drops():
     [
         ({"hashes": {"prompts": "b"}}, "other prompts"),
         ({"settings": record()["settings"] | {"max_tokens": 64}}, "max_tokens 64 against 48"),
-        ({"figures": []}, "no figure that"),
+        ({"figures": []}, "no figure has an interval"),
         ({"figures": [{"domain": "all"}]}, "not a record of this version"),
         ({"hashes": 1}, "not a record of this version"),
     ],

@@ -403,7 +403,7 @@ def test_weights_of_few_bits_wherever_linear_layers_are(
     product, alone = torch.empty(rows, 50, dtype=dtype), torch.empty(rows, 50, dtype=dtype)
     packed = fmt.pack(merge_weights(list(weights[:2]), 4, 16), HugePages().take, load())
     runtime.call("gated_linear", [product, x, packed], [50, 100, fmt.type])
-    runtime.call("silu_mul", [alone, *(rounded_linear(runtime, x, each, torch.float32, fmt) for each in weights[:2])])
+    runtime.call("silu_mul", [alone, *(rounded_linear(runtime, x, each, fmt, torch.float32) for each in weights[:2])])
     assert torch.equal(product, alone)
     ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
     out = torch.empty(rows, 50, dtype=dtype)

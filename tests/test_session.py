@@ -224,9 +224,9 @@ def test_no_round_waits_for_a_recording(length, modules, monkeypatch):
     model = fast_of(build("glm4_moe", modules=modules))
     made, recorded = [], Replay.of.__func__
 
-    def noted(cls, *args):
+    def noted(cls, *args, **options):
         made.append(1)
-        return recorded(cls, *args)
+        return recorded(cls, *args, **options)
 
     monkeypatch.setattr(Replay, "of", classmethod(noted))
     stream = rounds(

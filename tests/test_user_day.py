@@ -36,7 +36,7 @@ def tuned(tmp_path):
 
 @pytest.fixture
 def prompts(tmp_path):
-    lines = (SHIPPED / "prompts.jsonl").read_text().splitlines(keepends=True)[:2]
+    lines = (SHIPPED / "prompts.jsonl").read_text().splitlines(keepends=True)[:6]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(lines))
     return path

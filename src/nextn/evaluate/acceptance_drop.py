@@ -77,7 +77,10 @@ def drops(baseline: Mapping[str, object], now: Mapping[str, object], *, source: 
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"{source}: not a record of this version's `nextn measure --out` ({error!r})") from error
     if not found:
-        raise ConfigError(f"{source}: has no figure that this measurement has; measure the baseline again")
+        raise ConfigError(
+            f"{source}: no figure has an interval in both measurements: measure both with more prompts, so that more "
+            "than one text is left"
+        )
     return found
 
 
@@ -121,7 +124,7 @@ def _of_pair(old: Mapping[str, object], new: Mapping[str, object]) -> list[Drop]
     texts = min(int(str(old["num_texts"])), int(str(new["num_texts"])))
     found = []
     for name, before, now in zip(names, *values, strict=True):
-        if before[0] is None or now[0] is None or not before[0]:
+        if None in (*before, *now) or not before[0]:  # a single text has no interval
             continue
         # The ends of an interval are about as far from the value on both sides; errors of a ratio add in squares.
         relative = [(high - low) / 2 / value if value else 0.0 for value, low, high in (before, now)]
