@@ -32,14 +32,24 @@ BATCHES = [torch.tensor([prompt(21, seed=1), prompt(21, seed=2)]), torch.tensor(
 TWO = Ranks(0, 2)
 
 
+def assert_equal(one, other):
+    """Equal in bits where torch computes with one thread.
+
+    More threads divide elementwise operations by their number of elements, which a group of experts changes, and the
+    last elements of a part are computed one by one, by another exponential.
+    """
+    bound = 0 if torch.get_num_threads() == 1 else 1e-5
+    torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
 def assert_same(streamed, loaded, batches=BATCHES, **options):
-    """The streamed trunk's states have the bits of the loaded one's passes."""
+    """The streamed trunk's states are those of the loaded one's passes."""
     got = streamed.trunk.run(batches, **options)
     with torch.inference_mode():
         for output, tokens in zip(got, batches, strict=True):
             expected = loaded.trunk(tokens)
-            assert torch.equal(output.final_hidden, expected.final_hidden)
-            assert torch.equal(output.head_input, expected.head_input)
+            assert_equal(output.final_hidden, expected.final_hidden)
+            assert_equal(output.head_input, expected.head_input)
 
 
 # Their experts clamp, and then compute silu or a sigmoid over all rows at once. torch takes two vector registers
@@ -73,12 +83,13 @@ def convert_experts(monkeypatch) -> None:
 
 
 def assert_same_head(streamed, loaded):
-    """The head whose experts are loaded when they run has the bits of the other one."""
+    """The head whose experts are loaded when they run computes as the other one."""
     tokens = BATCHES[0]
     with torch.inference_mode():
         states = loaded.trunk(tokens).head_input
         outs = [model.head.teacher_forced_hidden(tokens, states, 2) for model in (streamed, loaded)]
-    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
+    for pair in zip(*outs, strict=True):
+        assert_equal(*pair)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()))

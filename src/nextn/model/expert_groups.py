@@ -33,7 +33,10 @@ def separable_experts(layer: nn.Module, implementation: str | None) -> Any:
 
 
 def run_in_groups(experts: Any, groups: ExpertGroups, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute what `experts` does for states [N, H], chosen experts [N, K] and weights [N, K], with the same bits."""
+    """Compute what `experts` does for states [N, H], chosen experts [N, K] and weights [N, K].
+
+    The bits are the same where torch computes with one thread; more divide elementwise operations by their size.
+    """
     results, num_experts = None, experts.num_experts
     with closing(groups(experts)) as parts:
         try:

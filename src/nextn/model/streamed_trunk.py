@@ -154,7 +154,8 @@ class StreamedTrunk(DeferredTrunk):
         """Run every batch of tokens [B, T] through the decoder layers, reading each of them once, for `recall`.
 
         Args:
-            batches: Texts, padded on the right. States have the bits of `Trunk.forward` on the same batches.
+            batches: Texts, padded on the right. States are those of `Trunk.forward` on the
+                same batches, bit for bit where torch computes with one thread.
             documents: Of each batch [B, T], as of `Trunk.forward`.
             folder: Keep the states after each layer there, so that an interrupted run resumes; see `remove_states`.
             max_state_bytes: Without a folder, states of more bytes, about, are kept in temporary files.
