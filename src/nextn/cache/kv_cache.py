@@ -177,9 +177,23 @@ def write_states(buffer: Tensor | None, states: Tensor, starts: Sequence[int], m
     if len(set(starts)) == 1:
         buffer[:, :, starts[0] : end] = states
     else:
-        for seq, start in enumerate(starts):
-            buffer[seq, :, start : start + num_positions] = states[seq]
+        # One operation for all sequences where each waits for its launch; copies are faster on CPUs.
+        write = write_each if buffer.device.type == "cpu" else write_indexed
+        write(buffer, states, starts)
     return buffer
+
+
+def write_each(buffer: Tensor, states: Tensor, starts: Sequence[int]) -> None:
+    """Write states [B, heads, m, dim] into slots starts[seq], ... of buffer [B, heads, capacity, dim]."""
+    for seq, start in enumerate(starts):
+        buffer[seq, :, start : start + states.shape[2]] = states[seq]
+
+
+def write_indexed(buffer: Tensor, states: Tensor, starts: Sequence[int]) -> None:
+    """Do the same in one operation."""
+    sequences = torch.arange(len(starts), device=buffer.device)[:, None]
+    slots = torch.tensor(starts, device=buffer.device)[:, None] + torch.arange(states.shape[2], device=buffer.device)
+    buffer[sequences, :, slots] = states.transpose(1, 2)
 
 
 def join_slots(buffers: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor | None:
