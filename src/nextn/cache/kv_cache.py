@@ -11,11 +11,15 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from nextn.cache.recurrent import RecurrentLayer
+
+# The argument of transformers' decoders and their layers that takes a cache.
+CACHE_ARGUMENT = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 # For each layer, the cached tensors of a range of positions, or for recurrent layers the states after the last one.
 CacheBlock = list[tuple[Tensor, ...]]
