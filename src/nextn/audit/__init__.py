@@ -89,10 +89,8 @@ def audit(
     # What such names stand for is audited under the names that it should have: one cause, one finding.
     inventory = Inventory.of(with_plain_names(checkpoint) if named else checkpoint, family=family)
     whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
-    apart = pruned.pruned_apart(inventory)
-    alike = pruned.comparable(inventory, apart)
+    alike = pruned.comparable(inventory)
     bound: dict[Rule, Rule] = {
-        pruned.experts_pruned: partial(pruned.experts_pruned, apart=apart),
         structure.structure: lambda _: structure.structure(alike),
         shapes.shape: lambda _: shapes.shape(alike),
         values.values: partial(values.values, whole=whole),
