@@ -134,9 +134,10 @@ def _without_family(checkpoint: Checkpoint) -> AuditReport:
     names = [*inventory.stored.values(), *inventory.unrecognized]
     model_type = str(checkpoint.config["model_type"])[:80]
     found = [*structure.names_foreign(inventory), *files.index(inventory), *structure.draft_model(inventory)]
-    if names or inventory.draft_model is None:
-        known = structure.withheld_head(inventory) or structure.no_head(model_type)
-        found.append(structure.foreign_head(model_type, names) if names else known)
+    if names:
+        found.append(structure.foreign_head(model_type, names))
+    elif inventory.draft_model is None:
+        found.append(structure.withheld_head(inventory) or structure.no_head(model_type))
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     left = ("everything but names and files, as there is no head",)
     return AuditReport(checkpoint.path, model_type, 0, (), tuple(found), unchecked=left)
