@@ -220,6 +220,7 @@ def export(
 
     hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
     if as_adopted:
+        _refuse({"--tokenizer": tokenizer}, "--adopt writes a folder with the trunk's own tokenizer: leave out")
         _export_adopted(head, out, engine, model, num_speculative_tokens, hub, as_json=as_json)
         return
     made = export_head(

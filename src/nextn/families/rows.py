@@ -407,7 +407,7 @@ _INTERNS2_MOBIUS = replace(
         "transformers": _NONE,
     },
     sources=(_VLLM + "config/speculative.py", _SM + "interns2_mobius.py"), own_block=True,
-    block_adds=("mlp.experts", "mlp.gate"),
+    block_adds=("mlp.experts.", "mlp.gate."),
     cannot_run="transformers has no trunk of this type",
     remarks=("the block has mtp_num_experts experts, of which mtp_num_experts_per_tok are used",),
     unverified=(_FP8_UNKNOWN,),
