@@ -181,6 +181,19 @@ def test_shifted_norm_weights(name, by, side_name):
     assert right == 0 if (name, by) == ("small", 1) else right >= 18
 
 
+@loop(("name", "by"), [
+    *((name, by) for name in ("alike", "small", "large", "halved", "published", "new head, small trunk")
+      for by in (-2, -1)),
+    ("alike", 1), ("alike", 2), ("small", 2), ("scaled", 2),
+])  # fmt: skip
+def test_every_shifted_norm_is_named(name, by):
+    """A norm that is left out, or shifted by less than the others, keeps the head broken after the fix."""
+    for seed in range(5):
+        ours, theirs = sides(name, seed)
+        found_shifts = [each for each in shifts(shifted(ours, by), theirs, zero_centered=True) if each.certain]
+        assert {each: shift.offset for shift in found_shifts for each in shift.names} == dict.fromkeys(ours, by)
+
+
 def test_few_reads(tmp_path):
     """A matrix read whole, or every expert's window, would read hundreds of gigabytes from the hub."""
     inventory = take(publish(tmp_path, "deepseek_v3", modules=2))
