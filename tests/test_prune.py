@@ -70,6 +70,12 @@ def test_one_finding(tmp_path_factory, name):
     assert "restore" in found[0].fix
 
 
+def test_a_block_of_its_own_may_have_fewer(tmp_path):
+    change = pruned("openpangu_v2", head=True)
+    report = audit(Checkpoint.open(publish(tmp_path, "openpangu_v2", copies=False, change=change)))
+    assert "experts-pruned" not in {each.rule for each in report.findings}
+
+
 def test_a_dense_head_needs_nothing(tmp_path):
     assert audit(Checkpoint.open(folder(tmp_path, "exaone_moe"))).clean
 
