@@ -1,11 +1,9 @@
 """Optional packages: how to install those of an extra, however nextn itself was installed."""
 
 import shlex
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 
-# "fastapi>=0.115; extra == 'serve'", as wheels write it, and an extra that consists of others.
-_MARKER, _OTHERS = "; extra == ", "nextn["
+_MARKER = "; extra == "  # as in "fastapi>=0.115; extra == 'serve'"; wheels have the extras of others written out
 
 
 def install_command(extra: str) -> str:
@@ -15,19 +13,8 @@ def install_command(extra: str) -> str:
     this one.
     """
     try:
-        packages = list(_packages(extra, requires("nextn") or []))
+        split = [each.partition(_MARKER) for each in requires("nextn") or []]
     except PackageNotFoundError:
-        packages = []
+        split = []
+    packages = [package for package, _, marker in split if marker.strip("'\"") == extra]
     return "pip install " + (shlex.join(packages) if packages else f"'.[{extra}]' in the folder of nextn's sources")
-
-
-def _packages(extra: str, requirements: list[str]) -> Iterator[str]:
-    for requirement in requirements:
-        package, _, marker = requirement.partition(_MARKER)
-        if marker.strip("'\"") != extra:
-            continue
-        if package.startswith(_OTHERS):
-            for other in package.removeprefix(_OTHERS).rstrip("]").split(","):
-                yield from _packages(other, requirements)
-        else:
-            yield package
