@@ -6,7 +6,7 @@ from quick import REPRESENTATIVES, loop
 from tiny import CONFIGS, build
 from transformers.cache_utils import DynamicCache
 
-from nextn.cache.kv_cache import AttentionLayer, KVCache
+from nextn.cache.kv_cache import AttentionLayer, KVCache, write_each, write_indexed
 from nextn.errors import RollbackError
 from nextn.model.layer_types import LayerType
 from nextn.model.trunk import Trunk
@@ -141,6 +141,16 @@ def test_slabs_grow_by_doubling():
         buffers.add(layer.keys.data_ptr())
     assert len(buffers) <= 4
     assert layer.keys.shape[2] < 2 * 300
+
+
+@pytest.mark.parametrize("starts", [[0, 3, 5], [4, 4, 4]])
+def test_states_of_all_sequences_are_written_at_once(starts):
+    """As sequence by sequence, where every operation waits for its launch."""
+    states, buffers = torch.randn(3, 2, 4, 5), [torch.zeros(3, 2, 9, 5) for _ in range(2)]
+    write_each(buffers[0], states, starts)
+    write_indexed(buffers[1], states, starts)
+    assert torch.equal(*buffers)
+    assert torch.equal(buffers[0][1, :, starts[1] : starts[1] + 4], states[1])
 
 
 def test_layer_kinds_without_exact_roll_back_are_refused():

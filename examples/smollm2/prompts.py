@@ -1,8 +1,10 @@
 """Write prompts for training a head of a small instruct model: instructions of 16 kinds, Python functions to complete.
 
-    python examples/smollm2/prompts.py OUT      # OUT/code.jsonl, OUT/chat.jsonl, and OUT/chat-heldout.jsonl
+    python examples/smollm2/prompts.py OUT --packages numpy torch transformers --shards 8
 
-Functions are those of Python's standard library, with their docstrings. HumanEval, which measures the head, has others.
+writes OUT/prompts-1.jsonl ... prompts-8.jsonl, and OUT/chat-heldout.jsonl, whose topics and tasks appear together in
+none of them. Functions are those of Python's standard library and of installed packages, with their docstrings.
+HumanEval, which measures the head, has others.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from nextn.data.corpus import standard_library
@@ -42,6 +45,7 @@ KINDS = (
     "Make a table with key terms about {} and what they mean.", "Write an introduction to an essay about {}.",
     "Which common mistakes do people make about {}?", "Compare {} with something similar.",
 )  # fmt: skip
+STYLES = ("", " Keep it short.", " Use simple words.", " Give an example.")
 CODE_KINDS = (
     "Complete this Python function:\n\n```python\n{}\n```",
     "Write a Python function with this signature and docstring. Reply with the code.\n\n{}",
@@ -50,11 +54,22 @@ CODE_KINDS = (
 )
 
 
-def functions() -> Iterator[str]:
-    """Headers of the standard library's functions, with docstrings of at least a sentence."""
-    for path in standard_library():
-        source = path.read_text(errors="replace")
-        for node in ast.walk(ast.parse(source)):
+def sources(packages: list[str]) -> Iterator[Path]:
+    yield from standard_library()
+    for name in packages:
+        spec = find_spec(name)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            yield from sorted(Path(folder).rglob("*.py"))
+
+
+def functions(packages: list[str]) -> Iterator[str]:
+    """Headers of functions with docstrings of at least a sentence."""
+    for path in sources(packages):
+        try:
+            tree = ast.parse(path.read_text(errors="replace"))
+        except SyntaxError:  # of a newer Python
+            continue
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and len(ast.get_docstring(node) or "") > 60:
                 header = f"def {node.name}({ast.unparse(node.args)}):"
                 text = f'{header}\n    """{ast.get_docstring(node)}"""'.replace("\n\n", "\n")
@@ -70,18 +85,21 @@ def write(path: Path, prompts: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--count", type=int, default=1200, help="prompts of each file at most")
+    parser.add_argument("--packages", nargs="*", default=[], help="installed packages whose functions are added")
+    parser.add_argument("--count", type=int, default=10**6, help="prompts at most")
+    parser.add_argument("--shards", type=int, default=1, help="files")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     shuffled = random.Random(0)
-    headers = sorted(set(functions()))
-    shuffled.shuffle(headers)
-    code = [kind.format(header) for header, kind in zip(headers, itertools.cycle(CODE_KINDS), strict=False)]
-    chat = [kind.format(topic) for kind in KINDS for topic in TOPICS]
-    shuffled.shuffle(chat)
-    write(options.out / "code.jsonl", code[: options.count])
-    write(options.out / "chat-heldout.jsonl", chat[:HELD_OUT])
-    write(options.out / "chat.jsonl", chat[HELD_OUT:][: options.count])
+    headers = sorted(set(functions(options.packages)))
+    tasks = [kind.format(topic) for kind in KINDS for topic in TOPICS]
+    shuffled.shuffle(tasks)
+    write(options.out / "chat-heldout.jsonl", tasks[:HELD_OUT])
+    prompts = [kind.format(header) for header, kind in itertools.product(headers, CODE_KINDS)]
+    prompts += [task + style for task, style in itertools.product(tasks[HELD_OUT:], STYLES)]
+    shuffled.shuffle(prompts)
+    for index in range(options.shards):
+        write(options.out / f"prompts-{index + 1}.jsonl", prompts[: options.count][index :: options.shards])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The demo: decode a published or the shipped model without and with its MTP head; then train another one."""
 
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,12 +189,12 @@ class DemoReport:
         Drafts on the trunk's own text are easier than on the corpus, so more than expected is no disagreement.
         """
         k, forced = self.decoded.num_speculative_tokens, self.trained.evaluation.forced
+        command = f"nextn measure {shlex.quote(str(self.trained.folder / 'model'))}"
         cases = (("greedy", forced.match, self.decoded.greedy), ("temperature 1", forced.overlap, self.decoded.sampled))
         lengths = [(label, expected_length(rates[:k]), pair.figures().mtp.acceptance) for label, rates, pair in cases]
         return [
             f"{label}: training's teacher-forced figures give AL {expected:.2f} at K = {min(k, len(forced.match))}, "
-            f"decoding has {decoded.length:.2f}; `nextn measure {self.trained.folder / 'model'}` measures the head "
-            "apart from the decoder"
+            f"decoding has {decoded.length:.2f}; `{command}` measures the head apart from the decoder"
             for label, expected, decoded in lengths
             if decoded.num_rounds and decoded.length - 1 < _AGREEMENT * (expected - 1)
         ]

@@ -11,11 +11,15 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from nextn.cache.recurrent import RecurrentLayer
+
+# The argument of transformers' decoders and their layers that takes a cache.
+CACHE_ARGUMENT = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 # For each layer, the cached tensors of a range of positions, or for recurrent layers the states after the last one.
 CacheBlock = list[tuple[Tensor, ...]]
@@ -177,9 +181,23 @@ def write_states(buffer: Tensor | None, states: Tensor, starts: Sequence[int], m
     if len(set(starts)) == 1:
         buffer[:, :, starts[0] : end] = states
     else:
-        for seq, start in enumerate(starts):
-            buffer[seq, :, start : start + num_positions] = states[seq]
+        # One operation for all sequences where each waits for its launch; copies are faster on CPUs.
+        write = write_each if buffer.device.type == "cpu" else write_indexed
+        write(buffer, states, starts)
     return buffer
+
+
+def write_each(buffer: Tensor, states: Tensor, starts: Sequence[int]) -> None:
+    """Write states [B, heads, m, dim] into slots starts[seq], ... of buffer [B, heads, capacity, dim]."""
+    for seq, start in enumerate(starts):
+        buffer[seq, :, start : start + states.shape[2]] = states[seq]
+
+
+def write_indexed(buffer: Tensor, states: Tensor, starts: Sequence[int]) -> None:
+    """Do the same in one operation."""
+    sequences = torch.arange(len(starts), device=buffer.device)[:, None]
+    slots = torch.tensor(starts, device=buffer.device)[:, None] + torch.arange(states.shape[2], device=buffer.device)
+    buffer[sequences, :, slots] = states.transpose(1, 2)
 
 
 def join_slots(buffers: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor | None:

@@ -5,6 +5,7 @@ files are only listed in `Checkpoint.problems`, so that an audit can show them a
 """
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -240,7 +241,8 @@ def _advice(names: Sequence[str]) -> str:
 
 def _conversion(gguf: str) -> str:
     """Say what to do with a GGUF file."""
-    return f"a GGUF file is converted first: `nextn convert {gguf} OUT` writes a checkpoint folder; give OUT instead."
+    command = f"nextn convert {shlex.quote(gguf)} OUT"
+    return f"a GGUF file is converted first: `{command}` writes a checkpoint folder; give OUT instead."
 
 
 def _read_headers(sources: Sequence[ByteSource]) -> dict[str, Header]:

@@ -1,6 +1,7 @@
 """`nextn demo` decodes and trains small models; `nextn env` describes the machine for bug reports."""
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
     from nextn.decoding.batch import Round, SequenceRound
     from nextn.demo import Answers, DecodedModel, DecodedPair, DemoReport
 
-_PUBLISHED_K, _SMALL_K = 1, 4
+_PUBLISHED_K, _SMALL_K = 3, 4
 _ANSWERS = """\
 SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers {count} prompts, the code ones from HumanEval, each without \
-and with an MTP head of 4 M parameters that comes with nextn. In each round the head drafts {k} tokens, and the trunk \
-checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); the trunk adds one token of its \
-own."""
+and with an MTP head of 4 M parameters that comes with nextn. In each round the head drafts K = {k} tokens, and the \
+trunk checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); the trunk adds one token \
+of its own."""
 _INTRODUCTION = """\
 A byte-level model of Python code (5 MB) continues held-out code. In each round its MTP head drafts \
-{k} tokens, and the trunk checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); \
+K = {k} tokens, and the trunk checks them in one pass. The drafts up to the first wrong one are accepted ({marked}); \
 the trunk adds one token of its own, the bonus token. So the text is the trunk's; only the number of passes differs."""
 _LEGEND = """\
 AL: mean acceptance length, tokens per round with the bonus token. a_k: share of depth-k drafts that were accepted, \
@@ -129,10 +130,10 @@ def _show_answers(answers: "Answers", folder: Path) -> None:
     screen.print(_LEGEND)
     _show_figures(decoded)
     if decoded.greedy.figures().speedup < 1:
-        note = "note: here, checking drafts costs more than this briefly trained head saves; its card has figures"
-        screen.print(note, style="dim")
+        screen.print("note: here, checking drafts costs more than the head saves; its card has figures", style="dim")
     screen.print(plain(f"in {folder}: report.json; the head and its card: {SHIPPED_HEAD}"))
-    screen.print(plain(f"To try it: nextn chat {answers.checkpoint} --head {SHIPPED_HEAD}"))
+    command = shlex.join(["nextn", "chat", str(answers.checkpoint), "--head", str(SHIPPED_HEAD)])
+    screen.print(plain(f"To try it: {command}"))
 
 
 def _introduce(k: int) -> None:

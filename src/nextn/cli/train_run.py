@@ -1,5 +1,6 @@
 """The run of `nextn train`, from options to the written result: trunk and head jointly, or a head alone."""
 
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -212,7 +213,7 @@ def _run_trainer(
             if (remark := note(record)) is not None and ranks.is_first:
                 print_note(remark)
     if not trainer.is_over:
-        say_stopped(out, f"nextn train {out} --resume", quiet=not ranks.is_first)
+        say_stopped(out, f"nextn train {shlex.quote(str(out))} --resume", quiet=not ranks.is_first)
 
 
 def print_result(record: dict[str, object], message: str, *, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nextn.cache.kv_cache import KVCache, PerSequenceCache
+from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache, PerSequenceCache
 from nextn.cache.rollout_cache import RolloutCache, chain_mask
 from nextn.errors import ConfigError
 from nextn.families import MIMO_ARCHITECTURE, Family, by_name
@@ -140,8 +140,8 @@ class MTPLayer(nn.Module):
                 position_embeddings=rotary,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{CACHE_ARGUMENT: cache},
             )
             states = out[0] if isinstance(out, tuple) else out
         return states

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DummyLayer, get_layer_types_and_kwargs
 
 from nextn.cache.family_caches import CompressedLayer, ConvolutionLayer, PooledLayer, RotaryIndexedLayer
-from nextn.cache.kv_cache import AttentionLayer, IndexedLayer, KVCache, PerSequenceCache
+from nextn.cache.kv_cache import CACHE_ARGUMENT, AttentionLayer, IndexedLayer, KVCache, PerSequenceCache
 from nextn.cache.recurrent import RecurrentLayer
 from nextn.errors import RollbackError
 
@@ -23,7 +23,7 @@ IGNORABLE_ARGUMENTS = {
     "position_ids",
     "position_embeddings",
     "cache_position",
-    "past_key_values",
+    CACHE_ARGUMENT,
     "use_cache",
     "sliding_window",
 }

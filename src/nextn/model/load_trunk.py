@@ -1,5 +1,6 @@
 """The trunk of a checkpoint: in memory, streamed, or with layers that are loaded one at a time."""
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -130,8 +131,8 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
         elif packed:
             reasons.append(
                 f"its quantization is {weights.method} ({packed} and others): install what transformers needs for it, "
-                f"or load the model that was quantized, in bf16 or fp8; `nextn audit {checkpoint.path}` and "
-                "`nextn restore` work on it as it is"
+                "or load the model that was quantized, in bf16 or fp8; "
+                f"`nextn audit {shlex.quote(checkpoint.path)}` and `nextn restore` work on it as it is"
             )
         raise CheckpointError(". ".join([str(error), *reasons])) from error
 

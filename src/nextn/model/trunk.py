@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from nextn.cache.kv_cache import KVCache, PerSequenceCache, causal
+from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache, PerSequenceCache, causal
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import ConfigError, FamilyError
 from nextn.families import Stage
@@ -205,8 +205,8 @@ class Trunk(nn.Module):
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=mask,
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{CACHE_ARGUMENT: cache},
             )
         final_hidden = out.last_hidden_state[:, :length]
         return TrunkOutput(final_hidden * self.scale, captured[0][:, :length] if captured else final_hidden)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nextn.cache.kv_cache import CACHE_ARGUMENT
+
 
 def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
     """Make each layer recompute its activations in the backward pass; gradients are unchanged.
@@ -28,6 +30,6 @@ class _Checkpointed:
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or kwargs.get("past_key_values") is not None:
+        if not torch.is_grad_enabled() or kwargs.get(CACHE_ARGUMENT) is not None:
             return self.forward(*args, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)

@@ -5,6 +5,7 @@ same computation in every run.
 """
 
 import math
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -83,7 +84,7 @@ class Trainer:
         complete = self.folder.checkpoints()
         if not complete:
             return "No checkpoint is complete yet: start again with more free space."
-        command = f"nextn train {self.folder.path} --resume"
+        command = f"nextn train {shlex.quote(str(self.folder.path))} --resume"
         return f"{complete[-1]} is complete: with more free space, `{command}` resumes from it."
 
     def _records(self, should_stop: Callable[[], bool]) -> Iterator[Record]:
