@@ -300,8 +300,9 @@ def _show_comparison(compared: Comparison, *, quiet: bool) -> None:
         for title in (f"against {compared.source}", "before", "now", "change", ""):
             table.add_column(plain(title), justify="right" if title in ("before", "now", "change") else "left")
         for drop in compared.drops:
-            low, high = -drop.value - drop.half_width, -drop.value + drop.half_width
-            change = f"{-drop.value:+.1%} ({low:+.1%} to {high:+.1%})"
+            changed = 0.0 - drop.value  # not -0.0
+            low, high = changed - drop.half_width, changed + drop.half_width
+            change = f"{changed:+.1%} ({low:+.1%} to {high:+.1%})"
             fell = "fell" if drop in compared.fallen else ""
             table.add_row(plain(drop.label), f"{drop.before:.3f}", f"{drop.now:.3f}", change, fell)
         print_table(table)
