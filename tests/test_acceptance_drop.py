@@ -6,7 +6,7 @@ import json
 import pytest
 
 from nextn.errors import ConfigError
-from nextn.evaluate.acceptance_drop import Comparison, check_settings, read_record
+from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
 
 
 def record(rate=0.8, width=0.01, texts=24, **changes):
@@ -20,7 +20,7 @@ def record(rate=0.8, width=0.01, texts=24, **changes):
 
 
 def drops(baseline, now, *, source="old.json", limit=0.05):
-    return Comparison.of(baseline, now, source=source, limit=limit).drops
+    return AcceptanceChange.of(baseline, now, source=source, limit=limit).drops
 
 
 def test_drops():
@@ -73,12 +73,12 @@ def test_a_figure_of_one_text_is_not_compared():
 
 def test_conclusion():
     """Names what fell, the largest drop, and how many texts would show a drop of the limit."""
-    fell = Comparison.of(record(width=0.2), record(0.4, width=0.01), source="old.json", limit=0.05)
+    fell = AcceptanceChange.of(record(width=0.2), record(0.4, width=0.01), source="old.json", limit=0.05)
     assert [drop.label for drop in fell.fallen] == ["greedy a_1", "greedy AL"]
     assert "regain up to 50.0% (greedy a_1)" in fell.conclusion
     assert f"about {fell.drops[1].texts_needed(0.05)} texts would" in fell.conclusion
     assert [each["fell"] for each in fell.as_record()["figures"]] == [True, True]
-    kept = Comparison.of(record(), record(), source="old.json", limit=0.05)
+    kept = AcceptanceChange.of(record(), record(), source="old.json", limit=0.05)
     assert kept.conclusion == "keep the head: no figure fell by more than 5.0% beyond its interval"
     assert not kept.fallen
 

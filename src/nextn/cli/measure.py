@@ -48,7 +48,7 @@ from nextn.cli.streaming import (
     opened,
 )
 from nextn.errors import ConfigError
-from nextn.evaluate.acceptance_drop import Comparison, check_settings, read_record
+from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import WEIGHT_BITS
 from nextn.text_format import docs_page
@@ -163,7 +163,7 @@ def measure(
         _show_probe(probed)
     compared = None
     if earlier is not None:
-        compared = Comparison.of(earlier, record, source=str(against or baseline), limit=limit)
+        compared = AcceptanceChange.of(earlier, record, source=str(against or baseline), limit=limit)
         _show_comparison(compared, quiet=quiet)
     if as_json:
         print_json(record | ({} if compared is None else {"comparison": compared.as_record()}))
@@ -291,7 +291,7 @@ def _share(text: str) -> float:
     return value
 
 
-def _show_comparison(compared: Comparison, *, quiet: bool) -> None:
+def _show_comparison(compared: AcceptanceChange, *, quiet: bool) -> None:
     """Show every figure beside the earlier one, and the conclusion; if quiet, only that, on standard error."""
     from rich.table import Table
 

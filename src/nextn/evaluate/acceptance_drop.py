@@ -54,7 +54,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AcceptanceChange:
     """All figures that two measurements share."""
 
     source: str  # the earlier measurement: its file, or the checkpoint
@@ -62,7 +62,7 @@ class Comparison:
     drops: tuple[Drop, ...]
 
     @classmethod
-    def of(cls, baseline: _Record, now: _Record, *, source: str, limit: float) -> "Comparison":
+    def of(cls, baseline: _Record, now: _Record, *, source: str, limit: float) -> "AcceptanceChange":
         """Compare every figure of the largest K, over all texts, of the rules that servers use.
 
         Raises ConfigError if the two are of other prompts or settings, or the baseline is not a valid record.
