@@ -81,9 +81,10 @@ def summary(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
     running = [row for row in rows() if row.runs]
     native = sum(not reasons[row.name] for row in running)
     engines = [f"{name} on {', '.join(sorted(names))}" for name, names in _by_engine(runs)]
+    gpu = "decoded on one H200, one model trained"
     lines = [
         ("`audit`, `restore`, `convert`", f"{len(rows())} of {len(rows())}", "made-up files of each", "not needed"),
-        ("`measure`, `train`, `generate` (torch)", f"{len(running)}", "a tiny model of each, on CPUs", "decoded on one H200, one model trained"),
+        ("`measure`, `train`, `generate` (torch)", f"{len(running)}", "a tiny model of each, on CPUs", gpu),
         ("`generate` (native C++)", f"{native}", "a tiny model of each, on CPUs", "CPU only"),
         ("logits equal to transformers'", f"{len(CHECKED)}", ", ".join(sorted(CHECKED)), "not compared there"),
         ("counters equal to an engine's", f"{len(runs)}", "; ".join(engines), "engines on CPUs; SGLang not run"),
