@@ -23,7 +23,6 @@ _NAMES = (
     "tiles",
     "lanes",
     "rounded",
-    "int8",
     "grouped",
     "kquants",
     "fp8",

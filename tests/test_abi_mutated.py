@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.runtime.native.abi import BYTES, FP8, INT4, INT4_MINIMA, INT8, Q4_K, load
+from nextn.runtime.native.abi import BYTES, FP8, FP8_FLOATS, INT4, INT4_MINIMA, INT8, Q4_K, load
 
 GUARD = 0 if os.environ.get("NEXTN_NATIVE_BUILD") in ("asan", "tsan") else 64  # elements before and after a tensor
 MARK = 77
@@ -145,8 +145,8 @@ def rows() -> list[Call]:
 def linear() -> list[Call]:
     n, k, experts = 37, 64, 3
     calls = []
-    for weight_type in (0, 1, BYTES, INT4, INT8 + 1, FP8, FP8 + 2, INT4_MINIMA, INT4_MINIMA + 1):
-        dtype = torch.float32 if weight_type == 0 else torch.bfloat16
+    for weight_type in (0, 1, BYTES, INT4, INT8 + 1, FP8, FP8 + 2, INT4_MINIMA, INT4_MINIMA + 1, FP8_FLOATS + 1):
+        dtype = torch.float32 if weight_type in (0, FP8_FLOATS + 1) else torch.bfloat16
         out, x, given = floats(5, n, dtype=dtype), floats(5, k, dtype=dtype), [n, k, weight_type]
         gated = packed(weight_type, 2 * math.ceil(n / 16) * 16, k)
         all_experts, ids = packed(weight_type, n, k, experts), whole(5, below=experts)

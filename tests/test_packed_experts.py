@@ -19,7 +19,7 @@ from nextn.evaluate.decoding_costs import step_bytes
 from nextn.model.model import Model
 from nextn.model.packed_experts import PackedExperts, StackedCodes, packed_parts, weights_with_codes
 from nextn.runtime.backend import backend_for, unused_codes
-from nextn.runtime.native.abi import FP8, INT4, INT8, Runtime, load
+from nextn.runtime.native.abi import FP8, INT4, INT8, load
 from nextn.runtime.native.trace import Untraceable
 from nextn.runtime.native.weight_packing import PackedWeights
 
@@ -84,11 +84,12 @@ def test_torch_dequantizes_only_experts_that_are_chosen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", others_slow(FAMILIES, "qwen3_next"))
 def test_native_fp8_experts_are_the_dequantized_ones_bit_for_bit(name, tmp_path, monkeypatch):
+    # In bf16, torch sends positions of these random models to other experts than in float32.
+    monkeypatch.setattr("nextn.runtime.backend._self_check", lambda *given: None)
     folder, _ = quantized(tmp_path / "model", None, name)
     model, twin = Model.load(folder), Model.load(folder).dequantize()
     assert packed_experts(model)
     assert not unused_codes(model)
-    monkeypatch.setattr(Runtime, "takes_floats", lambda self, weight_type: weight_type == 0)  # inputs as for fp8
     (found, text), (expected, other) = states_and_texts(model), states_and_texts(twin)
     assert all(map(torch.equal, found, expected))
     assert text == other

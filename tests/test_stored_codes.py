@@ -22,7 +22,7 @@ from nextn.model.model import Model
 from nextn.model.packed_linear import PackedLinear, StandIns, StoredFp8, StoredIntegers, packed_layers
 from nextn.runtime.backend import backend_for, unused_codes
 from nextn.runtime.native.abi import FP8 as FP8_TYPE
-from nextn.runtime.native.abi import INT4, Runtime, load
+from nextn.runtime.native.abi import INT4, load
 from nextn.runtime.native.grouped import GroupedWeight, grouped_linear
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS, quantize_groups
@@ -269,7 +269,7 @@ def states_and_texts(model: Model) -> tuple[list[torch.Tensor], list[list[int]]]
     each_once(FP8, [torch.bfloat16, torch.float32], ["stored", "int8", "int4"]),
     ids=str,
 )
-def test_fp8_models_are_the_dequantized_ones_bit_for_bit(block, suffix, dtype, weights, tmp_path, monkeypatch):
+def test_fp8_models_are_the_dequantized_ones_bit_for_bit(block, suffix, dtype, weights, tmp_path):
     """With one byte per weight as stored; where all weights are rounded, those in fp8 are, too."""
     name = "glm4_moe" if weights == "int4" else "qwen3_5"  # whose states do not survive four bits
     model = fp8_model(tmp_path, block, suffix, name, dtype=dtype)
@@ -278,7 +278,6 @@ def test_fp8_models_are_the_dequantized_ones_bit_for_bit(block, suffix, dtype, w
     assert len(kept) > 5
     assert all(isinstance(codes, StoredFp8) and unsupported(codes) is None for codes in kept)
     assert not unused_codes(model)
-    monkeypatch.setattr(Runtime, "takes_floats", lambda self, weight_type: weight_type == 0)  # inputs as for fp8
     model.trunk.weights = twin.trunk.weights = weights
     (found, text), (expected, other) = states_and_texts(model), states_and_texts(twin)
     for near, far in zip(found, expected, strict=True):

@@ -25,8 +25,8 @@ from nextn.runtime.native.memory import HugePages, rows_per_slice
 _SOURCES = Path(__file__).parent / "csrc"
 _NO_TILES = "the operating system does not grant this process the AMX tile registers that the native runtime needs"
 # Types of product.h: packed weights of 7 bits; in groups of 4 and 8 bits and in fp8, one type per group size; then
-# K-quants, of 4 bits and of 5 and 6; then groups of 4 bits with minima, and of 8.
-BYTES, INT4, INT8, FP8, Q4_K, INT4_MINIMA = 4, 6, 9, 12, 15, 18
+# K-quants, of 4 bits and of 5 and 6; then groups of 4 bits with minima, and of 8; then fp8 of a model in float32.
+BYTES, INT4, INT8, FP8, Q4_K, INT4_MINIMA, FP8_FLOATS = 4, 6, 9, 12, 15, 18, 21
 _MAX_DIMS = 6
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
 _INT, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p

@@ -1,6 +1,6 @@
 """Packed fp8 (e4m3) weights in groups along K, each with one scale per output channel (csrc/fp8.cpp).
 
-Products widen the weights to the dtype of the activations, so results have the bits of the dequantized matrix.
+Products widen the weights to the model's dtype, so results have the bits of the dequantized matrix.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nextn.runtime.native.abi import FP8
+from nextn.runtime.native.abi import FP8, FP8_FLOATS
 from nextn.runtime.native.grouped import COLUMNS, GROUPS, GroupedFormat
 from nextn.runtime.native.memory import rows_per_slice
 
@@ -19,14 +19,15 @@ _SCALE = 256.0
 
 
 class Fp8Format(NamedTuple):
-    """The packed layout for one group size."""
+    """The packed layout for one group size, and the dtype that products widen the weights to."""
 
     group: int  # values along K, one of `GROUPS`
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def type(self) -> int:
         """The packed type in product.h."""
-        return FP8 + GROUPS.index(self.group)
+        return (FP8_FLOATS if self.dtype == torch.float32 else FP8) + GROUPS.index(self.group)
 
     def packed_bytes(self, n: int, k: int) -> int:
         """Return the size of a packed weight [N, K], the same as with 8-bit codes in groups."""

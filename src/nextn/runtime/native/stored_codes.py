@@ -102,7 +102,7 @@ def _group(codes: StoredIntegers) -> int | None:
 def _fp8_format(codes: StoredFp8) -> Fp8Format:
     group = _fp8_group(codes)
     assert group is not None, "supported codes"
-    return Fp8Format(group)
+    return Fp8Format(group, codes.stand_in.dtype)
 
 
 def _fp8_group(codes: StoredFp8) -> int | None:

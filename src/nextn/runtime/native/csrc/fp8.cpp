@@ -1,8 +1,8 @@
 // Linear layers with weights in fp8 (e4m3), in groups of values of k that have a scale in each column.
 //
 // A matrix is blocks of 32 columns, each a run of groups of 32, 64 or 128 values of k. A group is a float for each column,
-// 256 times its scale, then its codes, [2 of k][32 columns][2]. Weights are widened to the type of the activations, rounded
-// for bf16 as if the checkpoint had been dequantized, and multiplied as such a matrix is: the results have the same bits.
+// 256 times its scale, then its codes, [2 of k][32 columns][2]. Weights are widened to bf16 or fp32, rounded for bf16 as if
+// the checkpoint had been dequantized, and multiplied as such a matrix is: the results have the same bits.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -245,7 +245,7 @@ void multiply_few_rows(const Product& product, int64_t begin, int64_t end, int64
 }  // namespace
 
 void multiply_fp8(const Product& product, int64_t begin, int64_t end) {
-  if (product.x->type == F32)
+  if (multiplied_as(product.type) == F32)
     return multiply_widened<float>(product, begin, end, product.k, [](const Product& part, int64_t columns) {
       multiply_f32(part, 0, pieces(columns, kPanelColumns));
     });

@@ -20,8 +20,7 @@ bool is_weight_type(int64_t type) { return is_float(type) || type == BYTES || ro
 
 // Whether such weights are multiplied with activations of this type.
 bool fits_rows(int64_t type, int64_t rows) {
-  if (rows == BF16) return type != F32;
-  return rows == F32 && (takes_floats(type) || is_fp8(type));
+  return rows == BF16 ? multiplied_as(type) != F32 : rows == F32 && takes_floats(type);
 }
 
 void multiply(const Product& product, int64_t begin, int64_t end) {

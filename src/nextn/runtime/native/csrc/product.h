@@ -28,9 +28,9 @@ constexpr int64_t kZero = 64;
 // zero for each 32 values of k; the types after them for each 64 and each 128.
 constexpr int64_t INT4 = 6, INT8 = 9;
 
-// Types of packed weights in fp8, see fp8.cpp: with a scale for each 32 values of k, and for each 64 and each 128. They are
-// multiplied as matrices of the activations' type.
-constexpr int64_t FP8 = 12;
+// Types of packed weights in fp8, see fp8.cpp: with a scale for each 32 values of k, and for each 64 and each 128. Those of
+// FP8 are multiplied as matrices in bf16, those of FP8_FLOATS in fp32.
+constexpr int64_t FP8 = 12, FP8_FLOATS = 21;
 constexpr int64_t kFewBitsColumns = 32;
 
 // Types of packed weights of GGUF's K-quants, see kquants.cpp.
@@ -43,7 +43,9 @@ constexpr int64_t INT4_MINIMA = 18, INT8_MINIMA = 19;
 inline bool has_minima(int64_t type) { return type == INT4_MINIMA || type == INT8_MINIMA; }
 inline bool is_int4(int64_t type) { return (type >= INT4 && type < INT4 + 3) || type == INT4_MINIMA; }
 inline bool is_grouped(int64_t type) { return (type >= INT4 && type < INT8 + 3) || has_minima(type); }
-inline bool is_fp8(int64_t type) { return type >= FP8 && type < FP8 + 3; }
+inline bool is_fp8(int64_t type) {
+  return (type >= FP8 && type < FP8 + 3) || (type >= FP8_FLOATS && type < FP8_FLOATS + 3);
+}
 inline bool is_kquant(int64_t type) { return type >= Q4_K && type <= Q6_K; }
 inline int64_t values_per_group(int64_t type) {
   if (is_kquant(type)) return type == Q6_K ? 16 : 32;
@@ -61,9 +63,13 @@ constexpr bool kMultipliesHalves = true;
 constexpr bool kMultipliesHalves = false;
 #endif
 
+// The type of the matrix that such weights are multiplied as.
+inline int64_t multiplied_as(int64_t type) { return !is_fp8(type) ? type : type < FP8_FLOATS ? BF16 : F32; }
+
 // Whether the kernels for such weights take fp32 activations as fast as bf16, and use all their bits.
 inline bool takes_floats(int64_t type) {
-  return type == F32 || rounds_rows(type) || (type == BF16 && !kMultipliesHalves);
+  const int64_t as = multiplied_as(type);
+  return as == F32 || rounds_rows(type) || (as == BF16 && !kMultipliesHalves);
 }
 
 // Rounds a group of values, float or uint16_t for bf16, to codes of eight or sixteen bits; returns its scale (rounded.cpp).
