@@ -118,8 +118,9 @@ def test_logits_of_a_trained_model(name, monkeypatch):
     def error():
         trunk = fast_of(model).trunk
         with torch.inference_mode():
-            logits = trunk.read(trunk(tokens, trunk.cache(1))).logits
-        assert logits.dtype == torch.float32
+            output = trunk(tokens, trunk.cache(1))
+            logits = trunk.read(output).logits
+        assert output.final_hidden.dtype == logits.dtype == torch.float32
         return relative(logits, expected), relative(logits.bfloat16(), expected)
 
     found, with_rounded_logits = error()
