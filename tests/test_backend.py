@@ -168,7 +168,7 @@ def test_a_rounded_head_reads_its_states_by_rounded_weights_too(pairs):
 
 
 class QuantizedTwin(TorchDispatchMode):
-    """Products of torch with quantized weights and activations of eight bits, as the native backend makes them.
+    """Products of torch with quantized weights and activations of sixteen bits, as the native backend makes them.
 
     A weight is a matrix of a linear layer, an embedding or experts; a router, say, is none. With int4, those of the
     trunk's layers have four bits, and the others eight.
