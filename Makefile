@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 GENERATED := families reference support engines benchmarks troubleshooting outputs
 
-.PHONY: demo test test-masked test-slow test-all test-asan test-tsan test-debug check wheel test-gpu test-browser \
+.PHONY: demo test test-masked test-newest test-slow test-all test-asan test-tsan test-debug check wheel test-gpu test-browser \
 	test-transformers test-engines docs site bench bench-peers clean
 
 # Decodes a published model with the head in the package, then trains a small one for four minutes: see `nextn demo --help`.
@@ -31,6 +31,14 @@ test-masked: $(VENV)/.ready
 	ATEN_CPU_CAPABILITY=$(ATEN) ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NEXTN_NATIVE_MARCH=$(MARCH) \
 	NEXTN_TEST_THREADS=$(THREADS) $(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal \
 	$(MASKED:%=tests/test_%.py)
+
+# With the newest transformers that pyproject.toml admits, as users install it, and its deprecations as errors; in a .venv of its
+# own: `make test-newest VENV=.venv-newest`.
+NEWEST := trunk head kv_cache rounds batch backend activation_checkpointing hybrid load_head model families
+test-newest: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --upgrade "transformers<6"
+	$(BIN)/python -m pytest -W error::FutureWarning -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal \
+	$(NEWEST:%=tests/test_%.py)
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow and $(HERE)" --numprocesses 2 --dist worksteal

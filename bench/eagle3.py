@@ -44,6 +44,7 @@ from own_text import machine, python_corpora, read_answers, run_steps, with_stat
 from torch import Tensor, nn
 
 import nextn
+from nextn.cache.kv_cache import CACHE_ARGUMENT
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import Batch
 from nextn.data.byte_tokenizer import byte_tokenizer
@@ -158,7 +159,7 @@ class Eagle3Layer(nn.Module):
         block = self.block
         states = torch.cat([block.input_layernorm(embedded), self.hidden_norm(feature)], dim=-1)
         attended = block.self_attn(
-            hidden_states=states, position_embeddings=rotary, attention_mask=mask, past_key_values=cache
+            hidden_states=states, position_embeddings=rotary, attention_mask=mask, **{CACHE_ARGUMENT: cache}
         )
         states = feature + attended[0]
         states = states + block.mlp(block.post_attention_layernorm(states))

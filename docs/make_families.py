@@ -113,7 +113,7 @@ def withheld() -> Iterator[str]:
     yield "## Declared and never published"
     yield ""
     yield (
-        "The config of these models may tell of MTP layers, and the vendor published none. `nextn audit` says so: "
+        "The config of these models may declare MTP layers, and the vendor published none. `nextn audit` says so: "
         "nothing was lost, and there is nothing to restore."
     )
     yield ""

@@ -325,35 +325,6 @@ def _latent() -> Iterator[tuple[str, Layout]]:
             (double | dense(), double | moe()),
         ),
     )
-    streams: Shapes = {}
-    for half in ("attn_mhc_module", "mlp_mhc_module"):
-        streams |= {f"{half}.phi": (24, STREAMS * H), f"{half}.branch_alpha": (3,), f"{half}.branch_beta": (24,),
-                    f"{half}.norm_gamma": (STREAMS * H,)}  # fmt: skip
-    conv = {f"self_attn.{name}_conv.weight": (width, 1, 3) for name, width in
-            {"qa": RANK, "compresskv": RANK, "o": HEADS * 8}.items()}  # fmt: skip
-    pangu = double | conv | {"self_attn.param_sink_compressed_kv": (4, RANK), "self_attn.param_sink_k_pe": (4, 8)}
-    yield "openpangu_v2", Layout(
-        config("openpangu_v2", ROUTED, LATENT, FIRST, INDEX, {"mhc_num_stream": STREAMS, "sliding_window": 8}),
-        (pangu | INDEXER | dense() | streams, pangu | moe() | streams | norms("block_post_layernorm")), pangu | moe(),
-        extra={"merge_mhc_module.phi": (STREAMS, STREAMS * H), "merge_mhc_module.branch_alpha_pre": (1,)},
-    )  # fmt: skip
-    sparse = SPARSE[1] | {"self_attn.q_b_proj.weight": (HEADS * 24, 2 * RANK)}  # of queries and gates
-    gated_norms = {}
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        gated_norms |= {f"{name}.norm.weight": (H,), f"{name}.W_down.weight": (4, H), f"{name}.W_up.weight": (H, 4)}
-    inner = {
-        name: shape for name, shape in sparse.items() if not name.endswith("_layernorm.weight") or "attn" in name[:9]
-    }
-    attention = {name: shape for name, shape in inner.items() if name.startswith("self_attn")}
-    first = {name: shape for name, shape in gated_norms.items() if name.startswith("input")}
-    yield "axk2", Layout(
-        config("axk2", ROUTED, LATENT, FIRST, INDEX, {"gated_norm_rank": 4}),
-        (attention | first | norms("post_attention_layernorm") | dense(), inner | gated_norms),
-    )  # fmt: skip
-    quest = norms("attention_norm", "attn_out_norm", "feed_forward_norm") | gqa(qk=True) | moe(bias="", shared="")
-    yield "iquest_q1", Layout(
-        config("iquest_q1", GROUP), (quest | norms("ffn_out_norm"), quest), quest | norms("ffn_out_norm"),
-    )  # fmt: skip
     note = norms() | mla() | {"self_attn.g_proj.weight": (HEADS, H), "self_attn.k_rope_only_layernorm.weight": (8,)}
     swa = {f"swa_{key}": value for key, value in LATENT.items() if value} | {"swa_num_attention_heads": HEADS}
     yield "dots3_note", Layout(
@@ -389,4 +360,38 @@ def _latent() -> Iterator[tuple[str, Layout]]:
     )  # fmt: skip
 
 
-LAYOUTS = {name: layout for kind in (_glm, _qwen, _mixed, _ling, _rest, _latent) for name, layout in kind()}
+def _single_engine() -> Iterator[tuple[str, Layout]]:
+    """openPangu 2, A.X-K2, IQuest: transformers has no trunk of them, and at most one engine runs the head."""
+    streams: Shapes = {}
+    for half in ("attn_mhc_module", "mlp_mhc_module"):
+        streams |= {f"{half}.phi": (24, STREAMS * H), f"{half}.branch_alpha": (3,), f"{half}.branch_beta": (24,),
+                    f"{half}.norm_gamma": (STREAMS * H,)}  # fmt: skip
+    conv = {f"self_attn.{name}_conv.weight": (width, 1, 3) for name, width in
+            {"qa": RANK, "compresskv": RANK, "o": HEADS * 8}.items()}  # fmt: skip
+    pangu = norms("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm") | mla()
+    pangu |= conv | {"self_attn.param_sink_compressed_kv": (4, RANK), "self_attn.param_sink_k_pe": (4, 8)}
+    yield "openpangu_v2", Layout(
+        config("openpangu_v2", ROUTED, LATENT, FIRST, INDEX, {"mhc_num_stream": STREAMS, "sliding_window": 8}),
+        (pangu | INDEXER | dense() | streams, pangu | moe() | streams | norms("block_post_layernorm")), pangu | moe(),
+        extra={"merge_mhc_module.phi": (STREAMS, STREAMS * H), "merge_mhc_module.branch_alpha_pre": (1,)},
+    )  # fmt: skip
+    gated = {"norm.weight": (H,), "W_down.weight": (4, H), "W_up.weight": (H, 4)}
+    attention = {name: shape for name, shape in SPARSE[1].items() if name.startswith("self_attn.")}
+    attention |= {"self_attn.q_b_proj.weight": (HEADS * 24, 2 * RANK)}  # of queries and gates
+    attention |= under("input_layernorm", gated)
+    yield "axk2", Layout(
+        config("axk2", ROUTED, LATENT, FIRST, INDEX, {"gated_norm_rank": 4}),
+        (attention | norms("post_attention_layernorm") | dense(),
+         attention | under("post_attention_layernorm", gated) | moe()),
+    )  # fmt: skip
+    quest = norms("attention_norm", "attn_out_norm", "feed_forward_norm") | gqa(qk=True)
+    quest |= {"mlp.router.weight": (EXPERTS, H), "mlp.experts.fc": (EXPERTS, 2 * INNER, H),
+              "mlp.experts.proj": (EXPERTS, H, INNER)}  # fmt: skip
+    yield "iquest_q1", Layout(
+        config("iquest_q1", GROUP), (quest | norms("ffn_out_norm"), quest), quest | norms("ffn_out_norm"),
+    )  # fmt: skip
+
+
+LAYOUTS = {
+    name: layout for kind in (_glm, _qwen, _mixed, _ling, _rest, _latent, _single_engine) for name, layout in kind()
+}

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from nextn.errors import ConfigError
-from nextn.evaluate.acceptance_drop import drops, read_record
+from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
 
 
 def record(rate=0.8, width=0.01, texts=24, **changes):
@@ -19,21 +19,25 @@ def record(rate=0.8, width=0.01, texts=24, **changes):
     return {"figures": [figures], "hashes": {"prompts": "a"}, "settings": settings} | changes
 
 
+def drops(baseline, now, *, source="old.json", limit=0.05):
+    return AcceptanceChange.of(baseline, now, source=source, limit=limit).drops
+
+
 def test_drops():
     """By hand; the interval of the drop has the errors of both, and a gate counts what is above both."""
-    rate, length = drops(record(), record(0.72), source="old.json")
+    rate, length = drops(record(), record(0.72))
     assert (rate.figure, length.figure) == ("a_1", "AL")
     assert rate.value == pytest.approx(0.1)
     assert length.value == pytest.approx(0.08 / 1.8)
     assert rate.half_width == pytest.approx(0.9 * ((0.01 / 0.8) ** 2 + (0.01 / 0.72) ** 2) ** 0.5)
     assert rate.exceeds(0.05)
     assert not rate.exceeds(0.11)
-    noisy = drops(record(width=0.08), record(0.74, width=0.08), source="old.json")[0]
+    noisy = drops(record(width=0.08), record(0.74, width=0.08))[0]
     assert noisy.value > 0.05
     assert not noisy.exceeds(0.05)
     assert noisy.texts_needed(0.05) > 24 * 6
     assert rate.texts_needed(0.05) == 24
-    assert drops(record(), record(0.9), source="old.json")[0].value < 0
+    assert drops(record(), record(0.9))[0].value < 0
 
 
 @pytest.mark.parametrize(
@@ -44,14 +48,39 @@ def test_drops():
         ({"figures": []}, "no figure has an interval"),
         ({"figures": [{"domain": "all"}]}, "not a record of this version"),
         ({"hashes": 1}, "not a record of this version"),
+        ({"figures": 1}, "not a record of this version"),
+        ({"settings": []}, "not a record"),
+        ({"figures": [record()["figures"][0] | {"acceptance": ["0.8"]}]}, "not a record of this version"),
+        ({"figures": record(width=1e999)["figures"]}, "not a record of this version"),
     ],
 )
 def test_records_that_cannot_be_compared(change, says):
     with pytest.raises(ConfigError, match=says):
-        drops(record(**change), record(), source="old.json")
+        drops(record(**change), record())
     same = copy.deepcopy(record())
     same["settings"]["backend"] = "native"  # does not change what is measured
-    assert drops(same, record(), source="old.json")
+    assert drops(same, record())
+    check_settings(
+        record(), record()["settings"] | {"temperatures": (0.0,)}, source="x"
+    )  # a tuple here, a list in JSON
+
+
+def test_a_figure_of_one_text_is_not_compared():
+    one = record()
+    one["figures"][0]["interval_95"] = [[None, None]]
+    assert [drop.figure for drop in drops(one, record())] == ["AL"]
+
+
+def test_conclusion():
+    """Names what fell, the largest drop, and how many texts would show a drop of the limit."""
+    fell = AcceptanceChange.of(record(width=0.2), record(0.4, width=0.01), source="old.json", limit=0.05)
+    assert [drop.label for drop in fell.fallen] == ["greedy a_1", "greedy AL"]
+    assert "regain up to 50.0% (greedy a_1)" in fell.conclusion
+    assert f"about {fell.drops[1].texts_needed(0.05)} texts would" in fell.conclusion
+    assert [each["fell"] for each in fell.as_record()["figures"]] == [True, True]
+    kept = AcceptanceChange.of(record(), record(), source="old.json", limit=0.05)
+    assert kept.conclusion == "keep the head: no figure fell by more than 5.0% beyond its interval"
+    assert not kept.fallen
 
 
 def test_read_record(tmp_path):

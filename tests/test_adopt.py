@@ -255,6 +255,8 @@ def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path):
     if inside:
         code, _, err = here("serve", head, "--print", "vllm")
         assert (code, f"nextn adopt {head} OUT --as glm4_moe" in err) == (2, True)
+    code, _, err = here("export", head, tmp_path / "out", "--for", "llama.cpp", "--adopt", "--tokenizer", "m.gguf")
+    assert (code, "leave out --tokenizer" in err, (tmp_path / "out").exists()) == (2, True, False)
     code, out, _ = here("export", head, tmp_path / "out", "--for", "vllm", "--adopt")
     assert code == 0
     assert f"vllm serve {tmp_path / 'out'} --speculative-config" in out

@@ -25,11 +25,7 @@ RULES = {"quantization", "quantization-unused", "scale-missing", "precision-lowe
 
 def left_out(section, module):
     """By the list's own words: names and their parts, `*` for any text."""
-    given = [
-        *section.get("ignore", ()),
-        *section.get("modules_to_not_convert", ()),
-        *section.get("exclude_modules", ()),
-    ]
+    given = [each for key in ("ignore", "modules_to_not_convert", "exclude_modules") for each in section.get(key, ())]
     return any(fnmatchcase(module, each) or module.startswith(f"{each}.") for each in given)
 
 
@@ -62,19 +58,14 @@ def quantized(section, *, contradicted):
     """A change of a published checkpoint's tensors: linear layers as the section says, or the head's the other way."""
 
     def change(table):
-        layers = [each for each in table if re.search(r"layers?\.\d", each) and each.endswith(".weight")]
-        for name in layers:
+        for name in [each for each in table if re.search(r"layers?\.\d", each) and each.endswith(".weight")]:
             module, shape = name.removesuffix(".weight"), table[name].shape
-            linear = len(shape) == 2 and not re.search(
-                r"norm|mlp\.gate$|shared_expert_gate|conv1d|router|eh_proj", module
-            )
-            chosen = algorithm(section, module) if linear else ""
-            if linear and contradicted and re.search(r"mtp\.|layers\.2\.", name):
-                chosen = (
-                    ""
-                    if chosen
-                    else section.get("quant_algo", "").replace("MIXED_PRECISION", "NVFP4") or "FP8 in blocks"
-                )
+            if len(shape) != 2 or PLAIN.search(module):
+                continue
+            chosen = algorithm(section, module)
+            if contradicted and re.search(r"mtp\.|layers\.2\.", name):
+                other = section.get("quant_algo", "").replace("MIXED_PRECISION", "NVFP4") or "FP8 in blocks"
+                chosen = "" if chosen else other
             if chosen:
                 del table[name]
                 table |= stored(name, shape, chosen)

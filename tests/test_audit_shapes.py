@@ -11,7 +11,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING as
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from nextn.cache.family_caches import ConvolutionLayer
-from nextn.cache.kv_cache import KVCache, PerSequenceCache
+from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache, PerSequenceCache
 from nextn.checkpoint.layout import deinterleave, interleave
 from nextn.checkpoint.safetensors_file import read_header
 from nextn.errors import ConfigError, RollbackError
@@ -26,7 +26,7 @@ def texts(rows, columns):
 def whole(trunk, tokens):
     """The slow twin: transformers' own cache, one pass, no roll-back."""
     cache = DynamicCache(config=trunk.config)
-    return trunk.decoder(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state * trunk.scale
+    return trunk.decoder(input_ids=tokens, use_cache=True, **{CACHE_ARGUMENT: cache}).last_hidden_state * trunk.scale
 
 
 # Streams.

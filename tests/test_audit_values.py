@@ -140,6 +140,7 @@ SOUND = {
     # Means as published (omlx#3750, mlx-vlm#2041).
     "published": ([(0.9, 0.2), (1, 0.2), (1.28, 0.15), (1.36, 0.15), (3.75, 1.5)],
                   [(1.1, 0.2), (0.9, 0.2), (1.3, 0.1), (1.25, 0.15), (2.5, 0.8)], (0.27, 0.06)),
+    "one wide norm": ([(1, 0.1)] * 5, [(1, 0.1)] * 4 + [(1, 0.35)], (1, 0.1)),
     "final norm far off": ([(1, 0.2)] * 5, [(1, 0.2)] * 4 + [(5, 0.9)], (0.5, 0.1)),
 }  # fmt: skip
 
@@ -179,6 +180,19 @@ def test_shifted_norm_weights(name, by, side_name):
         right += bool(found_shifts)
     # Weights of 0.3, plus one, are near 1, where training starts: a suspicion only, by design.
     assert right == 0 if (name, by) == ("small", 1) else right >= 18
+
+
+@loop(("name", "by"), [
+    *((name, by) for name in ("alike", "small", "large", "halved", "published", "new head, small trunk")
+      for by in (-2, -1)),
+    ("alike", 1), ("alike", 2), ("small", 2), ("scaled", 2), ("one wide norm", 1), ("one wide norm", 2),
+])  # fmt: skip
+def test_every_shifted_norm_is_named(name, by):
+    """A norm that is left out, or shifted by less than the others, keeps the head broken after the fix."""
+    for seed in range(5):
+        ours, theirs = sides(name, seed)
+        found_shifts = [each for each in shifts(shifted(ours, by), theirs, zero_centered=True) if each.certain]
+        assert {each: shift.offset for shift in found_shifts for each in shift.names} == dict.fromkeys(ours, by)
 
 
 def test_few_reads(tmp_path):

@@ -55,6 +55,20 @@ def test_convert(tmp_path):
     assert not (tmp_path / "three").exists()
 
 
+def test_options_that_do_not_apply(tmp_path):
+    """The options that were given are named, and no others; nothing is written."""
+    out = tmp_path / "out"
+    for args, named in (
+        (("m.gguf", out, "--experts", "split", "--side-file"), "the folder with --side-file, --experts"),
+        (("tiny", "--reindex", "--to", "glm4_moe", "--dtype", "float32"), "then convert with --to, --dtype"),
+        (("tiny", out, "--dtype", "float32"), "only for a .gguf file give --dtype"),
+    ):
+        result = nextn("convert", *args)
+        assert isinstance(result.exception, ConfigError), (args, result.output)
+        assert str(result.exception).endswith(named)
+    assert not out.exists()
+
+
 def test_extract(tmp_path):
     """The file that the user named, and a base for restore."""
     assert (

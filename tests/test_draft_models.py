@@ -61,7 +61,7 @@ def test_standalone(classes, config, names, kind):
     assert (found and found.name) == kind
 
 
-def test_kinds_are_told_apart():
+def test_kinds_have_names_and_sentences():
     assert len({kind.name for kind in DRAFT_MODELS}) == len(DRAFT_MODELS)
     for kind in DRAFT_MODELS:
         assert kind.sentence.startswith("this is a")
@@ -148,7 +148,7 @@ def test_stages_under_mtp_names_are_no_modules(flash):
 
 
 def test_a_part_of_the_stages_is_enough(tmp_path):
-    """Config without its fields, or tensors without the heads: either tells."""
+    """Config without its fields, or tensors without the heads: either is a sign."""
     one = released(tmp_path / "a", config={})
     two = released(tmp_path / "b", change=lambda table: [table.pop(name) for name in ONLY_DSPARK])
     for folder in (one, two):

@@ -56,6 +56,8 @@ PUBLISHED = [
     ("axk2", 61, "model.layers.61.enorm.weight", "0.token_norm.weight"),
     ("iquest_q1", 40, "mtp_layers.0.mtp_model_layer.attention_norm.weight", "0.block.attention_norm.weight"),
     ("iquest_q1", 40, "mtp_layers.0.eh_proj.weight", "0.projection.weight"),
+    ("iquest_q1", 40, "mtp_layers.0.mtp_model_layer.mlp.experts.fc", "0.block.mlp.experts.gate_up_proj"),
+    ("iquest_q1", 40, "mtp_layers.0.mtp_model_layer.mlp.router.weight", "0.block.mlp.gate.weight"),
     ("qwen3_next", 48, "mtp.pre_fc_norm_embedding.weight", "0.token_norm.weight"),
     ("qwen3_5", 32, "mtp.pre_fc_norm_hidden.weight", "0.hidden_norm.weight"),
     ("qwen3_5", 32, "model.mtp.fc.weight", "0.projection.weight"),

@@ -6,7 +6,7 @@ from quick import REPRESENTATIVES, loop
 from tiny import CONFIGS, build
 from transformers.cache_utils import DynamicCache
 
-from nextn.cache.kv_cache import AttentionLayer, KVCache, write_each, write_indexed
+from nextn.cache.kv_cache import CACHE_ARGUMENT, AttentionLayer, KVCache, write_each, write_indexed
 from nextn.errors import RollbackError
 from nextn.model.layer_types import LayerType
 from nextn.model.trunk import Trunk
@@ -54,7 +54,7 @@ def trunk(request):
 def whole(trunk, tokens):
     """The slow twin: transformers' own cache, one pass, no roll-back -> normed states as `Trunk` hands them on."""
     cache = DynamicCache(config=trunk.model.config)
-    return trunk.decoder(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state * trunk.scale
+    return trunk.decoder(input_ids=tokens, use_cache=True, **{CACHE_ARGUMENT: cache}).last_hidden_state * trunk.scale
 
 
 @loop("counts", [[5, 0, 3], [0, 0, 0], [5, 5, 5], [1, 4, 2]], ids=str)

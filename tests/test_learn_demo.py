@@ -225,7 +225,7 @@ def test_a_published_model(tmp_path, here, monkeypatch):
     assert "\u27e6" in out
     assert out.count("plain 10 tokens/s") >= len(whole.prompts)
     assert "output identical" in out
-    assert asked == [1]
+    assert asked == [3]
 
 
 def test_without_the_published_model(told, here, tmp_path):

@@ -115,6 +115,7 @@ def test_the_config_follows(tmp_path):
     ("0", "have 2 experts"), ("0,1,2", "have 2 experts"), ("0,7", "none is 7"), ("0,0", "each expert once"),
     ("a,b", "numbers joined by commas"), ("", "numbers joined by commas"), ("0.5,1", "numbers joined"),
     ("-1,0", "each expert once"), ("no.json", "no file"), ("true,1", "numbers joined"), ("[0],1", "numbers joined"),
+    ("[" * 2000, "numbers joined"),
 ])  # fmt: skip
 def test_bad_lists(tmp_path_factory, given, what):
     path = folder(tmp_path_factory.mktemp("a"), "glm4_moe")
@@ -123,5 +124,10 @@ def test_bad_lists(tmp_path_factory, given, what):
 
 
 def test_a_list_in_a_file(tmp_path):
-    (tmp_path / "kept.json").write_text("[3, 0]\n")
-    assert read_expert_list(str(tmp_path / "kept.json")) == read_expert_list("3, 0") == KEEP
+    path = tmp_path / "kept.json"
+    path.write_text("[3, 0]\n")
+    assert read_expert_list(str(path)) == read_expert_list("3, 0") == KEEP
+    for text in ("3, 0", '{"3": 0}', "[" * 100_000, ""):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="expected numbers joined by commas"):
+            read_expert_list(str(path))

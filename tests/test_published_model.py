@@ -5,6 +5,7 @@ import zipfile
 
 import pytest
 
+from nextn.demo import decode_published
 from nextn.edit import published_model
 from nextn.errors import CheckpointError
 
@@ -66,3 +67,14 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written: "):
         published_model.smollm2_gguf(tmp_path / "file" / "cache")
+
+
+@pytest.mark.slow
+def test_the_head_in_the_package_drafts_for_it(tmp_path):
+    """The model itself: the same greedy texts with and without drafts, of which many are right."""
+    try:
+        answers = decode_published(tmp_path, num_speculative_tokens=3, seconds=20.0)
+    except CheckpointError as error:
+        pytest.skip(f"SmolLM2-135M-Instruct is not there: {error}")
+    assert answers.decoded.identical
+    assert answers.decoded.greedy.figures().mtp.acceptance.rates[0] > 0.4

@@ -3,13 +3,12 @@
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
-PROJECT_URL = ""  # where whoever publishes this package has it; messages refer to the pages in the package until then
 _MAX_NAME = 100  # characters; names in untrusted files have no bound
 
 
 def docs_page(name: str) -> str:
-    """Return where a documentation page is: its address, or the command that shows it."""
-    return f"{PROJECT_URL}/docs/{name}.md" if PROJECT_URL else f"`nextn docs {name}`"
+    """Return the command that shows a documentation page."""
+    return f"`nextn docs {name}`"
 
 
 def some(names: Collection[str], most: int = 3) -> str:

@@ -89,10 +89,8 @@ def audit(
     # What such names stand for is audited under the names that it should have: one cause, one finding.
     inventory = Inventory.of(with_plain_names(checkpoint) if named else checkpoint, family=family)
     whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
-    apart = pruned.pruned_apart(inventory)
-    alike = pruned.comparable(inventory, apart)
+    alike = pruned.comparable(inventory)
     bound: dict[Rule, Rule] = {
-        pruned.experts_pruned: partial(pruned.experts_pruned, apart=apart),
         structure.structure: lambda _: structure.structure(alike),
         shapes.shape: lambda _: shapes.shape(alike),
         values.values: partial(values.values, whole=whole),
@@ -136,9 +134,10 @@ def _without_family(checkpoint: Checkpoint) -> AuditReport:
     names = [*inventory.stored.values(), *inventory.unrecognized]
     model_type = str(checkpoint.config["model_type"])[:80]
     found = [*structure.names_foreign(inventory), *files.index(inventory), *structure.draft_model(inventory)]
-    if names or inventory.draft_model is None:
-        known = structure.withheld_head(inventory) or structure.no_head(model_type)
-        found.append(structure.foreign_head(model_type, names) if names else known)
+    if names:
+        found.append(structure.foreign_head(model_type, names))
+    elif inventory.draft_model is None:
+        found.append(structure.withheld_head(inventory) or structure.no_head(model_type))
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     left = ("everything but names and files, as there is no head",)
     return AuditReport(checkpoint.path, model_type, 0, (), tuple(found), unchecked=left)

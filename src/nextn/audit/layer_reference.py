@@ -76,13 +76,15 @@ class LayerReference:
         groups = _decoder_layers(parts)
         if not self._candidates or len(self.inventory.layers) < self.inventory.num_layers:
             return LayerComparison(-1)
-        best, missing, unknown, added = -1, list[str](), list[str](), self.inventory.family.block_adds
+        best, missing, unknown = -1, list[str](), list[str]()
         for prefix, own in groups.items():
             best, expected = self._expected(frozenset(own))
             kinds = {_kind(part) for part in expected}
             missing += [f"{prefix}{part}" for part in sorted(expected - own)]
-            extra = {part for part in own - expected if _kind(part) not in kinds or ".experts." in part}
-            extra -= {part for part in extra for path in added if part == path or part.startswith(f"{path}.")}
+            extra = (
+                part for part in own - expected if (_kind(part) not in kinds or ".experts." in part)
+                and not f"{part}.".startswith(self.inventory.family.block_adds)
+            )  # fmt: skip
             unknown += [parts[f"{prefix}{part}"] for part in extra]
         if not groups:
             best, expected = self._expected(frozenset())

@@ -28,9 +28,8 @@ FIT, BETTER, SUSPICIOUS = 1.0, 0.4, 1.0  # nats: distance with the shift undone;
 ENOUGH, NORMS = 1.8, 3  # certain: better by this in sum, over at least this many norms
 START = 0.35  # weights this close to 1 are where training starts
 MIN_SIZE = 8  # a shorter norm has no meaningful quantiles
-INITIAL = (
-    0.02  # norm weights that are all this close to 1 are as at the start of training: not shifted, for they would be 0
-)
+# Norm weights that are all this close to 1 have their initial values: they are not shifted, for they would be 0.
+INITIAL = 0.02
 
 
 @dataclass(frozen=True)
@@ -104,14 +103,8 @@ def _median(norms: Iterable[NormValues]) -> float:
 
 def _at_least(norms: Mapping[str, NormValues], bound: int) -> dict[str, NormValues]:
     """Return the norms that a shift may have moved above `bound`."""
-    return {
-        name: norm for name, norm in norms.items() if np.quantile(norm.values, 0.01) >= bound and not is_initial(norm)
-    }
-
-
-def is_initial(norm: NormValues) -> bool:
-    """Whether all weights are where training starts."""
-    return bool(np.max(np.abs(norm.values - 1)) <= INITIAL)
+    return {name: norm for name, norm in norms.items() if np.quantile(norm.values, 0.01) >= bound
+            and np.max(np.abs(norm.values - 1)) > INITIAL}  # fmt: skip
 
 
 def _too_low(
@@ -123,16 +116,12 @@ def _too_low(
         once = {name: replace(norm, values=norm.values + 1) for name, norm in _without(proven, proven_twice).items()}
         proven_twice |= {name: proven[name] for name, norm in once.items() if _is_closer(norm, other, -1)}
     for offset, subset in ((-2, proven_twice), (-1, _without(proven, proven_twice))):
-        rest = _without(norms, proven) if subset else {}
-        names = [
-            name
-            for name, norm in norms.items()
-            if name in subset
-            or (name in rest and (_score(norm, other, offset) > BETTER or _is_closer(norm, other, offset)))
-        ]
-        if names:
-            median = _median(norms[name] for name in names)
-            yield NormShift(tuple(names), offset, side, certain=True, median=median)
+        if not subset:
+            continue
+        added = {name for name, norm in _without(norms, proven).items()
+                 if _score(norm, other, offset) > BETTER or _is_closer(norm, other, offset)}  # fmt: skip
+        names = tuple(name for name in norms if name in subset or name in added)
+        yield NormShift(names, offset, side, certain=True, median=_median(norms[name] for name in names))
 
 
 def _too_high(norms: Mapping[str, NormValues], other: Mapping[str, NormValues], side: Side) -> Iterator[NormShift]:
@@ -156,7 +145,7 @@ def _too_high(norms: Mapping[str, NormValues], other: Mapping[str, NormValues], 
 
 def _score(norm: NormValues, other: Mapping[str, NormValues], offset: int) -> float:
     """Return how much better, in nats, `norm` fits the other side with the shift undone; 0 where it does not fit."""
-    counterparts = [each.values for each in other.values() if norm.kind and each.kind == norm.kind]
+    counterparts = _counterparts(norm, other)
     pool = counterparts or [each.values for each in other.values()]
     if not pool:
         return 0.0
@@ -170,7 +159,7 @@ def _is_closer(norm: NormValues, other: Mapping[str, NormValues], offset: int) -
 
     Enough to add a norm to others whose shift is certain, which a converter seldom shifts alone.
     """
-    counterparts = [each.values for each in other.values() if norm.kind and each.kind == norm.kind]
+    counterparts = _counterparts(norm, other)
     if not counterparts:
         return False
     reference = _median_and_spread(np.concatenate(counterparts))[0]
@@ -178,6 +167,11 @@ def _is_closer(norm: NormValues, other: Mapping[str, NormValues], offset: int) -
         abs(np.log(_median_and_spread(values)[0] / reference)) for values in (norm.values, norm.values - offset)
     )
     return bool(stored - undone > BETTER)
+
+
+def _counterparts(norm: NormValues, other: Mapping[str, NormValues]) -> list[Values]:
+    """Return the other side's norms of the same kind."""
+    return [each.values for each in other.values() if norm.kind and each.kind == norm.kind]
 
 
 def _distance(values: Values, reference: Values) -> float:

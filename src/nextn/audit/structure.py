@@ -148,7 +148,7 @@ def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
 
 
 def draft_model(inventory: Inventory) -> Iterator[Finding]:
-    """Report a draft model of another kind inside the checkpoint, or one that config.json alone tells of."""
+    """Report a draft model of another kind inside the checkpoint, or one that config.json alone declares."""
     other = inventory.draft_model
     if other is None:
         return
@@ -181,15 +181,11 @@ def withheld_head(inventory: Inventory) -> Finding | None:
     fields = declared_fields(config)
     if models is None and not fields:
         return None
-    declares = f"{CONFIG} has {joined(fields)}" if fields else f"{CONFIG} declares no head"
-    if models is None:
-        found = (
-            f"{declares}, no tensor of a head is stored, and nextn knows none that was published with this model_type."
-        )
-    else:
-        found = f"{declares}, and {models.sentence}."
+    declares = f"has {joined(fields)}" if fields else "declares no head"
+    unknown = "no tensor of a head is stored, and nextn knows none that was published with this model_type"
     return Finding(
-        "head-withheld", "note", f"{CONFIG}: model_type", found,
+        "head-withheld", "note", f"{CONFIG}: model_type",
+        f"{CONFIG} {declares}, and {models.sentence if models else unknown}.",
         "As it is: it decodes without drafts, and every engine must be started without MTP.",
         "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`; or serve a draft model that "
         "others trained for it, such as an EAGLE-3 one.",
@@ -344,36 +340,34 @@ def _experts_twice(head: HeadStructure) -> Iterator[Finding]:
         f"layer {index}": {inventory.running_paths[path]: info.name for path, info in layer.items()}
         for index, layer in inventory.layers.items()
     }
-    for what, option, names in (("the head", "--experts", inventory.stored),
-                                *((what, "--trunk-experts", names) for what, names in layers.items())):  # fmt: skip
+    for what, names in {"the head": inventory.stored, **layers}.items():
         by_form: dict[ExpertForm, str] = {}
         for path, name in names.items():
             if (found := expert_path(path)) is not None:
                 by_form.setdefault(found.form, name)
         if len(by_form) > 1:
             ways = joined(f"{form} ({name})" for form, name in by_form.items())
-            whole = _whole_forms(inventory) if option == "--experts" else []
-            fixes = " or ".join(f"`{convert(inventory, f'{option} {form}')}`" for form in whole)
-            keep = (
-                f"Keep one: {fixes} names the tensors that it leaves out." if whole else restore(inventory, force=True)
-            )
             yield Finding(
                 "experts-twice", "error", next(iter(by_form.values())),
                 f"The experts of {what} are stored {ways}: which of them an engine uses depends on its load order, and "
                 "nextn loads neither.",
-                "One of them.", keep if option == "--experts" else "Download or convert the trunk again.",
+                "One of them.",
+                _one_form(inventory) if what == "the head" else "Download or convert the trunk again.",
             )  # fmt: skip
             return
 
 
-def _whole_forms(inventory: Inventory) -> list[ExpertForm]:
-    """Return the forms in which all of the head's experts are stored."""
+def _one_form(inventory: Inventory) -> str:
+    """Return the fix for a head with experts in several forms: one that all of them have, or the base model's."""
     parts: dict[ExpertForm, set[str]] = defaultdict(set)
     for canonical in inventory.stored:
         if (found := expert_path(canonical)) is not None:
             parts[found.form] |= {path for path, _ in split_view(canonical, inventory.info(canonical))}
     every = set().union(*parts.values())
-    return [form for form, own in parts.items() if own == every]
+    fixes = [f"`{convert(inventory, f'--experts {form}')}`" for form, own in parts.items() if own == every]
+    if not fixes:
+        return restore(inventory, force=True)
+    return f"Keep one: {' or '.join(fixes)} names the tensors that it leaves out."
 
 
 def _names_unknown(head: HeadStructure) -> Iterator[Finding]:

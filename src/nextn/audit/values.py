@@ -71,14 +71,10 @@ def norm_shift_finding(shift: NormShift, *, convention: str, fix: str) -> Findin
     offset = f"{'are' if shift.certain else 'may be'} {abs(shift.offset)} {direction} their true values"
     measure = "" if shift.certain else " The values alone do not settle it: measure the acceptance both ways."
     stored = "The norm weight itself" if convention == "w" else "The norm weight less 1"
-    median = (
-        f"{shift.median:.2f}"
-        if convention == "w"
-        else f"{shift.median - 1:.2f}, which multiplies by {shift.median:.2f}"
-    )
     return Finding(
         "gain-shifted", "warning" if shift.certain else "note", some(shift.names),
-        f"{counted(len(shift.names), 'norm weight')} of {side} {offset}: their stored median is {median}.",
+        f"{counted(len(shift.names), 'norm weight')} of {side} {offset}: their stored median is "
+        f"{_as_stored(shift.median, convention, '.2f')}.",
         f"{stored} in the file; norm weights are positive and of similar size in head and trunk.", fix + measure,
     )  # fmt: skip
 
@@ -167,6 +163,13 @@ def _is_garbage(array: Values) -> bool:
     return bool(np.max(size) > HUGE or np.mean((size > 0) & (size < TINY)) > 0.01)
 
 
+def _as_stored(effective: float, convention: str, spec: str) -> str:
+    """Format a norm weight as the file has it, and the factor that it means where that differs."""
+    if convention == "w":
+        return f"{effective:{spec}}"
+    return f"{effective - 1:{spec}}, which multiplies by {effective:{spec}}"
+
+
 def zero_or_constant(
     norms: Mapping[str, NormValues],
     matrices: Mapping[str, Values],
@@ -190,20 +193,24 @@ def zero_or_constant(
     """
     groups: dict[tuple[str, Severity, str], list[str]] = defaultdict(list)
     for name, norm in norms.items():
-        if np.all(norm.values == norm.values[0]) and norm.values[0] != 1:
-            zero, stored = norm.values[0] == 0, norm.values[0] - (convention != "w")
-            what = f"a single value, {stored:g}" + (f", which multiplies by {norm.values[0]:g}" if stored else "")
-            groups[*(("values-zero", "error") if zero else ("values-constant", "warning")), what].append(name)
+        value = norm.values[0]
+        if value != 1 and np.all(norm.values == value):
+            what = f"a single value, {_as_stored(value, convention, 'g')}"
+            groups[_zero_or_constant(value), "warning" if value else "error", what].append(name)
     for name, array in matrices.items():
-        if np.all(array == array[0]):
-            severity: Severity = "error" if name in projections else "warning"
-            rule, what = ("values-zero", "only zeros") if array[0] == 0 else ("values-constant", "a single value")
-            partly = " in the sample" if known is None else "" if name in known else ", but for a few values"
-            groups[rule, severity, what + partly].append(name)
+        value = array[0]
+        if np.all(array == value):
+            what = "a single value" if value else "only zeros"
+            what += " in the sample" if known is None else "" if name in known else ", but for a few values"
+            groups[_zero_or_constant(value), "error" if name in projections else "warning", what].append(name)
     for (rule, severity, what), names in groups.items():
         found = f"{counted(len(names), 'tensor')} of the head with {what}."
         advice = fix if severity == "error" else _measured_first(fix, names)
         yield Finding(rule, severity, some(names), found, "Values that differ, as after training.", advice)
+
+
+def _zero_or_constant(value: float) -> str:
+    return "values-constant" if value else "values-zero"
 
 
 def _measured_first(fix: str, names: Collection[str]) -> str:
@@ -228,10 +235,8 @@ def _untrained(samples: SampledValues) -> Iterator[Finding]:
         and _share_initial(samples, samples.trunk_weights, trunk_dtypes) < 0.5
     )
     ones = _all_ones(samples.head_norms) and not _all_ones(samples.trunk_layer_norms)
-    start = (
-        "all its norm weights are 1" if inventory.family.norm_weight == "w" else "all its norm weights are stored as 0"
-    )
-    signs = ["its matrices are distributed as a fresh initialization"] * initial + [start] * ones
+    signs = ["its matrices are distributed as a fresh initialization"] * initial
+    signs += [f"all its norm weights are stored as {int(inventory.family.norm_weight == 'w')}"] * ones
     if signs:
         yield Finding(
             "values-untrained", "warning" if len(signs) > 1 else "note", "the head",

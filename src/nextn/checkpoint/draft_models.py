@@ -33,11 +33,9 @@ class DraftModel:
     def run_by(self) -> str:
         """Who runs it, as a clause."""
         ways = [f"{engine} ({how})" if how else engine for engine, how in self.engines.items()]
-        return (
-            f"{joined(ways)} {'runs' if len(ways) == 1 else 'run'} it"
-            if ways
-            else "None of vLLM, SGLang and llama.cpp runs it"
-        )
+        if not ways:
+            return "None of vLLM, SGLang and llama.cpp runs it"
+        return f"{joined(ways)} {'runs' if len(ways) == 1 else 'run'} it"
 
     @property
     def sentence(self) -> str:
@@ -98,20 +96,24 @@ _ALONE = ((DSPARK, re.compile(r"(?:.{1,60}\.)?mtp_dspark\.")), (MEDUSA, re.compi
 
 @dataclass(frozen=True)
 class StoredDraftModel:
-    """A draft model inside a model's checkpoint, or one that only config.json tells of."""
+    """A draft model inside a model's checkpoint, or one that only config.json declares."""
 
     kind: DraftModel
     names: frozenset[str]  # its tensors
-    has_heads_names: bool = False  # stored as `mtp.<number>.`, where other models have MTP modules
     counted: bool = False  # the config's number of modules may be that of its stages
-    fields: str = ""  # of config.json, that tell of it
+    fields: str = ""  # of config.json, that declare it
 
     @property
     def found(self) -> str:
         """What it is and where, as a clause."""
         if not self.names:
-            return f"config.json tells of {self.kind.what}, of which no tensor is stored"
+            return f"config.json declares {self.kind.what}, of which no tensor is stored"
         return f"{counted(len(self.names), 'tensor')}, such as {some(sorted(self.names), 2)}, are {self.kind.what}"
+
+    @property
+    def has_heads_names(self) -> bool:
+        """Whether it is stored as `mtp.<number>.`, where other models have MTP modules."""
+        return any(map(_STAGE.fullmatch, self.names))
 
     @property
     def refusal(self) -> str:
@@ -147,16 +149,11 @@ def stored(names: Iterable[str], config: Config) -> StoredDraftModel | None:
     for kind, pattern in _ALONE:
         if own := frozenset(name for name in candidates if pattern.match(name)):
             return StoredDraftModel(kind, own)
-    stages: dict[str, list[tuple[str, str]]] = {}
-    for name in candidates:
-        if match := _STAGE.fullmatch(name):
-            stages.setdefault(match["root"], []).append((name, match["rest"]))
-    parts = {root: [rest for _, rest in stage] for root, stage in stages.items()}
+    stages = {name: match for name in candidates if (match := _STAGE.fullmatch(name))}
+    parts = {name for name, match in stages.items() if _DSPARK_PART.match(match["rest"])}
     fields = [key for key in config if key.startswith("dspark_")]
-    if not fields and not any(_DSPARK_PART.match(rest) for rests in parts.values() for rest in rests):
+    if not fields and not parts:
         return None
-    heads = {root for root, rests in parts.items() if any(map(_MTP_PART.match, rests))}
-    own = frozenset(
-        name for root, stage in stages.items() for name, rest in stage if root not in heads or _DSPARK_PART.match(rest)
-    )
-    return StoredDraftModel(DSPARK, own, has_heads_names=True, counted=not heads, fields=some(fields))
+    heads = {match["root"] for match in stages.values() if _MTP_PART.match(match["rest"])}
+    own = frozenset(parts | {name for name, match in stages.items() if match["root"] not in heads})
+    return StoredDraftModel(DSPARK, own, counted=not heads, fields=some(fields))

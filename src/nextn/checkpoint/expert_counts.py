@@ -8,6 +8,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.families import lookup_count
 
+# Fields of config.json with the number of routed experts.
 COUNT_FIELDS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
 
 
@@ -37,9 +38,9 @@ def count_experts(tensors: Iterable[tuple[str, TensorInfo]]) -> int:
     return len(numbers) or max((info.shape[0] for path, info in found if path.number is None and info.shape), default=0)
 
 
-def declared_experts(inventory: Inventory) -> dict[str, int]:
+def declared_experts(config: Mapping[str, object]) -> dict[str, int]:
     """Return the fields of config.json with a number of experts."""
-    counts = {field: lookup_count(inventory.checkpoint.config, field) for field in COUNT_FIELDS}
+    counts = {field: lookup_count(config, field) for field in COUNT_FIELDS}
     return {field: count for field, count in counts.items() if count}
 
 

@@ -37,9 +37,7 @@ class Inventory:
     shared: Mapping[str, str] = field(repr=False)  # `embedding` and `output` -> the trunk's tensor, where it has one
     layers: Mapping[int, Mapping[str, TensorInfo]] = field(repr=False)  # of the trunk: index -> path in it -> tensor
     unrecognized: tuple[str, ...] = field(repr=False)  # tensors that look like a head's and are not the family's
-    draft_model: StoredDraftModel | None = field(
-        default=None, repr=False
-    )  # a draft model that is no MTP head, beside it
+    draft_model: StoredDraftModel | None = field(default=None, repr=False)  # beside the head, or in place of one
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, family: Family | None = None) -> "Inventory":
@@ -71,18 +69,8 @@ class Inventory:
         family = _fitted(family, spellings)
         heads = {canonical: _published(family, canonical, names, num_layers) for canonical, names in spellings.items()}
         duplicates = {canonical: tuple(names) for canonical, names in spellings.items() if len(names) > 1}
-        return cls(
-            checkpoint,
-            family,
-            num_layers,
-            declared,
-            heads,
-            duplicates,
-            shared,
-            layers,
-            tuple(unrecognized),
-            draft_model,
-        )
+        return cls(checkpoint, family, num_layers, declared, heads, duplicates, shared, layers, tuple(unrecognized),
+                   draft_model)  # fmt: skip
 
     @cached_property
     def modules(self) -> tuple[int, ...]:
@@ -97,21 +85,20 @@ class Inventory:
     def restore_command(self, *, force: bool = False, base: str | None = None) -> str:
         """Return the command that restores the head from the base model, or from BASE if that is unknown.
 
-        force: It replaces a complete head. base: Another model to restore it from.
+        Args:
+            force: It replaces a complete head.
+            base: Another model to restore it from.
         """
-        origin = base or ("BASE" if self.base_model is None else shlex.quote(self.base_model))
+        origin = base or shlex.quote(self.base_model or "BASE")
         return f"nextn restore {shlex.quote(self.checkpoint.path)} --from {origin}{' --force' if force else ''}"
 
     def refuse_draft_model(self, *, adding: bool = False) -> None:
-        """Raise CheckpointError where a draft model of another kind stands in an MTP head's place.
+        """Raise CheckpointError where a draft model of another kind is in an MTP head's place.
 
         adding: A head is to be stored; else, one is to be read.
         """
-        draft_model = self.draft_model
-        if draft_model is not None and (
-            draft_model.has_heads_names and draft_model.names if adding else not self.stored
-        ):
-            raise CheckpointError(f"{self.checkpoint.path}: {draft_model.refusal}")
+        if self.draft_model is not None and (self.draft_model.has_heads_names if adding else not self.stored):
+            raise CheckpointError(f"{self.checkpoint.path}: {self.draft_model.refusal}")
 
     def role(self, canonical: str) -> str:
         """Return the role in a canonical name: `token_norm`, `block`, ..."""

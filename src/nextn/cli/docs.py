@@ -28,7 +28,7 @@ def docs(
         for name, path in pages.items():
             echo(f"{name:<40}{_title(path)}".rstrip())
     else:
-        echo(pages[_found(topic, list(pages))].read_text().rstrip())
+        echo(pages[_matching(topic, list(pages))].read_text().rstrip())
 
 
 def _pages() -> dict[str, Path]:
@@ -47,7 +47,8 @@ def _title(path: Path) -> str:
         return next((line.removeprefix("# ").strip() for line in lines if line.startswith("# ")), "")
 
 
-def _found(topic: str, names: list[str]) -> str:
+def _matching(topic: str, names: list[str]) -> str:
+    """Return the page of this name, or with this last part. Raises ConfigError if there is none, or several."""
     wanted = topic.removesuffix(".md").removeprefix("docs/").strip("/")
     if wanted in names:
         return wanted

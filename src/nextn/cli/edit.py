@@ -1,6 +1,6 @@
 """Commands that edit checkpoints: restore, convert, extract, export, push, quantize."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -131,37 +131,37 @@ def convert(
 ) -> None:
     """Convert a head between equivalent layouts and between files, bit for bit; or a GGUF file to a checkpoint."""
     form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
+    of_head: dict[str, object] = {
+        "--to": to, "--from": now, f"--{form}": form, "--norm-weights": norm_weights, "--experts": experts,
+        "--trunk-experts": trunk_experts, "--keep-experts": keep_experts,
+    }  # fmt: skip
+    of_gguf: dict[str, object] = {"--dtype": dtype, "--tokenizer": tokenizer}
+    hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
     if reindex:
-        _refuse_beside_reindex(to=to, now=now, form=form, norm_weights=norm_weights, dtype=dtype, tokenizer=tokenizer,
-                               experts=experts, trunk_experts=trunk_experts, keep_experts=keep_experts)  # fmt: skip
+        _refuse(of_head | of_gguf, "--reindex changes the index alone; run it first, then convert with")
         from nextn.edit.reindex import reindex as write_index
 
-        opened = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
-        _run(partial(write_index, opened, out), follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+        _run(partial(write_index, _open(source, hub), out), follow_links=follow_links, dry_run=dry_run, as_json=as_json)
         return
     if out is None:
         raise typer.BadParameter(
             "OUT is missing: give a new folder for the result; only --reindex changes the folder itself"
         )
     if Path(source).suffix == ".gguf":
+        _refuse(of_head, "a .gguf file is converted to the model's own names, in indexed files: convert it first, then "
+                "the folder with")  # fmt: skip
         from nextn.edit.gguf_import import convert_gguf
 
-        _refuse_options(
-            to=to, now=now, form=form, norm_weights=norm_weights, experts=experts, trunk_experts=trunk_experts,
-            keep_experts=keep_experts,
-        )  # fmt: skip
         with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
             plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
         _report(plan, dry_run=dry_run, as_json=as_json)
         return
-    if dtype is not None or tokenizer is not None:
-        raise ConfigError(f"{source}: --dtype and --tokenizer are for .gguf files; convert keeps both as they are")
+    _refuse(of_gguf, f"{source}: convert keeps dtype and tokenizer as they are; only for a .gguf file give")
     from nextn.edit.convert import convert as convert_head
     from nextn.edit.prune import read_expert_list
 
-    checkpoint = _open(source, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
     edit = partial(
-        convert_head, checkpoint, out, to=to, now=now, form=form, norm_weight=norm_weights,
+        convert_head, _open(source, hub), out, to=to, now=now, form=form, norm_weight=norm_weights,
         experts=_expert_form("--experts", experts), trunk_experts=_expert_form("--trunk-experts", trunk_experts),
         keep_experts=None if keep_experts is None else read_expert_list(keep_experts),
     )  # fmt: skip
@@ -220,6 +220,7 @@ def export(
 
     hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
     if as_adopted:
+        _refuse({"--tokenizer": tokenizer}, "--adopt writes a folder with the trunk's own tokenizer: leave out")
         _export_adopted(head, out, engine, model, num_speculative_tokens, hub, as_json=as_json)
         return
     made = export_head(
@@ -311,19 +312,21 @@ def quantize(
         raise ConfigError(
             f"--calibrate changes the scales of int4, not of {weights}; give --weights int4 or leave it out"
         )
-    checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
-    importance = None if calibrate is None else _importance(checkpoint, calibrate, quiet=as_json)
-    edit = partial(quantize_model, checkpoint, out, weights=weights, group_size=group_size, importance=importance)
-    if head_bits != "auto":
-        edit = partial(edit, head_bits=int(head_bits), activation_bits=activation_bits)
-        _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
-        return
-    if activation_bits != 16:
+    if head_bits == "auto" and activation_bits != 16:
         raise ConfigError(
             "--head-bits auto compares 16, 8 and 4 bits; with --activation-bits 8, give --head-bits 16 or 8"
         )
-    if dry_run:
+    if head_bits == "auto" and dry_run:
         raise ConfigError("--dry-run writes nothing, so that nothing can be measured; give --head-bits 16, 8 or 4")
+    checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+    importance = None if calibrate is None or dry_run else _importance(checkpoint, calibrate, quiet=as_json)
+    if head_bits != "auto":
+        edit = partial(
+            quantize_model, checkpoint, out, weights=weights, group_size=group_size, head_bits=int(head_bits),
+            activation_bits=activation_bits, importance=importance,
+        )  # fmt: skip
+        _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+        return
     from nextn.evaluate.head_precision import quantize_measured
     from nextn.evaluate.workload import ReferencePlan, read_prompts
 
@@ -402,18 +405,10 @@ def _form(flags: dict[str, bool]) -> "Form | None":
     return given[0] if given else None  # type: ignore[return-value]  # the keys are the forms
 
 
-def _refuse_options(**given: object) -> None:
-    if any(value is not None for value in given.values()):
-        raise ConfigError(
-            "a .gguf file is converted to the model's own names, in indexed files: convert it first, then the folder "
-            "with --to, --from, --single-file, --side-file, --shards, --norm-weights, --experts, --trunk-experts or "
-            "--keep-experts"
-        )
-
-
-def _refuse_beside_reindex(**given: object) -> None:
-    if others := [name for name, value in given.items() if value is not None]:
-        raise ConfigError(f"--reindex changes the index alone; run it first, then convert with {', '.join(others)}")
+def _refuse(options: Mapping[str, object], reason: str) -> None:
+    """Raise ConfigError with `reason` and the options that were given, if there are any."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ConfigError(f"{reason} {', '.join(given)}")
 
 
 def _expert_form(option: str, name: str | None) -> "ExpertForm | None":

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -48,15 +48,14 @@ from nextn.cli.streaming import (
     opened,
 )
 from nextn.errors import ConfigError
-from nextn.evaluate.acceptance_drop import drops, read_record
+from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import WEIGHT_BITS
 from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from nextn.evaluate.acceptance_drop import Drop
     from nextn.evaluate.probe import ProbeReport
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.workload import Prompt
@@ -99,8 +98,9 @@ def measure(
         typer.Option(help="Another checkpoint to measure on the same prompts, such as the base model."),
     ] = None,
     max_drop: Annotated[
-        str, typer.Option(help="Exit with 1 if acceptance fell by more, compared with --baseline or --against.")
-    ] = "5%",
+        str | None,
+        typer.Option(help="With --baseline or --against: exit with 1 if acceptance fell by more. Default: 5%."),
+    ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
     ] = False,
@@ -127,15 +127,17 @@ def measure(
         raise ConfigError(
             "--against measures the other checkpoint's own texts: leave --baseline, --texts and --engine out"
         )
-    limit, earlier = _share(max_drop), None
-    if baseline is not None:
-        earlier = read_record(baseline)
+    if max_drop is not None and baseline is None and against is None:
+        raise ConfigError(f"--max-drop {max_drop}: compared with what? Give --baseline FILE or --against MODEL")
+    limit, earlier = _share(max_drop or "5%"), None if baseline is None else read_record(baseline)
     given = None if temperatures is None else parse_temperatures(temperatures)
     if texts is not None and (prompts is not None or (given is not None and len(given) > 1)):
         raise ConfigError(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
     plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
+    if earlier is not None and texts is None:  # their temperature is in the file
+        check_settings(earlier, asdict(plan), source=str(baseline))
     options = ModelOptions.of(locals()).prepared()
     if options.native_only and (texts is not None or engine is not None):
         raise ConfigError(
@@ -145,29 +147,29 @@ def measure(
     to_answer = read_prompts(prompts)
     asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
     source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
-    loaded, report = _measure(options, source, plan, to_answer)
-    if against is not None:
-        other, source = replace(options, source=shipped_path(against), head=None), replace(source)
-        other = replace(options, source=shipped_path(against), head=None).prepared()
+    if against is not None:  # first, so that one model is in memory at a time
+        other = replace(options, source=shipped_path(against), head=None, revision=None).prepared()
         earlier = _measure(other, source, plan, to_answer)[1].as_record()
+    loaded, report = _measure(options, source, plan, to_answer)
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     if long := loaded.length_note(report.num_positions):
         print_note(long)
     record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
     if out is not None:
         write_json(out, record)
-    if as_json:
-        print_json(record)
-    else:
+    if not as_json:
         (_show_model_card if model_card else _show_reference)(report)
     if probed is not None and not quiet:
         _show_probe(probed)
-    dropped = earlier is not None and _compare(earlier, report, limit, source=str(against or baseline), quiet=quiet)
+    compared = None
+    if earlier is not None:
+        compared = AcceptanceChange.of(earlier, record, source=str(against or baseline), limit=limit)
+        _show_comparison(compared, quiet=quiet)
+    if as_json:
+        print_json(record | ({} if compared is None else {"comparison": compared.as_record()}))
     if min_acceptance is not None:
         _require(report, min_acceptance)
-    if dropped:
-        raise typer.Exit(1)
-    if probed is not None and probed.is_fault:
+    if (compared and compared.fallen) or (probed is not None and probed.is_fault):
         raise typer.Exit(1)
 
 
@@ -289,44 +291,22 @@ def _share(text: str) -> float:
     return value
 
 
-def _compare(
-    earlier: "Mapping[str, object]", report: "ReferenceReport", limit: float, *, source: str, quiet: bool
-) -> bool:
-    """Show every figure beside the earlier one; return whether one fell by more than the limit and the noise."""
+def _show_comparison(compared: AcceptanceChange, *, quiet: bool) -> None:
+    """Show every figure beside the earlier one, and the conclusion; if quiet, only that, on standard error."""
     from rich.table import Table
 
-    found = drops(earlier, report.as_record(), source=source)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in (f"against {source}", "figure", "before", "now", "change", ""):
-        table.add_column(title, justify="left" if not title or title.startswith("against") else "right", no_wrap=True)
-    for each in found:
-        low, high = (-each.value - each.half_width, -each.value + each.half_width)
-        result = "fell" if each.exceeds(limit) else ""
-        cells = (f"{each.before:.3f}", f"{each.now:.3f}", f"{-each.value:+.1%} ({low:+.1%} to {high:+.1%})", result)
-        table.add_row(plain(each.label), each.figure, *cells)
-    fallen = [each for each in found if each.exceeds(limit)]
     if not quiet:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for title in (f"against {compared.source}", "before", "now", "change", ""):
+            table.add_column(plain(title), justify="right" if title in ("before", "now", "change") else "left")
+        for drop in compared.drops:
+            changed = 0.0 - drop.value  # not -0.0
+            low, high = changed - drop.half_width, changed + drop.half_width
+            change = f"{changed:+.1%} ({low:+.1%} to {high:+.1%})"
+            fell = "fell" if drop in compared.fallen else ""
+            table.add_row(plain(drop.label), f"{drop.before:.3f}", f"{drop.now:.3f}", change, fell)
         print_table(table)
-    echo(_conclusion(found, fallen, limit), err=quiet)
-    return bool(fallen)
-
-
-def _conclusion(found: "Sequence[Drop]", fallen: "Sequence[Drop]", limit: float) -> str:
-    lengths = [each for each in found if each.figure == "AL"] or [*found]
-    widest = max(lengths, key=lambda each: each.half_width)
-    noise = ""
-    if widest.half_width > limit:
-        noise = (
-            f"; {widest.num_texts} texts show a drop of {limit:.1%} in AL only with luck (95 % interval "
-            f"+-{widest.half_width:.1%}): about {widest.texts_needed(limit)} texts would"
-        )
-    if fallen:
-        worst = max(fallen, key=lambda each: each.value)
-        return (
-            f"fell by more than {limit:.1%}: {', '.join(f'{each.label} {each.figure}' for each in fallen)}; training "
-            f"the head on this trunk may regain up to {worst.value:.1%} ({worst.label} {worst.figure}){noise}"
-        )
-    return f"keep the head: no figure fell by more than {limit:.1%} beyond its interval{noise}"
+    echo(compared.conclusion, err=quiet)
 
 
 def _require(report: "ReferenceReport", minimum: float) -> None:

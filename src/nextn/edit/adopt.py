@@ -113,10 +113,12 @@ def can_adopt(source: "str | Path | Checkpoint", head: str | Path | None = None)
     try:
         checkpoint = visible(as_checkpoint(source))
         trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-        found = _head(head, trunk)
-        return found is not None and bool(_plan(trunk, found, _config(checkpoint)).pieces)
+        if (own := _head(head, trunk)) is None:
+            return False
+        _plan(trunk, own, _config(checkpoint))
     except NextnError:
         return False
+    return True
 
 
 def adopt(

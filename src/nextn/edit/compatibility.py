@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import QuantConfig, declared, stored_modules, unpacked
 from nextn.edit.plan import Piece
@@ -15,11 +16,10 @@ from nextn.text_format import counted, some
 # Config fields that determine the head's shapes.
 SIZES = (
     "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "moe_intermediate_size", "n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts",
-    "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+    "moe_intermediate_size", *COUNT_FIELDS, "n_shared_experts",
+    "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
 ABOUT_HEAD = re.compile(r"mtp|nextn")  # fields that name the head
-_EXPERTS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 # Families whose router scores a group of experts by its two best ones.
 _GROUPED = (
@@ -52,8 +52,8 @@ def absent(inventory: Inventory) -> list[str]:
 
 def _missing_experts(tails: set[str], inventory: Inventory) -> list[int]:
     stored = {int(match[1]) for tail in tails if (match := _EXPERT.search(tail))}
-    counts = [count for key in _EXPERTS if isinstance(count := lookup(inventory.checkpoint.config, key), int)]
-    return sorted(set(range(max([*counts[:1], max(stored) + 1]))) - stored) if stored else []
+    count = next(iter(declared_experts(inventory.checkpoint.config).values()), 0)
+    return sorted(set(range(max(count, max(stored) + 1))) - stored) if stored else []
 
 
 def lone_experts(family: Family, config: Mapping[str, object]) -> str:
@@ -61,7 +61,7 @@ def lone_experts(family: Family, config: Mapping[str, object]) -> str:
 
     Lines are of vLLM 0.32.0 and llama.cpp 0c1e57098. On GPUs, vLLM and SGLang choose experts by other kernels.
     """
-    counts = [count for key in _EXPERTS if (count := lookup_count(config, key)) is not None]
+    counts = [*declared_experts(config).values()]
     groups = lookup_count(config, "n_group")
     if family.name not in _GROUPED or not counts or counts[0] // (groups or 1) > 1:
         return ""

@@ -101,28 +101,16 @@ def convert(
     _refuse_different(head.family, layout, norm_weight, len(head.modules))
     head, left = _one_form(head, experts)
     target = experts or (head.family.experts if layout.name == head.family.name else layout.experts)
-    whole, routers = head, dict[str, Piece]()
-    named = inventory
-    if keep_experts is not None:
-        named, head, routers = prune(inventory, head, keep_experts)
-    fresh, notes = _renamed(named, head, replace(layout, experts=target))
-    wrapper = inventory.wrapper if inventory.wrapper in layout.wrappers else ""
-    fresh |= {layout.published(each, inventory.num_layers, wrapper=wrapper): piece for each, piece in routers.items()}
+    fresh, notes = _renamed(inventory, head, replace(layout, experts=target), keep_experts)
     trunk, replaced = ({}, set[str]()) if trunk_experts is None else trunk_in_form(inventory, trunk_experts)
     if norm_weight is not None:
         fresh, note = shifted(fresh, head, NormWeightShift.parse(norm_weight))
         notes.append(note)
-    elif (
-        not left
-        and form is None
-        and not trunk
-        and not routers
-        and all(name == piece.name for name, piece in fresh.items())
-    ):
+    elif not (left or form or trunk or keep_experts) and all(name == piece.name for name, piece in fresh.items()):
         raise ConfigError(f"{checkpoint.path}: its head already has the names of {layout.name}; nothing to convert")
     notes += [f"left out: {name}, stored in another form than {experts}" for name in left]
     plan = replace(
-        _plan(inventory, whole, layout, fresh, form, trunk, {*left, *replaced}, num_experts=len(keep_experts or ())),
+        _plan(inventory, head, layout, fresh, form, trunk, {*left, *replaced}, num_experts=len(keep_experts or ())),
         notes=(*repairs, *notes),
         follow_links=follow_links,
     )
@@ -226,15 +214,21 @@ def _one_form(head: Inventory, form: ExpertForm | None) -> tuple[Inventory, list
     return replace(head, stored=kept), sorted(head.spellings(left))
 
 
-def _renamed(inventory: Inventory, head: Inventory, layout: Family) -> tuple[dict[str, Piece], list[str]]:
+def _renamed(
+    inventory: Inventory, head: Inventory, layout: Family, keep_experts: Sequence[int] | None = None
+) -> tuple[dict[str, Piece], list[str]]:
     """Return name in `layout` -> piece, experts in its form, and notes of the copies that it does not have."""
     wrapper = inventory.wrapper if inventory.wrapper in layout.wrappers else ""
+    routers = dict[str, Piece]()
+    if keep_experts is not None:
+        inventory, head, routers = prune(inventory, head, keep_experts)
     placed = {canonical: inventory.checkpoint.info(name)
               for canonical, name in head.stored.items() if head.role(canonical) in layout.names}  # fmt: skip
     left = sorted(head.stored.keys() - placed.keys())
-    pieces = {layout.published(canonical, inventory.num_layers, wrapper=wrapper): piece
-              for canonical, piece in in_form(placed, layout.experts, inventory.checkpoint).items()}  # fmt: skip
-    return pieces, [f"left out: {some([head.stored[each]])}, a copy that {layout.name} does not store" for each in left]
+    pieces = in_form(placed, layout.experts, inventory.checkpoint) | routers
+    named = {layout.published(canonical, inventory.num_layers, wrapper=wrapper): piece
+             for canonical, piece in pieces.items()}  # fmt: skip
+    return named, [f"left out: {some([head.stored[each]])}, a copy that {layout.name} does not store" for each in left]
 
 
 def _plan(
@@ -287,7 +281,7 @@ def _configs(
     elif inventory.family.num_modules(config) != count:
         config = inventory.family.with_count(config, count)
     if num_experts:
-        config = with_num_experts(config, inventory, num_experts)
+        config = with_num_experts(config, num_experts)
     return {**edited, **with_config(inventory.checkpoint, config)}
 
 

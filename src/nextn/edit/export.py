@@ -167,8 +167,7 @@ def _refuse(head: Inventory, trunk: Inventory, engine: str) -> None:
     try:
         _refuse_family(head.family, trunk, engine, path)
     except FamilyError as error:
-        inside = head.checkpoint.path == trunk.checkpoint.path
-        if engine == "transformers" or not can_adopt(trunk.checkpoint, None if inside else path):
+        if engine == "transformers" or not can_adopt(trunk.checkpoint, None if path == trunk.checkpoint.path else path):
             raise
         raise FamilyError(
             f"{error}. Or keep this head: --adopt writes trunk and head in GLM-4.5's layout, which {ENGINES[engine]} "

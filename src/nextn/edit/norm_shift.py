@@ -38,7 +38,7 @@ class NormWeightShift:
                 "by a colon and their names, joined by commas"
             )
         sign = 1 if match[1] == "add" else -1
-        return cls(sign * int(match[2]), tuple((match[3] or "").split(",")) if match[3] else ())
+        return cls(sign * int(match[2]), tuple(match[3].split(",")) if match[3] else ())
 
     def __str__(self) -> str:
         return f"{'add' if self.offset > 0 else 'subtract'}-{abs(self.offset)}"
@@ -87,8 +87,8 @@ def _refuse_lost_bits(checkpoint: Checkpoint, names: Iterable[str], by: NormWeig
         name, (lost, value) = max(worst.items(), key=lambda item: item[1])
         raise CheckpointError(
             f"{checkpoint.path}: --norm-weights {by} would change {some([*worst])} beyond rounding, by up to "
-            f"{lost:.1%} ({value:.4g} in {name}): of a weight below 0.5, w - 1 has fewer bits than w. Keep the head in "
-            "a layout that stores w, or train a head in the other one"
+            f"{lost:.1%} ({value:.4g} in {name}): near 0, w - {-by.offset} has fewer bits than w. Keep the head in a "
+            "layout that stores w, or train a head in the other one"
         )
 
 

@@ -1,10 +1,10 @@
 """Leave out experts of a head, with the router's rows, as a pruned trunk's layers lack them."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nextn.bounded_json import JsonLimits, parse_json
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.expert_counts import cut, declared_experts, head_experts, router_axis, trunk_experts, uniform
 from nextn.checkpoint.expert_forms import expert_path
@@ -15,7 +15,8 @@ from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import some
 
-_MAX_BYTES, _MAX_EXPERTS = 1_000_000, 65_536
+_MAX_EXPERTS = 65_536
+_LIMITS = JsonLimits(num_bytes=1_000_000, num_values=_MAX_EXPERTS + 1)
 
 
 def read_expert_list(given: str) -> list[int]:
@@ -23,14 +24,13 @@ def read_expert_list(given: str) -> list[int]:
 
     Raises ConfigError for anything else, for a number twice, and for an empty list.
     """
-    path = Path(given)
-    text = given
+    path, data = Path(given), f"[{given}]".encode()
     if path.suffix == ".json":
-        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"--keep-experts {given}: no file of at most {_MAX_BYTES:,} bytes")
-        text = path.read_text(encoding="utf-8", errors="replace").strip().removeprefix("[").removesuffix("]")
+        if not path.is_file() or path.stat().st_size > _LIMITS.num_bytes:
+            raise ConfigError(f"--keep-experts {given}: no file of at most {_LIMITS.num_bytes:,} bytes")
+        data = path.read_bytes()
     try:
-        numbers = json.loads(f"[{text}]")
+        numbers = parse_json(data, _LIMITS)
     except ValueError:
         numbers = None
     if not isinstance(numbers, list) or not numbers or not all(type(each) is int for each in numbers):
@@ -66,14 +66,15 @@ def prune(inventory: Inventory, head: Inventory, keep: Sequence[int]) -> tuple[I
     stored = {canonical: inventory.checkpoint.info(name) for canonical, name in head.stored.items()}
     experts = {canonical: info for canonical, info in stored.items() if expert_path(canonical) is not None}
     split = in_form(experts, "split", inventory.checkpoint)
+    order = {old: new for new, old in enumerate(keep)}
     tensors, names = dict(inventory.checkpoint.tensors), {}
     for canonical, piece in split.items():
         path = expert_path(canonical)
         assert path is not None
         assert path.number is not None
         tensors[piece.name] = piece.info
-        if path.number in keep:
-            names[path.of_expert(keep.index(path.number), path.part)] = piece.name
+        if path.number in order:
+            names[path.of_expert(order[path.number], path.part)] = piece.name
     checkpoint = replace(inventory.checkpoint, tensors=tensors)
     others = {canonical: name for canonical, name in head.stored.items() if canonical not in experts}
     routers = _routers(stored, checkpoint, count, keep)
@@ -95,10 +96,10 @@ def _routers(
     return out
 
 
-def with_num_experts(config: Mapping[str, object], inventory: Inventory, num_experts: int) -> dict[str, object]:
+def with_num_experts(config: Mapping[str, object], num_experts: int) -> dict[str, object]:
     """Return the config with this number of experts in the fields that state their number."""
     out = dict(config)
-    for field in declared_experts(inventory):
+    for field in declared_experts(config):
         inner = out.get("text_config")
         if field in out or not isinstance(inner, Mapping):
             out[field] = num_experts

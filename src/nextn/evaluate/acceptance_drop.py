@@ -6,16 +6,20 @@ is often as wide as a limit of 5 %.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nextn.bounded_json import JsonLimits, parse_json
 from nextn.errors import ConfigError
 
-RULES_OF_SERVERS = ("greedy", "ratio", "argmax")  # of the rules that are measured
+SERVER_RULES = ("greedy", "ratio", "argmax")  # of the rules that are measured
 RECORD = "measure.json"  # looked for in a folder
-_MAX_RECORD = 64 * 1024 * 1024  # bytes
+_LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
 _IGNORED = ("backend",)  # settings that do not change what is measured
+
+_Record = Mapping[str, object]
+_Interval = tuple[float, float, float]  # value, low, high
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Drop:
 
     @property
     def value(self) -> float:
-        """The relative drop; negative for a gain."""
+        """The relative drop; negative if the figure rose."""
         return (self.before - self.now) / self.before
 
     def exceeds(self, limit: float) -> bool:
@@ -45,16 +49,79 @@ class Drop:
 
     @property
     def label(self) -> str:
-        return self.rule if self.rule == "greedy" else f"T={self.temperature:g} {self.rule}"
+        """The rule and the figure, as tables and messages show them."""
+        return f"{self.rule if self.rule == 'greedy' else f'T={self.temperature:g} {self.rule}'} {self.figure}"
 
 
-def read_record(path: Path) -> Mapping[str, object]:
+@dataclass(frozen=True)
+class AcceptanceChange:
+    """All figures that two measurements share."""
+
+    source: str  # the earlier measurement: its file, or the checkpoint
+    limit: float  # relative drop that is tolerated
+    drops: tuple[Drop, ...]
+
+    @classmethod
+    def of(cls, baseline: _Record, now: _Record, *, source: str, limit: float) -> "AcceptanceChange":
+        """Compare every figure of the largest K, over all texts, of the rules that servers use.
+
+        Raises ConfigError if the two are of other prompts or settings, or the baseline is not a valid record.
+        """
+        baseline, now = (json.loads(json.dumps(record)) for record in (baseline, now))  # tuples become lists
+        check_settings(baseline, _object(now["settings"]), source=source)
+        try:
+            _check_prompts(baseline, now, source)
+            earlier = {_key(each): each for each in _figures(baseline)}
+            pairs = ((earlier[_key(each)], each) for each in _figures(now) if _key(each) in earlier)
+            drops = tuple(drop for pair in pairs for drop in _drops(*pair))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{source}: not a record of this version's `nextn measure --out` ({error!r})") from error
+        if not drops:
+            raise ConfigError(
+                f"{source}: no figure has an interval in both measurements: measure both with more prompts, so that "
+                "more than one text is left"
+            )
+        return cls(source, limit, drops)
+
+    @property
+    def fallen(self) -> list[Drop]:
+        """The figures that fell by more than the limit and the noise."""
+        return [drop for drop in self.drops if drop.exceeds(self.limit)]
+
+    @property
+    def conclusion(self) -> str:
+        """The result in one sentence, and how many texts would show a drop of the limit."""
+        if not (fallen := self.fallen):
+            return f"keep the head: no figure fell by more than {self.limit:.1%} beyond its interval{self._noise}"
+        worst = max(fallen, key=lambda drop: drop.value)
+        return (
+            f"fell by more than {self.limit:.1%}: {', '.join(drop.label for drop in fallen)}; training the head on "
+            f"this trunk may regain up to {worst.value:.1%} ({worst.label}){self._noise}"
+        )
+
+    @property
+    def _noise(self) -> str:
+        lengths = [drop for drop in self.drops if drop.figure == "AL"] or self.drops
+        widest = max(lengths, key=lambda drop: drop.half_width)
+        if widest.half_width <= self.limit:
+            return ""
+        return (
+            f"; {widest.num_texts} texts are too few to show a drop of {self.limit:.1%} in AL reliably (95 % interval "
+            f"+-{widest.half_width:.1%}): about {widest.texts_needed(self.limit)} texts would"
+        )
+
+    def as_record(self) -> dict[str, object]:
+        """Return the comparison for JSON reports."""
+        figures = [asdict(drop) | {"drop": drop.value, "fell": drop.exceeds(self.limit)} for drop in self.drops]
+        return {"against": self.source, "max_drop": self.limit, "conclusion": self.conclusion, "figures": figures}
+
+
+def read_record(path: Path) -> _Record:
     """Read what `nextn measure --out` wrote: the file, or a folder with measure.json. Raises ConfigError otherwise."""
     file = path / RECORD if path.is_dir() else path
     try:
-        if file.stat().st_size > _MAX_RECORD:
-            raise ConfigError(f"{file}: larger than any record of `nextn measure --out`")
-        record = json.loads(file.read_text(encoding="utf-8"))
+        _LIMITS.check_size(file.stat().st_size)
+        record = parse_json(file.read_bytes(), _LIMITS)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -64,83 +131,75 @@ def read_record(path: Path) -> Mapping[str, object]:
     return record
 
 
-def drops(baseline: Mapping[str, object], now: Mapping[str, object], *, source: str) -> list[Drop]:
-    """Return every figure of the largest K by rule, of all texts, in both records.
-
-    Raises ConfigError if they are of other prompts or settings, or the baseline is not a valid record.
-    """
-    now = json.loads(json.dumps(now))
-    try:
-        _check_same(baseline, now, source)
-        pairs = {_key(each): each for each in _figures(baseline)}
-        found = [drop for each in _figures(now) if (old := pairs.get(_key(each))) for drop in _of_pair(old, each)]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{source}: not a record of this version's `nextn measure --out` ({error!r})") from error
-    if not found:
-        raise ConfigError(
-            f"{source}: no figure has an interval in both measurements: measure both with more prompts, so that more "
-            "than one text is left"
-        )
-    return found
+def check_settings(baseline: _Record, settings: Mapping[str, object], *, source: str) -> None:
+    """Refuse a baseline that was measured with other settings than these. Raises ConfigError."""
+    before, now = baseline["settings"], json.loads(json.dumps(settings))
+    if not isinstance(before, dict):
+        raise ConfigError(f"{source}: not a record of `nextn measure --out`: settings are {before!r:.40}")
+    other = [name for name, value in now.items() if name not in _IGNORED and before.get(name) != value]
+    if other:
+        stated = "; ".join(f"{name} {before.get(name)} against {now[name]}" for name in other)
+        raise ConfigError(f"{source}: measured with other settings: {stated}. Pass the same, or measure it again")
 
 
-def _check_same(baseline: Mapping[str, object], now: Mapping[str, object], source: str) -> None:
-    hashes = [_mapping(record["hashes"]) for record in (baseline, now)]
-    if hashes[0]["prompts"] != hashes[1]["prompts"]:
+def _check_prompts(baseline: _Record, now: _Record, source: str) -> None:
+    if _object(baseline["hashes"])["prompts"] != _object(now["hashes"])["prompts"]:
         raise ConfigError(
             f"{source}: measured on other prompts (their hashes differ): rates on different prompts are not "
             "comparable. Pass the same --prompts, or measure the baseline again"
         )
-    settings = [_mapping(record["settings"]) for record in (baseline, now)]
-    other = [name for name, value in settings[1].items() if name not in _IGNORED and settings[0].get(name) != value]
-    if other:
-        stated = "; ".join(f"{name} {settings[0].get(name)} against {settings[1][name]}" for name in other)
-        raise ConfigError(f"{source}: measured with other settings: {stated}. Pass the same, or measure it again")
 
 
-def _mapping(value: object) -> Mapping[str, object]:
+def _figures(record: _Record) -> list[_Record]:
+    k = _object(record["settings"])["num_speculative_tokens"]
+    return [
+        each for each in map(_object, _list(record["figures"]))
+        if each["domain"] == "all" and each["rule"] in SERVER_RULES and each["num_speculative_tokens"] == k
+    ]  # fmt: skip
+
+
+def _key(figures: _Record) -> tuple[float, str]:
+    return _number(figures["temperature"]), str(figures["rule"])
+
+
+def _drops(before: _Record, now: _Record) -> Iterator[Drop]:
+    num_texts = int(min(_number(each["num_texts"]) for each in (before, now)))
+    intervals = [_intervals(each) for each in (before, now)]
+    for index, (old, new) in enumerate(zip(*intervals, strict=True), 1):
+        if old is None or new is None or not old[0]:  # a single text has no interval
+            continue
+        # The ends of an interval are about as far from the value on both sides; errors of a ratio add in squares.
+        relative = [(high - low) / 2 / value if value else 0.0 for value, low, high in (old, new)]
+        figure = f"a_{index}" if index < len(intervals[0]) else "AL"
+        yield Drop(*_key(now), figure, old[0], new[0], math.hypot(*relative) * new[0] / old[0], num_texts)
+
+
+def _intervals(figures: _Record) -> list[_Interval | None]:
+    """The intervals of a_1..a_K and of AL; None where there is none."""
+    rates = zip(_list(figures["acceptance"]), map(_list, _list(figures["interval_95"])), strict=True)
+    length = _object(figures["mean_acceptance_length"])
+    rows = [[value, *bounds] for value, bounds in rates] + [[length[name] for name in ("value", "low", "high")]]
+    return [None if None in row else _interval(row) for row in rows]
+
+
+def _interval(row: Sequence[object]) -> _Interval:
+    value, low, high = map(_number, row)
+    return value, low, high
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{value!r:.40} is not a number")
+    return float(value)
+
+
+def _object(value: object) -> _Record:
     if not isinstance(value, dict):
         raise TypeError(f"{value!r:.40} is not an object")
     return value
 
 
-def _figures(record: Mapping[str, object]) -> list[Mapping[str, object]]:
-    figures = record["figures"]
-    k = _mapping(record["settings"])["num_speculative_tokens"]
-    assert isinstance(figures, list)
-    return [
-        each for each in map(_mapping, figures)
-        if each["domain"] == "all" and each["rule"] in RULES_OF_SERVERS and each["num_speculative_tokens"] == k
-    ]  # fmt: skip
-
-
-def _key(figures: Mapping[str, object]) -> tuple[object, object]:
-    return figures["temperature"], figures["rule"]
-
-
-def _of_pair(old: Mapping[str, object], new: Mapping[str, object]) -> list[Drop]:
-    names = [f"a_{depth + 1}" for depth in range(len(_list(new["acceptance"])))] + ["AL"]
-    values = [_with_length(each) for each in (old, new)]
-    texts = min(int(str(old["num_texts"])), int(str(new["num_texts"])))
-    found = []
-    for name, before, now in zip(names, *values, strict=True):
-        if None in (*before, *now) or not before[0]:  # a single text has no interval
-            continue
-        # The ends of an interval are about as far from the value on both sides; errors of a ratio add in squares.
-        relative = [(high - low) / 2 / value if value else 0.0 for value, low, high in (before, now)]
-        half = math.hypot(relative[0], relative[1]) * now[0] / before[0]
-        found.append(Drop(float(str(new["temperature"])), str(new["rule"]), name, before[0], now[0], half, texts))
-    return found
-
-
-def _with_length(figures: Mapping[str, object]) -> list[tuple[float, float, float]]:
-    rates = zip(_list(figures["acceptance"]), map(_list, _list(figures["interval_95"])), strict=True)
-    length = _mapping(figures["mean_acceptance_length"])
-    rows = [(value, *bounds) for value, bounds in rates]
-    return [*rows, (length["value"], length["low"], length["high"])]  # type: ignore[list-item]  # numbers or None
-
-
-def _list(value: object) -> Sequence[float]:
+def _list(value: object) -> Sequence[object]:
     if not isinstance(value, list):
         raise TypeError(f"{value!r:.40} is not a list")
     return value

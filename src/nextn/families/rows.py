@@ -407,7 +407,7 @@ _INTERNS2_MOBIUS = replace(
         "transformers": _NONE,
     },
     sources=(_VLLM + "config/speculative.py", _SM + "interns2_mobius.py"), own_block=True,
-    block_adds=("mlp.experts", "mlp.gate"),
+    block_adds=("mlp.experts.", "mlp.gate."),
     cannot_run="transformers has no trunk of this type",
     remarks=("the block has mtp_num_experts experts, of which mtp_num_experts_per_tok are used",),
     unverified=(_FP8_UNKNOWN,),
@@ -834,10 +834,15 @@ _IQUEST_Q1 = Family(
     name="iquest_q1", title="IQuest-Q1", model_types=("iquest_q1",), draft_types=("iquest_q1_mtp",),
     count_fields=("num_mtp_layers",), default_count=0,
     names=_module("mtp_layers.{module}") | {"block": "mtp_layers.{module}.mtp_model_layer"},
+    block_renames={
+        "mlp.gate": "mlp.router", "mlp.experts.gate_up_proj": "mlp.experts.fc",
+        "mlp.experts.down_proj": "mlp.experts.proj",
+    },
+    experts="fused", trunk_experts=("fused",),
     engines={
         "vllm": _NONE,
         "sglang": EngineSupport(
-            "runs", _SM + "iquest_q1_mtp.py", trunk_roles=(), missing="raises", modules=1,
+            "runs", _SM + "iquest_q1_mtp.py", trunk_roles=(), missing="unquantized", modules=1,
             notes=(
                 "takes the head as a checkpoint of its own, with embed_tokens, lm_head and mtp. in place of "
                 "mtp_layers.0., and skips mtp_layers. beside the trunk",
@@ -847,7 +852,7 @@ _IQUEST_Q1 = Family(
         "transformers": _NONE,
     },
     sources=(_SM + "iquest_q1.py", _SGLANG + "configs/iquest_q1.py"), own_block=True,
-    block_lacks=(), cannot_run="transformers has no trunk of this type",
+    cannot_run="transformers has no trunk of this type",
     remarks=("the block is the trunk's first layer, which norms its MLP's output (ffn_out_norm); later ones do not",),
     unverified=("one engine alone runs the head", "that the names behind mtp_layers.<number>. are those of the draft"),
 )

@@ -108,7 +108,7 @@ class Family:
     runtime_names: tuple[str, ...] = ()  # ends of published names that elsewhere are an engine's, in memory
     trunk_experts: tuple[ExpertForm, ...] = ("split", "fused")  # the forms in which transformers loads the trunk's
     block_lacks: tuple[str, ...] = ()  # beginnings of paths that trunk layers have and the block has not
-    block_adds: tuple[str, ...] = ()  # paths that the block has and trunk layers have not
+    block_adds: tuple[str, ...] = ()  # the same that the block has and trunk layers have not, each with a final dot
     # transformers' model_type whose decoder layer the block is, with the trunk's sizes; "" = the trunk's own layers.
     layer_model: str = ""
     has_scaled_rotary: bool = True  # the block's rotary embeddings are scaled where the trunk's are

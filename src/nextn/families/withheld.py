@@ -1,11 +1,10 @@
-"""Models whose config.json tells of an MTP head that its vendor never published. Facts only; imports no torch."""
+"""Models whose config.json declares an MTP head that the vendor never published. Facts only; imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nextn.families.spec import lookup
-
-_NEXTN = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers", "n_predict")
+from nextn.families.rows import FAMILIES
+from nextn.families.spec import lookup_count
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,6 @@ def withheld(config: Mapping[str, object]) -> Withheld | None:
 
 
 def declared_fields(config: Mapping[str, object]) -> list[str]:
-    """Return the fields by which published configs tell of MTP layers and that have a number above 0 here."""
-    values = {field: lookup(config, field) for field in _NEXTN}
-    return [f"{field} = {value}" for field, value in values.items() if type(value) is int and value > 0]
+    """Return the fields by which any family's config declares MTP layers and that have a number above 0 here."""
+    counts = {field: lookup_count(config, field) for row in FAMILIES for field in row.count_fields}
+    return [f"{field} = {count}" for field, count in counts.items() if count]
