@@ -163,14 +163,12 @@ def test_a_rounded_head_reads_its_states_by_rounded_weights_too(pairs):
     model = half("glm4_moe")
     weight, states = model.trunk.output.weight, torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
     found = backend_for(model, "native").head.predict(0, states.bfloat16()).logits.float()
-    seven, all_bits = (
-        states.bfloat16().float() @ each.T for each in (dequantize(*quantize(weight, 7)), weight.float())
-    )
+    seven, all_bits = (states.bfloat16().float() @ each.T for each in (dequantize(*quantize(weight)), weight.float()))
     assert (found - seven).norm() < (found - all_bits).norm() / 2
 
 
 class QuantizedTwin(TorchDispatchMode):
-    """Products of torch with quantized weights and activations of eight bits, as the native backend makes them.
+    """Products of torch with quantized weights and activations of sixteen bits, as the native backend makes them.
 
     A weight is a matrix of a linear layer, an embedding or experts; a router, say, is none. With int4, those of the
     trunk's layers have four bits, and the others eight.

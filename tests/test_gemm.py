@@ -14,7 +14,7 @@ from nextn.runtime.native.abi import BYTES, Runtime, load
 from nextn.runtime.native.fp8 import Fp8Format
 from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, grouped_linear
 from nextn.runtime.native.memory import HugePages
-from nextn.runtime.native.quantization import SEVEN_BITS, pack_quantized, quantize
+from nextn.runtime.native.quantization import pack_quantized, quantize
 from nextn.runtime.native.rounded_weights import RoundedFormat, quantize_groups
 from nextn.runtime.native.weight_packing import merge_weights
 
@@ -221,14 +221,14 @@ def test_gated_experts_are_gated_layers(runtime: Runtime, rows: int, dtype: torc
 def in_bytes(runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(len(x), len(weight))
     extra = [] if bias is None else [bias]
-    packed = pack_quantized(weight, HugePages().take, SEVEN_BITS)
+    packed = pack_quantized(weight, HugePages().take)
     runtime.call("linear", [out, x, packed, *extra], [*weight.shape, 1, BYTES])
     return out
 
 
 def assert_sums_in_bytes(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """As `assert_sums`; what is added up is 128 + 64 larger than the codes, and that is taken off again."""
-    codes, scales = quantize(weight, 7)
+    codes, scales = quantize(weight)
     exact = x.double() @ codes.double().T * scales
     size = x.double().abs() @ (codes.double().abs() + 2 * 192).T * scales
     if bias is not None:
@@ -256,20 +256,20 @@ def test_weights_of_a_byte_wherever_linear_layers_are(runtime: Runtime, rows: in
     weights = drawn(4, 50, 100, dtype=half, seed=1)
     expected = [in_bytes(runtime, x, weight, bias) for weight in weights]
     assert_sums_in_bytes(expected[2], x, weights[2], bias)
-    packed = pack_quantized(merge_weights(list(weights), 1, 16), HugePages().take, SEVEN_BITS)
+    packed = pack_quantized(merge_weights(list(weights), 1, 16), HugePages().take)
     outs = [torch.empty(rows, 50, dtype=half) for _ in weights]
     runtime.call("linear", [*outs, x, packed, *[bias] * 4], [50, 50, 50, 50, 100, 1, BYTES])
     for out, alone in zip(outs, expected, strict=True):
         assert torch.equal(out, alone.to(half))
     halves = [in_bytes(runtime, x, weight) for weight in weights[:2]]
     product, alone = torch.empty(rows, 50, dtype=half), torch.empty(rows, 50, dtype=half)
-    packed = pack_quantized(merge_weights(list(weights[:2]), 4, 16), HugePages().take, SEVEN_BITS)
+    packed = pack_quantized(merge_weights(list(weights[:2]), 4, 16), HugePages().take)
     runtime.call("gated_linear", [product, x, packed], [50, 100, BYTES])
     runtime.call("silu_mul", [alone, *halves])
     assert torch.equal(product, alone)
     ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
     out = torch.empty(rows, 50, dtype=half)
-    whole = pack_quantized(weights, HugePages().take, SEVEN_BITS)
+    whole = pack_quantized(weights, HugePages().take)
     runtime.call("expert_linear", [out, x, ids, whole, bias.expand(4, 50).contiguous()], [50, 100, BYTES])
     assert torch.equal(out, torch.stack([expected[expert][row] for row, expert in enumerate(ids)]).to(half))
 
@@ -520,7 +520,7 @@ def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
         ([out, x, packed[:-1]], [8, 8, 1, 0]),
         ([out, x, packed, torch.empty(7)], [8, 8, 1, 0]),
         (
-            [out, x, pack_quantized(weight, HugePages().take, SEVEN_BITS)],
+            [out, x, pack_quantized(weight, HugePages().take)],
             [8, 8, 1, BYTES],
         ),  # bytes are for rows of bf16
         ([out, x.bfloat16(), packed], [8, 8, 1, BYTES]),

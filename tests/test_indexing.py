@@ -27,6 +27,8 @@ def test_embedding(seed, rows, width, count, dtype):
     weight = strided(values((rows, width), dtype, generator), generator)
     ids = torch.randint(rows, (count,), generator=generator)
     assert torch.equal(run("embedding", empty((count, width), dtype, generator), weight, ids), weight[ids])
+    if dtype == torch.bfloat16:
+        assert torch.equal(run("embedding", torch.empty(count, width), weight, ids), weight[ids].float())
 
 
 @few
@@ -80,6 +82,8 @@ def test_indices_outside_read_zeros_and_write_nothing():
     ids = torch.tensor([0, -1, 10, 9, 2**62, -(2**63)])
     for op, ints in (("embedding", ()), ("index_select", (0,))):
         assert run(op, torch.full((6, 4), 9.0), src, ids, ints=ints)[:, 0].tolist() == [1, 0, 0, 1, 0, 0]
+    widened = run("embedding", torch.full((6, 4), 9.0), around.bfloat16()[10:20], ids)
+    assert widened[:, 0].tolist() == [1, 0, 0, 1, 0, 0]
     index = ids[:, None].expand(6, 4)
     assert run("gather", torch.full((6, 4), 9.0), src, index, ints=[0])[:, 3].tolist() == [1, 0, 0, 1, 0, 0]
     run("scatter", src, index, torch.full((6, 4), 7.0), ints=[0])

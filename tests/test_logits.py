@@ -33,7 +33,7 @@ def test_states_keep_their_bits():
     assert float_linear(x.double(), weight.double()).dtype == torch.float64
 
 
-def test_what_rounding_makes_equal_is_told_apart():
+def test_logits_that_rounding_would_make_equal_differ():
     """Two logits as those at which SmolLM2 names Paris or does not."""
     output = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     output.weight.data = torch.tensor([[25.25, 0.0447], [25.25, 0.0520]]).bfloat16()

@@ -31,7 +31,7 @@ def test_sums_are_rounded_once():
     "read", [lambda total: total, lambda total: F.rms_norm(total, (16,)) * 0 + 1], ids=["", "norm"]
 )
 def test_outputs_are_rounded_after_others_read_them(read):
-    """The sum is an output, and it goes on with the bits that the output loses."""
+    """The sum is an output, and other operations read it with the bits that the output loses."""
 
     def function(x):
         total = x + TINY
@@ -97,9 +97,9 @@ def test_operands_of_a_fused_op_need_no_common_dtype():
         total = x.flip(0) + (x + TINY)
         return total - 2, F.rms_norm(total, (16,), weight), F.silu(x) * (x.flip(0) + TINY) - F.silu(x)
 
-    total, normed, gated = run(function, x)
+    total, scaled, gated = run(function, x)
     assert (total == TINY).all()
-    assert (normed == 1).all()
+    assert (scaled == 1).all()
     assert (gated == (F.silu(torch.ones(())) * TINY).to(HALF)).all()
 
 
@@ -118,8 +118,9 @@ def test_logits_of_a_trained_model(name, monkeypatch):
     def error():
         trunk = fast_of(model).trunk
         with torch.inference_mode():
-            logits = trunk.read(trunk(tokens, trunk.cache(1))).logits
-        assert logits.dtype == torch.float32
+            output = trunk(tokens, trunk.cache(1))
+            logits = trunk.read(output).logits
+        assert output.final_hidden.dtype == logits.dtype == torch.float32
         return relative(logits, expected), relative(logits.bfloat16(), expected)
 
     found, with_rounded_logits = error()

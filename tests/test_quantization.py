@@ -19,12 +19,12 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def packed(weight: Tensor, runtime: Runtime | None = None) -> Tensor:
-    return pack_quantized(weight, HugePages().take, SEVEN_BITS, runtime)
+    return pack_quantized(weight, HugePages().take, runtime)
 
 
 def test_a_weight_is_off_by_half_a_step_of_its_row():
     weight = drawn(50, 70) * torch.logspace(-6, 6, 50)[:, None].bfloat16()
-    codes, scales = quantize(weight, 7)
+    codes, scales = quantize(weight)
     assert codes.dtype == torch.int8
     assert codes.abs().amax(1).eq(63).all()
     steps = weight.float().abs().amax(1, keepdim=True) / 63
@@ -32,7 +32,7 @@ def test_a_weight_is_off_by_half_a_step_of_its_row():
 
 
 def test_zeros_stay_zeros():
-    codes, scales = quantize(torch.zeros(3, 4).bfloat16(), 7)
+    codes, scales = quantize(torch.zeros(3, 4).bfloat16())
     assert torch.equal(dequantize(codes, scales), torch.zeros(3, 4))
 
 
@@ -44,7 +44,8 @@ def test_activations_are_off_by_half_a_step_of_their_group():
     assert codes.abs().amax(-1)[:2].eq(32767).all()
     near = (codes * scales[..., None]).flatten(1)[:, :300]
     steps = scales.repeat_interleave(128, dim=1)[:, :300]
-    assert ((near - x.float()).abs() <= steps * 0.51).all()
+    in_float32 = 4 * 32767 * 2**-24  # four operations on codes of up to 32767
+    assert ((near - x.float()).abs() <= steps * (0.5 + in_float32)).all()
 
 
 def test_experts_are_matrices_one_by_one():
@@ -115,7 +116,7 @@ groups = pytest.mark.parametrize("group", [32, 64, 128])
 
 @groups
 def test_four_bits_are_nearer_than_rounding_over_the_whole_range(group):
-    """A value that is clamped is off by less than two steps of the whole range, and groups are off by less in sum."""
+    """Groups are off by less in sum. At the finest scale, a ninth of the largest value, one of 9 scales has code 7."""
     weight = drawn(50, 300).float() * torch.logspace(-6, 6, 50)[:, None]
     weight[7, :50], weight[8], weight[9] = 0, 0, weight[9].abs() + 1e3
     found = quantize_groups(weight, 4, group, load())
@@ -123,9 +124,9 @@ def test_four_bits_are_nearer_than_rounding_over_the_whole_range(group):
     values, off = split(weight), split(found.dequantized - weight)
     steps = (values.abs().amax(2, keepdim=True) / 7).clamp_min(1e-30)
     whole = (values / steps).round() * steps - values
-    assert (off.abs() <= 2 * steps).all()
+    assert (off.abs() <= 2 * 7 / 9 * steps).all()
     assert (off.norm(dim=2) <= whole.norm(dim=2) * 1.005 + 1e-2 * steps[..., 0]).all()  # scales are rounded, too
-    assert off[1:7].norm() < 0.95 * whole[1:7].norm()
+    assert off[1:7].norm() < 0.9 * whole[1:7].norm()
     assert torch.equal(found.dequantized[8], torch.zeros(300))
     assert int(found.codes.max()) == 15
 
@@ -171,7 +172,8 @@ def test_eight_bits_are_off_by_half_a_step_of_their_group(group):
     found = quantize_groups(weight, 8, group, load())
     padded = torch.nn.functional.pad(weight, (0, -300 % group)).unflatten(1, (-1, group))
     steps = (padded.abs().amax(2) / 127).repeat_interleave(group, 1)[:, :300]
-    assert ((found.dequantized - weight).abs() <= steps * 0.51).all()
+    sixteen_bits = 128 * 2**-16  # of the scale, times the largest code
+    assert ((found.dequantized - weight).abs() <= steps * (0.5 + sixteen_bits)).all()
     assert found.zeros.eq(128).all()
     assert torch.equal(quantize_groups(torch.zeros(3, 300), 8, group, load()).dequantized, torch.zeros(3, 300))
 

@@ -156,7 +156,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", others_slow(CASES, CASES[0], CASES[1], CASES[4]), ids=str)
 def test_models_compute_with_their_own_codes(case, tmp_path, monkeypatch):
-    """The states are those of a torch twin with the same codes and activations in eight bits."""
+    """The states are those of a torch twin with the same codes and activations in sixteen bits."""
     model = packed_model(tmp_path, case, dtype=torch.float32)
     kept = len([*packed_layers(model.trunk)])
     assert kept

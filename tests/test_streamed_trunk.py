@@ -21,7 +21,7 @@ from nextn.checkpoint.tensors import TensorReader
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model import expert_groups, layer_loader, layer_states, load_head, stored_experts, streamed_trunk
 from nextn.model.layer_loader import LayerLoader
-from nextn.model.layer_states import remove_states
+from nextn.model.layer_states import input_file, remove_states
 from nextn.model.model import Model
 from nextn.model.stored_experts import find_layout
 from nextn.train.distributed import ALONE, Ranks
@@ -280,6 +280,7 @@ def test_interrupted_run_resumes_after_the_last_layer(folder, tmp_path):
     assert_same(Model.load(folder, stream=True), Model.load(folder), folder=states, on_layer=progress.append)
     assert [(each.index, each.resumed) for each in progress] == [(0, True), (1, True), (2, False)]
     assert_same(Model.load(folder, stream=True), Model.load(folder), folder=states)
+    (states / input_file(0)).touch()
     remove_states(states)
     assert not states.exists()
 

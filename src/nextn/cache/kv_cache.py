@@ -194,7 +194,7 @@ def write_each(buffer: Tensor, states: Tensor, starts: Sequence[int]) -> None:
 
 
 def write_indexed(buffer: Tensor, states: Tensor, starts: Sequence[int]) -> None:
-    """Do the same in one operation."""
+    """Write the states as `write_each` does, in one operation."""
     sequences = torch.arange(len(starts), device=buffer.device)[:, None]
     slots = torch.tensor(starts, device=buffer.device)[:, None] + torch.arange(states.shape[2], device=buffer.device)
     buffer[sequences, :, slots] = states.transpose(1, 2)

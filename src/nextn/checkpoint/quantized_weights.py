@@ -218,9 +218,9 @@ def _best_scales(groups: Tensor, extremes: Tensor, counts: Tensor | None) -> Ten
         codes = _nearest_codes(groups, torch.full_like(extremes, end).div_(extremes), 8)
         counted = codes if counts is None else codes * counts
         above, below = _total(counted * groups), _total(counted * codes)
-        gain = above.square() / below  # by which the squared error is less than that of zeros
-        is_better = gain > best  # not if all values are 0
-        best, scales = torch.where(is_better, gain, best), torch.where(is_better, above / below, scales)
+        less = above.square() / below  # than the squared error of zeros
+        is_better = less > best  # not if all values are 0
+        best, scales = torch.where(is_better, less, best), torch.where(is_better, above / below, scales)
     return scales
 
 

@@ -221,7 +221,7 @@ def choose_weights(model: Model, reference: Reference, *, source: str, max_kl: f
         What was compared, from the fewest bits on; the last one is what was chosen, unless it diverges more.
     """
     found: list[Candidate] = []
-    for weights in sorted(filter(WEIGHT_BITS.get, WEIGHTS), key=lambda name: WEIGHT_BITS[name] or 0):
+    for _, weights in sorted((bits, name) for name, bits in WEIGHT_BITS.items() if bits):
         model.trunk.weights = weights
         found.append(Candidate.of(model, reference, source=source, backend="native"))
         if found[-1].accuracy.kl_mean <= max_kl:

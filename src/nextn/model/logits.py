@@ -56,7 +56,7 @@ def _mm_on_cuda(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _mm_in_slices(rows: Tensor, weight: Tensor) -> Tensor:
-    """The product by torch's float32 kernels, for devices whose `mm` has no out_dtype: the weight slice by slice."""
+    """Multiply by torch's float32 kernels, one slice of the weight at a time: `mm` has an out_dtype only on CUDA."""
     rows, size = rows.float(), max(_VALUES // weight.shape[1], 1)
     out = rows.new_empty(len(rows), len(weight))
     slice_of_weight = rows.new_empty(min(size, len(weight)), weight.shape[1])

@@ -105,4 +105,4 @@ class LMHead:
     @torch.inference_mode(False)
     def _record(self, states: Tensor) -> Replay:
         run = lambda: with_confidence(self._logits(states), self._vocabulary)  # noqa: E731
-        return Replay.of(self._runtime, TraceRecorder([states]), run, self._weights, self._scratch, num_wide=1)
+        return Replay.of(self._runtime, TraceRecorder([states]), run, self._weights, self._scratch)

@@ -50,7 +50,7 @@ def widen(
 
     Args:
         groups: Of a lowered pass, with packed weights.
-        trace: Its trace, which learns of the new tensors.
+        trace: Its trace, to which the new tensors are added.
         outputs: What is read after the pass.
         takes_floats: See `TakesFloats`.
         num_wide: Of the outputs, how many of the first may be in float32; the others keep their dtype.
@@ -131,14 +131,14 @@ class _Substitutes:
     """Views of new float32 storages in place of views of bf16 ones."""
 
     def __init__(self, wide: set[int]) -> None:
-        self._wide = wide
+        self.wide = wide
         self._storages: dict[int, Tensor] = {}
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the original, which keeps it unique
         self.keys: dict[int, int] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
-        if key not in self._wide:
+        if key not in self.wide:
             return tensor
         if id(tensor) not in self._views:
             if key not in self._storages:
@@ -151,29 +151,9 @@ class _Substitutes:
 
 def _substituted(group: Lowered, substitutes: _Substitutes) -> Lowered:
     """The group over the new tensors. What torch would call is left out: these operands have a kernel."""
-    steps = [replace(step, tensors=tuple(map(substitutes, step.tensors))) for step in group.instructions]
-    if all(
-        new is old
-        for step, before in zip(steps, group.instructions, strict=True)
-        for new, old in zip(step.tensors, before.tensors, strict=True)
-    ):
+    if group.keys.isdisjoint(substitutes.wide):
         return group
-    steps = _without_idle_copies(steps)
+    steps = [replace(step, tensors=tuple(map(substitutes, step.tensors))) for step in group.instructions]
     tensors = tuple(tensor for step in steps for tensor in step.tensors)
     outs = [substitutes(out) for out in group.entry.outs]
     return Lowered(Entry(steps[0].op if len(steps) == 1 else str(group.entry.func), tensors, {}, outs), steps)
-
-
-def _without_idle_copies(steps: Sequence[Instruction]) -> list[Instruction]:
-    """The steps of a group without the rounding of a product's rows, if that rounds no more."""
-    if [step.op for step in steps] != ["copy", "linear"]:
-        return list(steps)
-    (dense, source), linear = steps[0].tensors, steps[1]
-    if dense.dtype != source.dtype or not source.is_contiguous():
-        return list(steps)
-    rows = source.view(-1, dense.shape[-1])
-    return [
-        replace(
-            linear, tensors=tuple(rows if storage_key(each) == storage_key(dense) else each for each in linear.tensors)
-        )
-    ]

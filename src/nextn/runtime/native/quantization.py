@@ -7,7 +7,7 @@ of integers: exact, and the same bits in any order.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,43 +17,40 @@ from nextn.runtime.native.abi import BYTES, Runtime
 from nextn.runtime.native.memory import rows_per_slice
 
 GROUP = 128  # values of a row of activations with a common scale (csrc/rounded.h)
-_DEPTH = 32  # K is padded to a multiple of this (csrc/product.h)
+# Of packed weights (csrc/product.h): K is padded to a multiple of _DEPTH; _COLUMNS output channels are a block, with
+# each four values along K in this order.
+_DEPTH, _COLUMNS, _ORDER = 32, 16, (0, 2, 1, 3)
+_LARGEST_WEIGHT = 63  # code
+_ZERO = 64  # what is added to a code, so that the byte has no sign
 _LARGEST = 2**15 - 1  # code of activations
 _LARGEST_CACHED = 127  # of keys and values
 _SMALLEST = 1e-30  # activations below this are rounded to 0
 
 
-class CodeFormat(NamedTuple):
-    """A packed form of quantized weights with one scale per output channel (csrc/product.h)."""
+@dataclass(frozen=True)
+class SevenBits:
+    """The packed form of weights that are quantized as they are packed (csrc/product.h)."""
 
-    type: int
-    bits: int
-    columns: int  # output channels of a block
-    order: tuple[int, ...]  # of each four values along K
-    op: str  # the native op that packs
-
-    @property
-    def zero(self) -> int:
-        """What is added to a code, so that the byte has no sign."""
-        return 2 ** (self.bits - 1)
+    type: int = BYTES
+    bits: int = 7
 
     def pack(self, weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:
-        return pack_quantized(weight, take, self, runtime)
+        return pack_quantized(weight, take, runtime)
 
 
-SEVEN_BITS = CodeFormat(BYTES, 7, 16, (0, 2, 1, 3), "pack_bytes")
+SEVEN_BITS = SevenBits()
 
 
-def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantize weight [..., N, K] symmetrically, rounding to nearest, with one scale per output channel.
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize weight [..., N, K] to seven bits symmetrically, with one scale per output channel.
 
     Returns:
-        int8 codes of the same shape, from -(2 ** (bits - 1) - 1) on, and float32 scales [..., N].
+        int8 codes of the same shape, from -63 to 63, rounded to nearest, and float32 scales [..., N].
     """
-    wide, largest = weight.float(), 2 ** (bits - 1) - 1
-    scales = wide.abs().amax(-1) / largest
+    wide = weight.float()
+    scales = wide.abs().amax(-1) / _LARGEST_WEIGHT
     scales = scales.masked_fill(scales == 0, 1.0)
-    return (wide / scales[..., None]).round().clamp(-largest, largest).to(torch.int8), scales
+    return (wide / scales[..., None]).round().clamp(-_LARGEST_WEIGHT, _LARGEST_WEIGHT).to(torch.int8), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
@@ -81,38 +78,35 @@ def round_cached(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def pack_quantized(
-    weight: Tensor, take: Callable[[int], Tensor], code_format: CodeFormat, runtime: Runtime | None = None
-) -> Tensor:
+def pack_quantized(weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime | None = None) -> Tensor:
     """Quantize weight [N, K] or [E, N, K] into the layout of the native products.
 
     Args:
         weight: The weight.
         take: Allocates this many bytes.
-        code_format: Format of the codes.
         runtime: What packs; by default torch, with the same bits.
     """
     *_, n, k = weight.shape
-    columns, depth = n + -n % code_format.columns, k + -k % _DEPTH
+    columns, depth = n + -n % _COLUMNS, k + -k % _DEPTH
     matrices = weight.reshape(-1, n, k)
     memory = take(columns * (depth + 4) * len(matrices))
-    num_rows = rows_per_slice(weight, code_format.columns)
+    num_rows = rows_per_slice(weight, _COLUMNS)
     for matrix, packed in zip(matrices, memory.view(len(matrices), -1), strict=True):
         scales = packed[columns * depth :].view(torch.float32)
         for start, rows in slices_released_after_use(matrix, num_rows):
             end = min(start + num_rows, columns)
             blocks = packed[start * depth : end * depth]
             if runtime is None:
-                codes, scales[start : start + len(rows)] = quantize(rows, code_format.bits)
-                _pack_rows(codes, blocks, code_format)
+                codes, scales[start : start + len(rows)] = quantize(rows)
+                _pack_rows(codes, blocks)
             else:
-                runtime.call(code_format.op, [blocks, scales[start:end], rows.contiguous()])
+                runtime.call("pack_bytes", [blocks, scales[start:end], rows.contiguous()])
     return memory
 
 
-def _pack_rows(codes: Tensor, blocks: Tensor, code_format: CodeFormat) -> None:
+def _pack_rows(codes: Tensor, blocks: Tensor) -> None:
     """Pack some rows of codes into blocks of output channels, each [K / 4, columns, 4]."""
     n, k = codes.shape
-    padded = torch.nn.functional.pad(codes, (0, -k % _DEPTH, 0, -n % code_format.columns)).int() + code_format.zero
-    values = padded.view(-1, code_format.columns, padded.shape[1] // 4, 4)[..., code_format.order].transpose(1, 2)
+    padded = torch.nn.functional.pad(codes, (0, -k % _DEPTH, 0, -n % _COLUMNS)).int() + _ZERO
+    values = padded.view(-1, _COLUMNS, padded.shape[1] // 4, 4)[..., _ORDER].transpose(1, 2)
     blocks.view(torch.uint8).copy_(values.flatten())

@@ -97,13 +97,13 @@ struct Heads {
   template <typename T>
   void run(const Worker& worker) const {
     const int64_t length = row_length(*x), turned = row_length(*cosine);
-    const float* gains = fetch_vector(2, *weight);
-    float* normed = scratch(1, length);
+    const float* weights = fetch_vector(2, *weight);
+    float* scaled = scratch(1, length);
     each_row<4>(out, worker, [&](char* const* at) {
       auto* to = reinterpret_cast<T*>(at[0]);
-      rms_norm_row(normed, fetch_row(0, *x, at[1]), gains, eps, length);
-      turn_row(to, normed, fetch_row(3, *cosine, at[2]), fetch_row(4, *sine, at[3]), turned / 2);
-      by_sixteen(length - turned, [&](auto load, auto store) { store(to + turned, load(normed + turned)); });
+      rms_norm_row(scaled, fetch_row(0, *x, at[1]), weights, eps, length);
+      turn_row(to, scaled, fetch_row(3, *cosine, at[2]), fetch_row(4, *sine, at[3]), turned / 2);
+      by_sixteen(length - turned, [&](auto load, auto store) { store(to + turned, load(scaled + turned)); });
     });
   }
 };

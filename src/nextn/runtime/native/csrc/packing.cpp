@@ -172,8 +172,8 @@ float best_scale(const float* values, int64_t size, float extreme) {
       const Sixteen code = nearest_codes(values + j, inverse, 8);
       above = above + product(code, sixteen(values + j)), below = below + product(code, code);
     }
-    const float sum = total(above), squares = total(below), gain = sum * sum / squares;
-    if (gain > best) best = gain, scale = sum / squares;
+    const float sum = total(above), squares = total(below), less = sum * sum / squares;
+    if (less > best) best = less, scale = sum / squares;
   }
   return scale;
 }
