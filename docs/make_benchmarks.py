@@ -43,10 +43,11 @@ RUNS = (
     Run("recipe hybrid, Qwen3.5's layout", "hybrid", AMX, "2026-11-21", 1.0, 6),
 )
 DEMOS = (("demo", f"one thread of a busy {ZEN5}", "2026-11-23"),)
-# Ratios of runs whose speeds are in no record: (lowest, highest).
-OTHER_CODE = (2.1, 3.7)  # three runs of the recipe's greedy benchmark on two cores of an EPYC 9004
-# Of three runs on that machine, and of `make demo` in fresh clones; the highest is from a Xeon with AMX.
-OTHER_DEMO = (1.22, 1.97)
+PUBLISHED = (
+    Run("SmolLM2-135M-Instruct, bf16", "smollm2", AVX2, "2026-11-27", 0.0, 3),
+    Run("the same", "smollm2", AVX2, "2026-11-27", 0.7, 3),
+    Run("SmolLM2-135M-Instruct, int8", "smollm2-int8", AVX2, "2026-11-27", 0.0, 3),
+)
 
 
 def demo_record(name: str) -> dict[str, Any]:
@@ -83,8 +84,8 @@ def runs() -> str:
         decoding = "greedy" if not run.temperature else f"T = {run.temperature:g}"
         return (run.title, decoding, k, *speeds(run), f"{run.machine}, {run.date}", link(run.record))
 
-    head = ("model, bf16", "decoding", "K", "plain", "MTP", "speedup", "AL", "machine, date", "record")
-    return table(head, map(line, RUNS))
+    head = ("model", "decoding", "K", "plain", "MTP", "speedup", "AL", "machine, date", "record")
+    return table(head, map(line, (*PUBLISHED, *RUNS)))
 
 
 def demos() -> str:
@@ -205,38 +206,14 @@ def audits() -> str:
 
 
 def summary() -> str:
-    """The README's table: speeds of one record, and the range of ratios over all records and other runs."""
-    runs = [run for run in RUNS if run.title == CODE and run.num_speculative_tokens == RUNS[0].num_speculative_tokens]
-    ratios = [(run, figures(run, run.num_speculative_tokens)["speedup"]["median"]) for run in runs]
-    greedy = [ratio for run, ratio in ratios if not run.temperature]
-    sampled = [ratio for run, ratio in ratios if run.temperature]
-    demo_greedy = [demo_record(name)["greedy"]["speedup"] for name, _, _ in DEMOS]
-    demo = demo_record("demo")["greedy"]
-    rows = [
-        ("recipe `code`, 27 M parameters, greedy, K = 11", ZEN5, *_pair(RUNS[0]), _range((*greedy, *OTHER_CODE))),
-        ("the same at temperature 1", ZEN5, *_pair(RUNS[4]), _range(sampled) if len(sampled) > 1 else "one run"),
-        (
-            "the demo, 2.6 M parameters, greedy, K = 4",
-            f"{ZEN5}, one core",
-            f"{demo['plain_tokens_per_s']:,.0f}",
-            f"{demo['mtp_tokens_per_s']:,.0f}",
-            f"{demo['mean_acceptance_length']:.1f}",
-            _range((*demo_greedy, *OTHER_DEMO)),
-        ),
-        ("recipe `hybrid`, 6 M parameters, temperature 1, K = 6", AMX, *_pair(RUNS[10]), "one run"),
-    ]
-    head = ("model", "CPU", "plain, tokens/s", "MTP, tokens/s", "AL, tokens per round", "range of speedups")
-    return table(head, rows)
+    """The README's table: a published model."""
 
+    def line(run: Run) -> tuple[str, ...]:
+        decoding = "greedy" if not run.temperature else f"temperature {run.temperature:g}"
+        return (f"{run.title}, {decoding}, K = {run.num_speculative_tokens}", run.machine, *speeds(run))
 
-def _pair(run: Run) -> tuple[str, str, str]:
-    plain, mtp, _, length = speeds(run)
-    return plain, mtp, length
-
-
-def _range(ratios: Any) -> str:
-    digits = 1 if max(ratios) - min(ratios) > 0.1 else 2
-    return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f} x"
+    head = ("model", "CPU", "plain, tokens/s", "MTP, tokens/s", "speedup", "AL, tokens per round")
+    return table(head, map(line, PUBLISHED))
 
 
 def picture() -> str:
