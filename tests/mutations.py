@@ -90,7 +90,7 @@ MUTATIONS = [
     Mutation("decoding/drafter.py", "torch.cat([self.pending[row], states[0 if skip is None", "torch.cat([states[0 if skip is None", COUNTS),
     # Caches and what a round commits.
     Mutation("cache/kv_cache.py", "self.lengths = [length + count for", "self.lengths = [length + max(counts) + 0 * count for", TEXTS),
-    Mutation("cache/kv_cache.py", "buffer[seq, :, start : start + num_positions] = states[seq]", "buffer[seq, :, starts[0] : starts[0] + num_positions] = states[seq]", TEXTS),
+    Mutation("cache/kv_cache.py", "buffer[seq, :, start : start + states.shape[2]] = states[seq]", "buffer[seq, :, starts[0] : starts[0] + states.shape[2]] = states[seq]", TEXTS),
     Mutation("cache/kv_cache.py", "self.keys, self.values = self.keys[sequences], self.values[sequences]", "self.keys = self.keys[sequences]", TEXTS),
     Mutation("cache/kv_cache.py", "        self.lengths = list(lengths)\n", "        self.lengths = [length + 1 for length in lengths]\n", TEXTS + " " + COUNTS),
     Mutation("cache/recurrent.py", "sorted({count for count in counts if count < num_positions})", "sorted({count for count in counts if 1 < count < num_positions})", TEXTS),
