@@ -20,7 +20,6 @@ from functools import partial
 from itertools import combinations
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
