@@ -1,6 +1,8 @@
 """Advice from hand-made costs and acceptances, and both measuring verbs on a fixture."""
 
 import json
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,8 @@ from typer.testing import CliRunner
 from nextn.cli import app
 from nextn.cli.bench import _show_advice
 from nextn.errors import NextnError
-from nextn.evaluate import decoding_costs
-from nextn.evaluate.advice import forecast
+from nextn.evaluate import advice, decoding_costs
+from nextn.evaluate.advice import Advice, forecast
 from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import Costs, Spread, expected_speedup
@@ -112,6 +114,40 @@ def test_advise_in_words(prompts):
     assert "greedy: turn it on" in done.output or "greedy: leave it off" in done.output
     assert "measured in this run at K = 2" in done.output
     assert "break-even" in done.output
+    assert re.search(
+        r"with --weights int8: \d+\.\d\d x without MTP, \d+\.\d\d x at K = [12]; its text differs", done.output
+    )
+
+
+def test_other_weights(prompts, monkeypatch):
+    """Their speed is in the unit of the others: half the time of every pass is twice the speed of each."""
+    stored, k = costs([1, 1.2, 1.5], 0.1), 2
+    half = replace(stored, steps=tuple(Spread(*(each.median / 2,) * 3, 1) for each in stored.steps),
+                   draft=Spread(0.05, 0.05, 0.05, 1))  # fmt: skip
+    report = SimpleNamespace(
+        figures=lambda temperature, k: SimpleNamespace(
+            acceptance=drafted(0.9, 0.5), temperature=temperature, overhead=0.2, all_repetitive=False
+        ),
+        plan=SimpleNamespace(k_values=(k,), temperatures=(0.0,)),
+    )
+    found = Advice(report, (stored,), half)
+    (each,) = found.headlines
+    without, best, chosen = found.other_speeds(each)
+    rates, overhead = each.rates, 0.4  # the same seconds are twice as many of the shorter steps
+    wanted = {k: 2 * expected_speedup(half, rates, k, overhead=overhead) for k in (1, 2)}
+    assert (without, best) == (pytest.approx(2), pytest.approx(max(wanted.values())))
+    assert wanted[chosen] == pytest.approx(best)
+    assert Advice(report, (stored,)).other_speeds(each) is None
+    seen = []
+    model = SimpleNamespace(trunk=SimpleNamespace(weights="stored"))
+    monkeypatch.setattr(advice, "backend_for", lambda *_: SimpleNamespace(name="native"))
+    monkeypatch.setattr(advice, "step_bytes", lambda trunk, bits=None: bits or 16)
+    monkeypatch.setattr(advice, "measure_costs", lambda model, **how: seen.append((model.trunk.weights, how)) or half)
+    assert advice._other_costs(model, SimpleNamespace(backend="auto"), stored) is half
+    assert [weights for weights, _ in seen] == ["int8"]
+    assert model.trunk.weights == "stored"
+    monkeypatch.setattr(advice, "step_bytes", lambda trunk, bits=None: 16)
+    assert advice._other_costs(model, SimpleNamespace(backend="auto"), stored) is None
 
 
 def test_the_table_shows_the_best_k_with_its_interval(monkeypatch, capsys):
@@ -120,12 +156,12 @@ def test_the_table_shows_the_best_k_with_its_interval(monkeypatch, capsys):
     figures = SimpleNamespace(num_speculative_tokens=1, speedup=Spread(1.5, 1.4, 1.6, 3))
     report = SimpleNamespace(figures=lambda *_: figures, plan=SimpleNamespace(k_values=(1,)), warnings=[])
     monkeypatch.setenv("COLUMNS", "160")
-    _show_advice(SimpleNamespace(forecasts=[few], headlines=[few], report=report))
+    _show_advice(SimpleNamespace(forecasts=[few], headlines=[few], report=report, other_speeds=lambda _: None))
     titles, row, verification = capsys.readouterr().out.splitlines()
-    assert titles.split()[-7:] == ["best", "K", "speed-up", "95", "%", "MTP", "break-even"]
+    assert titles.split()[-9:] == ["best", "K", "speed-up", "95", "%", "MTP", "AL", "acceptance", "break-even"]
     low, high = few.best.interval
     assert low < 1 < few.best.speedup
-    assert row.split()[-5:-1] == ["1", f"{few.best.speedup:.2f}", f"{low:.2f}-{high:.2f}", "off"]
+    assert row.split()[-7:-1] == ["1", f"{few.best.speedup:.2f}", f"{low:.2f}-{high:.2f}", "off", "1.60", "0.60"]
     assert "leave it off here, as no gain is sure" in verification
     assert "which includes a loss" in verification
 

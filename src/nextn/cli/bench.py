@@ -368,6 +368,14 @@ def _show_advice(advice: "Advice | OffloadAdvice") -> None:
             figures = advice.report.figures(each.temperature, advice.report.plan.k_values[-1])
             measured = f"; measured in this run at K = {figures.num_speculative_tokens}: {figures.speedup.median:.2f} x"
         console().print(plain(f"{_at(each.temperature)}: {each.summary}{measured}"), soft_wrap=True)
+        if not isinstance(advice, OffloadAdvice) and (speeds := advice.other_speeds(each)) is not None:
+            without, with_mtp, k = speeds
+            console().print(
+                plain(
+                    f"  with --weights int8: {without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}; its text differs"
+                ),
+                soft_wrap=True,
+            )
     for line in _warnings(advice.report):
         console().print(plain(line), soft_wrap=True)
 
@@ -386,6 +394,8 @@ def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:
         "speed-up",
         "95 %",
         "MTP",
+        "AL",
+        "acceptance",
         "break-even",
     ):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
@@ -396,7 +406,9 @@ def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:
         sizes = (str(each.costs.batch), str(each.costs.context))
         low, high = each.best.interval
         best = (str(each.best.num_speculative_tokens), f"{each.best.speedup:.2f}", f"{low:.2f}-{high:.2f}")
-        table.add_row(f"T={each.temperature:g}", *sizes, *expected, *best, "on" if each.pays else "off", even)
+        accepted = (f"{each.best_length:.2f}", f"{each.best_rate:.2f}")
+        row = (*sizes, *expected, *best, "on" if each.pays else "off", *accepted, even)
+        table.add_row(f"T={each.temperature:g}", *row)
     print_table(table)
 
 

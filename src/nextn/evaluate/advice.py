@@ -6,9 +6,11 @@ from itertools import product
 
 from nextn.errors import ConfigError
 from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport, Run, run_benchmark
-from nextn.evaluate.decoding_costs import check_sizes, measure_costs
+from nextn.evaluate.decoding_costs import check_sizes, measure_costs, step_bytes
 from nextn.evaluate.workload import BenchmarkPlan, Prompt
 from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
+from nextn.settings import WEIGHT_BITS, WEIGHTS
 from nextn.stats import acceptance
 from nextn.stats.acceptance import Acceptance, expected_length
 from nextn.stats.speedup import (
@@ -20,6 +22,7 @@ from nextn.stats.speedup import (
     uniform_rate,
 )
 
+OTHER = "int8"  # weights of another precision, whose speed is measured beside that of the weights as stored
 DEFINITIONS = {
     "speedup": DEFINITION,
     "interval": "the same with every a_k at the low, and at the high end of its 95 % Wilson interval",
@@ -28,6 +31,8 @@ DEFINITIONS = {
     "break_even": "the acceptance, equal at all depths, at which this K has speed-up 1; null: there is none",
     "pays": "the low end of the interval, at the best K, is above 1, and not all texts are repetitive",
     "best_num_speculative_tokens": "the best K if it pays, else 0: leave MTP off",
+    "other_weights": "speed with these weights in that of plain decoding with the model's own: without MTP, and at the "
+    "best K, which is given; first batch size and context. null: they do not read fewer bytes here",
     "measured": "speed-up of the decoder at the largest K in this run, to compare with what was expected",
 }
 
@@ -59,6 +64,17 @@ class Forecast:
         return self.best.interval[0] > 1 and not self.all_repetitive
 
     @property
+    def best_length(self) -> float:
+        """AL at the best K."""
+        return expected_length(self.rates[: self.best.num_speculative_tokens])
+
+    @property
+    def best_rate(self) -> float:
+        """The acceptance, equal at all depths, of this AL: what a break-even is compared with."""
+        rate = uniform_rate(self.best_length, self.best.num_speculative_tokens)
+        return 1.0 if rate is None else rate  # an AL of K + 1, but for rounding
+
+    @property
     def summary(self) -> str:
         """The advice, in one sentence."""
         best = self.best
@@ -72,9 +88,9 @@ class Forecast:
             return f"leave it off here, as no gain is sure: {expected}, which includes a loss; more text narrows it"
         if best.break_even is None:
             return f"leave it off here: {expected}; at these costs no acceptance makes it pay"
-        rate = uniform_rate(expected_length(self.rates[: best.num_speculative_tokens]), best.num_speculative_tokens)
         return (
-            f"leave it off here: {expected}; it pays from an acceptance of {best.break_even:.2f} on, and has {rate:.2f}"
+            f"leave it off here: {expected}; it pays from an acceptance of {best.break_even:.2f} on, and has "
+            f"{self.best_rate:.2f}"
         )
 
     def as_record(self) -> dict[str, object]:
@@ -83,6 +99,8 @@ class Forecast:
             "temperature": self.temperature,
             "batch": self.costs.batch,
             "context": self.costs.context,
+            "acceptance": list(self.rates),
+            "mean_acceptance_length": self.best_length,
             "pays": self.pays,
             "best_num_speculative_tokens": self.best.num_speculative_tokens if self.pays else 0,
             "verdict": self.summary,
@@ -155,7 +173,23 @@ def advise(
             measure_costs(model, num_speculative_tokens=largest, batch=batch, context=context, backend=plan.backend)
         )
         on_costs(costs[-1])
-    return Advice(report, tuple(costs))
+    return Advice(report, tuple(costs), _other_costs(model, plan, costs[0]))
+
+
+def _other_costs(model: Model, plan: BenchmarkPlan, stored: Costs) -> Costs | None:
+    """Measure the costs with `OTHER` weights, right after the stored ones; None if they do not save bytes here."""
+    trunk, engine = model.trunk, backend_for(model, plan.backend)
+    bits = WEIGHT_BITS[OTHER]
+    if engine.name != "native" or trunk.weights != WEIGHTS[0] or step_bytes(trunk, bits) > 0.75 * step_bytes(trunk):
+        return None
+    trunk.weights = OTHER
+    try:
+        k = stored.max_speculative_tokens
+        return measure_costs(
+            model, num_speculative_tokens=k, batch=stored.batch, context=stored.context, backend=plan.backend
+        )
+    finally:
+        trunk.weights = WEIGHTS[0]
 
 
 @dataclass(frozen=True)
@@ -164,6 +198,7 @@ class Advice:
 
     report: BenchmarkReport  # of baseline decoding and the largest K
     costs: tuple[Costs, ...]  # of one or more batch sizes and contexts
+    other: Costs | None = None  # with `OTHER` weights, of the first batch size and context
     forecasts: tuple[Forecast, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -191,6 +226,23 @@ class Advice:
         """The first batch size and context at every temperature."""
         return [self.forecasts[index] for index in range(0, len(self.forecasts), len(self.costs))]
 
+    def other_speeds(self, each: Forecast) -> tuple[float, float, int] | None:
+        """Return the speed with `OTHER` weights: without MTP, at the best K, and that K; None if it was not measured.
+
+        The unit is plain decoding with the model's own weights. Acceptance and overhead are assumed to be the same.
+        """
+        if self.other is None:
+            return None
+        ratio = each.costs.steps[0].median / self.other.steps[0].median
+        overhead = max(0.0, self.report.figures(each.temperature, self.report.plan.k_values[-1]).overhead) * ratio
+        speeds = {
+            choice.num_speculative_tokens: ratio
+            * expected_speedup(self.other, each.rates, choice.num_speculative_tokens, overhead=overhead)
+            for choice in each.choices
+        }
+        best = max(speeds, key=speeds.__getitem__)
+        return ratio, speeds[best], best
+
     def as_record(self) -> dict[str, object]:
         """Return the JSON document, with the first forecast's advice at its top."""
         return {
@@ -204,4 +256,5 @@ class Advice:
             "measured": [figures.as_record() for figures in self._figures],
             "costs": [costs.as_record() for costs in self.costs],
             "forecasts": [each.as_record() for each in self.forecasts],
+            "other_weights": self.other and {OTHER: [self.other_speeds(each) for each in self.headlines]},
         }
