@@ -94,7 +94,7 @@ def test_texts_longer_than_the_trained_length_are_noted(run, here, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "line 1 of"}\n')
     prompts = ["--prompts", tmp_path / "prompts.jsonl", "--temperatures", "0", "-k", "2", "--backend", "torch"]
     for command in (["generate", run / "out" / "model", "line 1 of"], *(
-        [name, run / "out" / "model", *prompts] for name in ("bench", "measure")
+        [*name, run / "out" / "model", *prompts] for name in (("bench", "--repeats", "1"), ("measure",))
     )):  # fmt: skip
         assert "training saw sequences of 32" in here(*command, "--max-tokens", 40)[2]
         assert "training saw" not in here(*command, "--max-tokens", 8)[2]
