@@ -58,7 +58,8 @@ def test_a_gate_in_ci(tuned, prompts, tmp_path, here):
     (tuned / "config.json").write_text(json.dumps(config))
     assert here("audit", tuned)[0] == 0
     assert here("audit", tuned, "--require-head")[0] == 1
-    how = ("measure", "tiny", "-k", 1, "--temperatures", 0, "--max-tokens", 24, "--backend", "torch")
+    how = ("measure", "tiny", "-k", 1, "--temperatures", 0, "--max-tokens", 24, "--dtype", "float32")
+    how += ("--backend", "torch")
     assert here(*how, "--prompts", prompts, "--out", tmp_path / "measure.json")[0] == 0
     code, out, _ = here(*how, "--prompts", prompts, "--baseline", tmp_path)  # the folder of the record
     assert (code, "keep the head" in out) == (0, True)
