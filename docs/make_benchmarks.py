@@ -223,8 +223,8 @@ def gpu() -> str:
          f"{answers['tokens_per_s']:,} tokens/s"),
         ("training a head on SmolLM2, 64 x 512 tokens a step", f"{training['tokens_per_s']:,} tokens/s"),
         ("training a head on a trunk of Qwen3-8B's shape, 8 x 2,048 tokens a step",
-         f"{large['tokens_per_s']:,.0f} tokens/s, {large['flops_per_s'] / 1e12:.0f} TFLOP/s, {large['peak_gb']:.0f} GB, "
-         f"of which {large['memory_gb_before']:.0f} GB trunk and head"),
+         f"{large['tokens_per_s']:,.0f} tokens/s, {large['flops_per_s'] / 1e12:.0f} TFLOP/s, "
+         f"{large['peak_gb']:.0f} GB, of which {large['memory_gb_before']:.0f} GB trunk and head"),
         ("decoding at Qwen3-0.6B's shape, random weights, drafts accepted with probability 0.8, K = 3",
          f"{one['step_ms']:.0f} ms a token plain ({small['weights_ms']:.1f} ms to read the weights), "
          f"{one['speedup']:.2f} x; 16 sequences: {many['speedup']:.2f} x"),
