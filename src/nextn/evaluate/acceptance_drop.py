@@ -105,7 +105,7 @@ class AcceptanceChange:
         return [drop for drop in self.drops if drop.exceeds(self.limit)]
 
     @property
-    def best_gain(self) -> Drop:
+    def most_trainable(self) -> Drop:
         """The AL that training may raise most."""
         return max([drop for drop in self.drops if drop.figure == "AL"] or self.drops, key=lambda drop: drop.gain)
 
@@ -117,7 +117,7 @@ class AcceptanceChange:
                 "undecided: most texts are degenerate (repetitive), which any head drafts: use other prompts, or "
                 "--temperatures 1"
             )
-        best = self.best_gain
+        best = self.most_trainable
         gain = f"expected gain {best.gain:.1%} ({best.label}; a perfect head: {best.ceiling / best.now - 1:.1%})"
         if not (fallen := self.fallen):
             choice = (
