@@ -8,8 +8,9 @@ import torch
 from tiny import refrain
 from torch import nn
 
+from nextn.evaluate import reference
 from nextn.evaluate.conventions import apply_variants
-from nextn.evaluate.faults import FAULTS, _quantize, fault_variant, measure_under_fault
+from nextn.evaluate.faults import FAULTS, _quantize, expectation, expectations, fault_variant, measure_under_fault
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.settings import Contract
@@ -58,6 +59,18 @@ def test_all_others_can_be_injected_too(trained, measured):
             found = measure_under_fault(measured["glm"], trained["glm"], fault)
             assert (found is None) == (fault.name == "own-output-lost")
             assert found is None or 1 <= found.figures(1.0).length.value <= 4
+
+
+def test_faults_share_the_states_of_the_trunk(trained, measured, monkeypatch):
+    """The trunk runs over the texts once for each side of its final norm, and each fault is scored as it is alone."""
+    passes, run = [], reference.trunk_outputs
+    faults = [each for each in FAULTS if each.name in ("wrong-hidden", "no-prefill", "head-quantized")]
+    alone = [measure_under_fault(measured["glm"], trained["glm"], each) for each in faults]
+    monkeypatch.setattr(reference, "trunk_outputs", lambda *args: passes.append(1) or run(*args))
+    together = expectations(measured["glm"], trained["glm"], faults=faults)[1.0][2:]
+    assert len(passes) == 2
+    for one, found in zip(alone, together, strict=True):
+        assert (expectation(found.name, one, 1.0).counts == found.counts).all()
 
 
 def test_no_refresh_with_several_layers(trained, measured):

@@ -14,7 +14,7 @@ from torch import nn
 from nextn.evaluate.conventions import Variant, apply_variants, variants
 from nextn.evaluate.hypotheses import ExpectedCounts
 from nextn.evaluate.likelihoods import FINE
-from nextn.evaluate.reference import reference_acceptance, rescore
+from nextn.evaluate.reference import TextStates, reference_acceptance, rescore, text_states
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.model.head import Head
 from nextn.model.model import Model
@@ -43,11 +43,14 @@ def fault_variant(fault: Fault, model: Model) -> Variant | None:
     return fault.variant or next((by_key[key] for key in fault.variant_keys if key in by_key), None)
 
 
-def measure_under_fault(reference: ReferenceReport, model: Model, fault: Fault) -> ReferenceReport | None:
+def measure_under_fault(
+    reference: ReferenceReport, model: Model, fault: Fault, *, hiddens: TextStates | None = None
+) -> ReferenceReport | None:
     """Return the reference under the fault; None if this head cannot have it, or a streamed trunk cannot show it.
 
     The same texts are scored; they are decoded again only for a fault that scoring cannot show. For an acceptance rule
-    it is the reference itself, whose `figures` take the rule.
+    it is the reference itself, whose `figures` take the rule. hiddens: The `text_states` of the reference; None:
+    computed here.
     """
     if fault.rule:
         return reference
@@ -57,7 +60,11 @@ def measure_under_fault(reference: ReferenceReport, model: Model, fault: Fault) 
         contract = Contract(**fault.contract)  # type: ignore[arg-type]
         return reference_acceptance(model, reference.prompts, reference.plan, contract=contract)
     variant = fault_variant(fault, model)
-    return None if variant is None else rescore(reference, *apply_variants(model, reference.contract, [variant]))
+    if variant is None:
+        return None
+    faulty, contract = apply_variants(model, reference.contract, [variant])
+    # From another side of the final norm, the head's input differs.
+    return rescore(reference, faulty, contract, hiddens=hiddens if faulty.trunk.stage == model.trunk.stage else None)
 
 
 @torch.no_grad()
@@ -260,8 +267,9 @@ def expectations(
 ) -> Mapping[float, list[ExpectedCounts]]:
     """Return all hypotheses by temperature, "fine" first, over all texts, at the plan's K and by the plan's rule."""
     hypotheses = {t: [expectation(FINE, reference, t), _nothing_accepted(reference, t)] for t in reference.generated}
+    hiddens = text_states(reference, model)
     for fault in faults:
-        faulty = measure_under_fault(reference, model, fault)
+        faulty = measure_under_fault(reference, model, fault, hiddens=hiddens)
         if faulty is not None:
             for temperature, expected in hypotheses.items():
                 rule = fault.rule if temperature else ""  # greedy decoding has one rule

@@ -25,6 +25,8 @@ from nextn.model.trunk import TrunkOutput
 from nextn.runtime.backend import backend_for
 from nextn.settings import Contract
 
+TextStates = Mapping[float, Sequence[TrunkOutput]]  # the trunk's, of each text, by temperature
+
 
 def reference_acceptance(
     model: Model,
@@ -50,7 +52,7 @@ def decoded_reference(
     *,
     contract: Contract | None = None,
     on_text: Callable[[], None] = lambda: None,
-) -> tuple[ReferenceReport, dict[float, list[TrunkOutput]]]:
+) -> tuple[ReferenceReport, TextStates]:
     """Decode the prompts at each temperature: a report without scores, and the states that `rescore` needs.
 
     Arguments and errors are those of `reference_acceptance`. There are no states for contract.rerun = False.
@@ -97,22 +99,25 @@ def acceptance_on_texts(
     return rescore(report, model, Contract(), hiddens=hiddens)
 
 
+def text_states(reference: ReferenceReport, model: Model) -> TextStates:
+    """Return the trunk's states of the reference's texts, computed with torch."""
+    return {temperature: trunk_outputs(model.trunk, each.texts) for temperature, each in reference.generated.items()}
+
+
 def rescore(
     reference: ReferenceReport,
     model: Model,
     contract: Contract,
     *,
-    hiddens: Mapping[float, Sequence[TrunkOutput]] | None = None,
+    hiddens: TextStates | None = None,
 ) -> ReferenceReport:
     """Score the same texts, and take the controls, with another convention of the head; the trunk must be the same.
 
-    hiddens: The states of the texts by temperature; None: computed with torch.
+    hiddens: The `text_states`; None: computed here. Give them where several conventions are scored: on a large trunk
+    they take longer than the scores.
     """
     assert model.head is not None
-    if hiddens is None:
-        hiddens = {
-            temperature: trunk_outputs(model.trunk, each.texts) for temperature, each in reference.generated.items()
-        }
+    hiddens = hiddens or text_states(reference, model)
     generated = reference.generated
     scored = {
         temperature: tuple(
@@ -131,7 +136,7 @@ def rescore(
     return replace(report, controls=_controls(report, model, hiddens))
 
 
-def _controls(reference: ReferenceReport, model: Model, hiddens: Mapping[float, Sequence[TrunkOutput]]) -> Controls:
+def _controls(reference: ReferenceReport, model: Model, hiddens: TextStates) -> Controls:
     """Over the texts of the lowest temperature, greedy if it was measured."""
     temperature = reference.plan.temperatures[0]
     texts, rule = reference.scored[temperature], reference.rules(temperature)[0]

@@ -1,4 +1,4 @@
-"""What decoding needs of a backend, the choice of the one that decodes a model, and the native backend's self-check.
+"""What decoding needs of a backend, and the choice of the one that decodes a model.
 
 There are two: `torch` (torch_backend.py) and `native` (native/session.py).
 """
@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nextn.checkpoint.mapped_memory import released_after_use, return_freed_memory
+from nextn.checkpoint.mapped_memory import return_freed_memory
 from nextn.errors import ConfigError
 from nextn.model.head import Head, HeadStep
 from nextn.model.model import Model
 from nextn.model.packed_experts import StackedCodes, weights_with_codes
 from nextn.model.packed_linear import StoredCodes, StoredFp8
 from nextn.model.trunk import Trunk, TrunkOutput
+from nextn.runtime import self_check
 from nextn.runtime.native.abi import load
 from nextn.runtime.native.draft_chain import NativeDraftChain
 from nextn.runtime.native.draft_lm_head import FORMAT, draft_lm_heads
@@ -36,11 +37,6 @@ from nextn.speculative.sampling import Prediction, Verifier
 # A cache belongs to the backend that made it: KVCache for torch, KVBuffers for native.
 AnyCache = Any
 _Formats = list[tuple[Tensor, WeightFormat | None]]
-# Largest allowed difference from the torch backend's hidden states, relative to their norm: far above accumulated
-# rounding, far below the error of a wrong position.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-_QUANTIZED_TOLERANCE = {8: 0.3, 4: 1.1}  # by bits; the reference has weights as they are stored
-_BLOCK_SIZES = (7, 1, 3)  # of the self-check: shaped like a prefill, a baseline step and a verification
 
 
 class DecodingTrunk(Protocol):
@@ -270,7 +266,7 @@ def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
             f"its weights are loaded by {getattr(method, 'value', method)}, whose layers have no native form"
         )
     backend = _build_native(trunk, head)
-    _self_check(trunk, head, backend)
+    self_check.check(trunk, head, backend)
     return_freed_memory()
     return backend
 
@@ -327,38 +323,3 @@ def _few_bits(trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes | Sta
     of_trunk = {id(each) for each in weights_with_codes(trunk.decoder.layers) if trunk.weights == "int4"}
     fp8 = [each for each in codes if any(isinstance(matrix, StoredFp8) for matrix in each.matrices)]
     return formats + [(each.memory, FOUR_BITS if id(each) in of_trunk else EIGHT_BITS) for each in fp8]
-
-
-@torch.inference_mode()
-def _self_check(trunk: Trunk, head: Head | None, native: Backend) -> None:
-    """Compare the states of both backends: a model may do something that no recording captures. Raises Untraceable."""
-    tokens = torch.randint(trunk.vocab_size, (1, sum(_BLOCK_SIZES)), generator=torch.Generator().manual_seed(0))
-    with released_after_use([*trunk.decoder.layers, *([] if head is None else head.stack)]):
-        expected = trunk(tokens)
-        expected_step = None if head is None else head.step(0, tokens, expected.head_input)
-    blocks = tokens.split(_BLOCK_SIZES, dim=1), expected.head_input.split(_BLOCK_SIZES, dim=1)
-    cache = native.trunk.cache(1)
-    actual = []
-    for block in blocks[0]:
-        actual.append(native.trunk(block, cache).final_hidden.clone())
-        cache.commit([block.shape[1]])
-    tolerance = _TOLERANCE[trunk.dtype] if native.weight_bits is None else _QUANTIZED_TOLERANCE[native.weight_bits]
-    kept = (matrix for weight in weights_with_codes(*filter(None, (trunk, head))) for matrix in weight.matrices)
-    if any(not isinstance(codes, StoredFp8) for codes in kept) or trunk.kv_cache_dtype == "int8":  # eight bits, too
-        tolerance = max(tolerance, _QUANTIZED_TOLERANCE[8])
-    _compare(expected.final_hidden, actual, "trunk", tolerance)
-    if native.head is not None and expected_step is not None:
-        cache, actual = native.head.cache(1), []
-        for block, states in zip(*blocks, strict=True):
-            actual.append(native.head.step(0, block, states, cache=cache).final_hidden.clone())
-            cache.commit([block.shape[1]])
-        _compare(expected_step.final_hidden, actual, "head", tolerance)
-
-
-def _compare(expected: torch.Tensor, blocks: Sequence[torch.Tensor], part: str, tolerance: float) -> None:
-    for reference, actual in zip(expected.split(_BLOCK_SIZES, dim=1), blocks, strict=True):
-        # The median over positions: in bf16 a near-tie of a MoE router may send single tokens to another expert.
-        error = (reference - actual).float().norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-6)
-        if not float(error.median()) <= tolerance:
-            median = float(error.median())
-            raise Untraceable(f"the recorded {part} differs from the torch backend (relative error {median:.2g})")
