@@ -3,10 +3,13 @@
 One torch thread unless NEXTN_TEST_THREADS says more: tiny models are faster so, and two processes share the cores.
 """
 
+import atexit
 import gc
 import io
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -18,13 +21,20 @@ from fake_engine import FakeEngine
 from tiny import FIXTURES
 
 from nextn.cli import main
+from nextn.errors import ConfigError
 from nextn.evaluate import decoding_costs
 from nextn.model.model import Model
+from nextn.runtime.native.build import cache_folder
 
 pytest_plugins = ["quick"]
 _THREADS = os.environ.get("NEXTN_TEST_THREADS", "1")
 torch.set_num_threads(int(_THREADS))
 os.environ["OMP_NUM_THREADS"] = _THREADS  # of processes that tests start
+try:
+    cache_folder().mkdir(parents=True, exist_ok=True)
+except (OSError, ConfigError):  # no home, or none that can be written to: the native runtime is built elsewhere
+    os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="nextn-tests-")  # also of pytest-xdist's processes
+    atexit.register(shutil.rmtree, os.environ["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -158,6 +158,7 @@ def test_interrupted_streaming_resumes_with_the_same_answers(serve, prompts, tra
         return real(trunk, texts, on_layer=stop, **options)
 
     options = ("--drive", "--stream", "--json", "--states", tmp_path / "states", "--temperatures", "0,1")
+    options = (*options, "--max-tokens", 8)
     with monkeypatch.context() as patch:
         patch.setattr(given_texts, "whole_text_outputs", interrupted)
         assert run(url, prompts, *options).exit_code == 130

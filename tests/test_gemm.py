@@ -218,10 +218,12 @@ def test_gated_experts_are_gated_layers(runtime: Runtime, rows: int, dtype: torc
         assert torch.equal(out[row : row + 1], expected)
 
 
-def in_bytes(runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def in_bytes(
+    runtime: Runtime, x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+) -> Tensor:
     out = torch.empty(len(x), len(weight))
     extra = [] if bias is None else [bias]
-    packed = pack_quantized(weight, HugePages().take)
+    packed = pack_quantized(weight, HugePages().take) if packed is None else packed
     runtime.call("linear", [out, x, packed, *extra], [*weight.shape, 1, BYTES])
     return out
 
@@ -242,10 +244,11 @@ def assert_sums_in_bytes(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | 
 def test_weights_of_a_byte(runtime: Runtime, n: int, k: int) -> None:
     """Any size and number of rows; a row has the same bits in any batch."""
     weight, x = drawn(n, k, dtype=torch.bfloat16), drawn(max(ROWS), k, dtype=torch.bfloat16, seed=1)
-    alone = torch.cat([in_bytes(runtime, row[None], weight) for row in x])
+    packed = pack_quantized(weight, HugePages().take)
+    alone = torch.cat([in_bytes(runtime, row[None], weight, packed=packed) for row in x])
     assert_sums_in_bytes(alone, x, weight)
     for rows in ROWS:
-        assert torch.equal(in_bytes(runtime, x[:rows], weight), alone[:rows])
+        assert torch.equal(in_bytes(runtime, x[:rows], weight, packed=packed), alone[:rows])
 
 
 @pytest.mark.parametrize("rows", [1, 12, 40])

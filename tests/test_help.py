@@ -17,14 +17,14 @@ PANELS = ["Check", "Fix", "Train", "Decode", "Engines", "Learn"]
 
 def run(*args, **env):
     return subprocess.run(
-        [sys.executable, "-m", "nextn", *args], capture_output=True, text=True, timeout=60, env=os.environ | env
+        [sys.executable, "-m", "nextn", *args], capture_output=True, encoding="utf-8", timeout=60, env=os.environ | env
     )
 
 
 def test_help_is_grouped():
     """Every command is in a group, and the groups come in this order."""
     assert {command.rich_help_panel for command in get_command(app).commands.values()} == set(PANELS)
-    done = run("--help", COLUMNS="100")
+    done = run("--help", COLUMNS="100", PYTHONIOENCODING="utf-8")
     assert done.returncode == 0
     assert re.findall(r"─ (\w+) ─", done.stdout) == ["Options", *PANELS]
     assert "Usage: nextn " in done.stdout

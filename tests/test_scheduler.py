@@ -84,7 +84,7 @@ def test_recurrent_trunk(backend):
     model = build("qwen3_5", vocab_size=64)
     shared = prompt(300, seed=1)
     requests = {
-        index: GenerationRequest(prompt=(*shared[: (300, 40, 280)[index % 3]], index), max_tokens=9 + index, **kind)
+        index: GenerationRequest(prompt=(*shared[: (300, 40, 280)[index % 3]], index), max_tokens=6 + index % 5, **kind)
         for index, kind in enumerate(KINDS)
     }
     running = Answers(scheduler_of(model, backend=backend, max_num_seqs=4, prefix_bytes=10**9))

@@ -26,8 +26,10 @@ from nextn.conformance.record import FILE
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.model.model import Model
 
-NAME = "\x1b[31m\x07\x9b2J\x7f\u202e\u2028\r\x08"  # of a file or a tensor
-EVIL = f"{NAME}\udcff"
+FOREIGN = "\x1b[31m\x07\x9b2J\x7f\u202e\u2028\r\x08"
+EVIL = f"{FOREIGN}\udcff"
+# Of a file: safetensors takes names for UTF-8, so in other locales they are ASCII.
+NAME = FOREIGN if sys.getfilesystemencoding() == "utf-8" else FOREIGN.encode("ascii", "ignore").decode()
 
 
 def harmful(text: str) -> set[str]:
