@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 GENERATED := families reference support engines benchmarks troubleshooting outputs
 
-.PHONY: demo test test-masked test-newest test-slow test-all test-asan test-tsan test-debug check wheel test-gpu test-browser \
+.PHONY: demo test test-masked test-newest test-slow test-all test-asan test-tsan test-debug check wheel test-gpu bench-gpu rehearse-gpu test-browser \
 	test-transformers test-engines docs site bench bench-peers clean
 
 # Decodes a published model with the head in the package, then trains a small one for four minutes: see `nextn demo --help`.
@@ -88,6 +88,13 @@ wheel: $(VENV)/.ready
 
 test-gpu: $(VENV)/.ready
 	$(BIN)/python -m pytest -m gpu
+
+# All that is to be shown on a GPU, in less than eight minutes; without one, `make rehearse-gpu` runs it at toy size.
+bench-gpu: $(VENV)/.ready
+	$(BIN)/python bench/gpu.py --out runs/gpu
+
+rehearse-gpu: $(VENV)/.ready
+	$(BIN)/python bench/gpu.py --out runs/gpu-rehearsal --rehearse
 
 # The page of `nextn serve` in a headless Chromium: the one on the path, that CHROMIUM names, or of playwright.
 test-browser: $(VENV)/.ready

@@ -23,7 +23,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "qwen3_next",
     "vocab_size": 151_936,
     "hidden_size": 2048,
@@ -48,7 +48,7 @@ DELAY, RATE = 0.05, 200e6  # of a hub: seconds a request, and bytes per second i
 PLAN = {"weights": 671e9, "bytes": 688e9, "active": 37e9, "hidden": 7168}
 
 
-def make(folder: Path, num_layers: int, num_experts: int) -> None:
+def make(folder: Path, num_layers: int, num_experts: int, **sizes: int) -> None:
     """Write a checkpoint of random bf16 weights, a shard per layer, holding no more than one tensor in memory."""
     import torch
 
@@ -57,7 +57,7 @@ def make(folder: Path, num_layers: int, num_experts: int) -> None:
     from nextn.model.load_head import head_tensors
     from nextn.model.model import Model
 
-    config = CONFIG | {"num_hidden_layers": num_layers, "num_experts": num_experts}
+    config = CONFIG | {"num_hidden_layers": num_layers, "num_experts": num_experts} | sizes
     with torch.device("meta"):
         model = Model.build(config, dtype=torch.bfloat16)
     shapes = {name: tuple(value.shape) for name, value in head_tensors(model.head, copies=False).items()}
@@ -103,14 +103,14 @@ def _stored(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int,
         yield name, shape
 
 
-def write_texts(path: Path) -> None:
+def write_texts(path: Path, vocab_size: int = CONFIG["vocab_size"], count: int = TEXTS) -> None:
     """Write texts of random tokens: the time does not depend on them."""
     import random
 
     generator = random.Random(0)
     with path.open("w") as file:
-        for _ in range(TEXTS):
-            ids = [generator.randrange(CONFIG["vocab_size"]) for _ in range(PROMPT + NEW)]
+        for _ in range(count):
+            ids = [generator.randrange(vocab_size) for _ in range(PROMPT + NEW)]
             file.write(json.dumps({"prompt": ids[:PROMPT], "tokens": ids[PROMPT:]}) + "\n")
 
 

@@ -211,6 +211,36 @@ def audits() -> str:
     return table(("audit of 163 shards x 1,000 tensors (1.2 TB)", "seconds", "peak memory", "read"), rows)
 
 
+def gpu() -> str:
+    """What `bench/gpu.py` showed."""
+    found = record("gpu")
+    machine, stages = found["machine"], found["stages"]
+    exact, half, sampled = (stages["lossless"][part] for part in ("float32", "bfloat16", "sampled"))
+    p_values = ", ".join(f"{sampled[f'token_{place}']['p_value']:.2f}" for place in (3, 4, 5))
+    answers, training, large = stages["answers"], stages["head"]["training"], stages["large_head"]
+    small, streamed = stages["speed"]["0.6B"], stages["stream"]["streamed"]
+    one, many = small["batch_1"], small["batch_16"]
+    rows = [
+        ("`make test-gpu`", f"{stages['tests']['counts']['passed']} passed, {len(stages['tests']['failed'])} failed"),
+        ("SmolLM2 and its head, greedy, K = 3: texts of 128 tokens that equal plain decoding's",
+         f"{exact['same']} of {exact['texts']} in float32, {half['same']} of {half['texts']} in bfloat16"),
+        (f"{sampled['samples']:,} samples at T = 1 with drafts against as many without: p of tokens 3, 4, 5", p_values),
+        (f"`nextn answer`, {answers['processes']} processes of {answers['batch']:,} sequences",
+         f"{answers['tokens_per_s']:,} tokens/s"),
+        ("training a head on SmolLM2, 64 x 512 tokens a step", f"{training['tokens_per_s']:,} tokens/s"),
+        ("training a head on a trunk of Qwen3-8B's shape, 8 x 2,048 tokens a step",
+         f"{large['tokens_per_s']:,.0f} tokens/s, {large['flops_per_s'] / 1e12:.0f} TFLOP/s, "
+         f"{large['peak_gb']:.0f} GB, of which {large['memory_gb_before']:.0f} GB trunk and head"),
+        ("decoding at Qwen3-0.6B's shape, random weights, drafts accepted with probability 0.8, K = 3",
+         f"{one['step_ms']:.0f} ms a token plain ({small['weights_ms']:.1f} ms to read the weights), "
+         f"{one['speedup']:.2f} x; 16 sequences: {many['speedup']:.2f} x"),
+        (f"`measure --stream`, {stages['stream']['bytes'] / 1e9:.0f} GB on disk, Qwen3-Next's widths, 7 layers",
+         f"{streamed['seconds']:.0f} s, {streamed['peak_memory_gb']:.0f} GB of memory"),
+    ]  # fmt: skip
+    title = f"{machine['name']}, {found['date']}, PyTorch {machine['torch']}, transformers {machine['transformers']}"
+    return table((title, ""), rows)
+
+
 def summary() -> str:
     """The README's table: a published model."""
 
@@ -290,6 +320,7 @@ PARTS = {
     "quantized_peers": quantized_peers,
     "served": served,
     "audits": audits,
+    "gpu": gpu,
 }
 
 

@@ -29,6 +29,7 @@ SERVE = DOCS / "how-to" / "serve.md"
 README = ROOT / "README.md"
 RECORD = ROOT / "bench" / "results" / "engines.json"
 TESTS = ROOT / "bench" / "results" / "support.json"  # what tests/test_expert_forms.py ran, see support_record
+GPU = ROOT / "bench" / "results" / "gpu.json"
 # Beside what `nextn serve --print` adds: what SGLang's server arguments say.
 _SEVERAL = ("SGLang turns on `--enable-multi-layer-eagle` by itself",)
 MORE_FLAGS = {
@@ -62,6 +63,13 @@ def forms(row: Family, ran: dict[str, dict[str, list[str]]]) -> str:
     return "-" if not pairs else f"{len(pairs)} of trunk and head"
 
 
+def on_gpu() -> str:
+    """Return the machine and date of `bench/gpu.py`, whose tests decode with a tiny model of each family."""
+    found = json.loads(GPU.read_text())
+    assert not found["stages"]["tests"]["failed"]
+    return f"{found['machine']['name']}, {found['date']}"
+
+
 def matrix(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
     def line(row: Family) -> tuple[str, ...]:
         engines = ", ".join(f"{NAMES[name]} {version}".strip() for name, version in runs.get(row.name, {}).items())
@@ -69,10 +77,23 @@ def matrix(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
         logits = ", ".join(CHECKED.get(row.name, ()))
         run = "yes" if row.runs else "no"
         title = f"[{row.title}](families/{row.name}.md)"
-        return (title, "yes", "yes", run, run, forms(row, ran), native, logits or "-", engines or "-")
+        gpu = "yes" if row.runs else "-"
+        return (title, "yes", "yes", run, run, gpu, forms(row, ran), native, logits or "-", engines or "-")
 
     ran = json.loads(TESTS.read_text())
-    head = ("family", "audit", "fix", "measure, train", "decode", "expert forms", "native backend", "logits", "run in")
+    gpu = f"decode on one {on_gpu()}"
+    head = (
+        "family",
+        "audit",
+        "fix",
+        "measure, train",
+        "decode",
+        gpu,
+        "expert forms",
+        "native backend",
+        "logits",
+        "run in",
+    )
     return table(head, map(line, rows()))
 
 
@@ -81,7 +102,7 @@ def summary(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
     running = [row for row in rows() if row.runs]
     native = sum(not reasons[row.name] for row in running)
     engines = [f"{name} on {', '.join(sorted(names))}" for name, names in _by_engine(runs)]
-    gpu = "decoded on one H200, one model trained"
+    gpu = f"decoded on one {on_gpu()}"
     lines = [
         ("`audit`, `restore`, `convert`", f"{len(rows())} of {len(rows())}", "made-up files of each", "not needed"),
         ("`measure`, `train`, `generate` (torch)", f"{len(running)}", "a tiny model of each, on CPUs", gpu),

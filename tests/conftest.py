@@ -52,10 +52,16 @@ def trained() -> Trained:
     return Trained()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fixed_bandwidth():
+    """Of the machine, instead of copying 256 MiB."""
+    with patch.object(decoding_costs, "copy_bandwidth", lambda device: 5e9):
+        yield
+
+
 @pytest.fixture
-def fixed_bandwidth(monkeypatch, tmp_path) -> None:
-    """Of the machine, instead of copying 256 MiB; and a cache folder of the test's own."""
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
+def own_cache(monkeypatch, tmp_path) -> None:
+    """A cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -16,7 +16,8 @@ from nextn.train.distributed import Ranks
 
 class Pair:
     def __init__(self, store: Path, *, world: int = 2) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["nextn.train.joint_run", "nextn.train.head_run"])  # imported once for both
         self.jobs = [context.Queue() for _ in range(world)]
         self.answers = context.Queue()
         self.processes = [

@@ -16,7 +16,18 @@ def record(rate=0.8, width=0.01, texts=24, **changes):
         "mean_acceptance_length": {"value": 1 + rate, "low": 1 + rate - width, "high": 1 + rate + width},
     }  # fmt: skip
     settings = {"num_speculative_tokens": 1, "temperatures": [0.0], "max_tokens": 48, "backend": "torch"}
-    return {"figures": [figures], "hashes": {"prompts": "a"}, "settings": settings} | changes
+    counts = {"0": {"num": texts, "repetitive": []}}
+    record = {"figures": [figures], "hashes": {"prompts": "a"}, "settings": settings, "texts": counts}
+    return record | {"perfect_head": {}} | changes
+
+
+def sampled(rate, ceiling, **changes):
+    """A record of rule argmax at temperature 1, beside a greedy one whose texts all repeat themselves."""
+    whole = record(rate)
+    figures = whole["figures"][0] | {"temperature": 1.0, "rule": "argmax"}
+    best = {"acceptance": [ceiling], "mean_acceptance_length": {"value": 1 + ceiling}}
+    texts = {"0": {"num": 24, "repetitive": list(range(24))}, "1": {"num": 24, "repetitive": [3]}}
+    return whole | {"figures": [whole["figures"][0], figures], "texts": texts, "perfect_head": {"1": best}} | changes
 
 
 def drops(baseline, now, *, source="old.json", limit=0.05):
@@ -47,6 +58,7 @@ def test_drops():
         ({"settings": record()["settings"] | {"max_tokens": 64}}, "max_tokens 64 against 48"),
         ({"figures": []}, "no figure has an interval"),
         ({"figures": [{"domain": "all"}]}, "not a record of this version"),
+        ({"perfect_head": 1}, "not a record of this version"),
         ({"hashes": 1}, "not a record of this version"),
         ({"figures": 1}, "not a record of this version"),
         ({"settings": []}, "not a record"),
@@ -71,15 +83,37 @@ def test_a_figure_of_one_text_is_not_compared():
     assert [drop.figure for drop in drops(one, record())] == ["AL"]
 
 
+def test_gain():
+    """By hand: a head that comes as close to the ceiling as before; a flatter trunk is no reason to train."""
+    for before, now, ceilings, gain, choice in (
+        (0.8, 0.4, (0.9, 0.81), 0.72 / 0.4 - 1, "train the head: T=1 argmax a_1, T=1 argmax AL fell"),
+        (0.8, 0.4, (0.9, 0.45), 0.0, "keep the head, though T=1 argmax a_1, T=1 argmax AL fell"),
+        (0.8, 0.8, (0.9, 0.9), 0.0, "keep the head: no figure fell"),
+    ):
+        records = (sampled(rate, ceiling) for rate, ceiling in zip((before, now), ceilings, strict=True))
+        change = AcceptanceChange.of(*records, source="old.json", limit=0.05)
+        assert change.degenerate == (0.0,)
+        assert [drop.label for drop in change.drops] == ["T=1 argmax a_1", "T=1 argmax AL"]
+        assert change.drops[0].gain == pytest.approx(gain)
+        assert (1 + change.drops[1].gain) * (1 + now) == pytest.approx(1 + now * (1 + gain))
+        assert change.conclusion.startswith(choice)
+    alone = record() | {"texts": {"0": {"num": 24, "repetitive": list(range(24))}}}
+    nothing = AcceptanceChange.of(alone, alone, source="old.json", limit=0.05)
+    assert nothing.drops
+    assert nothing.conclusion.startswith("undecided: most texts are degenerate")
+
+
 def test_conclusion():
-    """Names what fell, the largest drop, and how many texts would show a drop of the limit."""
+    """Names what fell, the gain of training, and how many texts would show a drop of the limit."""
     fell = AcceptanceChange.of(record(width=0.2), record(0.4, width=0.01), source="old.json", limit=0.05)
     assert [drop.label for drop in fell.fallen] == ["greedy a_1", "greedy AL"]
-    assert "regain up to 50.0% (greedy a_1)" in fell.conclusion
+    assert fell.conclusion.startswith(
+        "train the head: greedy a_1, greedy AL fell by more than 5.0%; expected gain 28.6%"
+    )
     assert f"about {fell.drops[1].texts_needed(0.05)} texts would" in fell.conclusion
     assert [each["fell"] for each in fell.as_record()["figures"]] == [True, True]
     kept = AcceptanceChange.of(record(), record(), source="old.json", limit=0.05)
-    assert kept.conclusion == "keep the head: no figure fell by more than 5.0% beyond its interval"
+    assert kept.conclusion.startswith("keep the head: no figure fell by more than 5.0% beyond its interval; training: ")
     assert not kept.fallen
 
 

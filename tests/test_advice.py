@@ -73,9 +73,8 @@ def test_no_round_no_forecast():
 
 
 @pytest.fixture
-def prompts(tmp_path, monkeypatch):
-    """Token ids for a model without a tokenizer; the copy of 256 MiB is left out."""
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
+def prompts(tmp_path):
+    """Token ids for a model without a tokenizer."""
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": [3, 1, 4, 1], "domain": "x"}\n{"prompt": [2, 7], "domain": "y"}\n')
     return path

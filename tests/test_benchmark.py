@@ -9,7 +9,6 @@ from scipy.stats import binomtest
 from nextn.decoding.batch import Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
-from nextn.evaluate import decoding_costs
 from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, Run, benchmark_runs, run_benchmark
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.workload import BenchmarkPlan, Prompt
@@ -184,9 +183,8 @@ def test_a_text_of_one_token_is_no_number():
     assert record["plain_step"]["texts_s"] is None
 
 
-def test_benchmark_of_a_fixture(trained, monkeypatch):
+def test_benchmark_of_a_fixture(trained):
     """Greedy texts equal those of baseline decoding, and the record defines every number."""
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
     seen = []
     plan = BenchmarkPlan(k_values=(1, 3), max_tokens=24, repeats=1)
     prompts = [Prompt((3, 1, 4), "x"), Prompt((2, 7), "y")]

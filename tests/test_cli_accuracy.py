@@ -42,7 +42,7 @@ def test_the_table_has_a_row_for_each_way(here, fixture_folder, few_texts):
     assert said.splitlines()[-1].startswith(f"27 positions of {few_texts}")
 
 
-def test_bench_shows_what_few_bits_cost(here, monkeypatch, tmp_path, fixed_bandwidth):
+def test_bench_shows_what_few_bits_cost(here, monkeypatch, tmp_path, own_cache):
     """The bundled model: its speed at 4 bits comes with its divergence."""
     monkeypatch.setattr("nextn.cli.accuracy.TOKENS", 100)
     prompts = tmp_path / "prompts.txt"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from decoding_engine import BY_NAME, faulty
 from fake_engine import FakeEngine
 from quick import case
 from served import ServedModel
@@ -83,6 +84,22 @@ def test_driving_a_running_engine(serve, prompts, trained):
     assert "would not show" in said
     named = json.loads(run(url, prompts, "--drive", "--json", code=0).stdout)
     assert named["cases"][0]["prompts"] == 8
+
+
+@pytest.mark.slow
+def test_what_it_says_to_do_followed(tmp_path, serve, prompts, trained):
+    """--drive, which a log needs; then the advice names what is wrong in the engine, and without it nothing is said."""
+    log = tmp_path / "engine.log"
+    log.write_text(LOG.format("0.690, 0.440, 0.250"))
+    assert "add --drive" in run(log, prompts, code=1).stdout
+    for fault in ("no-prefill", "halves-swapped"):
+        model, contract = faulty(trained["glm"], fault)
+        url = serve(kind=ServedModel, model=model, contract=contract)
+        said = run(url, prompts, "--drive", code=1).stdout
+        assert BY_NAME[fault].advice in said
+        assert "add --drive" not in said
+    url = serve(kind=ServedModel, model=trained["glm"], contract=Contract())
+    assert "finding" not in run(url, prompts, "--drive", code=0).stdout
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from packed import Case, quantize_folder
 from tiny import FIXTURES, refrain
 
 from nextn.errors import CheckpointError
-from nextn.evaluate import decoding_costs, given_texts, offloading, reference_texts
+from nextn.evaluate import given_texts, offloading, reference_texts
 from nextn.evaluate.workload import ReferencePlan
 from nextn.model import expert_groups
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 
-pytestmark = pytest.mark.usefixtures("fixed_bandwidth")
+pytestmark = pytest.mark.usefixtures("own_cache")
 GLM = FIXTURES / "glm"
 
 
@@ -93,7 +93,6 @@ def test_interrupted_command_resumes(answers, here, monkeypatch, tmp_path):
     assert code == 130
     assert "the same command resumes" in err
     monkeypatch.undo()
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
     for num_resumed in (1, Model.load(GLM).trunk.num_layers):
         record, _ = measure(here, answers[0.0], "--stream", "--states", tmp_path / "states")
         assert record["stream"]["num_resumed"] == num_resumed

@@ -115,7 +115,6 @@ def test_bytes_by_hand():
 
 
 def test_machine(trained, monkeypatch):
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
     monkeypatch.setattr(trained["qwen"].trunk, "kv_cache_dtype", "int8")
     found = Machine.of(trained["qwen"])
     assert (found.dtype, found.kv_cache_dtype) == ("float32", "int8")

@@ -66,6 +66,6 @@ def test_python_source_is_not_flagged():
 )  # fmt: skip
 def test_degeneracy_notes(degenerate, short, said):
     """Catches figures over a part of the texts that are reported as if they were of all."""
-    found = degeneracy_notes("temperature 0", 8, degenerate=range(degenerate), short=short)
+    found = degeneracy_notes(0.0, 8, degenerate=range(degenerate), short=short)
     assert len(found) == len(said)
     assert all(each.startswith("temperature 0: ") and part in each for each, part in zip(found, said, strict=True))

@@ -26,10 +26,10 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shipped(tmp_path_factory):
-    """The checkpoint of the package in float32, whose states are not rounded before lm_head: see `FIXTURE_HEAD`."""
-    folder = tmp_path_factory.mktemp("shipped") / "model"
-    Model.load(SHIPPED).save(folder, dtype=torch.float32)
+def hybrid(tmp_path_factory):
+    """A checkpoint with layers of two kinds in float32, whose states are not rounded before lm_head."""
+    folder = tmp_path_factory.mktemp("hybrid") / "model"
+    build("qwen3_5", vocab_size=512).save(folder, dtype=torch.float32)
     for path in SHIPPED.glob("tokenizer*"):
         shutil.copy(path, folder)
     return folder
@@ -144,11 +144,11 @@ def new_model(folder, name, **sizes):
     return path
 
 
-def test_a_fresh_head(pair, shipped, tmp_path):
+def test_a_fresh_head(pair, hybrid, tmp_path):
     """Two processes equal one, whose trunk is in memory when the head is made of it; they begin with its bits."""
     (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
-    lines, initial, parameters = rank_jobs.fresh_head(ALONE, tmp_path / "one", shipped)
-    (cut_lines, cut_initial, cut), (second, *_) = pair.run(rank_jobs.fresh_head, tmp_path / "two", shipped)
+    lines, initial, parameters = rank_jobs.fresh_head(ALONE, tmp_path / "one", hybrid)
+    (cut_lines, cut_initial, cut), (second, *_) = pair.run(rank_jobs.fresh_head, tmp_path / "two", hybrid)
     same(initial, cut_initial, 0)
     assert cut_lines == second
     close(lines, cut_lines)
@@ -232,12 +232,13 @@ def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
 
 
 @pytest.mark.parametrize("fresh", others_slow([False, True], True))
-def test_a_head_of_a_streamed_trunk(fresh, pair, shipped, tmp_path):
+def test_a_head_of_a_streamed_trunk(fresh, pair, hybrid, tmp_path):
     """Two processes equal one; the first reads the layers, once, and the second takes the states from the folder."""
     (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
-    lines, parameters, layers = rank_jobs.streamed_head(ALONE, tmp_path / "one", shipped, fresh)
-    (cut_lines, cut, first), (second, _, others) = pair.run(rank_jobs.streamed_head, tmp_path / "two", shipped, fresh)
-    assert first == layers == list(range(12)) * (2 if fresh else 1)
+    lines, parameters, layers = rank_jobs.streamed_head(ALONE, tmp_path / "one", hybrid, fresh)
+    num_layers = Checkpoint.open(hybrid).config["num_hidden_layers"]
+    (cut_lines, cut, first), (second, _, others) = pair.run(rank_jobs.streamed_head, tmp_path / "two", hybrid, fresh)
+    assert first == layers == list(range(num_layers)) * (2 if fresh else 1)
     assert others == []
     assert cut_lines == second
     close(lines, cut_lines)
@@ -293,6 +294,9 @@ def test_a_damaged_checkpoint(how, words, pair, tmp_path):
 def test_rows_that_cannot_be_dealt(pair, tmp_path):
     for said in pair.run(rank_jobs.uneven, tmp_path):
         assert "batch_size = 3 on 2 processes" in said
+    Ranks(0, 2).check_batch(8, parts=2)
+    with pytest.raises(ConfigError, match=r"batch_size = 6 on 2 processes in 2 parts .* a multiple of 4"):
+        Ranks(0, 2).check_batch(6, parts=2)
 
 
 def test_without_torchrun_nothing_happens(monkeypatch):

@@ -137,7 +137,18 @@ def test_the_option(here, tmp_path, monkeypatch):
     with_costs(monkeypatch, 1.0)
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
-    arguments = ["generate", str(SHIPPED), "def f(", "--max-tokens", "8", "--backend", "torch", "--json"]
+    arguments = [
+        "generate",
+        str(SHIPPED),
+        "def f(",
+        "--max-tokens",
+        "8",
+        "--backend",
+        "torch",
+        "--dtype",
+        "float32",
+        "--json",
+    ]
     code, out, err = here(*arguments, "--draft-vocab", "auto", "--draft-text", str(file))
     assert code == 0
     assert "of 264 tokens" in err

@@ -113,6 +113,13 @@ def test_sampled_figures_are_the_decoders(glm):
     figures = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K, temperature=1.3, on_policy=True)
     assert within(figures.sampled.rates, acceptance)
     assert figures.sampled.length == pytest.approx(acceptance.length, rel=0.03)
+    how = {"sampling": Sampling(1.3), "block_verification": False, "sampled_drafts": False}
+    batch, acceptance = answered(glm, count=48, length=120, seed=1, **how)
+    figures = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K, temperature=1.3, on_policy=True)
+    assert within(figures.argmax.rates, acceptance)
+    assert figures.argmax not in (figures.greedy, figures.sampled)
+    averaged = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K, temperature=1.3).argmax
+    assert averaged.length == pytest.approx(figures.argmax.length, rel=0.05)
 
 
 def test_batches_add_up(glm):
@@ -147,7 +154,7 @@ def evaluation(*lengths):
     """An evaluation over as many rows of text, each of ten rounds of these lengths; its score is their mean."""
     emitted = tuple(10.0 * length for length in lengths)
     counts = ExpectedAcceptance((1.0,), (0.5,), emitted, (10.0,) * len(lengths))
-    return HeldOutAcceptance(counts, counts, 100, "decode", 1.0)
+    return HeldOutAcceptance(counts, counts, counts, 100, "decode", 1.0)
 
 
 def tracker_after(*scores, patience=0, baseline=None):
@@ -219,7 +226,10 @@ def test_in_words():
     tracker.update(0, evaluation(1.4, 1.6))
     assert str(tracker) == "no head to compare with"
     tracker.update(10, evaluation(1.6, 2.0))
-    assert str(tracker) == "acceptance length 1.800, was 1.500, +-0.200 on held-out text"
+    assert str(tracker) == (
+        "held-out AL greedy 1.800 (was 1.500), T = 1 1.800 (was 1.500), T = 1 argmax drafts (vLLM, llama.cpp) 1.800 "
+        "(was 1.500); compared by the mean of the first two: +0.300 +-0.200"
+    )
 
 
 def test_state_and_record():

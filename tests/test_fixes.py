@@ -1,4 +1,7 @@
-"""Every fix that audit prints as a command, followed: the finding is gone, nothing else changed, nothing new came."""
+"""Every fix that audit, the loaders and measure print, followed: the finding is gone, nothing else changed or came.
+
+Those of diagnose are for the code of an engine, and followed in `test_cli_diagnose`.
+"""
 
 import json
 import re
@@ -7,13 +10,18 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from artifacts import bf16, publish
+from safetensors.torch import load_file, save_file
 from test_audit import BROKEN, RawTensor
 from test_audit_values import edited, floats, is_norm, of_head
+from tiny import FIXTURES, refrain
 
+import nextn
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.errors import CheckpointError
 
 
 def shift(by, *parts):
@@ -127,14 +135,14 @@ def test_fixes_followed(case, here, tmp_path):
     base = publish(tmp_path / "base", family, modules=options.get("modules", 1))
     fixes = dict.fromkeys(each for one in found for each in commands(one.fix))
     assert fixes or case in EDITED or rule in ADVICE, [one.fix for one in found]
+    before, sound, known = tensors(broken), tensors(base), rules(broken)
+    trunk = before.keys() - head_names(broken)
     for index, command in enumerate(fixes):
         folder = tmp_path / str(index) / "tuned"
         shutil.copytree(broken, folder)
         result = followed(command.replace(str(broken), str(folder)), folder, base, here)
-        assert rule not in rules(result), command
-        assert rules(result) <= rules(broken), command
-        before, after, sound = tensors(broken), tensors(result), tensors(base)
-        trunk = before.keys() - head_names(broken)
+        assert rules(result) <= known - {rule}, command
+        after = tensors(result)
         assert {name: before[name] for name in trunk} == {name: after.get(name) for name in trunk}
         changed = {name for name in before.keys() & after.keys() & sound.keys() if before[name] != after[name]}
         assert not {name for name in changed if before[name] == sound[name]}, command
@@ -162,3 +170,99 @@ def test_a_head_at_its_initial_values_is_not_shifted(tmp_path):
         assert "gain-shifted" not in {each.rule for each in found}
     found = audit(Checkpoint.open(publish(tmp_path / "one", "qwen3_5", change=shift(1)))).findings
     assert next("subtract-1`" in each.fix for each in found if each.rule == "gain-shifted")
+
+
+GLM = FIXTURES / "glm"
+HEAD = "model.layers.2."
+
+
+def without(*parts):
+    """A `change` that leaves out the tensors whose names have one of these parts."""
+    return lambda tensors: {name: value for name, value in tensors.items() if not any(part in name for part in parts)}
+
+
+def changed(name, change):
+    return lambda tensors: tensors | {name: change(tensors[name])}
+
+
+def swap_halves(weight):
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+
+
+# What the loaders refuse: how the checkpoint came to be, and what its config declares.
+UNLOADABLE = {
+    "stripped": (without(HEAD), 1),
+    "undeclared": (without(), 0),
+    "a tensor is missing": (without("eh_proj"), 1),
+    "mis-shaped": (changed(f"{HEAD}eh_proj.weight", lambda value: value[:, :64].clone()), 1),
+    "not a number": (changed(f"{HEAD}enorm.weight", lambda value: value * np.nan), 1),
+}
+
+
+def glm(folder, change, declared=1):
+    folder.mkdir()
+    tensors = {}
+    for file in sorted(GLM.glob("*.safetensors")):
+        tensors |= load_file(file)
+    save_file(change(tensors), folder / "model.safetensors")
+    config = json.loads((GLM / "config.json").read_text()) | {"num_nextn_predict_layers": declared}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def loads(folder):
+    """Every tensor of the fixture that the fix brings back, and a head that drafts."""
+    ours, theirs = (nextn.load(each).head.state_dict() for each in (folder, GLM))
+    return all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_fixes_of_the_loaders_followed(here, tmp_path):
+    for index, (name, (change, declared)) in enumerate(UNLOADABLE.items()):
+        folder = glm(tmp_path / str(index), change, declared)
+        with pytest.raises(CheckpointError) as refused:
+            nextn.load(folder)
+        before, message = tensors(folder), str(refused.value)
+        for keys, value in edits(message):
+            edited_config(folder, keys, value)
+        for command in commands(message):
+            assert followed(command, folder, GLM, here) == folder
+        assert loads(folder), (name, message)
+        trunk = {tensor for tensor in before if not tensor.startswith(HEAD)}
+        assert {tensor: before[tensor] for tensor in trunk} == {tensor: tensors(folder)[tensor] for tensor in trunk}
+        assert not rules(folder), name
+
+
+def test_the_fix_for_pickles_followed(tmp_path):
+    pickled = glm(tmp_path / "pickled", without())
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"safetensors.torch.save_file\(torch.load\(FILE, weights_only=True\), NEW"
+    ):
+        nextn.load(pickled)
+    save_file(torch.load(pickled / "pytorch_model.bin", weights_only=True), pickled / "model.safetensors")
+    assert loads(pickled)
+
+
+@pytest.mark.slow
+def test_fixes_of_measure_followed(here, tmp_path):
+    """Texts that repeat themselves: sampled ones do not. A low acceptance: --probe names the half to exchange."""
+    (tmp_path / "prompts.txt").write_text("\n\n".join(["x = x = x = x =", "the the the the", "0, 0, 0, 0, 0,"]))
+    how = ("--prompts", tmp_path / "prompts.txt", "-k", 1, "--max-tokens", 48, "--backend", "torch")
+    said = here("measure", "tiny", *how, "--temperatures", 0)[1]
+    (option,) = set(re.findall(r"compare at (--temperatures 1)", said))
+    assert "too few" in said or "every text" in said
+    assert "every text is degenerate" not in here("measure", "tiny", *how, *option.split())[1]
+    swapped, low = tmp_path / "swapped", ("--temperatures", 1, "-k", 1, "--max-tokens", 20, "--backend", "torch")
+    prompts = [json.dumps({"prompt": row.tolist()}) for row in refrain(8, 33, seed=10**6)]
+    (tmp_path / "ids.jsonl").write_text("\n".join(prompts))
+    glm(swapped, changed(f"{HEAD}eh_proj.weight", swap_halves))
+    low = ("measure", swapped, "--prompts", tmp_path / "ids.jsonl", *low)
+    code, said, _ = here(*low)
+    assert (code, "--probe tries other conventions" in said) == (0, True)
+    code, said, _ = here(*low, "--probe")
+    assert (code, "the weights fit projection of hidden first" in said) == (1, True)
+    shutil.rmtree(swapped)
+    glm(swapped, without())
+    code, said, _ = here(*low, "--probe")
+    assert (code, "--probe tries other conventions" in said) == (0, False)

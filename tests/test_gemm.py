@@ -369,7 +369,7 @@ def test_weights_in_groups(runtime: Runtime, fmt: Format, k: int, dtype: torch.d
     exact = x.double() @ quantized.dequantized.double().T
     bound = x.double().abs().amax(1, keepdim=True) / 65534 * quantized.dequantized.double().abs().sum(1)
     assert ((alone.double() - exact).abs() <= bound * 1.001 + size.double() * 1e-6 + 1e-9).all()
-    for rows in range(1, 65):
+    for rows in (*range(1, 18), 31, 32, 33, 47, 48, 49, 63, 64):
         assert torch.equal(rounded_linear(runtime, x[:rows], weight, fmt, packed=packed), alone[:rows])
 
 

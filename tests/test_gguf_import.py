@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -723,6 +724,16 @@ def test_a_command_loads_a_file_and_converts_it_once(byte_folder, tmp_path, here
     assert changed != expected
     assert "converting" in notes
     assert len(_entries(gguf_cache)) == 2
+
+
+def test_the_command_for_a_folder_that_has_only_a_gguf(byte_folder, tmp_path, here):
+    (tmp_path / "only").mkdir()
+    write(tmp_path / "only" / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q8_0), byte_folder)
+    code, _, said = here("generate", tmp_path / "only", "abc", "-k", "0", "--no-chat")
+    assert code == 2
+    command = re.search("`nextn (convert .+?) OUT`", said)[1].split()
+    assert here(*command, tmp_path / "out")[0] == 0
+    assert _generated(here, tmp_path / "out")[0]
 
 
 def test_a_command_decodes_the_blocks_of_a_file(byte_folder, tmp_path, here, gguf_cache):

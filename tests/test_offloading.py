@@ -14,7 +14,7 @@ from nextn.evaluate.offloading import StoredWeights
 from nextn.evaluate.workload import ReferencePlan
 from nextn.model.model import Model
 
-pytestmark = pytest.mark.usefixtures("fixed_bandwidth")
+pytestmark = pytest.mark.usefixtures("own_cache")
 RATE = ("--offload-bandwidth", "1MB/s")
 
 

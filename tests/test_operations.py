@@ -45,12 +45,12 @@ def check(seed: int, folder) -> None:
             nextn.restore(changed, whole, force=force)
         except NextnError as error:
             raise AssertionError(f"{said}: restore refuses: {error}") from error
-        after = read(changed)
-        for each in head_names(whole):
+        after, head = read(changed), set(head_names(whole))
+        for each in head:
             assert (after[each].dtype, after[each].data) == (before[each].dtype, before[each].data), f"{said}: {each}"
         report = audit(Checkpoint.open(changed))
         assert report.clean, f"{said}: after restore {[each.rule for each in report.findings]}"
-        lost = before.keys() - after.keys() - {each for each in before if each not in head_names(whole)}
+        lost = (before.keys() & head) - after.keys()
         assert not lost, f"{said}: lost {lost}"
 
 

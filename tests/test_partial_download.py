@@ -16,7 +16,6 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.snapshot import PartialFile
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import CheckpointError
-from nextn.evaluate import decoding_costs
 from nextn.model.model import Model
 
 BATCHES = [torch.tensor([prompt(21, seed=1), prompt(21, seed=2)])]
@@ -156,7 +155,6 @@ def test_a_disk_that_fills(hub, tmp_path, monkeypatch):
 
 def test_measure_a_hub_id(hub, folder, tmp_path, here, monkeypatch):
     """The record is that of the folder; the head is not downloaded again for its hash."""
-    monkeypatch.setattr(decoding_costs, "copy_bandwidth", lambda device: 5e9)
     texts = tmp_path / "texts.jsonl"
     records = [{"prompt": prompt(5, seed=seed), "tokens": prompt(16, seed=seed + 9)} for seed in range(3)]
     texts.write_text("".join(json.dumps(record) + "\n" for record in records))

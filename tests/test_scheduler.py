@@ -160,7 +160,7 @@ def test_prefixes_on_the_torch_backend(trained, name):
     """Attention, and recurrent layers with attention: text and accepted drafts are those of a cold start."""
     shared = tuple(refrain(1, 300, seed=9).tolist()[0])
     prompts = [shared, shared[:280], (*shared[:270], 1, 2, 3), shared[:60], shared[:257], shared]
-    requests = [GenerationRequest(each, max_tokens=30, num_speculative_tokens=3) for each in prompts]
+    requests = [GenerationRequest(each, max_tokens=16, num_speculative_tokens=3) for each in prompts]
     warm = Answers(scheduler_of(trained[name], backend="torch", prefix_bytes=10**8))
     for key, request in enumerate(requests):
         warm.run({0: [(key, request)]})
@@ -528,13 +528,13 @@ def test_caches_of_the_torch_backend_take_what_was_foreseen(name, monkeypatch):
     """Of every layer type: at the full length, together and one by one, before and after they join."""
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
     monkeypatch.setattr(scheduler_module, "_AHEAD_PER_SEQUENCE_S", 0.0)
-    model, length, k = build(name), 130, 2
+    model, length, k = build(name), 100, 2
     per_position, per_state = bytes_per_sequence(backend_for(model, "torch"))
     kinds = {}, {}, {"num_speculative_tokens": 0}
     limits = {"max_model_len": length, "max_num_seqs": len(kinds), "num_speculative_tokens": k}
     answers = Answers(scheduler_of(model, backend="torch", length=lambda num_sequences: FixedLength(k), **limits))
     for index, kind in enumerate(kinds):
-        size = 66 + 20 * index
+        size = 66 + 12 * index
         tokens = tuple(prompt(size, seed=index, vocab_size=40))
         answers.add(index, GenerationRequest(tokens, max_tokens=length - size, **kind))
     most = 0

@@ -22,7 +22,7 @@ from nextn.settings import Sampling, Settings
 from nextn.train.self_generated import is_on_policy
 from nextn.train.served_answers import served_answers, to_generated
 
-pytestmark = pytest.mark.usefixtures("fixed_bandwidth")
+pytestmark = pytest.mark.usefixtures("own_cache")
 PROMPTS = ["def add(", "class Node:\n", "import os\n\n", "for i in range(", "return self.", "if x is None:\n"]
 
 

@@ -5,14 +5,16 @@ import re
 
 import pytest
 import torch
-from quick import others_slow
 
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.provenance import Provenance
+from nextn.decoding.generate import generate
 from nextn.demo import SHIPPED, decode_model
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
+from nextn.settings import Settings
+from nextn.stats.acceptance import Acceptance
 from nextn.train.recipes import by_name
 
 CARD = (SHIPPED / "README.md").read_text()
@@ -50,7 +52,18 @@ def test_the_card_is_complete():
     assert f"| {len(PROMPTS)} held-out prompts |" in CARD
 
 
-@pytest.mark.parametrize("label", others_slow(["greedy", "temperature 1"], "greedy"))
+def test_drafts_are_accepted():
+    """A part of what the card says, of a part of its prompts; the text is the trunk's."""
+    model = Model.load(SHIPPED)
+    drafted, plain = (generate(model, PROMPTS[:6], Settings(num_speculative_tokens=k, max_tokens=64)) for k in (4, 0))
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    found = Acceptance.of(drafted)
+    assert min(found.rates) > 0.6
+    assert found.length > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["greedy", "temperature 1"])
 def test_acceptance_is_the_cards(label, decoded):
     """The card's figures are of bfloat16 and the native backend; near-ties may fall otherwise on other processors."""
     cells = re.search(rf"^\| {label} \| (.*) \|$", CARD, re.MULTILINE)[1].split(" | ")
@@ -61,6 +74,7 @@ def test_acceptance_is_the_cards(label, decoded):
     assert figures.length > 3.2
 
 
+@pytest.mark.slow
 def test_texts_do_not_repeat_and_are_the_trunks(decoded):
     assert len(decoded.greedy.non_degenerate) >= 0.9 * len(PROMPTS)
     assert len(decoded.sampled.non_degenerate) >= 0.9 * len(PROMPTS)

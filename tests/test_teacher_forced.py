@@ -13,7 +13,7 @@ from tiny import BUILDS, MOST, build, prompt, refrain
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.evaluate import teacher_forced
-from nextn.evaluate.teacher_forced import RULES, ReferenceText, score_texts, trunk_outputs
+from nextn.evaluate.teacher_forced import PERFECT, RULES, ReferenceText, score_texts, trunk_outputs
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Contract, Sampling, Settings
 from nextn.stats.acceptance import Acceptance, paired_difference
@@ -137,8 +137,12 @@ def test_rules_by_enumeration(trained):
                 right * (torch.arange(48) == distributions[1].argmax()),
             ),
             "match": ((distributions[2] * distributions[0]).sum(), distributions[0][x1] * distributions[1]),
+            PERFECT: (
+                distributions[2].max(),
+                float(distributions[2].argmax() == x1) * (torch.arange(48) == distributions[3].argmax()),
+            ),
         }
-        assert set(wanted) | {"greedy"} == set(RULES)
+        assert set(wanted) | {"greedy"} == {*RULES, PERFECT}
         for rule, (once, twice) in wanted.items():
             survival, close = found.survivals[rule], {"rel": 1e-3, "abs": 1e-5}
             assert survival.expected[start, 0].item() == pytest.approx(float(once), **close), rule

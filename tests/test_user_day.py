@@ -6,13 +6,19 @@ The other two are elsewhere: a head that goes to an engine in `test_adopt`, a he
 import json
 import re
 import shlex
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from safetensors.torch import load_file, save_file
+from tiny import FIXTURES, refrain
 
 import nextn
 from nextn.checkpoint.checkpoint import SHIPPED
 
+ROOT = Path(__file__).parent.parent
 LOG = (
     "SpecDecoding metrics: Mean acceptance length: 1.01, Accepted throughput: 1.0 tokens/s, Drafted throughput: 99.0 "
     "tokens/s, Accepted: 12 tokens, Drafted: 1200 tokens, Per-position acceptance rate: 0.020, 0.005, "
@@ -34,49 +40,57 @@ def tuned(tmp_path):
     return folder
 
 
-@pytest.fixture
-def prompts(tmp_path):
-    lines = (SHIPPED / "prompts.jsonl").read_text().splitlines(keepends=True)[:6]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(lines))
-    return path
-
-
 def test_a_lost_head(tuned, here):
-    """Audit names the command, restore takes the name of the bundled model, and audit is clean after it."""
+    """Audit names the command, restore takes the name of the bundled model, and audit is clean after it.
+
+    Where the count is gone, too, nothing is missing but what CI requires.
+    """
     code, out, _ = here("audit", tuned)
     command = re.search(r"nextn restore \S+ --from BASE", out)[0]
     assert code == 1
+    config = (tuned / "config.json").read_text()
+    (tuned / "config.json").write_text(json.dumps(json.loads(config) | {"mtp_num_hidden_layers": 0}))
+    assert [here("audit", tuned, *more)[0] for more in ((), ("--require-head",))] == [0, 1]
+    (tuned / "config.json").write_text(config)
     assert here(*shlex.split(command.replace("BASE", "tiny"))[1:])[0] == 0
     code, out, _ = here("audit", tuned, "--require-head", "--json")
     assert (code, json.loads(out)["modules"]) == (0, [0])
 
 
-def test_a_gate_in_ci(tuned, prompts, tmp_path, here):
-    """A lost head, undeclared too, is an error; the same head passes the gate, and other prompts are refused."""
-    config = json.loads((tuned / "config.json").read_text()) | {"mtp_num_hidden_layers": 0}
-    (tuned / "config.json").write_text(json.dumps(config))
-    assert here("audit", tuned)[0] == 0
-    assert here("audit", tuned, "--require-head")[0] == 1
-    how = ("measure", "tiny", "-k", 1, "--temperatures", 0, "--max-tokens", 24, "--backend", "torch")
-    assert here(*how, "--prompts", prompts, "--out", tmp_path / "measure.json")[0] == 0
-    code, out, _ = here(*how, "--prompts", prompts, "--baseline", tmp_path)  # the folder of the record
-    assert (code, "keep the head" in out) == (0, True)
-    record = json.loads((tmp_path / "measure.json").read_text())
-    for figures in record["figures"]:
-        figures["acceptance"], figures["interval_95"] = [2.0], [[1.99, 2.01]]
-    (tmp_path / "better.json").write_text(json.dumps(record))
-    code, out, _ = here(*how, "--prompts", prompts, "--baseline", tmp_path / "better.json")
-    assert (code, "fell by more than 5.0%" in out) == (1, True)
-    prompts.write_text('{"text": "def other("}\n')
-    code, _, err = here(*how, "--prompts", prompts, "--baseline", tmp_path)
+def ci_steps():
+    """The commands of ci.md for a checkpoint, as printed."""
+    section = (ROOT / "docs/how-to/ci.md").read_text().split("\n## ")[1]
+    blocks = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", section, re.DOTALL))
+    commands = (shlex.split(step["run"]) for block in blocks for step in block)
+    return [command[1:] for command in commands if command[0] == "nextn"]
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_ci_page(tmp_path, here, monkeypatch):
+    """All pass for a sound head, a worse one fails at both gates, and other prompts are refused."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("released", "model"):
+        shutil.copytree(FIXTURES / "glm", Path("out") / name)
+    rows = [json.dumps({"prompt": row.tolist()}) for row in refrain(4, 33, seed=10**6)]
+    Path("prompts.jsonl").write_text("\n".join(rows))
+    audit, minimum, released, gate = ci_steps()
+    assert [here(*step)[0] for step in (audit, minimum, released, gate)] == [0, 0, 0, 0]
+    damaged = nextn.load(Path("out") / "model")
+    with torch.no_grad():
+        damaged.head.stack[0].projection.weight.mul_(-1)
+    shutil.rmtree(Path("out") / "model")
+    damaged.save(Path("out") / "model", copies=False)
+    assert [here(*step)[0] for step in (audit, minimum, gate)] == [0, 1, 1]
+    Path("prompts.jsonl").write_text("\n".join(rows[:2]))
+    code, _, err = here(*gate)
     assert (code, "other prompts" in err) == (2, True)
 
 
 @pytest.mark.slow
-def test_no_acceptance(prompts, tmp_path, here):
+def test_no_acceptance(tmp_path, here):
     """Twelve accepted drafts exclude "no draft is ever accepted"; the headline has its odds and what it assumes."""
     (tmp_path / "vllm.log").write_text(LOG)
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join((SHIPPED / "prompts.jsonl").read_text().splitlines(keepends=True)[:8]))
     how = ("--prompts", prompts, "--max-tokens", 48, "--backend", "torch")
     code, out, _ = here("diagnose", "tiny", "--engine", tmp_path / "vllm.log", *how)

@@ -414,7 +414,7 @@ def plot_decoded(folder: Path, decoded: DecodedModel) -> list[Path]:
 def plot_losses(folder: Path) -> Path:
     """Plot loss.png from the log of the run, and return its path. Raises ConfigError without matplotlib."""
     path = folder / "loss.png"
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records: list[Mapping[str, object]] = [json.loads(line) for line in lines]
     plots.losses(path, records)
     return path

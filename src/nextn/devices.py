@@ -41,12 +41,12 @@ def available_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     limits = []
     with suppress(OSError, ValueError):
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
     with suppress(OSError, ValueError):  # "max" where there is no limit
         group = Path("/sys/fs/cgroup")
-        used = int((group / "memory.current").read_text()) - _cached_bytes(group)
-        limits.append(int((group / "memory.max").read_text()) - used)
+        used = int((group / "memory.current").read_text(encoding="utf-8")) - _cached_bytes(group)
+        limits.append(int((group / "memory.max").read_text(encoding="utf-8")) - used)
     return min(limits, default=None)
 
 
@@ -69,7 +69,7 @@ def free_cached_memory(device: torch.device) -> None:
 
 def _cached_bytes(group: Path) -> int:
     """What a control group holds of files, which the kernel drops when memory is needed."""
-    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    fields = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
     return int(fields["inactive_file"]) + int(fields["active_file"])
 
 

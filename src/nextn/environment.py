@@ -73,7 +73,7 @@ def _extras() -> Section:
 
 def _processor() -> Section:
     path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return {

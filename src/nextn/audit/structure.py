@@ -284,7 +284,7 @@ def _undeclared(head: HeadStructure) -> Iterator[Finding]:
         "head-unpromised", "warning", _count_field(inventory),
         f"Modules stored: {count}, declared: {inventory.declared}; engines ignore the others, or refuse to load them.",
         f"{field} = {count}.",
-        f"Set {field} to {count + (inventory.family.spare_count and count > 1)} in {CONFIG}.",
+        inventory.declaration(count),
     )  # fmt: skip
 
 

@@ -195,9 +195,21 @@ def write_each(buffer: Tensor, states: Tensor, starts: Sequence[int]) -> None:
 
 def write_indexed(buffer: Tensor, states: Tensor, starts: Sequence[int]) -> None:
     """Write the states as `write_each` does, in one operation."""
-    sequences = torch.arange(len(starts), device=buffer.device)[:, None]
-    slots = torch.tensor(starts, device=buffer.device)[:, None] + torch.arange(states.shape[2], device=buffer.device)
-    buffer[sequences, :, slots] = states.transpose(1, 2)
+    starts = starts if isinstance(starts, Starts) else Starts(starts)
+    buffer[starts.indices(states.shape[2], buffer.device)] = states.transpose(1, 2)
+
+
+class Starts(tuple[int, ...]):
+    """The slots where a block begins in each sequence, with the indices that all layers of a GPU write at."""
+
+    def indices(self, num_positions: int, device: torch.device) -> tuple[Tensor, slice, Tensor]:
+        """Return indices of slots [B, m] of buffers [B, heads, capacity, dim]. They are copied to a device once."""
+        made = self.__dict__.setdefault("made", {})
+        if (num_positions, device) not in made:
+            sequences = torch.arange(len(self), device=device)[:, None]
+            slots = torch.tensor(self, device=device)[:, None] + torch.arange(num_positions, device=device)
+            made[num_positions, device] = sequences, slice(None), slots
+        return made[num_positions, device]
 
 
 def join_slots(buffers: Sequence[Tensor | None], counts: Sequence[int]) -> Tensor | None:
@@ -252,9 +264,9 @@ class KVCache(TransformersCache):
     def begin(self, num_positions: int) -> None:
         """Open a block of num_positions provisional positions after each sequence's last one."""
         assert not self._block, "the last block was not closed with commit()"
-        self._block = num_positions
+        self._block, starts = num_positions, Starts(self.lengths)
         for layer in self.layers:
-            layer.begin(self.lengths, num_positions)
+            layer.begin(starts, num_positions)
 
     def commit(self, counts: Sequence[int]) -> None:
         """Close the block: make the first counts[seq] positions permanent and undo the rest. Raises RollbackError."""

@@ -214,7 +214,7 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | N
         names = [*sources, *(folder_names(Path(path)) if Path(path).is_dir() else ())]
         if sentence := training_sentence(names):
             raise CheckpointError(f"{path}: {sentence}")
-        raise CheckpointError(f"{path}: no .safetensors file. {_advice(list(sources))}")
+        raise CheckpointError(f"{path}: no .safetensors file. {_advice(path, list(sources))}")
     headers = _read_headers([sources[name] for name in files])
     tensors, problems = _reconcile(headers, index)
     config = _load_json(sources[CONFIG], CONFIG_LIMITS) if CONFIG in sources else {}
@@ -227,10 +227,10 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | N
     return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources, revision)
 
 
-def _advice(names: Sequence[str]) -> str:
+def _advice(path: str, names: Sequence[str]) -> str:
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
     if ggufs := [name for name in names if name.endswith(".gguf")]:
-        return f"It has {', '.join(ggufs[:3])}: {_conversion(ggufs[0])}"
+        return f"It has {', '.join(ggufs[:3])}: {_conversion(str(Path(path) / ggufs[0]))}"
     if not pickles:
         return f"It has {', '.join(names[:5]) or 'no files'}. Give the folder or hub id that holds the weights."
     return (

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import chain
 
 from nextn.checkpoint.base_model import base_model
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.draft_models import StoredDraftModel, stored
 from nextn.checkpoint.expert_forms import expert_forms
 from nextn.checkpoint.safetensors_file import TensorInfo
@@ -81,6 +81,11 @@ class Inventory:
     def base_model(self) -> str | None:
         """The model that the checkpoint was made from, see `base_model.base_model`."""
         return base_model(self.checkpoint)
+
+    def declaration(self, count: int) -> str:
+        """Return the edit of config.json that declares this number of stored modules, as a sentence."""
+        spare = int(self.family.spare_count and count > 1)
+        return f"Set {self.family.count_fields[0]} to {count + spare} in {CONFIG}."
 
     def restore_command(self, *, force: bool = False, base: str | None = None) -> str:
         """Return the command that restores the head from the base model, or from BASE if that is unknown.

@@ -202,7 +202,7 @@ class PartialDownload:
         if not path.exists():
             return {}
         try:
-            record = json.loads(path.read_text())
+            record = json.loads(path.read_text(encoding="utf-8"))
             identity, files = {key: record[key] for key in self._identity}, record["files"]
             present = {name: {int(begin): int(end) for begin, end in ranges} for name, ranges in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

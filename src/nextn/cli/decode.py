@@ -286,7 +286,7 @@ class DraftVocabularyOptions:
                 "--draft-vocab N|auto and --draft-text FILE belong together: drafts are the frequent tokens of FILE"
             )
         try:
-            return cls(size, text.read_text())
+            return cls(size, text.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--draft-text {text}: not a readable text: {error}") from error
 

@@ -28,7 +28,7 @@ def docs(
         for name, path in pages.items():
             echo(f"{name:<40}{_title(path)}".rstrip())
     else:
-        echo(pages[_matching(topic, list(pages))].read_text().rstrip())
+        echo(pages[_matching(topic, list(pages))].read_text(encoding="utf-8").rstrip())
 
 
 def _pages() -> dict[str, Path]:
@@ -43,7 +43,7 @@ def _pages() -> dict[str, Path]:
 
 
 def _title(path: Path) -> str:
-    with path.open() as lines:
+    with path.open(encoding="utf-8") as lines:
         return next((line.removeprefix("# ").strip() for line in lines if line.startswith("# ")), "")
 
 

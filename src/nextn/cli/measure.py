@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nextn.evaluate.probe import ProbeReport
-    from nextn.evaluate.reference_report import ReferenceReport
+    from nextn.evaluate.reference_report import AcceptanceFigures, ReferenceReport
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
@@ -88,7 +88,11 @@ def measure(
     cache_dir: CacheDir = None,
     offline: Offline = False,
     min_acceptance: Annotated[
-        float | None, typer.Option(help="Exit with 1 if a_1 at the lowest temperature is below this (for CI).")
+        float | None,
+        typer.Option(
+            help="Exit with 1 if a_1 is below this (for CI), by the first rule of the lowest temperature; without "
+            "temperatures where most texts repeat themselves."
+        ),
     ] = None,
     baseline: Annotated[
         Path | None, typer.Option(help="Record of an earlier `measure --out`, of the same prompts and settings.")
@@ -194,21 +198,22 @@ def _show_model_card(report: "ReferenceReport") -> None:
 def _show_reference(report: "ReferenceReport") -> None:
     from rich.table import Table
 
-    screen, depths = console(), range(1, report.plan.num_speculative_tokens + 1)
+    from nextn.evaluate.teacher_forced import PERFECT
+
+    screen, largest = console(), report.plan.num_speculative_tokens
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("", "texts", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    depths = range(1, largest + 1)
+    for title in ("rule", "texts", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)):
+        table.add_column(title, justify="left" if title == "rule" else "right", no_wrap=True)
     for temperature in report.plan.temperatures:
         for index, rule in enumerate(report.rules(temperature)):
-            by_depth = [report.figures(temperature, rule=rule, k=k) for k in depths]
             label = rule if rule == "greedy" else f"T={temperature:g} {rule}"
-            lengths = [f"{figures.length.value:.2f}" for figures in by_depth]
-            largest = by_depth[-1]
-            table.add_row(plain(label), str(largest.num_texts), *(rate.as_text() for rate in largest.rates), *lengths)
+            table.add_row(plain(label), *_cells([report.figures(temperature, rule=rule, k=k) for k in depths]))
+            if rule == "argmax" and temperature in report.perfect:
+                perfect = [report.figures(temperature, rule=PERFECT, k=k) for k in depths]
+                table.add_row("  perfect head", *_cells(perfect), style="dim")
             for domain in report.domains_at(temperature) if not index else ():
-                figures = report.figures(temperature, domain=domain)
-                lengths = [*[""] * (len(depths) - 1), f"{figures.length.value:.2f}"]
-                cells = (str(figures.num_texts), *(rate.as_text() for rate in figures.rates), *lengths)
+                cells = _cells([report.figures(temperature, domain=domain)], depths=largest)
                 table.add_row(plain(f"  {domain}"), *cells, style="dim")
         table.add_section()
     print_table(table)
@@ -222,12 +227,20 @@ def _show_reference(report: "ReferenceReport") -> None:
             ),
             soft_wrap=True,
         )
+    screen.print(plain(f"a_k at K = {largest}; AL@k of rounds of k drafts"), soft_wrap=True)
     if report.text_source:
         screen.print(plain(f"texts of {report.text_source}{_streamed(report)}"), soft_wrap=True)
     where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
     screen.print(plain(f"{report.scoring_pass} pass, {report.family}; {where}"), soft_wrap=True)
     for warning in report.warnings:
         screen.print(plain(f"note: {warning}"), soft_wrap=True)
+
+
+def _cells(by_depth: "Sequence[AcceptanceFigures]", *, depths: int = 0) -> list[str]:
+    """The number of texts, a_1 to a_K at the largest K, and the AL of each K; `depths`: how many ALs a row has."""
+    lengths = [f"{figures.length.value:.2f}" for figures in by_depth]
+    rates = (rate.as_text() for rate in by_depth[-1].rates)
+    return [str(by_depth[-1].num_texts), *rates, *[""] * (depths - len(lengths)), *lengths]
 
 
 def _streamed(report: "ReferenceReport") -> str:
@@ -297,21 +310,28 @@ def _show_comparison(compared: AcceptanceChange, *, quiet: bool) -> None:
 
     if not quiet:
         table = Table(box=None, header_style="bold", pad_edge=False)
-        for title in (f"against {compared.source}", "before", "now", "change", ""):
-            table.add_column(plain(title), justify="right" if title in ("before", "now", "change") else "left")
+        for title in (f"against {compared.source}", "before", "now", "change", "perfect head", ""):
+            table.add_column(plain(title), justify="left" if title in ("", f"against {compared.source}") else "right")
         for drop in compared.drops:
             changed = 0.0 - drop.value  # not -0.0
             low, high = changed - drop.half_width, changed + drop.half_width
             change = f"{changed:+.1%} ({low:+.1%} to {high:+.1%})"
-            fell = "fell" if drop in compared.fallen else ""
-            table.add_row(plain(drop.label), f"{drop.before:.3f}", f"{drop.now:.3f}", change, fell)
+            values = (f"{drop.before:.3f}", f"{drop.now:.3f}", change, f"{drop.ceiling:.3f}")
+            table.add_row(plain(drop.label), *values, "fell" if drop in compared.fallen else "")
         print_table(table)
+        for temperature in set(compared.degenerate) - {drop.temperature for drop in compared.drops}:
+            print_note(f"temperature {temperature:g} is not compared: most of its texts are degenerate (repetitive)")
+        echo(
+            f"threshold {compared.limit:.1%} (--max-drop): speed falls by no more than AL does; perfect head: one "
+            "that has the trunk's own distribution"
+        )
     echo(compared.conclusion, err=quiet)
 
 
 def _require(report: "ReferenceReport", minimum: float) -> None:
     """Exit with code 1 if a_1 is below the minimum or could not be measured."""
-    rate = report.figures(report.plan.temperatures[0]).rates[0].value
+    temperature = report.main_temperature
+    rate = report.figures(temperature).rates[0].value
     if not rate >= minimum:
-        echo(f"a_1 = {rate:.3f} is below --min-acceptance {minimum:g}", err=True)
+        echo(f"a_1 = {rate:.3f} at temperature {temperature:g} is below --min-acceptance {minimum:g}", err=True)
         raise typer.Exit(1)

@@ -26,7 +26,7 @@ def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
     values: dict[str, object] = {}
     if config is not None:
         try:
-            values = json.loads(config.read_text())
+            values = json.loads(config.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{config}: not a readable JSON file: {error}") from error
         if not isinstance(values, dict):

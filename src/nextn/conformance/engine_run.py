@@ -108,7 +108,7 @@ def from_files(canary: Canary, answers: Path, counters: Path | None) -> Conforma
     Raises ConfigError for other answers, EngineError for counts that cannot be read.
     """
     try:
-        lines = [loads(line) for line in answers.read_text().splitlines() if line.strip()]
+        lines = [loads(line) for line in answers.read_text(encoding="utf-8").splitlines() if line.strip()]
         texts = tuple(_tokens_in_line(line) for line in lines)
     except OSError as error:
         raise ConfigError(f"{answers}: cannot be read: {error.strerror}") from error

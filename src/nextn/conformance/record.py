@@ -205,7 +205,7 @@ class Canary:
         """Read the record of a folder that `canary build` wrote. Raises ConfigError for any other."""
         path = folder / FILE if folder.is_dir() else folder
         try:
-            return cls._from_json(str(folder), json.loads(path.read_text()))
+            return cls._from_json(str(folder), json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(
                 f"{path}: no record of a canary ({error.strerror}); create one by `nextn canary build`"

@@ -50,17 +50,20 @@ def degeneracy(text: str | Sequence[int] | Ids) -> Degeneracy:
     )
 
 
-def degeneracy_notes(label: str, total: int, *, degenerate: Collection[int], short: int) -> list[str]:
+def degeneracy_notes(temperature: float, total: int, *, degenerate: Collection[int], short: int) -> list[str]:
     """Return notes for a report on figures over `total` prompts, of which some gave degenerate or short texts.
 
     Args:
-        label: What the figures belong to, such as a temperature.
+        temperature: Of the texts.
         total: Number of prompts.
         degenerate: Indices of the prompts with a degenerate text; the note counts from 1.
         short: Prompts with a text below `MIN_TOKENS`.
     """
     notes, left = [], total - len(degenerate)
-    sampled = ". Sampled text repeats itself less: compare at --temperatures 1"
+    label = f"temperature {temperature:g}"
+    sampled = (
+        ". Use other prompts" if temperature else ". Sampled text repeats itself less: compare at --temperatures 1"
+    )
     if not left:
         notes.append(
             f"{label}: every text is degenerate (repetitive), which is easy to draft: the figures mean little{sampled}"

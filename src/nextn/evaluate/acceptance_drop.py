@@ -1,7 +1,8 @@
 """Compare a measurement of acceptance with an earlier one of the same prompts and settings. Imports no torch.
 
 A drop counts once it is larger than the limit and larger than the noise of both measurements: an interval of 24 texts
-is often as wide as a limit of 5 %.
+is often as wide as a limit of 5 %. Whether training would help is another question: the rule `argmax` also falls
+where the trunk became less sure of its tokens, which a perfect head would show as well.
 """
 
 import json
@@ -33,11 +34,21 @@ class Drop:
     now: float
     half_width: float  # of the 95 % interval of the relative drop
     num_texts: int
+    ceiling_before: float  # the figure of a perfect head on the earlier trunk
+    ceiling: float  # ..., and on this one
 
     @property
     def value(self) -> float:
         """The relative drop; negative if the figure rose."""
         return (self.before - self.now) / self.before
+
+    @property
+    def gain(self) -> float:
+        """The relative gain of a head that comes as close to the ceiling as the earlier one did to its own."""
+        base = 1.0 if self.figure == "AL" else 0.0  # of no draft accepted
+        share = (self.before - base) / (self.ceiling_before - base) if self.ceiling_before > base else 0.0
+        reached = base + min(1.0, share) * (self.ceiling - base)
+        return max(0.0, reached / self.now - 1) if self.now else math.inf
 
     def exceeds(self, limit: float) -> bool:
         """Whether the drop is above the limit and not noise."""
@@ -60,6 +71,7 @@ class AcceptanceChange:
     source: str  # the earlier measurement: its file, or the checkpoint
     limit: float  # relative drop that is tolerated
     drops: tuple[Drop, ...]
+    degenerate: tuple[float, ...] = ()  # temperatures that are left out: most of their texts repeat themselves
 
     @classmethod
     def of(cls, baseline: _Record, now: _Record, *, source: str, limit: float) -> "AcceptanceChange":
@@ -71,9 +83,13 @@ class AcceptanceChange:
         check_settings(baseline, _object(now["settings"]), source=source)
         try:
             _check_prompts(baseline, now, source)
+            degenerate = _degenerate(baseline) | _degenerate(now)
             earlier = {_key(each): each for each in _figures(baseline)}
-            pairs = ((earlier[_key(each)], each) for each in _figures(now) if _key(each) in earlier)
-            drops = tuple(drop for pair in pairs for drop in _drops(*pair))
+            pairs = [(earlier[_key(each)], each) for each in _figures(now) if _key(each) in earlier]
+            # Where all repeat themselves, the figures are shown, and nothing is concluded from them.
+            pairs = [pair for pair in pairs if _key(pair[1])[0] not in degenerate] or pairs
+            ceilings = _ceilings(baseline), _ceilings(now)
+            drops = tuple(drop for pair in pairs for drop in _drops(*pair, *ceilings))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{source}: not a record of this version's `nextn measure --out` ({error!r})") from error
         if not drops:
@@ -81,7 +97,7 @@ class AcceptanceChange:
                 f"{source}: no figure has an interval in both measurements: measure both with more prompts, so that "
                 "more than one text is left"
             )
-        return cls(source, limit, drops)
+        return cls(source, limit, drops, tuple(sorted(degenerate)))
 
     @property
     def fallen(self) -> list[Drop]:
@@ -89,15 +105,34 @@ class AcceptanceChange:
         return [drop for drop in self.drops if drop.exceeds(self.limit)]
 
     @property
+    def best_gain(self) -> Drop:
+        """The AL that training may raise most."""
+        return max([drop for drop in self.drops if drop.figure == "AL"] or self.drops, key=lambda drop: drop.gain)
+
+    @property
     def conclusion(self) -> str:
-        """The result in one sentence, and how many texts would show a drop of the limit."""
+        """Keep or train, with the gain that can be expected, and how many texts would show a drop of the limit."""
+        if self.drops[0].temperature in self.degenerate:
+            return (
+                "undecided: most texts are degenerate (repetitive), which any head drafts: use other prompts, or "
+                "--temperatures 1"
+            )
+        best = self.best_gain
+        gain = f"expected gain {best.gain:.1%} ({best.label}; a perfect head: {best.ceiling / best.now - 1:.1%})"
         if not (fallen := self.fallen):
-            return f"keep the head: no figure fell by more than {self.limit:.1%} beyond its interval{self._noise}"
-        worst = max(fallen, key=lambda drop: drop.value)
-        return (
-            f"fell by more than {self.limit:.1%}: {', '.join(drop.label for drop in fallen)}; training the head on "
-            f"this trunk may regain up to {worst.value:.1%} ({worst.label}){self._noise}"
-        )
+            choice = (
+                f"keep the head: no figure fell by more than {self.limit:.1%} beyond its interval; training: {gain}"
+            )
+        elif max(drop.gain for drop in fallen) <= self.limit:
+            choice = (
+                f"keep the head, though {', '.join(drop.label for drop in fallen)} fell by more than {self.limit:.1%}: "
+                f"this trunk is less sure of its tokens, and a perfect head fell as well; training: {gain}"
+            )
+        else:
+            choice = (
+                f"train the head: {', '.join(drop.label for drop in fallen)} fell by more than {self.limit:.1%}; {gain}"
+            )
+        return f"{choice}{self._noise}"
 
     @property
     def _noise(self) -> str:
@@ -112,8 +147,12 @@ class AcceptanceChange:
 
     def as_record(self) -> dict[str, object]:
         """Return the comparison for JSON reports."""
-        figures = [asdict(drop) | {"drop": drop.value, "fell": drop.exceeds(self.limit)} for drop in self.drops]
-        return {"against": self.source, "max_drop": self.limit, "conclusion": self.conclusion, "figures": figures}
+        figures = [
+            asdict(drop) | {"drop": drop.value, "expected_gain": drop.gain, "fell": drop.exceeds(self.limit)}
+            for drop in self.drops
+        ]
+        record = {"against": self.source, "max_drop": self.limit, "degenerate_temperatures": list(self.degenerate)}
+        return record | {"conclusion": self.conclusion, "figures": figures}
 
 
 def read_record(path: Path) -> _Record:
@@ -162,16 +201,37 @@ def _key(figures: _Record) -> tuple[float, str]:
     return _number(figures["temperature"]), str(figures["rule"])
 
 
-def _drops(before: _Record, now: _Record) -> Iterator[Drop]:
+def _degenerate(record: _Record) -> set[float]:
+    """The temperatures at which most texts repeat themselves, which are easy to draft and so say little."""
+    texts = ((float(key), _object(counts)) for key, counts in _object(record["texts"]).items())
+    return {key for key, counts in texts if 2 * len(_list(counts["repetitive"])) > _number(counts["num"])}
+
+
+def _ceilings(record: _Record) -> dict[float, list[float]]:
+    """Temperature -> a_1, ..., AL of a perfect head by rule argmax."""
+    ceilings = {}
+    for key, figures in _object(record["perfect_head"]).items():
+        length = _object(_object(figures)["mean_acceptance_length"])["value"]
+        ceilings[float(key)] = [*map(_number, _list(_object(figures)["acceptance"])), _number(length)]
+    return ceilings
+
+
+def _drops(
+    before: _Record, now: _Record, old_ceilings: Mapping[float, list[float]], new_ceilings: Mapping[float, list[float]]
+) -> Iterator[Drop]:
     num_texts = int(min(_number(each["num_texts"]) for each in (before, now)))
-    intervals = [_intervals(each) for each in (before, now)]
-    for index, (old, new) in enumerate(zip(*intervals, strict=True), 1):
+    (temperature, rule), intervals = _key(now), [_intervals(each) for each in (before, now)]
+    depths = len(intervals[0]) - 1
+    certain = [1.0] * depths + [depths + 1.0]  # a perfect head has every draft accepted by the other rules
+    ceilings = [each[temperature] if rule == "argmax" else certain for each in (old_ceilings, new_ceilings)]
+    for index, (old, new) in enumerate(zip(*intervals, strict=True)):
         if old is None or new is None or not old[0]:  # a single text has no interval
             continue
         # The ends of an interval are about as far from the value on both sides; errors of a ratio add in squares.
         relative = [(high - low) / 2 / value if value else 0.0 for value, low, high in (old, new)]
-        figure = f"a_{index}" if index < len(intervals[0]) else "AL"
-        yield Drop(*_key(now), figure, old[0], new[0], math.hypot(*relative) * new[0] / old[0], num_texts)
+        width = math.hypot(*relative) * new[0] / old[0]
+        figure = f"a_{index + 1}" if index < depths else "AL"
+        yield Drop(temperature, rule, figure, old[0], new[0], width, num_texts, *(each[index] for each in ceilings))
 
 
 def _intervals(figures: _Record) -> list[_Interval | None]:

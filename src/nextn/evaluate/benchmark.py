@@ -247,9 +247,7 @@ class BenchmarkReport:
         warnings = []
         for temperature in self.plan.temperatures:
             repetitive, num_short = self.repetitive[temperature], len(self.short[temperature])
-            warnings += degeneracy_notes(
-                f"temperature {temperature:g}", len(self.prompts), degenerate=repetitive, short=num_short
-            )
+            warnings += degeneracy_notes(temperature, len(self.prompts), degenerate=repetitive, short=num_short)
         if self.torch_reason and self.plan.backend == "auto":
             warnings.append(f"decoded by the torch backend: {self.torch_reason}")
         if self.draft_vocabulary is not None:

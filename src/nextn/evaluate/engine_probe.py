@@ -100,7 +100,7 @@ class EngineFolder:
 
 def _read_probe(path: Path) -> EngineProbe | None:
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         prompt, ids, logprobs = (tuple(record[name]) for name in ("prompt", "ids", "logprobs"))
         return EngineProbe(prompt, record["text"], ids, logprobs)
     except (OSError, ValueError, KeyError, TypeError):

@@ -120,7 +120,7 @@ def _stored_observation(file: Path, endpoint: Endpoint) -> EngineObservation | N
     if not file.exists():
         return None
     try:
-        record = json.loads(file.read_text())
+        record = json.loads(file.read_text(encoding="utf-8"))
         totals, fields = _to_counters(record["totals"]), record["observation"]
         answers = tuple(map(_to_answer, fields["answers"]))
         observation = EngineObservation(

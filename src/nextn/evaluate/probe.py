@@ -20,24 +20,21 @@ from functools import partial
 from itertools import combinations
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import Variant, apply_variants, norm_roles, set_norms, variants
-from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts, trunk_outputs
+from nextn.evaluate.teacher_forced import PERFECT, ReferenceText, ScoredText, score_texts, trunk_outputs
 from nextn.families import Stage
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
-from nextn.settings import Contract, Sampling
-from nextn.speculative.sampling import to_probs
+from nextn.settings import Contract
 from nextn.stats.acceptance import Estimate, conditional_rates, paired_difference
 
 Rule = Literal["argmax", "ratio"]  # see `teacher_forced.RULES`
 RULES: tuple[Rule, ...] = ("argmax", "ratio")
 _NUM_FIRST, _NUM_BEST = 4, 12  # pairs are tried on the first texts; this many of the best on all of them
-_MAX_ROWS = 128  # positions whose distributions are in memory at once
 _MIN_WORKING = 0.1  # accepted drafts per position, below which no variant can be called right
 _MIN_GAIN = 0.02  # accepted drafts per position, below which a difference is not worth reporting
 # Controls: factors and summands of effective norm weights, of each role and of all together.
@@ -300,7 +297,7 @@ def probe(
     screened.sort(key=lambda each: -each[0])
     scores += [scorer.score(pair) for _, pair in screened[:_NUM_BEST]]
     scores.sort(key=lambda score: -score.accepted_per_position())
-    report = ProbeReport(base, tuple(scores), max(0, len(screened) - _NUM_BEST), scorer.perfect_rate())
+    report = ProbeReport(base, tuple(scores), max(0, len(screened) - _NUM_BEST), scorer.perfect_rate)
     candidates = {rule: score for rule in RULES if (score := report.candidate(rule)) is not None}
     by_key = {variant.key: variant for variant in singles}
     controls = {
@@ -366,23 +363,16 @@ class _Scorer:
         on_score: Callable[[], None],
     ) -> None:
         self.model, self.contract, self.texts, self.depths, self.on_score = model, contract, texts, depths, on_score
+        self.perfect_rate = math.nan  # a_1 by rule argmax of a head that always drafts the trunk's argmax
         self._hiddens: dict[Stage, list[TrunkOutput]] = {}
-
-    @torch.inference_mode()
-    def perfect_rate(self) -> float:
-        """Return the mean of the trunk's largest probability, where a round drafts at depth 1."""
-        total, trunk = 0.0, self.model.trunk
-        for text, hidden in zip(self.texts, self._trunk_outputs(trunk), strict=True):
-            states = hidden.final_hidden[len(text.prompt) :][: len(text.remaining)]
-            for block in states.split(_MAX_ROWS):
-                total += float(to_probs(trunk.logits(block), Sampling(text.temperature)).amax(-1).sum())
-        return total / sum(len(text.remaining) for text in self.texts)
 
     def score(self, changes: tuple[Variant, ...], *, count: int | None = None) -> ConventionScore:
         """Score these variants together, on the first `count` texts or all."""
         model, contract = apply_variants(self.model, self.contract, changes)
         texts, hiddens = self.texts[:count], self._trunk_outputs(model.trunk)[:count]
         scored = list(score_texts(model, texts, hiddens, self.depths, contract=contract))
+        if count is None:
+            self.perfect_rate = _rate(scored, 1, PERFECT)
         first = 1 if contract.offset > 0 else 0  # that state predicts the draft of depth 1 without a head
         self.on_score()
         return ConventionScore(
@@ -403,11 +393,11 @@ class _Scorer:
         return self._hiddens[trunk.stage]
 
 
-def _rate(scored: Sequence[ScoredText], depth: int) -> float:
+def _rate(scored: Sequence[ScoredText], depth: int, rule: str = "argmax") -> float:
     """a_k over all positions that can draft so deep; nan if there is none."""
     drafted = accepted = 0.0
     for each in scored:
-        survival, count = each.survivals["argmax"], max(0, len(each.remaining) - depth + 1)
+        survival, count = each.survivals[rule], max(0, len(each.remaining) - depth + 1)
         drafted += float(survival.given[:count, depth - 1].sum())
         accepted += float(survival.expected[:count, depth - 1].sum())
     return conditional_rates([accepted], [drafted])[0]

@@ -18,7 +18,7 @@ from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.engine_probe import EngineCheck
 from nextn.evaluate.given_texts import TextOrigin
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
-from nextn.evaluate.teacher_forced import RULES, ScoredText
+from nextn.evaluate.teacher_forced import PERFECT, RULES, ScoredText
 from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without
 from nextn.settings import Contract
 from nextn.stats.acceptance import (
@@ -36,6 +36,8 @@ DEFINITIONS = {
     "mean_acceptance_length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round, with the bonus token",
     "interval_95": INTERVAL,
     "rule": RULES,
+    "perfect_head": "figures by rule argmax of a head that has the trunk's own distribution; by greedy, ratio and "
+    "block it has a_k = 1",
     "pass": "parallel: all positions of a text at once; stepped: one by one through the head's caches; decoder: "
     "counted while decoding. The first two use the distribution of acceptance given the text, so no draft is sampled",
     "decoder": "what was counted while the texts were decoded; temperature 0 by rule greedy, else by settings.rule. "
@@ -159,7 +161,8 @@ class ReferenceReport:
     def counts(self, temperature: float, rule: str, k: int) -> list[tuple[list[float], list[float]]]:
         """Return (num_drafted, num_accepted) by depth for each text. Raises ConfigError for what was not measured."""
         largest = self.plan.num_speculative_tokens
-        if rule not in self.rules(temperature) or not 1 <= k <= largest:
+        perfect = [PERFECT] if temperature and temperature in self.scored else []
+        if rule not in [*self.rules(temperature), *perfect] or not 1 <= k <= largest:
             known = ", ".join(self.rules(temperature))
             raise ConfigError(f"{rule=}, {k=}; expected one of {known}, and 1 <= k <= {largest}")
         if temperature in self.scored:
@@ -174,6 +177,20 @@ class ReferenceReport:
         if temperature in self.scored:
             return ["greedy"] if not temperature else [rule for rule in RULES if rule != "greedy"]
         return [self.plan.rule if temperature else "greedy"]
+
+    @property
+    def perfect(self) -> dict[float, AcceptanceFigures]:
+        """Temperature -> figures of a perfect head by rule argmax; without 0, where it has every draft accepted."""
+        return {
+            each: self.figures(each, rule=PERFECT) for each in self.plan.temperatures if each and each in self.scored
+        }
+
+    @property
+    def main_temperature(self) -> float:
+        """The lowest temperature at which half the texts or more are not repetitive; the lowest if there is none."""
+        half = len(self.prompts) / 2
+        usable = (each for each in self.plan.temperatures if len(self.repetitive[each]) <= half)
+        return next(usable, self.plan.temperatures[0])
 
     def text_indices(self, temperature: float, domain: str = "all") -> set[int]:
         """Return the domain's texts that are not repetitive, or all of them if every one is."""
@@ -207,9 +224,7 @@ class ReferenceReport:
         for temperature, generated in self.generated.items():
             repetitive, num_short = self.repetitive[temperature], len(generated.short)
             warnings += self.origins[temperature].warnings if temperature in self.origins else []
-            warnings += degeneracy_notes(
-                f"temperature {temperature:g}", len(generated.texts), degenerate=repetitive, short=num_short
-            )
+            warnings += degeneracy_notes(temperature, len(generated.texts), degenerate=repetitive, short=num_short)
         if len(self.prompts) < 8:
             warnings.append(
                 f"{len(self.prompts)} texts: intervals of this few are wide, and assume that texts are similar"
@@ -241,6 +256,7 @@ class ReferenceReport:
             "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},
             "texts": {f"{temperature:g}": self._text_counts(temperature) for temperature in self.generated},
             "figures": [figures.as_record() for figures in self.table()],
+            "perfect_head": {f"{temperature:g}": each.as_record() for temperature, each in self.perfect.items()},
             "decoder": {
                 f"{temperature:g}": None if texts.pooled is None else texts.pooled.as_record()
                 for temperature, texts in self.generated.items()

@@ -34,6 +34,7 @@ RULES = {
     "a sampled token",
     "match": "product of q_j(x_j): drafts sampled from q, accepted only if the trunk samples the same token",
 }
+PERFECT = "perfect"  # scored beside them: rule argmax of a head that has the trunk's own distribution, q = p
 _MAX_POSITIONS = 2048  # of one parallel pass: texts are batched up to this number of padded positions
 _MAX_STARTS = 128  # round starts whose distributions are in memory at once, ...
 _MAX_LOGITS = 2**23  # ... and elements of each of their tensors
@@ -127,7 +128,7 @@ class ScoredText:
     """One text, scored under one convention of the head; S is the number of round starts."""
 
     text: ReferenceText
-    survivals: dict[str, Survival]  # by acceptance rule
+    survivals: dict[str, Survival]  # by acceptance rule; above temperature 0 also of a `PERFECT` head
     drafts: Tensor  # [S], the argmax of depth 1
     ranks: Tensor  # [S], how many tokens depth 1 ranks above the text's
     remaining: list[int] = field(init=False)  # [S], `ReferenceText.remaining`
@@ -276,7 +277,7 @@ def _score(
     """Compare each start's drafts with the text and, above temperature 0, with the trunk's distributions."""
     count, prompt_length = len(text.remaining), len(text.prompt)
     new_tokens = torch.tensor(text.new, device=final_hidden.device)
-    rules = ["greedy"] if not text.temperature else [rule for rule in RULES if rule != "greedy"]
+    rules = ["greedy"] if not text.temperature else [*(rule for rule in RULES if rule != "greedy"), PERFECT]
     given = {rule: torch.ones(count, depths + 1, dtype=torch.float64) for rule in rules}
     expected = {rule: torch.zeros(count, depths, dtype=torch.float64) for rule in rules}
     drafts, ranks = torch.zeros(2, count, dtype=torch.long)
@@ -320,6 +321,7 @@ def _accept_depth(
         now = {rule: given * correct for rule, given in before.items()}
         return now, now, ratios
     p, q = probs
+    largest, likeliest = p.max(-1)
     q_target, p_target = (each.gather(-1, target[:, None])[:, 0].cpu().double() for each in (q, p))
     ratio = q_target / p_target.clamp_min(torch.finfo(torch.float32).tiny)
     now = {
@@ -327,6 +329,7 @@ def _accept_depth(
         "block": torch.minimum(before["block"], ratios * ratio),
         "argmax": before["argmax"] * correct,
         "match": before["match"] * q_target,
+        PERFECT: before[PERFECT] * (likeliest == target).cpu().double(),
     }
     scale = [each[:, None].to(q) for each in (ratios, before["block"])]
     mean = {
@@ -334,5 +337,6 @@ def _accept_depth(
         "block": torch.minimum(scale[0] * q, scale[1] * p).sum(-1).cpu().double(),
         "argmax": before["argmax"] * p.gather(-1, best[:, None])[:, 0].cpu().double(),
         "match": before["match"] * (p * q).sum(-1).cpu().double(),
+        PERFECT: before[PERFECT] * largest.cpu().double(),
     }
     return now, mean, ratios * ratio

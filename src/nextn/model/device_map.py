@@ -142,7 +142,7 @@ def _place(name: str, device_map: str) -> torch.device | str:
 def _read_map(path: str, trunk: Trunk) -> list[str]:
     """Return the place of each decoder layer by a file. Raises ConfigError."""
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"device_map = {path!r}: {error}; {_EXPECTED}") from error
     if not isinstance(content, dict) or not all(type(place) in (str, int) for place in content.values()):

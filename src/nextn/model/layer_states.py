@@ -113,7 +113,7 @@ class StateFolder:
     def _read_record(self) -> None:
         path = self._folder / _RECORD
         try:
-            record = json.loads(path.read_text())
+            record = json.loads(path.read_text(encoding="utf-8"))
             layers = [LayerProgress(**{**layer, "resumed": True}) for layer in record["layers"]]
             identity, self._checksums = record["identity"], dict(record["files"])
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -76,7 +76,7 @@ def prepare(
         raise CheckpointError(f"{folder}: holds no MTP head; `nextn train` makes one")
     record = _record(folder, measured, inventory)
     readme = folder / CARD
-    old = ModelCard(readme.read_text(), ignore_metadata_errors=True) if readme.is_file() else None
+    old = ModelCard(readme.read_text(encoding="utf-8"), ignore_metadata_errors=True) if readme.is_file() else None
     data: dict[str, Any] = {} if old is None else old.data.to_dict()
     data["license"] = license or data.get("license")
     data["base_model"] = base_model or data.get("base_model") or inventory.base_model

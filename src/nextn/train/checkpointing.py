@@ -101,7 +101,7 @@ class MetricsLog:
     """metrics.jsonl, one record per line; lines of steps that a resumed run repeats are dropped."""
 
     def __init__(self, path: Path, step: int) -> None:
-        old = path.read_text().splitlines() if path.exists() else []
+        old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = [line for line in old if _step_of(line) <= step]
         if kept != old:
             with atomic(path) as file:
@@ -141,7 +141,7 @@ def write_state(folder: Path, config: TrainConfig, **state: object) -> None:
 
 def read_state(folder: Path, config: TrainConfig) -> dict[str, Any]:
     """Read the plain values. Raises ConfigError if the checkpoint was trained with settings other than `config`."""
-    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+    state: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     # Settings that did not exist when the checkpoint was written have their defaults.
     then = {field.name: field.default for field in fields(config)} | state.pop("config")
     now = asdict(config)
@@ -212,7 +212,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks, *, ow
 
     Raises CheckpointError, on all processes, for tensors that are missing, damaged, of another shape or owner.
     """
-    index = json.loads((folder / _INDEX).read_text())
+    index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
     # A missing file would leave tensors partly unfilled, which nothing else detects.
     if index["files"] != _sizes(folder):
         raise CheckpointError(

@@ -35,9 +35,11 @@ ACCEPTANCE_DEFINITION = (
     "tokens per round, each round starting where the previous one ended. greedy: a draft is accepted where the head's "
     "argmax is the trunk's. sampled: with probability 1 - TV at the temperature, or min(1, q/p) of the text's token "
     "where the text was sampled from the trunk; drafts are verified one by one, block verification accepts slightly "
-    "more. kv: `decode` = deeper drafts attend to the keys that decoding gives them; "
+    "more. argmax: the head's argmax is drafted at the temperature, as engines do by default. "
+    "kv: `decode` = deeper drafts attend to the keys that decoding gives them; "
     "`own` = each depth to its own, for heads without a key-value rollout"
 )
+_RULES = ("greedy", "sampled", "argmax")  # of held-out acceptance
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
     depths = len(states) - 1
     alive = valid.cpu().double()  # on the host: MPS has no float64
     survived = torch.zeros(2, depths + 1, dtype=torch.float64)
-    for rule, accept in enumerate(_acceptance_probs(model.trunk, model.head, states)):
+    for rule, accept in enumerate(_acceptance_probs(model.trunk, model.head, states)[:2]):
         reach = torch.cat([alive[:, None], accept], dim=1).cumprod(1)
         survived[rule] = sum(reach.sum(-1))  # in order of the sequences: rounding does not depend on their number
     return survived
@@ -134,6 +136,7 @@ class HeldOutAcceptance:
 
     greedy: ExpectedAcceptance
     sampled: ExpectedAcceptance
+    argmax: ExpectedAcceptance
     num_positions: int  # where a round could start
     kv: Literal["decode", "own"]
     temperature: float
@@ -161,7 +164,7 @@ class HeldOutAcceptance:
         """Return the record for metrics.jsonl."""
         figures = {
             name: {"acceptance": list(counts.rates), "AL": counts.length}
-            for name, counts in (("greedy", self.greedy), ("sampled", self.sampled))
+            for name, counts in zip(_RULES, (self.greedy, self.sampled, self.argmax), strict=True)
         }
         return figures | {
             "score": self.score,
@@ -176,8 +179,7 @@ class HeldOutAcceptance:
     def from_state(cls, state: Mapping[str, Any]) -> "HeldOutAcceptance":
         """Invert `dataclasses.asdict`; tuples may be lists."""
         parts = {
-            name: ExpectedAcceptance(**{key: tuple(value) for key, value in state[name].items()})
-            for name in ("greedy", "sampled")
+            name: ExpectedAcceptance(**{key: tuple(value) for key, value in state[name].items()}) for name in _RULES
         }
         return cls(**{**state, **parts})
 
@@ -206,8 +208,8 @@ def heldout_acceptance(
         dtype: Autocast dtype; float32 = no autocast.
         ranks: The processes; each evaluates its own rows and returns the figures of all.
     """
-    totals = [[torch.zeros(depths, dtype=torch.float64) for _ in range(2)] for _ in range(2)]
-    per_sequence: list[list[list[float]]] = [[[], []], [[], []]]
+    totals = [[torch.zeros(depths, dtype=torch.float64) for _ in range(2)] for _ in _RULES]
+    per_sequence: list[list[list[float]]] = [[[], []] for _ in _RULES]
     num_positions = 0
     for batch, known in batches:
         tokens, documents = batch.tokens.to(trunk.device), batch.documents.to(trunk.device)
@@ -228,26 +230,28 @@ def heldout_acceptance(
             per_sequence[rule][0] += (starts[:, None] * reach).sum((1, 2)).tolist()
             per_sequence[rule][1] += starts.sum(1).tolist()
     num_positions = int(ranks.total(torch.tensor(num_positions)))
-    greedy, sampled = (
+    greedy, sampled, argmax = (
         ExpectedAcceptance(
             *(tuple(ranks.total(counts).tolist()) for counts in total),
             *(tuple(ranks.gather_rows(torch.tensor(counts, dtype=torch.float64)).tolist()) for counts in sequences),
         )
         for total, sequences in zip(totals, per_sequence, strict=True)
     )
-    return HeldOutAcceptance(greedy, sampled, num_positions, "decode" if head.can_rollout else "own", temperature)
+    return HeldOutAcceptance(
+        greedy, sampled, argmax, num_positions, "decode" if head.can_rollout else "own", temperature
+    )
 
 
 def _acceptance_probs(
     trunk: Trunk, head: Head | None, states: Sequence[Tensor], temperature: float = 1.0, text: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Two [B, K, T - K] on the CPU: the probability that a draft is accepted, by argmax match and by sampling.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three [B, K, T - K] on the CPU: the probability that a draft is accepted, by each of `_RULES`.
 
     text: [B, T] tokens that were sampled from the trunk at the temperature, if they were.
     """
     depths = len(states) - 1
     num_sequences, num_positions = len(states[0]), states[0].shape[1] - depths
-    match, accept = (torch.zeros(num_sequences, depths, num_positions, dtype=torch.float64) for _ in range(2))
+    match, accept, likely = (torch.zeros(num_sequences, depths, num_positions, dtype=torch.float64) for _ in _RULES)
     for row in range(num_sequences):  # the probs [positions, V] of one sequence at a time, to bound memory
         logits = trunk.logits(states[0][row].to(trunk.output.weight.dtype)).float()
         probs = (logits / temperature).softmax(-1)
@@ -255,14 +259,17 @@ def _acceptance_probs(
             assert head is not None
             draft_logits = head.logits(head.layer_index(depth), states[depth][row, :num_positions]).float()
             p, q = probs[depth : depth + num_positions], (draft_logits / temperature).softmax(-1)
-            match[row, depth - 1] = (p.argmax(-1) == q.argmax(-1)).cpu()
+            best = q.argmax(-1)
+            match[row, depth - 1] = (p.argmax(-1) == best).cpu()
             if text is None:
                 accept[row, depth - 1] = overlap(p, q).cpu()
+                likely[row, depth - 1] = p.gather(1, best[:, None])[:, 0].cpu()
             else:
                 target = text[row, depth + 1 : depth + 1 + num_positions, None]
                 ratio = (q[: len(target)].gather(1, target) / p[: len(target)].gather(1, target)).clamp_max(1)[:, 0]
                 accept[row, depth - 1, : len(target)] = ratio.cpu()
-    return match, accept
+                likely[row, depth - 1, : len(target)] = (best[: len(target)] == target[:, 0]).cpu().double()
+    return match, accept, likely
 
 
 @dataclass
@@ -296,11 +303,20 @@ class BestTracker:
         return self.baseline is not None and self.best is not None and self.best.is_worse(self.baseline)
 
     def __str__(self) -> str:
-        """Both scores and the uncertainty of their difference, for messages."""
-        if self.baseline is None or self.best is None:
+        """The AL of each rule, before and after, and what is compared with which uncertainty, for messages."""
+        best, baseline = self.best, self.baseline
+        if baseline is None or best is None:
             return "no head to compare with"
-        noise = 2 * self.best.noise(self.baseline)
-        return f"acceptance length {self.best.score:.3f}, was {self.baseline.score:.3f}, +-{noise:.3f} on held-out text"
+        sampled = f"T = {best.temperature:g}"
+        labels = ("greedy", sampled, f"{sampled} argmax drafts (vLLM, llama.cpp)")
+        lengths = (
+            f"{label} {getattr(best, rule).length:.3f} (was {getattr(baseline, rule).length:.3f})"
+            for rule, label in zip(_RULES, labels, strict=True)
+        )
+        return (
+            f"held-out AL {', '.join(lengths)}; compared by the mean of the first two: "
+            f"{best.score - baseline.score:+.3f} +-{2 * best.noise(baseline):.3f}"
+        )
 
     def as_record(self) -> dict[str, object]:
         """Return the record for JSON reports."""

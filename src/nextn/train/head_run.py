@@ -113,7 +113,7 @@ class HeadRun:
         tracker, out = self.trainer.best_tracker, self.trainer.folder.path
         if tracker.is_worse and not allow_worse:
             raise TrainingError(
-                f"the trained head is worse than the one it started from ({tracker}) and was not written. Checkpoints "
+                f"the trained head is worse than the one it started from and was not written: {tracker}. Checkpoints "
                 f"are in {out}; --allow-worse writes it; a lower lr, more text, or text like the held-out one may help"
             )
         if head_only or self._is_separate:

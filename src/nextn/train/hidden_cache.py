@@ -181,7 +181,7 @@ class HiddenStateCache:
         if not path.exists():
             return
         try:
-            stored = json.loads(path.read_text())
+            stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: not a readable key: {error}; remove the folder, or give another") from error
         for part in ("trunk", "text"):

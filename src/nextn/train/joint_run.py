@@ -138,7 +138,7 @@ def _refinement(base: Mapping[str, object] | None, given: object) -> dict[str, o
 
 def _read_config(path: Path) -> dict[str, object]:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a readable JSON file: {error}") from error
     if not isinstance(values, dict) or "model_type" not in values:

@@ -115,7 +115,7 @@ def read_result(out: Path) -> dict[str, Any] | None:
 
 def _read(out: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads((out / FILE).read_text())
+        record = json.loads((out / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -89,7 +89,7 @@ def build_library(sources: Path, cache: Path) -> Path:
 def is_intact(library: Path) -> bool:
     """Return whether the library has the size and hash recorded when it was built."""
     try:
-        return json.loads(_record(library).read_text()) == _description(library.read_bytes())
+        return json.loads(_record(library).read_text(encoding="utf-8")) == _description(library.read_bytes())
     except (OSError, ValueError):
         return False
 
@@ -164,7 +164,7 @@ def _identity(sources: Path) -> str:
 def _processor() -> str:
     """The CPU features that -march=native depends on."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return f"{platform.machine()} {flags}"
 
@@ -206,7 +206,7 @@ def _build(sources: Path, library: Path) -> None:
     ) as folder:
         compiled = _compile(compiler, sources, Path(folder))
         record = Path(folder) / "record.json"
-        record.write_text(json.dumps(_description(compiled.read_bytes())))
+        record.write_text(json.dumps(_description(compiled.read_bytes())), encoding="utf-8")
         compiled.replace(library)
         record.replace(_record(library))
 
