@@ -5,10 +5,12 @@ docs/reference/bench.md, "Peers", says what is compared and how to read it.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -137,10 +139,11 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     folder = args.engines / "run"
     folder.mkdir(parents=True, exist_ok=True)
     model.save(folder / "model", dtype=torch.bfloat16)
-    bench = Bench(chosen, args, folder)
+    bench, load = Bench(chosen, args, folder), [os.getloadavg()[0]]
     with closing(bench):
         bench.start()
         runs = decoded(bench, ids, Request([], args.max_tokens, 0, list(eos)))
+    load.append(os.getloadavg()[0])
     completed = tuple(bench.settings)
     domains = tuple(prompt.domain for prompt in prompts)
     report = Report(ids, domains, eos, completed, tuple(run for run in runs if run.setting in completed))
@@ -150,6 +153,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     plan = {"k_values": args.num_speculative_tokens} | others
     return {
         "model": args.name or args.checkpoint.name,
+        "date": date.today().isoformat(),
+        "load": load,
         "parameters": sum(value.numel() for value in model.trunk.model.parameters()),
         "machine": {name: machine[name] for name in ("name", "cores", "versions", "bandwidth")},
         "plan": {**plan, "temperature": 0},

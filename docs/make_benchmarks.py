@@ -151,6 +151,12 @@ def peers() -> str:
     return _engines("peers", names, (1, 2, 4))
 
 
+def smollm2_peers() -> str:
+    """SmolLM2-135M-Instruct with the head in the package, in nextn and llama.cpp."""
+    names = (("nextn, bf16", "nextn", "bfloat16"), ("llama.cpp, bf16", "llama.cpp", "bfloat16"))
+    return _engines("peers-smollm2", names, (3,))
+
+
 def quantized_peers() -> str:
     """The recipe `code` with weights of 8 and 4 bits in nextn and llama.cpp."""
     names = [
@@ -310,6 +316,7 @@ PARTS = {
     "costs": costs,
     "batches": batches,
     "peers": peers,
+    "smollm2_peers": smollm2_peers,
     "quantized_peers": quantized_peers,
     "served": served,
     "audits": audits,

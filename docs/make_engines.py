@@ -1,4 +1,6 @@
-"""Write the tables of docs/benchmarks/engines.md from bench/results/engines.json, which `make test-engines` writes."""
+"""Write the tables of docs/benchmarks/engines.md from bench/results/engines.json, which `make test-engines` writes, and
+smollm2-engines.json, which bench/published.py writes.
+"""
 
 import json
 import re
@@ -10,8 +12,14 @@ from generated import write
 
 HERE = Path(__file__).parent
 PAGE = HERE / "benchmarks" / "engines.md"
-RECORD = HERE.parent / "bench" / "results" / "engines.json"
+RESULTS = HERE.parent / "bench" / "results"
 Record = Mapping[str, Any]
+
+
+def records() -> Record:
+    """Return both records as one."""
+    published = json.loads((RESULTS / "smollm2-engines.json").read_text())
+    return json.loads((RESULTS / "engines.json").read_text()) | {"published": published["engines"]}
 
 
 def page(text: str, record: Record) -> str:
@@ -82,12 +90,13 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-COMPARED = ("pairs", "head", "drafts", "gguf", "inside", "adopted")  # sections of the record that make one table each
+# Sections of the record that make one table each.
+COMPARED = ("pairs", "head", "drafts", "gguf", "inside", "adopted", "published")
 TABLES = {"modules": modules, "versions": versions, "faults": faults}
 
 
 def pages() -> dict[Path, str]:
-    return {PAGE: page(PAGE.read_text(), json.loads(RECORD.read_text()))}
+    return {PAGE: page(PAGE.read_text(), records())}
 
 
 if __name__ == "__main__":

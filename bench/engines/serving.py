@@ -8,8 +8,6 @@ from engines.client import Worker
 from engines.referee import Seen, asked
 from engines.starting import Starter
 
-CONTEXT = 256
-
 
 @dataclass(frozen=True)
 class Served:
@@ -27,6 +25,7 @@ class Bench:
 
     starter: Starter
     folder: Path
+    context: int = 256
 
     def __post_init__(self) -> None:
         self.workers: dict[str, Worker] = {}
@@ -68,10 +67,10 @@ class Bench:
 
     def _options(self, engine: str, checkpoint: Path, gguf: Path | None, k: int) -> dict[str, object]:
         if engine == "llama.cpp":
-            return {"gguf": str(gguf), "context": CONTEXT, "num_speculative_tokens": k, "exact": True}
+            return {"gguf": str(gguf), "context": self.context, "num_speculative_tokens": k, "exact": True}
         options: dict[str, object] = {"checkpoint": str(checkpoint), "dtype": "float32"}
         if engine == "vllm":
-            options |= {"context": CONTEXT, "num_speculative_tokens": k, "eager": True, "counts": True}
+            options |= {"context": self.context, "num_speculative_tokens": k, "eager": True, "counts": True}
         return options
 
     def _converted(self, checkpoint: Path) -> Path:
