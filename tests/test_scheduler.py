@@ -80,7 +80,7 @@ def test_neighbors_change_nothing(trained, name, backend):
 
 @pytest.mark.parametrize(("name", "backend"), [("glm_two", "auto"), ("qwen", "auto"), ("glm_one", "torch")])
 def test_copies_change_nothing(trained, name, backend):
-    """Beside a head and without, whatever a request asks for, from cached prefixes, too; those that set K copy nothing."""
+    """Beside a head and without, for every kind of request and from cached prefixes; those that set K copy nothing."""
     model = trained[name]
     biased = replace(requests_of(model, 1, lengths=(70,))[0], max_tokens=40, logit_bias={3: 0.5, 5: -0.5})
     requests = requests_of(model, 9) | {9: biased}
