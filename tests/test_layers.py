@@ -30,12 +30,13 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 58_960
+LINE_BUDGET = 59_600
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus",
     "data.sources", "data.batches", "data.degeneracy", "data.chat_template", "data.records",
     "stats.acceptance", "stats.speedup", "settings", "speculative.draft_policy", "speculative.measured_length",
+    "speculative.copy_index", "speculative.copy_choice", "speculative.copy_drafts",
     "checkpoint.remote", "checkpoint.safetensors_file", "checkpoint.checkpoint",
     "checkpoint.quantization", "checkpoint.quant_formats", "checkpoint.packed_layout",
     "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "audit",

@@ -22,7 +22,8 @@ def series():
     """Sample names of a server that has seen a request and an error -> their labels."""
     metrics = ServerMetrics("tiny", lambda: EngineStats(1, 2, 3, 4, 5, 6, 7, 8))
     one = SequenceRound(0, (1, 2), 1, (1, 3), "eos")
-    metrics.observe(GenerationChunk("x", (one,), finish="eos"), since_submitted=0.1, since_chunk=0.1)
+    copied = SequenceRound(0, (1, 2), 1, (1, 3), "eos", copied=True)
+    metrics.observe(GenerationChunk("x", (one, copied), finish="eos"), since_submitted=0.1, since_chunk=0.1)
     metrics.count_error(400)
     lines = [line for line in metrics.text().decode().splitlines() if not line.startswith("#")]
     found = {}

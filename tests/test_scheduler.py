@@ -78,6 +78,30 @@ def test_neighbors_change_nothing(trained, name, backend):
     assert found == alone(model, plain, backend=backend)
 
 
+@pytest.mark.parametrize(("name", "backend"), [("glm_two", "auto"), ("qwen", "auto"), ("glm_one", "torch")])
+def test_copies_change_nothing(trained, name, backend):
+    """Beside a head and without, for every kind of request and from cached prefixes; those that set K copy nothing."""
+    model = trained[name]
+    biased = replace(requests_of(model, 1, lengths=(70,))[0], max_tokens=40, logit_bias={3: 0.5, 5: -0.5})
+    requests = requests_of(model, 9) | {9: biased}
+    plain = alone(model, requests, backend=backend, num_speculative_tokens=0)
+    for k in (3, 0):
+        options = {"num_speculative_tokens": k, "num_copy_tokens": 8, "max_num_seqs": 6, "prefix_bytes": 10**8}
+        answers = Answers(scheduler_of(model, backend=backend, **options))
+        for turn in range(2):  # the second time from cached prefixes
+            answers.run({0: [((turn, index), request) for index, request in requests.items()]})
+        assert {each: answers.text(each) for each in answers.chunks} == {
+            (turn, each): plain[each] for turn in range(2) for each in plain
+        }
+        copied = {
+            index
+            for (_, index), chunks in answers.chunks.items()
+            if any(each.copied and each.num_accepted for chunk in chunks for each in chunk.rounds)
+        }
+        assert 9 in copied
+        assert not [name for name in copied if requests[name].num_speculative_tokens is not None]
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_recurrent_trunk(backend):
     """The state of a sequence that joins, leaves, or continues from a prefix is its own."""

@@ -68,6 +68,7 @@ class Settings:
     """Options of decoding. Raises ConfigError on values out of range."""
 
     num_speculative_tokens: int = 4  # K; 0: plain decoding
+    num_copy_tokens: int = 0  # the most tokens that a round copies from the sequence's own text as drafts; 0: none
     p_min: float = 0.0  # a round drafts on only while the head is at least this confident
     sampling: Sampling = field(default_factory=Sampling)
     sampled_drafts: bool = True  # sample drafts from q, else take its argmax
@@ -79,6 +80,6 @@ class Settings:
     contract: Contract = field(default_factory=Contract)
 
     def __post_init__(self) -> None:
-        require_at_least(self, num_speculative_tokens=0, max_tokens=1, chunk=1)
+        require_at_least(self, num_speculative_tokens=0, num_copy_tokens=0, max_tokens=1, chunk=1)
         if self.contract.offset not in (0, -1):
             raise ConfigError(f"contract.offset = {self.contract.offset}; expected 0 or -1")

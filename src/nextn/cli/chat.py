@@ -17,6 +17,7 @@ from nextn.cli.common import (
     MaxTokens,
     ModelName,
     ModelOptions,
+    NumCopyTokens,
     NumSpeculativeTokens,
     Offline,
     Revision,
@@ -48,6 +49,7 @@ Ctrl-C stops an answer. A \\ at the end of a line continues the message on the n
 def chat(
     model: ModelName,
     num_speculative_tokens: NumSpeculativeTokens = 4,
+    num_copy_tokens: NumCopyTokens = 0,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -74,7 +76,11 @@ def chat(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     settings = Settings(
-        num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
+        num_speculative_tokens=num_speculative_tokens,
+        num_copy_tokens=num_copy_tokens,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        seed=seed,
     )
     options = ModelOptions.of(locals()).prepared()
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)

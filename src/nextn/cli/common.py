@@ -56,6 +56,9 @@ CacheDir = Annotated[Path | None, typer.Option(help="Hub cache folder. Default: 
 Offline = Annotated[bool, typer.Option("--offline", help="Read hub ids from the cache only.")]
 K_NAMES = ("--num-speculative-tokens", "-k")
 NumSpeculativeTokens = Annotated[int, typer.Option(*K_NAMES, help="Draft tokens per round; 0 = plain decoding.")]
+NumCopyTokens = Annotated[
+    int, typer.Option("--copy", help="Most draft tokens per round that are copied from the text so far; 0 = none.")
+]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per text.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto: as stored.")]
 Chat = Annotated[

@@ -23,6 +23,7 @@ from nextn.cli.common import (  # fmt: skip
     MaxTokens,
     ModelName,
     ModelOptions,
+    NumCopyTokens,
     NumSpeculativeTokens,
     Offline,
     OffloadFolder,
@@ -59,6 +60,7 @@ def generate(
     model: ModelName,
     prompt: Annotated[str, typer.Argument(help="Text to continue or question to answer; - reads standard input.")],
     num_speculative_tokens: NumSpeculativeTokens = 4,
+    num_copy_tokens: NumCopyTokens = 0,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -97,6 +99,7 @@ def generate(
     """Decode one prompt with MTP. Text of rounds that accepted drafts is green, or in brackets without colors."""
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens,
+        num_copy_tokens=num_copy_tokens,
         p_min=p_min,
         sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
         sampled_drafts=not argmax_drafts,
@@ -108,7 +111,7 @@ def generate(
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
     loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
     draftable.apply(loaded, num_speculative_tokens=num_speculative_tokens, backend=backend)
-    length = _adaptive(loaded, num_speculative_tokens, backend) if adaptive else None
+    length = _adaptive(loaded, settings, backend) if adaptive else None
     request = _Request(text, settings, tuple(stop or ()), use_chat(loaded, chat), backend, length)
     if as_json:
         print_json(_record(loaded, request))
@@ -184,10 +187,11 @@ class _Request:
         return len(encode(model, self.prompt, chat=self.chat))
 
 
-def _adaptive(model: "Model", limit: int, backend: str) -> "DraftLength":
+def _adaptive(model: "Model", settings: Settings, backend: str) -> "DraftLength":
     from nextn.evaluate.decoding_costs import adaptive_length
 
-    return adaptive_length(model, limit=limit, backend=backend)
+    limit, copies = settings.num_speculative_tokens, settings.num_copy_tokens
+    return adaptive_length(model, limit=limit, num_copy_tokens=copies, backend=backend)
 
 
 def _record(model: "Model", request: _Request) -> dict[str, object]:
@@ -215,6 +219,7 @@ def _record(model: "Model", request: _Request) -> dict[str, object]:
         "notes": [*model.notes, *([long] if long else [])],
         "repetitive": _is_repetitive(result.tokens),
         **result.acceptance.as_record(),
+        "copies": result.copy_acceptance.as_record(),
     }
 
 
@@ -252,12 +257,15 @@ def speed(log: "Sequence[Round]") -> str:
 
 
 def acceptance_line(log: "Sequence[Round]") -> str:
-    """Mean acceptance length and acceptance per depth."""
+    """Mean acceptance length and acceptance per depth of the head's drafts, and the length of copies."""
     from nextn.stats.acceptance import Acceptance
 
-    figures = Acceptance.of(log)
+    figures, copies = Acceptance.of(log), Acceptance.of(log, copied=True)
     rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(figures.rates, 1) if rate == rate)
-    return f"AL {figures.length:.2f}  {rates}" if figures.num_rounds else "plain decoding"
+    line = f"AL {figures.length:.2f}  {rates}" if figures.num_rounds else "" if copies.num_rounds else "plain decoding"
+    if not copies.num_rounds:
+        return line
+    return f"{line}  copies: AL {copies.length:.2f} in {copies.num_rounds} of {len(log) - 1} rounds".strip()
 
 
 def _is_repetitive(tokens: "Sequence[int]") -> bool:

@@ -18,6 +18,7 @@ from nextn.cli.common import (
     KVCacheDtype,
     ModelName,
     ModelOptions,
+    NumCopyTokens,
     Offline,
     Revision,
     SeparateHead,
@@ -48,6 +49,7 @@ def serve(
     num_speculative_tokens: Annotated[
         int | None, typer.Option(*K_NAMES, help=f"Most draft tokens per round. Default: {_DEFAULT_K}.")
     ] = None,
+    num_copy_tokens: NumCopyTokens = 0,
     fixed_k: Annotated[
         bool, typer.Option("--fixed-k", help="Always draft -k tokens, even if fewer are faster.")
     ] = False,
@@ -131,6 +133,7 @@ def serve(
         max_model_len=max_model_len,
         cache_gb=cache_gb,
         num_speculative_tokens=k,
+        num_copy_tokens=num_copy_tokens,
         adaptive=not fixed_k,
     )
     with listen(host, port) as sock:

@@ -13,6 +13,8 @@ from nextn.decoding.drafter import Drafter, DraftResult
 from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.settings import Settings
+from nextn.speculative.copy_choice import CopyChoice, CopyRun
+from nextn.speculative.copy_drafts import CopyDrafts
 from nextn.speculative.draft_policy import NO_DRAFTS, DraftLength
 from nextn.speculative.sampling import Prediction, Uniforms, VerifiedRound, accept_greedy, ragged
 
@@ -34,6 +36,7 @@ class SequenceRound:
         emitted: The new tokens: `emitted[:num_accepted]` are the accepted drafts, then comes the bonus token; cut
             where the sequence ended.
         finish: None while the sequence continues, else `eos`, `stop`, `length` or `context`.
+        copied: Whether the drafts were copied from the text so far; else the head's.
     """
 
     row: int
@@ -41,6 +44,7 @@ class SequenceRound:
     num_accepted: int
     emitted: tuple[int, ...]
     finish: str | None = None
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class BatchSequence:
     uniforms: Uniforms  # its own random numbers, so that they do not depend on what else is in the batch
     stop: Callable[[Sequence[int]], int | None] | None = None  # new tokens -> how many to keep, None to continue
     new: list[int] = field(default_factory=list)
+    copies: CopyDrafts | None = None
 
     @property
     def remaining(self) -> int:
@@ -118,6 +123,8 @@ class DecodingBatch:
         """
         self.trunk, self.settings, self.draft_length, self.observer = trunk, settings, draft_length, observer
         self.sequences = list(sequences)
+        for sequence in self.sequences:
+            sequence.copies = CopyDrafts(sequence.tokens) if settings.num_copy_tokens else None
         self.cache = trunk.cache(len(sequences))
         self.seen = self._seen() if settings.sampling.needs_seen else None
         self.verifier = trunk.verifier(settings.sampling, block_verification=settings.block_verification)
@@ -187,17 +194,14 @@ class DecodingBatch:
         """Draft and verify once, for all sequences."""
         started = time.perf_counter()
         if not self.queued:
-            self._prepare_rounds()
-        verified = self._torch_round() if self.native is None else self._native_round(self.native, started)
-        if any(verified.confidences):
-            rows = zip(verified.confidences, verified.drafts, verified.verification, strict=True)
-            for confidences, drafts, (num_accepted, _) in rows:
-                if confidences:  # else a sequence at its last token, which had nothing to draft
-                    self.draft_length.learn(confidences, num_draft_tokens=len(drafts), num_accepted=num_accepted)
-        else:
-            self.draft_length.learn([], num_draft_tokens=0, num_accepted=0)  # a baseline round of any batch size
-        num_tokens = sum(num_accepted + 1 for num_accepted, _ in verified.verification)
-        self.draft_length.observe(num_tokens, verified.draft_s + verified.verify_s + self._overhead_s)
+            choice = self._choose()
+            self._prepare_rounds(choice)
+            if self.native is None:
+                self.queued.append(self._torch_round(choice))
+            else:
+                self._run_native(self.native, choice, started)
+        verified = self.queued.popleft()
+        self._learn(verified)
         return self._emit(verified)
 
     def join(self, other: "DecodingBatch") -> None:
@@ -248,11 +252,42 @@ class DecodingBatch:
     def _caches(self) -> list[KVCache]:
         return [self.cache, *(() if self.drafter is None else self.drafter.caches)]
 
-    def _prepare_rounds(self) -> None:
+    def _choose(self) -> CopyChoice:
+        """Choose what the next round drafts: copies of each sequence's own text, or what the head drafts."""
+        if not self.settings.num_copy_tokens:
+            return CopyChoice(((),) * len(self.sequences))
+        limits = self._draft_limits(self.settings.num_copy_tokens)
+        copies = [sequence.copies for sequence in self.sequences]
+        runs = [CopyRun() if own is None else own.run(limit) for own, limit in zip(copies, limits, strict=True)]
+        return self.draft_length.choose(runs)
+
+    def _learn(self, verified: VerifiedRound) -> None:
+        """Let the policy, and the sequences' copies, learn from a round."""
+        seconds = verified.draft_s + verified.verify_s + self._overhead_s
+        counts = [num_accepted for num_accepted, _ in verified.verification]
+        copied = verified.choice.drafts or ((),) * len(counts)
+        parts = zip(self.sequences, verified.confidences, verified.drafts, copied, counts, strict=True)
+        for sequence, confidences, drafts, copy, num_accepted in parts:
+            if copy and sequence.copies is not None:
+                sequence.copies.learn(len(copy), num_accepted)
+            elif confidences:  # else a sequence at its last token, which had nothing to draft
+                self.draft_length.learn(confidences, num_draft_tokens=len(drafts), num_accepted=num_accepted)
+        longest = verified.choice.num_draft_tokens
+        if longest and not any(verified.confidences):
+            self.draft_length.observe_copies(longest, seconds)
+        elif longest <= max(map(len, verified.confidences), default=0):
+            if not any(verified.confidences):  # a baseline round of any batch size
+                self.draft_length.learn([], num_draft_tokens=0, num_accepted=0)
+            self.draft_length.observe(sum(counts) + len(counts), seconds)
+
+    def _prepare_rounds(self, choice: CopyChoice) -> None:
         """Enter native rounds where possible; before rounds that draft, let the head process what it has put off."""
         drafter = self.drafter
-        is_drafting = drafter is not None and self.draft_length.plan().max_speculative_tokens > 0
-        if self.native is not None and (self.native.is_full or (is_drafting and not self.native.can_draft)):
+        is_drafting = drafter is not None and choice.uses_head and self.draft_length.plan().max_speculative_tokens > 0
+        num_positions = 1 + choice.num_draft_tokens
+        if self.native is not None and (
+            not self.native.has_room(num_positions) or (is_drafting and not self.native.can_draft)
+        ):
             self._leave_native()
         if self.native is None:
             if drafter is not None and (is_drafting or drafter.num_pending >= MAX_DEFERRED):
@@ -268,29 +303,27 @@ class DecodingBatch:
             self.drafter.resume(pending, self.cache.lengths)
         self.native = None
 
-    def _native_round(self, native: NativeRounds, started: float) -> VerifiedRound:
-        """Return the next native round; where none is queued, run as many as fit `max_ahead_s` and queue them.
+    def _run_native(self, native: NativeRounds, choice: CopyChoice, started: float) -> None:
+        """Run as many native rounds as fit `max_ahead_s` and queue them.
 
-        With stop strings only one at a time, because a stop string may end its sequence.
+        Only one at a time with stop strings, because a stop string may end its sequence, and where each round may copy.
         """
-        if not self.queued:
-            plan = NO_DRAFTS if self.drafter is None else self.draft_length.plan()
-            stops = any(sequence.stop is not None for sequence in self.sequences)
-            num_rounds = 1 if stops else int(self.max_ahead_s / self._round_s)
-            if self.drafter is not None:
-                num_rounds = min(num_rounds, self.draft_length.rounds_unchanged(len(self.sequences)))
-            limit, uniforms = self._max_speculative_tokens, None if self._is_greedy else self._uniforms
-            k = min(plan.max_speculative_tokens, limit)
-            self.queued.extend(native.run(plan, k, uniforms, max_rounds=max(1, num_rounds)))
-            self._round_s = self.queued[-1].draft_s + self.queued[-1].verify_s
-            native_s = sum(each.draft_s + each.verify_s for each in self.queued)
-            self._overhead_s = max(0.0, time.perf_counter() - started - native_s) / len(self.queued)
-        return self.queued.popleft()
+        plan = NO_DRAFTS if self.drafter is None or not choice.uses_head else self.draft_length.plan()
+        is_single = self.settings.num_copy_tokens or any(sequence.stop is not None for sequence in self.sequences)
+        num_rounds = 1 if is_single else int(self.max_ahead_s / self._round_s)
+        if self.drafter is not None:
+            num_rounds = min(num_rounds, self.draft_length.rounds_unchanged(len(self.sequences)))
+        k = self._within_block(min(plan.max_speculative_tokens, self.settings.num_speculative_tokens))
+        uniforms = None if self._is_greedy else self._uniforms
+        self.queued.extend(native.run(plan, k, uniforms, max_rounds=max(1, num_rounds), choice=choice))
+        self._round_s = self.queued[-1].draft_s + self.queued[-1].verify_s
+        native_s = sum(each.draft_s + each.verify_s for each in self.queued)
+        self._overhead_s = max(0.0, time.perf_counter() - started - native_s) / len(self.queued)
 
-    def _torch_round(self) -> VerifiedRound:
+    def _torch_round(self, choice: CopyChoice) -> VerifiedRound:
         """Draft, then verify the drafts in one pass of the trunk."""
         started = time.perf_counter()
-        drafted = self._draft()
+        drafted = self._draft(choice)
         draft_end = time.perf_counter()
         block = [[tokens[-1], *draft] for tokens, draft in zip(self._tokens, drafted.drafts, strict=True)]
         self._notify("verify", None, block, self.cache, "")
@@ -300,12 +333,13 @@ class DecodingBatch:
         num_committed = [count + 1 for count in num_accepted]
         self.cache.commit(num_committed)
         if self.drafter is not None:
-            num_not_refreshed = self.drafter.commit(drafted.num_steps, num_accepted)
+            own = [0 if copy else count for copy, count in zip(choice.drafts, num_accepted, strict=True)]
+            num_not_refreshed = self.drafter.commit(drafted.num_steps, own)
             self.drafter.add(hidden.head_input, num_committed, skip=num_not_refreshed)
             if 0 < drafted.num_steps < self.drafter.head.num_modules:  # the layers that did not run fall behind
                 self.drafter.refresh(self._tokens)
         seconds = draft_end - started, time.perf_counter() - draft_end
-        return VerifiedRound(drafted.drafts, drafted.confidences, verification, *seconds)
+        return VerifiedRound(drafted.drafts, drafted.confidences, verification, *seconds, choice)
 
     def _drafter(self, make_drafter: Callable[..., Drafter], head: DecodingHead) -> Drafter:
         settings, trunk = self.settings, self.trunk
@@ -320,15 +354,22 @@ class DecodingBatch:
             on_pass=None if self.observer is None else self._notify,
         )
 
-    def _draft(self) -> DraftResult:
-        if self.drafter is None:
-            return DraftResult.empty(len(self.sequences))
-        uniforms = None if self._is_greedy else self._uniforms
-        return self.drafter.draft(self.draft_length.plan(), self._draft_limits(), self._tokens, uniforms, self.seen)
+    def _draft(self, choice: CopyChoice) -> DraftResult:
+        """Let the head draft for the sequences that copy nothing, and add the copies of the others."""
+        drafted = DraftResult.empty(len(self.sequences))
+        if self.drafter is not None and choice.uses_head:
+            uniforms = None if self._is_greedy else self._uniforms
+            limits = self._draft_limits(self.settings.num_speculative_tokens)
+            limits = [0 if copied else limit for copied, limit in zip(choice.drafts, limits, strict=True)]
+            drafted = self.drafter.draft(self.draft_length.plan(), limits, self._tokens, uniforms, self.seen)
+        if not choice.num_draft_tokens:
+            return drafted
+        like = None if self._is_greedy else torch.empty(0, self.trunk.vocab_size, device=self.trunk.device)
+        return drafted.with_copies(choice.drafts, like)
 
-    def _draft_limits(self) -> list[int]:
-        """The largest K of this round, per sequence, within its remaining tokens and the context."""
-        limit = self._max_speculative_tokens
+    def _draft_limits(self, most: int) -> list[int]:
+        """The largest number of drafts of this round, per sequence, within its remaining tokens and the context."""
+        limit = self._within_block(most)
         if self.trunk.max_length is not None:
             limit = min(limit, self.trunk.max_length - max(map(len, self._tokens)))
         return [max(0, min(limit, sequence.remaining - 1)) for sequence in self.sequences]
@@ -341,12 +382,10 @@ class DecodingBatch:
     def _uniforms(self) -> list[Uniforms]:
         return [sequence.uniforms for sequence in self.sequences]
 
-    @property
-    def _max_speculative_tokens(self) -> int:
-        """The largest K of any round."""
+    def _within_block(self, num_draft_tokens: int) -> int:
+        """The largest number of drafts up to this one that fits a block of the trunk."""
         size = self.trunk.max_block_size
-        k = self.settings.num_speculative_tokens
-        return k if size is None else min(k, size - 1)
+        return num_draft_tokens if size is None else min(num_draft_tokens, size - 1)
 
     @property
     def _is_greedy(self) -> bool:
@@ -377,12 +416,13 @@ class DecodingBatch:
             tokens=self._tokens,
             pending=pending,
             max_speculative_tokens=self.settings.num_speculative_tokens,
+            max_copy_tokens=self.settings.num_copy_tokens,
             remaining=[sequence.remaining for sequence in self.sequences],
             eos=self.sequences[0].eos,
         )
 
     def _emit(self, verified: VerifiedRound) -> Round:
-        out, drafts = [], verified.drafts
+        out, drafts, copied = [], verified.drafts, verified.choice.drafts or ((),) * len(verified.drafts)
         for row, (num_accepted, next_token) in enumerate(verified.verification):
             sequence = self.sequences[row]
             emitted = [*drafts[row][:num_accepted], next_token]
@@ -390,7 +430,8 @@ class DecodingBatch:
             emitted, finish = self._append(sequence, emitted)
             if len(emitted) <= num_accepted:  # cut: drafts beyond the end do not count
                 num_accepted, drafts[row] = len(emitted), drafts[row][: len(emitted)]
-            out.append(SequenceRound(sequence.row, tuple(drafts[row]), num_accepted, tuple(emitted), finish))
+            part = tuple(drafts[row]), num_accepted, tuple(emitted), finish, bool(copied[row])
+            out.append(SequenceRound(sequence.row, *part))
         if self.seen is not None:
             self.seen = self._seen()
         self.keep([row for row, sequence_round in enumerate(out) if sequence_round.finish is None])

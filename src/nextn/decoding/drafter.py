@@ -5,7 +5,7 @@ are one native call where nothing must happen between them; the loop here define
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,23 @@ class DraftResult:
     @classmethod
     def empty(cls, batch_size: int) -> "DraftResult":
         return cls([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
+
+    def with_copies(self, copies: Sequence[Sequence[int]], like: Tensor | None) -> "DraftResult":
+        """Return the drafts with each sequence's copied tokens, where it has any, whose q is one-hot.
+
+        like: [.., V], a tensor on q's device; None in greedy decoding.
+        """
+        drafts, own = [list(copied) or own for copied, own in zip(copies, self.drafts, strict=True)], self.distributions
+        if like is None:
+            return replace(self, drafts=drafts)
+        q = (like if own is None else own).new_zeros(len(drafts), max(map(len, drafts)), like.shape[-1])
+        if own is not None:
+            q[:, : own.shape[1]] = own[:, : q.shape[1]]
+        for row, copied in enumerate(copies):
+            if copied:
+                q[row] = 0
+                q[row, torch.arange(len(copied)), list(copied)] = 1
+        return replace(self, drafts=drafts, distributions=q)
 
 
 class Drafter:

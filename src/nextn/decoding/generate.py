@@ -54,7 +54,7 @@ class Result:
         tokens: The new token ids.
         finish: Why it ended: `eos`, `stop`, `length` or `context`.
         rounds: Every round of this sequence; the first is the prefill, which gives the first token.
-        acceptance: Of this sequence.
+        acceptance: Of the head's drafts in this sequence.
         prefill_s: Wall seconds of the whole batch's prefill.
         draft_s: Wall seconds of drafting, of the whole batch.
         verify_s: Wall seconds of verification, of the whole batch.
@@ -68,6 +68,11 @@ class Result:
     prefill_s: float
     draft_s: float
     verify_s: float
+
+    @property
+    def copy_acceptance(self) -> Acceptance:
+        """Acceptance of the drafts that were copied from the text so far."""
+        return Acceptance.of(self.rounds, copied=True)
 
     @property
     def tokens_per_s(self) -> float:
@@ -179,7 +184,7 @@ def generate(
             tokens=tuple(token for one in own for token in one.emitted),
             finish=finish,
             rounds=tuple(own),
-            acceptance=Acceptance.of(Round((one,), 0.0, 0.0) for one in own),
+            acceptance=Acceptance.of(own),
             prefill_s=log[0].verify_s,
             draft_s=draft_s,
             verify_s=verify_s,

@@ -1,4 +1,5 @@
-"""Rounds: draft K tokens with the head, verify them in one trunk pass, emit the accepted ones and one bonus token.
+"""Rounds: draft K tokens with the head, or copy them from the text, verify them in one trunk pass, and emit those
+that are accepted and one bonus token.
 
 Works on token ids and knows no tokenizer, chat template or stop string. Every other way to decode is built on `rounds`.
 """
@@ -17,6 +18,7 @@ from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.locks import LOCK
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
+from nextn.speculative.copy_choice import candidate_lengths
 from nextn.speculative.draft_policy import PROBE_INTERVAL, DraftLength, FixedLength
 from nextn.speculative.sampling import Uniforms
 
@@ -85,6 +87,7 @@ def rounds(
     with torch.inference_mode(), passes.pass_context():
         fixed = isinstance(length, FixedLength) and not length.p_min
         prepare(passes, head_passes, len(prompts), settings.num_speculative_tokens, fixed=fixed)
+        passes.prepare(len(prompts), [size + 1 for size in candidate_lengths(settings.num_copy_tokens)], exact=False)
         first = batch.prefill()
     yield first
     while batch.sequences:

@@ -95,14 +95,17 @@ def time_passes(
 
 
 def adaptive_length(
-    model: Model, *, limit: int, batch: int = 1, context: int = 256, backend: str = "auto"
+    model: Model, *, limit: int, num_copy_tokens: int = 0, batch: int = 1, context: int = 256, backend: str = "auto"
 ) -> AdaptiveLength:
     """Measure the costs on this machine and return the draft length that pays by them, at most `limit` drafts.
 
+    num_copy_tokens: The most tokens of a round that may be copied, whose verification is measured, too.
+
     Raises ConfigError as `measure_costs`.
     """
-    costs = measure_costs(model, num_speculative_tokens=limit, batch=batch, context=context, backend=backend)
-    return AdaptiveLength(costs)
+    longest = max(limit, num_copy_tokens)
+    costs = measure_costs(model, num_speculative_tokens=longest, batch=batch, context=context, backend=backend)
+    return AdaptiveLength(costs, limit=limit)
 
 
 def check_sizes(model: Model, *, num_speculative_tokens: int, batch: int, context: int) -> None:

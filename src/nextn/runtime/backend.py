@@ -80,6 +80,7 @@ class DecodingTrunk(Protocol):
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
         max_speculative_tokens: int,
+        max_copy_tokens: int,
         remaining: Sequence[int],
         eos: Sequence[int],
     ) -> NativeRounds | None:

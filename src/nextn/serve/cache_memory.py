@@ -18,7 +18,7 @@ def limits_within(backend: Backend, options: EngineOptions) -> SchedulerLimits:
     k = 0 if backend.head is None else options.num_speculative_tokens
     prefix_bytes = int(total * _PREFIX_SHARE) if has_blocks(backend) else 0
     # A sequence that no longer drafts is padded to the drafts of others. Native buffers are not written there.
-    padding = 0 if backend.name == "native" else k + 1
+    padding = 0 if backend.name == "native" else max(k, options.num_copy_tokens) + 1
     rows = options.max_num_seqs + 1  # a sequence is in two caches while it joins a batch
     available = (total - prefix_bytes) // rows - per_sequence
     fitting = available // per_position - padding if per_position else most if available >= 0 else 0
@@ -33,6 +33,7 @@ def limits_within(backend: Backend, options: EngineOptions) -> SchedulerLimits:
         max_num_seqs=options.max_num_seqs,
         max_model_len=length,
         num_speculative_tokens=k,
+        num_copy_tokens=options.num_copy_tokens,
         adaptive=options.adaptive,
         prefix_bytes=prefix_bytes,
         cache_bytes=total - prefix_bytes,

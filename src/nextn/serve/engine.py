@@ -19,9 +19,10 @@ from nextn.runtime.backend import backend_for
 from nextn.serve.cache_memory import limits_within
 from nextn.serve.options import EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
-from nextn.serve.round_costs import measure_round_costs
+from nextn.serve.round_costs import MAX_COPY_ROWS, measure_round_costs
 from nextn.serve.scheduler import CHUNKS, DraftPolicies, Scheduler, request_of
 from nextn.serve.served_batch import ServedSequence
+from nextn.speculative.copy_choice import candidate_lengths
 from nextn.stats.speedup import Costs
 
 _LOG = logging.getLogger(__name__)
@@ -190,7 +191,9 @@ class ServingEngine:
         for num_sequences in _warmup_order(self.limits.max_num_seqs):
             # Prompts are processed one by one. Passes over deferred positions of several sequences are recorded when
             # needed: these sizes for all batch sizes would take minutes.
-            sizes = [*range(1, k + 2), *(chunks if num_sequences == 1 else ())]
+            copies = [num + 1 for num in candidate_lengths(self.limits.num_copy_tokens)]
+            copies = [size for size in copies if num_sequences * size <= MAX_COPY_ROWS]
+            sizes = [*range(1, k + 2), *copies, *(chunks if num_sequences == 1 else ())]
             for size in sizes:
                 with torch.inference_mode(), trunk.pass_context():
                     trunk.prepare(num_sequences, [size], exact=False)
@@ -210,8 +213,14 @@ class ServingEngine:
 
     def _measure_rounds(self, num_sequences: int, *, is_argmax: bool) -> Iterator[None]:
         """Measure rounds if the batch size is a power of two or the largest; repeat if a request interrupts it."""
-        k, most = self.limits.num_speculative_tokens, self.limits.max_num_seqs
-        if not (k and self.limits.adaptive) or (num_sequences & (num_sequences - 1) and num_sequences != most):
+        k, copies, most = (
+            self.limits.num_speculative_tokens,
+            self.limits.num_copy_tokens,
+            self.limits.max_num_seqs,
+        )
+        if not ((k or copies) and self.limits.adaptive) or (
+            num_sequences & (num_sequences - 1) and num_sequences != most
+        ):
             return
         is_done = False
         while not is_done:
@@ -219,12 +228,15 @@ class ServingEngine:
                 self.backend,
                 num_sequences,
                 num_speculative_tokens=k,
+                num_copy_tokens=copies,
                 is_argmax=is_argmax,
                 max_model_len=self.limits.max_model_len,
                 is_interrupted=self._has_other_work,
             )
             if costs is not None:
-                self._policies.measured((is_argmax, k, True)).costs.set(num_sequences, costs)
+                policy = self._policies.measured((is_argmax, k, True, copies))
+                policy.costs.set(num_sequences, costs.head)
+                policy.copy_costs.set(num_sequences, costs.copies)
             is_done = costs is not None or not self._has_other_work()
             yield
 

@@ -13,6 +13,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _DURATIONS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 _PER_POSITION = "nextn:spec_decode_num_accepted_tokens_per_pos"
+_COPIES_PER_POSITION = "nextn:copy_num_accepted_tokens_per_pos"
 
 
 class ServerMetrics:
@@ -28,6 +29,9 @@ class ServerMetrics:
         self.num_drafts = self._counter("nextn:spec_decode_num_drafts", "Rounds that drafted.")
         self.draft_tokens = self._counter("nextn:spec_decode_num_draft_tokens", "Draft tokens.")
         self.accepted = self._counter("nextn:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self.num_copies = self._counter("nextn:copy_num_drafts", "Rounds that copied drafts from the text.")
+        self.copied = self._counter("nextn:copy_num_draft_tokens", "Draft tokens copied from the text.")
+        self.accepted_copies = self._counter("nextn:copy_num_accepted_tokens", "Copied tokens that were accepted.")
         self.prompt_tokens = self._counter("nextn:prompt_tokens", "Prompt tokens of requests that began.")
         self.generation_tokens = self._counter("nextn:generation_tokens", "Tokens that were generated.")
         self.first_token = self._histogram("nextn:time_to_first_token_seconds", "To a sequence's first token.")
@@ -37,6 +41,9 @@ class ServerMetrics:
         self.whole = self._histogram("nextn:e2e_request_latency_seconds", "Of a whole sequence.", _DURATIONS)
         labels = ("model_name", "position")
         self._positions = Counter(_PER_POSITION, "Accepted, by position.", labels, registry=self._registry)
+        self._copy_positions = Counter(
+            _COPIES_PER_POSITION, "Copied and accepted, by position.", labels, registry=self._registry
+        )
         self._finished = Counter(
             "nextn:request_success", "Sequences that ended.", ("model_name", "finished_reason"), registry=self._registry
         )
@@ -69,11 +76,16 @@ class ServerMetrics:
             self._finished.labels(self._model, chunk.finish).inc()
 
     def _observe_drafts(self, one: SequenceRound) -> None:
-        self.num_drafts.inc()
-        self.draft_tokens.inc(len(one.drafts))
-        self.accepted.inc(one.num_accepted)
+        counters = (
+            (self.num_copies, self.copied, self.accepted_copies)
+            if one.copied
+            else (self.num_drafts, self.draft_tokens, self.accepted)
+        )
+        for counter, count in zip(counters, (1, len(one.drafts), one.num_accepted), strict=True):
+            counter.inc(count)
+        positions = self._copy_positions if one.copied else self._positions
         for position in range(one.num_accepted):
-            self._positions.labels(self._model, str(position)).inc()
+            positions.labels(self._model, str(position)).inc()
 
     def count_error(self, status: int) -> None:
         self._errors.labels(self._model, str(status)).inc()
@@ -127,25 +139,45 @@ class _EngineCollector(Collector):
 def request_metrics(rounds: Sequence[SequenceRound]) -> dict[str, object]:
     """Return a request's acceptance, as `metrics` of its answer.
 
-    `spec_decode` has the names of the Prometheus series; `speculative_decoding` is what vLLM writes with
-    --per-request-spec-decode-metrics, for tools that read it: 1, 0 and [0] of a request without drafts.
+    `spec_decode` has the names of the Prometheus series, with the copied drafts under `copies`; `speculative_decoding`,
+    of all drafts, is what vLLM writes with --per-request-spec-decode-metrics, for tools that read it: 1, 0 and [0] of a
+    request without drafts.
     """
     drafted = [one for one in rounds if one.drafts]
+    copies = _own_metrics([one for one in drafted if one.copied])
+    own = _own_metrics([one for one in drafted if not one.copied]) | (
+        {"copies": copies} if copies["num_drafts"] else {}
+    )
+    undrafted = {"mean_acceptance_length": 1.0, "draft_acceptance_rate": 0.0, "acceptance_histogram": [0]}
+    vllm = {
+        "num_spec_steps": len(drafted),
+        "num_accepted_draft_tokens": sum(one.num_accepted for one in drafted),
+        "num_spec_tokens": max((len(one.drafts) for one in drafted), default=0),
+    }
+    return {
+        "spec_decode": own,
+        "speculative_decoding": _shared_metrics(drafted) | vllm | ({} if drafted else undrafted),
+    }
+
+
+def _shared_metrics(drafted: Sequence[SequenceRound]) -> dict[str, object]:
+    """What vLLM and nextn call alike, of rounds with drafts."""
     depth = max((len(one.drafts) for one in drafted), default=0)
-    histogram = [sum(one.num_accepted == count for one in drafted) for count in range(depth + 1)] if drafted else []
     num_draft_tokens = sum(len(one.drafts) for one in drafted)
     num_accepted = sum(one.num_accepted for one in drafted)
-    shared: dict[str, object] = {
+    counts = range(depth + 1) if drafted else ()
+    return {
         "mean_acceptance_length": 1 + num_accepted / len(drafted) if drafted else None,
         "draft_acceptance_rate": num_accepted / num_draft_tokens if drafted else None,
-        "acceptance_histogram": histogram,
+        "acceptance_histogram": [sum(one.num_accepted == count for one in drafted) for count in counts],
         "num_draft_tokens": num_draft_tokens,
     }
-    undrafted = {"mean_acceptance_length": 1.0, "draft_acceptance_rate": 0.0, "acceptance_histogram": [0]}
-    own = {
+
+
+def _own_metrics(drafted: Sequence[SequenceRound]) -> dict[str, object]:
+    depths = range(max((len(one.drafts) for one in drafted), default=0))
+    return _shared_metrics(drafted) | {
         "num_drafts": len(drafted),
-        "num_accepted_tokens": num_accepted,
-        "num_accepted_tokens_per_pos": [sum(one.num_accepted > at for one in drafted) for at in range(depth)],
+        "num_accepted_tokens": sum(one.num_accepted for one in drafted),
+        "num_accepted_tokens_per_pos": [sum(one.num_accepted > at for one in drafted) for at in depths],
     }
-    vllm = {"num_spec_steps": len(drafted), "num_accepted_draft_tokens": num_accepted, "num_spec_tokens": depth}
-    return {"spec_decode": shared | own, "speculative_decoding": shared | vllm | ({} if drafted else undrafted)}

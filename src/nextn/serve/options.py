@@ -9,6 +9,7 @@ from nextn.errors import ConfigError, require_at_least
 
 MAX_CHOICES = 64  # sequences of one request: prompts times `n`
 MAX_SPECULATIVE_TOKENS = 16  # K of a server, the most that its requests may ask for
+MAX_COPY_TOKENS = 32
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_SECONDS = 30 * 24 * 3600
 _MAX_BODY_MB = 1000
@@ -25,6 +26,7 @@ class EngineOptions:
     max_model_len: int | None = None  # positions of a sequence; None: what model and memory permit
     cache_gb: float = 2.0  # memory of all caches, in 10^9 bytes
     num_speculative_tokens: int = 4  # K
+    num_copy_tokens: int = 0  # the most draft tokens of a round that are copied from a sequence's own text
     adaptive: bool = True  # draft less, or not at all, where it does not pay at the present batch size
     warmup: bool = True  # while idle, record passes of all batch sizes and measure what rounds cost
 
@@ -38,6 +40,7 @@ class EngineOptions:
                 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
                 f"from 0 to {MAX_SPECULATIVE_TOKENS}",
             ),
+            "num_copy_tokens": (0 <= self.num_copy_tokens <= MAX_COPY_TOKENS, f"from 0 to {MAX_COPY_TOKENS}"),
         }
         for name, (ok, valid) in rules.items():
             if not ok:

@@ -152,6 +152,7 @@ class Answer:
             "drafts": list(one.drafts),
             "draft_texts": texts(one.drafts),
             "num_accepted": one.num_accepted,
+            "copied": one.copied,
         }
 
     def _spelled(self, token: int) -> str:

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,15 +11,24 @@ from nextn.runtime.backend import Backend
 from nextn.serve.request import GenerationRequest
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.settings import Sampling
+from nextn.speculative.copy_choice import CopyChoice, CopyRun, candidate_lengths
 from nextn.speculative.draft_policy import FixedLength, RoundPlan
-from nextn.speculative.measured_length import candidate_lengths
 
 _PROMPT_SIZE = 64  # positions, processed in one pass
 # Each number of drafts is measured in several turns, each longer than a time slice of another process: rounds that fit
 # between time slices would seem cheaper than they are on a busy machine.
 _NUM_TURNS, _TURN_S = 5, 0.02
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 12  # of a turn
+MAX_COPY_ROWS = 64  # positions of all sequences up to which rounds with copies are measured; longer ones take long
 _MAX_AHEAD_S = 0.01  # seconds of rounds in one native call, after which a waiting request is noticed
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Seconds of a round, by number of drafts."""
+
+    head: dict[int, float]  # by the head's, for all `candidate_lengths`
+    copies: dict[int, float]  # by copied tokens of each sequence, in rounds without the head
 
 
 @torch.inference_mode()
@@ -27,23 +37,25 @@ def measure_round_costs(
     batch_size: int,
     *,
     num_speculative_tokens: int,
+    num_copy_tokens: int = 0,
     is_argmax: bool,
     max_model_len: int,
     is_interrupted: Callable[[], bool] = lambda: False,
-) -> dict[int, float] | None:
+) -> RoundTimes | None:
     """Measure rounds as the scheduler runs them.
 
     Args:
         backend: Trunk and head.
         batch_size: Number of sequences.
-        num_speculative_tokens: K, the largest number of drafts per round.
+        num_speculative_tokens: K, the largest number of the head's drafts per round.
+        num_copy_tokens: The largest number of copied tokens of a sequence per round.
         is_argmax: Whether tokens are the argmax; otherwise they are sampled at temperature 1.
         max_model_len: Maximum number of positions of a sequence.
         is_interrupted: Called between passes; returns whether to stop.
 
     Returns:
-        Seconds of a round by number of drafts (`candidate_lengths`): the mean of a turn's rounds, and the median of
-        that over turns. None if interrupted, or if `max_model_len` is too small to measure all numbers.
+        The mean of a turn's rounds, and the median of that over turns. None if interrupted, or if `max_model_len` is
+        too small to measure all numbers.
     """
     timer = _RoundTimer()
     with backend.trunk.pass_context():
@@ -51,28 +63,36 @@ def measure_round_costs(
         for row in range(batch_size):
             if is_interrupted():
                 return None
-            one = _prefilled(backend, timer, row, num_speculative_tokens, is_argmax, max_model_len)
+            sizes = num_speculative_tokens, num_copy_tokens
+            one = _prefilled(backend, timer, row, sizes, is_argmax, max_model_len)
             if batch is None:
                 batch = one
             else:
                 batch.join(one)
         assert batch is not None
-        means: dict[int, list[float]] = {length: [] for length in candidate_lengths(num_speculative_tokens)}
+        kinds = [(length, 0) for length in candidate_lengths(num_speculative_tokens)]
+        copies = candidate_lengths(num_copy_tokens)[1:] if num_copy_tokens else ()
+        kinds[:0] = [(0, length) for length in copies if batch_size * (length + 1) <= MAX_COPY_ROWS]
+        means: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
         for _ in range(_NUM_TURNS):
             # Most drafts first: after rounds without drafts, the head has to process the positions that it skipped.
-            for length in reversed(means):
-                seconds = _time_rounds(batch, timer, length, batch_size, is_interrupted)
+            for kind in reversed(means):
+                seconds = _time_rounds(batch, timer, kind, batch_size, is_interrupted)
                 if seconds is None:
                     return None
-                means[length].append(seconds)
-        return {length: statistics.median(seconds) for length, seconds in means.items()}
+                means[kind].append(seconds)
+        medians = {kind: statistics.median(seconds) for kind, seconds in means.items()}
+        return RoundTimes(
+            {length: seconds for (length, copied), seconds in medians.items() if not copied},
+            {copied: seconds for (_, copied), seconds in medians.items() if copied},
+        )
 
 
 class _RoundTimer:
-    """A policy that drafts a given number of tokens and records the times of rounds."""
+    """A policy that drafts, or copies, a given number of tokens and records the times of rounds."""
 
     def __init__(self) -> None:
-        self.length, self.seconds = FixedLength(0), list[float]()
+        self.length, self.num_copied, self.seconds = FixedLength(0), 0, list[float]()
 
     def plan(self) -> RoundPlan:
         return self.length.plan()
@@ -81,6 +101,12 @@ class _RoundTimer:
         return _MIN_ROUNDS
 
     def observe(self, num_tokens: int, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def choose(self, runs: Sequence[CopyRun]) -> CopyChoice:
+        return CopyChoice(((0,) * self.num_copied,) * len(runs), uses_head=not self.num_copied)
+
+    def observe_copies(self, num_draft_tokens: int, seconds: float) -> None:
         self.seconds.append(seconds)
 
     def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
@@ -92,7 +118,7 @@ class _RoundTimer:
 
 
 def _prefilled(
-    backend: Backend, timer: _RoundTimer, row: int, k: int, is_argmax: bool, max_model_len: int
+    backend: Backend, timer: _RoundTimer, row: int, sizes: tuple[int, int], is_argmax: bool, max_model_len: int
 ) -> ServedBatch:
     """Return a batch of one sequence that has its first token and ends only at its maximum length."""
     size = min(_PROMPT_SIZE, max_model_len // 2)
@@ -100,8 +126,15 @@ def _prefilled(
     sampling = Sampling(temperature=0.0 if is_argmax else 1.0)
     request = GenerationRequest(tuple(tokens.tolist()), sampling, max_tokens=max_model_len - size, seed=row)
     sequence = ServedSequence.of(request, lambda chunk: None, TextStream(None, ()), row)
-    timer.length = FixedLength(k)
-    batch = ServedBatch(backend.trunk, backend.head, sequence, num_speculative_tokens=k, length=timer)
+    timer.length, (k, num_copy_tokens) = FixedLength(sizes[0]), sizes
+    batch = ServedBatch(
+        backend.trunk,
+        backend.head,
+        sequence,
+        num_speculative_tokens=k,
+        num_copy_tokens=num_copy_tokens,
+        length=timer,
+    )
     batch.limit_caches(max_model_len)
     batch.max_ahead_s = _MAX_AHEAD_S
     while not batch.prefill_chunk(_PROMPT_SIZE):
@@ -111,10 +144,10 @@ def _prefilled(
 
 
 def _time_rounds(
-    batch: ServedBatch, timer: _RoundTimer, length: int, batch_size: int, is_interrupted: Callable[[], bool]
+    batch: ServedBatch, timer: _RoundTimer, kind: tuple[int, int], batch_size: int, is_interrupted: Callable[[], bool]
 ) -> float | None:
     """Return the mean seconds of a turn's rounds; None if interrupted or if a sequence ended."""
-    timer.length, timer.seconds = FixedLength(length), []
+    timer.length, timer.num_copied, timer.seconds = FixedLength(kind[0]), kind[1], []
     while len(batch.sequences) == batch_size:
         times = timer.seconds[1:]  # the first round may record its passes, or process positions that the head skipped
         if not batch.queued and len(times) >= _MIN_ROUNDS and (len(times) >= _MAX_ROUNDS or sum(times) >= _TURN_S):

@@ -1,7 +1,8 @@
 """Continuous batching over rounds: prompts are prefilled in chunks between rounds, and sequences join and leave batches
 between rounds.
 
-Sequences with the same `Group` form one batch: whether tokens are chosen by argmax alone, K, and whether K may adapt.
+Sequences with the same `Group` form one batch: whether tokens are chosen by argmax alone, K, whether K may adapt, and
+how many tokens may be copied.
 Batches that need only the argmax use native rounds. The text of a sequence does not depend on the others: native
 kernels give a row the same bits whatever other rows there are, and each sequence has its own random numbers.
 """
@@ -26,7 +27,8 @@ CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the 
 _CHUNK_TIME_DECAY = 0.98  # of the measured time of a chunk size, with each later chunk
 _AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # seconds of rounds that run before their tokens are sent
 
-Group = tuple[bool, int, bool]  # whether tokens are the argmax, K, and whether the number of drafts adapts
+# Whether tokens are the argmax, K, whether the number of drafts adapts, and the most copied tokens of a round.
+Group = tuple[bool, int, bool, int]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class SchedulerLimits:
     max_num_seqs: int = 16  # sequences that are prefilled or decoded at once
     max_model_len: int = 4096  # positions of a sequence, including the prompt
     num_speculative_tokens: int = 4  # K of requests that do not set it
+    num_copy_tokens: int = 0  # the most tokens that a round of these copies from a sequence's own text
     adaptive: bool = True  # draft fewer tokens for these if that is faster
     prefix_bytes: int = 0  # memory for the prefix cache; 0: no prefix cache
     cache_bytes: float = math.inf  # memory for the caches of sequences
@@ -99,7 +102,7 @@ class DraftPolicies:
     def measured(self, group: Group) -> MeasuredLength:
         """Return the policy, with all measurements, of a group whose number of drafts adapts."""
         if group not in self._measured:
-            self._measured[group] = MeasuredLength(group[1])
+            self._measured[group] = MeasuredLength(group[1], group[3])
         return self._measured[group]
 
 
@@ -215,12 +218,17 @@ class Scheduler:
         while self.waiting and self.num_running < self.limits.max_num_seqs:
             sequence = self.waiting.pop()
             sequence.has_place = True
-            group = _, k, _ = self._group(sequence)
+            group = _, k, _, num_copy_tokens = self._group(sequence)
             # If batches of the coming size do not draft, the head defers the prompt.
             num_soon = min(self.num_running + 1 + len(self.waiting), self.limits.max_num_seqs)
             length = self._policies.expected(group, num_soon)
             batch = ServedBatch(
-                self._backend.trunk, self._backend.head, sequence, num_speculative_tokens=k, length=length
+                self._backend.trunk,
+                self._backend.head,
+                sequence,
+                num_speculative_tokens=k,
+                num_copy_tokens=num_copy_tokens,
+                length=length,
             )
             batch.limit_caches(self.limits.max_model_len)
             if self.prefix_cache is not None:
@@ -290,7 +298,9 @@ class Scheduler:
         self._bound_memory()
 
     def _group(self, sequence: ServedSequence) -> Group:
-        requested = sequence.request.num_speculative_tokens
-        k = self.limits.num_speculative_tokens if requested is None else requested
-        k = 0 if self._backend.head is None else k
-        return TokenSampler.is_argmax(sequence.request), k, self.limits.adaptive and requested is None and k > 0
+        requested, limits = sequence.request.num_speculative_tokens, self.limits
+        is_argmax = TokenSampler.is_argmax(sequence.request)
+        if requested is not None:
+            return is_argmax, 0 if self._backend.head is None else requested, False, 0
+        k = 0 if self._backend.head is None else limits.num_speculative_tokens
+        return is_argmax, k, limits.adaptive and (k > 0 or limits.num_copy_tokens > 0), limits.num_copy_tokens

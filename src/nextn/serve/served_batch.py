@@ -120,6 +120,7 @@ class ServedBatch(DecodingBatch):
         sequence: ServedSequence,
         *,
         num_speculative_tokens: int,
+        num_copy_tokens: int = 0,
         length: DraftLength,
     ) -> None:
         """Create a batch of one sequence.
@@ -128,12 +129,13 @@ class ServedBatch(DecodingBatch):
             trunk: The passes of the trunk.
             head: The passes of the head.
             sequence: The sequence.
-            num_speculative_tokens: K, the largest number of drafts per round.
+            num_speculative_tokens: K, the largest number of the head's drafts per round.
+            num_copy_tokens: The largest number of copied tokens per round.
             length: Policy for their number.
         """
         self.is_argmax = TokenSampler.is_argmax(sequence.request)
         make = Drafter if self.is_argmax else partial(CoupledDrafter, sequences=lambda: self.sequences)
-        settings = Settings(num_speculative_tokens=num_speculative_tokens)
+        settings = Settings(num_speculative_tokens=num_speculative_tokens, num_copy_tokens=num_copy_tokens)
         super().__init__(trunk, head, [sequence], settings, length, make_drafter=make)
 
     def run(self, seconds: float, *, is_interrupted: Callable[[], bool] = lambda: False) -> None:

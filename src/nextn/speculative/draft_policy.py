@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 from nextn.errors import ConfigError
+from nextn.speculative.copy_choice import CopyChoice, CopyRun, RoundValues, candidate_lengths, choose_alone
 from nextn.stats.acceptance import expected_length
 from nextn.stats.speedup import Costs
 
@@ -29,6 +30,8 @@ _SHARE, _LONGEST = 8, 16
 _ALWAYS = 2**31  # rounds
 _LARGE = 1e9  # weights of rounds are rescaled beyond this
 _TYPICAL = 0.7  # initial acceptance rate
+# What one more position of the trunk's pass and one draft step cost where nothing was measured, in baseline steps.
+_POSITION_COST, _STEP_COST = 0.1, 0.15
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,12 @@ class DraftLength(Protocol):
         Without confidences, from a round in which no sequence drafted.
         """
 
+    def choose(self, runs: Sequence[CopyRun]) -> CopyChoice:
+        """Choose what the next round drafts: each sequence's copy, or what `plan` lets the head draft."""
+
+    def observe_copies(self, num_draft_tokens: int, seconds: float) -> None:
+        """Learn what a round without the head took that verified up to so many copied tokens of a sequence."""
+
     @property
     def reason(self) -> str:
         """Why this many tokens are drafted now, for users."""
@@ -142,6 +151,16 @@ class FixedLength:
         pass
 
     def observe(self, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def choose(self, runs: Sequence[CopyRun]) -> CopyChoice:
+        """Choose by typical costs and acceptance, for each sequence alone."""
+        num = self.num_speculative_tokens
+        verify = [1 + _POSITION_COST * count for count in range(max(num, _longest(runs)) + 1)]
+        rate = expected_length([_TYPICAL] * num) / (verify[num] + _STEP_COST * num)
+        return _choose_alone(runs, rate, verify)
+
+    def observe_copies(self, num_draft_tokens: int, seconds: float) -> None:
         pass
 
     @property
@@ -208,6 +227,7 @@ class AdaptiveLength:
             raise ConfigError(
                 f"limit = {limit}; expected 1 to {costs.max_speculative_tokens}, the drafts that costs are known for"
             )
+        self._copy_costs = _non_decreasing(costs.v)
         self.v, self.c, self.overhead = _non_decreasing(costs.v[: self.limit + 1]), costs.c, overhead
         self._verify_costs = [after - before for before, after in pairwise(self.v)]  # of one more position
         self._step_costs = [self.c + cost for cost in self._verify_costs]
@@ -280,8 +300,25 @@ class AdaptiveLength:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Do nothing: costs are those that were measured before."""
 
+    def choose(self, runs: Sequence[CopyRun]) -> CopyChoice:
+        """Choose by the measured costs and the rate of the head's rounds, for each sequence alone."""
+        return _choose_alone(runs, max(1.0, self.rate), self._copy_costs)
+
+    def observe_copies(self, num_draft_tokens: int, seconds: float) -> None:
+        """Do nothing, as `observe`."""
+
     def _round_cost(self, num_draft_tokens: int, steps: int) -> float:
         return self.v[num_draft_tokens] + steps * self.c + self.overhead * (steps > 0)
+
+
+def _choose_alone(runs: Sequence[CopyRun], rate: float, verify: Sequence[float]) -> CopyChoice:
+    """Choose for each sequence alone, among lengths up to the copies' and those that have a cost."""
+    lengths = candidate_lengths(min(_longest(runs), len(verify) - 1))
+    return choose_alone(runs, RoundValues(rate, {length: verify[length] for length in lengths}))
+
+
+def _longest(runs: Sequence[CopyRun]) -> int:
+    return max(len(run.tokens) for run in runs)
 
 
 def _non_decreasing(values: Sequence[float]) -> tuple[float, ...]:

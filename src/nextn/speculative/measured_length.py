@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+from nextn.speculative.copy_choice import CopyChoice, CopyRun, RoundValues, candidate_lengths, choose_copies
 from nextn.speculative.draft_policy import FixedLength, RoundPlan
 from nextn.stats.acceptance import expected_length
 
@@ -42,12 +43,6 @@ _RATIO_ROUNDS, _ROUNDS_BEFORE_RATIO = 8, 3
 # the best one: for batch sizes between measured ones close to each other, and for others.
 _UNCERTAINTY, _LARGE_UNCERTAINTY = 0.05, 0.3
 _MAX_FACTOR = 2.0  # by which a single round changes an estimate: the round may have been disturbed
-
-
-def candidate_lengths(max_speculative_tokens: int) -> tuple[int, ...]:
-    """Return the numbers of drafts to choose from, ascending: all up to 4, then about every half power of two."""
-    steps = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-    return (*(step for step in steps if step < max_speculative_tokens), max_speculative_tokens)
 
 
 class AcceptanceEstimate:
@@ -206,6 +201,11 @@ class RoundCosts:
         return _CostRow(dict(self.row(nearest)), {}, _LARGE_UNCERTAINTY)
 
 
+def _typical_cost(batch_size: int, num_draft_tokens: int) -> float:
+    """A round over so many drafts per sequence, in rounds without any: the first row costs ten times each other one."""
+    return 1 + batch_size * num_draft_tokens / (9 + batch_size)
+
+
 def _interpolated(at: int, low: int, high: int, values: Mapping[int, float]) -> float:
     return values[low] + (values[high] - values[low]) * (at - low) / (high - low)
 
@@ -227,12 +227,19 @@ class MeasuredLength:
     fewer than K tokens are drafted, rare probes with K drafts, of at most 1 % of the time, update the acceptance rates.
     """
 
-    def __init__(self, max_speculative_tokens: int) -> None:
-        """max_speculative_tokens: K, the largest number of drafts per round."""
+    def __init__(self, max_speculative_tokens: int, num_copy_tokens: int = 0) -> None:
+        """Create a policy without any measurements.
+
+        Args:
+            max_speculative_tokens: K, the largest number of the head's drafts per round.
+            num_copy_tokens: The largest number of copied tokens of a sequence per round.
+        """
         self._max = max_speculative_tokens
+        # Of rounds that verify copies and do not run the head.
+        self.copy_costs = RoundCosts(candidate_lengths(num_copy_tokens)[num_copy_tokens > 0 :])
         self.acceptance = AcceptanceEstimate(max_speculative_tokens)
         self.costs = RoundCosts(candidate_lengths(max_speculative_tokens))
-        self._plans = {length: FixedLength(length).plan() for length in self.costs.lengths}
+        self._lengths = {length: FixedLength(length) for length in self.costs.lengths}
         self._batch_size = 0
         self._length, self._rounds_left = max_speculative_tokens, 0  # until the next decision
         self._rounds_since_change = self._rounds_before_change = 0  # measured ones, of this batch size
@@ -269,7 +276,24 @@ class MeasuredLength:
             self._is_first = True
         if self._rounds_left <= 0:
             self._decide()
-        return self._plans[self._length]
+        return self._lengths[self._length].plan()
+
+    def choose(self, runs: Sequence[CopyRun]) -> CopyChoice:
+        """Choose copies for this batch, by the measured times; by typical ones while there are none."""
+        size, length = len(runs), self.plan(len(runs)).max_speculative_tokens
+        seconds = self.costs.row(size)
+        if not {0, length} <= seconds.keys():
+            return self._lengths[length].choose(runs)
+        verify = {count: seconds[0] * _typical_cost(size, count) for count in (length, *self.copy_costs.lengths)}
+        measured = self.copy_costs.row(size)
+        verify |= {count: max(measured[count], seconds[0]) for count in measured} | {0: seconds[0]}
+        expected = self.acceptance.expected_tokens(length)
+        return choose_copies(runs, RoundValues(size * expected / seconds[length], verify, length, expected))
+
+    def observe_copies(self, batch_size: int, num_draft_tokens: int, seconds: float) -> None:
+        """Learn the time of a round that verified up to so many copied tokens of a sequence, and no drafts."""
+        if num_draft_tokens in self.copy_costs.lengths:
+            self.copy_costs.observe(batch_size, num_draft_tokens, seconds, is_ratio=True, num_before=0)
 
     def rounds_unchanged(self, batch_size: int) -> int:
         """Return for how many rounds `plan` stays the same."""
@@ -349,6 +373,12 @@ class BatchLength:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         self.policy.observe(num_tokens, seconds)
+
+    def choose(self, runs: Sequence[CopyRun]) -> CopyChoice:
+        return self.policy.choose(runs)
+
+    def observe_copies(self, num_draft_tokens: int, seconds: float) -> None:
+        self.policy.observe_copies(self.batch_size, num_draft_tokens, seconds)
 
     def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
         if confidences:

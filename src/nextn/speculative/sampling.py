@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nextn.settings import Sampling
+from nextn.speculative.copy_choice import NO_COPIES, CopyChoice
 
 _RACERS = 512  # tokens that race one by one
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -266,6 +267,7 @@ class VerifiedRound:
     verification: Sequence[tuple[int, int]]  # (num_accepted, next token) per sequence
     draft_s: float
     verify_s: float
+    choice: CopyChoice = NO_COPIES
 
 
 def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

@@ -92,12 +92,15 @@ class Acceptance:
     emitted: int  # tokens that these rounds emitted, bonus tokens included
 
     @classmethod
-    def of(cls, decoded: "Iterable[DecodedRound | DecodedText | DecodedSequence]") -> "Acceptance":
+    def of(
+        cls, decoded: "Iterable[DecodedRound | DecodedText | DecodedSequence]", *, copied: bool = False
+    ) -> "Acceptance":
         """Count over rounds that drafted at least one token.
 
         Args:
             decoded: Any of `nextn.Result` (several are pooled: every round counts once), `Round` of `nextn.rounds`,
                 or `SequenceRound`.
+            copied: Count the rounds whose drafts were copied from the text; else those in which the head drafted.
 
         Returns:
             The counts. The prefill's first token and rounds without drafts do not count.
@@ -110,6 +113,7 @@ class Acceptance:
             2.5
         """
         parts = [part for each in decoded for part in _parts(each) if part.drafts]
+        parts = [part for part in parts if getattr(part, "copied", False) == copied]
         depths = range(max((len(part.drafts) for part in parts), default=0))
         num_drafted = [sum(len(part.drafts) > k and part.num_accepted >= k for part in parts) for k in depths]
         num_accepted = [sum(part.num_accepted > k for part in parts) for k in depths]

@@ -129,7 +129,8 @@ class BatchStruct(ctypes.Structure):
         ("num_eos", _INT),
         ("eos", _POINTER),
         ("num_uniforms", _INT),
-        *_fields(_POINTER, "num_used", "uniforms"),
+        *_fields(_POINTER, "num_used", "uniforms", "num_copied", "copied", "distributions"),
+        ("vocab_size", _INT),
     )
 
 

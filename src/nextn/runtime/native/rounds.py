@@ -5,10 +5,11 @@ state, heads of several layers and injected faults.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nextn.runtime.native.abi import BatchStruct, BlockStruct, RoundOutputStruct, Runtime
@@ -17,6 +18,7 @@ from nextn.runtime.native.kv_buffers import KVBuffers
 from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.verifier import NativeVerification
+from nextn.speculative.copy_choice import NO_COPIES, CopyChoice
 from nextn.speculative.draft_policy import PROBE_INTERVAL, RoundPlan
 from nextn.speculative.sampling import Uniforms, VerifiedRound
 
@@ -82,9 +84,11 @@ class NativeRounds:
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
         max_speculative_tokens: int,
+        max_copy_tokens: int,
         remaining: Sequence[int],
         max_length: int | None,
         eos: Sequence[int],
+        vocab_size: int | None,
     ) -> None:
         """Take over decoding from Python.
 
@@ -97,10 +101,12 @@ class NativeRounds:
             tokens: All tokens of each sequence.
             pending: Of each sequence, the states that the head has not processed; empty without a head. Without a chain
                 they are only collected.
-            max_speculative_tokens: Largest number of drafts per round.
+            max_speculative_tokens: Largest number of the head's drafts per round.
+            max_copy_tokens: Largest number of copied tokens of a sequence per round.
             remaining: Of each sequence, the number of tokens that it may still get.
             max_length: Tokens of a sequence; None: unlimited.
             eos: Tokens that end a sequence.
+            vocab_size: Size of the distributions that drafts are verified with; None in greedy decoding.
         """
         self._runtime, self._blocks, self._passes, self._cache, self._chain = runtime, blocks, passes, cache, chain
         batch_size = len(tokens)
@@ -113,9 +119,10 @@ class NativeRounds:
         self._batch.remaining, self._batch.eos = self._remaining.ctypes.data, self._eos.ctypes.data
         self._pending: PendingStates | None = None
         self._caches = [(cache, self._lengths)]  # each cache with the lengths that native code maintains
+        width = max(0 if chain is None else max_speculative_tokens, max_copy_tokens)
         if pending:
-            # Rounds without drafts leave pending positions, too.
-            capacity = max(map(len, pending)) + max_speculative_tokens + 1 + PROBE_INTERVAL
+            # Rounds without drafts of the head leave pending positions, too.
+            capacity = max(map(len, pending)) + width + 1 + PROBE_INTERVAL
             capacity = _MOST_PENDING if chain is None else min(capacity, _MOST_PENDING)
             self._pending = PendingStates(batch_size, capacity, pending[0])
             self._batch.pending = self._pending.pointer
@@ -125,13 +132,17 @@ class NativeRounds:
             pending_tokens = [row[length + 1 - count : length + 1] for row, length, count in counts]
             self._pending.put(pending_tokens, pending, chain.cache.lengths)
             self._caches.append((chain.cache, self._pending.starts))
-            chain.allocate(max_speculative_tokens)
+            chain.allocate(width)
         for each_cache, lengths in self._caches:
             each_cache.reserve(int(lengths.max()) + min(max(remaining), _RESERVED))
         self._distributions: Tensor | None = None
+        # Of copies without a head; memory that is not used takes no place.
+        self._own_distributions = (
+            None if vocab_size is None or chain is not None else torch.empty(width, batch_size, vocab_size)
+        )
         self._verify_blocks: dict[int, VerifyBlock] = {}
-        self._table = (ctypes.c_void_p * (max_speculative_tokens + 2))()
-        self._allocate_output(batch_size, 0 if chain is None else max_speculative_tokens)
+        self._table = (ctypes.c_void_p * (width + 2))()
+        self._allocate_output(batch_size, width)
 
     @classmethod
     def fits(cls, pending: Sequence[Tensor], max_speculative_tokens: int) -> bool:
@@ -142,22 +153,28 @@ class NativeRounds:
     def can_draft(self) -> bool:
         return self._chain is not None
 
-    @property
-    def is_full(self) -> bool:
-        """Whether there is no room for the state that a round without drafts leaves."""
-        return self._pending is not None and int(self._pending.counts.max()) >= self._pending.capacity
+    def has_room(self, num_positions: int) -> bool:
+        """Return whether there is room for the states that a round of so many positions without the head leaves."""
+        return self._pending is None or int(self._pending.counts.max()) + num_positions <= self._pending.capacity
 
     def run(
-        self, plan: RoundPlan, max_speculative_tokens: int, uniforms: Sequence[Uniforms] | None, *, max_rounds: int = 1
+        self,
+        plan: RoundPlan,
+        max_speculative_tokens: int,
+        uniforms: Sequence[Uniforms] | None,
+        *,
+        max_rounds: int = 1,
+        choice: CopyChoice = NO_COPIES,
     ) -> list[VerifiedRound]:
         """Run rounds by this plan, stopping after the first in which a sequence ends.
 
         Args:
             plan: The plan.
-            max_speculative_tokens: Largest number of drafts per round; each sequence also stays within its
+            max_speculative_tokens: Largest number of the head's drafts per round; each sequence also stays within its
                 remaining tokens.
             uniforms: Random numbers of each sequence; None in greedy decoding.
-            max_rounds: Largest number of rounds.
+            max_rounds: Largest number of rounds; 1 with copies.
+            choice: The copied tokens, within the remaining ones.
         """
         max_rounds, chain = min(max_rounds, MAX_ROUNDS), self._chain if max_speculative_tokens else None
         num_later = min((max_rounds - 1) * (max_speculative_tokens + 1), int(self._remaining.max()))
@@ -167,12 +184,14 @@ class NativeRounds:
             chain.begin(plan, max_speculative_tokens, num_pending=num_pending, num_later=num_later)
         elif self._pending is not None:
             max_rounds = min(max_rounds, self._pending.capacity - int(self._pending.counts.max()))
-        self._ensure_blocks(max_speculative_tokens + 1)
-        largest = self._verify_blocks[max_speculative_tokens + 1]
+        longest = max(max_speculative_tokens, choice.num_draft_tokens)
+        self._ensure_blocks([*range(1, max_speculative_tokens + 2), longest + 1])
+        largest = self._verify_blocks[longest + 1]
         self._cache.reserve(max(self._cache.lengths) + num_later + largest.size)
         self._passes.attach(self._cache)
         self._batch.max_speculative_tokens = max_speculative_tokens
-        self._set_uniforms(uniforms, max_rounds * (2 * max_speculative_tokens + 1))
+        self._set_uniforms(uniforms, max_rounds * (max_speculative_tokens + longest + 1))
+        self._set_copies(choice)
         pointers = (None, None) if chain is None else chain.pointers
         batch, output, runtime = ctypes.byref(self._batch), ctypes.byref(self._output), self._runtime
         with runtime.lock:
@@ -181,7 +200,7 @@ class NativeRounds:
             for row_uniforms, used in zip(uniforms, self._num_used.tolist(), strict=True):
                 row_uniforms.skip(used)
         self._update_lengths()
-        return self._results(count)
+        return self._results(count, choice)
 
     def pending(self) -> list[Tensor]:
         """Return copies of each sequence's states that the head has not processed."""
@@ -205,12 +224,22 @@ class NativeRounds:
         self._batch.num_uniforms, self._batch.num_used = count, self._num_used.ctypes.data
         self._batch.uniforms = self._uniforms.ctypes.data
 
+    def _set_copies(self, choice: CopyChoice) -> None:
+        """Pass the copied tokens of the next round to native code."""
+        self._batch.num_copied = self._batch.copied = None
+        if choice.num_draft_tokens:
+            self._num_copied = np.array([len(tokens) for tokens in choice.drafts], dtype=np.int64)
+            self._copied = np.zeros((len(choice.drafts), self._output.max_speculative_tokens), dtype=np.int64)
+            for row, tokens in enumerate(choice.drafts):
+                self._copied[row, : len(tokens)] = tokens
+            self._batch.num_copied, self._batch.copied = self._num_copied.ctypes.data, self._copied.ctypes.data
+
     def _update_lengths(self) -> None:
         """Set the caches' lengths to those that native code left."""
         for cache, lengths in self._caches:
             cache.advance([new - old for new, old in zip(lengths.tolist(), cache.lengths, strict=True)])
 
-    def _results(self, count: int) -> list[VerifiedRound]:
+    def _results(self, count: int, choice: CopyChoice) -> list[VerifiedRound]:
         drafts, num_draft_tokens, num_accepted, next_tokens, num_confidences, confidences, seconds = (
             self._arrays[name][:count].tolist() for name in (*_INT_OUTPUTS, *_REAL_OUTPUTS)
         )
@@ -219,18 +248,22 @@ class NativeRounds:
                 [row[:num] for row, num in zip(drafts[index], num_draft_tokens[index], strict=True)],
                 [row[:num] for row, num in zip(confidences[index], num_confidences[index], strict=True)],
                 list(zip(num_accepted[index], next_tokens[index], strict=True)),
-                *seconds[index],
+                seconds[index][0],
+                seconds[index][1],
+                choice,
             )
             for index in range(count)
         ]
 
-    def _ensure_blocks(self, max_positions: int) -> None:
-        """Make the missing blocks of up to this many positions, and enter them into the table for native code."""
-        distributions = None if self._chain is None else self._chain.distributions
+    def _ensure_blocks(self, sizes: Iterable[int]) -> None:
+        """Make the missing blocks of so many positions, and enter them into the table for native code."""
+        distributions = self._own_distributions if self._chain is None else self._chain.distributions
         if distributions is not self._distributions:  # they were reallocated
             self._distributions, self._verify_blocks = distributions, {}
             self._table = (ctypes.c_void_p * len(self._table))()
-        for num_positions in range(1, max_positions + 1):
+        if distributions is not None:
+            self._batch.distributions, self._batch.vocab_size = distributions.data_ptr(), distributions.shape[-1]
+        for num_positions in sizes:
             if num_positions not in self._verify_blocks:
                 block = self._blocks(num_positions, distributions)
                 assert block is not None

@@ -81,6 +81,7 @@ class NativeTrunk:
         tokens: Sequence[Sequence[int]],
         pending: Sequence[Tensor],
         max_speculative_tokens: int,
+        max_copy_tokens: int,
         remaining: Sequence[int],
         eos: Sequence[int],
     ) -> NativeRounds | None:
@@ -93,7 +94,8 @@ class NativeTrunk:
             chain: Drafts; None for rounds without drafts.
             tokens: All tokens of each sequence.
             pending: Of each sequence, the states that the head has not processed; empty without a head.
-            max_speculative_tokens: Largest number of drafts per round.
+            max_speculative_tokens: Largest number of the head's drafts per round.
+            max_copy_tokens: Largest number of copied tokens of a sequence per round.
             remaining: Of each sequence, the number of tokens that it may still get.
             eos: Tokens that end a sequence.
         """
@@ -101,7 +103,8 @@ class NativeTrunk:
             return None
         verifier = None if sampling.greedy else self._verifier(sampling, block_verification)
         blocks = partial(self._block, len(tokens), verifier)
-        if blocks(1, None) is None or self._native_lm_head(len(tokens), max_speculative_tokens + 1) is None:
+        longest = max(max_speculative_tokens, max_copy_tokens)
+        if blocks(1, None) is None or self._native_lm_head(len(tokens), longest + 1) is None:
             return None
         return NativeRounds(
             self._runtime,
@@ -112,9 +115,11 @@ class NativeTrunk:
             tokens=tokens,
             pending=pending,
             max_speculative_tokens=max_speculative_tokens,
+            max_copy_tokens=max_copy_tokens,
             remaining=remaining,
             max_length=self.max_length,
             eos=eos,
+            vocab_size=None if sampling.greedy else self.vocab_size,
         )
 
     def _verifier(self, sampling: Sampling, block_verification: bool) -> NativeVerifier:

@@ -74,10 +74,11 @@ std::string layouts() {
                         {F(Block, forward), F(Block, lm_head), F(Block, verify), F(Block, size), F(Block, tokens),
                          F(Block, starts), F(Block, best), F(Block, states), F(Block, num_positions), F(Block, drafts),
                          F(Block, limits), F(Block, uniforms), F(Block, num_accepted), F(Block, next_tokens)});
-  text += layout<Batch>("Batch",
-                        {F(Batch, size), F(Batch, last_tokens), F(Batch, lengths), F(Batch, remaining),
-                         F(Batch, max_speculative_tokens), F(Batch, max_length), F(Batch, pending), F(Batch, num_eos),
-                         F(Batch, eos), F(Batch, num_uniforms), F(Batch, num_used), F(Batch, uniforms)});
+  text += layout<Batch>(
+      "Batch", {F(Batch, size), F(Batch, last_tokens), F(Batch, lengths), F(Batch, remaining),
+                F(Batch, max_speculative_tokens), F(Batch, max_length), F(Batch, pending), F(Batch, num_eos),
+                F(Batch, eos), F(Batch, num_uniforms), F(Batch, num_used), F(Batch, uniforms), F(Batch, num_copied),
+                F(Batch, copied), F(Batch, distributions), F(Batch, vocab_size)});
   text += layout<RoundOutput>(
       "RoundOutput", {F(RoundOutput, max_speculative_tokens), F(RoundOutput, drafts), F(RoundOutput, num_draft_tokens),
                       F(RoundOutput, num_accepted), F(RoundOutput, next_tokens), F(RoundOutput, num_confidences),

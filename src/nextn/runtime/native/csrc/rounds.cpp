@@ -1,5 +1,6 @@
 // Several rounds in one call. Each drafts with the head, runs the trunk over the last token and the drafts, verifies
-// them and queues the states of the new positions for the head. decoding/batch.py and decoding/drafter.py are the
+// them and queues the states of the new positions for the head. Python may give the first round drafts that it copied
+// from the text. decoding/batch.py and decoding/drafter.py are the
 // reference implementation.
 #include "rounds.h"
 
@@ -31,17 +32,9 @@ class Round {
     const int64_t longest = *std::max_element(batch_.lengths, batch_.lengths + batch_.size) + 1;
     const int64_t most = *std::max_element(batch_.remaining, batch_.remaining + batch_.size) - 1;
     const int64_t limit = std::min(batch_.max_speculative_tokens, batch_.max_length - longest);
-    if (!given || std::min(limit, most) <= 0) return draft_nothing();
-    Chain& chain = *given;
-    chain.drafts = drafts_, chain.num_draft_tokens = num_draft_tokens_;
-    chain.num_confidences = num_confidences_, chain.confidences = confidences_;
-    for (int64_t row = 0; row < batch_.size; ++row) chain.limits[row] = std::min(limit, batch_.remaining[row] - 1);
-    for (int64_t row = 0; row < batch_.size && batch_.num_used; ++row) {
-      check_uniforms(row, chain.limits[row]);
-      std::copy_n(uniforms(row), chain.limits[row], chain.uniforms + row * chain.max_speculative_tokens);
-      batch_.num_used[row] += chain.limits[row];
-    }
-    nextn::draft(chain, *steps, *batch_.pending, team);
+    draft_nothing();
+    if (given && std::min(limit, most) > 0) draft_by_head(*given, *steps, limit, team);
+    for (int64_t row = 0; row < batch_.size; ++row) copy_drafts(row);
   }
 
   int64_t num_positions() const { return 1 + *std::max_element(num_draft_tokens_, num_draft_tokens_ + batch_.size); }
@@ -68,6 +61,37 @@ class Round {
   }
 
  private:
+  void draft_by_head(Chain& chain, const Steps& steps, int64_t limit, Team* team) const {
+    chain.drafts = drafts_, chain.num_draft_tokens = num_draft_tokens_;
+    chain.num_confidences = num_confidences_, chain.confidences = confidences_;
+    for (int64_t row = 0; row < batch_.size; ++row)
+      chain.limits[row] = num_copied(row) ? 0 : std::min(limit, batch_.remaining[row] - 1);
+    for (int64_t row = 0; row < batch_.size && batch_.num_used; ++row) {
+      check_uniforms(row, chain.limits[row]);
+      std::copy_n(uniforms(row), chain.limits[row], chain.uniforms + row * chain.max_speculative_tokens);
+      batch_.num_used[row] += chain.limits[row];
+    }
+    nextn::draft(chain, steps, *batch_.pending, team);
+  }
+
+  int64_t num_copied(int64_t row) const { return batch_.num_copied ? batch_.num_copied[row] : 0; }
+
+  // A copied token has probability 1 under its proposal.
+  void copy_drafts(int64_t row) const {
+    const int64_t count = num_copied(row);
+    if (!count) return;
+    const int64_t* tokens = batch_.copied + row * max_speculative_tokens_;
+    NEXTN_CHECK(count <= max_speculative_tokens_, "sequence ", row, ": ", count, " copied tokens, of at most ",
+                max_speculative_tokens_);
+    num_draft_tokens_[row] = count;
+    std::copy_n(tokens, count, drafts_ + row * max_speculative_tokens_);
+    for (int64_t depth = 0; depth < count && batch_.distributions; ++depth) {
+      float* probs = batch_.distributions + (depth * batch_.size + row) * batch_.vocab_size;
+      std::fill_n(probs, batch_.vocab_size, 0.0f);
+      probs[tokens[depth]] = 1;
+    }
+  }
+
   void draft_nothing() const {
     std::fill_n(num_draft_tokens_, batch_.size, 0);
     std::fill_n(num_confidences_, batch_.size, 0);

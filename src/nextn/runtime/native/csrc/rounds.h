@@ -32,6 +32,11 @@ struct Batch {
   const int64_t* eos;               // tokens that end a sequence
   int64_t num_uniforms, *num_used;  // random numbers per sequence, and how many are used [batch]
   const float* uniforms;            // [batch, num_uniforms]; null in greedy decoding
+  // Drafts that were copied from the text, for the first round of a call; null without any. Sequences without copies
+  // are drafted for by the head.
+  const int64_t *num_copied, *copied;  // [batch], [batch, max_speculative_tokens of the output]
+  float* distributions;                // of all drafts, as those of the chain; null in greedy decoding
+  int64_t vocab_size;
 };
 
 // Results, round after round: drafts and confidences [rounds, batch, max_speculative_tokens]; num_draft_tokens,

@@ -1,0 +1,59 @@
+"""Where the end of a growing text occurred before in it: drafts are copied from there.
+
+A hash chain, as LZ77 compressors have it (deflate, RFC 1951, section 4): a table leads from the last tokens to the
+latest place after them, and from each place to the one before. Imports no torch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_KEY = 2  # tokens that two places have in common at least
+MAX_MATCH = 32  # tokens before a place that are compared
+_MAX_PLACES = 8  # places that are compared, the latest first
+
+
+class CopyMatch(NamedTuple):
+    """A place whose preceding tokens are the last ones of the text."""
+
+    start: int  # index of the token that followed
+    length: int  # of the common tokens, at most MAX_MATCH
+
+
+class CopyIndex:
+    """The index of one text. A token takes one entry of the table and one number; a search takes bounded time."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        """tokens: The text, which the caller extends and never shortens."""
+        self._tokens = tokens
+        self._latest: dict[tuple[int, ...], int] = {}  # last tokens -> the latest place after them
+        self._before = [0] * _KEY  # place -> the one before it after the same tokens; 0: none
+
+    def find(self) -> CopyMatch | None:
+        """Return the place with the longest match, the latest of several; None without one of `_KEY` tokens."""
+        tokens, end = self._tokens, len(self._tokens)
+        for place in range(len(self._before), end):  # the end itself is no place to copy from
+            key = tuple(tokens[place - _KEY : place])
+            self._before.append(self._latest.get(key, 0))
+            self._latest[key] = place
+        best, place = None, self._latest.get(tuple(tokens[end - _KEY : end]), 0) if end >= _KEY else 0
+        for _ in range(_MAX_PLACES):
+            if not place or (best is not None and best.length == MAX_MATCH):
+                break
+            length = self._common(place)
+            if best is None or length > best.length:
+                best = CopyMatch(place, length)
+            place = self._before[place]
+        return best
+
+    def copy(self, match: CopyMatch, count: int) -> list[int]:
+        """Return the tokens that followed a match; where the text ends, those copied continue (a repetition)."""
+        tokens, period = self._tokens, len(self._tokens) - match.start
+        return [tokens[match.start + index % period] for index in range(count)]
+
+    def _common(self, place: int) -> int:
+        """Count the equal tokens before a place and before the end."""
+        tokens, distance = self._tokens, len(self._tokens) - place
+        length, most = _KEY, min(place, MAX_MATCH)
+        while length < most and tokens[place - 1 - length] == tokens[place + distance - 1 - length]:
+            length += 1
+        return length
