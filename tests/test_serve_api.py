@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import openai
 import pytest
 import torch
@@ -20,6 +21,7 @@ from nextn.model.model import Model
 from nextn.serve.api import create_app
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions, ServerOptions
+from nextn.serve.schemas import ChatRequest, parse_request
 from nextn.settings import Settings
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
@@ -165,6 +167,40 @@ def test_chat(client, model):
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == expected.text
+
+
+def test_fields_of_other_servers(server, client, model):
+    """A token limit of -1, the assistant's message continued, thinking; HEAD and the version."""
+    messages = [{"role": "user", "content": "an adder"}, {"role": "assistant", "content": PROMPT}]
+    more = {"continue_final_message": True, "return_token_ids": True, "reasoning_effort": "none"}
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=-1, temperature=0, stop=["\n"], extra_body=more
+    )
+    assert model.tokenizer.decode(answer.choices[0].prompt_token_ids).endswith(PROMPT)
+    assert answer.system_fingerprint == f"nextn-{nextn.__version__}"
+    completion = client.completions.create(
+        model="tiny", prompt=PROMPT, temperature=0, extra_body={"max_completion_tokens": 3}
+    )
+    assert completion.usage.completion_tokens == 3
+    with pytest.raises(openai.BadRequestError, match="continue_final_message"):
+        client.chat.completions.create(model="tiny", messages=messages[:1], extra_body={"continue_final_message": True})
+    assert httpx2.get(f"{server.url}/version").json() == {"version": nextn.__version__}
+    assert httpx2.head(f"{server.url}/health").status_code == 200
+
+
+def test_thinking_is_a_variable_of_the_template():
+    messages = [{"role": "user", "content": "why"}]
+    for fields, variables in (
+        ({}, {}),
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False, "x": 1}},
+            {"enable_thinking": False, "x": 1},
+        ),
+    ):
+        assert parse_request(ChatRequest, {"messages": messages, **fields}).template_variables == variables
 
 
 def test_models(client):

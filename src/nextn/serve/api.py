@@ -72,7 +72,8 @@ def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
     app.router.redirect_slashes = False
     app.state.api = api
     for method, path, endpoint in api.routes():
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(NextnError, _on_nextn_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -80,10 +81,8 @@ def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
     app.add_middleware(RequestGuard, options=options, on_error=api.metrics.count_error)
     if options.cors_origins:
         # Any header: clients have their own, such as the x-stainless-... of OpenAI's, and none is trusted here.
-        methods, headers = ["GET", "POST"], ["*"]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=methods, allow_headers=headers
-        )
+        allowed = {"allow_methods": ["GET", "HEAD", "POST"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, allow_origins=list(options.cors_origins), **allowed)
     return app
 
 
@@ -109,6 +108,7 @@ class Api:
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/health", self.health),
+            ("GET", "/version", self.version),
             ("GET", "/metrics", self.read_metrics),
             ("GET", "/", self.page),
         )
@@ -150,6 +150,9 @@ class Api:
         changed = files is not None and files.changed() is not None
         status = "stopping" if self.is_stopping else "model_files_changed" if changed else "ok"
         return JSONResponse({"status": status, **self._health(stats)}, 200 if status == "ok" else 503)
+
+    async def version(self) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def read_metrics(self) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)

@@ -67,13 +67,16 @@ class RequestBuilder:
         """Return the sequences to generate: `n` for each prompt, those of one prompt together."""
         special = body.add_special_tokens is not False
         prompts = await self.run(lambda: [self._prompt_ids(prompt, special) for prompt in body.prompts])
-        max_tokens = body.max_tokens or _DEFAULT_COMPLETION
+        max_tokens = body.max_completion_tokens or body.max_tokens or _DEFAULT_COMPLETION
         return await self._requests(body, prompts, max_tokens, body.logprobs, field="prompt")
 
     async def chat(self, body: ChatRequest) -> list[GenerationRequest]:
         """Return the `n` sequences to generate."""
         self.structured.check(body)
-        prompt = await self.run(lambda: self._conversation_ids(body.messages, body.tools, body.chat_template_kwargs))
+        variables, opens = body.template_variables, body.add_generation_prompt and not body.continue_final_message
+        prompt = await self.run(
+            lambda: self._conversation_ids(body.messages, body.tools, variables, add_generation_prompt=opens)
+        )
         max_tokens = body.max_completion_tokens or body.max_tokens or self._options.max_model_len
         logprobs = body.top_logprobs if body.logprobs else None
         return await self._requests(body, [prompt], max_tokens, logprobs, field="messages")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nextn import __version__
 from nextn.decoding.batch import SequenceRound
 from nextn.serve.message_parser import MessageDelta, MessageParser, parse_message
 from nextn.serve.metrics import request_metrics
@@ -106,7 +107,8 @@ class Answer:
         return {**self._envelope(self.chunk_kind), "choices": [], **self._figures()}
 
     def _envelope(self, kind: str) -> Json:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        known = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return known | {"system_fingerprint": f"nextn-{__version__}"}
 
     def _with_usage_field(self, event: Json) -> Json:
         """OpenAI's streams with usage have the field in every chunk."""

@@ -48,6 +48,7 @@ TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
 Ignored = Annotated[list[JsonValue] | None, Field(max_length=1024)]  # accepted, and not used
 Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 _MAX_BIASES = 1024
+_NO_LIMIT = 2**31 - 1
 
 
 class RequestModel(BaseModel):
@@ -107,6 +108,7 @@ class GenerationFields(RequestModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int = Field(0, ge=0, lt=2**31)
     stop: str | ListOf[str] = Field(default_factory=list)
     stop_token_ids: ListOf[TokenId] = Field(default_factory=list, max_length=128)
@@ -120,6 +122,12 @@ class GenerationFields(RequestModel):
     cache_salt: str = Field("", max_length=256)  # prefixes are shared only among requests with the same salt
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
+
+    @field_validator("max_tokens", "max_completion_tokens", mode="before")
+    @classmethod
+    def _without_limit(cls, count: Any) -> Any:
+        """-1 is llama.cpp's value for as many as fit."""
+        return _NO_LIMIT if count == -1 and type(count) is int else count
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -253,16 +261,37 @@ class ChatRequest(GenerationFields):
     """The body of /v1/chat/completions."""
 
     messages: ListOf[ChatMessage] = Field(min_length=1, max_length=2048)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: ListOf[OfferedTool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=32)
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def template_variables(self) -> dict[str, object]:
+        """What the chat template gets; explicit variables come first. Effort `none` turns thinking off."""
+        thinks = self.reasoning_effort != "none" if self.enable_thinking is None else self.enable_thinking
+        fields = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if fields or self.enable_thinking is not None:
+            fields["enable_thinking"] = thinks
+        more = {"continue_final_message": True} if self.continue_final_message else {}
+        return {**fields, **self.chat_template_kwargs, **more}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":
+        if self.continue_final_message and (self.messages[-1].role != "assistant" or not self.messages[-1].text):
+            raise ValueError("continue_final_message: the last message is no text of the assistant")
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            raise ValueError("continue_final_message: not valid with add_generation_prompt = true")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only valid with logprobs = true")
         names = {tool.function.name for tool in self.tools}
