@@ -142,9 +142,11 @@ def serve(
         )
         loaded = source.load(need_head=k > 0, exact_head=exact_head)
         draftable.apply(loaded, num_speculative_tokens=k, backend=backend)
+        from nextn.runtime.native.mapped_files import zero_lost_pages
         from nextn.serve.api import create_app
         from nextn.serve.engine import ServingEngine
 
+        zero_lost_pages(file for file, _ in files.stamps)
         engine = ServingEngine(loaded, engine_options)
         options = ServerOptions(
             served_name=served_model_name or _default_name(model),

@@ -343,6 +343,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.nextn_program_add.argtypes = library.nextn_call.argtypes = call
     library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
     library.nextn_takes_floats.argtypes = [ctypes.c_int64]
+    library.nextn_zero_lost_pages.argtypes = [ctypes.POINTER(_INT), _INT]
     library.nextn_block_columns.argtypes, library.nextn_block_columns.restype = [ctypes.c_int64], ctypes.c_int64
     library.nextn_team_free.argtypes = library.nextn_program_free.argtypes = [ctypes.c_void_p]
     library.nextn_program_shard.argtypes = [ctypes.c_void_p, ctypes.c_int64]
