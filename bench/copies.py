@@ -75,7 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--head")
-    parser.add_argument("--prompts", type=Path, required=True, help="HumanEval as chats, one JSON object per line")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="code after an empty line, one JSON object per line"
+    )
     parser.add_argument("--chats", type=Path, required=True)
     parser.add_argument("--passages", type=Path, required=True, help="texts to summarize, separated by empty lines")
     parser.add_argument("--count", type=int, default=6)
@@ -110,7 +112,14 @@ def main() -> None:
         cells[kind].append(cell)
         print(kind, len(ids), len(plain), {way: round(cell["plain"]["s"] / cell[way]["s"], 2) for way in WAYS},
               {way: cell[way]["same"] for way in WAYS}, flush=True)  # fmt: skip
-    record = {
+        if args.out is not None:
+            args.out.write_text(json.dumps(record_of(args, cells), indent=1) + "\n")
+    print(json.dumps(record_of(args, cells), indent=1))
+
+
+def record_of(args: argparse.Namespace, cells: dict[str, list[dict[str, object]]]) -> dict[str, object]:
+    """The record of the prompts so far."""
+    return {
         "date": datetime.date.today().isoformat(),
         "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
         "model": Path(args.model).name,
@@ -118,10 +127,6 @@ def main() -> None:
         "settings": {"num_speculative_tokens": K, "num_copy_tokens": COPIES, "max_tokens": args.max_tokens},
         "kinds": {kind: figures(rows) for kind, rows in cells.items() if rows},
     }
-    text = json.dumps(record, indent=1)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

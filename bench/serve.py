@@ -276,8 +276,10 @@ async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
     limits = SchedulerLimits(max_num_seqs=most, max_model_len=args.context, num_speculative_tokens=k)
     for size in sorted({1 << power for power in range(most.bit_length())} | {most}):
         costs = measure_round_costs(backend, size, num_speculative_tokens=k, is_argmax=True, max_model_len=args.context)
-        print(f"{size:3} sequences: " + ", ".join(f"K = {each}: {costs[each] * 1e3:.2f} ms" for each in sorted(costs)))
-        policies.measured((True, k, True)).costs.set(size, costs)
+        assert costs is not None
+        times = [f"K = {each}: {seconds * 1e3:.2f} ms" for each, seconds in sorted(costs.head.items())]
+        print(f"{size:3} sequences: " + ", ".join(times))
+        policies.measured((True, k, True, 0)).costs.set(size, costs.head)
     chosen = Scheduler(backend, limits, policies=policies)
     rows: list[dict[str, object]] = []
     for streams in args.levels:
