@@ -112,7 +112,7 @@ class Trials:
         return Diagnosis("", self.reference, (case,)).named
 
     def record(self, counts: Sequence[Counters], repeats: int) -> dict[str, Any]:
-        names = Counter(" or ".join(self.named(counts, seed)) or "nothing known" for seed in range(repeats))
+        names = Counter(" or ".join(sorted(self.named(counts, seed))) or "nothing known" for seed in range(repeats))
         total = sum_counters(counts)
         assert total is not None
         return {"counts": [total.num_drafts, *total.per_position], "named": dict(names.most_common())}

@@ -19,7 +19,8 @@ Record = Mapping[str, Any]
 def records() -> Record:
     """Return both records as one."""
     published = json.loads((RESULTS / "smollm2-engines.json").read_text())
-    return json.loads((RESULTS / "engines.json").read_text()) | {"published": published["engines"]}
+    sections = {"published": published["engines"], "diagnosed": published["diagnose"]["rows"]}
+    return json.loads((RESULTS / "engines.json").read_text()) | sections
 
 
 def page(text: str, record: Record) -> str:
@@ -64,6 +65,15 @@ def faults(record: Record) -> Iterator[str]:
         yield f"| {key} | {each['does']} | {_cell(engine)} | {rules} | {_cell(measured)} | {named} |"
 
 
+def diagnosed(record: Record) -> Iterator[str]:
+    yield "| head | decoded by | rounds, accepted by depth | named, in so many trials |"
+    yield "|---|---|---|---|"
+    for key, each in record["diagnosed"].items():
+        name, _, engine = key.partition(" ")
+        named = ", ".join(f"`{cause}` {count}" for cause, count in each["named"].items())
+        yield f"| {'intact' if name == 'fine' else f'`{name}`'} | {engine} | {each['counts']} | {named} |"
+
+
 def compared(results: Mapping[str, Record]) -> Iterator[str]:
     yield "| | K | same texts as nextn | engine: a_1..a_K | nextn | inside 95 % | same counts | with its convention |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -92,7 +102,7 @@ def _cell(text: str) -> str:
 
 # Sections of the record that make one table each.
 COMPARED = ("pairs", "head", "drafts", "gguf", "inside", "adopted", "published")
-TABLES = {"modules": modules, "versions": versions, "faults": faults}
+TABLES = {"modules": modules, "versions": versions, "faults": faults, "diagnosed": diagnosed}
 
 
 def pages() -> dict[Path, str]:
