@@ -81,8 +81,8 @@ def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
     app.add_middleware(RequestGuard, options=options, on_error=api.metrics.count_error)
     if options.cors_origins:
         # Any header: clients have their own, such as the x-stainless-... of OpenAI's, and none is trusted here.
-        allowed = {"allow_methods": ["GET", "HEAD", "POST"], "allow_headers": ["*"]}
-        app.add_middleware(CORSMiddleware, allow_origins=list(options.cors_origins), **allowed)
+        origins, methods, headers = list(options.cors_origins), ["GET", "HEAD", "POST"], ["*"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
     return app
 
 

@@ -276,7 +276,7 @@ class ChatRequest(GenerationFields):
     def template_variables(self) -> dict[str, object]:
         """What the chat template gets; explicit variables come first. Effort `none` turns thinking off."""
         thinks = self.reasoning_effort != "none" if self.enable_thinking is None else self.enable_thinking
-        fields = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        fields: dict[str, object] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if fields or self.enable_thinking is not None:
             fields["enable_thinking"] = thinks
         more = {"continue_final_message": True} if self.continue_final_message else {}
