@@ -2,8 +2,9 @@
 
     python bench/copies.py MODEL --head HEAD --prompts humaneval.jsonl --chats chats.jsonl --passages texts.txt
 
-Edits repeat code that the prompt has ("rename this variable"), summaries parts of a text, chats little; open text is a
-story. Greedy; texts must be those of plain decoding. Ratios are of wall times after the prefill.
+`adaptive` chooses the numbers of drafts and copies by costs that are measured before each text. Edits repeat code that
+the prompt has ("rename this variable"), summaries parts of a text, chats little; open text is a story. Greedy; texts
+must be those of plain decoding. Ratios are of wall times after the prefill.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.decoding.rounds import rounds
+from nextn.evaluate.decoding_costs import adaptive_length
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.settings import Settings
@@ -32,7 +34,7 @@ EDITS = (
 SUMMARY = "Summarize the following text in a few sentences:\n\n{}"
 STORY = "Write a story that begins with this sentence: {}"
 K, COPIES = 3, 16
-WAYS = {"plain": (0, 0), "mtp": (K, 0), "copy": (0, COPIES), "both": (K, COPIES)}
+WAYS = {"plain": (0, 0), "mtp": (K, 0), "copy": (0, COPIES), "both": (K, COPIES), "adaptive": (K, COPIES)}
 
 
 def prompts_of(functions: list[str], chats: list[str], passages: list[str], count: int) -> dict[str, list[str]]:
@@ -43,9 +45,9 @@ def prompts_of(functions: list[str], chats: list[str], passages: list[str], coun
     return {"edits": edits, "summaries": summaries, "chat": chats[:count], "open": stories}
 
 
-def run(engine, ids, settings):
-    """The tokens, the rounds and the seconds after the prefill."""
-    stream = rounds(engine.trunk, engine.head, [ids], settings)
+def run(engine, ids, settings, length=None):
+    """The tokens, the rounds and the seconds after the prefill. length: policy that chooses by measured costs."""
+    stream = rounds(engine.trunk, engine.head, [ids], settings, length=length)
     log = [next(stream)]
     started = time.perf_counter()
     log += stream
@@ -103,7 +105,8 @@ def main() -> None:
             settings = Settings(num_speculative_tokens=k, num_copy_tokens=copies, max_tokens=args.max_tokens, eos=eos)
             if not number:
                 run(engine, ids, Settings(num_speculative_tokens=k, num_copy_tokens=copies, max_tokens=12))
-            tokens, log, seconds = run(engine, ids, settings)
+            length = adaptive_length(model, limit=K, num_copy_tokens=COPIES) if way == "adaptive" else None
+            tokens, log, seconds = run(engine, ids, settings, length)
             cell[way] = {"text": tokens, "log": log, "s": seconds}
         plain = cell["plain"]["text"]
         for way in WAYS:
