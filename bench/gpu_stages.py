@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from scipy.stats import chi2_contingency
 from stream import CONFIG, forget, make, write_texts
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.data.corpus import Corpus
 from nextn.decoding.rounds import rounds
 from nextn.edit.published_model import smollm2
-from nextn.evaluate.likelihoods import chi_square_above
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
@@ -78,10 +78,9 @@ class Inputs:
         return [list(prompt.tokens(model, chat=not self.rehearse)) for prompt in read_prompts(self.texts)[:count]]
 
 
-def command(*arguments: object, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run nextn; its output is the stage's."""
-    words = [sys.executable, "-m", "nextn", *map(str, arguments)]
-    return subprocess.run(words, text=True, stdout=subprocess.PIPE, timeout=timeout, check=True)
+def command(*arguments: object) -> None:
+    """Run nextn; its messages go to the stage's log."""
+    subprocess.run([sys.executable, "-m", "nextn", *map(str, arguments)], stdout=subprocess.DEVNULL, check=True)
 
 
 def synchronize(device: str) -> None:
@@ -104,7 +103,7 @@ def tests(inputs: Inputs) -> Figures:
 
 
 def lossless(inputs: Inputs) -> Figures:
-    """Greedy texts with drafts against those without, and the law of sampled tokens."""
+    """Greedy texts with drafts against those without, and the distribution of sampled tokens."""
     for dtype in (torch.float32, torch.bfloat16):
         model = inputs.load(dtype)
         yield str(dtype).removeprefix("torch."), greedy_texts(model, inputs)
@@ -148,7 +147,7 @@ def gap(model: Model, tokens: Sequence[int], position: int) -> float:
 
 
 def sampled_tokens(model: Model, inputs: Inputs) -> dict[str, object]:
-    """Whether the third to fifth tokens of many samples have the same law with drafts as without: chi-square."""
+    """Whether the third to fifth tokens of many samples have the same distribution with drafts as without."""
     count = inputs.size(2048, 64)
     prompt = inputs.chats(model, 1)[0]
     samples = [
@@ -158,25 +157,18 @@ def sampled_tokens(model: Model, inputs: Inputs) -> dict[str, object]:
     results = {}
     for place in (2, 3, 4):
         counts = [Counter(text[place] for text in texts if len(text) > place) for texts in samples]
-        value, degrees = two_samples(*counts)
-        results[f"token_{place + 1}"] = {"degrees": degrees, "p_value": chi_square_above(value, degrees)}
+        test = two_samples(*counts)
+        results[f"token_{place + 1}"] = {"degrees": int(test.dof), "p_value": float(test.pvalue)}
     return {"samples": count, **results}
 
 
-def two_samples(one: Counter[int], other: Counter[int], fewest: int = 10) -> tuple[float, int]:
-    """Chi-square of two samples and its degrees of freedom; tokens seen less than `fewest` times are one."""
+def two_samples(one: Counter[int], other: Counter[int], fewest: int = 10) -> Any:
+    """Chi-square test of two samples, for one distribution; tokens seen less than `fewest` times are one."""
     both = one + other
     names = [token for token, count in both.items() if count >= fewest]
     cells = [(one[token], other[token]) for token in names]
-    cells.append((one.total() - sum(each[0] for each in cells), other.total() - sum(each[1] for each in cells)))
-    share = one.total() / both.total()
-    value = sum(
-        (seen - (left + right) * part) ** 2 / ((left + right) * part)
-        for left, right in cells
-        for seen, part in ((left, share), (right, 1 - share))
-        if left + right
-    )
-    return value, max(1, sum(left + right > 0 for left, right in cells) - 1)
+    rest = one.total() - sum(each[0] for each in cells), other.total() - sum(each[1] for each in cells)
+    return chi2_contingency([*cells, rest] if any(rest) else cells, correction=False)
 
 
 # Layers, hidden and intermediate size, heads of queries and of keys, head size, vocabulary: Qwen3's of these sizes.
@@ -252,6 +244,7 @@ def decoding_speed(model: Model, inputs: Inputs) -> dict[str, object]:
     record: dict[str, object] = {}
     for batch in (1, inputs.size(16, 2)):
         rates: dict[int, list[float]] = {0: [], K: []}
+        accepted = Acceptance.of([])
         for turn in range(3):
             for k in (0, K) if turn % 2 else (K, 0):
                 stream = rounds(trunk, head, [prompt] * batch, Settings(num_speculative_tokens=k, max_tokens=length))
@@ -260,13 +253,14 @@ def decoding_speed(model: Model, inputs: Inputs) -> dict[str, object]:
                 log = list(stream)
                 seconds = time.perf_counter() - began
                 rates[k] += [sum(len(row.emitted) for step in log for row in step.rows) / seconds] if turn else []
+                accepted = Acceptance.of(log) if k else accepted
         plain, mtp = median(rates[0]), median(rates[K])
         record[f"batch_{batch}"] = {
             "plain_tokens_per_s": plain,
             "mtp_tokens_per_s": mtp,
             "speedup": median(two / one for one, two in zip(rates[0], rates[K], strict=True)),
             "step_ms": 1e3 * batch / plain,
-            "acceptance_length": Acceptance.of(log).length if k else None,
+            "acceptance_length": accepted.length,
         }
     return record
 

@@ -38,7 +38,7 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.round_costs import measure_round_costs
-from nextn.serve.scheduler import DraftPolicies, Scheduler, SchedulerLimits
+from nextn.serve.scheduler import DraftPolicies, Group, Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedSequence
 
 REPO = Path(__file__).parent.parent
@@ -279,7 +279,7 @@ async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
         assert costs is not None
         times = [f"K = {each}: {seconds * 1e3:.2f} ms" for each, seconds in sorted(costs.head.items())]
         print(f"{size:3} sequences: " + ", ".join(times))
-        policies.measured((True, k, True, 0)).costs.set(size, costs.head)
+        policies.measured(Group(True, k, True, 0)).costs.set(size, costs.head)
     chosen = Scheduler(backend, limits, policies=policies)
     rows: list[dict[str, object]] = []
     for streams in args.levels:

@@ -83,9 +83,9 @@ def test_a_figure_of_one_text_is_not_compared():
     assert [drop.figure for drop in drops(one, record())] == ["AL"]
 
 
-def test_gain():
+def test_improvement():
     """By hand: a head that comes as close to the ceiling as before; a flatter trunk is no reason to train."""
-    for before, now, ceilings, gain, choice in (
+    for before, now, ceilings, improvement, choice in (
         (0.8, 0.4, (0.9, 0.81), 0.72 / 0.4 - 1, "train the head: T=1 argmax a_1, T=1 argmax AL fell"),
         (0.8, 0.4, (0.9, 0.45), 0.0, "keep the head, though T=1 argmax a_1, T=1 argmax AL fell"),
         (0.8, 0.8, (0.9, 0.9), 0.0, "keep the head: no figure fell"),
@@ -94,8 +94,8 @@ def test_gain():
         change = AcceptanceChange.of(*records, source="old.json", limit=0.05)
         assert change.degenerate == (0.0,)
         assert [drop.label for drop in change.drops] == ["T=1 argmax a_1", "T=1 argmax AL"]
-        assert change.drops[0].gain == pytest.approx(gain)
-        assert (1 + change.drops[1].gain) * (1 + now) == pytest.approx(1 + now * (1 + gain))
+        assert change.drops[0].improvement == pytest.approx(improvement)
+        assert (1 + change.drops[1].improvement) * (1 + now) == pytest.approx(1 + now * (1 + improvement))
         assert change.conclusion.startswith(choice)
     alone = record() | {"texts": {"0": {"num": 24, "repetitive": list(range(24))}}}
     nothing = AcceptanceChange.of(alone, alone, source="old.json", limit=0.05)
@@ -104,14 +104,16 @@ def test_gain():
 
 
 def test_conclusion():
-    """Names what fell, the gain of training, and how many texts would show a drop of the limit."""
+    """Names what fell, the improvement by training, and how many texts would show a drop of the limit."""
     fell = AcceptanceChange.of(record(width=0.2), record(0.4, width=0.01), source="old.json", limit=0.05)
     assert [drop.label for drop in fell.fallen] == ["greedy a_1", "greedy AL"]
     assert fell.conclusion.startswith(
-        "train the head: greedy a_1, greedy AL fell by more than 5.0%; expected gain 28.6%"
+        "train the head: greedy a_1, greedy AL fell by more than 5.0%; expected improvement 28.6%"
     )
     assert f"about {fell.drops[1].texts_needed(0.05)} texts would" in fell.conclusion
     assert [each["fell"] for each in fell.as_record()["figures"]] == [True, True]
+    dead = AcceptanceChange.of(record(), record(0.0), source="old.json", limit=0.05).as_record()["figures"]
+    assert dead[0]["expected_improvement"] is None
     kept = AcceptanceChange.of(record(), record(), source="old.json", limit=0.05)
     assert kept.conclusion.startswith("keep the head: no figure fell by more than 5.0% beyond its interval; training: ")
     assert not kept.fallen

@@ -146,19 +146,19 @@ def test_native_rounds_are_those_of_the_loop(k, sampling):
 
 
 def test_sampled_texts_follow_the_trunks_distribution(monkeypatch):
-    """The second and third token against their exact law, where copies are often right and often wrong."""
+    """The second and third token against their exact distribution, where copies are often right and often wrong."""
     model, count, sampling = build("glm4_moe"), 3000, Sampling(1.0, top_k=3)
     start = prompt(8, seed=5)
 
-    def law(tokens):
+    def distribution(tokens):
         with torch.inference_mode():
             logits = model.trunk.logits(model.trunk(torch.tensor([tokens])).final_hidden[0, -1]).float()
         best = logits.topk(3)
         return dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
 
-    first = law(start)
-    exact = {(a, b, c): p * q * r for a, p in first.items() for b, q in law([*start, a]).items()
-             for c, r in law([*start, a, b]).items()}  # fmt: skip
+    first = distribution(start)
+    exact = {(a, b, c): p * q * r for a, p in first.items() for b, q in distribution([*start, a]).items()
+             for c, r in distribution([*start, a, b]).items()}  # fmt: skip
     likely = max(exact, key=lambda each: exact[each])
 
     class Fixed(Oracle):

@@ -9,6 +9,7 @@ import torch
 from packed import fp8_folder
 from tiny import CONFIGS, MOST, build, decode, prompt, refrain
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from nextn.cache.kv_cache import write_each, write_indexed
@@ -113,10 +114,11 @@ def test_losses_and_gradients(dtype):
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
 def test_joint_training(name, tmp_path, one_of_one):
     """Losses, match rates and norms of four steps, by one process and sharded."""
-    expected, *_ = rank_jobs.train(ALONE, tmp_path / "cpu", {"name": name})
+    expected = rank_jobs.told(rank_jobs.trainer(ALONE, tmp_path / "cpu", name).run())
     for ranks in (Ranks(device=DEVICE), one_of_one):
-        lines, *_ = rank_jobs.train(ranks, tmp_path / type(ranks).__name__, {"name": name})
-        for line, other in zip(lines, expected, strict=True):
+        subject = rank_jobs.trainer(ranks, tmp_path / type(ranks).__name__, name)
+        assert all(isinstance(each, DTensor) for each in subject.task.named.values()) == (ranks is one_of_one)
+        for line, other in zip(rank_jobs.told(subject.run()), expected, strict=True):
             assert line == pytest.approx(other, rel=2e-3, abs=2e-3)
 
 

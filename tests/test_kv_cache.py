@@ -6,7 +6,7 @@ from quick import REPRESENTATIVES, loop
 from tiny import CONFIGS, build
 from transformers.cache_utils import DynamicCache
 
-from nextn.cache.kv_cache import CACHE_ARGUMENT, AttentionLayer, KVCache, write_each, write_indexed
+from nextn.cache.kv_cache import CACHE_ARGUMENT, AttentionLayer, KVCache, Starts, write_each, write_indexed
 from nextn.errors import RollbackError
 from nextn.model.layer_types import LayerType
 from nextn.model.trunk import Trunk
@@ -151,6 +151,11 @@ def test_states_of_all_sequences_are_written_at_once(starts):
     write_indexed(buffers[1], states, starts)
     assert torch.equal(*buffers)
     assert torch.equal(buffers[0][1, :, starts[1] : starts[1] + 4], states[1])
+    shared = Starts(starts)  # of all layers, which may write different numbers of states
+    for each in (states + 1, states[:, :, :2]):
+        write_each(buffers[0], each, starts)
+        write_indexed(buffers[1], each, shared)
+        assert torch.equal(*buffers)
 
 
 def test_layer_kinds_without_exact_roll_back_are_refused():

@@ -22,7 +22,7 @@ from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions
 from nextn.serve.prefix_cache import PrefixCache
 from nextn.serve.request import GenerationChunk, GenerationRequest
-from nextn.serve.scheduler import DraftPolicies
+from nextn.serve.scheduler import DraftPolicies, Group
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.settings import Sampling
 from nextn.speculative.draft_policy import NO_DRAFTS, FixedLength
@@ -432,12 +432,14 @@ def test_rounds_end_when_a_sequence_does(trained, monkeypatch):
 def test_policies_share_what_is_accepted():
     """Costs are those of a batch size, the acceptance is that of all; other groups have their own."""
     policies = DraftPolicies()
-    one, many = (policies.policy((True, 3, True, 0), count) for count in (1, 16))
-    assert one.policy is many.policy is not policies.policy((False, 3, True, 0), 1).policy
-    assert policies.policy((True, 3, False, 0), 1) == policies.expected((True, 3, False, 0), 1) == FixedLength(3)
+    one, many = (policies.policy(Group(True, 3, True, 0), count) for count in (1, 16))
+    assert one.policy is many.policy is not policies.policy(Group(False, 3, True, 0), 1).policy
+    assert (
+        policies.policy(Group(True, 3, False, 0), 1) == policies.expected(Group(True, 3, False, 0), 1) == FixedLength(3)
+    )
     for size, seconds in ((1, {0: 1.0, 3: 1.1}), (16, {0: 1.0, 3: 9.0})):
         one.policy.costs.set(size, seconds)
-    assert [policies.expected((True, 3, True, 0), count) for count in (1, 16)] == [FixedLength(3), FixedLength(0)]
+    assert [policies.expected(Group(True, 3, True, 0), count) for count in (1, 16)] == [FixedLength(3), FixedLength(0)]
 
 
 def test_chunks_of_any_sizes_end_where_blocks_end(trained):

@@ -370,12 +370,8 @@ def _show_advice(advice: "Advice | OffloadAdvice") -> None:
         console().print(plain(f"{_at(each.temperature)}: {each.summary}{measured}"), soft_wrap=True)
         if not isinstance(advice, OffloadAdvice) and (speeds := advice.other_speeds(each)) is not None:
             without, with_mtp, k = speeds
-            console().print(
-                plain(
-                    f"  with --weights int8: {without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}; its text differs"
-                ),
-                soft_wrap=True,
-            )
+            line = f"  with --weights int8: {without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}; its text differs"
+            console().print(plain(line), soft_wrap=True)
     for line in _warnings(advice.report):
         console().print(plain(line), soft_wrap=True)
 

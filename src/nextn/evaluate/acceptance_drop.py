@@ -43,8 +43,8 @@ class Drop:
         return (self.before - self.now) / self.before
 
     @property
-    def gain(self) -> float:
-        """The relative gain of a head that comes as close to the ceiling as the earlier one did to its own."""
+    def improvement(self) -> float:
+        """The relative increase by a head that comes as close to the ceiling as the earlier one did to its own."""
         base = 1.0 if self.figure == "AL" else 0.0  # of no draft accepted
         share = (self.before - base) / (self.ceiling_before - base) if self.ceiling_before > base else 0.0
         reached = base + min(1.0, share) * (self.ceiling - base)
@@ -107,31 +107,32 @@ class AcceptanceChange:
     @property
     def most_trainable(self) -> Drop:
         """The AL that training may raise most."""
-        return max([drop for drop in self.drops if drop.figure == "AL"] or self.drops, key=lambda drop: drop.gain)
+        return max(
+            [drop for drop in self.drops if drop.figure == "AL"] or self.drops, key=lambda drop: drop.improvement
+        )
 
     @property
     def conclusion(self) -> str:
-        """Keep or train, with the gain that can be expected, and how many texts would show a drop of the limit."""
+        """Keep or train, the improvement that can be expected, and how many texts would show a drop of the limit."""
         if self.drops[0].temperature in self.degenerate:
             return (
                 "undecided: most texts are degenerate (repetitive), which any head drafts: use other prompts, or "
                 "--temperatures 1"
             )
-        best = self.most_trainable
-        gain = f"expected gain {best.gain:.1%} ({best.label}; a perfect head: {best.ceiling / best.now - 1:.1%})"
-        if not (fallen := self.fallen):
+        best, names = self.most_trainable, ", ".join(drop.label for drop in self.fallen)
+        perfect = f"{best.label}; a perfect head: {best.ceiling / best.now - 1:.1%}"
+        expected = f"expected improvement {best.improvement:.1%} ({perfect})"
+        if not names:
             choice = (
-                f"keep the head: no figure fell by more than {self.limit:.1%} beyond its interval; training: {gain}"
+                f"keep the head: no figure fell by more than {self.limit:.1%} beyond its interval; training: {expected}"
             )
-        elif max(drop.gain for drop in fallen) <= self.limit:
+        elif max(drop.improvement for drop in self.fallen) <= self.limit:
             choice = (
-                f"keep the head, though {', '.join(drop.label for drop in fallen)} fell by more than {self.limit:.1%}: "
-                f"this trunk is less sure of its tokens, and a perfect head fell as well; training: {gain}"
+                f"keep the head, though {names} fell by more than {self.limit:.1%}: this trunk is less sure of its "
+                f"tokens, and a perfect head fell as well; training: {expected}"
             )
         else:
-            choice = (
-                f"train the head: {', '.join(drop.label for drop in fallen)} fell by more than {self.limit:.1%}; {gain}"
-            )
+            choice = f"train the head: {names} fell by more than {self.limit:.1%}; {expected}"
         return f"{choice}{self._noise}"
 
     @property
@@ -148,7 +149,8 @@ class AcceptanceChange:
     def as_record(self) -> dict[str, object]:
         """Return the comparison for JSON reports."""
         figures = [
-            asdict(drop) | {"drop": drop.value, "expected_gain": drop.gain, "fell": drop.exceeds(self.limit)}
+            asdict(drop)
+            | {"drop": drop.value, "expected_improvement": _finite(drop.improvement), "fell": drop.exceeds(self.limit)}
             for drop in self.drops
         ]
         record = {"against": self.source, "max_drop": self.limit, "degenerate_temperatures": list(self.degenerate)}
@@ -199,6 +201,11 @@ def _figures(record: _Record) -> list[_Record]:
 
 def _key(figures: _Record) -> tuple[float, str]:
     return _number(figures["temperature"]), str(figures["rule"])
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity, which is any head beside one whose drafts are never accepted."""
+    return value if math.isfinite(value) else None
 
 
 def _degenerate(record: _Record) -> set[float]:

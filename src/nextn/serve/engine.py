@@ -20,7 +20,7 @@ from nextn.serve.cache_memory import limits_within
 from nextn.serve.options import EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
 from nextn.serve.round_costs import MAX_COPY_ROWS, measure_round_costs
-from nextn.serve.scheduler import CHUNKS, DraftPolicies, Scheduler, request_of
+from nextn.serve.scheduler import CHUNKS, DraftPolicies, Group, Scheduler, request_of
 from nextn.serve.served_batch import ServedSequence
 from nextn.speculative.copy_choice import candidate_lengths
 from nextn.stats.speedup import Costs
@@ -213,28 +213,22 @@ class ServingEngine:
 
     def _measure_rounds(self, num_sequences: int, *, is_argmax: bool) -> Iterator[None]:
         """Measure rounds if the batch size is a power of two or the largest; repeat if a request interrupts it."""
-        k, copies, most = (
-            self.limits.num_speculative_tokens,
-            self.limits.num_copy_tokens,
-            self.limits.max_num_seqs,
-        )
-        if not ((k or copies) and self.limits.adaptive) or (
-            num_sequences & (num_sequences - 1) and num_sequences != most
-        ):
+        limits, group = self.limits, Group.of(self.limits, is_argmax=is_argmax)
+        if not group.adaptive or (num_sequences & (num_sequences - 1) and num_sequences != limits.max_num_seqs):
             return
         is_done = False
         while not is_done:
             costs = measure_round_costs(
                 self.backend,
                 num_sequences,
-                num_speculative_tokens=k,
-                num_copy_tokens=copies,
+                num_speculative_tokens=limits.num_speculative_tokens,
+                num_copy_tokens=limits.num_copy_tokens,
                 is_argmax=is_argmax,
-                max_model_len=self.limits.max_model_len,
+                max_model_len=limits.max_model_len,
                 is_interrupted=self._has_other_work,
             )
             if costs is not None:
-                policy = self._policies.measured((is_argmax, k, True, copies))
+                policy = self._policies.measured(group)
                 policy.costs.set(num_sequences, costs.head)
                 policy.copy_costs.set(num_sequences, costs.copies)
             is_done = costs is not None or not self._has_other_work()

@@ -76,11 +76,8 @@ class ServerMetrics:
             self._finished.labels(self._model, chunk.finish).inc()
 
     def _observe_drafts(self, one: SequenceRound) -> None:
-        counters = (
-            (self.num_copies, self.copied, self.accepted_copies)
-            if one.copied
-            else (self.num_drafts, self.draft_tokens, self.accepted)
-        )
+        of_head = self.num_drafts, self.draft_tokens, self.accepted
+        counters = (self.num_copies, self.copied, self.accepted_copies) if one.copied else of_head
         for counter, count in zip(counters, (1, len(one.drafts), one.num_accepted), strict=True):
             counter.inc(count)
         positions = self._copy_positions if one.copied else self._positions
@@ -144,10 +141,8 @@ def request_metrics(rounds: Sequence[SequenceRound]) -> dict[str, object]:
     request without drafts.
     """
     drafted = [one for one in rounds if one.drafts]
-    copies = _own_metrics([one for one in drafted if one.copied])
-    own = _own_metrics([one for one in drafted if not one.copied]) | (
-        {"copies": copies} if copies["num_drafts"] else {}
-    )
+    own, copies = (_own_metrics([one for one in drafted if one.copied == copied]) for copied in (False, True))
+    own |= {"copies": copies} if copies["num_drafts"] else {}
     undrafted = {"mean_acceptance_length": 1.0, "draft_acceptance_rate": 0.0, "acceptance_histogram": [0]}
     vllm = {
         "num_spec_steps": len(drafted),

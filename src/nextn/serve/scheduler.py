@@ -11,7 +11,8 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +28,20 @@ CHUNKS = (64, 32, 16)  # positions of a prefill pass; all divide a block of the 
 _CHUNK_TIME_DECAY = 0.98  # of the measured time of a chunk size, with each later chunk
 _AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # seconds of rounds that run before their tokens are sent
 
-# Whether tokens are the argmax, K, whether the number of drafts adapts, and the most copied tokens of a round.
-Group = tuple[bool, int, bool, int]
+
+class Group(NamedTuple):
+    """What sequences of one batch have in common."""
+
+    is_argmax: bool  # whether tokens are chosen by argmax alone
+    num_speculative_tokens: int  # K
+    adaptive: bool  # whether the number of drafts adapts
+    num_copy_tokens: int  # the most copied tokens of a round
+
+    @classmethod
+    def of(cls, limits: "SchedulerLimits", *, is_argmax: bool) -> "Group":
+        """Return the group of requests that do not set K; the limits' K is 0 without a head."""
+        k, copies = limits.num_speculative_tokens, limits.num_copy_tokens
+        return cls(is_argmax, k, limits.adaptive and (k > 0 or copies > 0), copies)
 
 
 @dataclass(frozen=True)
@@ -93,16 +106,17 @@ class DraftPolicies:
 
     def policy(self, group: Group, num_sequences: int) -> DraftLength:
         """Return the policy of a group that has this many sequences."""
-        return self.measured(group).at(num_sequences) if group[2] else FixedLength(group[1])
+        return self.measured(group).at(num_sequences) if group.adaptive else FixedLength(group.num_speculative_tokens)
 
     def expected(self, group: Group, num_sequences: int) -> DraftLength:
         """Return the same without trials and probes, for the prompts of a group that will have this many sequences."""
-        return FixedLength(self.measured(group).best(num_sequences) if group[2] else group[1])
+        best = self.measured(group).best(num_sequences) if group.adaptive else group.num_speculative_tokens
+        return FixedLength(best)
 
     def measured(self, group: Group) -> MeasuredLength:
         """Return the policy, with all measurements, of a group whose number of drafts adapts."""
         if group not in self._measured:
-            self._measured[group] = MeasuredLength(group[1], group[3])
+            self._measured[group] = MeasuredLength(group.num_speculative_tokens, group.num_copy_tokens)
         return self._measured[group]
 
 
@@ -129,7 +143,8 @@ class Scheduler:
             policies: Policies with earlier measurements; None: without any.
             prefix_cache: An empty prefix cache; None: create one as the limits say.
         """
-        self.limits, self._backend, self._clock, self._has_arrivals = limits, backend, clock, has_arrivals
+        self.limits = limits if backend.head is not None else replace(limits, num_speculative_tokens=0)
+        self._backend, self._clock, self._has_arrivals = backend, clock, has_arrivals
         self._policies = policies or DraftPolicies()
         self.waiting = WaitingQueue()
         self._prefilling: deque[ServedBatch] = deque()
@@ -218,7 +233,7 @@ class Scheduler:
         while self.waiting and self.num_running < self.limits.max_num_seqs:
             sequence = self.waiting.pop()
             sequence.has_place = True
-            group = _, k, _, num_copy_tokens = self._group(sequence)
+            group = self._group(sequence)
             # If batches of the coming size do not draft, the head defers the prompt.
             num_soon = min(self.num_running + 1 + len(self.waiting), self.limits.max_num_seqs)
             length = self._policies.expected(group, num_soon)
@@ -226,8 +241,8 @@ class Scheduler:
                 self._backend.trunk,
                 self._backend.head,
                 sequence,
-                num_speculative_tokens=k,
-                num_copy_tokens=num_copy_tokens,
+                num_speculative_tokens=group.num_speculative_tokens,
+                num_copy_tokens=group.num_copy_tokens,
                 length=length,
             )
             batch.limit_caches(self.limits.max_model_len)
@@ -298,9 +313,7 @@ class Scheduler:
         self._bound_memory()
 
     def _group(self, sequence: ServedSequence) -> Group:
-        requested, limits = sequence.request.num_speculative_tokens, self.limits
-        is_argmax = TokenSampler.is_argmax(sequence.request)
-        if requested is not None:
-            return is_argmax, 0 if self._backend.head is None else requested, False, 0
-        k = 0 if self._backend.head is None else limits.num_speculative_tokens
-        return is_argmax, k, limits.adaptive and (k > 0 or limits.num_copy_tokens > 0), limits.num_copy_tokens
+        is_argmax, requested = TokenSampler.is_argmax(sequence.request), sequence.request.num_speculative_tokens
+        if requested is None:
+            return Group.of(self.limits, is_argmax=is_argmax)
+        return Group(is_argmax, 0 if self._backend.head is None else requested, False, 0)

@@ -86,9 +86,9 @@ def _best(runs: Sequence[CopyRun], values: RoundValues, *, uses_head: bool) -> t
     shortest, others = (values.num_head_tokens, values.expected) if uses_head else (0, 1.0)
     base = 0.0 if uses_head else len(runs) - values.rate * verify[0]
     for length in sorted(each for each in verify if each >= max(1, shortest)):
-        gains = [run.expected(length) - (others - 1) for run in runs]
-        value = base + sum(gain for gain in gains if gain > 0) - values.rate * (verify[length] - verify[shortest])
-        if value > best[0] and max(gains) > 0:
-            drafts = tuple(run.tokens[:length] if gain > 0 else () for run, gain in zip(runs, gains, strict=True))
+        extra = [run.expected(length) - (others - 1) for run in runs]
+        value = base + sum(each for each in extra if each > 0) - values.rate * (verify[length] - verify[shortest])
+        if value > best[0] and max(extra) > 0:
+            drafts = tuple(run.tokens[:length] if more > 0 else () for run, more in zip(runs, extra, strict=True))
             best = value, CopyChoice(drafts, uses_head)
     return best

@@ -1,7 +1,6 @@
 // Several rounds in one call. Each drafts with the head, runs the trunk over the last token and the drafts, verifies
 // them and queues the states of the new positions for the head. Python may give the first round drafts that it copied
-// from the text. decoding/batch.py and decoding/drafter.py are the
-// reference implementation.
+// from the text. decoding/batch.py and decoding/drafter.py are the reference implementation.
 #include "rounds.h"
 
 #include <algorithm>
