@@ -38,8 +38,23 @@ TEXTS = "test_rounds_decode.py -k 'plain or rejection'"
 LAW = "test_rounds_decode.py::test_whole_decodes_follow_the_law test_sampling.py"
 COUNTS = "test_teacher_forced.py::test_greedy_counts_are_the_decoders test_golden.py"
 HEAD = "test_head.py test_families.py test_golden.py test_model.py"
+COPIES, CHECK, DROPS = "test_copy_drafts.py test_copy_index.py", "test_self_check.py", "test_acceptance_drop.py"
 
 MUTATIONS = [
+    # Drafts copied from the text: where from, their probability, which of them the head has not seen.
+    Mutation("speculative/copy_index.py", "self._latest[key] = place", "self._latest.setdefault(key, place)", COPIES),
+    Mutation("speculative/copy_index.py", "index % period", "min(index, period - 1)", COPIES),
+    Mutation("speculative/copy_choice.py", "sum(self.reach[:count])", "float(count)", COPIES),
+    Mutation("speculative/copy_drafts.py", "min(num_draft_tokens, num_accepted + 1)", "num_draft_tokens", COPIES),
+    Mutation("decoding/drafter.py", "q[row, torch.arange(len(copied)), list(copied)] = 1", "q[row, torch.arange(len(copied)), list(copied)] = 0.3", COPIES),
+    Mutation("decoding/drafter.py", "                q[row] = 0\n", "", COPIES),
+    Mutation("runtime/native/csrc/rounds.cpp", "probs[tokens[depth]] = 1;", "probs[tokens[depth]] = 0.3f;", COPIES),
+    Mutation("runtime/native/csrc/rounds.cpp", "chain.limits[row] = num_copied(row) ? 0 : std::min", "chain.limits[row] = std::min", COPIES),
+    # The self-check, and what a measurement says of an earlier one.
+    Mutation("runtime/self_check.py", "if not error <= _FACTOR * own[size]:", "if error > 1:", CHECK),
+    Mutation("runtime/self_check.py", "if not error <= tolerance}", "}", CHECK + " test_backend.py"),
+    Mutation("evaluate/acceptance_drop.py", "reached = base + min(1.0, share) * (self.ceiling - base)", "reached = self.ceiling", DROPS),
+    Mutation("cache/kv_cache.py", "if (num_positions, device) not in made:", "if not made or (num_positions, device) not in made and len(made) > 9:", "test_kv_cache.py -k at_once"),
     # Labels, masks and weights of losses.
     Mutation("losses/mtp_loss.py", "self.tokens[:, depth + 1 :].where(", "self.tokens[:, depth:-1].where(", LOSS),
     Mutation("losses/mtp_loss.py", "valid = valid[:, depth + 1 :]", "valid = valid[:, depth:-1]", LOSS),

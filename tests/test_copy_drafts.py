@@ -9,6 +9,7 @@ from test_rounds import both
 from tiny import build, prompt, refrain
 
 from nextn.decoding import batch as batch_module
+from nextn.decoding.drafter import DraftResult
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
@@ -142,7 +143,8 @@ def test_native_rounds_are_those_of_the_loop(k, sampling):
     assert any(part.copied for part in parts)
     assert any(part.num_accepted for part in parts if part.copied)
     alone, _, _ = both(model, prompts[1:2], settings, seed_offsets=[1])
-    assert [part.emitted for rows in alone for part in rows] == [part.emitted for part in parts if part.row == 1]
+    ours = [(part.drafts, part.emitted) for part in parts if part.row == 1]
+    assert [(part.drafts, part.emitted) for rows in alone for part in rows] == ours
 
 
 def test_sampled_texts_follow_the_trunks_distribution(monkeypatch):
@@ -179,6 +181,15 @@ def test_sampled_texts_follow_the_trunks_distribution(monkeypatch):
     expected = {text: count * p for text, p in exact.items() if count * p >= 5}
     chi_square = sum((seen[text] - number) ** 2 / number for text, number in expected.items())
     assert chi_square < len(expected) + 4 * (2 * len(expected)) ** 0.5
+
+
+def test_copies_beside_the_heads_drafts():
+    """Their q is one-hot whatever the head computed for the sequence; the others' is the head's, then zero."""
+    own = torch.rand(2, 2, 6)
+    both = DraftResult([[], [4, 1]], [[], [0.5, 0.5]], own).with_copies([(3, 0, 5), ()], torch.empty(0, 6))
+    assert both.drafts == [[3, 0, 5], [4, 1]]
+    assert torch.equal(both.distributions[0], torch.eye(6)[[3, 0, 5]])
+    assert torch.equal(both.distributions[1], torch.cat([own[1], torch.zeros(1, 6)]))
 
 
 def test_settings_for_copies_are_checked():

@@ -498,7 +498,8 @@ def test_template_variables_and_history(scripted, model):
         "{% for m in messages %}[{{ m.role }}:{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}]"
         "{% endfor %}"
-        "{% if thinking %}T{% endif %}{% if add_generation_prompt %}>{% endif %}"
+        "{% if thinking %}T{% endif %}{% if enable_thinking is false %}F{% endif %}"
+        "{% if add_generation_prompt %}>{% endif %}"
     )
     tokenizer = chatty()
     tokenizer.chat_template = template
@@ -509,10 +510,15 @@ def test_template_variables_and_history(scripted, model):
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
     with serving(ScriptedEngine(), replace(model, tokenizer=tokenizer)) as server:
-        body = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": {"thinking": True}}
+        body = {
+            "messages": messages,
+            "max_tokens": 1,
+            "chat_template_kwargs": {"thinking": True},
+            "enable_thinking": False,
+        }
         assert server.post("/v1/chat/completions", body)[0] == 200
         prompt = bytes(server.engine.requests[-1].prompt).decode()
-    assert prompt == "[user:q][assistant:weather=Rome][tool:sunny]T>"
+    assert prompt == "[user:q][assistant:weather=Rome][tool:sunny]TF>"
 
 
 def test_recorded_conversations_are_accepted(scripted):

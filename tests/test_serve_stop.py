@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
 import uvicorn
 from chats import chatty
@@ -145,6 +147,24 @@ def test_the_command_stops_by_signal():
             assert events(data)[-1]["choices"][0]["finish_reason"] == "length"
             assert process.wait(20) == 0
             assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_the_command_outlives_truncated_weights(tmp_path):
+    """While it warms up, whose passes read the mapped weights."""
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    command = [sys.executable, "-m", "nextn", "serve", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            port = int(process.stdout.readline().split(":")[2].split()[0])
+            for file in folder.glob("*.safetensors"):
+                os.truncate(file, 1000)
+            for _ in range(12):
+                time.sleep(0.5)
+                status = httpx2.get(f"http://127.0.0.1:{port}/health", timeout=60).json()["status"]
+                assert (status, process.poll()) == ("model_files_changed", None)
         finally:
             process.kill()
 

@@ -333,8 +333,7 @@ class DecodingBatch:
         num_committed = [count + 1 for count in num_accepted]
         self.cache.commit(num_committed)
         if self.drafter is not None:
-            own = [0 if copy else count for copy, count in zip(choice.drafts, num_accepted, strict=True)]
-            num_not_refreshed = self.drafter.commit(drafted.num_steps, own)
+            num_not_refreshed = self.drafter.commit(drafted.num_steps, num_accepted)
             self.drafter.add(hidden.head_input, num_committed, skip=num_not_refreshed)
             if 0 < drafted.num_steps < self.drafter.head.num_modules:  # the layers that did not run fall behind
                 self.drafter.refresh(self._tokens)
