@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -36,6 +35,7 @@ from nextn.cli.common import (  # fmt: skip
     Threads,
     Timeout,
     WeightType,
+    check_matplotlib,
     parse_temperatures,
     use_chat,
 )
@@ -53,7 +53,6 @@ from nextn.cli.screen import console, plain, print_json, print_note, print_table
 from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan, ReferencePlan
-from nextn.extras import install_command
 
 if TYPE_CHECKING:
     from nextn.evaluate.advice import Advice, Forecast
@@ -275,8 +274,7 @@ def _check_out(out: Path | None) -> None:
     """Fail before measuring, not after it, if the results cannot be written. Raises ConfigError."""
     if out is None:
         return
-    if find_spec("matplotlib") is None:
-        raise ConfigError(f"--out draws figures, which needs matplotlib: {install_command('plot')}")
+    check_matplotlib("--out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

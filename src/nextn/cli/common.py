@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -13,6 +14,7 @@ import typer
 
 from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
+from nextn.extras import install_command
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _DTYPES = ("auto", "float32", "bfloat16")
 _AUTO = "auto"  # of --weights
+FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def shipped_path(name: str) -> str:
@@ -379,6 +382,21 @@ def stop_flag(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def check_matplotlib(option: str) -> None:
+    """Refuse an option that draws where matplotlib is missing, before anything is measured. Raises ConfigError."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"{option} draws figures, which needs matplotlib: {install_command('plot')}")
+
+
+def check_figure(path: Path) -> None:
+    """Refuse a picture that cannot be written. Raises ConfigError."""
+    check_matplotlib("--figure")
+    if path.suffix not in FIGURE_SUFFIXES or not path.parent.is_dir():
+        raise ConfigError(
+            f"--figure {path}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}, in a folder that exists"
+        )
 
 
 def check_device(device: str) -> None:

@@ -6,6 +6,7 @@ every K, every acceptance rule and every wrong convention of the head (`rescore`
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypedDict
 
 from nextn.errors import ConfigError
 from nextn.evaluate.given_texts import GivenTexts, text_origin
@@ -19,6 +20,7 @@ from nextn.evaluate.reference_texts import (
     prompt_tokens,
 )
 from nextn.evaluate.teacher_forced import score_texts, trunk_outputs
+from nextn.evaluate.text_parts import ThinkTokens, think_tokens
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
@@ -65,7 +67,9 @@ def decoded_reference(
             temperature: generate_texts(model, ids, plan, temperature, contract=contract, on_text=on_text)
             for temperature in plan.temperatures
         }
-        report = ReferenceReport(plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name)
+        report = ReferenceReport(
+            plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name, **_of_model(model)
+        )
         if not contract.rerun:
             return report, {}
         trunk = backend_for(model, plan.backend).trunk
@@ -93,10 +97,21 @@ def acceptance_on_texts(
         {},
         "parallel",
         family=model.family.name,
+        **_of_model(model),
         text_source=", ".join(dict.fromkeys(each.source for each in given)),
         origins={t: text_origin(model.trunk, each.texts, hiddens[t]) for t, each in by_temperature.items()},
     )
     return rescore(report, model, Contract(), hiddens=hiddens)
+
+
+class _OfModel(TypedDict):
+    num_mtp_layers: int
+    think_tokens: ThinkTokens | None
+
+
+def _of_model(model: Model) -> _OfModel:
+    layers = 1 if model.head is None else model.head.num_modules
+    return {"num_mtp_layers": layers, "think_tokens": think_tokens(model.tokenizer)}
 
 
 def text_states(reference: ReferenceReport, model: Model) -> TextStates:

@@ -14,19 +14,19 @@ from nextn.checkpoint.provenance import head_fingerprint, open_head, trunk_famil
 from nextn.checkpoint.snapshot import on_disk
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.errors import ConfigError
+from nextn.evaluate.acceptance_curve import MIN_INCREASE, AcceptanceCurve, TextCounts, length_of
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.engine_probe import EngineCheck
 from nextn.evaluate.given_texts import TextOrigin
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import PERFECT, RULES, ScoredText
+from nextn.evaluate.text_parts import ThinkTokens, part_counts
 from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without
 from nextn.settings import Contract
 from nextn.stats.acceptance import (
     DEFINITION,
     INTERVAL,
     Estimate,
-    conditional_rates,
-    expected_length,
     jackknife,
     proportion,
 )
@@ -35,6 +35,11 @@ DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",
     "mean_acceptance_length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round, with the bonus token",
     "interval_95": INTERVAL,
+    "curve": "whether AL still grows with K. increases: by n = 0, 1, ..., how much each draft beyond n adds, as a part "
+    f"of AL@n, paired on texts; saturated_at: the smallest n with less than {MIN_INCREASE:.0%} by its interval; "
+    "decline: acceptance beyond it less a_1",
+    "parts": "figures of the rounds that start in a part of the texts: by tokens in the cache (bands), and before and "
+    "after the end of thinking",
     "rule": RULES,
     "perfect_head": "figures by rule argmax of a head that has the trunk's own distribution; by greedy, ratio and "
     "block it has a_k = 1",
@@ -93,6 +98,24 @@ class AcceptanceFigures:
     num_drafted: tuple[float, ...]  # [K], sums over the texts; of probabilities above temperature 0
     num_accepted: tuple[float, ...]  # [K], likewise
 
+    @classmethod
+    def of(
+        cls, counts: Sequence[TextCounts], *, temperature: float, rule: str, k: int, domain: str
+    ) -> "AcceptanceFigures":
+        """Compute the figures from the counts of each text."""
+        drafted, accepted = ([[each[side][depth] for each in counts] for depth in range(k)] for side in (0, 1))
+        return cls(
+            temperature,
+            rule,
+            k,
+            domain,
+            len(counts),
+            tuple(proportion(*depth) for depth in zip(accepted, drafted, strict=True)),
+            jackknife(length_of, [(*each[0], *each[1]) for each in counts]),
+            tuple(map(sum, drafted)),
+            tuple(map(sum, accepted)),
+        )
+
     def as_record(self) -> dict[str, object]:
         """Return the figures for JSON reports; `DEFINITIONS` says what each number is."""
         rates = [rate.as_record() for rate in self.rates]
@@ -129,6 +152,8 @@ class ReferenceReport:
     origins: Mapping[float, TextOrigin] = field(default_factory=dict)  # of such texts, by temperature
     engine: EngineCheck | None = None  # of an engine that wrote them
     stream: Mapping[str, object] | None = None  # of a streamed trunk: see `offloading.stream_record`
+    num_mtp_layers: int = 1  # of the head
+    think_tokens: ThinkTokens | None = None
 
     def figures(
         self, temperature: float, *, rule: str | None = None, k: int | None = None, domain: str = "all"
@@ -140,23 +165,30 @@ class ReferenceReport:
         rule, k = rule or self.rules(temperature)[0], k or self.plan.num_speculative_tokens
         counts = self.counts(temperature, rule, k)
         used = [counts[index] for index in sorted(self.text_indices(temperature, domain))]
-        drafted, accepted = ([[each[side][depth] for each in used] for depth in range(k)] for side in (0, 1))
+        return AcceptanceFigures.of(used, temperature=temperature, rule=rule, k=k, domain=domain)
 
-        def length(texts: Sequence[int]) -> float:
-            sums = [[sum(row[text] for text in texts) for row in side] for side in (accepted, drafted)]
-            return expected_length(conditional_rates(*sums))
+    def parts(self, temperature: float, k: int) -> list[AcceptanceFigures]:
+        """Compute figures by part of the texts for the first of the rules, if there are several (`text_parts`)."""
+        rule, found = self.rules(temperature)[0], dict[str, list[TextCounts]]()
+        for index in sorted(self.text_indices(temperature) if temperature in self.scored else ()):
+            for part, counts in part_counts(self.scored[temperature][index], rule, k, self.think_tokens).items():
+                found.setdefault(part, []).append(counts)
+        groups = [[each for each in found if each.startswith("context") is is_band] for is_band in (True, False)]
+        return [
+            AcceptanceFigures.of(found[part], temperature=temperature, rule=rule, k=k, domain=part)
+            for group in groups
+            for part in group
+            if len(group) > 1
+        ]
 
-        return AcceptanceFigures(
-            temperature,
-            rule,
-            k,
-            domain,
-            len(used),
-            tuple(proportion(*depth) for depth in zip(accepted, drafted, strict=True)),
-            jackknife(length, len(used)),
-            tuple(map(sum, drafted)),
-            tuple(map(sum, accepted)),
-        )
+    def curve(self, temperature: float, *, rule: str | None = None, domain: str = "all") -> AcceptanceCurve | None:
+        """Return AL at every K over a domain's texts; None if fewer than three values of K were measured."""
+        largest, rule = self.plan.num_speculative_tokens, rule or self.rules(temperature)[0]
+        if largest < 3 or temperature not in self.scored:
+            return None
+        indices = sorted(self.text_indices(temperature, domain))
+        by_k = ([self.counts(temperature, rule, k)[index] for index in indices] for k in range(1, largest + 1))
+        return AcceptanceCurve(tuple(by_k), self.num_mtp_layers)
 
     def counts(self, temperature: float, rule: str, k: int) -> list[tuple[list[float], list[float]]]:
         """Return (num_drafted, num_accepted) by depth for each text. Raises ConfigError for what was not measured."""
@@ -166,11 +198,19 @@ class ReferenceReport:
             known = ", ".join(self.rules(temperature))
             raise ConfigError(f"{rule=}, {k=}; expected one of {known}, and 1 <= k <= {largest}")
         if temperature in self.scored:
-            return [each.survivals[rule].round_counts(each.remaining, k) for each in self.scored[temperature]]
+            key = (temperature, rule, k)
+            if key not in self._counts:
+                texts = self.scored[temperature]
+                self._counts[key] = [each.survivals[rule].round_counts(each.remaining, k) for each in texts]
+            return self._counts[key]
         if k != largest:
             raise ConfigError(f"{k=}: this was counted while decoding, at K = {largest} alone")
         counts = self.generated[temperature].acceptance_per_text
         return [(_padded(each.num_drafted, k), _padded(each.num_accepted, k)) for each in counts]
+
+    @cached_property
+    def _counts(self) -> dict[tuple[float, str, int], list[tuple[list[float], list[float]]]]:
+        return {}
 
     def rules(self, temperature: float) -> list[str]:
         """Return the acceptance rules with figures, the usual one first."""
@@ -232,13 +272,13 @@ class ReferenceReport:
         return warnings + (self.controls.warnings if self.controls else [])
 
     def table(self) -> list[AcceptanceFigures]:
-        """Compute every temperature, rule and K over all texts, and the largest K by domain."""
+        """Compute every temperature, rule and K over all texts and by domain."""
         rows = []
         choices = range(1, self.plan.num_speculative_tokens + 1) if self.scored else [self.plan.num_speculative_tokens]
         for temperature in self.plan.temperatures:
             for rule in self.rules(temperature):
-                rows += [self.figures(temperature, rule=rule, k=k) for k in choices]
-                rows += [self.figures(temperature, rule=rule, domain=domain) for domain in self.domains_at(temperature)]
+                for domain in ("all", *self.domains_at(temperature)):
+                    rows += [self.figures(temperature, rule=rule, k=k, domain=domain) for k in choices]
         return rows
 
     def as_record(self) -> dict[str, object]:
@@ -256,6 +296,13 @@ class ReferenceReport:
             "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},
             "texts": {f"{temperature:g}": self._text_counts(temperature) for temperature in self.generated},
             "figures": [figures.as_record() for figures in self.table()],
+            "curves": self._curve_records(),
+            "parts": [
+                figures.as_record()
+                for temperature in self.scored
+                for k in range(1, self.plan.num_speculative_tokens + 1)
+                for figures in self.parts(temperature, k)
+            ],
             "perfect_head": {f"{temperature:g}": each.as_record() for temperature, each in self.perfect.items()},
             "decoder": {
                 f"{temperature:g}": None if texts.pooled is None else texts.pooled.as_record()
@@ -273,6 +320,19 @@ class ReferenceReport:
         record: dict[str, object] = {"text_source": self.text_source, "origin": origins}
         record |= {} if self.engine is None else {"engine": self.engine.as_record()}
         return record if self.stream is None else record | {"stream": dict(self.stream)}
+
+    def _curve_records(self) -> list[dict[str, object]]:
+        """The findings of every rule over all texts, and of the first rule by domain."""
+        records = []
+        for temperature in self.plan.temperatures:
+            rules = self.rules(temperature)
+            for rule, domain in [
+                *((rule, "all") for rule in rules),
+                *((rules[0], d) for d in self.domains_at(temperature)),
+            ]:
+                if (curve := self.curve(temperature, rule=rule, domain=domain)) is not None:
+                    records.append({"temperature": temperature, "rule": rule, "domain": domain} | curve.as_record())
+        return records
 
     def _text_counts(self, temperature: float) -> dict[str, object]:
         texts = self.generated[temperature].texts
