@@ -95,7 +95,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding over K: speed, acceptance, costs, memory. Repetitive texts are left out."""
-    from nextn.evaluate.workload import read_prompts
+    from nextn.evaluate.workload import prompts_record, read_prompts
 
     plan = BenchmarkPlan(
         _integers(num_speculative_tokens, "--num-speculative-tokens"),
@@ -121,7 +121,8 @@ def bench(
         report = run_benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())
     if long := loaded.length_note(report.num_positions(loaded)):
         print_note(long)
-    record, rounded = report.as_record(), accuracy_of(loaded, options, quiet=as_json)
+    record = report.as_record() | {"prompts": prompts_record(prompts, texts)}
+    rounded = accuracy_of(loaded, options, quiet=as_json)
     if rounded is not None:
         record["accuracy"] = rounded[0].as_record() | {"texts": rounded[1]}
     if out is not None:

@@ -35,7 +35,10 @@ from nextn.cli.common import (  # fmt: skip
     Timeout,
     WeightType,
     check_figure,
+    first_turns,
     parse_temperatures,
+    print_published,
+    published_record,
     shipped_path,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_note, print_table, progress_bars
@@ -50,6 +53,7 @@ from nextn.cli.streaming import (
 )
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
+from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import WEIGHT_BITS
 from nextn.text_format import docs_page
@@ -77,6 +81,14 @@ def measure(
     ] = None,
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Turn thinking on or off in the chat template. Default: the template's.",
+            show_default=False,
+        ),
+    ] = None,
     seed: int = 0,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
@@ -112,6 +124,14 @@ def measure(
         bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
     ] = False,
     model_card: Annotated[bool, typer.Option("--model-card", help="Print Markdown for a model card.")] = False,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Print the measurement as another tool writes it: vllm, aiperf (records of requests), aiperf-report, "
+            "speculators (CSV) or inferencex (YAML).",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
     figure: Annotated[
         Path | None, typer.Option(help="File for a picture of AL over K, such as curve.png; needs matplotlib.")
@@ -129,7 +149,7 @@ def measure(
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.evaluate.workload import read_prompts
+    from nextn.evaluate.workload import prompts_record, prompts_text, read_prompts
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
@@ -145,7 +165,15 @@ def measure(
         raise ConfigError(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
-    plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
+    rule = "block" if form is None else "argmax"  # how engines accept by default
+    temperatures_or_default = given or (0.0, 1.0)
+    if form is not None:
+        check_form(form, temperatures_or_default, decoded=texts is None and engine is None)
+        if as_json or model_card:
+            raise ConfigError(f"--format {form} excludes --json and --model-card: one of them is printed")
+    plan = ReferencePlan(
+        num_speculative_tokens, temperatures_or_default, max_tokens, chat, seed, backend, rule, thinking
+    )
     if earlier is not None and texts is None:  # their temperature is in the file
         check_settings(earlier, asdict(plan), source=str(baseline))
     options = ModelOptions.of(locals()).prepared()
@@ -154,10 +182,13 @@ def measure(
             f"{' and '.join(options.native_only)} with --texts or --engine: the trunk reads given texts in torch, with "
             "its weights as stored and no quantized cache; leave one of them out"
         )
-    to_answer = read_prompts(prompts)
+    to_answer = read_prompts(prompts) if engine is None else first_turns(read_prompts(prompts))
     if figure is not None:
         check_figure(figure)
-    asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
+    asked, quiet = (
+        EngineAccess(engine or "", served, concurrency, timeout, key_env),
+        as_json or model_card or form is not None,
+    )
     source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
     if against is not None:  # first, so that one model is in memory at a time
         other = replace(options, source=shipped_path(against), head=None, revision=None).prepared()
@@ -166,13 +197,27 @@ def measure(
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     if long := loaded.length_note(report.num_positions):
         print_note(long)
-    record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
+    origin = {} if texts is not None else prompts_record(prompts, to_answer)
+    prompts_words = prompts_text(origin) if origin else str(texts)
+    published = report.published(options.source, prompts_words)
+    record = (
+        report.as_record()
+        | ({"prompts": origin} if origin else {})
+        | published_record(published)
+        | ({} if probed is None else {"probe": probed.as_record()})
+    )
     if out is not None:
         write_json(out, record)
     if figure is not None:
         _draw_curves(report, figure)
-    if not as_json:
+    if form is not None:
+        echo(exchange_text(report, form, source=options.source, prompts=prompts_words).rstrip("\n"))
+        if form == "inferencex" and (difference := inferencex_note(report, origin.get("category"))) is not None:
+            print_note(difference)
+    elif not as_json:
         (_show_model_card if model_card else _show_reference)(report)
+    if published is not None and not quiet:
+        print_published(published)
     if probed is not None and not quiet:
         _show_probe(probed)
     compared = None

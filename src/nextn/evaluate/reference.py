@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import TypedDict
 
 from nextn.errors import ConfigError
+from nextn.evaluate.conversations import play_turns
 from nextn.evaluate.given_texts import GivenTexts, text_origin
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import (
     Controls,
     GeneratedTexts,
+    check_thinking,
     exact_head,
     generate_texts,
     measure_controls,
@@ -61,8 +63,11 @@ def decoded_reference(
     """
     if model.head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
-    ids, contract = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts], contract or Contract()
+    check_thinking(model, plan)
+    contract = contract or Contract()
     with exact_head(model):  # one backend for the texts and their states
+        prompts = play_turns(model, prompts, plan)
+        ids = [prompt_tokens(model, prompt, plan) for prompt in prompts]
         generated = {
             temperature: generate_texts(model, ids, plan, temperature, contract=contract, on_text=on_text)
             for temperature in plan.temperatures
@@ -144,7 +149,8 @@ def rescore(
     }
     if contract != reference.contract:  # the decoder's counts are of the contract that it ran under
         generated = {
-            temperature: replace(each, acceptance_per_text=(), pooled=None) for temperature, each in generated.items()
+            temperature: replace(each, acceptance_per_text=(), pooled=None, steps=())
+            for temperature, each in generated.items()
         }
     scoring_pass = "parallel" if model.head.can_rollout else "stepped"
     report = replace(reference, contract=contract, generated=generated, scored=scored, scoring_pass=scoring_pass)

@@ -18,6 +18,7 @@ from nextn.evaluate.acceptance_curve import MIN_INCREASE, AcceptanceCurve, TextC
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.engine_probe import EngineCheck
 from nextn.evaluate.given_texts import TextOrigin
+from nextn.evaluate.published_curves import MeasuredConditions, PublishedCurve, fitting_curve
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import PERFECT, RULES, ScoredText
 from nextn.evaluate.text_parts import ThinkTokens, part_counts
@@ -79,8 +80,8 @@ def checkpoint_hashes(
     return {"head": head_fingerprint(own), "trunk": trunk_fingerprint(inventory)}
 
 
-def hash_prompts(prompts: Sequence[Sequence[int]]) -> str:
-    """Return the SHA-256 of the token ids, equal for measurements with the same prompts."""
+def hash_prompts(prompts: Sequence[Sequence[int | str]]) -> str:
+    """Return the SHA-256 of the token ids, equal for measurements with the same prompts; of later turns, texts."""
     return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
 
 
@@ -163,19 +164,20 @@ class ReferenceReport:
         Raises ConfigError for what was not measured.
         """
         rule, k = rule or self.rules(temperature)[0], k or self.plan.num_speculative_tokens
-        counts = self.counts(temperature, rule, k)
-        used = [counts[index] for index in sorted(self.text_indices(temperature, domain))]
+        used = self._used(temperature, rule, k, domain)
         return AcceptanceFigures.of(used, temperature=temperature, rule=rule, k=k, domain=domain)
 
     def parts(self, temperature: float, k: int) -> list[AcceptanceFigures]:
         """Compute figures by part of the texts for the first of the rules, if there are several (`text_parts`)."""
-        rule, found = self.rules(temperature)[0], dict[str, list[TextCounts]]()
+        rule, found = self.rules(temperature)[0], dict[str, dict[int, TextCounts]]()
         for index in sorted(self.text_indices(temperature) if temperature in self.scored else ()):
             for part, counts in part_counts(self.scored[temperature][index], rule, k, self.think_tokens).items():
-                found.setdefault(part, []).append(counts)
+                found.setdefault(part, {})[index] = counts
         groups = [[each for each in found if each.startswith("context") is is_band] for is_band in (True, False)]
         return [
-            AcceptanceFigures.of(found[part], temperature=temperature, rule=rule, k=k, domain=part)
+            AcceptanceFigures.of(
+                self._by_conversation(found[part]), temperature=temperature, rule=rule, k=k, domain=part
+            )
             for group in groups
             for part in group
             if len(group) > 1
@@ -186,8 +188,7 @@ class ReferenceReport:
         largest, rule = self.plan.num_speculative_tokens, rule or self.rules(temperature)[0]
         if largest < 3 or temperature not in self.scored:
             return None
-        indices = sorted(self.text_indices(temperature, domain))
-        by_k = ([self.counts(temperature, rule, k)[index] for index in indices] for k in range(1, largest + 1))
+        by_k = (self._used(temperature, rule, k, domain) for k in range(1, largest + 1))
         return AcceptanceCurve(tuple(by_k), self.num_mtp_layers)
 
     def counts(self, temperature: float, rule: str, k: int) -> list[tuple[list[float], list[float]]]:
@@ -207,6 +208,24 @@ class ReferenceReport:
             raise ConfigError(f"{k=}: this was counted while decoding, at K = {largest} alone")
         counts = self.generated[temperature].acceptance_per_text
         return [(_padded(each.num_drafted, k), _padded(each.num_accepted, k)) for each in counts]
+
+    def _by_conversation(self, counts: Mapping[int, TextCounts]) -> list[TextCounts]:
+        """The counts of texts, by index, those of one conversation added: its turns are no independent samples."""
+        merged: dict[tuple[bool, int], TextCounts] = {}
+        for index in sorted(counts):
+            conversation = self.prompts[index].conversation
+            key = (conversation is not None, index if conversation is None else conversation)
+            drafted, accepted = counts[index]
+            if key in merged:
+                before = merged[key]
+                drafted = [a + b for a, b in zip(before[0], drafted, strict=True)]
+                accepted = [a + b for a, b in zip(before[1], accepted, strict=True)]
+            merged[key] = (drafted, accepted)
+        return list(merged.values())
+
+    def _used(self, temperature: float, rule: str, k: int, domain: str) -> list[TextCounts]:
+        counts = self.counts(temperature, rule, k)
+        return self._by_conversation({index: counts[index] for index in self.text_indices(temperature, domain)})
 
     @cached_property
     def _counts(self) -> dict[tuple[float, str, int], list[tuple[list[float], list[float]]]]:
@@ -283,7 +302,8 @@ class ReferenceReport:
 
     def as_record(self) -> dict[str, object]:
         """Return the JSON document."""
-        prompts = [text.prompt for text in self.generated[self.plan.temperatures[0]].texts]
+        texts = self.generated[self.plan.temperatures[0]].texts
+        prompts = [prompt.turns or text.prompt for prompt, text in zip(self.prompts, texts, strict=True)]
         return {
             "model": self.source,
             "family": self.family,
@@ -320,6 +340,31 @@ class ReferenceReport:
         record: dict[str, object] = {"text_source": self.text_source, "origin": origins}
         record |= {} if self.engine is None else {"engine": self.engine.as_record()}
         return record if self.stream is None else record | {"stream": dict(self.stream)}
+
+    def published(self, source: str, prompts: str) -> tuple[PublishedCurve, MeasuredConditions, list[float]] | None:
+        """Return the published curve that fits this checkpoint, the conditions here, and AL here at K = 1, 2, ...
+
+        prompts: What the prompts are. Greedy drafts, the default of engines, are compared. None without scores.
+        """
+        scored = [temperature for temperature in self.plan.temperatures if temperature in self.scored]
+        if not scored:
+            return None
+        curve = fitting_curve(source, self.family, thinking=self.plan.thinking, temperature=scored[-1])
+        if curve is None:
+            return None
+        temperature = min(scored, key=lambda each: abs(each - curve.temperature))
+        rule = "argmax" if temperature else "greedy"
+        measured = MeasuredConditions(
+            name=rule if not temperature else f"T={temperature:g} {rule}",
+            source=source,
+            precision="not stated" if self.machine is None else self.machine.dtype,
+            thinking=self.plan.thinking,
+            temperature=temperature,
+            prompts=prompts,
+            max_tokens=self.plan.max_tokens,
+        )
+        ks = range(1, self.plan.num_speculative_tokens + 1)
+        return curve, measured, [self.figures(temperature, rule=rule, k=k).length.value for k in ks]
 
     def _curve_records(self) -> list[dict[str, object]]:
         """The findings of every rule over all texts, and of the first rule by domain."""
