@@ -38,11 +38,11 @@ class Stage:
 STAGES = (
     Stage("tests", 100),
     Stage("lossless", 45),
-    Stage("answers", 75),
-    Stage("head", 175),
-    Stage("speed", 60),
+    Stage("answers", 65),
+    Stage("head", 150),
+    Stage("speed", 80),
     Stage("large_head", 40),
-    Stage("stream", 100),
+    Stage("stream", 130),
 )
 
 
