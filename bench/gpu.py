@@ -1,4 +1,4 @@
-"""Everything that is to be shown on a GPU, in one command of less than eight minutes; --rehearse: at toy size on a CPU.
+"""Everything that is to be shown on a GPU, in one command of about eight minutes; --rehearse: at toy size on a CPU.
 
     python bench/gpu.py --out runs/gpu --prompts PROMPTS.jsonl --answers FOLDER
 

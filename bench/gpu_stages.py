@@ -308,16 +308,16 @@ def head(inputs: Inputs) -> Figures:
     options += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     command("train", run, *options)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    yield "training", steps[-1]
+    rates = [step["tokens_per_s"] for step in steps if "tokens_per_s" in step]
+    yield "training", {"steps": steps[-1]["step"], "tokens_per_s": median(rates), "heldout": steps[-1]["heldout"]}
     few = inputs.out / "few.jsonl"
     lines = (inputs.texts or SHIPPED_HEAD / "prompts.jsonl").read_text().splitlines()
-    few.write_text("\n".join(lines[: inputs.size(40, 2)]) + "\n")
-    for temperature in (0.0, 0.7):
-        measured = inputs.out / f"measured-{temperature}.json"
-        options = ["--temperatures", temperature, "-k", inputs.size(8, 2), "--max-tokens", inputs.size(256, 8)]
-        options += ["--dtype", "bfloat16", "--device", inputs.device, "--out", measured, "--prompts", few]
-        command("measure", inputs.trunk, "--head", run / "head", *options)
-        yield f"measured_{temperature}", lengths(json.loads(measured.read_text()))
+    few.write_text("\n".join(lines[: inputs.size(24, 2)]) + "\n")
+    measured = inputs.out / "measured.json"
+    options = ["--temperatures", 0, "-k", inputs.size(4, 2), "--max-tokens", inputs.size(192, 8)]
+    options += ["--dtype", "bfloat16", "--device", inputs.device, "--out", measured, "--prompts", few]
+    command("measure", inputs.trunk, "--head", run / "head", *options)
+    yield "measured", lengths(json.loads(measured.read_text()))
 
 
 def lengths(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -377,4 +377,6 @@ def stream(inputs: Inputs) -> Figures:
     for name, more in (("streamed", ["--stream", "--states", inputs.out / "states"]), ("whole", [])):
         began, out = time.perf_counter(), inputs.out / f"{name}.json"
         command("measure", folder, *options, out, *more)
-        yield name, {"seconds": time.perf_counter() - began, "stream": json.loads(out.read_text()).get("stream")}
+        found = json.loads(out.read_text())
+        memory = found["machine"]["peak_memory"] / 1e9
+        yield name, {"seconds": time.perf_counter() - began, "peak_memory_gb": memory, "stream": found.get("stream")}
