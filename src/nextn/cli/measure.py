@@ -165,6 +165,8 @@ def measure(
         raise ConfigError(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
+    if texts is not None and thinking is not None:
+        raise ConfigError("--texts has its prompts as they were rendered; leave --thinking and --no-thinking out")
     rule = "block" if form is None else "argmax"  # how engines accept by default
     temperatures_or_default = given or (0.0, 1.0)
     if form is not None:
