@@ -19,7 +19,8 @@ Record = Mapping[str, Any]
 def records() -> Record:
     """Return both records as one."""
     published = json.loads((RESULTS / "smollm2-engines.json").read_text())
-    curves = json.loads((RESULTS / "smollm2-curve.json").read_text())
+    curve_file = RESULTS / "smollm2-curve.json"
+    curves = json.loads(curve_file.read_text()) if curve_file.exists() else {}
     sections = {"curve": curves, "published": published["engines"], "diagnosed": published["diagnose"]["rows"]}
     return json.loads((RESULTS / "engines.json").read_text()) | sections
 
