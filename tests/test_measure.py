@@ -83,6 +83,8 @@ def test_length_at_every_k(found):
             total += product
         assert figures.length.value == pytest.approx(total)
         assert figures.length.low <= figures.length.value <= figures.length.high
+        wide = replace(figures, length=replace(figures.length, low=-2.0, high=9.0)).bounded_length
+        assert (wide.low, wide.value, wide.high) == (1.0, figures.length.value, figures.num_speculative_tokens + 1)
     assert model_free[0].length.value < model_free[1].length.value < model_free[2].length.value
 
 

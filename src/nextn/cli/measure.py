@@ -323,7 +323,7 @@ def _label(temperature: float, rule: str) -> str:
 
 
 def _length(figures: "AcceptanceFigures") -> str:
-    length = figures.length
+    length = figures.bounded_length
     return f"{length.value:.2f}" + ("" if length.low != length.low else f" ({length.low:.2f}-{length.high:.2f})")
 
 
@@ -331,7 +331,7 @@ def _draw_curves(report: "ReferenceReport", path: Path) -> None:
     from nextn.stats import plots
 
     rows = [row for temperature in report.plan.temperatures for row in _rows(report, temperature)]
-    plots.curves(path, {label.strip(): [each.length for each in by_k] for label, by_k, _ in rows})
+    plots.curves(path, {label.strip(): [each.bounded_length for each in by_k] for label, by_k, _ in rows})
 
 
 def _streamed(report: "ReferenceReport") -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -116,6 +117,12 @@ class AcceptanceFigures:
             tuple(map(sum, drafted)),
             tuple(map(sum, accepted)),
         )
+
+    @property
+    def bounded_length(self) -> Estimate:
+        """AL with an interval within what it can be, 1 to K + 1, as tables and pictures show it."""
+        low, high = max(1.0, self.length.low), min(self.num_speculative_tokens + 1.0, self.length.high)
+        return self.length if math.isnan(self.length.low) else Estimate(self.length.value, low, high)
 
     def as_record(self) -> dict[str, object]:
         """Return the figures for JSON reports; `DEFINITIONS` says what each number is."""
