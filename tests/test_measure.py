@@ -14,8 +14,9 @@ from nextn.cli import app
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError
 from nextn.evaluate import reference_texts
+from nextn.evaluate.model_card import model_card
 from nextn.evaluate.reference import reference_acceptance, rescore
-from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes, model_card
+from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes
 from nextn.evaluate.reference_texts import Controls
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.settings import Contract
