@@ -4,7 +4,7 @@ smollm2-engines.json and smollm2-curve.json, which bench/published.py and bench/
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,17 @@ def curve(record: Record) -> Iterator[str]:
             yield f"| {name}{domain}, {at} | {rows[-1]['num_texts']} | {' | '.join(cells)} | {finding} |"
     if "llama.cpp" in found:
         rows = found["llama.cpp"]["by_drafts"]
-        engine = " | ".join(f"{row['engine']:.2f}" for row in rows)
-        yield f"| llama.cpp, HumanEval, greedy | | {engine} | |"
-        differences = (row["difference"] for row in rows)
-        cells = (f"{each['value']:+.2f} ({each['low']:+.2f} to {each['high']:+.2f})" for each in differences)
-        yield f"| less nextn, paired on texts | | {' | '.join(cells)} | |"
+        yield from beside({row["num_speculative_tokens"]: row for row in rows}, ks)
+
+
+def beside(rows: Mapping[int, Record], ks: Sequence[int]) -> Iterator[str]:
+    """The engine's AL at each K that it ran, and how much it is above ours."""
+    num_texts = next(iter(rows.values()))["num_texts"]
+    engine = (f"{rows[k]['engine']:.2f}" if k in rows else "" for k in ks)
+    yield f"| llama.cpp, HumanEval, greedy | {num_texts} | {' | '.join(engine)} | |"
+    found = {k: row["difference"] for k, row in rows.items()}
+    cells = {k: f"{each['value']:+.2f} ({each['low']:+.2f} to {each['high']:+.2f})" for k, each in found.items()}
+    yield f"| less nextn, paired on texts | {num_texts} | {' | '.join(cells.get(k, '') for k in ks)} | |"
 
 
 def _rates(rates: list[float | None]) -> str:
