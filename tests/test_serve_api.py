@@ -336,6 +336,42 @@ def test_logprobs_of_completions(scripted_client):
     assert [offset for part in parts for offset in part.text_offset] == logprobs.text_offset
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_echo_scores_the_prompt(model, backend):
+    """As lm-eval asks for likelihoods: a prompt longer than a block of the prefix cache, twice, and short ones."""
+    engine = ServingEngine(model, EngineOptions(backend, max_model_len=256, num_speculative_tokens=3, warmup=False))
+    prompts = [list((PROMPT * 20).encode()[:size]) for size in (150, 1, 20)]
+    trunk = engine.backend.trunk
+    with torch.inference_mode():
+        logits = trunk.read(trunk(torch.tensor([prompts[2]]), trunk.cache(1))).logits[0]
+    expected = logits.float().log_softmax(-1)[:-1].gather(1, torch.tensor(prompts[2])[1:, None])[:, 0].tolist()
+    with serving(engine, model) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        options = {"model": "tiny", "prompt": prompts, "temperature": 0, "logprobs": 1, "echo": True}
+        first, again, none = (client.completions.create(**options, max_tokens=new).choices for new in (1, 1, 0))
+        stream = list(client.completions.create(**options | {"prompt": prompts[0]}, max_tokens=1, stream=True))
+        plain = client.completions.create(model="tiny", prompt=PROMPT, echo=True, max_tokens=0, n=2)
+    for choice, twice, bare, prompt in zip(first, again, none, prompts, strict=True):
+        text, scores = bytes(prompt).decode(), choice.logprobs
+        assert choice.text.startswith(text)
+        assert (len(choice.text), bare.text) == (len(text) + 1, text)
+        assert scores.tokens[:-1] == list(text)
+        assert scores.token_logprobs[0] is scores.top_logprobs[0] is None
+        assert scores.text_offset == list(range(len(text) + 1))
+        tops = [max(top.values()) for top in scores.top_logprobs[1:]]
+        assert all(top >= one for top, one in zip(tops, scores.token_logprobs[1:], strict=True))
+        assert twice.logprobs == scores
+        assert bare.logprobs.token_logprobs == scores.token_logprobs[:-1]
+        assert (choice.finish_reason, bare.finish_reason) == ("length", "length")
+    assert first[2].logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
+    # A token has the same score wherever its prompt is cut into chunks.
+    assert first[2].logprobs.token_logprobs[1:20] == pytest.approx(first[0].logprobs.token_logprobs[1:20], abs=1e-4)
+    assert "".join(chunk.choices[0].text for chunk in stream) == first[0].text
+    scores = [score for chunk in stream for score in chunk.choices[0].logprobs.token_logprobs]
+    assert scores == first[0].logprobs.token_logprobs
+    assert [choice.text for choice in plain.choices] == [PROMPT] * 2
+    assert plain.choices[0].logprobs is None
+
+
 def test_logprobs_of_chat(scripted_client):
     messages = [{"role": "user", "content": "x"}]
     options = {"model": "tiny", "messages": messages, "max_tokens": 7, "logprobs": True, "top_logprobs": 3}

@@ -97,7 +97,8 @@ CASES = [
     (chat(messages=[{"role": "user", "content": "x" * 300}]), 400, "messages", "context_length_exceeded", "context"),
     (completion(prompt=[0, 0, 0]), 400, None, "invalid_value", "does not like this prompt"),
     # numbers
-    (completion(max_tokens=0), 400, "max_tokens", "invalid_type", "greater than or equal to 1; got 0"),
+    (completion(max_tokens=0), 400, "max_tokens", "invalid_value", "only with echo"),
+    (chat(max_tokens=0), 400, "max_tokens", "invalid_type", "greater than or equal to 1; got 0"),
     (completion(max_tokens=-5), 400, "max_tokens", "invalid_type", "greater"),
     (completion(max_tokens="5"), 400, "max_tokens", "invalid_type", "valid integer; got '5'"),
     (completion(max_tokens=2.5), 400, "max_tokens", "invalid_type", "valid integer"),
@@ -153,7 +154,7 @@ CASES = [
     (completion(stream=True, stream_options=3), 400, "stream_options", "invalid_type", "got 3"),
     (completion(stream=True, stream_options={"x": 1}), 400, "stream_options.x", "unknown_parameter", "unknown field"),
     # fields that are not supported, or not known
-    (completion(echo=True), 400, "echo", "unsupported_parameter", "leave it out, or send False"),
+    (chat(echo=True), 400, "echo", "unsupported_parameter", "leave it out, or send False"),
     (completion(best_of=3), 400, "best_of", "unsupported_parameter", "leave it out"),
     (completion(suffix="end"), 400, "suffix", "unsupported_parameter", "leave it out"),
     (completion(prompt_logprobs=1), 400, "prompt_logprobs", "unsupported_parameter", "leave it out"),

@@ -67,7 +67,8 @@ class RequestBuilder:
         """Return the sequences to generate: `n` for each prompt, those of one prompt together."""
         special = body.add_special_tokens is not False
         prompts = await self.run(lambda: [self._prompt_ids(prompt, special) for prompt in body.prompts])
-        max_tokens = body.max_completion_tokens or body.max_tokens or _DEFAULT_COMPLETION
+        limits = body.max_completion_tokens, body.max_tokens, _DEFAULT_COMPLETION
+        max_tokens = next(limit for limit in limits if limit is not None)
         return await self._requests(body, prompts, max_tokens, body.logprobs, field="prompt")
 
     async def chat(self, body: ChatRequest) -> list[GenerationRequest]:
@@ -125,6 +126,7 @@ class RequestBuilder:
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=self._logit_bias(body),
                 logprobs=logprobs,
+                prompt_logprobs=logprobs is not None and isinstance(body, CompletionRequest) and body.echo,
                 grammar=grammar,
                 cache_salt=body.cache_salt,
                 parent=parent,

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nextn import __version__
@@ -176,6 +176,22 @@ class CompletionAnswer(Answer):
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
+    body: CompletionRequest
+
+    def add(self, index: int, chunk: GenerationChunk) -> None:
+        super().add(index, self._with_prompt(index, chunk))
+
+    def event(self, index: int, chunk: GenerationChunk) -> Json | None:
+        return super().event(index, self._with_prompt(index, chunk))
+
+    def _with_prompt(self, index: int, chunk: GenerationChunk) -> GenerationChunk:
+        """The chunk; with `echo`, the first one begins with the prompt."""
+        if not self.body.echo or self.choices[index].rounds:
+            return chunk
+        request, prompt = self.requests[index], self.body.prompts[index // self.body.n]
+        text = prompt if isinstance(prompt, str) else self.token_texts.running_text(prompt)
+        first = (TokenLogprob(request.prompt[0], None, ()),) if request.prompt_logprobs else ()
+        return replace(chunk, text=text + chunk.text, logprobs=(*first, *chunk.prompt_logprobs, *chunk.logprobs))
 
     def _choice(self, index: int, choice: GeneratedChoice) -> Json:
         return {
@@ -209,8 +225,10 @@ class CompletionAnswer(Answer):
             "text_offset": offsets,
         }
 
-    def _top(self, entry: TokenLogprob) -> Mapping[str, float]:
-        top: dict[str, float] = {}
+    def _top(self, entry: TokenLogprob) -> Mapping[str, float | None] | None:
+        if entry.logprob is None:
+            return None
+        top: dict[str, float | None] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             top.setdefault(self._spelled(token), _nats(logprob))  # of two tokens with one text, the likelier
         return top
@@ -297,7 +315,7 @@ class ChatAnswer(Answer):
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> Json:
+    def _token(self, token: int, logprob: float | None) -> Json:
         return {"token": self._spelled(token), "logprob": _nats(logprob), "bytes": self.token_texts.utf8(token)}
 
 
@@ -317,5 +335,5 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
-def _nats(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)
+def _nats(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _MIN_LOGPROB)

@@ -169,6 +169,8 @@ class CompletionRequest(GenerationFields):
         Discriminator(_prompt_form),
     ]
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -186,6 +188,10 @@ class CompletionRequest(GenerationFields):
         if len(self.prompts) * self.n > MAX_CHOICES:
             raise ValueError(
                 f"prompt: {len(self.prompts)} prompts times n = {self.n}; expected at most {MAX_CHOICES} sequences"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError(
+                "max_tokens: 0; expected at least 1, as only with echo = true there is something to answer"
             )
         return self
 

@@ -30,6 +30,12 @@ class TokenTexts:
     def texts(self, tokens: Sequence[int]) -> list[str]:
         return [self.text(token) for token in tokens]
 
+    def running_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of consecutive tokens, special ones included."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def spelled(self, token: int) -> str:
         r"""Return a text that is unique per token; incomplete characters are like `bytes:\xe2\x82`, as OpenAI does."""
         text = self.text(token)
