@@ -21,7 +21,8 @@ from nextn.model.model import Model
 from nextn.serve.api import create_app
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions, ServerOptions
-from nextn.serve.schemas import ChatRequest, parse_request
+from nextn.serve.request_model import parse_request
+from nextn.serve.schemas import ChatRequest
 from nextn.settings import Settings
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
@@ -573,9 +574,24 @@ def test_recorded_conversations_are_accepted(scripted):
     for messages in conversations:
         answer = scripted.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
         assert answer[0] == 200, (messages, answer[2])
-    status, error = error_of(scripted.post("/v1/chat/completions", {"messages": [user | {"wisdom": 1}]}))
-    assert status == 400
-    assert "wisdom" in error["message"]
+
+
+def test_ignored_fields_are_named(scripted):
+    """Those that say nothing to a model; what would change the answer is refused, also in a message."""
+
+    def ask(fields, **message):
+        answer = scripted.post("/v1/chat/completions", {"messages": [user | message], "max_tokens": 2, **fields})
+        return answer[0], answer[1].get("x-ignored-fields")
+
+    user = {"role": "user", "content": "x"}
+    assert ask({}) == (200, None)
+    assert ask({"user": "me", "plugins": [], "web": None}) == (200, "plugins, user")
+    assert ask({"stream": True, "stream_options": {"include_obfuscation": False}}) == (200, None)
+    assert ask({}, annotations=[], cache_control={}) == (200, "messages.annotations, messages.cache_control")
+    assert ask({}, **{"a\r\nb: c": 1, "é": 2}) == (200, "2 others")
+    assert len(ask({}, **{f"x{count}": 1 for count in range(3000)})[1]) < 1000
+    for answer in (ask({"wisdom": 1, "user": "me"}), ask({"temprature": 0}), ask({}, prefix=True)):
+        assert answer[0] == 400
 
 
 def test_health(scripted):

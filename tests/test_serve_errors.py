@@ -14,7 +14,8 @@ from scripted_engine import ScriptedEngine
 from tiny import build
 
 from nextn.serve.api_errors import ApiError
-from nextn.serve.schemas import CompletionRequest, parse_request
+from nextn.serve.request_model import parse_request
+from nextn.serve.schemas import CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -163,10 +164,9 @@ CASES = [
     (completion(min_tokens=5, max_tokens=4), 400, "min_tokens", "invalid_value", "at most max_tokens, 4"),
     (completion(min_tokens=-1), 400, "min_tokens", "invalid_type", "greater than or equal to 0"),
     (completion(nonsense=1), 400, "nonsense", "unknown_parameter", "unknown field"),
-    (completion(guided_json={}), 400, "guided_json", "unknown_parameter", "unknown field"),
     (completion(messages=USER), 400, "messages", "unknown_parameter", "unknown field"),
     (chat(prompt="x"), 400, "prompt", "unknown_parameter", "unknown field"),
-    (chat(functions=[]), 400, "functions", "unknown_parameter", "unknown field"),
+    (chat(functions=[1]), 400, "functions", "unknown_parameter", "unknown field"),
     (chat(modalities=["text", "audio"]), 400, "modalities", "unsupported_parameter", "leave it out"),
     (completion(**{"x" * 5000: 1}), 400, "x" * 100, "unknown_parameter", "unknown field"),
     # conversations
@@ -188,7 +188,7 @@ CASES = [
         "invalid_type",
         "got 'image_url'",
     ),
-    (message(role="user", content="x", extra=1), 400, "messages[1].extra", "unknown_parameter", "unknown field"),
+    (message(role="user", content="x", prefix=True), 400, "messages[1].prefix", "unknown_parameter", "unknown field"),
     (message(role="tool", content="x"), 400, "messages", "invalid_value", "no role tool"),
     (chat(messages=USER * 2049), 400, "messages", "invalid_type", "at most 2048"),
     (chat(chat_template_kwargs=[1]), 400, "chat_template_kwargs", "invalid_type", "valid dictionary"),

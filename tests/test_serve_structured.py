@@ -1,6 +1,7 @@
 """Structured output, tool calls and reasoning through the API, as the `openai` client reads them."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,27 @@ def test_json_schema_of_completions_and_json_object(client):
     assert answer.choices[0].message.content.startswith("{")
 
 
+def test_the_forms_of_vllm(client, server):
+    """Each in its field of `structured_outputs`, under its older name, in chats and completions."""
+    gbnf = 'root ::= "<" [ab]{2} ">"'
+    forms = {
+        "json": (SCHEMA, fits), "regex": (r"[0-9]{3}-x", lambda text: re.fullmatch("[0-9]{3}-x", text)),
+        "choice": (["maybe \"so\"", "<yes>"], lambda text: text in ('maybe "so"', "<yes>")),
+        "grammar": (gbnf, lambda text: re.fullmatch("<[ab]{2}>", text)), "json_object": (True, json.loads),
+    }  # fmt: skip
+    few = CHAT | {"max_tokens": 60}
+    for kind, (value, is_valid) in forms.items():
+        bodies = [{"structured_outputs": {kind: value}}, {f"guided_{kind}": value}]
+        bodies += [{"guided_json": json.dumps(value)}] if kind == "json" else []
+        for body in bodies[: 1 if kind == "json_object" else None]:
+            stop = ["}"] if kind == "json_object" else None  # this model would not end it
+            (choice,) = client.chat.completions.create(**few, extra_body=body, stop=stop).choices
+            text = choice.message.content
+            assert text.startswith("{") if stop else is_valid(text), (body, text)
+    answer = client.completions.create(model="tiny", prompt="x", extra_body={"guided_choice": ["one", "two"]})
+    assert answer.choices[0].text in ("one", "two")
+
+
 def test_a_call_that_is_forced(client):
     """The template knows no tool calls; they are forced by a grammar and parsed all the same."""
     for choice, names in ((NAMED, {"count"}), ("required", {"count", "other"})):
@@ -111,6 +133,17 @@ def test_a_streamed_call(client):
     [
         ({"response_format": FORMAT | {"json_schema": {"schema": {"type": 5}}}}, "response_format", "JSON schema"),
         ({"response_format": FORMAT | {"json_schema": {"schema": {"enum": []}}}}, "response_format", "JSON schema"),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        ({"guided_regex": "("}, "guided_regex", "regular expression"),
+        ({"guided_regex": ""}, "guided_regex", "at least 1"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        ({"guided_choice": ["x" * 70_000]}, "guided_choice", "at most 65,536"),
+        ({"guided_grammar": "nothing"}, "guided_grammar", "neither Lark nor GBNF"),
+        ({"guided_grammar": "start: " + "x" * 20_000}, "guided_grammar", "at most 16,384"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern", "unknown"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "together with"),
         ({"tools": TOOLS}, "tools", "no known syntax"),
         ({"tools": TOOLS, "tool_choice": "auto"}, "tools", "no known syntax"),
     ],

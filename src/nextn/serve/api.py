@@ -27,19 +27,18 @@ from nextn.errors import NextnError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError, from_nextn_error, internal_error, server_stopping
 from nextn.serve.generation_group import GenerationGroup
-from nextn.serve.http_limits import CLIENT_GONE, RequestGuard
+from nextn.serve.http_limits import CLIENT_GONE, IGNORED_HEADER, RequestGuard, ignored_fields
 from nextn.serve.metrics import CONTENT_TYPE, ServerMetrics
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import Engine, EngineStats, GenerationRequest
 from nextn.serve.request_builder import RequestBuilder
+from nextn.serve.request_model import M, parse_request
 from nextn.serve.responses import Answer, ChatAnswer, CompletionAnswer, Json
 from nextn.serve.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    M,
     TokenizeRequest,
-    parse_request,
 )
 from nextn.serve.token_texts import TokenTexts
 
@@ -82,7 +81,13 @@ def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
     if options.cors_origins:
         # Any header: clients have their own, such as the x-stainless-... of OpenAI's, and none is trusted here.
         origins, methods, headers = list(options.cors_origins), ["GET", "HEAD", "POST"], ["*"]
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=methods,
+            allow_headers=headers,
+            expose_headers=[IGNORED_HEADER],
+        )
     return app
 
 
@@ -198,7 +203,7 @@ class Api:
             document = loads(raw.decode())
         except ValueError as error:  # also invalid UTF-8
             raise ApiError(400, f"the body is not JSON in UTF-8: {error}", code="invalid_json") from error
-        body = parse_request(model, document)
+        body = parse_request(model, document, ignored_fields(request.scope))
         if (name := getattr(body, "model", None)) is not None:
             self._check_model(name)
         return body

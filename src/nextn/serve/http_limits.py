@@ -15,12 +15,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nextn.serve.api_errors import ApiError
 from nextn.serve.options import ConnectionLimits, ServerOptions
+from nextn.serve.request_model import ignored_header
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+IGNORED_HEADER = "X-Ignored-Fields"  # of answers: the fields of the request that were ignored
 CLIENT_GONE = 499  # the status of answers that nobody reads any more
 _LINGER_S = 1.0  # a refused connection stays open so long, so that the client reads why
 OPEN_PATHS = frozenset({"/", "/health"})  # no API key: the page asks for one, and probes have none
@@ -182,6 +184,12 @@ def limited_protocol(limits: ConnectionLimits, on_error: Callable[[int], None]) 
     return type("LimitedProtocol", (LimitedProtocol,), fields)
 
 
+def ignored_fields(scope: Message) -> set[str]:
+    """Return the set in which a request's ignored fields are collected."""
+    names: set[str] = scope.setdefault("state", {}).setdefault("ignored_fields", set())
+    return names
+
+
 class RequestGuard:
     """ASGI middleware: checks the headers of each request before the application sees it, and counts its body."""
 
@@ -192,7 +200,7 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        watched = self._watched(send)
+        watched = self._watched(scope, send)
         try:
             self._check(scope)
         except ApiError as error:
@@ -253,10 +261,13 @@ class RequestGuard:
 
         return counted
 
-    def _watched(self, send: Send) -> Send:
+    def _watched(self, scope: Message, send: Send) -> Send:
         async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start" and 400 <= message["status"] != CLIENT_GONE:
-                self._on_error(message["status"])
+            if message["type"] == "http.response.start":
+                if 400 <= message["status"] != CLIENT_GONE:
+                    self._on_error(message["status"])
+                if names := ignored_header(ignored_fields(scope)):
+                    message["headers"] = [*message["headers"], (IGNORED_HEADER.lower().encode(), names.encode())]
             await send(message)
 
         return watched

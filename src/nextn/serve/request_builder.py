@@ -105,7 +105,7 @@ class RequestBuilder:
         for prompt in prompts:
             self._check_prompt(prompt, field)
         grammar = None
-        if body.response_format is not None or isinstance(body, ChatRequest):
+        if body.structures or isinstance(body, ChatRequest):
             grammar = await self.run(lambda: self.structured.grammar(body))
         self._check_min_tokens(body, max_tokens, is_free=grammar is None and not body.stops)
         # Without a seed, each request has random numbers of its own.
@@ -188,7 +188,7 @@ class RequestBuilder:
             message = f"min_tokens: {body.min_tokens}; expected at most max_tokens, {max_tokens}"
             raise ApiError(400, message, "min_tokens", "invalid_value")
         if body.min_tokens and not is_free:
-            message = "min_tokens is not supported with stop, response_format or forced tool calls; leave it out"
+            message = "min_tokens is not supported with stop, structured output or forced tool calls; leave it out"
             raise ApiError(400, message, "min_tokens", "unsupported_parameter")
 
     def _check_token(self, token: int, vocab_size: int, field: str) -> None:
@@ -230,9 +230,9 @@ def _template_message(message: ChatMessage) -> dict[str, object]:
     shown: dict[str, object] = {"role": "system" if message.role == "developer" else message.role}
     content = message.text if message.text is not None else message.refusal
     shown["content"] = content if content is not None else ""
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            shown[name] = value
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    shown |= {name: value for name, value in more.items() if value is not None}
     if message.tool_calls:
         shown["tool_calls"] = [
             {"id": call.id, "type": call.type, "function": _template_call(call.function.name, call.function.arguments)}

@@ -7,7 +7,7 @@ from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
 from nextn.serve.call_text import Tool
-from nextn.serve.grammar import JSON_OBJECT, GrammarCompiler, GrammarSpec, json_schema
+from nextn.serve.grammar import GrammarCompiler, GrammarSpec, structure
 from nextn.serve.message_parser import MessageParser, reasoning_is_open
 from nextn.serve.request import GrammarState
 from nextn.serve.schemas import ChatRequest, GenerationFields, NamedTool
@@ -43,7 +43,8 @@ class StructuredOutput:
 
     def grammar(self, request: GenerationFields) -> Callable[[], GrammarState] | None:
         """Compile the grammar that a request asks for; None if it asks for none. Raises ApiError."""
-        field = "tools" if isinstance(request, ChatRequest) and _forces_call(request) else "response_format"
+        is_call = isinstance(request, ChatRequest) and _forces_call(request)
+        field = "tools" if is_call else next(iter(request.structures), None)
         try:
             spec = self._specification(request)
             return None if spec is None else self._compiler.compile(spec)
@@ -73,10 +74,7 @@ class StructuredOutput:
             syntax, tools = self._call_syntax(), _tools(request)
             is_parallel = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
             return tool_call_grammar(self._model.tokenizer, syntax, tools, parallel=is_parallel)
-        wanted = request.response_format
-        if wanted is None or wanted.type == "text":
-            return None
-        return JSON_OBJECT if wanted.json_schema is None else json_schema(wanted.json_schema.schema_)
+        return next((structure(*asked) for asked in request.structures.values()), None)
 
     def _call_syntax(self) -> ToolSyntax:
         """The template's, or for calls that are forced, one that any model can be made to write."""
