@@ -43,8 +43,8 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(model):
-    options = EngineOptions("torch", max_num_seqs=4, max_model_len=256, num_speculative_tokens=3, warmup=False)
-    with serving(ServingEngine(model, options), model) as server:
+    options = EngineOptions("torch", max_num_seqs=4, max_model_len=2048, num_speculative_tokens=3, warmup=False)
+    with serving(ServingEngine(model, options), model, max_model_len=2048) as server:
         yield server
 
 
@@ -144,8 +144,6 @@ def test_a_streamed_call(client):
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern", "unknown"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "together with"),
-        ({"tools": TOOLS}, "tools", "no known syntax"),
-        ({"tools": TOOLS, "tool_choice": "auto"}, "tools", "no known syntax"),
     ],
 )
 def test_what_cannot_be_done_is_refused(server, fields, param, words):
@@ -188,6 +186,42 @@ def test_reasoning_content_and_calls(model, is_open):
     assert plain.message.tool_calls is None
     assert "<tool_call>" in plain.message.content
     assert plain.finish_reason == "stop"
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + UNMARKED
+
+
+@pytest.mark.parametrize(("template", "begin"), [(UNMARKED, "<s>"), (NO_SYSTEM, "<u>")])
+def test_tools_of_a_template_that_knows_none(model, template, begin):
+    """A text describes them, results are the user's, and calls of a history are text."""
+    tokenizer = chatty()
+    tokenizer.chat_template = template
+    said = 'I look. <tool_call>\n{"name": "count", "arguments": {"n": 1, "ok": true}}\n</tool_call>'
+    engine = ScriptedEngine(said, times=1)
+    calls = [{"id": str(n), "type": "function", "function": {"name": "count", "arguments": '{"n": 2}'}} for n in (1, 2)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "two"} for call in calls]
+    history = [*USER, {"role": "assistant", "content": "So", "tool_calls": calls}, *results]
+    with (
+        serving(engine, replace(model, tokenizer=tokenizer), max_model_len=4096) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
+        (choice,) = client.chat.completions.create(**CHAT | {"messages": history}, tools=TOOLS).choices
+        client.chat.completions.create(**CHAT | {"messages": history})
+        client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="none")
+    (call,) = choice.message.tool_calls
+    assert (choice.message.content, call.function.name, choice.finish_reason) == ("I look.", "count", "tool_calls")
+    shown, without, none = (tokenizer.decode(request.prompt) for request in engine.requests)
+    assert shown.startswith(begin)
+    assert json.dumps(TOOLS[0]["function"]["parameters"])[:40] in shown
+    assert "Counts." in shown
+    text = '<tool_call>\n{"name": "count", "arguments": {"n": 2}}\n</tool_call>'
+    response = "<tool_response>\ntwo\n</tool_response>"
+    end = f"<a>So\n{text}\n{text}{tokenizer.eos_token}<u>{response}\n{response}<a>"
+    assert shown.endswith(f"hi{end}")
+    assert without == f"<u>hi{end}"
+    assert none == "<u>hi<a>"
+    grammars = [request.grammar is not None for request in engine.requests]
+    assert grammars == [True, False, False]
 
 
 def test_a_chosen_syntax(model):

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from nextn.decoding.generate import encode, eos_tokens
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
+from nextn.serve.generic_tools import with_tools
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationRequest
 from nextn.serve.schemas import (
@@ -73,10 +75,10 @@ class RequestBuilder:
 
     async def chat(self, body: ChatRequest) -> list[GenerationRequest]:
         """Return the `n` sequences to generate."""
-        self.structured.check(body)
+        tools = () if body.tool_choice == "none" and self.structured.is_generic(has_tools=True) else body.tools
         variables, opens = body.template_variables, body.add_generation_prompt and not body.continue_final_message
         prompt = await self.run(
-            lambda: self._conversation_ids(body.messages, body.tools, variables, add_generation_prompt=opens)
+            lambda: self._conversation_ids(body.messages, tools, variables, add_generation_prompt=opens)
         )
         max_tokens = body.max_completion_tokens or body.max_tokens or self._options.max_model_len
         logprobs = body.top_logprobs if body.logprobs else None
@@ -156,18 +158,38 @@ class RequestBuilder:
         if not self.tokenizer.chat_template:
             message = "this model has no chat template; use /v1/completions, or add a chat template to its tokenizer"
             raise ApiError(400, message, "messages", "no_chat_template")
+        shown = [_template_message(message) for message in messages]
+        offered = [tool.model_dump(by_alias=True, exclude_defaults=True) | {"type": tool.type} for tool in tools]
+        render = partial(self._rendered, extra=extra, add_generation_prompt=add_generation_prompt)
         try:
-            ids, _ = apply_chat_template(
-                self.tokenizer,
-                [_template_message(message) for message in messages],
-                tools=[tool.model_dump(by_alias=True, exclude_defaults=True) | {"type": tool.type} for tool in tools]
-                or None,
-                add_generation_prompt=add_generation_prompt,
-                variables=extra,
-                seconds=_TEMPLATE_S,
-            )
+            if not self.structured.is_generic(has_tools=bool(offered)):
+                return render(shown, offered)
+            try:
+                return render(with_tools(shown, offered))
+            except ConfigError:
+                if not offered:
+                    raise
+                # Some templates know no system message.
+                return render(with_tools(shown, offered, has_system=False))
         except ConfigError as error:
             raise ApiError(400, str(error), "messages", "invalid_value") from error
+
+    def _rendered(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: Sequence[object] = (),
+        *,
+        extra: Mapping[str, object],
+        add_generation_prompt: bool,
+    ) -> list[int]:
+        ids, _ = apply_chat_template(
+            self.tokenizer,
+            messages,
+            tools=tools or None,
+            add_generation_prompt=add_generation_prompt,
+            variables=extra,
+            seconds=_TEMPLATE_S,
+        )
         return ids
 
     def _check_prompt(self, prompt: Sequence[int], field: str) -> None:
