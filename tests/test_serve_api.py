@@ -306,13 +306,6 @@ def test_our_own_client_reads_answers_and_metrics(server):
     endpoint.close()
 
 
-def test_the_responses_api_is_refused(client):
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.responses.create(model="tiny", input="hi")
-    assert caught.value.body["code"] == "not_found"
-    assert "/v1/chat/completions" in caught.value.body["message"]
-
-
 def test_several_byte_characters_arrive_whole(scripted_client):
     stream = scripted_client.completions.create(model="tiny", prompt="x", max_tokens=48, stream=True)
     parts = [chunk.choices[0].text for chunk in stream]

@@ -208,6 +208,9 @@ def test_tools_of_a_template_that_knows_none(model, template, begin):
         (choice,) = client.chat.completions.create(**CHAT | {"messages": history}, tools=TOOLS).choices
         client.chat.completions.create(**CHAT | {"messages": history})
         client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="none")
+        if template is NO_SYSTEM:
+            with pytest.raises(openai.BadRequestError, match="no system"):
+                client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": "S"}])
     (call,) = choice.message.tool_calls
     assert (choice.message.content, call.function.name, choice.finish_reason) == ("I look.", "count", "tool_calls")
     shown, without, none = (tokenizer.decode(request.prompt) for request in engine.requests)

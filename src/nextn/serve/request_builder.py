@@ -75,14 +75,18 @@ class RequestBuilder:
 
     async def chat(self, body: ChatRequest) -> list[GenerationRequest]:
         """Return the `n` sequences to generate."""
-        tools = () if body.tool_choice == "none" and self.structured.is_generic(has_tools=True) else body.tools
-        variables, opens = body.template_variables, body.add_generation_prompt and not body.continue_final_message
-        prompt = await self.run(
-            lambda: self._conversation_ids(body.messages, tools, variables, add_generation_prompt=opens)
-        )
+        prompt = await self.chat_prompt(body)
         max_tokens = body.max_completion_tokens or body.max_tokens or self._options.max_model_len
         logprobs = body.top_logprobs if body.logprobs else None
         return await self._requests(body, [prompt], max_tokens, logprobs, field="messages")
+
+    async def chat_prompt(self, body: ChatRequest) -> list[int]:
+        """Return the token ids of a conversation as it is answered."""
+        tools = () if body.tool_choice == "none" and self.structured.is_generic(has_tools=True) else body.tools
+        variables, opens = body.template_variables, body.add_generation_prompt and not body.continue_final_message
+        return await self.run(
+            lambda: self._conversation_ids(body.messages, tools, variables, add_generation_prompt=opens)
+        )
 
     async def tokens_of(self, body: TokenizeRequest) -> list[int]:
         """Return the token ids of a text or of a conversation, of any length."""

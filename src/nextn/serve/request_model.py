@@ -43,6 +43,7 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     path: ClassVar[str | None] = None  # where unknown fields are ignored: what they are named after; None: refused
     meaningful: ClassVar[frozenset[str]] = frozenset()  # unknown fields that are refused all the same
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields of a body beside IGNORED
 
     @model_validator(mode="before")
     @classmethod
@@ -77,7 +78,7 @@ def parse_request(model: type[M], document: object, ignored: set[str] | None = N
         if value is None or name in model.model_fields:
             fields[name] = value
             continue
-        if name in IGNORED or value in ("", [], {}):
+        if name in IGNORED or name in model.ignored or value in ("", [], {}):
             ignored.add(name)
             continue
         if name in OFF:
@@ -100,9 +101,9 @@ _CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_p
 
 
 def _from_validation(error: ValidationError, document: Mapping[str, object]) -> ApiError:
-    # Of a union, the deepest error is that of the alternative that fits best.
+    # Of a union, the deepest error is that of the alternative that fits best. What is missing may follow from a value.
     errors = error.errors(include_url=False, include_context=False)
-    worst = max(errors, key=lambda one: len(one["loc"]))
+    worst = max(errors, key=lambda one: (len(one["loc"]), one["type"] != "missing"))
     kind, message = worst["type"], worst["msg"].removeprefix("Value error, ")
     path = _path(document, worst["loc"], missing=kind == "missing")
     if kind == "value_error" and ": " in message:

@@ -56,13 +56,11 @@ class StructuredOutputs(RequestModel):
         return self
 
 
-class GenerationFields(RequestModel):
-    """What chat and plain completions have in common."""
+class SamplingFields(RequestModel):
+    """How the next token is chosen: what all routes have in common."""
 
     model: Name | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)  # 0 and -1: off
@@ -72,19 +70,34 @@ class GenerationFields(RequestModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int = Field(0, ge=0, lt=2**31)
-    stop: str | ListOf[str] = Field(default_factory=list)
     stop_token_ids: ListOf[TokenId] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False
     skip_special_tokens: bool = False  # leave special tokens out of the text
     # 0: plain decoding. The server's own K is the upper bound, see RequestBuilder.
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
+    cache_salt: str = Field("", max_length=256)  # prefixes are shared only among requests with the same salt
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _not_too_many(cls, biases: Any) -> Any:
+        """Count before the values are checked, as dictionaries do not stop at their first error."""
+        if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
+            raise ValueError(f"{len(biases):,} tokens; expected at most {_MAX_BIASES:,}")
+        return biases
+
+
+class GenerationFields(SamplingFields):
+    """What chat and plain completions have in common."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    stop: str | ListOf[str] = Field(default_factory=list)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # tokens in log probabilities are spelled `token_id:<id>`
     return_metrics: bool = False
-    cache_salt: str = Field("", max_length=256)  # prefixes are shared only among requests with the same salt
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -114,14 +127,6 @@ class GenerationFields(RequestModel):
     def _without_limit(cls, count: Any) -> Any:
         """-1 is llama.cpp's value for as many as fit."""
         return _NO_LIMIT if count == -1 and type(count) is int else count
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _not_too_many(cls, biases: Any) -> Any:
-        """Count before the values are checked, as dictionaries do not stop at their first error."""
-        if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
-            raise ValueError(f"{len(biases):,} tokens; expected at most {_MAX_BIASES:,}")
-        return biases
 
     @property
     def stops(self) -> tuple[str, ...]:
