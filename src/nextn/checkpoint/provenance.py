@@ -295,7 +295,7 @@ def open_head(
     head = Inventory.of(checkpoint, family=_family(checkpoint, trunk))
     if not head.own:
         raise CheckpointError(f"{checkpoint.path}: holds no head of family {head.family.name}; `nextn train` makes one")
-    if head.num_layers != trunk.num_layers:
+    if not head.family.trunk_kv and head.num_layers != trunk.num_layers:
         raise CheckpointError(
             f"{checkpoint.path}: its head is for a trunk of {head.num_layers} layers, {trunk.checkpoint.path} has "
             f"{trunk.num_layers}; give the trunk that the head was trained on"
@@ -357,6 +357,8 @@ def trunk_family(checkpoint: Checkpoint) -> Family:
 
 def _family(checkpoint: Checkpoint, trunk: Inventory) -> Family:
     family = find(checkpoint.config) or trunk.family
+    if family.trunk_kv:
+        return family
     if family.separate or family.name == GENERIC:
         return fitted(family, trunk.checkpoint.config)
     if family.name != trunk.family.name:

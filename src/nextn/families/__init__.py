@@ -12,6 +12,7 @@ from typing import Literal
 from nextn.errors import FamilyError
 from nextn.families.rows import (
     FAMILIES,
+    GEMMA4_ASSISTANT,
     GENERIC,
     MIMO_DRAFT,
     PLAIN_IN_NVFP4,
@@ -84,7 +85,7 @@ def _letters(name: str) -> str:
 
 def by_name(name: str) -> Family:
     """Return the row called `name`; FamilyError with the known names if there is none."""
-    for family in (*rows(), GENERIC, MIMO_DRAFT, STEP35_DRAFT):
+    for family in (*rows(), GEMMA4_ASSISTANT, GENERIC, MIMO_DRAFT, STEP35_DRAFT):
         if family.name == name:
             return family
     raise FamilyError(f"unknown family {name!r}; known: {', '.join(sorted(row.name for row in rows()))}")
@@ -100,7 +101,9 @@ def find(config: Mapping[str, object]) -> Family | None:
         return MIMO_DRAFT
     if config.get(LAYOUT_FIELD) == STEP35_DRAFT.name:
         return fitted(STEP35_DRAFT, config)
-    table = {name: family for family in rows() for name in (*family.model_types, *family.draft_types)}
+    table = {
+        name: family for family in (*rows(), GEMMA4_ASSISTANT) for name in (*family.model_types, *family.draft_types)
+    }
     row = next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
     return generic(config) if row is None and lookup_count(config, GENERIC.count_fields[0]) else row
 

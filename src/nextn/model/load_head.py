@@ -24,6 +24,7 @@ from nextn.model.expert_groups import EXPERT, run_in_groups, separable_experts
 from nextn.model.head import Head
 from nextn.model.packed_experts import can_keep_codes, pack_experts
 from nextn.model.packed_linear import StandIns
+from nextn.model.shared_kv_head import SharedKVHead
 from nextn.model.stored_experts import StoredExperts, find_layout
 from nextn.model.trunk import Trunk
 
@@ -103,6 +104,8 @@ def trunk_state(weights: TensorReader) -> tuple[dict[str, StoredTensor], list[st
 def meta_head(inventory: Inventory, trunk: Trunk) -> Head:
     """Build the head on the meta device: parameters that are never loaded cannot be read by accident."""
     with torch.device("meta"):
+        if inventory.family.trunk_kv:
+            return SharedKVHead(inventory.family, trunk, inventory.checkpoint.config)
         return Head(inventory.family, trunk, num_modules=inventory.declared)
 
 
@@ -133,6 +136,8 @@ def load_tensors(
             value = weights.checked_scales(name) if keeps_codes else weights.read(name).to(parameter.dtype)
             if not is_finite(value):
                 problems.append(f"non-finite: {weights.non_finite(name)}")
+            if inventory.role(canonical) in inventory.family.orders and not _is_order(value):
+                problems.append(f"not an order: {name} must hold each number from 0 to {value.numel() - 1} once")
             release_pages([value])
             if stem in split:
                 split[stem].files.setdefault(number, {})[canonical] = name
@@ -157,6 +162,10 @@ def load_tensors(
     unset = [name for name, value in values if value.is_meta and name not in left]
     assert not unset, f"{unset} have no value: buffers that are not stored"
     return notes
+
+
+def _is_order(value: Tensor) -> bool:
+    return bool(torch.equal(value.flatten().long().sort().values, torch.arange(value.numel())))
 
 
 def _keeping_codes(head: Head, weights: TensorReader, stand_ins: StandIns) -> dict[str, Tensor]:
