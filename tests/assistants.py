@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
     Gemma4AssistantConfig,
@@ -14,6 +15,8 @@ from transformers import (
     Gemma4UnifiedAssistantForCausalLM,
 )
 from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedForCausalLM
+
+from nextn.model.model import Model
 
 VOCABULARY, WINDOW = 96, 8
 _COMMON = {
@@ -79,3 +82,41 @@ def reference(config: Gemma4AssistantConfig | Gemma4UnifiedAssistantConfig) -> t
         return (Gemma4UnifiedAssistantForCausalLM if unified else Gemma4AssistantForCausalLM)(config).eval()
     finally:
         Gemma4TextConfig.kv_sharing_modes, text_class.kv_sharing_modes = before
+
+
+def marked_texts(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Texts whose first token says by which of four permutations of 24 tokens most others follow."""
+    permutations = torch.stack([torch.randperm(24, generator=torch.Generator().manual_seed(k)) for k in range(4)])
+    marks = torch.randint(4, (count,), generator=generator)
+    columns = [torch.randint(24, (count,), generator=generator)]
+    for _ in range(length - 2):
+        jumps, others = torch.rand(count, generator=generator) < 0.1, torch.randint(24, (count,), generator=generator)
+        columns.append(torch.where(jumps, others, permutations[marks, columns[-1]]))
+    return torch.stack([marks + 60, *(column + 3 for column in columns)], dim=1)
+
+
+def train(model: Model, steps: int) -> None:
+    """Train trunk and head on such texts. The head learns without hidden states, so it must read the trunk's keys."""
+    generator, layers = torch.Generator().manual_seed(0), model.head.stack[0]
+    layers.projection.weight.data[:, model.trunk.config.hidden_size :] = 0
+
+    def losses(tokens: torch.Tensor, part: torch.nn.Module) -> torch.Tensor:
+        if part is model.trunk:
+            return cross_entropy(model.trunk.logits(part(tokens).final_hidden)[:, 1:-1].mT, tokens[:, 2:])
+        with torch.no_grad():
+            hidden = model.trunk(tokens).head_input
+        states = model.head.rollout_hidden(tokens, hidden, 3)
+        return sum(
+            cross_entropy(layers.output(state)[:, 1:-1].mT, tokens[:, depth + 2 :])
+            for depth, state in enumerate(states, start=1)
+        )
+
+    for part in (model.trunk, model.head):
+        optimizer = torch.optim.AdamW(part.parameters(), lr=3e-3, weight_decay=0)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses(marked_texts(16, 24, generator), part).backward()
+            if part is model.head:
+                layers.projection.weight.grad[:, model.trunk.config.hidden_size :] = 0
+            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+            optimizer.step()

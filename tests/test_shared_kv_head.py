@@ -4,20 +4,33 @@ import json
 
 import pytest
 import torch
-from assistants import SIZES, WINDOW, build, reference
+from assistants import SIZES, WINDOW, build, marked_texts, reference, train
 from safetensors.torch import load_file, save_file
+from scheduled import Answers, alone, scheduler_of
 from tiny import decode
 from transformers import AutoConfig, DynamicCache, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
+from nextn.audit import audit
 from nextn.cache.kv_cache import CACHE_ARGUMENT
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import trunk_family
 from nextn.decoding.drafter import Drafter
 from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.evaluate.conventions import apply_variants, variants
+from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
+from nextn.evaluate.reference import reference_acceptance
+from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.families import by_name
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
+from nextn.serve.request import GenerationRequest
+from nextn.settings import Contract, Sampling
 
 DEPTHS = 4
+KINDS = ({}, {"num_speculative_tokens": 0}, {"sampling": Sampling(temperature=1.0)}, {"frequency_penalty": 0.5},
+         {"logprobs": 2})  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +162,31 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
         Model.load(folders["E2B"][0], head=twice)
 
 
+def test_audit(folders, tmp_path):
+    """Clean as published; each absent, additional and mis-shaped tensor, and another size's trunk, is reported."""
+    for size, (trunk, assistant) in folders.items():
+        inventory = Inventory.of(Checkpoint.open(trunk), family=trunk_family(Checkpoint.open(trunk)))
+        report = audit(Checkpoint.open(assistant), trunk=inventory)
+        assert (report.clean, report.modules, report.findings) == (True, (0,), ()), size
+    other = audit(Checkpoint.open(folders["31B"][1]), trunk=Inventory.of(Checkpoint.open(folders["E2B"][0]),
+                  family=trunk_family(Checkpoint.open(folders["E2B"][0]))))  # fmt: skip
+    assert [each.rule for each in other.findings] == ["draft-sizes"]
+    tensors = load_file(folders["E2B"][1] / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"] = tensors.pop("model.layers.2.self_attn.q_norm.weight")
+    tensors["post_projection.weight"] = tensors["post_projection.weight"][:30].contiguous()
+    tensors["strange.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders["E2B"][1] / "config.json").read_bytes())
+    found = [(each.rule, each.place) for each in audit(Checkpoint.open(tmp_path)).findings]
+    assert found == [
+        ("query-head", "model.layers.2.self_attn.q_norm.weight"),
+        ("query-head", "model.layers.1.self_attn.k_proj.weight"),
+        ("query-head", "post_projection.weight"),
+        ("names-unknown", "strange.weight"),
+    ]
+    assert "--head" in audit(Checkpoint.open(folders["E2B"][0])).findings[0].fix
+
+
 def test_the_native_backend_says_why_it_does_not_run_it(models):
     model = models["31B"]
     assert backend_for(model).name == "torch"
@@ -158,3 +196,53 @@ def test_the_native_backend_says_why_it_does_not_run_it(models):
 
 def test_the_row_says_which_engines_place_queries_elsewhere():
     assert by_name("gemma4_assistant").conventions("vllm") == {"trunk_kv": "hidden"}
+
+
+def test_a_server_gives_what_each_request_gets_alone(models):
+    """Neighbors, every kind of request, and prefixes that are in the cache change neither text nor drafts."""
+    model, shared = models["E2B"], text(200, seed=2)[0].tolist()
+    requests = {
+        index: GenerationRequest(prompt=(*shared[: (150, 20, 140)[index % 3]], 3 + index), max_tokens=5 + index, **kind)
+        for index, kind in enumerate(KINDS)
+    }
+    running = Answers(scheduler_of(model, max_model_len=250, max_num_seqs=3, prefix_bytes=10**8))
+    found = running.run({index * 4: [(index, request)] for index, request in requests.items()})
+    assert running.scheduler.prefix_cache.num_hits >= 64
+    assert found == alone(model, requests, max_model_len=250)
+
+
+def test_variants_change_what_is_drafted_and_no_text(models):
+    """Each fault of its own kind: other logits, and the trunk's text."""
+    model, tokens = models["26B-A4B"], text(4 * WINDOW, seed=4)
+    with torch.no_grad():
+        hidden = model.trunk(tokens).head_input
+        right = model.head.logits(0, model.head.rollout_hidden(tokens, hidden, 2)[1])
+    plain, _ = decode(model, tokens[:, :20].tolist(), max_tokens=8)
+    own = {each.key: each for each in variants(model, Contract()) if not each.key.startswith(("gain", "offset"))}
+    assert own.keys() == {"concat", "hidden", "query-position", "kv-layer", "kv-window", "kv-narrow"}
+    for variant in own.values():
+        faulty, _ = apply_variants(model, Contract(), [variant])
+        if variant.key != "hidden":  # which gets another state from the trunk
+            with torch.no_grad():
+                wrong = faulty.head.logits(0, faulty.head.rollout_hidden(tokens, hidden, 2)[1])
+            assert (wrong - right)[:, -1].abs().max() > 1e-3, variant.key
+        assert decode(faulty, tokens[:, :20].tolist(), max_tokens=8, num_speculative_tokens=3)[0] == plain
+    assert model.head.windows != faulty.head.windows
+    injected = [each.name for each in FAULTS if each.variant_keys and fault_variant(each, model)]
+    assert {"halves-swapped", "wrong-keys", "window-lost", "window-everywhere", "query-shifted"} <= set(injected)
+
+
+@pytest.mark.slow
+def test_measured_acceptance_and_its_faults(folders):
+    """A trained pair: the scores of all positions agree with rounds, and keys of another layer are found."""
+    model = Model.load(folders["31B"][0], head=folders["31B"][1])
+    train(model, 250)
+    rows = marked_texts(8, 14, torch.Generator().manual_seed(9)).tolist()
+    prompts = [Prompt(tuple(row), "x") for row in rows]
+    plan = ReferencePlan(num_speculative_tokens=3, temperatures=(1.0,), max_tokens=40, chat=False)
+    reference = reference_acceptance(model, prompts, plan)
+    assert reference.figures(1.0, rule="ratio").length.value > 2
+    drafted = {each.name: measure_under_fault(reference, model, each) for each in FAULTS if not each.rule}
+    lengths = {name: found.figures(1.0, rule="ratio").length.value for name, found in drafted.items() if found}
+    assert max(lengths["wrong-keys"], lengths["halves-swapped"], lengths["head-unset"]) < 1.5
+    assert {"no-rerun", "no-prefill", "position0", "recycled-wrong"}.isdisjoint(lengths)

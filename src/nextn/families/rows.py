@@ -945,6 +945,7 @@ STEP35_DRAFT = replace(
 GEMMA4_ASSISTANT = Family(
     name="gemma4_assistant", title="Gemma 4 assistants", model_types=(),
     draft_types=("gemma4_assistant", "gemma4_unified_assistant"), count_fields=(), default_count=1, max_modules=1,
+    trunk_types=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     models=tuple(f"gemma-4-{size}-it-assistant" for size in ("E2B", "E4B", "12B", "26B-A4B", "31B")),
     names={
         "projection": "pre_projection", "next_projection": "post_projection", "final_norm": "model.norm",

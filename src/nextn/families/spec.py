@@ -122,6 +122,7 @@ class Family:
     # Part of a plain residual block -> its path in a trunk layer, where the block is made of such parts.
     parts: Mapping[str, str] = field(default_factory=dict)
     draft_types: tuple[str, ...] = ()
+    trunk_types: tuple[str, ...] = ()  # model_types of the trunks beside which a head of its own repository runs
     models: tuple[str, ...] = ()  # published models by which people look for the row, beside those of the title
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other spellings, read and never written
     orders: tuple[str, ...] = ()  # roles that hold each token id once, as integers

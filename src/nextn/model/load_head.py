@@ -146,7 +146,8 @@ def load_tensors(
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
         path, command = inventory.checkpoint.path, inventory.restore_command(force=True)
-        advice = f"`nextn audit {shlex.quote(path)}` shows details; `{command}` restores a head."
+        restored = "download it again" if inventory.family.trunk_kv else f"`{command}` restores a head"
+        advice = f"`nextn audit {shlex.quote(path)}` shows details; {restored}."
         raise CheckpointError(_listed(f"{path}: the head cannot be loaded", problems) + f"\n{advice}")
     state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
     stems = split.keys() | packed.keys()

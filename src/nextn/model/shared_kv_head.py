@@ -98,6 +98,7 @@ class SharedKVHead(Head):
         types = [LayerType(name, windows.get(name)) for name in text.layer_types]
         # Per type of the head's layers, the trunk's layer whose keys and values they read.
         self.read_layers = {each: storing_layers(trunk, each.name)[-1] for each in dict.fromkeys(types)}
+        self.windows = {each: each.window for each in self.read_layers}
         num_centroids = own.num_centroids if own.use_ordered_embeddings else 0
         self.stack = nn.ModuleList([QueryLayers(family, trunk, self._source[0], types, num_centroids)])
 
@@ -148,7 +149,8 @@ class SharedKVHead(Head):
         for layer_type, (key, _) in keys.items():
             rotary[layer_type] = self._source[0].rotary(states, queries, layer_type)
             # transformers lets a query at its token's position see one key more: as many before the hidden state's.
-            window = layer_type.window and layer_type.window + int(self.family.trunk_kv == "token")
+            window = self.windows[layer_type]
+            window = window and window + int(self.family.trunk_kv == "token")
             masks[layer_type] = self.trunk.to_attention_mask(causal(positions, key.shape[2], window=window))
         for layer_type, layer in zip(layers.layer_types, layers.layers, strict=True):
             states = layer(
@@ -160,6 +162,10 @@ class SharedKVHead(Head):
             )
         final_hidden = layers.final_norm(states)
         return HeadStep(final_hidden, layers.next_projection(final_hidden))
+
+    def earlier_layer(self, layer_type: LayerType) -> int | None:
+        """Return the trunk's layer of this type before the one that is read; None if that is the first."""
+        return next(iter(storing_layers(self.trunk, layer_type.name)[-2:-1]), None)
 
     def _keys(self, cache: TrunkKV, num_positions: int) -> _Keys:
         return {each: cache.keys_and_values(layer, num_positions) for each, layer in self.read_layers.items()}
