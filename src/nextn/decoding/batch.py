@@ -356,6 +356,7 @@ class DecodingBatch:
             sampled=settings.sampled_drafts,
             contract=settings.contract,
             on_pass=None if self.observer is None else self._notify,
+            trunk_cache=self.cache,
         )
 
     def _draft(self, choice: CopyChoice) -> DraftResult:

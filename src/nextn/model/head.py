@@ -214,8 +214,11 @@ class Head(nn.Module):
         """Return the types of MTP layer `index`'s decoder layers."""
         return self._at(index).layer_types
 
-    def cache(self, batch_size: int) -> KVCache:
-        """Return an empty cache with slots for the decoder layers of all MTP layers; each MTP layer uses its own."""
+    def cache(self, batch_size: int, trunk_cache: KVCache | None = None) -> KVCache:
+        """Return an empty cache with slots for the decoder layers of all MTP layers; each MTP layer uses its own.
+
+        trunk_cache: The trunk's, of the same sequences, for a head that reads it.
+        """
         layer_types = [layer_type for index in range(self.num_modules) for layer_type in self.layer_types(index)]
         return new_cache(layer_types, batch_size, device=self.trunk.device, max_rollback=_MAX_ROLLBACK)
 
@@ -261,6 +264,14 @@ class Head(nn.Module):
         layer_type = self._at(index).layer_type
         mask = self.trunk.mask(layer_type, length, rows=len(tokens), cache=cache, within=within)
         return self._forward(index, tokens, hidden, positions=positions, mask=mask, cache=cache)
+
+    def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> None:
+        """Run MTP layer `index` as `step` does, for what that leaves in the cache."""
+        self.step(index, tokens, hidden, cache=cache)
+
+    def recycle(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
+        """Run MTP layer `index` on its own state: tokens [B, 1] and the next_hidden of the step before."""
+        return self.step(index, tokens, hidden, cache=cache)
 
     def _forward(
         self,
@@ -340,9 +351,7 @@ class Head(nn.Module):
         self, tokens: Tensor, hidden: Tensor, depths: int, documents: Tensor | None, rollout: RolloutCache | None
     ) -> list[Tensor]:
         """rollout: an empty cache to attend as in decoding; None: each depth attends to its own keys."""
-        length = tokens.shape[1]
-        if not 1 <= depths < length:
-            raise ConfigError(f"depths = {depths}; expected 1 <= depths < {length}, the number of tokens")
+        check_depths(depths, length := tokens.shape[1])
         positions: Tensor = torch.arange(length, device=tokens.device).expand_as(tokens)
         within = None
         if documents is not None:
@@ -378,6 +387,12 @@ class Head(nn.Module):
             self.logits(self.layer_index(depth), state[:, :length]) for depth, state in enumerate(states, start=1)
         ]
         return torch.stack(logits, dim=2)
+
+
+def check_depths(depths: int, length: int) -> None:
+    """Raise ConfigError if texts of `length` tokens are too short for this number of depths."""
+    if not 1 <= depths < length:
+        raise ConfigError(f"depths = {depths}; expected 1 <= depths < {length}, the number of tokens")
 
 
 def draft_config(head: Head) -> dict[str, object]:

@@ -97,7 +97,7 @@ def _refuse_capped_logits(trunk: Trunk) -> None:
     if cap is not None:
         raise FamilyError(
             f"model_type {trunk.config.model_type} caps its logits (final_logit_softcapping = {cap:g}), which training "
-            "and decoding here do not compute; trunks without a cap, such as Gemma 3, can have a head"
+            "does not compute; trunks without a cap, such as Gemma 3, can have a head"
         )
 
 
