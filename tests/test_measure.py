@@ -193,11 +193,16 @@ def test_record(found):
         (t, rule, k, domain)
         for t, rules in ((0.0, ["greedy"]), (1.0, ["ratio", "block", "argmax", "match"]))
         for rule in rules
-        for k, domain in [(1, "all"), (2, "all"), (3, "all"), (3, "x"), (3, "y")]
+        for k in (1, 2, 3)
+        for domain in ("all", "x", "y")
     }
     assert {"acceptance", "mean_acceptance_length", "interval_95", "rule", "pass", "hashes", "shifted"} <= set(
         DEFINITIONS
     )
+    curves = {(each["temperature"], each["rule"], each["domain"]): each for each in record["curves"]}
+    assert set(curves) >= {(0.0, "greedy", "x"), (1.0, "argmax", "all")}
+    assert curves[0.0, "greedy", "all"]["outcome"] in ("saturates", "increases", "undecided")
+    assert record["parts"] == []  # short texts without tags have one part
     assert record["settings"]["contract"] == {"prefill": True, "rerun": True, "offset": 0}
     assert len(record["hashes"]["prompts"]) == 64
 
@@ -253,11 +258,16 @@ def test_verb(tmp_path):
     result = run(tmp_path, "--min-acceptance", "1", texts=strange)
     assert result.exit_code == 1, result.output
     assert "AL@2" in result.stdout
+    assert re.search(r"greedy +\d\.\d\d \(\d\.\d\d-\d\.\d\d\)", result.stdout)
     assert "shuffled hidden states" in result.stdout
     assert "| greedy |" in run(tmp_path, "--model-card", "--temperatures", "0").stdout
     greedy = ("--json", "--temperatures", "0", "--min-acceptance", "0.5", "--probe")
-    out = run(tmp_path, *greedy, "--out", str(tmp_path / "record.json"))
+    figure = tmp_path / "curve.svg"
+    out = run(tmp_path, *greedy, "--out", str(tmp_path / "record.json"), "--figure", str(figure))
     assert out.exit_code == 0, out.output
+    assert "tokens per round" in figure.read_text()
+    for bad in ("curve.txt", "nowhere/curve.png"):
+        assert "--figure" in str(run(tmp_path, "--figure", str(tmp_path / bad)).exception)
     record = json.loads(out.stdout)
     assert record == json.loads((tmp_path / "record.json").read_text())
     assert set(record["hashes"]) == {"head", "trunk", "prompts"}

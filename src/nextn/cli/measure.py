@@ -34,7 +34,11 @@ from nextn.cli.common import (  # fmt: skip
     Threads,
     Timeout,
     WeightType,
+    check_figure,
+    first_turns,
     parse_temperatures,
+    print_published,
+    published_record,
     shipped_path,
 )
 from nextn.cli.screen import console, echo, plain, print_json, print_note, print_table, progress_bars
@@ -49,12 +53,15 @@ from nextn.cli.streaming import (
 )
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
+from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import WEIGHT_BITS
 from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from rich.table import Table
 
     from nextn.evaluate.probe import ProbeReport
     from nextn.evaluate.reference_report import AcceptanceFigures, ReferenceReport
@@ -74,6 +81,14 @@ def measure(
     ] = None,
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Turn thinking on or off in the chat template. Default: the template's.",
+            show_default=False,
+        ),
+    ] = None,
     seed: int = 0,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
@@ -109,7 +124,18 @@ def measure(
         bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
     ] = False,
     model_card: Annotated[bool, typer.Option("--model-card", help="Print Markdown for a model card.")] = False,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Print the measurement as another tool writes it: vllm, aiperf (records of requests), aiperf-report, "
+            "speculators (CSV) or inferencex (YAML).",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="File for a picture of AL over K, such as curve.png; needs matplotlib.")
+    ] = None,
     engine: Engine = None,
     served: Served = None,
     concurrency: Concurrency = 8,
@@ -123,7 +149,7 @@ def measure(
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.evaluate.workload import read_prompts
+    from nextn.evaluate.workload import prompts_record, prompts_text, read_prompts
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
@@ -139,7 +165,15 @@ def measure(
         raise ConfigError(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
-    plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
+    rule = "block" if form is None else "argmax"  # how engines accept by default
+    temperatures_or_default = given or (0.0, 1.0)
+    if form is not None:
+        check_form(form, temperatures_or_default, decoded=texts is None and engine is None)
+        if as_json or model_card:
+            raise ConfigError(f"--format {form} excludes --json and --model-card: one of them is printed")
+    plan = ReferencePlan(
+        num_speculative_tokens, temperatures_or_default, max_tokens, chat, seed, backend, rule, thinking
+    )
     if earlier is not None and texts is None:  # their temperature is in the file
         check_settings(earlier, asdict(plan), source=str(baseline))
     options = ModelOptions.of(locals()).prepared()
@@ -148,8 +182,13 @@ def measure(
             f"{' and '.join(options.native_only)} with --texts or --engine: the trunk reads given texts in torch, with "
             "its weights as stored and no quantized cache; leave one of them out"
         )
-    to_answer = read_prompts(prompts)
-    asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
+    to_answer = read_prompts(prompts) if engine is None else first_turns(read_prompts(prompts))
+    if figure is not None:
+        check_figure(figure)
+    asked, quiet = (
+        EngineAccess(engine or "", served, concurrency, timeout, key_env),
+        as_json or model_card or form is not None,
+    )
     source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
     if against is not None:  # first, so that one model is in memory at a time
         other = replace(options, source=shipped_path(against), head=None, revision=None).prepared()
@@ -158,11 +197,27 @@ def measure(
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     if long := loaded.length_note(report.num_positions):
         print_note(long)
-    record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
+    origin = {} if texts is not None else prompts_record(prompts, to_answer)
+    prompts_words = prompts_text(origin) if origin else str(texts)
+    published = report.published(options.source, prompts_words)
+    record = (
+        report.as_record()
+        | ({"prompts": origin} if origin else {})
+        | published_record(published)
+        | ({} if probed is None else {"probe": probed.as_record()})
+    )
     if out is not None:
         write_json(out, record)
-    if not as_json:
+    if figure is not None:
+        _draw_curves(report, figure)
+    if form is not None:
+        echo(exchange_text(report, form, source=options.source, prompts=prompts_words).rstrip("\n"))
+        if form == "inferencex" and (difference := inferencex_note(report, origin.get("category"))) is not None:
+            print_note(difference)
+    elif not as_json:
         (_show_model_card if model_card else _show_reference)(report)
+    if published is not None and not quiet:
+        print_published(published)
     if probed is not None and not quiet:
         _show_probe(probed)
     compared = None
@@ -196,27 +251,23 @@ def _show_model_card(report: "ReferenceReport") -> None:
 
 
 def _show_reference(report: "ReferenceReport") -> None:
-    from rich.table import Table
-
-    from nextn.evaluate.teacher_forced import PERFECT
-
     screen, largest = console(), report.plan.num_speculative_tokens
-    table = Table(box=None, header_style="bold", pad_edge=False)
     depths = range(1, largest + 1)
-    for title in ("rule", "texts", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)):
-        table.add_column(title, justify="left" if title == "rule" else "right", no_wrap=True)
+    rates = _table(["rule", "texts", *(f"a_{k}" for k in depths)])
+    lengths = _table(["mean acceptance length", *(f"AL@{k}" for k in depths)])
     for temperature in report.plan.temperatures:
-        for index, rule in enumerate(report.rules(temperature)):
-            label = rule if rule == "greedy" else f"T={temperature:g} {rule}"
-            table.add_row(plain(label), *_cells([report.figures(temperature, rule=rule, k=k) for k in depths]))
-            if rule == "argmax" and temperature in report.perfect:
-                perfect = [report.figures(temperature, rule=PERFECT, k=k) for k in depths]
-                table.add_row("  perfect head", *_cells(perfect), style="dim")
-            for domain in report.domains_at(temperature) if not index else ():
-                cells = _cells([report.figures(temperature, domain=domain)], depths=largest)
-                table.add_row(plain(f"  {domain}"), *cells, style="dim")
-        table.add_section()
-    print_table(table)
+        for label, by_k, style in _rows(report, temperature):
+            rates.add_row(
+                plain(label), str(by_k[-1].num_texts), *(each.as_text() for each in by_k[-1].rates), style=style
+            )
+            lengths.add_row(plain(label), *[""] * (largest - len(by_k)), *(_length(each) for each in by_k), style=style)
+        for table in (rates, lengths):
+            table.add_section()
+    print_table(rates)
+    print_table(lengths)
+    for temperature in report.plan.temperatures:
+        if (curve := report.curve(temperature)) is not None:
+            screen.print(plain(f"{_label(temperature, report.rules(temperature)[0])}: {curve.summary}"), soft_wrap=True)
     if (controls := report.controls) is not None:
         screen.print(
             plain(
@@ -227,7 +278,7 @@ def _show_reference(report: "ReferenceReport") -> None:
             ),
             soft_wrap=True,
         )
-    screen.print(plain(f"a_k at K = {largest}; AL@k of rounds of k drafts"), soft_wrap=True)
+    screen.print(plain(f"a_k at K = {largest}; AL@k of rounds of k drafts, on the same texts"), soft_wrap=True)
     if report.text_source:
         screen.print(plain(f"texts of {report.text_source}{_streamed(report)}"), soft_wrap=True)
     where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
@@ -236,11 +287,49 @@ def _show_reference(report: "ReferenceReport") -> None:
         screen.print(plain(f"note: {warning}"), soft_wrap=True)
 
 
-def _cells(by_depth: "Sequence[AcceptanceFigures]", *, depths: int = 0) -> list[str]:
-    """The number of texts, a_1 to a_K at the largest K, and the AL of each K; `depths`: how many ALs a row has."""
-    lengths = [f"{figures.length.value:.2f}" for figures in by_depth]
-    rates = (rate.as_text() for rate in by_depth[-1].rates)
-    return [str(by_depth[-1].num_texts), *rates, *[""] * (depths - len(lengths)), *lengths]
+def _table(titles: "Sequence[str]") -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _rows(
+    report: "ReferenceReport", temperature: float
+) -> "Iterator[tuple[str, Sequence[AcceptanceFigures], str | None]]":
+    """Yield label, figures by K (or of the largest alone) and style: by rule, and of the first by domain and part."""
+    from nextn.evaluate.teacher_forced import PERFECT
+
+    largest = report.plan.num_speculative_tokens
+    choices = range(1, largest + 1) if temperature in report.scored else [largest]
+    for index, rule in enumerate(report.rules(temperature)):
+        yield _label(temperature, rule), [report.figures(temperature, rule=rule, k=k) for k in choices], None
+        if rule == "argmax" and temperature in report.perfect:
+            yield "  perfect head", [report.figures(temperature, rule=PERFECT, k=k) for k in choices], "dim"
+        if index:
+            continue
+        for domain in report.domains_at(temperature):
+            yield f"  {domain}", [report.figures(temperature, k=k, domain=domain) for k in choices], "dim"
+        for part in zip(*(report.parts(temperature, k) for k in choices), strict=True):
+            yield f"  {part[0].domain}", part, "dim"
+
+
+def _label(temperature: float, rule: str) -> str:
+    return rule if rule == "greedy" else f"T={temperature:g} {rule}"
+
+
+def _length(figures: "AcceptanceFigures") -> str:
+    length = figures.length
+    return f"{length.value:.2f}" + ("" if length.low != length.low else f" ({length.low:.2f}-{length.high:.2f})")
+
+
+def _draw_curves(report: "ReferenceReport", path: Path) -> None:
+    from nextn.stats import plots
+
+    rows = [row for temperature in report.plan.temperatures for row in _rows(report, temperature)]
+    plots.curves(path, {label.strip(): [each.length for each in by_k] for label, by_k, _ in rows})
 
 
 def _streamed(report: "ReferenceReport") -> str:
