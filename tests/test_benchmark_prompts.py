@@ -187,3 +187,5 @@ def test_commands_take_benchmarks(speaking, folder, tmp_path, here):
     code, out, _ = here("answer", tmp_path / "model", tmp_path / "a.jsonl", *options[:4], "--backend", "torch")
     assert (code, len((tmp_path / "a.jsonl").read_text().splitlines())) == (0, 5)
     assert here("measure", tmp_path / "model", "--prompts", f"{folder}:nothing")[0] == 2
+    texts = ("--texts", tmp_path / "a.jsonl", "--backend", "torch")
+    assert here("measure", tmp_path / "model", *texts, "--thinking")[0] == 2

@@ -14,8 +14,9 @@ from nextn.cli import app
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError
 from nextn.evaluate import reference_texts
+from nextn.evaluate.model_card import model_card
 from nextn.evaluate.reference import reference_acceptance, rescore
-from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes, model_card
+from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes
 from nextn.evaluate.reference_texts import Controls
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.settings import Contract
@@ -83,6 +84,8 @@ def test_length_at_every_k(found):
             total += product
         assert figures.length.value == pytest.approx(total)
         assert figures.length.low <= figures.length.value <= figures.length.high
+        wide = replace(figures, length=replace(figures.length, low=-2.0, high=9.0)).bounded_length
+        assert (wide.low, wide.value, wide.high) == (1.0, figures.length.value, figures.num_speculative_tokens + 1)
     assert model_free[0].length.value < model_free[1].length.value < model_free[2].length.value
 
 

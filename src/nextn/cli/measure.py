@@ -4,7 +4,7 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,7 +41,8 @@ from nextn.cli.common import (  # fmt: skip
     published_record,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, plain, print_json, print_note, print_table, progress_bars
+from nextn.cli.measure_tables import draw_curves, show_probe, show_reference
+from nextn.cli.screen import echo, plain, print_json, print_note, print_table, progress_bars
 from nextn.cli.streaming import (
     KeepShards,
     States,
@@ -56,15 +57,12 @@ from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, rea
 from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import WEIGHT_BITS
-from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from rich.table import Table
+    from collections.abc import Sequence
 
     from nextn.evaluate.probe import ProbeReport
-    from nextn.evaluate.reference_report import AcceptanceFigures, ReferenceReport
+    from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
@@ -165,6 +163,8 @@ def measure(
         raise ConfigError(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
+    if texts is not None and thinking is not None:
+        raise ConfigError("--texts has its prompts as they were rendered; leave --thinking and --no-thinking out")
     rule = "block" if form is None else "argmax"  # how engines accept by default
     temperatures_or_default = given or (0.0, 1.0)
     if form is not None:
@@ -209,17 +209,17 @@ def measure(
     if out is not None:
         write_json(out, record)
     if figure is not None:
-        _draw_curves(report, figure)
+        draw_curves(report, figure)
     if form is not None:
         echo(exchange_text(report, form, source=options.source, prompts=prompts_words).rstrip("\n"))
         if form == "inferencex" and (difference := inferencex_note(report, origin.get("category"))) is not None:
             print_note(difference)
     elif not as_json:
-        (_show_model_card if model_card else _show_reference)(report)
+        (_show_model_card if model_card else show_reference)(report)
     if published is not None and not quiet:
         print_published(published)
     if probed is not None and not quiet:
-        _show_probe(probed)
+        show_probe(probed)
     compared = None
     if earlier is not None:
         compared = AcceptanceChange.of(earlier, record, source=str(against or baseline), limit=limit)
@@ -245,98 +245,9 @@ def _measure(
 
 
 def _show_model_card(report: "ReferenceReport") -> None:
-    from nextn.evaluate.reference_report import model_card
+    from nextn.evaluate.model_card import model_card
 
     echo(model_card(report, command=shlex.join(["nextn", *sys.argv[1:]])))
-
-
-def _show_reference(report: "ReferenceReport") -> None:
-    screen, largest = console(), report.plan.num_speculative_tokens
-    depths = range(1, largest + 1)
-    rates = _table(["rule", "texts", *(f"a_{k}" for k in depths)])
-    lengths = _table(["mean acceptance length", *(f"AL@{k}" for k in depths)])
-    for temperature in report.plan.temperatures:
-        for label, by_k, style in _rows(report, temperature):
-            rates.add_row(
-                plain(label), str(by_k[-1].num_texts), *(each.as_text() for each in by_k[-1].rates), style=style
-            )
-            lengths.add_row(plain(label), *[""] * (largest - len(by_k)), *(_length(each) for each in by_k), style=style)
-        for table in (rates, lengths):
-            table.add_section()
-    print_table(rates)
-    print_table(lengths)
-    for temperature in report.plan.temperatures:
-        if (curve := report.curve(temperature)) is not None:
-            screen.print(plain(f"{_label(temperature, report.rules(temperature)[0])}: {curve.summary}"), soft_wrap=True)
-    if (controls := report.controls) is not None:
-        screen.print(
-            plain(
-                f"controls, greedy where measured: a_1 over all positions {controls.all_positions:.2f}; shifted "
-                f"targets {controls.shifted:.2f}, shuffled hidden states {controls.shuffled:.2f}, by chance "
-                f"{controls.chance:.2f}; median rank of the actual token {controls.median_rank:.0f} of "
-                f"{controls.vocab_size}"
-            ),
-            soft_wrap=True,
-        )
-    screen.print(plain(f"a_k at K = {largest}; AL@k of rounds of k drafts, on the same texts"), soft_wrap=True)
-    if report.text_source:
-        screen.print(plain(f"texts of {report.text_source}{_streamed(report)}"), soft_wrap=True)
-    where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
-    screen.print(plain(f"{report.scoring_pass} pass, {report.family}; {where}"), soft_wrap=True)
-    for warning in report.warnings:
-        screen.print(plain(f"note: {warning}"), soft_wrap=True)
-
-
-def _table(titles: "Sequence[str]") -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for index, title in enumerate(titles):
-        table.add_column(title, justify="right" if index else "left", no_wrap=True)
-    return table
-
-
-def _rows(
-    report: "ReferenceReport", temperature: float
-) -> "Iterator[tuple[str, Sequence[AcceptanceFigures], str | None]]":
-    """Yield label, figures by K (or of the largest alone) and style: by rule, and of the first by domain and part."""
-    from nextn.evaluate.teacher_forced import PERFECT
-
-    largest = report.plan.num_speculative_tokens
-    choices = range(1, largest + 1) if temperature in report.scored else [largest]
-    for index, rule in enumerate(report.rules(temperature)):
-        yield _label(temperature, rule), [report.figures(temperature, rule=rule, k=k) for k in choices], None
-        if rule == "argmax" and temperature in report.perfect:
-            yield "  perfect head", [report.figures(temperature, rule=PERFECT, k=k) for k in choices], "dim"
-        if index:
-            continue
-        for domain in report.domains_at(temperature):
-            yield f"  {domain}", [report.figures(temperature, k=k, domain=domain) for k in choices], "dim"
-        for part in zip(*(report.parts(temperature, k) for k in choices), strict=True):
-            yield f"  {part[0].domain}", part, "dim"
-
-
-def _label(temperature: float, rule: str) -> str:
-    return rule if rule == "greedy" else f"T={temperature:g} {rule}"
-
-
-def _length(figures: "AcceptanceFigures") -> str:
-    length = figures.length
-    return f"{length.value:.2f}" + ("" if length.low != length.low else f" ({length.low:.2f}-{length.high:.2f})")
-
-
-def _draw_curves(report: "ReferenceReport", path: Path) -> None:
-    from nextn.stats import plots
-
-    rows = [row for temperature in report.plan.temperatures for row in _rows(report, temperature)]
-    plots.curves(path, {label.strip(): [each.length for each in by_k] for label, by_k, _ in rows})
-
-
-def _streamed(report: "ReferenceReport") -> str:
-    if report.stream is None or report.machine is None:
-        return ""
-    read, peak = cast(int, report.stream["num_bytes"]) / 1e9, report.machine.peak_memory / 1e9
-    return f"; trunk streamed: {read:.1f} GB read in {report.stream['seconds']:.0f} s, peak memory {peak:.1f} GB"
 
 
 def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":
@@ -357,29 +268,6 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
         return probe(
             model, truncate_texts(generated.texts), report.plan.num_speculative_tokens, copies=copies, on_score=step
         )
-
-
-def _show_probe(probed: "ProbeReport") -> None:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    depths = range(1, len(probed.base.rates) + 1)
-    for title in ("convention", *(f"a_{k}" for k in depths), "accepted per position", "difference"):
-        table.add_column(title, justify="left" if title == "convention" else "right", no_wrap=True)
-    shown_pairs = (probed.best(), probed.preferred)
-    scores = [score for score in probed.alternatives if len(score.keys) == 1 or score in shown_pairs]
-    for score in sorted([probed.base, *scores], key=lambda score: -score.accepted_per_position()):
-        more = probed.gain(score, probed.base)
-        rates = ["" if rate != rate else f"{rate:.2f}" for rate in score.rates]
-        difference = f"{more.value:+.2f} ({more.low:+.2f} to {more.high:+.2f})" if score.keys else ""
-        style = "bold" if score == probed.preferred else None
-        accepted = f"{score.accepted_per_position():.2f}"
-        table.add_row(plain(score.description), *rates, accepted, difference, style=style)
-    print_table(table)
-    console().print(plain(f"probe: {probed.summary}"), soft_wrap=True)
-    if probed.ties:
-        ties = "; ".join(score.description for score in probed.ties)
-        console().print(plain(f"indistinguishable from it on these texts: {ties}"), soft_wrap=True)
 
 
 def _share(text: str) -> float:

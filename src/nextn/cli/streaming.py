@@ -209,11 +209,12 @@ def _ask_engine(
 ) -> "tuple[list[GivenTexts], EngineProbe | None]":
     """The engine's continuations at each temperature, stored beside the states, and its log-probabilities, if any."""
     from nextn.evaluate.given_texts import read_texts
-    from nextn.evaluate.reference_texts import prompt_tokens
+    from nextn.evaluate.reference_texts import check_thinking, prompt_tokens
     from nextn.model.text_interface import TextInterface
     from nextn.settings import Sampling, Settings
     from nextn.train.served_answers import served_answers
 
+    check_thinking(model, plan)
     endpoint, given, eos = source.engine.open(), [], TextInterface.of(model).eos
     ids = [prompt_tokens(model, prompt, plan) for prompt in prompts]
     stored = engine_folder(endpoint, source, ids, "answers", [plan.max_tokens, plan.seed])

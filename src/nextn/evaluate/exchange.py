@@ -158,7 +158,7 @@ def _inferencex(report: "ReferenceReport", name: str, prompts: str) -> str:
     rule = "argmax" if temperature else "greedy"
     mode = {True: "thinking_on", False: "thinking_off", None: None}[report.plan.thinking]
     ks = range(1, report.plan.num_speculative_tokens + 1)
-    lengths = [report.figures(temperature, rule=rule, k=k).length for k in ks]
+    lengths = [report.figures(temperature, rule=rule, k=k).bounded_length for k in ks]
     comments = [
         f"Source: nextn {__version__} measure, from one decoding at K = {ks[-1]}, scored teacher-forced",
         "Acceptance Length (AL): 1 + accepted drafts / verification steps, of steps that draft K tokens",

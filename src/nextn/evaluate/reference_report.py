@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -116,6 +117,12 @@ class AcceptanceFigures:
             tuple(map(sum, drafted)),
             tuple(map(sum, accepted)),
         )
+
+    @property
+    def bounded_length(self) -> Estimate:
+        """AL with an interval within what it can be, 1 to K + 1, as tables and pictures show it."""
+        low, high = max(1.0, self.length.low), min(self.num_speculative_tokens + 1.0, self.length.high)
+        return self.length if math.isnan(self.length.low) else Estimate(self.length.value, low, high)
 
     def as_record(self) -> dict[str, object]:
         """Return the figures for JSON reports; `DEFINITIONS` says what each number is."""
@@ -391,74 +398,3 @@ class ReferenceReport:
 
 def _padded(counts: Sequence[int], k: int) -> list[float]:
     return [*map(float, counts), *[0.0] * (k - len(counts))]
-
-
-# Labels of acceptance rules in model cards.
-_RULE_LABELS = {
-    "greedy": "greedy",
-    "ratio": "drafts sampled from the head",
-    "block": "drafts sampled, verified jointly",
-    "argmax": "the head's argmax drafted",
-    "match": "drafts sampled, exact match",
-}
-
-
-def model_card(reference: ReferenceReport, *, command: str = "nextn measure") -> str:
-    """Render Markdown for a model card: tables of a_k and AL@k, and what is needed to measure them again."""
-    return "\n".join([*_card_lines(reference, command), ""])
-
-
-def _label(figures: AcceptanceFigures) -> str:
-    label = _RULE_LABELS[figures.rule]
-    return label if figures.rule == "greedy" else f"temperature {figures.temperature:g}, {label}"
-
-
-def _card_lines(reference: ReferenceReport, command: str) -> Iterator[str]:
-    depths = range(1, reference.plan.num_speculative_tokens + 1)
-    yield "### Multi-Token Prediction: acceptance"
-    yield ""
-    yield from _header(["decoding", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)])
-    for temperature in reference.plan.temperatures:
-        for rule in reference.rules(temperature):
-            if rule in ("greedy", "ratio", "argmax"):  # those that engines use; the others are in the JSON
-                by_k = [reference.figures(temperature, rule=rule, k=k) for k in depths]
-                lengths = [f"{figures.length.value:.2f}" for figures in by_k]
-                yield _row([_label(by_k[-1]), *map(Estimate.as_text, by_k[-1].rates), *lengths])
-    if len(reference.domains) > 1:
-        yield ""
-        yield from _header(["by domain", "decoding", *(f"a_{k}" for k in depths), f"AL@{depths[-1]}"])
-        for domain in reference.domains[1:]:
-            for temperature in reference.plan.temperatures:
-                figures = reference.figures(temperature, domain=domain)
-                yield _row(
-                    [domain, _label(figures), *map(Estimate.as_text, figures.rates), f"{figures.length.value:.2f}"]
-                )
-    yield ""
-    yield from _conditions(reference, command)
-
-
-def _conditions(reference: ReferenceReport, command: str) -> Iterator[str]:
-    digests = reference.as_record()["hashes"]
-    assert isinstance(digests, dict)
-    hashes = ", ".join(f"{name} `{digest[:12]}`" for name, digest in digests.items())
-    is_own = all(origin.is_own for origin in reference.origins.values())
-    yield (
-        f"a_k: share of depth-k drafts accepted among those whose shallower drafts were all accepted, at K = "
-        f"{reference.plan.num_speculative_tokens}, with its 95 % interval. AL@k: tokens per round of k drafts. "
-        f"{len(reference.prompts)} prompts, up to {reference.plan.max_tokens} new tokens each, "
-        + ("the model's own continuations." if is_own else f"of {reference.text_source}, not the model's own.")
-    )
-    yield ""
-    dtype = f", {reference.machine.dtype}" if reference.machine else ""
-    yield f"Measured with nextn {__version__}: `{command}`{dtype}; {hashes}."
-    for warning in reference.warnings:
-        yield f"- {warning}"
-
-
-def _header(titles: list[str]) -> Iterator[str]:
-    yield _row(titles)
-    yield _row(["---", *["---:"] * (len(titles) - 1)])
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
