@@ -17,6 +17,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
 from nextn.decoding.drafter import Drafter
+from nextn.edit.convert import extract
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
@@ -27,6 +28,7 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.serve.request import GenerationRequest
 from nextn.settings import Contract, Sampling
+from nextn.train.joint_task import make_batches
 
 DEPTHS = 4
 KINDS = ({}, {"num_speculative_tokens": 0}, {"sampling": Sampling(temperature=1.0)}, {"frequency_penalty": 0.5},
@@ -131,6 +133,10 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
     trunk, assistant = folders["31B"]
     with pytest.raises(FamilyError, match="--head"):
         Model.load(assistant)
+    with pytest.raises(CheckpointError, match="a head alone already"):
+        extract(assistant, tmp_path / "head.safetensors")
+    with pytest.raises(FamilyError, match="layer by layer"):
+        Model.load(trunk, head=assistant, stream=True)
     with pytest.raises(FamilyError, match="num_key_value_heads"):
         Model.load(folders["E2B"][0], head=assistant)
     config = json.loads((assistant / "config.json").read_text())
@@ -185,6 +191,11 @@ def test_audit(folders, tmp_path):
         ("names-unknown", "strange.weight"),
     ]
     assert "--head" in audit(Checkpoint.open(folders["E2B"][0])).findings[0].fix
+
+
+def test_training_says_that_it_has_no_capped_logits(models):
+    with pytest.raises(FamilyError, match="caps its logits"):
+        make_batches(None, None, models["E2B"].trunk, None)
 
 
 def test_the_native_backend_says_why_it_does_not_run_it(models):

@@ -145,6 +145,12 @@ FAULTS: tuple[Fault, ...] = (
                "a prefix-cache hit",
     ),
     Fault(
+        "recycled-keys", "depths beyond the last MTP layer store keys of their own, or read those of its first run, "
+        "where the head was trained with the other", "depth 1 as expected, little lower beyond",
+        ("NVIDIA/Megatron-LM#6472",), variant_keys=("recycled-kv",),
+        advice="share the first run's keys and values over the depths if the head was trained so (GLM-5.2's recipe)",
+    ),
+    Fault(
         "wrong-keys", "a head without keys of its own reads those of another layer of the trunk",
         "low at every depth", variant_keys=("kv-layer",),
         advice="read the keys and values of the trunk's last layer of the same type that stores any; layers after it "

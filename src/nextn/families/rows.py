@@ -293,7 +293,9 @@ _GLM_MOE_DSA = replace(
         "https://github.com/InternLM/lmdeploy/pull/4945", "https://github.com/Blaizzy/mlx-vlm/pull/2079",
         _SM + "glm4_moe.py",
     ),
-    unverified=(),
+    unverified=(
+        "whether recycled depths of GLM-5.2 read the first depth's keys, as Megatron-LM#6472 trains; no engine does so",
+    ),
 )
 _GLM5_NEXT = replace(
     _GLM_MOE_DSA, name="glm5_next", title="GLM-5.3-Flash (GLM-5-Next)", model_types=("glm5_next", "glm5_next_text"),

@@ -271,7 +271,11 @@ class Head(nn.Module):
 
     def recycle(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
         """Run MTP layer `index` on its own state: tokens [B, 1] and the next_hidden of the step before."""
-        return self.step(index, tokens, hidden, cache=cache)
+        if self.family.recycled_kv == "own":
+            return self.step(index, tokens, hidden, cache=cache)
+        cache.rollback_to([length - 1 for length in cache.lengths])  # to the position of the step before
+        with cache.frozen():
+            return self.step(index, tokens, hidden, cache=cache)
 
     def _forward(
         self,
@@ -324,6 +328,8 @@ class Head(nn.Module):
             depths: How many.
             documents: [B, T] ids: attention and positions stay inside a document.
         """
+        if self.family.recycled_kv == "first" and depths > self.num_modules:
+            return self.rollout_hidden(tokens, hidden, depths, documents=documents)
         return self._hidden_by_depth(tokens, hidden, depths, documents, None)
 
     @property
@@ -366,10 +372,13 @@ class Head(nn.Module):
                 step = self.step(index, *inputs, positions=own, within=visible)
             else:
                 window = self._at(index).layer_type.window
-                device = tokens.device
-                visible = chain_mask(length, self.num_modules, depth, window=window, within=within, device=device)
-                mask = self.trunk.to_attention_mask(visible)
-                own = own + (depth - self.num_modules)
+                is_shared, device = self.family.recycled_kv == "first", tokens.device
+                reach = self.num_modules if is_shared else depth
+                visible = chain_mask(length, self.num_modules, reach, window=window, within=within, device=device)
+                mask = self.trunk.to_attention_mask(visible[:, :, :num])
+                own = own if is_shared else own + (depth - self.num_modules)
+                if is_shared and depth > self.num_modules:
+                    rollout.freeze()
                 step = self._forward(index, *inputs, positions=own, mask=mask, cache=rollout)
             outs.append(step.final_hidden)
             next_hidden = step.next_hidden

@@ -178,6 +178,14 @@ class Trunk(nn.Module):
         """The bound that logits approach, as Gemma's do; None where they have none."""
         return getattr(self.config, "final_logit_softcapping", None)
 
+    def check_losses(self) -> None:
+        """Raise FamilyError if losses, which multiply states with the lm_head, do not have this model's logits."""
+        if self.logit_cap is not None:
+            raise FamilyError(
+                f"model_type {self.config.model_type} caps its logits (final_logit_softcapping = {self.logit_cap:g}), "
+                "which training does not compute; trunks without a cap, such as Gemma 3, can have a head"
+            )
+
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
         """Run the model over tokens [B, T], which may be on the host.
 
