@@ -5,10 +5,11 @@ from pathlib import Path
 
 from generated import write
 
-from nextn.families import ENGINES, WITHHELD, EngineSupport, Family, rows
+from nextn.families import ENGINES, WITHHELD, EngineSupport, Family, rows, separate_rows
 from nextn.families.rows import EVERYWHERE
 
 HERE = Path(__file__).parent
+ROWS = (*rows(), *separate_rows())
 FOLDER = HERE / "reference" / "families"
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "transformers": "transformers"}
@@ -25,6 +26,10 @@ ORDERS = {
     "chained": "depth k uses MTP layer k - 1, which takes the state returned by the previous layer",
     "unchained": "depth k uses MTP layer k - 1, and each layer takes the trunk's state",
 }
+_READS = (
+    "those of the trunk's last layer of the same type that stores any; all queries of a round are at the position of"
+)
+KEYS = {"token": f"{_READS} the pair's token", "hidden": f"{_READS} the pair's hidden state"}
 FACTS = {
     "concat": {"embedding_first": "[embedding, hidden]", "hidden_first": "[hidden, embedding]"},
     "norm_weight": {"w": "the multiplier is the stored weight w", "1+w": "the multiplier is 1 + the stored weight w"},
@@ -99,7 +104,7 @@ def support() -> Iterator[str]:
     )
     yield ""
     lines = (
-        (f"[{row.title}]({row.name}.md)", *(SUPPORT[row.engines[each].support] for each in ENGINES)) for row in rows()
+        (f"[{row.title}]({row.name}.md)", *(SUPPORT[row.engines[each].support] for each in ENGINES)) for row in ROWS
     )
     yield from table(("family", *(NAMES[each] for each in ENGINES)), lines)
     yield "For all families:"
@@ -138,10 +143,14 @@ def counted(row: Family) -> Iterator[str]:
     drafts = f"; as a draft {code(*row.draft_types)}" if row.draft_types else ""
     if row.models:
         yield f"- Among its models: {', '.join(row.models)}."
-    yield f"- `model_type`: {code(*row.model_types)}{drafts}."
+    if row.trunk_types:
+        yield f"- Stored in a repository of its own, beside trunks of `model_type` {code(*row.trunk_types)}{drafts}."
+    else:
+        yield f"- `model_type`: {code(*row.model_types)}{drafts}."
     most = "" if row.max_modules is None else f"; the layout allows at most {row.max_modules}"
     spare = "; above 1, the config states one more than there are" if row.spare_count else ""
-    yield f"- MTP layers: {code(*row.count_fields)}, default {row.default_count}{most}{spare}."
+    if row.count_fields:
+        yield f"- MTP layers: {code(*row.count_fields)}, default {row.default_count}{most}{spare}."
     yield f"- nextn: {'runs it' if row.runs else 'does not run it: ' + text(row.cannot_run)}."
 
 
@@ -152,8 +161,11 @@ def stored(row: Family) -> Iterator[str]:
         return (f"`{role}`", f"`{path}`", "; ".join(also))
 
     yield from table(("role", "path", ""), (line(role, path) for role, path in row.names.items()))
-    trunk = ", ".join(f"{role} `{path}`" for role, path in row.trunk.items())
-    yield f"- In the trunk: {trunk}."
+    if not row.trunk_kv:
+        yield f"- In the trunk: {', '.join(f'{role} `{path}`' for role, path in row.trunk.items())}."
+    for field in dict.fromkeys(row.optional.values()) if row.trunk_kv else ():
+        roles = [role for role, path in row.optional.items() if path == field]
+        yield f"- Only with `{field}` in config.json: {code(*roles)}."
     if row.block_renames:
         pairs = ", ".join(f"`{run}` as `{path}`" for run, path in row.block_renames.items())
         yield f"- Inside the block, published names for those of transformers: {pairs}."
@@ -176,6 +188,8 @@ def conventions(row: Family) -> Iterator[str]:
     yield f"- Hidden state: {STAGES[row.hidden]}. Next hidden state: {STAGES[row.next_hidden]}."
     yield f"- Norms: {FACTS['norm_weight'][row.norm_weight]}. Position 0: {FACTS['position0'][row.position0]}."
     yield f"- Order: {ORDERS[row.order]}."
+    if row.trunk_kv:
+        yield f"- Keys and values: {KEYS[row.trunk_kv]}."
     yield ""
 
 
@@ -198,6 +212,8 @@ def differs(engine: EngineSupport) -> Iterator[str]:
         yield FACTS["position0"][engine.position0]
     if engine.order:
         yield ORDERS[engine.order]
+    if engine.trunk_kv:
+        yield KEYS[engine.trunk_kv]
     if engine.modules is not None:
         yield f"uses at most {engine.modules} MTP layer{'s' * (engine.modules != 1)}"
     if engine.layers:
@@ -230,7 +246,7 @@ def notes(row: Family) -> Iterator[str]:
 def pages() -> dict[Path, str]:
     """Return the text of every page of the folder."""
     index = "\n".join([INTRO, *support(), *withheld()]).rstrip() + "\n"
-    return {FOLDER / "index.md": index} | {FOLDER / f"{row.name}.md": page(row) for row in rows()}
+    return {FOLDER / "index.md": index} | {FOLDER / f"{row.name}.md": page(row) for row in ROWS}
 
 
 def page(row: Family) -> str:

@@ -19,7 +19,7 @@ from make_families import NAMES, SUPPORT
 from test_oracle import CHECKED
 from tiny import CONFIGS
 
-from nextn.families import ENGINES, Family, rows
+from nextn.families import ENGINES, Family, rows, separate_rows
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.serve.engine_commands import FAMILY_FLAGS, SEPARATE_GGUF
@@ -72,6 +72,10 @@ def on_gpu() -> str:
 
 def matrix(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
     def line(row: Family) -> tuple[str, ...]:
+        if row.trunk_kv:  # tests/test_shared_kv_head.py
+            title = f"[{row.title}](families/{row.name}.md)"
+            native = "no: it reads the trunk's keys"
+            return (title, "yes", "-", "measure", "yes, with `--head`", "-", "-", native, "transformers", "-")
         engines = ", ".join(f"{NAMES[name]} {version}".strip() for name, version in runs.get(row.name, {}).items())
         native = "no" if not row.runs else f"no: {reasons[row.name]}" if reasons[row.name] else "yes"
         logits = ", ".join(CHECKED.get(row.name, ()))
@@ -94,7 +98,7 @@ def matrix(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
         "logits",
         "run in",
     )
-    return table(head, map(line, rows()))
+    return table(head, map(line, (*rows(), *separate_rows())))
 
 
 def summary(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:

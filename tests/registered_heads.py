@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nextn.checkpoint.draft_models import standalone
-from nextn.families import rows
+from nextn.families import Family, by_name, rows
 
 RECORD = Path(__file__).with_suffix(".json")
 _SGLANG_CLASS = re.compile(r"\w*(?:MTP|NextN|Eagle3?|DFlash|DSpark|Assistant)\w*")
@@ -25,7 +25,6 @@ _COUNTED = re.compile(r"^\s+num_mtp_layers\s*[:=] ?(?!AttributeError)", re.M)
 LEFT_OUT = {
     "vllm": {
         "ExtractHiddenStatesModel": "writes hidden states, and drafts nothing",
-        "Gemma4MTPModel": "runs the Gemma 4 assistants, which are draft models of their own",
         "ParseAuxMTPModel": "an encoder-decoder model of documents (Nemotron-Parse-3.5)",
         "Qwen3XPressModel": "a draft model of blocks, of which no checkpoint was seen",
     },
@@ -33,7 +32,6 @@ LEFT_OUT = {
         "Qwen3MoeForCausalLMMTP": "no published checkpoint is known: Qwen3-MoE itself was published without a head",
     },
     "transformers": {
-        "gemma4_assistant": "a draft model of its own", "gemma4_unified_assistant": "a draft model of its own",
         "muse_glimmer_assistant": "a draft model of its own (DFlash)",
         "granite_docling": "extra heads under mtp. that serving engines read; no engine's code for them is public",
         "mistral_large4": "DSpark's stages, under mtp_dspark.",
@@ -87,16 +85,20 @@ def uncovered(engine: str, registered: dict[str, str]) -> list[str]:
     )
 
 
+def _all_rows() -> list[Family]:
+    return [*rows(), by_name("gemma4_assistant")]
+
+
 def _is_covered(engine: str, name: str, where: str) -> bool:
     if engine == "transformers":
-        types = {kind for row in rows() for kind in row.model_types}
-        sources = [row.engines[engine].source for row in rows()]
+        types = {kind for row in _all_rows() for kind in (*row.model_types, *row.draft_types)}
+        sources = [row.engines[engine].source for row in _all_rows()]
         known = any(kind == name or kind.startswith(f"{name}_") for kind in types)
         return known or any(f"/models/{name}/" in source for source in sources)
     if standalone({"architectures": [name]}) is not None:
         return True
     path = f"/{where.replace('.', '/')}/" if where.startswith("vllm.") else f"/{where.removesuffix('.py')}.py"
-    cited = [text for row in rows() for text in (row.engines[engine].source, *row.sources)]
+    cited = [text for row in _all_rows() for text in (row.engines[engine].source, *row.sources)]
     return any(path in text for text in cited)
 
 

@@ -11,7 +11,7 @@ from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.cli import app
 from nextn.errors import FamilyError
-from nextn.families import by_config, rows, search
+from nextn.families import by_config, rows, search, separate_rows
 
 
 def run(*words):
@@ -32,6 +32,8 @@ NAMES = [
     ("deepseek r1", {"deepseek_v3"}),
     ("mimo v2.5", {"mimo_v2"}),
     ("kimi_k3", {"kimi_k3"}),
+    ("gemma 4", {"gemma4_assistant"}),
+    ("gemma-4-26B-A4B-it-assistant", {"gemma4_assistant"}),
 ]
 
 
@@ -42,7 +44,7 @@ def test_names_that_people_know(words, names):
 
 def test_all_and_one():
     everything = json.loads(run("--json"))
-    assert [each["name"] for each in everything["families"]] == [row.name for row in rows()]
+    assert [each["name"] for each in everything["families"]] == [row.name for row in (*rows(), *separate_rows())]
     (one,) = json.loads(run("glm5_next", "--json"))["families"]
     assert one["layout"] == "model.layers.{layer}"
     assert one["engines"]["sglang"] == "runs"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from nextn.audit import engines, files, precision, pruned, separate, shapes, structure, unchecked, values
+from nextn.audit import engines, files, precision, pruned, query_heads, separate, shapes, structure, unchecked, values
 from nextn.audit.findings import SEVERITIES, Finding, Severity
 from nextn.audit.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from nextn.families import Family, by_config, generic, rows
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (structure, pruned, files, shapes, engines, precision, separate, values)
+_MODULES = (structure, pruned, files, shapes, query_heads, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 HEAD_REQUIRED = "head-required"
@@ -137,7 +137,7 @@ def _without_family(checkpoint: Checkpoint) -> AuditReport:
     if names:
         found.append(structure.foreign_head(model_type, names))
     elif inventory.draft_model is None:
-        found.append(structure.withheld_head(inventory) or structure.no_head(model_type))
+        found.append(structure.withheld_head(inventory) or structure.no_head(model_type, checkpoint.config))
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     left = ("everything but names and files, as there is no head",)
     return AuditReport(checkpoint.path, model_type, 0, (), tuple(found), unchecked=left)

@@ -61,7 +61,7 @@ def _vocabulary(severity: Severity, place: str, found: str, rows: int) -> Findin
 
 def _against_config(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
     hidden = lookup_count(inventory.checkpoint.config, "hidden_size")
-    if hidden is None:
+    if hidden is None or inventory.family.trunk_kv:  # see `query_heads`
         return
     expected = {role: [hidden] for role in ("token_norm", "hidden_norm", "final_norm")}
     expected |= {"projection": [hidden, 2 * hidden]}

@@ -19,7 +19,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
 from nextn.edit.convert import find_head
 from nextn.errors import CheckpointError
-from nextn.families import ExpertForm, Family, declared_fields, rows, withheld
+from nextn.families import ExpertForm, Family, beside, declared_fields, rows, withheld
 from nextn.text_format import counted, joined, some
 
 IDS = (
@@ -166,12 +166,14 @@ def draft_model(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def no_head(model_type: str) -> Finding:
-    """Return the note on a model that was published without a head."""
+def no_head(model_type: str, config: Mapping[str, object] = {}) -> Finding:
+    """Return the note on a model that was published without a head in its own files."""
+    make = "make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`"
+    own = beside(config)
     return Finding(
         "head-none", "note", f"{CONFIG}: model_type", f"{model_type} has no head, and no tensor looks like one.",
         "As it is: it decodes without drafts.",
-        "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`.",
+        f"To draft, {make if own is None else f'give its own with --head: {joined(own.models)}'}.",
     )  # fmt: skip
 
 
@@ -305,7 +307,7 @@ def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
 def _partial(head: HeadStructure) -> Iterator[Finding]:
     """Report modules that lack some of their tensors."""
     inventory, reference = head.inventory, LayerReference(head.inventory)
-    if head.misplaced:
+    if head.misplaced or inventory.family.trunk_kv:  # see `query_heads`
         return
     for module in (index for index in head.roles if index < inventory.declared):
         missing = sorted(inventory.family.required(module) - head.roles[module])

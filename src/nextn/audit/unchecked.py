@@ -13,7 +13,9 @@ _OUTSIDE = ("norm.weight", "norm_f.weight", "final_layernorm.weight")  # the tru
 
 def unchecked(inventory: Inventory) -> Iterator[str]:
     """Yield what of a checkpoint was not checked, each without a period."""
-    if not inventory.layers:
+    if not inventory.layers and inventory.family.trunk_kv:
+        yield "the values of the trunk, whose keys this head reads"
+    elif not inventory.layers:
         yield "the trunk, of which no layer is stored, and what its layers say about the head's names and shapes"
     elif inventory.stored and all(LayerReference(inventory).compare(module).layer < 0 for module in inventory.modules):
         yield "the names inside the head's block, as the trunk is incomplete"
@@ -25,7 +27,8 @@ def unchecked(inventory: Inventory) -> Iterator[str]:
         yield f"{counted(len(others), 'tensor')} outside the trunk's layers and the head, such as {some(others[:2])}"
     if method := _unknown_method(inventory):
         yield f"which modules {method} quantizes, as nextn does not know this method"
-    head = {name: inventory.checkpoint.tensors[name] for name in inventory.spellings(inventory.stored)}
+    stored = [name for name in inventory.stored if inventory.role(name) not in inventory.family.orders]
+    head = {name: inventory.checkpoint.tensors[name] for name in inventory.spellings(stored)}
     if packed := sorted({kind for _, kind in stored_modules(head)} - {"plain", "fp8-block", "fp8-tensor"}):
         yield f"the values of the head's packed matrices ({', '.join(packed)})"
 

@@ -6,7 +6,8 @@ on the left.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from nextn.cache.recurrent import RecurrentLayer
+from nextn.errors import RollbackError
 
 # The argument of transformers' decoders and their layers that takes a cache.
 CACHE_ARGUMENT = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
@@ -53,6 +55,7 @@ class AttentionLayer(CacheLayerMixin):
     is_initialized: bool
     keys: Tensor
     values: Tensor
+    is_frozen = False  # a block reads what is stored, and stores nothing
     max_slots = sys.maxsize  # buffers grow by doubling, but not beyond this unless they must
 
     def __init__(self) -> None:
@@ -103,6 +106,8 @@ class AttentionLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        if self.is_frozen:
+            return self.keys[:, :, : self._end], self.values[:, :, : self._end]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = write_states(self.keys, key_states, self._starts, self.max_slots)
@@ -147,6 +152,8 @@ class IndexedLayer(AttentionLayer):
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Do the same under MiniMax-M3's name, with an axis of one head: [B, 1, m, dim]."""
+        if self.is_frozen and self._index is not None:
+            return self._index[:, :, : self._end]
         self._index = write_states(self._index, idx_k, self._starts, self.max_slots)
         return self._index[:, :, : self._end]
 
@@ -268,6 +275,19 @@ class KVCache(TransformersCache):
         for layer in self.layers:
             layer.begin(starts, num_positions)
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Let blocks inside the context read what is stored at their positions, and store nothing."""
+        for layer in self.layers:
+            if type(layer) not in (AttentionLayer, IndexedLayer):
+                raise RollbackError(f"a {type(layer).__name__} of a cache cannot be read without storing")
+            layer.is_frozen = True
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.is_frozen = False
+
     def commit(self, counts: Sequence[int]) -> None:
         """Close the block: make the first counts[seq] positions permanent and undo the rest. Raises RollbackError."""
         assert len(counts) == len(self.lengths)
@@ -367,6 +387,13 @@ class PerSequenceCache(KVCache):
         for cache, length in zip(self.sequences, lengths, strict=True):
             cache.rollback_to([length])
         self._measure()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for cache in self.sequences:
+                stack.enter_context(cache.frozen())
+            yield
 
     def select(self, sequences: Sequence[int]) -> None:
         self.sequences = [self.sequences[seq] for seq in sequences]

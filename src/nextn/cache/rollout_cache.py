@@ -15,6 +15,7 @@ class _RolloutLayer(CacheLayerMixin):
 
     is_compileable = False
     is_sliding = False
+    is_frozen = False  # later depths read what is stored, and store nothing
     keys: Tensor
     values: Tensor
 
@@ -25,6 +26,8 @@ class _RolloutLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        if self.is_frozen:
+            return self.keys, self.values
         if self.is_initialized:
             self.keys = torch.cat([self.keys, key_states], dim=2)
             self.values = torch.cat([self.values, value_states], dim=2)
@@ -47,6 +50,11 @@ class RolloutCache(TransformersCache):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_RolloutLayer() for _ in range(num_layers)])
+
+    def freeze(self) -> None:
+        """Let all further depths read what is stored so far."""
+        for layer in self.layers:
+            layer.is_frozen = True
 
 
 def chain_mask(

@@ -56,11 +56,8 @@ MEDUSA = DraftModel(
 )  # fmt: skip
 DRAFT_MODELS: tuple[DraftModel, ...] = (
     DraftModel(
-        "Gemma4Assistant", "a Gemma 4 assistant, a draft model that reads the trunk's KV cache and has no MTP head",
-        r"Gemma4(?:Unified)?Assistant",
-        {"transformers": "assistant_model", "vLLM": "method mtp, with the assistant as the model",
-         "SGLang": "--speculative-algorithm NEXTN", "llama.cpp": "--spec-type draft-mtp, from a GGUF of the assistant"},
-        names=(r"pre_projection\.", r"post_projection\."), gguf=("gemma4-assistant",),
+        "Gemma4Assistant", "a Gemma 4 assistant as llama.cpp stores it", r"(?!)",
+        {"llama.cpp": "--spec-type draft-mtp"}, gguf=("gemma4-assistant",),
     ),
     DSPARK,
     DraftModel(

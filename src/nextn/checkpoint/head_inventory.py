@@ -64,7 +64,7 @@ class Inventory:
                 spellings[canonical].append(name)
             elif (role := family.shared_role(name)) is not None:
                 shared[role] = name
-            elif family.names and (layer is not None or _HEADLIKE.search(name)):
+            elif family.names and (layer is not None or family.trunk_kv or _HEADLIKE.search(name)):
                 unrecognized.append(name)
         family = _fitted(family, spellings)
         heads = {canonical: _published(family, canonical, names, num_layers) for canonical, names in spellings.items()}

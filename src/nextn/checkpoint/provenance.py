@@ -18,7 +18,7 @@ from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo, write_json
 from nextn.checkpoint.snapshot import on_disk
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import Family, by_name, find, fitted, generic, lookup
+from nextn.families import Family, by_name, find, fitted, generic, lookup, lookup_count
 from nextn.text_format import some
 
 RECORD = "nextn.json"
@@ -295,7 +295,7 @@ def open_head(
     head = Inventory.of(checkpoint, family=_family(checkpoint, trunk))
     if not head.own:
         raise CheckpointError(f"{checkpoint.path}: holds no head of family {head.family.name}; `nextn train` makes one")
-    if head.num_layers != trunk.num_layers:
+    if not head.family.trunk_kv and head.num_layers != trunk.num_layers:
         raise CheckpointError(
             f"{checkpoint.path}: its head is for a trunk of {head.num_layers} layers, {trunk.checkpoint.path} has "
             f"{trunk.num_layers}; give the trunk that the head was trained on"
@@ -329,6 +329,13 @@ def misfits(head: Inventory, trunk: Inventory | None) -> Iterator[Misfit]:
             "The trunk whose fingerprint the head records.", "Train a head on this trunk, from this one with --head.",
         )  # fmt: skip
     configs = head.checkpoint.config, trunk.checkpoint.config
+    read = tuple(map(_read_sizes, configs)) if head.family.trunk_kv else ({}, {})
+    for name in read[0].keys() & read[1].keys():
+        if read[0][name] != read[1][name]:
+            yield Misfit(
+                "draft-sizes", f"config.json: {name}", f"{name} is {read[0][name]}, the trunk's is {read[1][name]}.",
+                "The trunk's, whose states, keys and values the head reads.", "Give the head of this trunk's size.",
+            )  # fmt: skip
     for name in LAYER_SIZES if is_draft else ():
         own, other = (lookup(config, name) for config in configs)
         if None not in (own, other) and own != other:
@@ -337,6 +344,29 @@ def misfits(head: Inventory, trunk: Inventory | None) -> Iterator[Misfit]:
                 "The trunk's, from which vLLM builds the draft's layer.", "Train a head on this trunk.", _ALL[:2],
             )  # fmt: skip
     yield from quantized(head.family, trunk)
+
+
+def key_sizes(config: Mapping[str, object], index: int) -> tuple[int | None, int | None]:
+    """Return the number of heads of keys, and their width, of a layer of a Gemma 4 config.json; None: it has none."""
+    types, options = lookup(config, "layer_types"), lookup(config, f"per_layer_config.{index}")
+    is_full = isinstance(types, list) and types[index : index + 1] == ["full_attention"]
+    heads, width = lookup_count(config, "num_key_value_heads"), lookup_count(config, "head_dim")
+    if is_full:  # as published; transformers writes the options of each layer
+        own = lookup_count(config, "num_global_key_value_heads") if lookup(config, "attention_k_eq_v") else None
+        heads, width = own or heads, lookup_count(config, "global_head_dim") or width
+    of_layer = options if isinstance(options, Mapping) else {}
+    return of_layer.get("num_key_value_heads", heads), of_layer.get("head_dim", width)
+
+
+def _read_sizes(config: Mapping[str, object]) -> dict[str, int]:
+    """The sizes in which a head that reads the trunk's keys must agree with it, by a name for both."""
+    states = lookup_count(config, "backbone_hidden_size") or lookup_count(config, "hidden_size")
+    sizes = {"the size of the trunk's states": states, "vocab_size": lookup_count(config, "vocab_size")}
+    types = lookup(config, "layer_types")
+    for index, name in enumerate(types if isinstance(types, list) else ()):
+        heads, width = key_sizes(config, index)
+        sizes |= {f"num_key_value_heads of {name}": heads, f"head_dim of {name}": width}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def quantized(family: Family, trunk: Inventory) -> Iterator[Misfit]:
@@ -357,6 +387,8 @@ def trunk_family(checkpoint: Checkpoint) -> Family:
 
 def _family(checkpoint: Checkpoint, trunk: Inventory) -> Family:
     family = find(checkpoint.config) or trunk.family
+    if family.trunk_kv:
+        return family
     if family.separate or family.name == GENERIC:
         return fitted(family, trunk.checkpoint.config)
     if family.name != trunk.family.name:

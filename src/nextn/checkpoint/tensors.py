@@ -46,6 +46,7 @@ _STORED = FLOATS | {
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
+_INTEGERS = ("I32", "I64")
 _FETCH = 1024 * 1024  # bytes that are read ahead between calls of `should_stop`
 _INFINITIES = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # bits
 _PLAIN = {*FLOATS, FP8_WEIGHT, "I64", "BOOL"}  # dtypes of tensors that need no quantization method
@@ -93,6 +94,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         tensors = self.checkpoint.tensors
         scales = {name: scale_of(name, tensors) for name, info in tensors.items() if info.dtype == FP8_WEIGHT}
         self.scales = {name: scale for name, scale in scales.items() if scale is not None}
+        self._orders = {n for each, n in inventory.stored.items() if inventory.role(each) in inventory.family.orders}
         self._stack, self._files = ExitStack(), dict[str, safe_open]()
         self._views = dict[str, Tensor]()  # that were read, and not released
 
@@ -111,7 +113,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return [name for name in self.checkpoint.tensors if name not in scales and not is_activation_scale(name)]
 
     def problem(self, name: str) -> str | None:
-        """Return why a matrix, norm or bias cannot be read as floating-point values; None if it can."""
+        """Return why a tensor of the head or a matrix, norm or bias cannot be read as numbers; None if it can."""
         if name in self.packed:
             return self.packed[name].problem
         info = self.checkpoint.info(name)
@@ -119,7 +121,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             return (
                 f"packed by torchao: {name}; valid are {', '.join(FLOATS)}: restore the head of the unquantized model"
             )
-        if info.dtype in FLOATS:
+        if info.dtype in FLOATS or (info.dtype in _INTEGERS and name in self._orders):
             return None
         if info.dtype != FP8_WEIGHT:
             return f"wrong dtype: {name} is {info.dtype}; valid are {', '.join(FLOATS)}, and {FP8_WEIGHT} with scales"

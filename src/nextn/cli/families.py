@@ -42,6 +42,8 @@ def families(
 
 
 def _works(row: "Family") -> str:
+    if row.trunk_kv:
+        return "audit, measure, decode in torch"
     return f"{_FILES}, measure, train, decode" if row.runs else _FILES
 
 

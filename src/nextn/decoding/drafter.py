@@ -72,6 +72,7 @@ class Drafter:
         sampled: bool,
         contract: Contract,
         on_pass: PassCallback | None,
+        trunk_cache: KVCache | None = None,
     ) -> None:
         """Create a drafter whose caches are empty.
 
@@ -83,10 +84,11 @@ class Drafter:
             sampled: Sample drafts, else take q's argmax.
             contract: What drafting does; changes inject faults.
             on_pass: Called before each pass; None lets the drafts of a round be one native call.
+            trunk_cache: The trunk's cache, which a head without keys of its own reads.
         """
         self.head, self.sampling, self.sampled, self.contract = head, sampling, sampled, contract
         self._on_pass = on_pass
-        self.caches = [head.cache(batch_size) for _ in range(head.num_modules)]
+        self.caches = [head.cache(batch_size, trunk_cache) for _ in range(head.num_modules)]
         self.pending, self.previous = ([like for _ in range(batch_size)] for _ in range(2))
         self.ends = [0] * batch_size  # positions that the trunk has seen
         self.bases: list[int] = []

@@ -319,6 +319,8 @@ def extract(
     if path.suffix != ".safetensors" or os.path.lexists(path):
         raise ConfigError(f"{out}: must be the name of a .safetensors file that does not exist yet")
     inventory = Inventory.of(as_checkpoint(source))
+    if inventory.family.trunk_kv:
+        raise CheckpointError(f"{inventory.checkpoint.path}: a head alone already; copy its folder")
     refuse_links(inventory.checkpoint, follow=follow_links)
     head = find_head(inventory, inventory.family)
     _refuse_different(head.family, inventory.family, None, len(head.modules))

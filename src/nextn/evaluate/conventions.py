@@ -21,8 +21,10 @@ from nextn.checkpoint.snapshot import on_disk
 from nextn.checkpoint.tensors import TensorReader
 from nextn.families import Family
 from nextn.model.head import Head
+from nextn.model.layer_types import LayerType
 from nextn.model.model import Model
 from nextn.model.packed_experts import dequantize
+from nextn.model.shared_kv_head import SharedKVHead
 from nextn.settings import Contract
 
 _NORMS = ("token_norm", "hidden_norm", "final_norm")
@@ -39,7 +41,7 @@ class Variant:
     facts: Mapping[str, object] = field(default_factory=dict)  # changed in the family's row
     contract: Mapping[str, object] = field(default_factory=dict)  # changed in the decoding contract
     # Alters a copied head, whose tensors are shared and must be replaced, not written.
-    change: Callable[[Head], None] | None = None
+    change: Callable[[Any], None] | None = None
     breadth: int = 1  # 2 if it changes several things at once
 
 
@@ -68,22 +70,60 @@ def variants(model: Model, contract: Contract, *, copies: Mapping[str, Tensor] |
     """
     assert model.head is not None
     family, head = model.family, model.head
-    changes = [
-        *_norm_weights(head),
-        *_input_orders(head),
-        *_hidden_stages(family),
-        *_layer_orders(head),
-        *_sharing(family, copies or {}),
-    ]
+    changes = [*_norm_weights(head), *_input_orders(head), *_hidden_stages(family)]
+    changes += _reads(head) if isinstance(head, SharedKVHead) else _of_own_keys(head, contract, copies or {})
+    return [replace(each, axis=each.axis or each.key) for each in (*changes, *_offsets(contract))]
+
+
+def _of_own_keys(head: Head, contract: Contract, copies: Mapping[str, Tensor]) -> Iterator[Variant]:
+    """What a head with keys of its own may get wrong besides."""
+    family = head.family
+    yield from _layer_orders(head)
+    yield from _sharing(family, copies)
+    if head.can_rollout:
+        recycled, words = (
+            ("first", "those of the first run") if family.recycled_kv == "own" else ("own", "also their own")
+        )
+        description = f"depths beyond the last MTP layer read {words} of its keys"
+        yield Variant("recycled-kv", description, facts={"recycled_kv": recycled})
     other = "keep" if family.position0 == "zero" else "zero"
-    changes.append(Variant("position0", f"the first position's token: {other}", facts={"position0": other}))
+    yield Variant("position0", f"the first position's token: {other}", facts={"position0": other})
     prompt = "not run" if contract.prefill else "run"
-    changes.append(Variant("prefill", f"prompt {prompt} through the head", contract={"prefill": not contract.prefill}))
+    yield Variant("prefill", f"prompt {prompt} through the head", contract={"prefill": not contract.prefill})
+
+
+def _offsets(contract: Contract) -> Iterator[Variant]:
+    """The hidden state of another position in each pair."""
     for offset in (-1, 0, 1):
         if offset != contract.offset:
             description = f"pairs (t_i+1, h_i{offset:+d})" if offset else "pairs (t_i+1, h_i)"
-            changes.append(Variant(f"offset:{offset:+d}", description, "offset", contract={"offset": offset}))
-    return [replace(each, axis=each.axis or each.key) for each in changes]
+            yield Variant(f"offset:{offset:+d}", description, "offset", contract={"offset": offset})
+
+
+def _reads(head: SharedKVHead) -> Iterator[Variant]:
+    """What a head without keys of its own reads: of which layer, how far back, and from which position."""
+    other = "hidden" if head.family.trunk_kv == "token" else "token"
+    description = f"queries at the position of the pair's {'hidden state' if other == 'hidden' else 'token'}"
+    yield Variant("query-position", description, facts={"trunk_kv": other})
+    if others := {each: index for each in head.read_layers if (index := head.earlier_layer(each)) is not None}:
+        names = ", ".join(f"{index} for {each.name}" for each, index in others.items())
+        yield Variant("kv-layer", f"keys of the trunk's layers {names}", change=partial(_read_layers, others))
+    if any(each.window for each in head.read_layers):
+        yield Variant("kv-window", "layers with a sliding window see all positions", change=_without_windows)
+        description = "layers with full attention see the sliding window of the others"
+        yield Variant("kv-narrow", description, change=_windows_everywhere)
+
+
+def _read_layers(layers: Mapping[LayerType, int], head: SharedKVHead) -> None:
+    head.read_layers = {**head.read_layers, **layers}
+
+
+def _without_windows(head: SharedKVHead) -> None:
+    head.windows = dict.fromkeys(head.windows)
+
+
+def _windows_everywhere(head: SharedKVHead) -> None:
+    head.windows = dict.fromkeys(head.windows, max(window for window in head.windows.values() if window))
 
 
 def stored_copies(
@@ -175,6 +215,8 @@ def _hidden_stages(family: Family) -> Iterator[Variant]:
     """Hidden states before or after the norm, as the head's input and as the state passed on; streams have one form."""
     for fact, description in (("hidden", "the head's input"), ("next_hidden", "state passed on")):
         stage = getattr(family, fact)
+        if family.trunk_kv and fact == "next_hidden":  # it is projected, not normalized
+            continue
         if stage in ("post", "pre") and (fact == "hidden" or "final_norm" in family.names):
             other = "pre" if stage == "post" else "post"
             yield Variant(fact, f"{description}: {other}-norm", facts={fact: other})

@@ -129,7 +129,7 @@ class _Passes:
         assert engine.head is not None
         self.trunk, self.head, self.batch, self.context = engine.trunk, engine.head, batch, context
         self.cache = self.trunk.cache(batch)
-        self.caches = [self.head.cache(batch) for _ in range(self.head.num_modules)]
+        self.caches = [self.head.cache(batch, self.cache) for _ in range(self.head.num_modules)]
         self.chain = self.head.chain(self.caches[-1], Sampling(), sampled=True)
         self.plans: dict[int, RoundPlan] = {}
         generator = torch.Generator().manual_seed(0)

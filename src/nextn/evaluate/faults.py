@@ -55,6 +55,8 @@ def measure_under_fault(
     if fault.rule:
         return reference
     if fault.contract:
+        if model.head is not None and model.head.family.trunk_kv and "rerun" in fault.contract:
+            return None  # there are no keys to compute again
         if isinstance(model.trunk, StreamedTrunk):
             return None
         contract = Contract(**fault.contract)  # type: ignore[arg-type]
@@ -141,6 +143,34 @@ FAULTS: tuple[Fault, ...] = (
         ("ml-explore/mlx-lm#990", "jundot/omlx#2402", "ohdearquant/lattice#1364"), variant_keys=("prefill",),
         advice="run the prompt through the head, with the trunk's states, before the first draft; also after "
                "a prefix-cache hit",
+    ),
+    Fault(
+        "recycled-keys", "depths beyond the last MTP layer store keys of their own, or read those of its first run, "
+        "where the head was trained with the other", "depth 1 as expected, little lower beyond",
+        ("NVIDIA/Megatron-LM#6472",), variant_keys=("recycled-kv",),
+        advice="share the first run's keys and values over the depths if the head was trained so (GLM-5.2's recipe)",
+    ),
+    Fault(
+        "wrong-keys", "a head without keys of its own reads those of another layer of the trunk",
+        "low at every depth", variant_keys=("kv-layer",),
+        advice="read the keys and values of the trunk's last layer of the same type that stores any; layers after it "
+               "share them",
+    ),
+    Fault(
+        "window-lost", "the head's layers with a sliding window attend to all of the trunk's keys",
+        "as expected on short texts, falling beyond the window", variant_keys=("kv-window",),
+        advice="mask the keys before the window in the head's sliding layers",
+    ),
+    Fault(
+        "window-everywhere", "the head's layers with full attention see a sliding window of the trunk's keys only",
+        "as expected on short texts, falling beyond the window", variant_keys=("kv-narrow",),
+        advice="let the head's full-attention layers read the whole cache of the trunk's full-attention layer",
+    ),
+    Fault(
+        "query-shifted", "a head without keys of its own has its queries one position off",
+        "little or no difference", variant_keys=("query-position",),
+        advice="follow the position of the engine whose acceptance is right; vLLM and SGLang differ from transformers "
+               "and llama.cpp by one",
     ),
     Fault(
         "no-rerun", "the head's KV cache of accepted positions keeps the states that the head drafted with",

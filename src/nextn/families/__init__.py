@@ -12,6 +12,7 @@ from typing import Literal
 from nextn.errors import FamilyError
 from nextn.families.rows import (
     FAMILIES,
+    GEMMA4_ASSISTANT,
     GENERIC,
     MIMO_DRAFT,
     PLAIN_IN_NVFP4,
@@ -38,8 +39,8 @@ from nextn.text_format import docs_page
 __all__ = [
     "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
     "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
-    "Support", "Withheld", "by_config", "by_name", "declared_fields", "find", "fitted", "generic", "lookup",
-    "lookup_count", "rows", "search", "withheld",
+    "Support", "Withheld", "beside", "by_config", "by_name", "declared_fields", "find", "fitted", "generic", "lookup",
+    "lookup_count", "rows", "search", "separate_rows", "withheld",
 ]  # fmt: skip
 
 # The architecture by which engines know a separate draft in MiMo's layout, stored with Qwen2's model_type.
@@ -55,6 +56,11 @@ def rows() -> tuple[Family, ...]:
     return FAMILIES
 
 
+def separate_rows() -> tuple[Family, ...]:
+    """Return the rows of published heads in repositories of their own, which `rows` does not have."""
+    return (GEMMA4_ASSISTANT,)
+
+
 def search(words: str) -> tuple[tuple[Family, ...], tuple[Withheld, ...]]:
     """Return the rows and the models without a head whose names have all these words, whatever the case and signs."""
     wanted = [_letters(word) for word in words.split()]
@@ -62,9 +68,10 @@ def search(words: str) -> tuple[tuple[Family, ...], tuple[Withheld, ...]]:
     def fits(*names: str) -> bool:
         return all(any(word in _letters(name) for name in names) for word in wanted)
 
-    found = tuple(
-        row for row in rows() if fits(row.name, *_spelled(row.title), *row.models, *row.model_types, *row.draft_types)
-    )
+    def names(row: Family) -> list[str]:
+        return [row.name, *_spelled(row.title), *row.models, *row.model_types, *row.draft_types, *row.trunk_types]
+
+    found = tuple(row for row in (*rows(), *separate_rows()) if fits(*names(row)))
     return found, tuple(each for each in WITHHELD if fits(*_spelled(each.title), *each.model_types))
 
 
@@ -84,7 +91,7 @@ def _letters(name: str) -> str:
 
 def by_name(name: str) -> Family:
     """Return the row called `name`; FamilyError with the known names if there is none."""
-    for family in (*rows(), GENERIC, MIMO_DRAFT, STEP35_DRAFT):
+    for family in (*rows(), *separate_rows(), GENERIC, MIMO_DRAFT, STEP35_DRAFT):
         if family.name == name:
             return family
     raise FamilyError(f"unknown family {name!r}; known: {', '.join(sorted(row.name for row in rows()))}")
@@ -100,8 +107,13 @@ def find(config: Mapping[str, object]) -> Family | None:
         return MIMO_DRAFT
     if config.get(LAYOUT_FIELD) == STEP35_DRAFT.name:
         return fitted(STEP35_DRAFT, config)
-    table = {name: family for family in rows() for name in (*family.model_types, *family.draft_types)}
+    table = {
+        name: family for family in (*rows(), *separate_rows()) for name in (*family.model_types, *family.draft_types)
+    }
     row = next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
+    if row is not None and row.trunk_kv:
+        absent = {role for role, path in row.optional.items() if not lookup(config, path)}
+        return replace(row, names={role: path for role, path in row.names.items() if role not in absent})
     return generic(config) if row is None and lookup_count(config, GENERIC.count_fields[0]) else row
 
 
@@ -110,6 +122,11 @@ def by_config(config: Mapping[str, object]) -> Family:
     family = find(config)
     if family is not None:
         return family
+    if (own := beside(config)) is not None:
+        raise FamilyError(
+            f"model_type {brief(_types(config)[0])}: its head is in a repository of its own ({', '.join(own.models)}): "
+            "give that with --head; `nextn generate -k 0` needs none"
+        )
     if (models := withheld(config)) is not None:
         raise FamilyError(f"model_type {brief(_types(config)[0])}: {models.sentence}, `nextn generate -k 0` needs none")
     raise FamilyError(
@@ -123,6 +140,12 @@ def by_config(config: Mapping[str, object]) -> Family:
 def _types(config: Mapping[str, object]) -> list[object]:
     text = config.get("text_config")
     return [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
+
+
+def beside(config: Mapping[str, object]) -> Family | None:
+    """Return the row of heads in repositories of their own that run beside this model; None if there is none."""
+    types = {str(name) for name in _types(config)}
+    return next((row for row in separate_rows() if types & {*row.trunk_types}), None)
 
 
 def generic(config: Mapping[str, object]) -> Family:

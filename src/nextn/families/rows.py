@@ -293,7 +293,9 @@ _GLM_MOE_DSA = replace(
         "https://github.com/InternLM/lmdeploy/pull/4945", "https://github.com/Blaizzy/mlx-vlm/pull/2079",
         _SM + "glm4_moe.py",
     ),
-    unverified=(),
+    unverified=(
+        "whether recycled depths of GLM-5.2 read the first depth's keys, as Megatron-LM#6472 trains; no engine does so",
+    ),
 )
 _GLM5_NEXT = replace(
     _GLM_MOE_DSA, name="glm5_next", title="GLM-5.3-Flash (GLM-5-Next)", model_types=("glm5_next", "glm5_next_text"),
@@ -940,6 +942,42 @@ STEP35_DRAFT = replace(
         "llamacpp": EngineSupport("runs", _LM + "step35.cpp", notes=("from the file of `nextn export`",)),
     },
     sources=(),
+)
+# A head in a repository of its own whose layers have queries only. Its config.json has its own sizes.
+GEMMA4_ASSISTANT = Family(
+    name="gemma4_assistant", title="Gemma 4 assistants", model_types=(),
+    draft_types=("gemma4_assistant", "gemma4_unified_assistant"), count_fields=(), default_count=1, max_modules=1,
+    trunk_types=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    models=tuple(f"gemma-4-{size}-it-assistant" for size in ("E2B", "E4B", "12B", "26B-A4B", "31B")),
+    names={
+        "projection": "pre_projection", "next_projection": "post_projection", "final_norm": "model.norm",
+        "output": "model.embed_tokens", "centroids": "masked_embedding.centroids",
+        "token_ordering": "masked_embedding.token_ordering", "block": "model.layers",
+    },
+    aliases={"output": ("lm_head",)}, own=("output",), orders=("token_ordering",),
+    optional=dict.fromkeys(("centroids", "token_ordering"), "use_ordered_embeddings"),
+    # Its files hold nothing of the trunk.
+    trunk={"embedding": "trunk.embed_tokens", "output": "trunk.lm_head"}, separate=True, trunk_kv="token",
+    engines={
+        "vllm": EngineSupport(
+            "runs", _VM + "gemma4_mtp.py", trunk_kv="hidden", trunk_roles=("embedding",),
+            notes=("v1/spec_decode/gemma4.py: reads the trunk's last layer of the type that stores keys",),
+        ),
+        "sglang": EngineSupport("runs", _SM + "gemma4_mtp.py", trunk_kv="hidden", trunk_roles=("embedding",)),
+        "llamacpp": EngineSupport(
+            "runs", _LM + "gemma4-assistant.cpp", trunk_roles=("embedding",), missing="raises",
+            notes=("conversion/gemma.py leaves out the centroids: drafts are from the whole vocabulary",),
+        ),
+        "transformers": EngineSupport(
+            "runs", _HM + "gemma4_assistant/modeling_gemma4_assistant.py", trunk_roles=("embedding",),
+            missing="raises", notes=(
+                "generate(assistant_model=): a rejected draft's keys stay visible in the round after it",
+                "5.23 cannot build one, nor hand over the keys of a trunk without shared layers; 5.24 can build one",
+            ),
+        ),
+    },
+    sources=(_HF + "generation/candidate_generator.py",),
+    unverified=("which position of the queries the released weights were trained with",),
 )
 
 FAMILIES: tuple[Family, ...] = (

@@ -17,6 +17,8 @@ from nextn.errors import FamilyError
 Stage = Literal["post", "pre", "streams"]
 # A module's token input: the same as of the trunk's layers, or the embedding before the norm that some trunks apply.
 Embedded = Literal["normed", "raw"]
+# Where a query is that reads the trunk's keys: at its pair's token or hidden state.
+TrunkKV = Literal["", "token", "hidden"]
 # One module at every depth; distinct modules, each given the last one's hidden state, or all given the trunk's.
 Order = Literal["recursive", "chained", "unchained"]
 # Runs the head; reads it and has no graph for it; skips it on load; drops it at conversion; refuses to load; does not
@@ -31,7 +33,7 @@ ExpertForm = Literal["split", "fused", "stacked"]
 
 ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
 MAX_COUNT = 1000  # modules; published heads have at most eight
-_FACTS = ("embedded", "hidden", "next_hidden", "position0", "order")
+_FACTS = ("embedded", "hidden", "next_hidden", "position0", "order", "trunk_kv")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class EngineSupport:
     next_hidden: Stage | None = None
     position0: Literal["keep", "zero"] | None = None
     order: Order | None = None
+    trunk_kv: TrunkKV | None = None
     trunk_roles: tuple[str, ...] = ("embedding", "output")  # takes the trunk's tensor, whatever the file holds
     missing: Missing = "unknown"
     unset: tuple[str, ...] = ()  # keep initial values in a file without copies (vLLM: with pipeline parallelism)
@@ -113,11 +116,19 @@ class Family:
     layer_model: str = ""
     has_scaled_rotary: bool = True  # the block's rotary embeddings are scaled where the trunk's are
     separate: bool = False  # the head is a checkpoint of its own beside the trunk's, never inside it
+    # The layers have queries only, at the position of a pair's token or hidden state, and read the keys and values of
+    # the trunk's last layers that store any, of their own type; "" = they have keys and values of their own.
+    trunk_kv: TrunkKV = ""
+    # What depths beyond the last MTP layer attend to: also their own keys, at positions that go on; or those that the
+    # layer's first run has stored, all at its position, and they store none (Megatron-LM#6472).
+    recycled_kv: Literal["own", "first"] = "own"
     # Part of a plain residual block -> its path in a trunk layer, where the block is made of such parts.
     parts: Mapping[str, str] = field(default_factory=dict)
     draft_types: tuple[str, ...] = ()
+    trunk_types: tuple[str, ...] = ()  # model_types of the trunks beside which a head of its own repository runs
     models: tuple[str, ...] = ()  # published models by which people look for the row, beside those of the title
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other spellings, read and never written
+    orders: tuple[str, ...] = ()  # roles that hold each token id once, as integers
     own: tuple[str, ...] = ()  # stored roles that are the head's own; other embeddings and outputs are copies
     read_only_copies: tuple[str, ...] = ()  # copies that are read and never written
     # Where the trunk keeps embedding and lm_head.

@@ -214,8 +214,11 @@ class Head(nn.Module):
         """Return the types of MTP layer `index`'s decoder layers."""
         return self._at(index).layer_types
 
-    def cache(self, batch_size: int) -> KVCache:
-        """Return an empty cache with slots for the decoder layers of all MTP layers; each MTP layer uses its own."""
+    def cache(self, batch_size: int, trunk_cache: KVCache | None = None) -> KVCache:
+        """Return an empty cache with slots for the decoder layers of all MTP layers; each MTP layer uses its own.
+
+        trunk_cache: The trunk's, of the same sequences, for a head that reads it.
+        """
         layer_types = [layer_type for index in range(self.num_modules) for layer_type in self.layer_types(index)]
         return new_cache(layer_types, batch_size, device=self.trunk.device, max_rollback=_MAX_ROLLBACK)
 
@@ -261,6 +264,18 @@ class Head(nn.Module):
         layer_type = self._at(index).layer_type
         mask = self.trunk.mask(layer_type, length, rows=len(tokens), cache=cache, within=within)
         return self._forward(index, tokens, hidden, positions=positions, mask=mask, cache=cache)
+
+    def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> None:
+        """Run MTP layer `index` as `step` does, for what that leaves in the cache."""
+        self.step(index, tokens, hidden, cache=cache)
+
+    def recycle(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
+        """Run MTP layer `index` on its own state: tokens [B, 1] and the next_hidden of the step before."""
+        if self.family.recycled_kv == "own":
+            return self.step(index, tokens, hidden, cache=cache)
+        cache.rollback_to([length - 1 for length in cache.lengths])  # to the position of the step before
+        with cache.frozen():
+            return self.step(index, tokens, hidden, cache=cache)
 
     def _forward(
         self,
@@ -313,6 +328,8 @@ class Head(nn.Module):
             depths: How many.
             documents: [B, T] ids: attention and positions stay inside a document.
         """
+        if self.family.recycled_kv == "first" and depths > self.num_modules:
+            return self.rollout_hidden(tokens, hidden, depths, documents=documents)
         return self._hidden_by_depth(tokens, hidden, depths, documents, None)
 
     @property
@@ -340,9 +357,7 @@ class Head(nn.Module):
         self, tokens: Tensor, hidden: Tensor, depths: int, documents: Tensor | None, rollout: RolloutCache | None
     ) -> list[Tensor]:
         """rollout: an empty cache to attend as in decoding; None: each depth attends to its own keys."""
-        length = tokens.shape[1]
-        if not 1 <= depths < length:
-            raise ConfigError(f"depths = {depths}; expected 1 <= depths < {length}, the number of tokens")
+        check_depths(depths, length := tokens.shape[1])
         positions: Tensor = torch.arange(length, device=tokens.device).expand_as(tokens)
         within = None
         if documents is not None:
@@ -357,10 +372,13 @@ class Head(nn.Module):
                 step = self.step(index, *inputs, positions=own, within=visible)
             else:
                 window = self._at(index).layer_type.window
-                device = tokens.device
-                visible = chain_mask(length, self.num_modules, depth, window=window, within=within, device=device)
-                mask = self.trunk.to_attention_mask(visible)
-                own = own + (depth - self.num_modules)
+                is_shared, device = self.family.recycled_kv == "first", tokens.device
+                reach = self.num_modules if is_shared else depth
+                visible = chain_mask(length, self.num_modules, reach, window=window, within=within, device=device)
+                mask = self.trunk.to_attention_mask(visible[:, :, :num])
+                own = own if is_shared else own + (depth - self.num_modules)
+                if is_shared and depth > self.num_modules:
+                    rollout.freeze()
                 step = self._forward(index, *inputs, positions=own, mask=mask, cache=rollout)
             outs.append(step.final_hidden)
             next_hidden = step.next_hidden
@@ -378,6 +396,12 @@ class Head(nn.Module):
             self.logits(self.layer_index(depth), state[:, :length]) for depth, state in enumerate(states, start=1)
         ]
         return torch.stack(logits, dim=2)
+
+
+def check_depths(depths: int, length: int) -> None:
+    """Raise ConfigError if texts of `length` tokens are too short for this number of depths."""
+    if not 1 <= depths < length:
+        raise ConfigError(f"depths = {depths}; expected 1 <= depths < {length}, the number of tokens")
 
 
 def draft_config(head: Head) -> dict[str, object]:

@@ -24,6 +24,7 @@ from nextn.model.expert_groups import EXPERT, run_in_groups, separable_experts
 from nextn.model.head import Head
 from nextn.model.packed_experts import can_keep_codes, pack_experts
 from nextn.model.packed_linear import StandIns
+from nextn.model.shared_kv_head import SharedKVHead
 from nextn.model.stored_experts import StoredExperts, find_layout
 from nextn.model.trunk import Trunk
 
@@ -103,6 +104,8 @@ def trunk_state(weights: TensorReader) -> tuple[dict[str, StoredTensor], list[st
 def meta_head(inventory: Inventory, trunk: Trunk) -> Head:
     """Build the head on the meta device: parameters that are never loaded cannot be read by accident."""
     with torch.device("meta"):
+        if inventory.family.trunk_kv:
+            return SharedKVHead(inventory.family, trunk, inventory.checkpoint.config)
         return Head(inventory.family, trunk, num_modules=inventory.declared)
 
 
@@ -133,6 +136,8 @@ def load_tensors(
             value = weights.checked_scales(name) if keeps_codes else weights.read(name).to(parameter.dtype)
             if not is_finite(value):
                 problems.append(f"non-finite: {weights.non_finite(name)}")
+            if inventory.role(canonical) in inventory.family.orders and not _is_order(value):
+                problems.append(f"not an order: {name} must hold each number from 0 to {value.numel() - 1} once")
             release_pages([value])
             if stem in split:
                 split[stem].files.setdefault(number, {})[canonical] = name
@@ -141,7 +146,8 @@ def load_tensors(
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
         path, command = inventory.checkpoint.path, inventory.restore_command(force=True)
-        advice = f"`nextn audit {shlex.quote(path)}` shows details; `{command}` restores a head."
+        restored = "download it again" if inventory.family.trunk_kv else f"`{command}` restores a head"
+        advice = f"`nextn audit {shlex.quote(path)}` shows details; {restored}."
         raise CheckpointError(_listed(f"{path}: the head cannot be loaded", problems) + f"\n{advice}")
     state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
     stems = split.keys() | packed.keys()
@@ -157,6 +163,10 @@ def load_tensors(
     unset = [name for name, value in values if value.is_meta and name not in left]
     assert not unset, f"{unset} have no value: buffers that are not stored"
     return notes
+
+
+def _is_order(value: Tensor) -> bool:
+    return bool(torch.equal(value.flatten().long().sort().values, torch.arange(value.numel())))
 
 
 def _keeping_codes(head: Head, weights: TensorReader, stand_ins: StandIns) -> dict[str, Tensor]:

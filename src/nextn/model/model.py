@@ -111,6 +111,11 @@ class Model:
         checkpoint = _open(source, revision=revision, cache_dir=cache_dir, offline=offline)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
         beside = None if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
+        if beside is not None and beside.family.trunk_kv and (stream or defer):
+            raise FamilyError(
+                f"{beside.family.title} read the trunk's keys, which a trunk that is loaded layer by layer does not "
+                "keep; load the whole model (--no-stream)"
+            )
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
         if stream and not offline:
             inventory = in_parts(inventory, revision=revision, cache_dir=cache_dir, keep=shards)

@@ -45,7 +45,12 @@ class LazyTensor(Protocol):
 def model_from_config(config: Mapping[str, object], dtype: torch.dtype) -> PreTrainedModel:
     """Build a freshly initialized model from a transformers config, a dict with `model_type`."""
     typed = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # some configs modify the dicts that they are given
-    return _loader(typed).from_config(typed, dtype=dtype)
+    return model_of_config(typed, dtype)
+
+
+def model_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a freshly initialized model from transformers' config."""
+    return _loader(config).from_config(config, dtype=dtype)
 
 
 def model_from_folder(

@@ -173,6 +173,19 @@ class Trunk(nn.Module):
             getattr(self.config, name, 1.0) for name in divisors
         )
 
+    @property
+    def logit_cap(self) -> float | None:
+        """The bound that logits approach, as Gemma's do; None where they have none."""
+        return getattr(self.config, "final_logit_softcapping", None)
+
+    def check_losses(self) -> None:
+        """Raise FamilyError if losses, which multiply states with the lm_head, do not have this model's logits."""
+        if self.logit_cap is not None:
+            raise FamilyError(
+                f"model_type {self.config.model_type} caps its logits (final_logit_softcapping = {self.logit_cap:g}), "
+                "which training does not compute; trunks without a cap, such as Gemma 3, can have a head"
+            )
+
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
         """Run the model over tokens [B, T], which may be on the host.
 
@@ -232,7 +245,8 @@ class Trunk(nn.Module):
 
     def logits(self, final_hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final_hidden [..., H] in float32, see `logits_of`."""
-        return logits_of(self.output, final_hidden)[..., : self.vocab_size]
+        logits = logits_of(self.output, final_hidden)[..., : self.vocab_size]
+        return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)
 
     @property
     def lm_head(self) -> Tensor:

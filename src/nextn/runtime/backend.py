@@ -108,8 +108,8 @@ class DecodingHead(Protocol):
     def uses_next_hidden(self, depth: int) -> bool:
         """Whether a depth takes the next_hidden of the depth before, not the trunk's state."""
 
-    def cache(self, batch_size: int) -> AnyCache:
-        """Make an empty cache for one MTP layer."""
+    def cache(self, batch_size: int, trunk_cache: AnyCache = None) -> AnyCache:
+        """Make an empty cache for one MTP layer. trunk_cache: The trunk's, for a head that reads it."""
 
     def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: AnyCache) -> HeadStep:
         """Run an MTP layer over a block of tokens [B, T] and states [B, T, ...]; the caller commits it."""
@@ -261,6 +261,12 @@ def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
         raise Untraceable("the native runtime has all layers in memory, and a device map places them elsewhere")
     if trunk.device.type != "cpu":
         raise Untraceable(f"the native runtime runs on CPUs, the model is on {trunk.device}")
+    if trunk.logit_cap is not None:
+        raise Untraceable("the native runtime computes logits without a cap (final_logit_softcapping)")
+    if head is not None and head.family.recycled_kv != "own":
+        raise Untraceable("the native runtime gives recycled depths keys of their own, and this head's have none")
+    if head is not None and head.family.trunk_kv:
+        raise Untraceable("the native runtime runs heads with keys of their own, and this one reads the trunk's")
     if (quantizer := getattr(trunk.model, "hf_quantizer", None)) is not None:
         method = getattr(quantizer.quantization_config, "quant_method", "quantization")
         raise Untraceable(

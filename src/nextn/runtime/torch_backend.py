@@ -69,14 +69,14 @@ class TorchHead:
     def uses_next_hidden(self, depth: int) -> bool:
         return self.mtp_head.uses_next_hidden(depth)
 
-    def cache(self, batch_size: int) -> KVCache:
-        return self.mtp_head.cache(batch_size)
+    def cache(self, batch_size: int, trunk_cache: KVCache | None = None) -> KVCache:
+        return self.mtp_head.cache(batch_size, trunk_cache)
 
     def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
         return self.mtp_head.step(index, tokens, hidden, cache=cache)
 
     def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> None:
-        self.step(index, tokens, hidden, cache=cache)
+        self.mtp_head.refresh(index, tokens, hidden, cache=cache)
 
     def predict(self, index: int, final_hidden: Tensor) -> Prediction:
         return Prediction(self.mtp_head.logits(index, final_hidden))
@@ -100,7 +100,7 @@ class TorchRecursion:
     def step(self, tokens: Sequence[int]) -> Prediction:
         index = self._head.num_modules - 1
         head_input = torch.tensor(tokens, device=self._state.device)[:, None]
-        step = self._head.step(index, head_input, self._state[:, None], cache=self._cache)
+        step = self._head.recycle(index, head_input, self._state[:, None], cache=self._cache)
         self._cache.commit([1] * len(tokens))
         self._state = step.next_hidden[:, 0]
         return Prediction(self._head.logits(index, step.final_hidden[:, 0]))

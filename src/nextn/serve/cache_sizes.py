@@ -14,7 +14,8 @@ def sized_caches(backend: Backend) -> list[KVCache]:
     """
     trunk, head = backend.trunk, backend.head
     with torch.inference_mode(), trunk.pass_context():
-        caches: list[KVCache] = [trunk.cache(1), *(() if head is None else map(head.cache, [1] * head.num_modules))]
+        caches: list[KVCache] = [trunk.cache(1)]
+        caches += [] if head is None else [head.cache(1, caches[0]) for _ in range(head.num_modules)]
         if isinstance(caches[0], KVBuffers):
             return caches
         size = min(trunk.max_length or 2**31, 2 * max(cache.compress_rate for cache in caches))

@@ -87,6 +87,7 @@ class CotrainLoss:
         self, head: Head, settings: HeadSettings, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self.head, self.settings, self.autocast = head, settings, autocast
+        head.trunk.check_losses()
         self.model = Model(head.trunk, head, head.family)
         self.weights = depth_weights(settings.depths, beta=settings.beta)
         if settings.unrolled and not head.can_rollout:

@@ -24,7 +24,7 @@ from nextn.data.batches import Batch
 from nextn.data.corpus import Corpus
 from nextn.edit.convert import small_config
 from nextn.edit.restore import restore
-from nextn.errors import CheckpointError, ConfigError
+from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import LAYOUT_FIELD
 from nextn.losses.distillation import HeadLoss, head_loss
 from nextn.losses.divergences import Teacher
@@ -88,6 +88,8 @@ class HeadTask:
     ) -> None:
         ranks.check_batch(config.batch_size, parts=config.accumulate)
         self.head = _check(model, config)
+        if self.head.family.trunk_kv:
+            raise FamilyError(f"{self.head.family.title}: nextn does not train such heads; use a published one")
         self.model, self.config, self.origin, self.on_policy = model, config, origin, on_policy
         self.has_baseline, self.ranks = has_baseline, ranks
         self.batches, self.held_out = make_batches(corpus, held_out, model.trunk, config)

@@ -66,7 +66,7 @@ def init_head(
     """
     if family.max_modules is not None and num_modules > family.max_modules:
         raise ConfigError(f"modules = {num_modules}; {family.name} allows at most {family.max_modules}")
-    _refuse_capped_logits(trunk)
+    trunk.check_losses()
     with _layer_errors(family, trunk), deferred.building() if deferred else nullcontext():
         head = Head(family, trunk, num_modules=num_modules)
     modules, notes = cast(Sequence[MTPLayer], head.stack), list[str]()
@@ -90,15 +90,6 @@ def init_head(
         with torch.no_grad(), _layer_errors(family, trunk), computed:
             head.teacher_forced_hidden(tokens, states, 1)
     return head, list(dict.fromkeys(notes))
-
-
-def _refuse_capped_logits(trunk: Trunk) -> None:
-    cap = getattr(trunk.config, "final_logit_softcapping", None)
-    if cap is not None:
-        raise FamilyError(
-            f"model_type {trunk.config.model_type} caps its logits (final_logit_softcapping = {cap:g}), which training "
-            "and decoding here do not compute; trunks without a cap, such as Gemma 3, can have a head"
-        )
 
 
 def _is_known(family: Family) -> bool:

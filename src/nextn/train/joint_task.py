@@ -202,8 +202,10 @@ class JointTask:
 def make_batches(corpus: Corpus, held_out: Corpus | None, trunk: Trunk, config: TrainConfig) -> tuple[Batches, Batches]:
     """Return the batches for training, and for evaluation in passes of the same size.
 
-    held_out: None = the training text. Raises ConfigError for text that does not fit the model or the settings.
+    held_out: None = the training text. Raises ConfigError for text that does not fit the model or the settings, and
+    FamilyError for a trunk whose logits no loss computes.
     """
+    trunk.check_losses()
     batches = partial(Batches, length=config.length, seed=config.seed, pack=trunk.can_pack)
     for text in (corpus, held_out or corpus):
         text.check_vocabulary(trunk.vocab_size)

@@ -250,7 +250,7 @@ class NativeHead:
         logits, weight = partial(self._draft_logits, index), self._recorded.output(index).weight
         return LMHead(self._runtime, weights, logits, weight, self._recorded.draft_vocabulary)
 
-    def cache(self, batch_size: int) -> KVBuffers:
+    def cache(self, batch_size: int, trunk_cache: object = None) -> KVBuffers:
         """Return a cache for any of the MTP layers."""
         return _allocate_cache(self._passes, batch_size)
 

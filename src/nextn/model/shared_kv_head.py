@@ -1,0 +1,255 @@
+"""A head whose layers have queries only and read the trunk's keys and values, such as a Gemma 4 assistant.
+
+It has no cache: a chain of drafts stays at one position, where each step attends to what the trunk has stored up to the
+pair's hidden state. Layers, sizes and lm_head are its own; only the trunk's embedding and hidden states enter.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from nextn.cache.kv_cache import KVCache, causal
+from nextn.cache.rollout_cache import RolloutCache
+from nextn.cache.shared_kv import TrunkKV
+from nextn.errors import FamilyError
+from nextn.families import Family
+from nextn.model.head import Head, HeadStep, MTPLayer, check_depths
+from nextn.model.layer_types import LayerType
+from nextn.model.logits import logits_of
+from nextn.model.transformers_loading import model_of_config
+from nextn.model.trunk import Trunk
+
+_Keys = Mapping[LayerType, tuple[Tensor, Tensor]]
+
+
+class QueryLayers(MTPLayer):
+    """The projections of a head around its decoder layers, which have queries only."""
+
+    next_projection: nn.Linear
+    output: nn.Linear
+    centroids: nn.Linear
+    token_ordering: Tensor
+
+    def __init__(
+        self, family: Family, trunk: Trunk, source: Trunk, types: Sequence[LayerType], num_centroids: int
+    ) -> None:
+        """Create the layer with new weights.
+
+        Args:
+            family: The conventions.
+            trunk: The trunk whose embeddings and states it takes, and whose keys it reads.
+            source: A model of the head's own sizes, whose last layers become this one's.
+            types: Of these decoder layers.
+            num_centroids: Groups of tokens, of which only the best few are drafted from; 0: all tokens are.
+        """
+        nn.Module.__init__(self)
+        outer, inner, vocabulary = trunk.config.hidden_size, source.config.hidden_size, source.vocab_size
+        self.family, self.scale, self.layer_types = family, 1.0, list(types)
+        self.block, self.final_norm = source.decoder.layers[-len(types) :], source.norm()
+        sizes = {"projection": (2 * outer, inner), "next_projection": (inner, outer), "output": (inner, vocabulary)}
+        sizes |= {"centroids": (inner, num_centroids)} if num_centroids else {}
+        for role, (width, rows) in sizes.items():
+            setattr(self, role, nn.Linear(width, rows, bias=False, dtype=trunk.dtype))
+            source.initialize(getattr(self, role))
+        if num_centroids:
+            self.register_buffer("token_ordering", torch.arange(vocabulary))
+
+    def project_inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Combine embeddings and hidden states [B, T, H] to the decoder layers' input."""
+        parts = [hidden, embedded] if self.family.concat == "hidden_first" else [embedded, hidden]
+        states: Tensor = self.projection(torch.cat(parts, dim=-1))
+        return states
+
+    def select(self, logits: Tensor, final_hidden: Tensor, num_best: int) -> Tensor:
+        """Return the logits [..., V], -inf outside of the groups whose centroids fit best."""
+        groups = self.token_ordering.view(self.centroids.out_features, -1)
+        best = self.centroids(final_hidden).topk(num_best, dim=-1).indices
+        kept = groups[best].flatten(-2)
+        return torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
+
+
+class SharedKVHead(Head):
+    """A head that reads the keys and values of the trunk's last layers that store any, per type of layer."""
+
+    def __init__(self, family: Family, trunk: Trunk, config: Mapping[str, object]) -> None:
+        """Create the head with new weights.
+
+        Args:
+            family: The conventions; `trunk_kv` is set.
+            trunk: The trunk.
+            config: The config.json of the head's own checkpoint.
+
+        Raises:
+            FamilyError: The config is not one of such a head, or the trunk's keys, states or tokens do not fit it.
+        """
+        nn.Module.__init__(self)
+        self.family, self.draft_vocabulary, self.exact = family, None, False
+        self._trunk = (trunk,)
+        own = _own_config(config, family)
+        text = own.text_config
+        _check_fit(own, trunk)
+        self._source = (_source(text, trunk),)
+        self.num_best = own.centroid_intermediate_top_k
+        windows = {"sliding_attention": text.sliding_window}
+        types = [LayerType(name, windows.get(name)) for name in text.layer_types]
+        # Per type of the head's layers, the trunk's layer whose keys and values they read.
+        self.read_layers = {each: storing_layers(trunk, each.name)[-1] for each in dict.fromkeys(types)}
+        self.windows = {each: each.window for each in self.read_layers}
+        num_centroids = own.num_centroids if own.use_ordered_embeddings else 0
+        self.stack = nn.ModuleList([QueryLayers(family, trunk, self._source[0], types, num_centroids)])
+
+    @property
+    def can_rollout(self) -> bool:
+        return True
+
+    def cache(self, batch_size: int, trunk_cache: KVCache | None = None) -> KVCache:
+        """Return a view of the trunk's cache; None: one that is only measured."""
+        return TrunkKV(trunk_cache, batch_size)
+
+    def step(
+        self,
+        index: int,
+        tokens: Tensor,
+        hidden: Tensor,
+        *,
+        cache: KVCache | None = None,
+        within: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> HeadStep:
+        """Run the head over pairs of tokens [B, T] and states [B, T, H], each at its own position; see `Head.step`.
+
+        cache: A view of the trunk's, which has stored the positions.
+        """
+        assert isinstance(cache, TrunkKV)
+        tokens = tokens.to(hidden.device, non_blocking=True)
+        length, end = tokens.shape[1], max(cache.lengths) + tokens.shape[1]
+        cache.begin(length)
+        return self._read(tokens, hidden, cache.positions(length), self._keys(cache, end))
+
+    def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> None:
+        """Count the positions: there is nothing to store."""
+        cache.begin(tokens.shape[1])
+
+    def recycle(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
+        """Run the head once more at the position where it just was."""
+        cache.rollback_to([length - 1 for length in cache.lengths])
+        return self.step(index, tokens, hidden, cache=cache)
+
+    def _read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, keys: _Keys) -> HeadStep:
+        """positions: [B, T], of the hidden states; keys: per type of layer, keys and values of all positions so far."""
+        layers = cast(QueryLayers, self.stack[0])
+        embedded = self._embed(tokens).to(layers.dtype)
+        states = layers.project_inputs(embedded, hidden.to(embedded.dtype))
+        queries = positions + int(self.family.trunk_kv == "token")
+        rotary, masks = {}, {}
+        for layer_type, (key, _) in keys.items():
+            rotary[layer_type] = self._source[0].rotary(states, queries, layer_type)
+            # transformers lets a query at its token's position see one key more: as many before the hidden state's.
+            window = self.windows[layer_type]
+            window = window and window + int(self.family.trunk_kv == "token")
+            masks[layer_type] = self.trunk.to_attention_mask(causal(positions, key.shape[2], window=window))
+        for layer_type, layer in zip(layers.layer_types, layers.layers, strict=True):
+            states = layer(
+                states,
+                shared_kv_states={layer_type.name: keys[layer_type]},
+                position_embeddings=rotary[layer_type],
+                attention_mask=masks[layer_type],
+                position_ids=queries,
+            )
+        final_hidden = layers.final_norm(states)
+        return HeadStep(final_hidden, layers.next_projection(final_hidden))
+
+    def earlier_layer(self, layer_type: LayerType) -> int | None:
+        """Return the trunk's layer of this type before the one that is read; None if that is the first."""
+        return next(iter(storing_layers(self.trunk, layer_type.name)[-2:-1]), None)
+
+    def _keys(self, cache: TrunkKV, num_positions: int) -> _Keys:
+        return {each: cache.keys_and_values(layer, num_positions) for each, layer in self.read_layers.items()}
+
+    def draft_logits(self, index: int, final_hidden: Tensor) -> Tensor:
+        layers = cast(QueryLayers, self.stack[index])
+        if self.draft_vocabulary is not None or "output" not in self.family.own:
+            return super().draft_logits(index, final_hidden)
+        logits = logits_of(layers.output, final_hidden)
+        return logits if not hasattr(layers, "centroids") else layers.select(logits, final_hidden, self.num_best)
+
+    def _hidden_by_depth(
+        self, tokens: Tensor, hidden: Tensor, depths: int, documents: Tensor | None, rollout: RolloutCache | None
+    ) -> list[Tensor]:
+        """A chain attends to the same keys in training and in decoding, so there is one answer. The trunk's keys are
+        computed again from the tokens."""
+        check_depths(depths, tokens.shape[1])
+        if documents is not None and bool((documents != documents[:, :1]).any()):
+            raise FamilyError(f"{self.family.title}: a sequence holds one document, as the head reads the trunk's keys")
+        cache = self.trunk.cache(len(tokens))
+        with torch.no_grad():
+            self.trunk(tokens, cache)
+        keys = self._keys(TrunkKV(cache, len(tokens)), tokens.shape[1])
+        positions, outs = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), []
+        for depth in range(1, depths + 1):
+            num = tokens.shape[1] - depth
+            step = self._read(tokens[:, depth:], hidden[:, :num], positions[:, :num], keys)
+            outs.append(step.final_hidden)
+            hidden = step.next_hidden
+        return outs
+
+
+def storing_layers(trunk: Trunk, name: str) -> list[int]:
+    """Return the indices of the trunk's layers of this type that store keys and values."""
+    return [index for index, layer_type in enumerate(trunk.layer_types) if layer_type.name == name]
+
+
+def _own_config(config: Mapping[str, object], family: Family) -> Any:
+    """Return transformers' config of the head. Raises FamilyError for values that it refuses."""
+    try:
+        own: Any = AutoConfig.for_model(**cast(dict[str, Any], copy.deepcopy({**config})))
+        assert own.text_config.num_hidden_layers == len(own.text_config.layer_types), "one layer type per layer"
+        assert own.text_config.vocab_size % own.num_centroids == 0 or not own.use_ordered_embeddings, "equal groups"
+    except Exception as error:  # an untrusted config
+        reason = " ".join(str(error).split())[:300]
+        raise FamilyError(f"the config.json is not one of {family.title}: {type(error).__name__}: {reason}") from error
+    return own
+
+
+def _check_fit(own: Any, trunk: Trunk) -> None:
+    """Raise FamilyError listing what of the trunk does not fit the head's config."""
+    text, config = own.text_config, trunk.config
+    facts = [("backbone_hidden_size", own.backbone_hidden_size, config.hidden_size, "hidden_size")]
+    facts.append(("vocab_size", text.vocab_size, trunk.vocab_size, "vocab_size"))
+    problems = []
+    for name in dict.fromkeys(text.layer_types):
+        if not (read := storing_layers(trunk, name)):
+            problems.append(f"its {name} layers read keys of the trunk's, which has none of this type that stores any")
+            continue
+        wanted, found = text.per_layer_config[text.layer_types.index(name)], config.per_layer_config[read[-1]]
+        for size in ("num_key_value_heads", "head_dim"):
+            facts.append((f"{size} of {name}", getattr(wanted, size), getattr(found, size, None), size))
+    problems += [
+        f"{name} is {wanted}, the trunk's {other} {found}" for name, wanted, found, other in facts if wanted != found
+    ]
+    if problems:
+        raise FamilyError(
+            f"the head does not fit this trunk: {'; '.join(problems)}; give the trunk that it was made for"
+        )
+
+
+def _source(text: PreTrainedConfig, trunk: Trunk) -> Trunk:
+    """Return a model on the meta device whose last layers are the head's. Layers before them count as those whose keys
+    they read, without which transformers builds no layers with queries only."""
+    config, names = copy.deepcopy(text), list(text.layer_types)
+    own = {} if text._heterogeneity_spec is None else text._heterogeneity_spec.per_layer_overrides
+    options = {name: own.get(index, {}) for index, name in enumerate(names)}
+    config.per_layer_config = None
+    config.layer_types = [*dict.fromkeys(names), *names]
+    config.num_hidden_layers, config.num_kv_shared_layers = len(config.layer_types), len(names)
+    config.per_layer_config = {index: options[name] for index, name in enumerate(config.layer_types)}
+    with torch.device("meta"):
+        source = Trunk(model_of_config(config, trunk.dtype))
+    with torch.device("cpu"):
+        source.decoder.rotary_emb = type(source.decoder.rotary_emb)(source.config)
+    source.config._attn_implementation = trunk.config._attn_implementation
+    return source

@@ -1,0 +1,259 @@
+"""Heads that read the trunk's keys and values: Gemma 4 assistants against transformers' own."""
+
+import json
+
+import pytest
+import torch
+from assistants import SIZES, WINDOW, build, marked_texts, reference, train
+from safetensors.torch import load_file, save_file
+from scheduled import Answers, alone, scheduler_of
+from tiny import decode
+from transformers import AutoConfig, DynamicCache, GenerationConfig
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+from nextn.audit import audit
+from nextn.cache.kv_cache import CACHE_ARGUMENT
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import trunk_family
+from nextn.decoding.drafter import Drafter
+from nextn.edit.convert import extract
+from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.evaluate.conventions import apply_variants, variants
+from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
+from nextn.evaluate.reference import reference_acceptance
+from nextn.evaluate.workload import Prompt, ReferencePlan
+from nextn.families import by_name
+from nextn.model.model import Model
+from nextn.runtime.backend import backend_for, make_backend
+from nextn.serve.request import GenerationRequest
+from nextn.settings import Contract, Sampling
+from nextn.train.joint_task import make_batches
+
+DEPTHS = 4
+KINDS = ({}, {"num_speculative_tokens": 0}, {"sampling": Sampling(temperature=1.0)}, {"frequency_penalty": 0.5},
+         {"logprobs": 2})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {size: build(size, tmp_path_factory.mktemp("assistants")) for size in SIZES}
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    return {size: Model.load(trunk, head=assistant) for size, (trunk, assistant) in folders.items()}
+
+
+def load_reference(folder):
+    config = AutoConfig.from_pretrained(folder)
+    model = reference(config)
+    missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+def text(length, seed=0):
+    return torch.randint(3, 96, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def chain(model, assistant, tokens, start, depths):
+    """transformers' logits of a chain of teacher-forced tokens whose first pair has the state of position `start`."""
+    trunk, cache = model.trunk.model, DynamicCache()
+    hidden = trunk.model(tokens[:, : start + 1], use_cache=True, **{CACHE_ARGUMENT: cache}).last_hidden_state[:, -1:]
+    keys = {each.name: (cache.layers[i].keys, cache.layers[i].values) for each, i in model.head.read_layers.items()}
+    out, position = [], torch.tensor([[start + 1]])
+    for depth in range(1, depths + 1):
+        embedded = trunk.get_input_embeddings()(tokens[:, start + depth : start + depth + 1])
+        step = assistant(
+            inputs_embeds=torch.cat([embedded, hidden], -1), position_ids=position, shared_kv_states=keys,
+            attention_mask=torch.ones(1, start + 2, dtype=torch.long),
+        )  # fmt: skip
+        out, hidden = [*out, step.logits[0, 0]], step.last_hidden_state
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_logits_are_those_of_transformers(models, folders, size):
+    model, assistant, tokens = models[size], load_reference(folders[size][1]), text(3 * WINDOW)
+    with torch.no_grad():
+        hidden = model.trunk(tokens).head_input
+        states = model.head.rollout_hidden(tokens, hidden, DEPTHS)
+        ours = [model.head.logits(0, each)[0] for each in states]
+    for start in (0, 3, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3):
+        theirs = chain(model, assistant, tokens, start, DEPTHS)
+        for depth, logits in enumerate(ours):
+            drafted = logits[start].isfinite()  # transformers puts tokens outside of the best groups below all others
+            assert int(drafted.sum()) == (36 if SIZES[size][1] else 96)
+            torch.testing.assert_close(logits[start][drafted], theirs[depth][drafted], rtol=0, atol=2e-4)
+            assert int(logits[start].argmax()) == int(theirs[depth].argmax())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_drafts_are_those_of_transformers(models, folders, size):
+    """In a batch of sequences of different lengths, each round's drafts continue its text as the assistant does."""
+    model, assistant, seen = models[size], load_reference(folders[size][1]), []
+
+    class Watched(Drafter):
+        def draft(self, plan, limits, tokens, *args, **options):
+            result = super().draft(plan, limits, tokens, *args, **options)
+            seen.extend((list(row), drafts) for row, drafts in zip(tokens, result.drafts, strict=True) if drafts)
+            return result
+
+    prompts = [text(length, seed=length)[0].tolist() for length in (5, 2 * WINDOW + 1)]
+    plain, _ = decode(model, prompts, max_tokens=12)
+    found, _ = decode(model, prompts, max_tokens=12, num_speculative_tokens=3, make_drafter=Watched)
+    assert found == plain
+    assert len(seen) >= 12
+    for tokens, drafts in seen[:: len(seen) // 8]:
+        continued = torch.tensor([[*tokens, *drafts]])
+        logits = chain(model, assistant, continued, len(tokens) - 2, len(drafts))
+        assert logits.argmax(-1).tolist() == drafts
+
+
+@torch.no_grad()
+def test_first_drafts_are_those_of_assisted_generation(models, folders):
+    """transformers' generator of candidates, which hands over keys of trunks with shared layers only."""
+    model, assistant, prompt = models["E2B"], load_reference(folders["E2B"][1]), text(2 * WINDOW + 3, seed=5)
+    trunk = model.trunk.model
+    outputs = trunk(prompt, output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
+    known = torch.cat([prompt, outputs.logits[:, -1:].argmax(-1)], dim=1)
+    assistant.generation_config.num_assistant_tokens = 3
+    options = GenerationConfig(max_length=100)
+    candidates = SinglePositionMultiTokenCandidateGenerator(assistant, trunk.get_input_embeddings(), options)
+    found, _ = candidates.get_candidates(known, {"attention_mask": torch.ones_like(known)}, outputs, False, 0)
+    _, log = decode(model, prompt.tolist(), max_tokens=8, num_speculative_tokens=3)
+    assert list(log[1].rows[0].drafts) == found[0, known.shape[1] :].tolist()
+
+
+def test_what_does_not_fit_is_refused(folders, tmp_path):
+    trunk, assistant = folders["31B"]
+    with pytest.raises(FamilyError, match="--head"):
+        Model.load(assistant)
+    with pytest.raises(CheckpointError, match="a head alone already"):
+        extract(assistant, tmp_path / "head.safetensors")
+    with pytest.raises(FamilyError, match="layer by layer"):
+        Model.load(trunk, head=assistant, stream=True)
+    with pytest.raises(FamilyError, match="num_key_value_heads"):
+        Model.load(folders["E2B"][0], head=assistant)
+    config = json.loads((assistant / "config.json").read_text())
+    tensors = load_file(assistant / "model.safetensors")
+
+    def saved(name, config, tensors):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        return tmp_path / name
+
+    wide = saved("wide", config | {"backbone_hidden_size": 40}, tensors)
+    with pytest.raises(FamilyError, match="backbone_hidden_size is 40"):
+        Model.load(trunk, head=wide)
+    strange = saved("strange", config | {"text_config": config["text_config"] | {"num_hidden_layers": "x"}}, tensors)
+    with pytest.raises(CheckpointError, match="num_hidden_layers"):
+        Model.load(trunk, head=strange)
+    uneven = saved("uneven", config | {"use_ordered_embeddings": True, "num_centroids": 7}, tensors)
+    with pytest.raises(FamilyError, match=r"config\.json is not one of Gemma 4 assistants"):
+        Model.load(trunk, head=uneven)
+    less = saved("less", config, {n: v for n, v in tensors.items() if n != "post_projection.weight"})
+    with pytest.raises(CheckpointError, match=r"missing: post_projection\.weight"):
+        Model.load(trunk, head=less)
+    config = json.loads((folders["E2B"][1] / "config.json").read_text())
+    tensors = load_file(folders["E2B"][1] / "model.safetensors")
+    name = "masked_embedding.token_ordering"
+    twice = saved("twice", config, tensors | {name: tensors[name].clamp_max(90)})
+    with pytest.raises(CheckpointError, match="not an order"):
+        Model.load(folders["E2B"][0], head=twice)
+
+
+def test_audit(folders, tmp_path):
+    """Clean as published; each absent, additional and mis-shaped tensor, and another size's trunk, is reported."""
+    for size, (trunk, assistant) in folders.items():
+        inventory = Inventory.of(Checkpoint.open(trunk), family=trunk_family(Checkpoint.open(trunk)))
+        report = audit(Checkpoint.open(assistant), trunk=inventory)
+        assert (report.clean, report.modules, report.findings) == (True, (0,), ()), size
+    other = audit(Checkpoint.open(folders["31B"][1]), trunk=Inventory.of(Checkpoint.open(folders["E2B"][0]),
+                  family=trunk_family(Checkpoint.open(folders["E2B"][0]))))  # fmt: skip
+    assert [each.rule for each in other.findings] == ["draft-sizes"]
+    tensors = load_file(folders["E2B"][1] / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"] = tensors.pop("model.layers.2.self_attn.q_norm.weight")
+    tensors["post_projection.weight"] = tensors["post_projection.weight"][:30].contiguous()
+    tensors["strange.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders["E2B"][1] / "config.json").read_bytes())
+    found = [(each.rule, each.place) for each in audit(Checkpoint.open(tmp_path)).findings]
+    assert found == [
+        ("query-head", "model.layers.2.self_attn.q_norm.weight"),
+        ("query-head", "model.layers.1.self_attn.k_proj.weight"),
+        ("query-head", "post_projection.weight"),
+        ("names-unknown", "strange.weight"),
+    ]
+    assert "--head" in audit(Checkpoint.open(folders["E2B"][0])).findings[0].fix
+
+
+def test_training_says_that_it_has_no_capped_logits(models):
+    with pytest.raises(FamilyError, match="caps its logits"):
+        make_batches(None, None, models["E2B"].trunk, None)
+
+
+def test_the_native_backend_says_why_it_does_not_run_it(models):
+    model = models["31B"]
+    assert backend_for(model).name == "torch"
+    with pytest.raises(ConfigError, match="native backend cannot run"):
+        make_backend(model.trunk, model.head, name="native")
+
+
+def test_the_row_says_which_engines_place_queries_elsewhere():
+    assert by_name("gemma4_assistant").conventions("vllm") == {"trunk_kv": "hidden"}
+
+
+def test_a_server_gives_what_each_request_gets_alone(models):
+    """Neighbors, every kind of request, and prefixes that are in the cache change neither text nor drafts."""
+    model, shared = models["E2B"], text(200, seed=2)[0].tolist()
+    requests = {
+        index: GenerationRequest(prompt=(*shared[: (150, 20, 140)[index % 3]], 3 + index), max_tokens=5 + index, **kind)
+        for index, kind in enumerate(KINDS)
+    }
+    running = Answers(scheduler_of(model, max_model_len=250, max_num_seqs=3, prefix_bytes=10**8))
+    found = running.run({index * 4: [(index, request)] for index, request in requests.items()})
+    assert running.scheduler.prefix_cache.num_hits >= 64
+    assert found == alone(model, requests, max_model_len=250)
+
+
+def test_variants_change_what_is_drafted_and_no_text(models):
+    """Each fault of its own kind: other logits, and the trunk's text."""
+    model, tokens = models["26B-A4B"], text(4 * WINDOW, seed=4)
+    with torch.no_grad():
+        hidden = model.trunk(tokens).head_input
+        right = model.head.logits(0, model.head.rollout_hidden(tokens, hidden, 2)[1])
+    plain, _ = decode(model, tokens[:, :20].tolist(), max_tokens=8)
+    own = {each.key: each for each in variants(model, Contract()) if not each.key.startswith(("gain", "offset"))}
+    assert own.keys() == {"concat", "hidden", "query-position", "kv-layer", "kv-window", "kv-narrow"}
+    for variant in own.values():
+        faulty, _ = apply_variants(model, Contract(), [variant])
+        if variant.key != "hidden":  # which gets another state from the trunk
+            with torch.no_grad():
+                wrong = faulty.head.logits(0, faulty.head.rollout_hidden(tokens, hidden, 2)[1])
+            assert (wrong - right)[:, -1].abs().max() > 1e-3, variant.key
+        assert decode(faulty, tokens[:, :20].tolist(), max_tokens=8, num_speculative_tokens=3)[0] == plain
+    assert model.head.windows != faulty.head.windows
+    injected = [each.name for each in FAULTS if each.variant_keys and fault_variant(each, model)]
+    assert {"halves-swapped", "wrong-keys", "window-lost", "window-everywhere", "query-shifted"} <= set(injected)
+
+
+@pytest.mark.slow
+def test_measured_acceptance_and_its_faults(folders):
+    """A trained pair: the scores of all positions agree with rounds, and keys of another layer are found."""
+    model = Model.load(folders["31B"][0], head=folders["31B"][1])
+    train(model, 250)
+    rows = marked_texts(8, 14, torch.Generator().manual_seed(9)).tolist()
+    prompts = [Prompt(tuple(row), "x") for row in rows]
+    plan = ReferencePlan(num_speculative_tokens=3, temperatures=(1.0,), max_tokens=40, chat=False)
+    reference = reference_acceptance(model, prompts, plan)
+    assert reference.figures(1.0, rule="ratio").length.value > 2
+    drafted = {each.name: measure_under_fault(reference, model, each) for each in FAULTS if not each.rule}
+    lengths = {name: found.figures(1.0, rule="ratio").length.value for name, found in drafted.items() if found}
+    assert max(lengths["wrong-keys"], lengths["halves-swapped"], lengths["head-unset"]) < 1.5
+    assert {"no-rerun", "no-prefill", "position0", "recycled-wrong"}.isdisjoint(lengths)
