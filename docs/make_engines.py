@@ -103,8 +103,7 @@ def curve(record: Record) -> Iterator[str]:
         for each in found[data]["curves"]:
             key = (each["temperature"], each["rule"], each["domain"])
             rows = [row for row in found[data]["figures"] if (row["temperature"], row["rule"], row["domain"]) == key]
-            lengths = [row["mean_acceptance_length"] for row in rows]
-            cells = (f"{each['value']:.2f} ({each['low']:.2f}-{each['high']:.2f})" for each in lengths)
+            cells = map(_length, rows)
             at = "greedy" if not key[0] else f"T = {key[0]:g}, argmax"
             saturated = {"saturates": f"saturates at K = {each['saturated_at']}", "increases": "does not saturate"}
             finding = saturated.get(each["outcome"], "undecided")
@@ -113,6 +112,12 @@ def curve(record: Record) -> Iterator[str]:
     if "llama.cpp" in found:
         rows = found["llama.cpp"]["by_drafts"]
         yield from beside({row["num_speculative_tokens"]: row for row in rows}, ks)
+
+
+def _length(row: Record) -> str:
+    """AL with its interval within what it can be."""
+    length, most = row["mean_acceptance_length"], row["num_speculative_tokens"] + 1
+    return f"{length['value']:.2f} ({max(1, length['low']):.2f}-{min(most, length['high']):.2f})"
 
 
 def beside(rows: Mapping[int, Record], ks: Sequence[int]) -> Iterator[str]:
