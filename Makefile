@@ -89,7 +89,7 @@ wheel: $(VENV)/.ready
 test-gpu: $(VENV)/.ready
 	$(BIN)/python -m pytest -m gpu
 
-# All that is to be shown on a GPU, in less than eight minutes; without one, `make rehearse-gpu` runs it at toy size.
+# All that is to be shown on a GPU, in about eight minutes; without one, `make rehearse-gpu` runs it at toy size.
 bench-gpu: $(VENV)/.ready
 	$(BIN)/python bench/gpu.py --out runs/gpu
 

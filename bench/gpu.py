@@ -1,4 +1,4 @@
-"""Everything that is to be shown on a GPU, in one command of less than eight minutes; --rehearse: at toy size on a CPU.
+"""Everything that is to be shown on a GPU, in one command of about eight minutes; --rehearse: at toy size on a CPU.
 
     python bench/gpu.py --out runs/gpu --prompts PROMPTS.jsonl --answers FOLDER
 
@@ -38,11 +38,11 @@ class Stage:
 STAGES = (
     Stage("tests", 100),
     Stage("lossless", 45),
-    Stage("answers", 75),
-    Stage("head", 175),
-    Stage("speed", 60),
+    Stage("answers", 65),
+    Stage("head", 150),
+    Stage("speed", 80),
     Stage("large_head", 40),
-    Stage("stream", 100),
+    Stage("stream", 130),
 )
 
 

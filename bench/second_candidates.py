@@ -67,7 +67,7 @@ def follow_rounds(ranks: Tensor, *, second: bool) -> tuple[int, int, list[list[i
 
 
 def measure(model: Model, prompts: Path | None, depths: Sequence[int], max_tokens: int) -> list[dict[str, object]]:
-    ids = [prompt_tokens(model, prompt, None) for prompt in read_prompts(prompts)]
+    ids = [prompt_tokens(model, prompt, ReferencePlan()) for prompt in read_prompts(prompts)]
     plan = ReferencePlan(num_speculative_tokens=max(depths), temperatures=(0.0,), max_tokens=max_tokens)
     generated = generate_texts(model, ids, plan, 0.0)
     usable = [

@@ -1,5 +1,5 @@
 """Write the tables of docs/benchmarks/engines.md from bench/results/engines.json, which `make test-engines` writes, and
-smollm2-engines.json, which bench/published.py writes.
+smollm2-engines.json and smollm2-curve.json, which bench/published.py and bench/curves.py write.
 """
 
 import json
@@ -19,7 +19,9 @@ Record = Mapping[str, Any]
 def records() -> Record:
     """Return both records as one."""
     published = json.loads((RESULTS / "smollm2-engines.json").read_text())
-    sections = {"published": published["engines"], "diagnosed": published["diagnose"]["rows"]}
+    curve_file = RESULTS / "smollm2-curve.json"
+    curves = json.loads(curve_file.read_text()) if curve_file.exists() else {}
+    sections = {"curve": curves, "published": published["engines"], "diagnosed": published["diagnose"]["rows"]}
     return json.loads((RESULTS / "engines.json").read_text()) | sections
 
 
@@ -92,6 +94,31 @@ def compared(results: Mapping[str, Record]) -> Iterator[str]:
             yield "| " + " | ".join(map(str, cells)) + " |"
 
 
+def curve(record: Record) -> Iterator[str]:
+    found = record["curve"]
+    ks = range(1, 1 + max(row["num_speculative_tokens"] for row in found["humaneval"]["figures"]))
+    yield f"| AL, {found['tokens']} tokens per answer | texts | {' | '.join(f'K = {k}' for k in ks)} | finding |"
+    yield f"|---|---|{'---|' * (len(ks) + 1)}"
+    for data, name in (("humaneval", "HumanEval"), ("questions", "questions")):
+        for each in found[data]["curves"]:
+            key = (each["temperature"], each["rule"], each["domain"])
+            rows = [row for row in found[data]["figures"] if (row["temperature"], row["rule"], row["domain"]) == key]
+            lengths = [row["mean_acceptance_length"] for row in rows]
+            cells = (f"{each['value']:.2f} ({each['low']:.2f}-{each['high']:.2f})" for each in lengths)
+            at = "greedy" if not key[0] else f"T = {key[0]:g}, argmax"
+            saturated = {"saturates": f"saturates at K = {each['saturated_at']}", "increases": "does not saturate"}
+            finding = saturated.get(each["outcome"], "undecided")
+            domain = "" if key[2] == "all" else f", {key[2]}"
+            yield f"| {name}{domain}, {at} | {rows[-1]['num_texts']} | {' | '.join(cells)} | {finding} |"
+    if "llama.cpp" in found:
+        rows = found["llama.cpp"]["by_drafts"]
+        engine = " | ".join(f"{row['engine']:.2f}" for row in rows)
+        yield f"| llama.cpp, HumanEval, greedy | | {engine} | |"
+        differences = (row["difference"] for row in rows)
+        cells = (f"{each['value']:+.2f} ({each['low']:+.2f} to {each['high']:+.2f})" for each in differences)
+        yield f"| less nextn, paired on texts | | {' | '.join(cells)} | |"
+
+
 def _rates(rates: list[float | None]) -> str:
     return ", ".join("-" if rate is None else f"{rate:.2f}" for rate in rates)
 
@@ -102,7 +129,7 @@ def _cell(text: str) -> str:
 
 # Sections of the record that make one table each.
 COMPARED = ("pairs", "head", "drafts", "gguf", "inside", "adopted", "published")
-TABLES = {"modules": modules, "versions": versions, "faults": faults, "diagnosed": diagnosed}
+TABLES = {"modules": modules, "versions": versions, "faults": faults, "diagnosed": diagnosed, "curve": curve}
 
 
 def pages() -> dict[Path, str]:

@@ -14,6 +14,7 @@ from nextn.engines.json_formats import JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.metrics_formats import METRICS_COUNTED
 from nextn.engines.run_settings import OVERRIDES
+from nextn.engines.table_formats import TABLE_FORMAT, TABLE_START, read_table
 from nextn.evaluate.faults import FAULTS, OTHER_CAUSES
 
 REFERENCE = DOCS / "reference"
@@ -166,11 +167,13 @@ def formats_page() -> str:
         (_cell(name), f"`{key}`", _cell((reader.__doc__ or "").split("\n\n")[0]))
         for name, (key, reader) in JSON_READERS.items()
     )
+    tables = [(_cell(TABLE_FORMAT), f"`{TABLE_START}`", _cell((read_table.__doc__ or "").split(". Raises")[0] + "."))]
     settings = ((f"`{each.name}`", each.engine, each.effect) for each in OVERRIDES)
     return "\n".join([
         FORMATS_INTRO,
         "## Logs and printed tables\n", table(("format", "what is counted"), logs),
         "## JSON\n", table(("format", "recognized by", "what is counted"), documents),
+        "## Tables with commas\n", table(("format", "first line begins with", "what is counted"), tables),
         "## Metrics\n", table(("engine", "series", "what is counted"), METRICS_COUNTED),
         OVERRIDES_INTRO, table(("setting", "engine", "acceptance is"), settings),
     ])  # fmt: skip

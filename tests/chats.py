@@ -24,3 +24,19 @@ def chatty(*, marked=True):
 def said(*turns):
     """("user", "hi"), ("assistant", "yes") -> messages."""
     return [{"role": role, "content": content} for role, content in turns]
+
+
+def reasoner():
+    """One whose template has marks of reasoning and of Hermes' tool calls, of which histories show everything."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role[0] }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "[{{ c.function.name }}={{ c.function.arguments.n }}]"
+        "{% endfor %}{% endfor %}{# <tool_call> <think></think> #}"
+        "{% if tools %}{{ tools | length }}{% endif %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    return tokenizer
+
+
+REASONED = '<think>Why?</think>I look. <tool_call>{"name": "count", "arguments": {"n": 1}}</tool_call>'

@@ -123,6 +123,14 @@ def events(body):
     return [json.loads(part) for part in parts]
 
 
+def named_events(body):
+    """The JSON of server-sent events that have names, which are their types."""
+    pairs = [part.split("\n") for part in body.decode().strip().split("\n\n")]
+    documents = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name for name, _ in pairs] == [f"event: {document['type']}" for document in documents]
+    return documents
+
+
 def error_of(answer):
     """The error in an answer: it must have OpenAI's form, and nothing else."""
     status, headers, body = answer

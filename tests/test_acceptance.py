@@ -89,11 +89,11 @@ def test_coverage(mean):
 def test_jackknife_of_a_mean():
     """For a mean it is the textbook interval."""
     values = [1.0, 4.0, 2.0, 8.0, 5.0]
-    found = jackknife(lambda places: sum(values[p] for p in places) / len(places), 5)
+    found = jackknife(lambda sums: sums[0] / sums[1], [(value, 1.0) for value in values])
     mean, deviation = 4.0, (sum((v - 4) ** 2 for v in values) / 4 / 5) ** 0.5
     assert found.value == mean
     assert found.high - mean == pytest.approx(t.ppf(0.975, 4) * deviation)
-    assert math.isnan(jackknife(lambda places: 1.0, 1).low)
+    assert math.isnan(jackknife(lambda sums: 1.0, [(1.0,)]).low)
 
 
 def test_pairs_see_what_pools_cannot():

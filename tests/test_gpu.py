@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from nextn.cache.kv_cache import write_each, write_indexed
+from nextn.edit.quantize import quantize
 from nextn.losses.distillation import head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets, mtp_loss
@@ -150,11 +151,15 @@ def test_a_head_beside_a_trainer(fixture_folder, tmp_path):
     assert logs[1] == pytest.approx(logs[0], rel=2e-3)
 
 
-def test_fp8_weights(fixture_folder, tmp_path):
-    """Blocks of fp8 weights give the texts that they give on a CPU."""
-    folder = tmp_path / "fp8"
-    Model.load(fixture_folder / "glm").save(folder, dtype=torch.bfloat16)
-    fp8_folder(folder, (128, 128))
+@pytest.mark.parametrize("weights", ["fp8", "int8", "int4"])
+def test_quantized_weights(weights, fixture_folder, tmp_path):
+    """Blocks of fp8, rows of int8 and groups of int4 give the texts that they give on a CPU."""
+    folder = tmp_path / weights
+    if weights == "fp8":
+        Model.load(fixture_folder / "glm").save(folder, dtype=torch.bfloat16)
+        fp8_folder(folder, (128, 128))
+    else:
+        quantize(fixture_folder / "glm", folder, weights=weights, head_bits=8)
     prompts = refrain(3, 33, seed=10**6).tolist()
     texts = [
         decode(Model.load(folder, dtype=torch.float32, device=device), prompts, num_speculative_tokens=3, max_tokens=16)

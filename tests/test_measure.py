@@ -14,8 +14,9 @@ from nextn.cli import app
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError
 from nextn.evaluate import reference_texts
+from nextn.evaluate.model_card import model_card
 from nextn.evaluate.reference import reference_acceptance, rescore
-from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes, model_card
+from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes
 from nextn.evaluate.reference_texts import Controls
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.settings import Contract
@@ -83,6 +84,8 @@ def test_length_at_every_k(found):
             total += product
         assert figures.length.value == pytest.approx(total)
         assert figures.length.low <= figures.length.value <= figures.length.high
+        wide = replace(figures, length=replace(figures.length, low=-2.0, high=9.0)).bounded_length
+        assert (wide.low, wide.value, wide.high) == (1.0, figures.length.value, figures.num_speculative_tokens + 1)
     assert model_free[0].length.value < model_free[1].length.value < model_free[2].length.value
 
 
@@ -193,11 +196,16 @@ def test_record(found):
         (t, rule, k, domain)
         for t, rules in ((0.0, ["greedy"]), (1.0, ["ratio", "block", "argmax", "match"]))
         for rule in rules
-        for k, domain in [(1, "all"), (2, "all"), (3, "all"), (3, "x"), (3, "y")]
+        for k in (1, 2, 3)
+        for domain in ("all", "x", "y")
     }
     assert {"acceptance", "mean_acceptance_length", "interval_95", "rule", "pass", "hashes", "shifted"} <= set(
         DEFINITIONS
     )
+    curves = {(each["temperature"], each["rule"], each["domain"]): each for each in record["curves"]}
+    assert set(curves) >= {(0.0, "greedy", "x"), (1.0, "argmax", "all")}
+    assert curves[0.0, "greedy", "all"]["outcome"] in ("saturates", "increases", "undecided")
+    assert record["parts"] == []  # short texts without tags have one part
     assert record["settings"]["contract"] == {"prefill": True, "rerun": True, "offset": 0}
     assert len(record["hashes"]["prompts"]) == 64
 
@@ -253,11 +261,16 @@ def test_verb(tmp_path):
     result = run(tmp_path, "--min-acceptance", "1", texts=strange)
     assert result.exit_code == 1, result.output
     assert "AL@2" in result.stdout
+    assert re.search(r"greedy +\d\.\d\d \(\d\.\d\d-\d\.\d\d\)", result.stdout)
     assert "shuffled hidden states" in result.stdout
     assert "| greedy |" in run(tmp_path, "--model-card", "--temperatures", "0").stdout
     greedy = ("--json", "--temperatures", "0", "--min-acceptance", "0.5", "--probe")
-    out = run(tmp_path, *greedy, "--out", str(tmp_path / "record.json"))
+    figure = tmp_path / "curve.svg"
+    out = run(tmp_path, *greedy, "--out", str(tmp_path / "record.json"), "--figure", str(figure))
     assert out.exit_code == 0, out.output
+    assert "tokens per round" in figure.read_text()
+    for bad in ("curve.txt", "nowhere/curve.png"):
+        assert "--figure" in str(run(tmp_path, "--figure", str(tmp_path / bad)).exception)
     record = json.loads(out.stdout)
     assert record == json.loads((tmp_path / "record.json").read_text())
     assert set(record["hashes"]) == {"head", "trunk", "prompts"}

@@ -21,7 +21,8 @@ from nextn.model.model import Model
 from nextn.serve.api import create_app
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions, ServerOptions
-from nextn.serve.schemas import ChatRequest, parse_request
+from nextn.serve.request_model import parse_request
+from nextn.serve.schemas import ChatRequest
 from nextn.settings import Settings
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
@@ -305,13 +306,6 @@ def test_our_own_client_reads_answers_and_metrics(server):
     endpoint.close()
 
 
-def test_the_responses_api_is_refused(client):
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.responses.create(model="tiny", input="hi")
-    assert caught.value.body["code"] == "not_found"
-    assert "/v1/chat/completions" in caught.value.body["message"]
-
-
 def test_several_byte_characters_arrive_whole(scripted_client):
     stream = scripted_client.completions.create(model="tiny", prompt="x", max_tokens=48, stream=True)
     parts = [chunk.choices[0].text for chunk in stream]
@@ -334,6 +328,42 @@ def test_logprobs_of_completions(scripted_client):
     parts = [chunk.choices[0].logprobs for chunk in stream]
     assert [token for part in parts for token in part.tokens] == logprobs.tokens
     assert [offset for part in parts for offset in part.text_offset] == logprobs.text_offset
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_echo_scores_the_prompt(model, backend):
+    """As lm-eval asks for likelihoods: a prompt longer than a block of the prefix cache, twice, and short ones."""
+    engine = ServingEngine(model, EngineOptions(backend, max_model_len=256, num_speculative_tokens=3, warmup=False))
+    prompts = [list((PROMPT * 20).encode()[:size]) for size in (150, 1, 20)]
+    trunk = engine.backend.trunk
+    with torch.inference_mode():
+        logits = trunk.read(trunk(torch.tensor([prompts[2]]), trunk.cache(1))).logits[0]
+    expected = logits.float().log_softmax(-1)[:-1].gather(1, torch.tensor(prompts[2])[1:, None])[:, 0].tolist()
+    with serving(engine, model) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        options = {"model": "tiny", "prompt": prompts, "temperature": 0, "logprobs": 1, "echo": True}
+        first, again, none = (client.completions.create(**options, max_tokens=new).choices for new in (1, 1, 0))
+        stream = list(client.completions.create(**options | {"prompt": prompts[0]}, max_tokens=1, stream=True))
+        plain = client.completions.create(model="tiny", prompt=PROMPT, echo=True, max_tokens=0, n=2)
+    for choice, twice, bare, prompt in zip(first, again, none, prompts, strict=True):
+        text, scores = bytes(prompt).decode(), choice.logprobs
+        assert choice.text.startswith(text)
+        assert (len(choice.text), bare.text) == (len(text) + 1, text)
+        assert scores.tokens[:-1] == list(text)
+        assert scores.token_logprobs[0] is scores.top_logprobs[0] is None
+        assert scores.text_offset == list(range(len(text) + 1))
+        tops = [max(top.values()) for top in scores.top_logprobs[1:]]
+        assert all(top >= one for top, one in zip(tops, scores.token_logprobs[1:], strict=True))
+        assert twice.logprobs == scores
+        assert bare.logprobs.token_logprobs == scores.token_logprobs[:-1]
+        assert (choice.finish_reason, bare.finish_reason) == ("length", "length")
+    assert first[2].logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
+    # A token has the same score wherever its prompt is cut into chunks.
+    assert first[2].logprobs.token_logprobs[1:20] == pytest.approx(first[0].logprobs.token_logprobs[1:20], abs=1e-4)
+    assert "".join(chunk.choices[0].text for chunk in stream) == first[0].text
+    scores = [score for chunk in stream for score in chunk.choices[0].logprobs.token_logprobs]
+    assert scores == first[0].logprobs.token_logprobs
+    assert [choice.text for choice in plain.choices] == [PROMPT] * 2
+    assert plain.choices[0].logprobs is None
 
 
 def test_logprobs_of_chat(scripted_client):
@@ -537,9 +567,24 @@ def test_recorded_conversations_are_accepted(scripted):
     for messages in conversations:
         answer = scripted.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
         assert answer[0] == 200, (messages, answer[2])
-    status, error = error_of(scripted.post("/v1/chat/completions", {"messages": [user | {"wisdom": 1}]}))
-    assert status == 400
-    assert "wisdom" in error["message"]
+
+
+def test_ignored_fields_are_named(scripted):
+    """Those that say nothing to a model; what would change the answer is refused, also in a message."""
+
+    def ask(fields, **message):
+        answer = scripted.post("/v1/chat/completions", {"messages": [user | message], "max_tokens": 2, **fields})
+        return answer[0], answer[1].get("x-ignored-fields")
+
+    user = {"role": "user", "content": "x"}
+    assert ask({}) == (200, None)
+    assert ask({"user": "me", "plugins": [], "web": None}) == (200, "plugins, user")
+    assert ask({"stream": True, "stream_options": {"include_obfuscation": False}}) == (200, None)
+    assert ask({}, annotations=[], cache_control={}) == (200, "messages.annotations, messages.cache_control")
+    assert ask({}, **{"a\r\nb: c": 1, "é": 2}) == (200, "2 others")
+    assert len(ask({}, **{f"x{count}": 1 for count in range(3000)})[1]) < 1000
+    for answer in (ask({"wisdom": 1, "user": "me"}), ask({"temprature": 0}), ask({}, prefix=True)):
+        assert answer[0] == 400
 
 
 def test_health(scripted):

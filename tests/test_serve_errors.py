@@ -14,7 +14,8 @@ from scripted_engine import ScriptedEngine
 from tiny import build
 
 from nextn.serve.api_errors import ApiError
-from nextn.serve.schemas import CompletionRequest, parse_request
+from nextn.serve.request_model import parse_request
+from nextn.serve.schemas import CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -97,7 +98,8 @@ CASES = [
     (chat(messages=[{"role": "user", "content": "x" * 300}]), 400, "messages", "context_length_exceeded", "context"),
     (completion(prompt=[0, 0, 0]), 400, None, "invalid_value", "does not like this prompt"),
     # numbers
-    (completion(max_tokens=0), 400, "max_tokens", "invalid_type", "greater than or equal to 1; got 0"),
+    (completion(max_tokens=0), 400, "max_tokens", "invalid_value", "only with echo"),
+    (chat(max_tokens=0), 400, "max_tokens", "invalid_type", "greater than or equal to 1; got 0"),
     (completion(max_tokens=-5), 400, "max_tokens", "invalid_type", "greater"),
     (completion(max_tokens="5"), 400, "max_tokens", "invalid_type", "valid integer; got '5'"),
     (completion(max_tokens=2.5), 400, "max_tokens", "invalid_type", "valid integer"),
@@ -153,7 +155,7 @@ CASES = [
     (completion(stream=True, stream_options=3), 400, "stream_options", "invalid_type", "got 3"),
     (completion(stream=True, stream_options={"x": 1}), 400, "stream_options.x", "unknown_parameter", "unknown field"),
     # fields that are not supported, or not known
-    (completion(echo=True), 400, "echo", "unsupported_parameter", "leave it out, or send False"),
+    (chat(echo=True), 400, "echo", "unsupported_parameter", "leave it out, or send False"),
     (completion(best_of=3), 400, "best_of", "unsupported_parameter", "leave it out"),
     (completion(suffix="end"), 400, "suffix", "unsupported_parameter", "leave it out"),
     (completion(prompt_logprobs=1), 400, "prompt_logprobs", "unsupported_parameter", "leave it out"),
@@ -162,10 +164,9 @@ CASES = [
     (completion(min_tokens=5, max_tokens=4), 400, "min_tokens", "invalid_value", "at most max_tokens, 4"),
     (completion(min_tokens=-1), 400, "min_tokens", "invalid_type", "greater than or equal to 0"),
     (completion(nonsense=1), 400, "nonsense", "unknown_parameter", "unknown field"),
-    (completion(guided_json={}), 400, "guided_json", "unknown_parameter", "unknown field"),
     (completion(messages=USER), 400, "messages", "unknown_parameter", "unknown field"),
     (chat(prompt="x"), 400, "prompt", "unknown_parameter", "unknown field"),
-    (chat(functions=[]), 400, "functions", "unknown_parameter", "unknown field"),
+    (chat(functions=[1]), 400, "functions", "unknown_parameter", "unknown field"),
     (chat(modalities=["text", "audio"]), 400, "modalities", "unsupported_parameter", "leave it out"),
     (completion(**{"x" * 5000: 1}), 400, "x" * 100, "unknown_parameter", "unknown field"),
     # conversations
@@ -187,8 +188,7 @@ CASES = [
         "invalid_type",
         "got 'image_url'",
     ),
-    (message(role="user", content="x", extra=1), 400, "messages[1].extra", "unknown_parameter", "unknown field"),
-    (message(role="tool", content="x"), 400, "messages", "invalid_value", "no role tool"),
+    (message(role="user", content="x", prefix=True), 400, "messages[1].prefix", "unknown_parameter", "unknown field"),
     (chat(messages=USER * 2049), 400, "messages", "invalid_type", "at most 2048"),
     (chat(chat_template_kwargs=[1]), 400, "chat_template_kwargs", "invalid_type", "valid dictionary"),
     # tools and formats
@@ -238,14 +238,14 @@ JSON = st.recursive(
 FIELDS = [
     "model", "prompt", "messages", "n", "max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "logit_bias",
     "logprobs", "top_logprobs", "stream", "stream_options", "tools", "tool_choice", "response_format", "echo", "user",
-    "stop_token_ids", "num_speculative_tokens", "chat_template_kwargs", "metadata",
+    "stop_token_ids", "num_speculative_tokens", "chat_template_kwargs", "metadata", "input", "text", "instructions",
 ]  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    path=st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]),
-    base=st.sampled_from([{}, {"prompt": "x"}, {"messages": USER}, {"tokens": [1]}]),
+    path=st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/responses"]),
+    base=st.sampled_from([{}, {"prompt": "x"}, {"messages": USER}, {"tokens": [1]}, {"input": "x"}]),
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),
 )
 def test_any_values(server, path, base, changes):

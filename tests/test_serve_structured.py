@@ -1,6 +1,7 @@
 """Structured output, tool calls and reasoning through the API, as the `openai` client reads them."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(model):
-    options = EngineOptions("torch", max_num_seqs=4, max_model_len=256, num_speculative_tokens=3, warmup=False)
-    with serving(ServingEngine(model, options), model) as server:
+    options = EngineOptions("torch", max_num_seqs=4, max_model_len=2048, num_speculative_tokens=3, warmup=False)
+    with serving(ServingEngine(model, options), model, max_model_len=2048) as server:
         yield server
 
 
@@ -79,6 +80,27 @@ def test_json_schema_of_completions_and_json_object(client):
     assert answer.choices[0].message.content.startswith("{")
 
 
+def test_the_forms_of_vllm(client, server):
+    """Each in its field of `structured_outputs`, under its older name, in chats and completions."""
+    gbnf = 'root ::= "<" [ab]{2} ">"'
+    forms = {
+        "json": (SCHEMA, fits), "regex": (r"[0-9]{3}-x", lambda text: re.fullmatch("[0-9]{3}-x", text)),
+        "choice": (["maybe \"so\"", "<yes>"], lambda text: text in ('maybe "so"', "<yes>")),
+        "grammar": (gbnf, lambda text: re.fullmatch("<[ab]{2}>", text)), "json_object": (True, json.loads),
+    }  # fmt: skip
+    few = CHAT | {"max_tokens": 60}
+    for kind, (value, is_valid) in forms.items():
+        bodies = [{"structured_outputs": {kind: value}}, {f"guided_{kind}": value}]
+        bodies += [{"guided_json": json.dumps(value)}] if kind == "json" else []
+        for body in bodies[: 1 if kind == "json_object" else None]:
+            stop = ["}"] if kind == "json_object" else None  # this model would not end it
+            (choice,) = client.chat.completions.create(**few, extra_body=body, stop=stop).choices
+            text = choice.message.content
+            assert text.startswith("{") if stop else is_valid(text), (body, text)
+    answer = client.completions.create(model="tiny", prompt="x", extra_body={"guided_choice": ["one", "two"]})
+    assert answer.choices[0].text in ("one", "two")
+
+
 def test_a_call_that_is_forced(client):
     """The template knows no tool calls; they are forced by a grammar and parsed all the same."""
     for choice, names in ((NAMED, {"count"}), ("required", {"count", "other"})):
@@ -111,8 +133,17 @@ def test_a_streamed_call(client):
     [
         ({"response_format": FORMAT | {"json_schema": {"schema": {"type": 5}}}}, "response_format", "JSON schema"),
         ({"response_format": FORMAT | {"json_schema": {"schema": {"enum": []}}}}, "response_format", "JSON schema"),
-        ({"tools": TOOLS}, "tools", "no known syntax"),
-        ({"tools": TOOLS, "tool_choice": "auto"}, "tools", "no known syntax"),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        ({"guided_regex": "("}, "guided_regex", "regular expression"),
+        ({"guided_regex": ""}, "guided_regex", "at least 1"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        ({"guided_choice": ["x" * 70_000]}, "guided_choice", "at most 65,536"),
+        ({"guided_grammar": "nothing"}, "guided_grammar", "neither Lark nor GBNF"),
+        ({"guided_grammar": "start: " + "x" * 20_000}, "guided_grammar", "at most 16,384"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern", "unknown"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "together with"),
     ],
 )
 def test_what_cannot_be_done_is_refused(server, fields, param, words):
@@ -155,6 +186,45 @@ def test_reasoning_content_and_calls(model, is_open):
     assert plain.message.tool_calls is None
     assert "<tool_call>" in plain.message.content
     assert plain.finish_reason == "stop"
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + UNMARKED
+
+
+@pytest.mark.parametrize(("template", "begin"), [(UNMARKED, "<s>"), (NO_SYSTEM, "<u>")])
+def test_tools_of_a_template_that_knows_none(model, template, begin):
+    """A text describes them, results are the user's, and calls of a history are text."""
+    tokenizer = chatty()
+    tokenizer.chat_template = template
+    said = 'I look. <tool_call>\n{"name": "count", "arguments": {"n": 1, "ok": true}}\n</tool_call>'
+    engine = ScriptedEngine(said, times=1)
+    calls = [{"id": str(n), "type": "function", "function": {"name": "count", "arguments": '{"n": 2}'}} for n in (1, 2)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "two"} for call in calls]
+    history = [*USER, {"role": "assistant", "content": "So", "tool_calls": calls}, *results]
+    with (
+        serving(engine, replace(model, tokenizer=tokenizer), max_model_len=4096) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
+        (choice,) = client.chat.completions.create(**CHAT | {"messages": history}, tools=TOOLS).choices
+        client.chat.completions.create(**CHAT | {"messages": history})
+        client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="none")
+        if template is NO_SYSTEM:
+            with pytest.raises(openai.BadRequestError, match="no system"):
+                client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": "S"}])
+    (call,) = choice.message.tool_calls
+    assert (choice.message.content, call.function.name, choice.finish_reason) == ("I look.", "count", "tool_calls")
+    shown, without, none = (tokenizer.decode(request.prompt) for request in engine.requests)
+    assert shown.startswith(begin)
+    assert json.dumps(TOOLS[0]["function"]["parameters"])[:40] in shown
+    assert "Counts." in shown
+    text = '<tool_call>\n{"name": "count", "arguments": {"n": 2}}\n</tool_call>'
+    response = "<tool_response>\ntwo\n</tool_response>"
+    end = f"<a>So\n{text}\n{text}{tokenizer.eos_token}<u>{response}\n{response}<a>"
+    assert shown.endswith(f"hi{end}")
+    assert without == f"<u>hi{end}"
+    assert none == "<u>hi<a>"
+    grammars = [request.grammar is not None for request in engine.requests]
+    assert grammars == [True, False, False]
 
 
 def test_a_chosen_syntax(model):

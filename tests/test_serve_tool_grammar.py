@@ -130,6 +130,28 @@ def test_a_mark_that_is_a_special_token_is_that_token():
     assert state.allowed(())[0].nonzero().flatten().tolist() == [tokenizer.convert_tokens_to_ids("<tool_call>")]
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_free_text_may_have_well_formed_calls(special):
+    tokenizer = tokenizer_of("hermes", special=special)
+    compiler, call = GrammarCompiler(tokenizer, vocab_size(tokenizer)), '{"name": "now", "arguments": {}}'
+    grammars = [
+        tool_call_grammar(tokenizer, SYNTAXES["hermes"], (NOW,), parallel=parallel, forced=False)
+        for parallel in (True, False)
+    ]
+    whole = f"<tool_call>\n{call}\n</tool_call>"
+    for text, may_end, is_valid in (
+        ("", True, True), ("No <tool_cal> here, and <b>{", True, True), (f"Hm. {whole}", True, True),
+        (f"{whole}\n{whole} So.", True, True), ("Hm. <tool_call>\n{", False, True),
+        (f"<tool_call>\n{call}", False, True), ("<tool_call> {", False, False), ("<tool_call>\n{'a", False, False),
+    ):  # fmt: skip
+        tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        masks = compiler.compile(grammars[0])().allowed(tokens)
+        assert (len(masks) == len(tokens) + 1) == is_valid, text
+        assert not is_valid or bool(masks[-1][tokenizer.eos_token_id]) == may_end, text
+    tokens = tuple(tokenizer(f"{whole}\n{whole}", add_special_tokens=False)["input_ids"])
+    assert len(compiler.compile(grammars[1])().allowed(tokens)) < len(tokens)
+
+
 @pytest.mark.parametrize(
     ("tools", "message"),
     [

@@ -256,14 +256,19 @@ def counts_of(counts: Sequence[Counters], k: int) -> list[int]:
 
 def rates_of(counts: Sequence[Counters], k: int) -> list[float | None]:
     """Return a_1..a_K; None for a depth that was never reached."""
-    return [accepted / drafted if drafted else None for drafted, accepted in pairwise(counts_of(counts, k))]
+    return _rates(counts_of(counts, k))
+
+
+def _rates(sums: Sequence[float]) -> list[float | None]:
+    return [accepted / drafted if drafted else None for drafted, accepted in pairwise(sums)]
 
 
 def _differences(theirs: Sequence[Counters], ours: Sequence[Counters], k: int) -> list[Mapping[str, float | None]]:
     """Per depth, on the same texts."""
 
-    def difference(depth: int, texts: Sequence[int]) -> float:
-        both = [rates_of([each[text] for text in texts], k)[depth] for each in (theirs, ours)]
-        return math.nan if None in both else both[0] - both[1]
+    def difference(depth: int, sums: Sequence[float]) -> float:
+        rates = [_rates(side)[depth] for side in (sums[: k + 1], sums[k + 1 :])]
+        return math.nan if None in rates else rates[0] - rates[1]
 
-    return [jackknife(partial(difference, depth), len(ours)).as_record() for depth in range(k)]
+    rows = [(*counts_of([a], k), *counts_of([b], k)) for a, b in zip(theirs, ours, strict=True)]
+    return [jackknife(partial(difference, depth), rows).as_record() for depth in range(k)]

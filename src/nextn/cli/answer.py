@@ -48,7 +48,9 @@ def answer(
     out: Annotated[Path, typer.Argument(help="Output .jsonl; an existing file is resumed.")],
     prompts: Annotated[
         list[str],
-        typer.Option(help="Text files or folders, .jsonl, .parquet, or a data set; repeatable."),
+        typer.Option(
+            help="Text files or folders, .jsonl, .parquet, a data set, speed-bench[:CATEGORY] or humaneval; repeatable."
+        ),
     ],
     count: Annotated[
         int | None,
@@ -91,9 +93,10 @@ def answer(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
     options = ModelOptions.of(locals()).prepared()
+    from nextn.data.benchmark_prompts import is_benchmark
     from nextn.data.sources import check_sources
 
-    check_sources(prompts)
+    check_sources([source for source in prompts if not is_benchmark(source)])
     from nextn.model.text_interface import TextInterface
     from nextn.train.self_generated import generate_answers, read_prompts
     from nextn.train.served_answers import served_answers

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -36,6 +35,7 @@ from nextn.cli.common import (  # fmt: skip
     Threads,
     Timeout,
     WeightType,
+    check_matplotlib,
     parse_temperatures,
     use_chat,
 )
@@ -53,7 +53,6 @@ from nextn.cli.screen import console, plain, print_json, print_note, print_table
 from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan, ReferencePlan
-from nextn.extras import install_command
 
 if TYPE_CHECKING:
     from nextn.evaluate.advice import Advice, Forecast
@@ -96,7 +95,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding over K: speed, acceptance, costs, memory. Repetitive texts are left out."""
-    from nextn.evaluate.workload import read_prompts
+    from nextn.evaluate.workload import prompts_record, read_prompts
 
     plan = BenchmarkPlan(
         _integers(num_speculative_tokens, "--num-speculative-tokens"),
@@ -122,7 +121,8 @@ def bench(
         report = run_benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())
     if long := loaded.length_note(report.num_positions(loaded)):
         print_note(long)
-    record, rounded = report.as_record(), accuracy_of(loaded, options, quiet=as_json)
+    record = report.as_record() | {"prompts": prompts_record(prompts, texts)}
+    rounded = accuracy_of(loaded, options, quiet=as_json)
     if rounded is not None:
         record["accuracy"] = rounded[0].as_record() | {"texts": rounded[1]}
     if out is not None:
@@ -275,8 +275,7 @@ def _check_out(out: Path | None) -> None:
     """Fail before measuring, not after it, if the results cannot be written. Raises ConfigError."""
     if out is None:
         return
-    if find_spec("matplotlib") is None:
-        raise ConfigError(f"--out draws figures, which needs matplotlib: {install_command('plot')}")
+    check_matplotlib("--out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

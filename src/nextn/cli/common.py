@@ -3,27 +3,32 @@
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from nextn.cli.screen import print_note
+from nextn.cli.screen import plain, print_note, print_unwrapped
 from nextn.errors import ConfigError
+from nextn.extras import install_command
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
 
 if TYPE_CHECKING:
     import torch
 
     from nextn.engines.endpoint import Endpoint
+    from nextn.evaluate.published_curves import MeasuredConditions, PublishedCurve
+    from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
     from nextn.model.text_interface import TextInterface
 
 _DTYPES = ("auto", "float32", "bfloat16")
 _AUTO = "auto"  # of --weights
+FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def shipped_path(name: str) -> str:
@@ -42,8 +47,9 @@ CheckpointName = Annotated[str, typer.Argument(help=f"Checkpoint folder, {_SOURC
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        help='File of prompts: .txt (separated by blank lines), or .jsonl or .parquet with "prompt", "text" or '
-        '"messages". Default: a built-in set.'
+        help='File of prompts: .txt (separated by blank lines), or .jsonl or .parquet with "prompt", "text", '
+        '"messages" or "turns"; a folder of SPEED-Bench\'s script; FILE:CATEGORY or FOLDER:CATEGORY; '
+        "speed-bench[:CATEGORY] or humaneval. Default: a built-in set."
     ),
 ]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
@@ -379,6 +385,39 @@ def stop_flag(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def first_turns(prompts: "Sequence[Prompt]") -> "list[Prompt]":
+    """Return prompts without later turns, which an engine is not asked, and note how many conversations are cut."""
+    if (count := sum(bool(prompt.later) for prompt in prompts)) > 0:
+        print_note(f"{count} of {len(prompts)} prompts are conversations: the engine is asked the first turn of each")
+    return [replace(prompt, later=()) for prompt in prompts]
+
+
+def print_published(published: "tuple[PublishedCurve, MeasuredConditions, list[float]]") -> None:
+    """Show a published curve beside the measured one, and which conditions differ."""
+    curve, measured, lengths = published
+    print_unwrapped(plain(f"published, for comparison only: {curve.text(measured, lengths)}"))
+
+
+def published_record(published: "tuple[PublishedCurve, MeasuredConditions, list[float]] | None") -> dict[str, object]:
+    """Return the same for JSON reports; empty where no published curve fits."""
+    return {} if published is None else {"published": published[0].as_record(published[1])}
+
+
+def check_matplotlib(option: str) -> None:
+    """Refuse an option that draws where matplotlib is missing, before anything is measured. Raises ConfigError."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"{option} draws figures, which needs matplotlib: {install_command('plot')}")
+
+
+def check_figure(path: Path) -> None:
+    """Refuse a picture that cannot be written. Raises ConfigError."""
+    check_matplotlib("--figure")
+    if path.suffix not in FIGURE_SUFFIXES or not path.parent.is_dir():
+        raise ConfigError(
+            f"--figure {path}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}, in a folder that exists"
+        )
 
 
 def check_device(device: str) -> None:

@@ -27,7 +27,10 @@ from nextn.cli.common import (  # fmt: skip
     Revision,
     SeparateHead,
     Temperatures,
+    first_turns,
     parse_temperatures,
+    print_published,
+    published_record,
 )
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars, shown
 from nextn.cli.streaming import (
@@ -109,12 +112,13 @@ def diagnose(
     from nextn.engines.client import Budget, Limits
     from nextn.engines.endpoint import Endpoint
     from nextn.engines.run_settings import with_settings
-    from nextn.evaluate.workload import read_prompts
+    from nextn.evaluate.workload import prompts_record, prompts_text, read_prompts
 
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
     plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, seed, backend, rule)
     options = ModelOptions.of(locals()).prepared()
     texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
+    texts = first_turns(texts) if drive else texts
     asked = EngineAccess(engine)
     source = TextOptions.of(options, None, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
     _check_texts(plan, source, drive=drive, own_template=own_template)
@@ -134,13 +138,16 @@ def diagnose(
     diagnosis = _compare(loaded, options, observed, source, plan, texts)
     if stored is not None:  # the next diagnosis is of what the engine does then
         stored.remove()
-    record = diagnosis.as_record()
+    published = diagnosis.reference.published(options.source, prompts_text(prompts_record(prompts, texts)))
+    record = diagnosis.as_record() | published_record(published)
     if out is not None:
         write_json(out, record)
     if as_json:
         print_json(record)
     else:
         _show_diagnosis(diagnosis)
+        if published is not None:
+            print_published(published)
     raise typer.Exit(_exit_code(diagnosis))
 
 
@@ -186,7 +193,7 @@ def _drive(
     loaded = options.load(need_head=True, stream=source.is_streamed, shards=source.shards)
     stored = None
     if source.is_streamed:
-        ids = [prompt_tokens(loaded, prompt, plan.chat) for prompt in prompts]
+        ids = [prompt_tokens(loaded, prompt, plan) for prompt in prompts]
         settings = [*map(str, plan.temperatures), plan.max_tokens, plan.seed]
         stored = engine_folder(target, source, ids, "diagnose", settings)
     with progress_bars(quiet=source.quiet) as progress:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, AsJson, Device, KeyEnv, Prompts
+from nextn.cli.common import K_NAMES, AsJson, Device, KeyEnv, Prompts, first_turns
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars, shown
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
@@ -72,7 +72,7 @@ def verify(
     settings = VerifySettings(
         max_tokens=max_tokens, tie_gap=tie_gap, samples=samples, concurrency=concurrency, context=context, seed=seed
     )
-    texts = read_prompts(prompts)
+    texts = first_turns(read_prompts(prompts))
     budget = Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     target = Endpoint.open(url, budget, model=model, key_env=key_env, chat=chat)
     reference = Endpoint.open(against, budget, model=model, key_env=key_env, chat=chat) if against else None

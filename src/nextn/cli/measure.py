@@ -4,7 +4,7 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,10 +34,15 @@ from nextn.cli.common import (  # fmt: skip
     Threads,
     Timeout,
     WeightType,
+    check_figure,
+    first_turns,
     parse_temperatures,
+    print_published,
+    published_record,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, plain, print_json, print_note, print_table, progress_bars
+from nextn.cli.measure_tables import draw_curves, show_probe, show_reference
+from nextn.cli.screen import echo, plain, print_json, print_note, print_table, progress_bars
 from nextn.cli.streaming import (
     KeepShards,
     States,
@@ -49,15 +54,15 @@ from nextn.cli.streaming import (
 )
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
+from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import WEIGHT_BITS
-from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nextn.evaluate.probe import ProbeReport
-    from nextn.evaluate.reference_report import AcceptanceFigures, ReferenceReport
+    from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
@@ -74,6 +79,14 @@ def measure(
     ] = None,
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="Turn thinking on or off in the chat template. Default: the template's.",
+            show_default=False,
+        ),
+    ] = None,
     seed: int = 0,
     dtype: Dtype = "auto",
     backend: BackendName = "auto",
@@ -109,7 +122,18 @@ def measure(
         bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
     ] = False,
     model_card: Annotated[bool, typer.Option("--model-card", help="Print Markdown for a model card.")] = False,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Print the measurement as another tool writes it: vllm, aiperf (records of requests), aiperf-report, "
+            "speculators (CSV) or inferencex (YAML).",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="File for a picture of AL over K, such as curve.png; needs matplotlib.")
+    ] = None,
     engine: Engine = None,
     served: Served = None,
     concurrency: Concurrency = 8,
@@ -123,7 +147,7 @@ def measure(
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.evaluate.workload import read_prompts
+    from nextn.evaluate.workload import prompts_record, prompts_text, read_prompts
 
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
@@ -139,7 +163,17 @@ def measure(
         raise ConfigError(
             "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
         )
-    plan = ReferencePlan(num_speculative_tokens, given or (0.0, 1.0), max_tokens, chat, seed, backend)
+    if texts is not None and thinking is not None:
+        raise ConfigError("--texts has its prompts as they were rendered; leave --thinking and --no-thinking out")
+    rule = "block" if form is None else "argmax"  # how engines accept by default
+    temperatures_or_default = given or (0.0, 1.0)
+    if form is not None:
+        check_form(form, temperatures_or_default, decoded=texts is None and engine is None)
+        if as_json or model_card:
+            raise ConfigError(f"--format {form} excludes --json and --model-card: one of them is printed")
+    plan = ReferencePlan(
+        num_speculative_tokens, temperatures_or_default, max_tokens, chat, seed, backend, rule, thinking
+    )
     if earlier is not None and texts is None:  # their temperature is in the file
         check_settings(earlier, asdict(plan), source=str(baseline))
     options = ModelOptions.of(locals()).prepared()
@@ -148,8 +182,13 @@ def measure(
             f"{' and '.join(options.native_only)} with --texts or --engine: the trunk reads given texts in torch, with "
             "its weights as stored and no quantized cache; leave one of them out"
         )
-    to_answer = read_prompts(prompts)
-    asked, quiet = EngineAccess(engine or "", served, concurrency, timeout, key_env), as_json or model_card
+    to_answer = read_prompts(prompts) if engine is None else first_turns(read_prompts(prompts))
+    if figure is not None:
+        check_figure(figure)
+    asked, quiet = (
+        EngineAccess(engine or "", served, concurrency, timeout, key_env),
+        as_json or model_card or form is not None,
+    )
     source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
     if against is not None:  # first, so that one model is in memory at a time
         other = replace(options, source=shipped_path(against), head=None, revision=None).prepared()
@@ -158,13 +197,29 @@ def measure(
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     if long := loaded.length_note(report.num_positions):
         print_note(long)
-    record = report.as_record() | ({} if probed is None else {"probe": probed.as_record()})
+    origin = {} if texts is not None else prompts_record(prompts, to_answer)
+    prompts_words = prompts_text(origin) if origin else str(texts)
+    published = report.published(options.source, prompts_words)
+    record = (
+        report.as_record()
+        | ({"prompts": origin} if origin else {})
+        | published_record(published)
+        | ({} if probed is None else {"probe": probed.as_record()})
+    )
     if out is not None:
         write_json(out, record)
-    if not as_json:
-        (_show_model_card if model_card else _show_reference)(report)
+    if figure is not None:
+        draw_curves(report, figure)
+    if form is not None:
+        echo(exchange_text(report, form, source=options.source, prompts=prompts_words).rstrip("\n"))
+        if form == "inferencex" and (difference := inferencex_note(report, origin.get("category"))) is not None:
+            print_note(difference)
+    elif not as_json:
+        (_show_model_card if model_card else show_reference)(report)
+    if published is not None and not quiet:
+        print_published(published)
     if probed is not None and not quiet:
-        _show_probe(probed)
+        show_probe(probed)
     compared = None
     if earlier is not None:
         compared = AcceptanceChange.of(earlier, record, source=str(against or baseline), limit=limit)
@@ -190,64 +245,9 @@ def _measure(
 
 
 def _show_model_card(report: "ReferenceReport") -> None:
-    from nextn.evaluate.reference_report import model_card
+    from nextn.evaluate.model_card import model_card
 
     echo(model_card(report, command=shlex.join(["nextn", *sys.argv[1:]])))
-
-
-def _show_reference(report: "ReferenceReport") -> None:
-    from rich.table import Table
-
-    from nextn.evaluate.teacher_forced import PERFECT
-
-    screen, largest = console(), report.plan.num_speculative_tokens
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    depths = range(1, largest + 1)
-    for title in ("rule", "texts", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)):
-        table.add_column(title, justify="left" if title == "rule" else "right", no_wrap=True)
-    for temperature in report.plan.temperatures:
-        for index, rule in enumerate(report.rules(temperature)):
-            label = rule if rule == "greedy" else f"T={temperature:g} {rule}"
-            table.add_row(plain(label), *_cells([report.figures(temperature, rule=rule, k=k) for k in depths]))
-            if rule == "argmax" and temperature in report.perfect:
-                perfect = [report.figures(temperature, rule=PERFECT, k=k) for k in depths]
-                table.add_row("  perfect head", *_cells(perfect), style="dim")
-            for domain in report.domains_at(temperature) if not index else ():
-                cells = _cells([report.figures(temperature, domain=domain)], depths=largest)
-                table.add_row(plain(f"  {domain}"), *cells, style="dim")
-        table.add_section()
-    print_table(table)
-    if (controls := report.controls) is not None:
-        screen.print(
-            plain(
-                f"controls, greedy where measured: a_1 over all positions {controls.all_positions:.2f}; shifted "
-                f"targets {controls.shifted:.2f}, shuffled hidden states {controls.shuffled:.2f}, by chance "
-                f"{controls.chance:.2f}; median rank of the actual token {controls.median_rank:.0f} of "
-                f"{controls.vocab_size}"
-            ),
-            soft_wrap=True,
-        )
-    screen.print(plain(f"a_k at K = {largest}; AL@k of rounds of k drafts"), soft_wrap=True)
-    if report.text_source:
-        screen.print(plain(f"texts of {report.text_source}{_streamed(report)}"), soft_wrap=True)
-    where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
-    screen.print(plain(f"{report.scoring_pass} pass, {report.family}; {where}"), soft_wrap=True)
-    for warning in report.warnings:
-        screen.print(plain(f"note: {warning}"), soft_wrap=True)
-
-
-def _cells(by_depth: "Sequence[AcceptanceFigures]", *, depths: int = 0) -> list[str]:
-    """The number of texts, a_1 to a_K at the largest K, and the AL of each K; `depths`: how many ALs a row has."""
-    lengths = [f"{figures.length.value:.2f}" for figures in by_depth]
-    rates = (rate.as_text() for rate in by_depth[-1].rates)
-    return [str(by_depth[-1].num_texts), *rates, *[""] * (depths - len(lengths)), *lengths]
-
-
-def _streamed(report: "ReferenceReport") -> str:
-    if report.stream is None or report.machine is None:
-        return ""
-    read, peak = cast(int, report.stream["num_bytes"]) / 1e9, report.machine.peak_memory / 1e9
-    return f"; trunk streamed: {read:.1f} GB read in {report.stream['seconds']:.0f} s, peak memory {peak:.1f} GB"
 
 
 def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":
@@ -268,29 +268,6 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
         return probe(
             model, truncate_texts(generated.texts), report.plan.num_speculative_tokens, copies=copies, on_score=step
         )
-
-
-def _show_probe(probed: "ProbeReport") -> None:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    depths = range(1, len(probed.base.rates) + 1)
-    for title in ("convention", *(f"a_{k}" for k in depths), "accepted per position", "difference"):
-        table.add_column(title, justify="left" if title == "convention" else "right", no_wrap=True)
-    shown_pairs = (probed.best(), probed.preferred)
-    scores = [score for score in probed.alternatives if len(score.keys) == 1 or score in shown_pairs]
-    for score in sorted([probed.base, *scores], key=lambda score: -score.accepted_per_position()):
-        more = probed.gain(score, probed.base)
-        rates = ["" if rate != rate else f"{rate:.2f}" for rate in score.rates]
-        difference = f"{more.value:+.2f} ({more.low:+.2f} to {more.high:+.2f})" if score.keys else ""
-        style = "bold" if score == probed.preferred else None
-        accepted = f"{score.accepted_per_position():.2f}"
-        table.add_row(plain(score.description), *rates, accepted, difference, style=style)
-    print_table(table)
-    console().print(plain(f"probe: {probed.summary}"), soft_wrap=True)
-    if probed.ties:
-        ties = "; ".join(score.description for score in probed.ties)
-        console().print(plain(f"indistinguishable from it on these texts: {ties}"), soft_wrap=True)
 
 
 def _share(text: str) -> float:

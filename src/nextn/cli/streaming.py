@@ -209,13 +209,14 @@ def _ask_engine(
 ) -> "tuple[list[GivenTexts], EngineProbe | None]":
     """The engine's continuations at each temperature, stored beside the states, and its log-probabilities, if any."""
     from nextn.evaluate.given_texts import read_texts
-    from nextn.evaluate.reference_texts import prompt_tokens
+    from nextn.evaluate.reference_texts import check_thinking, prompt_tokens
     from nextn.model.text_interface import TextInterface
     from nextn.settings import Sampling, Settings
     from nextn.train.served_answers import served_answers
 
+    check_thinking(model, plan)
     endpoint, given, eos = source.engine.open(), [], TextInterface.of(model).eos
-    ids = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts]
+    ids = [prompt_tokens(model, prompt, plan) for prompt in prompts]
     stored = engine_folder(endpoint, source, ids, "answers", [plan.max_tokens, plan.seed])
     for temperature in plan.temperatures:
         settings = Settings(0, sampling=Sampling(temperature), max_tokens=plan.max_tokens, seed=plan.seed, eos=eos)
@@ -269,7 +270,7 @@ def measure_answers(
         texts: dict[int, ReferenceText] = {}
         for each in (each for each in observed if each.temperature == temperature):
             for index, answer in zip(each.prompt_indices or (), each.answers, strict=True):
-                where, ids = f"{source.engine.url}: prompt {index}", prompt_tokens(model, prompts[index], plan.chat)
+                where, ids = f"{source.engine.url}: prompt {index}", prompt_tokens(model, prompts[index], plan)
                 made = to_generated(answer, ids, model.tokenizer, eos, where=where)
                 texts[index] = ReferenceText(made.prompt, made.tokens, temperature, made.finish == "eos")
         given.append(GivenTexts(tuple(texts[index] for index in range(len(prompts))), domains, source.engine.url))

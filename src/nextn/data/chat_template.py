@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SECONDS = 10.0  # for one conversation
+THINK_TAGS = ("<think>", "</think>")  # around the reasoning of an answer
 MAX_TEMPLATE = 1024 * 1024  # characters; published templates have at most 30,000
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nextn.cache.kv_cache import KVCache
 from nextn.decoding.drafter import Drafter, DraftResult
+from nextn.model.trunk import TrunkOutput
 from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.settings import Settings
@@ -158,6 +159,7 @@ class DecodingBatch:
         self._notify("prefill", None, parts, self.cache, "")
         hidden = self.trunk(ragged(parts, torch.long), self.cache)
         self.cache.commit(counts)
+        self._on_prompt(hidden, parts)
         for row, sequence in enumerate(self.sequences):
             if counts[row] and start + counts[row] == len(sequence.tokens):
                 self._last[row] = hidden.final_hidden[row, counts[row] - 1].clone()  # the next pass may write there
@@ -251,6 +253,9 @@ class DecodingBatch:
     @property
     def _caches(self) -> list[KVCache]:
         return [self.cache, *(() if self.drafter is None else self.drafter.caches)]
+
+    def _on_prompt(self, hidden: TrunkOutput, parts: Sequence[Sequence[int]]) -> None:
+        """Called after each pass over the prompts' next positions, while the trunk can still predict from them."""
 
     def _choose(self) -> CopyChoice:
         """Choose what the next round drafts: copies of each sequence's own text, or what the head drafts."""

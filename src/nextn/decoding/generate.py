@@ -4,7 +4,7 @@ Detokenization is incremental: the text of a growing sequence of tokens, in time
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -81,8 +81,21 @@ class Result:
         return (len(self.tokens) - len(self.rounds[0].emitted)) / seconds if seconds else 0.0
 
 
-def encode(model: Model, prompt: str | Sequence[int], *, chat: bool = False) -> list[int]:
-    """Return a prompt's token ids; ids pass through. chat: apply the chat template, with the prompt as user message."""
+def encode(
+    model: Model | TextInterface,
+    prompt: str | Sequence[int],
+    *,
+    chat: bool = False,
+    variables: Mapping[str, object] | None = None,
+) -> list[int]:
+    """Return a prompt's token ids; ids pass through.
+
+    Args:
+        model: Its tokenizer encodes text.
+        prompt: Text or token ids.
+        chat: Apply the chat template, with the prompt as user message.
+        variables: Variables of the template.
+    """
     if not isinstance(prompt, str):
         return list(prompt)
     tokenizer = _tokenizer(model)
@@ -96,7 +109,8 @@ def encode(model: Model, prompt: str | Sequence[int], *, chat: bool = False) -> 
             return list(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:
         raise ConfigError("the tokenizer has no chat template; pass plain text, or use a checkpoint with a template")
-    ids, _ = apply_chat_template(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    message = {"role": "user", "content": prompt}
+    ids, _ = apply_chat_template(tokenizer, [message], add_generation_prompt=True, variables=variables)
     return ids
 
 
@@ -260,7 +274,7 @@ class TextStream:
         )
 
 
-def _tokenizer(model: Model) -> PreTrainedTokenizerBase:
+def _tokenizer(model: Model | TextInterface) -> PreTrainedTokenizerBase:
     if model.tokenizer is None:
         raise ConfigError("the checkpoint has no tokenizer; pass token ids, or add tokenizer.json to its folder")
     return model.tokenizer

@@ -12,6 +12,7 @@ from nextn.engines.json_formats import JSON_READERS, objects
 from nextn.engines.log_formats import LOG_FORMATS, LogReading, read_log
 from nextn.engines.metrics_formats import METRICS_FORMAT, METRICS_LINE, from_metrics
 from nextn.engines.run_settings import with_settings
+from nextn.engines.table_formats import TABLE_START, read_table
 from nextn.errors import EngineError
 from nextn.text_format import docs_page
 
@@ -45,6 +46,8 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
         raise EngineError(f"{source}: larger than {_MAX_FILE // 2**20} MiB; cut out the run in question")
     start = file.read(_MAX_START)
     file.seek(0)
+    if start.startswith(TABLE_START):
+        return read_table(file, source)
     is_json = _begins_as_json(start)
     if not is_json and not METRICS_LINE.search(start):
         return with_settings(_need(read_log(file), source, start), [start])

@@ -16,8 +16,9 @@ from nextn.data.degeneracy import MIN_TOKENS, degeneracy, degeneracy_notes
 from nextn.decoding.batch import Round
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds
+from nextn.evaluate.conversations import play_turns
 from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
-from nextn.evaluate.workload import ADAPTIVE, BenchmarkPlan, Prompt, by_domain, indices_without
+from nextn.evaluate.workload import ADAPTIVE, BenchmarkPlan, Prompt, ReferencePlan, by_domain, indices_without
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.settings import Sampling, Settings
@@ -368,6 +369,9 @@ def run_benchmark(
 
     `source` names the model in the report. Raises ConfigError if the prompts or the plan do not fit the model.
     """
+    prompts = play_turns(model, prompts, ReferencePlan(
+        max(plan.k_values), max_tokens=max(3, plan.max_tokens), chat=plan.chat, seed=plan.seed, backend=plan.backend
+    ))  # fmt: skip
     log = []
     for run in benchmark_runs(model, prompts, plan):
         log.append(run)

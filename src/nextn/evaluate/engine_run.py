@@ -85,7 +85,7 @@ def drive_engine(
         CheckpointError: A stored observation is damaged.
         EngineError: As `ask_prompts`.
     """
-    ids = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts]
+    ids = [prompt_tokens(model, prompt, plan) for prompt in prompts]
     contents: list[str | tuple[int, ...]] = list(ids)
     if endpoint.chat:
         contents = [prompt.text for prompt in prompts]

@@ -6,19 +6,23 @@ every K, every acceptance rule and every wrong convention of the head (`rescore`
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypedDict
 
 from nextn.errors import ConfigError
+from nextn.evaluate.conversations import play_turns
 from nextn.evaluate.given_texts import GivenTexts, text_origin
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import (
     Controls,
     GeneratedTexts,
+    check_thinking,
     exact_head,
     generate_texts,
     measure_controls,
     prompt_tokens,
 )
 from nextn.evaluate.teacher_forced import score_texts, trunk_outputs
+from nextn.evaluate.text_parts import ThinkTokens, think_tokens
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
@@ -59,13 +63,18 @@ def decoded_reference(
     """
     if model.head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
-    ids, contract = [prompt_tokens(model, prompt, plan.chat) for prompt in prompts], contract or Contract()
+    check_thinking(model, plan)
+    contract = contract or Contract()
     with exact_head(model):  # one backend for the texts and their states
+        prompts = play_turns(model, prompts, plan)
+        ids = [prompt_tokens(model, prompt, plan) for prompt in prompts]
         generated = {
             temperature: generate_texts(model, ids, plan, temperature, contract=contract, on_text=on_text)
             for temperature in plan.temperatures
         }
-        report = ReferenceReport(plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name)
+        report = ReferenceReport(
+            plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name, **_of_model(model)
+        )
         if not contract.rerun:
             return report, {}
         trunk = backend_for(model, plan.backend).trunk
@@ -93,10 +102,21 @@ def acceptance_on_texts(
         {},
         "parallel",
         family=model.family.name,
+        **_of_model(model),
         text_source=", ".join(dict.fromkeys(each.source for each in given)),
         origins={t: text_origin(model.trunk, each.texts, hiddens[t]) for t, each in by_temperature.items()},
     )
     return rescore(report, model, Contract(), hiddens=hiddens)
+
+
+class _OfModel(TypedDict):
+    num_mtp_layers: int
+    think_tokens: ThinkTokens | None
+
+
+def _of_model(model: Model) -> _OfModel:
+    layers = 1 if model.head is None else model.head.num_modules
+    return {"num_mtp_layers": layers, "think_tokens": think_tokens(model.tokenizer)}
 
 
 def text_states(reference: ReferenceReport, model: Model) -> TextStates:
@@ -129,7 +149,8 @@ def rescore(
     }
     if contract != reference.contract:  # the decoder's counts are of the contract that it ran under
         generated = {
-            temperature: replace(each, acceptance_per_text=(), pooled=None) for temperature, each in generated.items()
+            temperature: replace(each, acceptance_per_text=(), pooled=None, steps=())
+            for temperature, each in generated.items()
         }
     scoring_pass = "parallel" if model.head.can_rollout else "stepped"
     report = replace(reference, contract=contract, generated=generated, scored=scored, scoring_pass=scoring_pass)

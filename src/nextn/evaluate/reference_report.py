@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,19 +15,20 @@ from nextn.checkpoint.provenance import head_fingerprint, open_head, trunk_famil
 from nextn.checkpoint.snapshot import on_disk
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.errors import ConfigError
+from nextn.evaluate.acceptance_curve import MIN_INCREASE, AcceptanceCurve, TextCounts, length_of
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.engine_probe import EngineCheck
 from nextn.evaluate.given_texts import TextOrigin
+from nextn.evaluate.published_curves import MeasuredConditions, PublishedCurve, fitting_curve
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import PERFECT, RULES, ScoredText
+from nextn.evaluate.text_parts import ThinkTokens, part_counts
 from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without
 from nextn.settings import Contract
 from nextn.stats.acceptance import (
     DEFINITION,
     INTERVAL,
     Estimate,
-    conditional_rates,
-    expected_length,
     jackknife,
     proportion,
 )
@@ -35,6 +37,11 @@ DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",
     "mean_acceptance_length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round, with the bonus token",
     "interval_95": INTERVAL,
+    "curve": "whether AL still grows with K. increases: by n = 0, 1, ..., how much each draft beyond n adds, as a part "
+    f"of AL@n, paired on texts; saturated_at: the smallest n with less than {MIN_INCREASE:.0%} by its interval; "
+    "decline: acceptance beyond it less a_1",
+    "parts": "figures of the rounds that start in a part of the texts: by tokens in the cache (bands), and before and "
+    "after the end of thinking",
     "rule": RULES,
     "perfect_head": "figures by rule argmax of a head that has the trunk's own distribution; by greedy, ratio and "
     "block it has a_k = 1",
@@ -74,8 +81,8 @@ def checkpoint_hashes(
     return {"head": head_fingerprint(own), "trunk": trunk_fingerprint(inventory)}
 
 
-def hash_prompts(prompts: Sequence[Sequence[int]]) -> str:
-    """Return the SHA-256 of the token ids, equal for measurements with the same prompts."""
+def hash_prompts(prompts: Sequence[Sequence[int | str]]) -> str:
+    """Return the SHA-256 of the token ids, equal for measurements with the same prompts; of later turns, texts."""
     return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
 
 
@@ -92,6 +99,30 @@ class AcceptanceFigures:
     length: Estimate  # AL
     num_drafted: tuple[float, ...]  # [K], sums over the texts; of probabilities above temperature 0
     num_accepted: tuple[float, ...]  # [K], likewise
+
+    @classmethod
+    def of(
+        cls, counts: Sequence[TextCounts], *, temperature: float, rule: str, k: int, domain: str
+    ) -> "AcceptanceFigures":
+        """Compute the figures from the counts of each text."""
+        drafted, accepted = ([[each[side][depth] for each in counts] for depth in range(k)] for side in (0, 1))
+        return cls(
+            temperature,
+            rule,
+            k,
+            domain,
+            len(counts),
+            tuple(proportion(*depth) for depth in zip(accepted, drafted, strict=True)),
+            jackknife(length_of, [(*each[0], *each[1]) for each in counts]),
+            tuple(map(sum, drafted)),
+            tuple(map(sum, accepted)),
+        )
+
+    @property
+    def bounded_length(self) -> Estimate:
+        """AL with an interval within what it can be, 1 to K + 1, as tables and pictures show it."""
+        low, high = max(1.0, self.length.low), min(self.num_speculative_tokens + 1.0, self.length.high)
+        return self.length if math.isnan(self.length.low) else Estimate(self.length.value, low, high)
 
     def as_record(self) -> dict[str, object]:
         """Return the figures for JSON reports; `DEFINITIONS` says what each number is."""
@@ -129,6 +160,8 @@ class ReferenceReport:
     origins: Mapping[float, TextOrigin] = field(default_factory=dict)  # of such texts, by temperature
     engine: EngineCheck | None = None  # of an engine that wrote them
     stream: Mapping[str, object] | None = None  # of a streamed trunk: see `offloading.stream_record`
+    num_mtp_layers: int = 1  # of the head
+    think_tokens: ThinkTokens | None = None
 
     def figures(
         self, temperature: float, *, rule: str | None = None, k: int | None = None, domain: str = "all"
@@ -138,25 +171,32 @@ class ReferenceReport:
         Raises ConfigError for what was not measured.
         """
         rule, k = rule or self.rules(temperature)[0], k or self.plan.num_speculative_tokens
-        counts = self.counts(temperature, rule, k)
-        used = [counts[index] for index in sorted(self.text_indices(temperature, domain))]
-        drafted, accepted = ([[each[side][depth] for each in used] for depth in range(k)] for side in (0, 1))
+        used = self._used(temperature, rule, k, domain)
+        return AcceptanceFigures.of(used, temperature=temperature, rule=rule, k=k, domain=domain)
 
-        def length(texts: Sequence[int]) -> float:
-            sums = [[sum(row[text] for text in texts) for row in side] for side in (accepted, drafted)]
-            return expected_length(conditional_rates(*sums))
+    def parts(self, temperature: float, k: int) -> list[AcceptanceFigures]:
+        """Compute figures by part of the texts for the first of the rules, if there are several (`text_parts`)."""
+        rule, found = self.rules(temperature)[0], dict[str, dict[int, TextCounts]]()
+        for index in sorted(self.text_indices(temperature) if temperature in self.scored else ()):
+            for part, counts in part_counts(self.scored[temperature][index], rule, k, self.think_tokens).items():
+                found.setdefault(part, {})[index] = counts
+        groups = [[each for each in found if each.startswith("context") is is_band] for is_band in (True, False)]
+        return [
+            AcceptanceFigures.of(
+                self._by_conversation(found[part]), temperature=temperature, rule=rule, k=k, domain=part
+            )
+            for group in groups
+            for part in group
+            if len(group) > 1
+        ]
 
-        return AcceptanceFigures(
-            temperature,
-            rule,
-            k,
-            domain,
-            len(used),
-            tuple(proportion(*depth) for depth in zip(accepted, drafted, strict=True)),
-            jackknife(length, len(used)),
-            tuple(map(sum, drafted)),
-            tuple(map(sum, accepted)),
-        )
+    def curve(self, temperature: float, *, rule: str | None = None, domain: str = "all") -> AcceptanceCurve | None:
+        """Return AL at every K over a domain's texts; None if fewer than three values of K were measured."""
+        largest, rule = self.plan.num_speculative_tokens, rule or self.rules(temperature)[0]
+        if largest < 3 or temperature not in self.scored:
+            return None
+        by_k = (self._used(temperature, rule, k, domain) for k in range(1, largest + 1))
+        return AcceptanceCurve(tuple(by_k), self.num_mtp_layers)
 
     def counts(self, temperature: float, rule: str, k: int) -> list[tuple[list[float], list[float]]]:
         """Return (num_drafted, num_accepted) by depth for each text. Raises ConfigError for what was not measured."""
@@ -166,11 +206,37 @@ class ReferenceReport:
             known = ", ".join(self.rules(temperature))
             raise ConfigError(f"{rule=}, {k=}; expected one of {known}, and 1 <= k <= {largest}")
         if temperature in self.scored:
-            return [each.survivals[rule].round_counts(each.remaining, k) for each in self.scored[temperature]]
+            key = (temperature, rule, k)
+            if key not in self._counts:
+                texts = self.scored[temperature]
+                self._counts[key] = [each.survivals[rule].round_counts(each.remaining, k) for each in texts]
+            return self._counts[key]
         if k != largest:
             raise ConfigError(f"{k=}: this was counted while decoding, at K = {largest} alone")
         counts = self.generated[temperature].acceptance_per_text
         return [(_padded(each.num_drafted, k), _padded(each.num_accepted, k)) for each in counts]
+
+    def _by_conversation(self, counts: Mapping[int, TextCounts]) -> list[TextCounts]:
+        """The counts of texts, by index, those of one conversation added: its turns are no independent samples."""
+        merged: dict[tuple[bool, int], TextCounts] = {}
+        for index in sorted(counts):
+            conversation = self.prompts[index].conversation
+            key = (conversation is not None, index if conversation is None else conversation)
+            drafted, accepted = counts[index]
+            if key in merged:
+                before = merged[key]
+                drafted = [a + b for a, b in zip(before[0], drafted, strict=True)]
+                accepted = [a + b for a, b in zip(before[1], accepted, strict=True)]
+            merged[key] = (drafted, accepted)
+        return list(merged.values())
+
+    def _used(self, temperature: float, rule: str, k: int, domain: str) -> list[TextCounts]:
+        counts = self.counts(temperature, rule, k)
+        return self._by_conversation({index: counts[index] for index in self.text_indices(temperature, domain)})
+
+    @cached_property
+    def _counts(self) -> dict[tuple[float, str, int], list[tuple[list[float], list[float]]]]:
+        return {}
 
     def rules(self, temperature: float) -> list[str]:
         """Return the acceptance rules with figures, the usual one first."""
@@ -232,18 +298,19 @@ class ReferenceReport:
         return warnings + (self.controls.warnings if self.controls else [])
 
     def table(self) -> list[AcceptanceFigures]:
-        """Compute every temperature, rule and K over all texts, and the largest K by domain."""
+        """Compute every temperature, rule and K over all texts and by domain."""
         rows = []
         choices = range(1, self.plan.num_speculative_tokens + 1) if self.scored else [self.plan.num_speculative_tokens]
         for temperature in self.plan.temperatures:
             for rule in self.rules(temperature):
-                rows += [self.figures(temperature, rule=rule, k=k) for k in choices]
-                rows += [self.figures(temperature, rule=rule, domain=domain) for domain in self.domains_at(temperature)]
+                for domain in ("all", *self.domains_at(temperature)):
+                    rows += [self.figures(temperature, rule=rule, k=k, domain=domain) for k in choices]
         return rows
 
     def as_record(self) -> dict[str, object]:
         """Return the JSON document."""
-        prompts = [text.prompt for text in self.generated[self.plan.temperatures[0]].texts]
+        texts = self.generated[self.plan.temperatures[0]].texts
+        prompts = [prompt.turns or text.prompt for prompt, text in zip(self.prompts, texts, strict=True)]
         return {
             "model": self.source,
             "family": self.family,
@@ -256,6 +323,13 @@ class ReferenceReport:
             "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},
             "texts": {f"{temperature:g}": self._text_counts(temperature) for temperature in self.generated},
             "figures": [figures.as_record() for figures in self.table()],
+            "curves": self._curve_records(),
+            "parts": [
+                figures.as_record()
+                for temperature in self.scored
+                for k in range(1, self.plan.num_speculative_tokens + 1)
+                for figures in self.parts(temperature, k)
+            ],
             "perfect_head": {f"{temperature:g}": each.as_record() for temperature, each in self.perfect.items()},
             "decoder": {
                 f"{temperature:g}": None if texts.pooled is None else texts.pooled.as_record()
@@ -274,6 +348,44 @@ class ReferenceReport:
         record |= {} if self.engine is None else {"engine": self.engine.as_record()}
         return record if self.stream is None else record | {"stream": dict(self.stream)}
 
+    def published(self, source: str, prompts: str) -> tuple[PublishedCurve, MeasuredConditions, list[float]] | None:
+        """Return the published curve that fits this checkpoint, the conditions here, and AL here at K = 1, 2, ...
+
+        prompts: What the prompts are. Greedy drafts, the default of engines, are compared. None without scores.
+        """
+        scored = [temperature for temperature in self.plan.temperatures if temperature in self.scored]
+        if not scored:
+            return None
+        curve = fitting_curve(source, self.family, thinking=self.plan.thinking, temperature=scored[-1])
+        if curve is None:
+            return None
+        temperature = min(scored, key=lambda each: abs(each - curve.temperature))
+        rule = "argmax" if temperature else "greedy"
+        measured = MeasuredConditions(
+            name=rule if not temperature else f"T={temperature:g} {rule}",
+            source=source,
+            precision="not stated" if self.machine is None else self.machine.dtype,
+            thinking=self.plan.thinking,
+            temperature=temperature,
+            prompts=prompts,
+            max_tokens=self.plan.max_tokens,
+        )
+        ks = range(1, self.plan.num_speculative_tokens + 1)
+        return curve, measured, [self.figures(temperature, rule=rule, k=k).length.value for k in ks]
+
+    def _curve_records(self) -> list[dict[str, object]]:
+        """The findings of every rule over all texts, and of the first rule by domain."""
+        records = []
+        for temperature in self.plan.temperatures:
+            rules = self.rules(temperature)
+            for rule, domain in [
+                *((rule, "all") for rule in rules),
+                *((rules[0], d) for d in self.domains_at(temperature)),
+            ]:
+                if (curve := self.curve(temperature, rule=rule, domain=domain)) is not None:
+                    records.append({"temperature": temperature, "rule": rule, "domain": domain} | curve.as_record())
+        return records
+
     def _text_counts(self, temperature: float) -> dict[str, object]:
         texts = self.generated[temperature].texts
         return {
@@ -286,74 +398,3 @@ class ReferenceReport:
 
 def _padded(counts: Sequence[int], k: int) -> list[float]:
     return [*map(float, counts), *[0.0] * (k - len(counts))]
-
-
-# Labels of acceptance rules in model cards.
-_RULE_LABELS = {
-    "greedy": "greedy",
-    "ratio": "drafts sampled from the head",
-    "block": "drafts sampled, verified jointly",
-    "argmax": "the head's argmax drafted",
-    "match": "drafts sampled, exact match",
-}
-
-
-def model_card(reference: ReferenceReport, *, command: str = "nextn measure") -> str:
-    """Render Markdown for a model card: tables of a_k and AL@k, and what is needed to measure them again."""
-    return "\n".join([*_card_lines(reference, command), ""])
-
-
-def _label(figures: AcceptanceFigures) -> str:
-    label = _RULE_LABELS[figures.rule]
-    return label if figures.rule == "greedy" else f"temperature {figures.temperature:g}, {label}"
-
-
-def _card_lines(reference: ReferenceReport, command: str) -> Iterator[str]:
-    depths = range(1, reference.plan.num_speculative_tokens + 1)
-    yield "### Multi-Token Prediction: acceptance"
-    yield ""
-    yield from _header(["decoding", *(f"a_{k}" for k in depths), *(f"AL@{k}" for k in depths)])
-    for temperature in reference.plan.temperatures:
-        for rule in reference.rules(temperature):
-            if rule in ("greedy", "ratio", "argmax"):  # those that engines use; the others are in the JSON
-                by_k = [reference.figures(temperature, rule=rule, k=k) for k in depths]
-                lengths = [f"{figures.length.value:.2f}" for figures in by_k]
-                yield _row([_label(by_k[-1]), *map(Estimate.as_text, by_k[-1].rates), *lengths])
-    if len(reference.domains) > 1:
-        yield ""
-        yield from _header(["by domain", "decoding", *(f"a_{k}" for k in depths), f"AL@{depths[-1]}"])
-        for domain in reference.domains[1:]:
-            for temperature in reference.plan.temperatures:
-                figures = reference.figures(temperature, domain=domain)
-                yield _row(
-                    [domain, _label(figures), *map(Estimate.as_text, figures.rates), f"{figures.length.value:.2f}"]
-                )
-    yield ""
-    yield from _conditions(reference, command)
-
-
-def _conditions(reference: ReferenceReport, command: str) -> Iterator[str]:
-    digests = reference.as_record()["hashes"]
-    assert isinstance(digests, dict)
-    hashes = ", ".join(f"{name} `{digest[:12]}`" for name, digest in digests.items())
-    is_own = all(origin.is_own for origin in reference.origins.values())
-    yield (
-        f"a_k: share of depth-k drafts accepted among those whose shallower drafts were all accepted, at K = "
-        f"{reference.plan.num_speculative_tokens}, with its 95 % interval. AL@k: tokens per round of k drafts. "
-        f"{len(reference.prompts)} prompts, up to {reference.plan.max_tokens} new tokens each, "
-        + ("the model's own continuations." if is_own else f"of {reference.text_source}, not the model's own.")
-    )
-    yield ""
-    dtype = f", {reference.machine.dtype}" if reference.machine else ""
-    yield f"Measured with nextn {__version__}: `{command}`{dtype}; {hashes}."
-    for warning in reference.warnings:
-        yield f"- {warning}"
-
-
-def _header(titles: list[str]) -> Iterator[str]:
-    yield _row(titles)
-    yield _row(["---", *["---:"] * (len(titles) - 1)])
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

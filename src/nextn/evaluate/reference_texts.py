@@ -6,13 +6,14 @@ Controls are acceptances that should be near 0; their warnings say what it means
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy
 from nextn.decoding.batch import Round
 from nextn.decoding.generate import Result, generate
+from nextn.errors import ConfigError
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
@@ -20,7 +21,7 @@ from nextn.model.trunk import TrunkOutput
 from nextn.settings import Contract, Sampling, Settings
 from nextn.stats.acceptance import Acceptance
 
-_BATCH = 8  # sequences decoded together
+BATCH = 8  # sequences decoded together
 _HIGH_CONTROL = 0.1  # a control above: the texts repeat themselves, or the head ignores its inputs
 _LOW_ACCEPTANCE = 0.2
 
@@ -32,6 +33,7 @@ class GeneratedTexts:
     texts: tuple[ReferenceText, ...]
     acceptance_per_text: tuple[Acceptance, ...]  # as decoded; () if not decoded under the contract in question
     pooled: Acceptance | None  # the same over all texts
+    steps: tuple[tuple[tuple[int, int], ...], ...] = ()  # as decoded: (drafts, accepted) of each text's rounds
 
     @property
     def repetitive(self) -> set[int]:
@@ -60,7 +62,7 @@ def generate_texts(
     contract = contract or Contract()
     can_draft = contract.offset <= 0  # a later hidden state is not known when drafting
     results: list[Result] = []
-    for start in range(0, len(prompts), _BATCH):
+    for start in range(0, len(prompts), BATCH):
         settings = Settings(
             num_speculative_tokens=plan.num_speculative_tokens,
             sampling=Sampling(temperature),
@@ -70,7 +72,7 @@ def generate_texts(
             block_verification=plan.rule == "block",
             sampled_drafts=plan.rule != "argmax",
         )
-        batch = prompts[start : start + _BATCH]
+        batch = prompts[start : start + BATCH]
         with exact_head(model):
             results += generate(model, batch, settings, backend=plan.backend)
         for _ in batch:
@@ -82,14 +84,30 @@ def generate_texts(
     if not can_draft:
         return GeneratedTexts(texts, (), None)
     pooled = Acceptance.of(Round((part,), 0.0, 0.0) for result in results for part in result.rounds)
-    return GeneratedTexts(texts, tuple(result.acceptance for result in results), pooled)
+    steps = tuple(
+        tuple((len(part.drafts), part.num_accepted) for part in result.rounds if part.drafts) for result in results
+    )
+    return GeneratedTexts(texts, tuple(result.acceptance for result in results), pooled, steps)
 
 
-def prompt_tokens(model: Model, prompt: Prompt, chat: bool | None) -> tuple[int, ...]:
-    """Return a prompt's token ids; chat None: through the chat template if there is one."""
-    if chat is None:
-        chat = bool(model.tokenizer is not None and model.tokenizer.chat_template)
-    return prompt.tokens(model, chat=chat)
+def prompt_tokens(model: Model, prompt: Prompt, plan: ReferencePlan) -> tuple[int, ...]:
+    """Return a prompt's token ids, as the plan uses the chat template."""
+    has_template = bool(model.tokenizer is not None and model.tokenizer.chat_template)
+    return prompt.tokens(
+        model, chat=has_template if plan.chat is None else plan.chat, variables=plan.template_variables
+    )
+
+
+def check_thinking(model: Model, plan: ReferencePlan) -> None:
+    """Raise ConfigError if the plan sets a thinking mode that the checkpoint's chat template does not have."""
+    if plan.thinking is None:
+        return
+    probe, other = Prompt("Hello.", ""), replace(plan, thinking=not plan.thinking)
+    if plan.chat is False or prompt_tokens(model, probe, plan) == prompt_tokens(model, probe, other):
+        raise ConfigError(
+            "--thinking or --no-thinking: the chat template renders a prompt alike with both, or is not used; leave "
+            "the option out"
+        )
 
 
 @contextmanager

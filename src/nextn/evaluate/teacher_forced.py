@@ -75,11 +75,16 @@ class Survival:
         A round that accepts j drafts is followed by one j + 1 tokens later, so starts after accepted drafts are rarer
         than others: these are not the counts over all positions alike.
         """
+        drafted, accepted = self.counts_by_start(remaining, k)
+        return drafted.sum(0).tolist(), accepted.sum(0).tolist()
+
+    def counts_by_start(self, remaining: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+        """Return `round_counts` by the start of their round, [S, K] each."""
         if not remaining:
-            return [0.0] * k, [0.0] * k
+            empty = torch.zeros(0, k, dtype=torch.float64)
+            return empty, empty
         starts, reach, verified = _round_starts(self.given[None, :, : k + 1], remaining)
-        drafted, accepted = (starts * part * verified for part in (reach[..., :-1], self.expected[:, :k]))
-        return drafted.sum((0, 1)).tolist(), accepted.sum((0, 1)).tolist()
+        return (starts * reach[..., :-1] * verified)[0], (starts * self.expected[:, :k] * verified)[0]
 
 
 def engine_round_counts(parts: Sequence[Survival], remaining: Sequence[int], k: int) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,24 @@
 Imports no torch, so that an invalid plan is refused at once.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nextn.data.benchmark_prompts import (
+    HUMANEVAL,
+    SPEED_BENCH,
+    category_of,
+    check_resolved,
+    question_file,
+    question_records,
+    split_name,
+    turns_of,
+)
 from nextn.errors import ConfigError
 from nextn.settings import Sampling
 
@@ -18,7 +30,10 @@ if TYPE_CHECKING:
 
 _BUILT_IN = Path(__file__).with_name("workload.jsonl")
 _COLUMNS = '"prompt" (text or token ids), "text" or "messages"'
-_FORMATS = f"a .txt file (prompts between blank lines), or .jsonl or .parquet records with {_COLUMNS}"
+_FORMATS = (
+    f"a .txt file (prompts between blank lines), .jsonl or .parquet records with {_COLUMNS}, questions of SPEED-Bench, "
+    "SpecBench or MT-bench (also a folder that SPEED-Bench's script wrote), or speed-bench or humaneval"
+)
 # In place of a K: as many drafts per round as pay, see `draft_policy.AdaptiveLength`.
 ADAPTIVE = -1
 # Acceptance rules that the decoder implements, of those that can be scored (`teacher_forced.RULES`).
@@ -27,13 +42,27 @@ DECODED = ("block", "ratio", "argmax")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, as text or token ids, and the domain that its figures are reported under."""
+    """A prompt, as text or token ids, and the domain that its figures are reported under.
+
+    Attributes:
+        later: The user's later turns, if it begins a conversation.
+        conversation: The index of the conversation that a played turn belongs to; None for a prompt of its own.
+        turns: The user's turns down to this one, where `text` also has the model's answers.
+    """
 
     text: str | tuple[int, ...]
     domain: str
+    later: tuple[str, ...] = ()
+    conversation: int | None = None
+    turns: tuple[str, ...] = ()
 
-    def tokens(self, model: "Model", *, chat: bool = False) -> tuple[int, ...]:
-        """Encode it for this model. Raises ConfigError for text if the checkpoint has no tokenizer."""
+    def tokens(
+        self, model: "Model", *, chat: bool = False, variables: Mapping[str, object] | None = None
+    ) -> tuple[int, ...]:
+        """Encode it for this model; `variables` are of the chat template.
+
+        Raises ConfigError for text if the checkpoint has no tokenizer.
+        """
         from nextn.decoding.generate import encode  # here, so that reading prompts needs no torch
 
         if isinstance(self.text, str) and model.tokenizer is None:
@@ -41,30 +70,71 @@ class Prompt:
                 "the checkpoint has no tokenizer, so prompts that are text cannot be read; pass a .jsonl file with "
                 'token ids ({"prompt": [3, 14, 15]} per line), or add tokenizer.json to its folder'
             )
-        return tuple(encode(model, self.text, chat=chat))
+        return tuple(encode(model, self.text, chat=chat, variables=variables))
 
 
-def read_prompts(path: Path | None = None) -> list[Prompt]:
-    """Read the prompts of a .txt, .jsonl or .parquet file, or the built-in ones.
+def read_prompts(source: Path | str | None = None) -> list[Prompt]:
+    """Read the prompts of a file, or of a benchmark (`benchmark_prompts.split_name`), or the built-in ones.
 
-    Raises ConfigError with the invalid line.
+    Raises ConfigError with the invalid line, for questions without their text, and for a category without questions.
     """
+    name, subset, category = split_name(str(source or _BUILT_IN))
+    prompts = _read_file(_question_path(name)) if name not in (SPEED_BENCH, HUMANEVAL) or Path(name).exists() else [
+        _to_prompt(record, location) for location, record in question_records(name, subset)
+    ]  # fmt: skip
+    if not prompts:
+        raise ConfigError(f"{name}: holds no prompt; expected {_FORMATS}")
+    if category is not None:
+        known = ", ".join(by_domain(prompts))
+        prompts = [prompt for prompt in prompts if prompt.domain == category]
+        if not prompts:
+            raise ConfigError(f"--prompts {source}: no question of category {category}; expected one of {known}")
+    texts = [(str(prompt.text), *prompt.later) for prompt in prompts]
+    check_resolved(texts, str(source))
+    return prompts
+
+
+def prompts_record(source: Path | str | None, prompts: Sequence[Prompt]) -> dict[str, object]:
+    """Return where prompts came from for JSON reports, with the SHA-256 of a file, else of their texts."""
+    name, subset, category = split_name(str(source or _BUILT_IN))
+    file = _question_path(name)
+    if file.is_file():
+        digest = hashlib.sha256(file.read_bytes())
+    else:
+        digest = hashlib.sha256(json.dumps([[prompt.text, *prompt.later] for prompt in prompts]).encode())
+    turns = sum(1 + len(prompt.later) for prompt in prompts)
+    return {
+        "source": "built-in" if source is None else name,
+        "subset": subset,
+        "category": category,
+        "sha256": digest.hexdigest(),
+        "num": len(prompts),
+        "turns": turns,
+    }
+
+
+def prompts_text(record: Mapping[str, object]) -> str:
+    """Return a `prompts_record` in words."""
+    category = "" if record["category"] is None else f", {record['category']}"
+    return f"{record['source']}{category}, {record['num']} prompts"
+
+
+def _question_path(name: str) -> Path:
+    return question_file(Path(name)) if Path(name).is_dir() else Path(name)
+
+
+def _read_file(path: Path) -> list[Prompt]:
     # Here, as they import numpy.
     from nextn.data.corpus import read_text
     from nextn.data.sources import read_records
 
-    path = path or _BUILT_IN
     if path.suffix == ".txt":
-        prompts = [Prompt(part.strip("\n"), path.stem) for part in _paragraphs(read_text(path))]
-    elif path.suffix in (".jsonl", ".parquet"):
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file; expected {_FORMATS}")
-        prompts = [_to_prompt(record, location) for location, record in read_records(path)]
-    else:
+        return [Prompt(part.strip("\n"), path.stem) for part in _paragraphs(read_text(path))]
+    if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: prompts come from {_FORMATS}")
-    if not prompts:
-        raise ConfigError(f"{path}: holds no prompt; expected {_FORMATS}")
-    return prompts
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; expected {_FORMATS}")
+    return [_to_prompt(record, location) for location, record in read_records(path)]
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -80,13 +150,16 @@ def _paragraphs(text: str) -> list[str]:
 def _to_prompt(record: "Record", location: str) -> Prompt:
     from nextn.data.records import prompt_column
 
+    domain = str(record.get("domain", category_of(record) or "own"))
+    if (turns := turns_of(record, location)) is not None:
+        return Prompt(turns[0], domain, later=turns[1:])
     messages = record.get("messages")
     prompt = prompt_column(record) if messages is None else _user_message(messages, location)
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         prompt = tuple(prompt)
     if not prompt or not isinstance(prompt, str | tuple):
         raise ConfigError(f"{location}: expected {_COLUMNS}, found {str(dict(record))[:80]}")
-    return Prompt(prompt, str(record.get("domain", "own")))
+    return Prompt(prompt, domain)
 
 
 def _user_message(messages: object, location: str) -> object:
@@ -169,6 +242,7 @@ class ReferencePlan:
     seed: int = 0
     backend: str = "auto"  # what decodes the texts, see `backend_for`
     rule: str = "block"  # acceptance rule of the decoder above temperature 0, one of DECODED
+    thinking: bool | None = None  # a variable of the chat template; None: the template's default
 
     def __post_init__(self) -> None:
         if self.rule not in DECODED:
@@ -185,6 +259,14 @@ class ReferencePlan:
         for temperature in self.temperatures:
             Sampling(temperature)
         object.__setattr__(self, "temperatures", tuple(sorted(set(self.temperatures))))
+
+    @property
+    def template_variables(self) -> dict[str, object]:
+        """Variables of the chat template: the names by which published templates turn thinking on or off."""
+        if self.thinking is None:
+            return {}
+        mode = "enabled" if self.thinking else "disabled"
+        return {"enable_thinking": self.thinking, "thinking": self.thinking, "thinking_mode": mode}
 
 
 def rotate(values: Iterable[int], turn: int) -> list[int]:

@@ -5,45 +5,43 @@ Knows nothing of sockets (`http_server`), of how text is generated (`request.Eng
 """
 
 import asyncio
-import json
-import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.resources import files
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from nextn import __version__
 from nextn.bounded_json import loads
-from nextn.errors import NextnError
 from nextn.model.model import Model
-from nextn.serve.api_errors import ApiError, from_nextn_error, internal_error, server_stopping
+from nextn.serve import anthropic_messages, openai_responses
+from nextn.serve.anthropic_messages import MESSAGES_PATH, CountRequest, MessagesAnswer, MessagesRequest
+from nextn.serve.api_errors import ApiError, server_stopping
+from nextn.serve.error_handlers import add_error_handlers
 from nextn.serve.generation_group import GenerationGroup
-from nextn.serve.http_limits import CLIENT_GONE, RequestGuard
+from nextn.serve.http_limits import CLIENT_GONE, IGNORED_HEADER, RequestGuard, ignored_fields
 from nextn.serve.metrics import CONTENT_TYPE, ServerMetrics
+from nextn.serve.openai_responses import ResponsesAnswer, ResponsesRequest, ResponseStore
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import Engine, EngineStats, GenerationRequest
 from nextn.serve.request_builder import RequestBuilder
-from nextn.serve.responses import Answer, ChatAnswer, CompletionAnswer, Json
+from nextn.serve.request_model import M, parse_request
+from nextn.serve.responses import ChatAnswer, CompletionAnswer, Json, RouteAnswer
 from nextn.serve.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    M,
     TokenizeRequest,
-    parse_request,
 )
 from nextn.serve.token_texts import TokenTexts
 
-_LOG = logging.getLogger(__name__)
 _POLL_S = 0.02  # between two looks at what still runs while the server stops
 _WATCH_S = 0.2  # between looks at the files of the weights while an answer is made
 _CLOSE_S = 2.0  # for the engine to end, after the generations did
@@ -54,7 +52,6 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-_NO_ROUTE = "there is no such route; chat and completions are at /v1/chat/completions and /v1/completions"
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -74,15 +71,18 @@ def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
     for method, path, endpoint in api.routes():
         methods = ["GET", "HEAD"] if method == "GET" else [method]
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(NextnError, _on_nextn_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_exception)
+    add_error_handlers(app)
     app.add_middleware(RequestGuard, options=options, on_error=api.metrics.count_error)
     if options.cors_origins:
         # Any header: clients have their own, such as the x-stainless-... of OpenAI's, and none is trusted here.
         origins, methods, headers = list(options.cors_origins), ["GET", "HEAD", "POST"], ["*"]
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=methods,
+            allow_headers=headers,
+            expose_headers=[IGNORED_HEADER],
+        )
     return app
 
 
@@ -96,13 +96,16 @@ class Api:
         self.token_texts = TokenTexts(model.tokenizer)
         self.is_stopping = False
         self._groups: set[GenerationGroup] = set()
-        self._created = int(time.time())
+        self._created, self._stored = int(time.time()), ResponseStore()
 
     def routes(self) -> Iterator[tuple[str, str, Callable[..., Awaitable[Response]]]]:
         """Yield method, path and endpoint."""
         yield from (
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/responses", self.responses),
+            ("POST", MESSAGES_PATH, self.messages),
+            ("POST", f"{MESSAGES_PATH}/count_tokens", self.count_tokens),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/models/{name:path}", self.one_model),
             ("POST", "/tokenize", self.tokenize),
@@ -125,6 +128,27 @@ class Api:
         requests = await self.builder.completion(body)
         answer = CompletionAnswer(self.options, body, requests, self.token_texts)
         return await self._generate(request, requests, answer)
+
+    async def responses(self, request: Request) -> Response:
+        body = await self._body(request, ResponsesRequest)
+        before = () if body.previous_response_id is None else self._stored.get(body.previous_response_id)
+        chat, history = openai_responses.to_chat(body, before)
+        (one,) = await self.builder.chat(chat)
+        parser = self.builder.structured.parser(chat, one.prompt)
+        answer = ResponsesAnswer(self.options, body, one, self.token_texts, parser, history=history, store=self._stored)
+        return await self._generate(request, [one], answer)
+
+    async def messages(self, request: Request) -> Response:
+        body = await self._body(request, MessagesRequest)
+        chat = anthropic_messages.to_chat(body)
+        (one,) = await self.builder.chat(chat)
+        parser = self.builder.structured.parser(chat, one.prompt)
+        return await self._generate(request, [one], MessagesAnswer(self.options, body, one, self.token_texts, parser))
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self._body(request, CountRequest)
+        prompt = await self.builder.chat_prompt(anthropic_messages.to_chat(body))
+        return JSONResponse({"input_tokens": len(prompt)})
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_entry()]})
@@ -198,7 +222,7 @@ class Api:
             document = loads(raw.decode())
         except ValueError as error:  # also invalid UTF-8
             raise ApiError(400, f"the body is not JSON in UTF-8: {error}", code="invalid_json") from error
-        body = parse_request(model, document)
+        body = parse_request(model, document, ignored_fields(request.scope))
         if (name := getattr(body, "model", None)) is not None:
             self._check_model(name)
         return body
@@ -227,16 +251,16 @@ class Api:
             message = f"The model {name[:200]!r} does not exist; this server has {self.options.served_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def _generate(self, request: Request, requests: list[GenerationRequest], answer: Answer) -> Response:
+    async def _generate(self, request: Request, requests: list[GenerationRequest], answer: RouteAnswer) -> Response:
         if self.is_stopping:
             raise server_stopping()
         group = GenerationGroup(self.engine, self.metrics)
         group.submit(requests)
-        if answer.body.stream:
+        if answer.is_stream:
             return _EventStream(self._events(group, answer), self._running(group))
         return await self._whole(request, group, answer)
 
-    async def _whole(self, request: Request, group: GenerationGroup, answer: Answer) -> Response:
+    async def _whole(self, request: Request, group: GenerationGroup, answer: RouteAnswer) -> Response:
         """Collect the whole answer, or give up when the client goes away."""
         with self._running(group):
             collecting = asyncio.create_task(_collect(group, answer))
@@ -252,21 +276,20 @@ class Api:
                 collecting.cancel()
                 leaving.cancel()
 
-    async def _events(self, group: GenerationGroup, answer: Answer) -> AsyncIterator[bytes]:
+    async def _events(self, group: GenerationGroup, answer: RouteAnswer) -> AsyncIterator[bytes]:
         """Yield server-sent events."""
         try:
-            if first := answer.first_events():
-                yield _sse(first)
+            if first := answer.frame(answer.first_events()):
+                yield first
             async for batch in group.batches():
-                events = [answer.event(index, chunk) for index, chunk in batch]
-                if data := _sse(event for event in events if event is not None):
+                if data := answer.frame(event for each in batch for event in answer.events(*each)):
                     yield data
             self._check_files()
-            if (last := answer.last_event()) is not None:
-                yield _sse([last])
+            if last := answer.frame(answer.last_events()):
+                yield last
         except ApiError as error:
-            yield _sse([error.document()])
-        yield b"data: [DONE]\n\n"
+            yield answer.frame([answer.error_event(error)])
+        yield answer.end
 
     @contextmanager
     def _running(self, group: GenerationGroup) -> Iterator[None]:
@@ -329,7 +352,7 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _collect(group: GenerationGroup, answer: Answer) -> Json:
+async def _collect(group: GenerationGroup, answer: RouteAnswer) -> Json:
     async for batch in group.batches():
         for index, chunk in batch:
             answer.add(index, chunk)
@@ -339,43 +362,3 @@ async def _collect(group: GenerationGroup, answer: Answer) -> Json:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _sse(events: Iterable[Json]) -> bytes:
-    """Events that are ready together go out in one write."""
-    return b"".join(
-        b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
-        for event in events
-    )
-
-
-def _response(error: ApiError) -> Response:
-    return JSONResponse(error.document(), error.status, headers=dict(error.headers))
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _response(error)
-
-
-async def _on_nextn_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, NextnError)
-    shown = from_nextn_error(error)
-    if shown.status >= 500:
-        _LOG.error("%s %s failed", request.method, request.url.path[:200], exc_info=error)
-    return _response(shown)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    what = {404: _NO_ROUTE, 405: "the route has other methods"}.get(error.status_code, error.detail)
-    shown = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}", code=code)
-    response = _response(shown)
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_exception(request: Request, error: Exception) -> Response:
-    """uvicorn logs the traceback; the client gets none."""
-    return _response(internal_error())

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`, and in that of Anthropic's routes."""
 
 import json
 from collections.abc import Mapping
@@ -8,6 +8,8 @@ from nextn.errors import ConfigError, NextnError, QueueFullError
 
 RETRY_AFTER_S = 1  # what a client is asked to wait when the queue is full
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+_ANTHROPIC_PATH = "/v1/messages"
 _MAX_MESSAGE = 1000  # characters; messages may quote parts of the request
 
 
@@ -21,14 +23,17 @@ class ApiError(Exception):
     code: str | None = None
     retry_after: int | None = None  # seconds
 
-    def document(self) -> dict[str, object]:
-        """Return the JSON body."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+    def document(self, path: str = "") -> dict[str, object]:
+        """Return the JSON body for the route at a path."""
         message = self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
+        if path.startswith(_ANTHROPIC_PATH):
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": message}}
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
-    def body(self) -> bytes:
-        return json.dumps(self.document(), ensure_ascii=False).encode()
+    def body(self, path: str = "") -> bytes:
+        return json.dumps(self.document(path), ensure_ascii=False).encode()
 
     @property
     def headers(self) -> Mapping[str, str]:

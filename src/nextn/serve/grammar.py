@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nextn.bounded_json import loads
 from nextn.errors import ConfigError
 from nextn.extras import install_command
 from nextn.serve.request import GrammarState
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
+_MAX_GRAMMAR = 16_384  # characters of a request's own grammar, whose schemas and rules no other limit bounds
 # Between two JSON tokens: nothing, a space, or a new line with its indentation. Without a bound, small models emit
 # nothing else.
 JSON_WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
@@ -216,6 +218,50 @@ def json_schema(schema: object) -> JsonSchema:
     if not isinstance(schema, dict):
         raise ConfigError(f"JSON schema is {json.dumps(schema)[:40]}; expected an object")
     return JsonSchema(json.dumps(schema, ensure_ascii=False))
+
+
+def structure(kind: str, value: object) -> GrammarSpec:
+    """Make the grammar that a request asks for.
+
+    Args:
+        kind: `json`, `json_object`, `regex`, `choice` or `grammar`.
+        value: A schema or its text; true; a pattern; a list of texts; a grammar as Lark or GBNF.
+
+    Raises:
+        ConfigError: The text of a schema is not JSON, or a grammar is too long, or neither Lark nor GBNF.
+    """
+    match kind, value:
+        case "json", str(text):
+            try:
+                return json_schema(loads(text))
+            except ValueError as error:
+                raise ConfigError(f"the JSON schema is not JSON: {error}") from error
+        case "json", schema:
+            return json_schema(schema)
+        case "regex", str(pattern):
+            return Regex(pattern)
+        case "choice", list(texts):
+            return Lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+        case "grammar", str(text):
+            return Lark(_lark(text))
+        case _:
+            return JSON_OBJECT
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark, translated from GBNF if it is in that."""
+    if len(text) > _MAX_GRAMMAR:
+        raise ConfigError(f"grammar has {len(text):,} characters; expected at most {_MAX_GRAMMAR:,}")
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if is_lark_syntax(text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # it raises bare ones
+        raise ConfigError(
+            f"grammar is neither Lark nor GBNF: {_first_line(str(error)) or 'nested too deep'}"
+        ) from error
 
 
 def _read_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, eos: list[int]) -> "LLTokenizer":

@@ -15,12 +15,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nextn.serve.api_errors import ApiError
 from nextn.serve.options import ConnectionLimits, ServerOptions
+from nextn.serve.request_model import ignored_header
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+IGNORED_HEADER = "X-Ignored-Fields"  # of answers: the fields of the request that were ignored
 CLIENT_GONE = 499  # the status of answers that nobody reads any more
 _LINGER_S = 1.0  # a refused connection stays open so long, so that the client reads why
 OPEN_PATHS = frozenset({"/", "/health"})  # no API key: the page asks for one, and probes have none
@@ -182,6 +184,12 @@ def limited_protocol(limits: ConnectionLimits, on_error: Callable[[int], None]) 
     return type("LimitedProtocol", (LimitedProtocol,), fields)
 
 
+def ignored_fields(scope: Message) -> set[str]:
+    """Return the set in which a request's ignored fields are collected."""
+    names: set[str] = scope.setdefault("state", {}).setdefault("ignored_fields", set())
+    return names
+
+
 class RequestGuard:
     """ASGI middleware: checks the headers of each request before the application sees it, and counts its body."""
 
@@ -192,11 +200,11 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        watched = self._watched(send)
+        watched = self._watched(scope, send)
         try:
             self._check(scope)
         except ApiError as error:
-            await send_error(error, watched)
+            await send_error(error, scope["path"], watched)
             return
         await self._app(scope, self._counted(receive), watched)
 
@@ -214,7 +222,7 @@ class RequestGuard:
         values = dict(headers)
         self._check_host(values.get(b"host", b"").decode("latin-1"))
         if scope["path"] not in OPEN_PATHS:
-            self._check_key(values.get(b"authorization", b""))
+            self._check_key(values.get(b"authorization", b""), values.get(b"x-api-key", b""))
         length = values.get(b"content-length", b"0")
         if int(length) > self._options.max_body_bytes:  # h11 has checked that these are digits
             raise self._too_large()
@@ -231,13 +239,15 @@ class RequestGuard:
             message = f"Host {header[:100]!r} is not a name of this server; start it with --host to serve other names"
             raise ApiError(403, message, code="host_not_allowed")
 
-    def _check_key(self, header: bytes) -> None:
+    def _check_key(self, authorization: bytes, api_key: bytes) -> None:
+        """Accept a key in OpenAI's header or in Anthropic's."""
         expected = self._options.api_key
         if expected is None:
             return
-        scheme, _, key = header.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), expected.encode()):
-            message = "no valid API key; expected the header Authorization: Bearer <key>"
+        scheme, _, key = authorization.partition(b" ")
+        keys = [key if scheme.lower() == b"bearer" else b"", api_key]
+        if not any(hmac.compare_digest(each.strip(), expected.encode()) for each in keys):
+            message = "no valid API key; expected the header Authorization: Bearer <key>, or x-api-key: <key>"
             raise ApiError(401, message, code="invalid_api_key")
 
     def _counted(self, receive: Receive) -> Receive:
@@ -253,10 +263,13 @@ class RequestGuard:
 
         return counted
 
-    def _watched(self, send: Send) -> Send:
+    def _watched(self, scope: Message, send: Send) -> Send:
         async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start" and 400 <= message["status"] != CLIENT_GONE:
-                self._on_error(message["status"])
+            if message["type"] == "http.response.start":
+                if 400 <= message["status"] != CLIENT_GONE:
+                    self._on_error(message["status"])
+                if names := ignored_header(ignored_fields(scope)):
+                    message["headers"] = [*message["headers"], (IGNORED_HEADER.lower().encode(), names.encode())]
             await send(message)
 
         return watched
@@ -266,9 +279,9 @@ class RequestGuard:
         return ApiError(413, f"the body is larger than {limit:,} bytes", code="request_too_large")
 
 
-async def send_error(error: ApiError, send: Send) -> None:
+async def send_error(error: ApiError, path: str, send: Send) -> None:
     """Send an error as a whole ASGI response."""
-    body = error.body()
+    body = error.body(path)
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

@@ -8,6 +8,7 @@ counts. The whole message does not depend on how the text was cut into pieces.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from nextn.data.chat_template import THINK_TAGS
 from nextn.serve.call_text import (
     GeneratedToolCall,
     IncompleteCallError,
@@ -18,6 +19,7 @@ from nextn.serve.call_text import (
 )
 from nextn.serve.tool_calls import ToolSyntax
 
+_OPEN, _CLOSE = THINK_TAGS
 _NUM_ALWAYS_PARSED = 256  # characters of an unfinished call that are parsed at each step
 _GROWTH = 64  # after that, only where it may end, or has grown by this part
 
@@ -182,24 +184,24 @@ class ReasoningSplitter:
         reasoning = ""
         if self._part == "start":
             begun = self._buffer.lstrip()
-            if begun.startswith("<think>"):
-                self._buffer = begun.removeprefix("<think>")
+            if begun.startswith(_OPEN):
+                self._buffer = begun.removeprefix(_OPEN)
                 self._part, self._must_strip = "reasoning", True
-            elif is_last or not "<think>".startswith(begun):
+            elif is_last or not _OPEN.startswith(begun):
                 self._part = "content"
         if self._part == "reasoning":
             reasoning = self._take(self._end_of_reasoning(is_last=is_last)).rstrip()
-            if self._buffer.lstrip().startswith("</think>"):
-                self._buffer = self._buffer.lstrip().removeprefix("</think>")
+            if self._buffer.lstrip().startswith(_CLOSE):
+                self._buffer = self._buffer.lstrip().removeprefix(_CLOSE)
                 self._part, self._must_strip = "content", True
         content = self._take(len(self._buffer)) if self._part == "content" else ""
         return reasoning, content
 
     def _end_of_reasoning(self, *, is_last: bool) -> int:
         """How many characters of the buffer are reasoning for certain; trailing space is not."""
-        end = self._buffer.find("</think>")
+        end = self._buffer.find(_CLOSE)
         if end < 0:
-            end = len(self._buffer) - (0 if is_last else overlap(self._buffer, "</think>"))
+            end = len(self._buffer) - (0 if is_last else overlap(self._buffer, _CLOSE))
         return len(self._buffer[:end].rstrip())
 
     def _take(self, size: int) -> str:
@@ -274,7 +276,7 @@ def parse_message(parser: MessageParser, text: str) -> MessageDelta:
 
 def reasoning_is_open(prompt: str) -> bool:
     """Return whether a rendered prompt ends inside reasoning, as with templates that open it for the model."""
-    return prompt.rstrip().endswith("<think>")
+    return prompt.rstrip().endswith(_OPEN)
 
 
 def _firsts(syntax: ToolSyntax) -> tuple[str, ...]:

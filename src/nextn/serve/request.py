@@ -41,6 +41,7 @@ class GenerationRequest:
     frequency_penalty: float = 0.0  # the same, times their number
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
     logprobs: int | None = None  # alternatives to return with each token; None: no log probabilities
+    prompt_logprobs: bool = False  # the same for the tokens of the prompt after the first
     grammar: Callable[[], GrammarState] | None = None  # makes the state at the first generated token
     cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
     # The API request that it belongs to; those take turns in the queue. None: one of its own.
@@ -52,7 +53,7 @@ class TokenLogprob:
     """The log probability of an emitted token under the trunk's unmodified distribution, in nats."""
 
     token: int
-    logprob: float
+    logprob: float | None  # None: the first token of a prompt, which nothing predicts
     top: tuple[tuple[int, float], ...]  # the most likely tokens, best first
 
 
@@ -66,6 +67,7 @@ class GenerationChunk:
     finish: str | None = None  # None, `eos`, `stop`, `length`, `context`, `cancelled` or `error`
     error: str = ""  # with finish `error`: what failed
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first chunk: of the prompt's tokens after the first
 
 
 def failure_message(error: Exception) -> str:

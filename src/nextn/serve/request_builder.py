@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from nextn.decoding.generate import encode, eos_tokens
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
+from nextn.serve.generic_tools import with_tools
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationRequest
 from nextn.serve.schemas import (
@@ -67,19 +69,24 @@ class RequestBuilder:
         """Return the sequences to generate: `n` for each prompt, those of one prompt together."""
         special = body.add_special_tokens is not False
         prompts = await self.run(lambda: [self._prompt_ids(prompt, special) for prompt in body.prompts])
-        max_tokens = body.max_completion_tokens or body.max_tokens or _DEFAULT_COMPLETION
+        limits = body.max_completion_tokens, body.max_tokens, _DEFAULT_COMPLETION
+        max_tokens = next(limit for limit in limits if limit is not None)
         return await self._requests(body, prompts, max_tokens, body.logprobs, field="prompt")
 
     async def chat(self, body: ChatRequest) -> list[GenerationRequest]:
         """Return the `n` sequences to generate."""
-        self.structured.check(body)
-        variables, opens = body.template_variables, body.add_generation_prompt and not body.continue_final_message
-        prompt = await self.run(
-            lambda: self._conversation_ids(body.messages, body.tools, variables, add_generation_prompt=opens)
-        )
+        prompt = await self.chat_prompt(body)
         max_tokens = body.max_completion_tokens or body.max_tokens or self._options.max_model_len
         logprobs = body.top_logprobs if body.logprobs else None
         return await self._requests(body, [prompt], max_tokens, logprobs, field="messages")
+
+    async def chat_prompt(self, body: ChatRequest) -> list[int]:
+        """Return the token ids of a conversation as it is answered."""
+        tools = () if body.tool_choice == "none" and self.structured.is_generic(has_tools=True) else body.tools
+        variables, opens = body.template_variables, body.add_generation_prompt and not body.continue_final_message
+        return await self.run(
+            lambda: self._conversation_ids(body.messages, tools, variables, add_generation_prompt=opens)
+        )
 
     async def tokens_of(self, body: TokenizeRequest) -> list[int]:
         """Return the token ids of a text or of a conversation, of any length."""
@@ -104,7 +111,7 @@ class RequestBuilder:
         for prompt in prompts:
             self._check_prompt(prompt, field)
         grammar = None
-        if body.response_format is not None or isinstance(body, ChatRequest):
+        if body.structures or isinstance(body, ChatRequest):
             grammar = await self.run(lambda: self.structured.grammar(body))
         self._check_min_tokens(body, max_tokens, is_free=grammar is None and not body.stops)
         # Without a seed, each request has random numbers of its own.
@@ -125,6 +132,7 @@ class RequestBuilder:
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=self._logit_bias(body),
                 logprobs=logprobs,
+                prompt_logprobs=logprobs is not None and isinstance(body, CompletionRequest) and body.echo,
                 grammar=grammar,
                 cache_salt=body.cache_salt,
                 parent=parent,
@@ -154,18 +162,38 @@ class RequestBuilder:
         if not self.tokenizer.chat_template:
             message = "this model has no chat template; use /v1/completions, or add a chat template to its tokenizer"
             raise ApiError(400, message, "messages", "no_chat_template")
+        shown = [_template_message(message) for message in messages]
+        offered = [tool.model_dump(by_alias=True, exclude_defaults=True) | {"type": tool.type} for tool in tools]
+        render = partial(self._rendered, extra=extra, add_generation_prompt=add_generation_prompt)
         try:
-            ids, _ = apply_chat_template(
-                self.tokenizer,
-                [_template_message(message) for message in messages],
-                tools=[tool.model_dump(by_alias=True, exclude_defaults=True) | {"type": tool.type} for tool in tools]
-                or None,
-                add_generation_prompt=add_generation_prompt,
-                variables=extra,
-                seconds=_TEMPLATE_S,
-            )
+            if not self.structured.is_generic(has_tools=bool(offered)):
+                return render(shown, offered)
+            try:
+                return render(with_tools(shown, offered))
+            except ConfigError:
+                if not offered:
+                    raise
+                # Some templates know no system message.
+                return render(with_tools(shown, offered, has_system=False))
         except ConfigError as error:
             raise ApiError(400, str(error), "messages", "invalid_value") from error
+
+    def _rendered(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: Sequence[object] = (),
+        *,
+        extra: Mapping[str, object],
+        add_generation_prompt: bool,
+    ) -> list[int]:
+        ids, _ = apply_chat_template(
+            self.tokenizer,
+            messages,
+            tools=tools or None,
+            add_generation_prompt=add_generation_prompt,
+            variables=extra,
+            seconds=_TEMPLATE_S,
+        )
         return ids
 
     def _check_prompt(self, prompt: Sequence[int], field: str) -> None:
@@ -186,7 +214,7 @@ class RequestBuilder:
             message = f"min_tokens: {body.min_tokens}; expected at most max_tokens, {max_tokens}"
             raise ApiError(400, message, "min_tokens", "invalid_value")
         if body.min_tokens and not is_free:
-            message = "min_tokens is not supported with stop, response_format or forced tool calls; leave it out"
+            message = "min_tokens is not supported with stop, structured output or forced tool calls; leave it out"
             raise ApiError(400, message, "min_tokens", "unsupported_parameter")
 
     def _check_token(self, token: int, vocab_size: int, field: str) -> None:
@@ -228,9 +256,9 @@ def _template_message(message: ChatMessage) -> dict[str, object]:
     shown: dict[str, object] = {"role": "system" if message.role == "developer" else message.role}
     content = message.text if message.text is not None else message.refusal
     shown["content"] = content if content is not None else ""
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            shown[name] = value
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    shown |= {name: value for name, value in more.items() if value is not None}
     if message.tool_calls:
         shown["tool_calls"] = [
             {"id": call.id, "type": call.type, "function": _template_call(call.function.name, call.function.arguments)}

@@ -1,13 +1,15 @@
 """The JSON of answers, whole and streamed, in OpenAI's form with vLLM's additions."""
 
+import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from nextn import __version__
 from nextn.decoding.batch import SequenceRound
+from nextn.serve.api_errors import ApiError
 from nextn.serve.message_parser import MessageDelta, MessageParser, parse_message
 from nextn.serve.metrics import request_metrics
 from nextn.serve.options import ServerOptions
@@ -46,6 +48,43 @@ class GeneratedChoice:
             self.tokens += one.emitted
 
 
+class RouteAnswer(Protocol):
+    """What a route answers, built from the chunks of its sequences."""
+
+    @property
+    def is_stream(self) -> bool: ...
+
+    def add(self, index: int, chunk: GenerationChunk) -> None:
+        """Add a chunk of a whole answer."""
+
+    def document(self) -> Json:
+        """Return the whole answer."""
+
+    def first_events(self) -> list[Json]:
+        """Return what a stream begins with."""
+
+    def events(self, index: int, chunk: GenerationChunk) -> list[Json]:
+        """Add a chunk and return its events."""
+
+    def last_events(self) -> list[Json]:
+        """Return what a stream ends with."""
+
+    def error_event(self, error: ApiError) -> Json:
+        """Return the event of a stream that fails."""
+
+    def frame(self, events: Iterable[Json]) -> bytes:
+        """Return events as sent; those that are ready together go out in one write."""
+
+    @property
+    def end(self) -> bytes: ...
+
+
+def sse_data(event: Json) -> bytes:
+    """Return the data line of a server-sent event."""
+    text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return b"data: " + text.encode() + b"\n\n"
+
+
 class Answer:
     """Builds the answer to one request from the chunks of its sequences; a subclass knows the form of its route.
 
@@ -73,21 +112,29 @@ class Answer:
         self._with_metrics = options.metrics_in_answers or body.return_metrics or self.with_rounds
         self._id, self._created, self._model = _new_id(self.prefix), int(time.time()), options.served_name
 
+    end = b"data: [DONE]\n\n"
+
+    @property
+    def is_stream(self) -> bool:
+        return self.body.stream
+
+    def frame(self, events: Iterable[Json]) -> bytes:
+        return b"".join(map(sse_data, events))
+
+    def error_event(self, error: ApiError) -> Json:
+        return error.document()
+
     def add(self, index: int, chunk: GenerationChunk) -> None:
-        """Add a chunk of a whole answer."""
         self.choices[index].add(chunk)
 
     def document(self) -> Json:
-        """Return the whole answer."""
         choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._envelope(self.kind), "choices": choices, **self._figures()}
 
     def first_events(self) -> list[Json]:
-        """Return what a stream begins with."""
         return []
 
-    def event(self, index: int, chunk: GenerationChunk) -> Json | None:
-        """Add a chunk and return its event; None if there is nothing to send yet."""
+    def events(self, index: int, chunk: GenerationChunk) -> list[Json]:
         choice = self.choices[index]
         is_first = not choice.rounds
         part = self._part(index, chunk)
@@ -96,15 +143,15 @@ class Answer:
         if self.with_rounds and chunk.rounds:
             extra["rounds"] = [self._round(one) for one in chunk.rounds]
         if part is None and not extra and chunk.finish is None:
-            return None
+            return []
         event = {"index": index, **(part or self._empty_part()), "finish_reason": self._finish(index), **extra}
-        return self._with_usage_field({**self._envelope(self.chunk_kind), "choices": [event]})
+        return [self._with_usage_field({**self._envelope(self.chunk_kind), "choices": [event]})]
 
-    def last_event(self) -> Json | None:
-        """Return the event after the last chunk, with usage and metrics; None if it was not requested."""
+    def last_events(self) -> list[Json]:
+        """Return usage and metrics, if they were requested."""
         if not (self.body.stream_options.include_usage or self._with_metrics):
-            return None
-        return {**self._envelope(self.chunk_kind), "choices": [], **self._figures()}
+            return []
+        return [{**self._envelope(self.chunk_kind), "choices": [], **self._figures()}]
 
     def _envelope(self, kind: str) -> Json:
         known = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -176,6 +223,22 @@ class CompletionAnswer(Answer):
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
+    body: CompletionRequest
+
+    def add(self, index: int, chunk: GenerationChunk) -> None:
+        super().add(index, self._with_prompt(index, chunk))
+
+    def events(self, index: int, chunk: GenerationChunk) -> list[Json]:
+        return super().events(index, self._with_prompt(index, chunk))
+
+    def _with_prompt(self, index: int, chunk: GenerationChunk) -> GenerationChunk:
+        """The chunk; with `echo`, the first one begins with the prompt."""
+        if not self.body.echo or self.choices[index].rounds:
+            return chunk
+        request, prompt = self.requests[index], self.body.prompts[index // self.body.n]
+        text = prompt if isinstance(prompt, str) else self.token_texts.running_text(prompt)
+        first = (TokenLogprob(request.prompt[0], None, ()),) if request.prompt_logprobs else ()
+        return replace(chunk, text=text + chunk.text, logprobs=(*first, *chunk.prompt_logprobs, *chunk.logprobs))
 
     def _choice(self, index: int, choice: GeneratedChoice) -> Json:
         return {
@@ -209,8 +272,10 @@ class CompletionAnswer(Answer):
             "text_offset": offsets,
         }
 
-    def _top(self, entry: TokenLogprob) -> Mapping[str, float]:
-        top: dict[str, float] = {}
+    def _top(self, entry: TokenLogprob) -> Mapping[str, float | None] | None:
+        if entry.logprob is None:
+            return None
+        top: dict[str, float | None] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             top.setdefault(self._spelled(token), _nats(logprob))  # of two tokens with one text, the likelier
         return top
@@ -297,7 +362,7 @@ class ChatAnswer(Answer):
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> Json:
+    def _token(self, token: int, logprob: float | None) -> Json:
         return {"token": self._spelled(token), "logprob": _nats(logprob), "bytes": self.token_texts.utf8(token)}
 
 
@@ -317,5 +382,5 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
-def _nats(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)
+def _nats(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _MIN_LOGPROB)

@@ -246,7 +246,8 @@ class Scheduler:
                 length=length,
             )
             batch.limit_caches(self.limits.max_model_len)
-            if self.prefix_cache is not None:
+            # Positions that are not processed again would have no log probabilities.
+            if self.prefix_cache is not None and not sequence.request.prompt_logprobs:
                 with batch.isolated():
                     sequence.cached_tokens = self.prefix_cache.restore(batch)
             if batch.sequences:

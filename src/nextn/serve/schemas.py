@@ -1,74 +1,23 @@
-"""The requests of the API: which fields exist, their types and bounds. Values are checked here and nowhere else.
+"""The requests of the API: which fields exist, their types and bounds. Values are checked here and nowhere else."""
 
-A field that is not known is refused, because ignoring it could change the answer. Fields that never change an answer
-are dropped, and fields that this server does not support are accepted with the value that turns them off.
-"""
+from typing import Annotated, Any, ClassVar, Literal
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    JsonValue,
-    Tag,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-
-from nextn.bounded_json import short_repr
-from nextn.serve.api_errors import ApiError
 from nextn.serve.options import MAX_CHOICES
-
-# Fields of OpenAI's API and of vLLM's and llama.cpp's additions that do not change what is generated.
-IGNORED = frozenset(
-    (
-        "cache_prompt", "metadata", "prediction", "priority", "prompt_cache_key",
-        "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "spaces_between_special_tokens",
-        "store", "user",
-    )
-)  # fmt: skip
-# Fields that are not supported, with the value that turns them off.
-OFF: Mapping[str, object] = {
-    "allowed_token_ids": [], "bad_words": [], "best_of": 1, "echo": False, "include_stop_str_in_output": False,
-    "length_penalty": 1, "modalities": ["text"], "prompt_logprobs": 0, "reasoning_effort": "none",
-    "suffix": "", "truncate_prompt_tokens": 0, "use_beam_search": False,
-}  # fmt: skip
+from nextn.serve.request_model import ListOf, RequestModel, T
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-M = TypeVar("M", bound="RequestModel")
-T = TypeVar("T")
-# Lists stop at their first error: a body can hold a million, and to describe each of them takes seconds.
-ListOf = Annotated[list[T], Field(fail_fast=True)]
 TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
-Ignored = Annotated[list[JsonValue] | None, Field(max_length=1024)]  # accepted, and not used
 Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 _MAX_BIASES = 1024
 _NO_LIMIT = 2**31 - 1
 
 
-class RequestModel(BaseModel):
-    """A JSON object of a request. `null` means that the field is absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, data: Any) -> Any:
-        """Drop null, and all but the first unknown field, which is one error enough."""
-        if not isinstance(data, dict):
-            return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in data if name not in known), None)
-        return {name: value for name, value in data.items() if value is not None and (name in known or name == unknown)}
-
-
 class StreamOptions(RequestModel):
     include_usage: bool = False
+    include_obfuscation: bool = False  # of OpenAI's streams: padding, which is never sent here
     include_rounds: bool = False  # an extension: the rounds of each chunk, and the request's metrics
     continuous_usage_stats: bool = False  # with include_usage: in every event, the usage so far
 
@@ -91,13 +40,27 @@ class ResponseFormat(RequestModel):
         return self
 
 
-class GenerationFields(RequestModel):
-    """What chat and plain completions have in common."""
+class StructuredOutputs(RequestModel):
+    """What vLLM calls so: exactly one field."""
+
+    json_: str | dict[str, JsonValue] | None = Field(None, alias="json")
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[ListOf[str], Field(min_length=1, max_length=1000)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "StructuredOutputs":
+        if len(self.model_fields_set) != 1 or self.json_object is False:
+            raise ValueError("expected exactly one of json, regex, choice, grammar and json_object (true)")
+        return self
+
+
+class SamplingFields(RequestModel):
+    """How the next token is chosen: what all routes have in common."""
 
     model: Name | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)  # 0 and -1: off
@@ -107,27 +70,13 @@ class GenerationFields(RequestModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int = Field(0, ge=0, lt=2**31)
-    stop: str | ListOf[str] = Field(default_factory=list)
     stop_token_ids: ListOf[TokenId] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False
     skip_special_tokens: bool = False  # leave special tokens out of the text
     # 0: plain decoding. The server's own K is the upper bound, see RequestBuilder.
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False  # tokens in log probabilities are spelled `token_id:<id>`
-    return_metrics: bool = False
     cache_salt: str = Field("", max_length=256)  # prefixes are shared only among requests with the same salt
-    add_special_tokens: bool | None = None
-    response_format: ResponseFormat | None = None
-
-    @field_validator("max_tokens", "max_completion_tokens", mode="before")
-    @classmethod
-    def _without_limit(cls, count: Any) -> Any:
-        """-1 is llama.cpp's value for as many as fit."""
-        return _NO_LIMIT if count == -1 and type(count) is int else count
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -136,6 +85,48 @@ class GenerationFields(RequestModel):
         if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
             raise ValueError(f"{len(biases):,} tokens; expected at most {_MAX_BIASES:,}")
         return biases
+
+
+class GenerationFields(SamplingFields):
+    """What chat and plain completions have in common."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    stop: str | ListOf[str] = Field(default_factory=list)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # tokens in log probabilities are spelled `token_id:<id>`
+    return_metrics: bool = False
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, JsonValue] | None = None
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    guided_choice: Annotated[ListOf[str], Field(min_length=1, max_length=1000)] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def structures(self) -> dict[str, tuple[str, object]]:
+        """What the text must be: for each field that says so, a field of `StructuredOutputs` and its value."""
+        asked: dict[str, tuple[str, object]] = {}
+        form, outputs = self.response_format, self.structured_outputs
+        if form is not None and form.type != "text":
+            schema = form.json_schema
+            asked["response_format"] = ("json_object", True) if schema is None else ("json", schema.schema_)
+        if outputs is not None:
+            (name,) = outputs.model_fields_set
+            asked["structured_outputs"] = name.rstrip("_"), getattr(outputs, name)
+        for kind in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                asked[f"guided_{kind}"] = kind, value
+        return asked
+
+    @field_validator("max_tokens", "max_completion_tokens", mode="before")
+    @classmethod
+    def _without_limit(cls, count: Any) -> Any:
+        """-1 is llama.cpp's value for as many as fit."""
+        return _NO_LIMIT if count == -1 and type(count) is int else count
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -147,6 +138,9 @@ class GenerationFields(RequestModel):
             raise ValueError("stop: expected at most 16 strings of 1 to 256 characters")
         if "stream_options" in self.model_fields_set and not self.stream:
             raise ValueError("stream_options: only valid with stream = true")
+        if len(self.structures) > 1:
+            first, second, *_ = self.structures
+            raise ValueError(f"{second}: not valid together with {first}; leave one out")
         return self
 
 
@@ -169,6 +163,8 @@ class CompletionRequest(GenerationFields):
         Discriminator(_prompt_form),
     ]
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -187,16 +183,18 @@ class CompletionRequest(GenerationFields):
             raise ValueError(
                 f"prompt: {len(self.prompts)} prompts times n = {self.n}; expected at most {MAX_CHOICES} sequences"
             )
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError(
+                "max_tokens: 0; expected at least 1, as only with echo = true there is something to answer"
+            )
         return self
 
 
 class TextPart(RequestModel):
+    path: ClassVar = "messages.content"
+
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
-    # Of recorded conversations; they change nothing here.
-    cache_control: dict[str, JsonValue] | None = None
-    annotations: Ignored = None
-    logprobs: Ignored = None
 
 
 class FunctionCall(RequestModel):
@@ -205,22 +203,25 @@ class FunctionCall(RequestModel):
 
 
 class CalledTool(RequestModel):
+    path: ClassVar = "messages.tool_calls"
+
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # of streams, whose pieces clients join and send back
 
 
 class ChatMessage(RequestModel):
+    path: ClassVar = "messages"
+    meaningful: ClassVar = frozenset(("audio", "function_call", "images", "partial", "prefix"))
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | ListOf[TextPart] | None = None
     name: Name | None = None
     tool_calls: ListOf[CalledTool] = Field(default_factory=list, max_length=128)
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as vLLM calls it
     refusal: str | None = None
-    annotations: Ignored = None  # of OpenAI's answers, which clients send back
-    cache_control: dict[str, JsonValue] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "ChatMessage":
@@ -244,6 +245,8 @@ class FunctionTool(RequestModel):
 
 
 class OfferedTool(RequestModel):
+    path: ClassVar = "tools"
+
     type: Literal["function"]
     function: FunctionTool
 
@@ -328,57 +331,3 @@ class DetokenizeRequest(RequestModel):
 
     model: Name | None = None
     tokens: ListOf[TokenId]
-
-
-def parse_request(model: type[M], document: object) -> M:
-    """Check a JSON document. Raises ApiError for the first value that is not valid."""
-    if not isinstance(document, dict):
-        raise ApiError(400, f"the body is {short_repr(document)}; expected a JSON object", code="invalid_type")
-    fields: dict[str, object] = {}
-    for name, value in document.items():
-        if value is None or name in IGNORED:
-            continue
-        if name in OFF and name not in model.model_fields:
-            if value != OFF[name]:
-                raise _unsupported(name)
-            continue
-        fields[name] = value
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise _from_validation(error, fields) from error
-
-
-def _unsupported(name: str) -> ApiError:
-    message = f"{name} is not supported; leave it out, or send {short_repr(OFF[name])}"
-    return ApiError(400, message, name, "unsupported_parameter")
-
-
-_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
-
-
-def _from_validation(error: ValidationError, document: Mapping[str, object]) -> ApiError:
-    # Of a union, the deepest error is that of the alternative that fits best.
-    errors = error.errors(include_url=False, include_context=False)
-    worst = max(errors, key=lambda one: len(one["loc"]))
-    kind, message = worst["type"], worst["msg"].removeprefix("Value error, ")
-    path = _path(document, worst["loc"], missing=kind == "missing")
-    if kind == "value_error" and ": " in message:
-        field, _, message = message.partition(": ")
-        path = f"{path}.{field}" if path else field
-    code = _CODES.get(kind, "invalid_value" if kind == "value_error" else "invalid_type")
-    if kind == "extra_forbidden":
-        message = "unknown field; remove it, as it may change the answer"
-    shown = "" if kind in ("missing", "extra_forbidden", "value_error") else f"; got {short_repr(worst['input'])}"
-    return ApiError(400, f"{path or 'body'}: {message}{shown}", path or None, code)
-
-
-def _path(document: object, loc: tuple[int | str, ...], *, missing: bool) -> str:
-    """Return a location as `messages[0].content`, without the names that pydantic gives to alternatives of a union."""
-    path = ""
-    for index, step in enumerate(loc):
-        if isinstance(step, int) and isinstance(document, list) and step < len(document):
-            path, document = f"{path}[{step}]", document[step]
-        elif isinstance(document, Mapping) and (step in document or (missing and index == len(loc) - 1)):
-            path, document = f"{path}.{step}" if path else str(step)[:100], document.get(step)
-    return path

@@ -12,6 +12,7 @@ from torch import Tensor
 from nextn.decoding.batch import BatchSequence, DecodingBatch, SequenceRound
 from nextn.decoding.drafter import Drafter, DraftResult
 from nextn.decoding.generate import TextStream
+from nextn.model.trunk import TrunkOutput
 from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob, failure_message
@@ -38,6 +39,7 @@ class ServedSequence(BatchSequence):
     is_over: bool = False
     rounds: list[SequenceRound] = field(default_factory=list)  # not emitted yet
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of these rounds' tokens
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # not emitted yet
 
     @classmethod
     def of(
@@ -80,10 +82,9 @@ class ServedSequence(BatchSequence):
         except Exception as failure:
             self._fail_alone(failure)
             return
-        chunk = GenerationChunk(
-            text, tuple(self.rounds), tuple(self.logprobs[: len(tokens)]), finish, error, self.cached_tokens
-        )
-        self._end_chunk(chunk)
+        logprobs = tuple(self.logprobs[: len(tokens)])
+        prompt, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        self._end_chunk(GenerationChunk(text, tuple(self.rounds), logprobs, finish, error, self.cached_tokens, prompt))
 
     def fail(self, error: Exception) -> None:
         """End at once. The text of rounds that were not emitted is dropped, because it may be what failed."""
@@ -204,6 +205,18 @@ class ServedBatch(DecodingBatch):
         for sequence, logits, drafts, (num_accepted, token) in rows:
             sequence.accept(logits, [*drafts[:num_accepted], token])
         return verification
+
+    def _on_prompt(self, hidden: TrunkOutput, parts: Sequence[Sequence[int]]) -> None:
+        """Keep the log probabilities of the prompt's next tokens where a request asks for them."""
+        if not any(sequence.request.prompt_logprobs for sequence in self.sequences):
+            return
+        logits = self.trunk.read(hidden).logits
+        for row, (sequence, part) in enumerate(zip(self.sequences, parts, strict=True)):
+            if sequence.request.prompt_logprobs:
+                following = sequence.tokens[self.num_prefilled + 1 :][: len(part)]
+                sequence.prompt_logprobs += [
+                    sequence.sampler.logprob(at, token) for at, token in zip(logits[row], following, strict=False)
+                ]
 
     def _native_rounds(self, is_drafting: bool) -> NativeRounds | None:
         return super()._native_rounds(is_drafting) if self.is_argmax else None

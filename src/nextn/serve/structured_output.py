@@ -7,7 +7,7 @@ from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
 from nextn.serve.call_text import Tool
-from nextn.serve.grammar import JSON_OBJECT, GrammarCompiler, GrammarSpec, json_schema
+from nextn.serve.grammar import GrammarCompiler, GrammarSpec, structure
 from nextn.serve.message_parser import MessageParser, reasoning_is_open
 from nextn.serve.request import GrammarState
 from nextn.serve.schemas import ChatRequest, GenerationFields, NamedTool
@@ -35,15 +35,14 @@ class StructuredOutput:
         self._template = template if isinstance(template, str) else "\n".join((template or {}).values())
         self._syntax = tool_syntax(self._template, syntax)
 
-    def check(self, request: ChatRequest) -> None:
-        """Refuse tools whose calls could not be recognized. Raises ApiError."""
-        if _offers_tools(request) and self._syntax is None and not _forces_call(request):
-            message = "tools: the chat template has no known syntax of tool calls; send tool_choice required, or none"
-            raise ApiError(400, message, "tools", "unsupported_parameter")
+    def is_generic(self, *, has_tools: bool) -> bool:
+        """Return whether tools are described without the chat template, which knows no syntax for them."""
+        return self._syntax is None and (has_tools or "tool" not in self._template)
 
     def grammar(self, request: GenerationFields) -> Callable[[], GrammarState] | None:
         """Compile the grammar that a request asks for; None if it asks for none. Raises ApiError."""
-        field = "tools" if isinstance(request, ChatRequest) and _forces_call(request) else "response_format"
+        is_call = isinstance(request, ChatRequest) and _forces_call(request)
+        field = "tools" if is_call else next(iter(request.structures), None)
         try:
             spec = self._specification(request)
             return None if spec is None else self._compiler.compile(spec)
@@ -54,7 +53,7 @@ class StructuredOutput:
         """Return what splits an answer into reasoning, content and tool calls; None if it is all content."""
         syntax = self._call_syntax() if _offers_tools(request) else None
         # Text that a grammar forces has no reasoning, whatever the prompt opened.
-        may_reason = self._specification(request) is None
+        may_reason = not (request.structures or _forces_call(request))
         reasoning = may_reason and "</think>" in self._template
         is_open = reasoning and self._ends_in_reasoning(prompt)
         if syntax is None and not reasoning:
@@ -69,17 +68,22 @@ class StructuredOutput:
 
     def _specification(self, request: GenerationFields) -> GrammarSpec | None:
         if isinstance(request, ChatRequest) and _forces_call(request):
-            assert self._model.tokenizer is not None  # there is none without: a chat needs a template
-            syntax, tools = self._call_syntax(), _tools(request)
-            is_parallel = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
-            return tool_call_grammar(self._model.tokenizer, syntax, tools, parallel=is_parallel)
-        wanted = request.response_format
-        if wanted is None or wanted.type == "text":
-            return None
-        return JSON_OBJECT if wanted.json_schema is None else json_schema(wanted.json_schema.schema_)
+            return self._call_grammar(request, forced=True)
+        if request.structures:
+            return next(structure(*asked) for asked in request.structures.values())
+        # A model that was not trained to write calls gets them right where a grammar helps.
+        if isinstance(request, ChatRequest) and _offers_tools(request) and self.is_generic(has_tools=True):
+            return self._call_grammar(request, forced=False)
+        return None
+
+    def _call_grammar(self, request: ChatRequest, *, forced: bool) -> GrammarSpec:
+        assert self._model.tokenizer is not None  # there is none without: a chat needs a template
+        syntax, tools = self._call_syntax(), _tools(request)
+        is_parallel = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
+        return tool_call_grammar(self._model.tokenizer, syntax, tools, parallel=is_parallel, forced=forced)
 
     def _call_syntax(self) -> ToolSyntax:
-        """The template's, or for calls that are forced, one that any model can be made to write."""
+        """The template's, or one that any model can be made to write."""
         return self._syntax or SYNTAXES["hermes"]
 
     def _ends_in_reasoning(self, prompt: Sequence[int]) -> bool:

@@ -30,6 +30,16 @@ class TokenTexts:
     def texts(self, tokens: Sequence[int]) -> list[str]:
         return [self.text(token) for token in tokens]
 
+    def running_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of consecutive tokens, special ones included."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text."""
+        return 0 if self._tokenizer is None else len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def spelled(self, token: int) -> str:
         r"""Return a text that is unique per token; incomplete characters are like `bytes:\xe2\x82`, as OpenAI does."""
         text = self.text(token)

@@ -1,4 +1,6 @@
-"""Grammars that force tool calls: for `tool_choice` `required` or a named function, in the syntax of the template."""
+"""Grammars of tool calls, in the syntax of the template: for `tool_choice` `required` or a named function, answers of
+calls alone; for templates without a syntax, text in which each call is well-formed.
+"""
 
 import json
 import re
@@ -18,15 +20,21 @@ _IDENTIFIER = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012
 
 
 def tool_call_grammar(
-    tokenizer: "PreTrainedTokenizerBase", syntax: ToolSyntax, tools: Sequence[Tool], *, parallel: bool = True
+    tokenizer: "PreTrainedTokenizerBase",
+    syntax: ToolSyntax,
+    tools: Sequence[Tool],
+    *,
+    parallel: bool = True,
+    forced: bool = True,
 ) -> Lark:
-    """Make the grammar of an answer that consists of calls of these tools.
+    """Make the grammar of an answer with calls of these tools.
 
     Args:
         tokenizer: Decides which marks of the syntax are special tokens.
         syntax: How the calls are written.
         tools: At least one; their arguments follow their schemas.
-        parallel: Allow up to `MAX_CALLS` calls instead of exactly one.
+        parallel: Allow up to `MAX_CALLS` calls instead of one.
+        forced: The answer consists of calls; else of text and calls, which only Hermes' syntax can.
 
     Raises:
         ConfigError: A tool's name or schema cannot be written in this syntax.
@@ -36,6 +44,9 @@ def tool_call_grammar(
     for tool in tools:
         if not tool.name or not set(tool.name) <= _IDENTIFIER:
             raise ConfigError(f"tool name {tool.name!r}; expected letters, digits and _-.:/")
+    if not forced:
+        assert syntax.name == "hermes"
+        return _free_hermes(_Rules(tokenizer), tools, parallel)
     return _GRAMMARS[syntax.name](_Rules(tokenizer), tools, parallel)
 
 
@@ -76,10 +87,14 @@ class _Rules:
         if "<[" not in mark:
             return self.add("/(?s:.*)/", f"[suffix={mark}]")
         # A suffix cannot be a special token. The token ends the text by itself; its characters must not occur before.
+        return f"{self.text_without(end)} {mark[mark.index('<[') :]}"
+
+    def text_without(self, mark: str) -> str:
+        """Any text in which the characters of a mark do not occur."""
         name = f"TEXT{len(self._rules)}"
-        excluded = re.escape(end.strip()).replace("/", r"\/")
+        excluded = re.escape(mark.strip()).replace("/", r"\/")
         self._rules.append(f"{name}: /(?s:.*)/ & ~/(?s:.*){excluded}(?s:.*)/\n")
-        return f"{name} {mark[mark.index('<[') :]}"
+        return name
 
 
 def _arguments(tool: Tool) -> Mapping[str, object]:
@@ -102,6 +117,14 @@ def _hermes(rules: _Rules, tools: Sequence[Tool], parallel: bool) -> Lark:
     begin, end = rules.literal("<tool_call>\n"), rules.literal("\n</tool_call>")
     calls = [f"{begin} {_json_call(rules, tool)} {end}" for tool in tools]
     return rules.grammar(_calls(rules, calls, rules.literal("\n"), parallel))
+
+
+def _free_hermes(rules: _Rules, tools: Sequence[Tool], parallel: bool) -> Lark:
+    """Text that may have calls; after the mark of one, a call must follow."""
+    mark, end = "<tool_call>", rules.literal("\n</tool_call>")
+    calls = rules.add(" | ".join(f"{_json_call(rules, tool)} {end}" for tool in tools))
+    call = f"({rules.text_before(mark)} {rules.literal(chr(10))} {calls})"
+    return rules.grammar(f"{call}{{0,{MAX_CALLS if parallel else 1}}} {rules.text_without(mark)}")
 
 
 def _llama(rules: _Rules, tools: Sequence[Tool], parallel: bool) -> Lark:

@@ -216,18 +216,33 @@ def proportion(num_accepted: Sequence[float], num_drafted: Sequence[float], *, e
     return Estimate(rate, *wilson_interval(rate * count, count, z))
 
 
-def jackknife(statistic: Callable[[Sequence[int]], float], num_texts: int, *, error: float = 0.05) -> Estimate:
-    """Estimate a statistic, a function of the indices of texts, with its leave-one-out interval (Quenouille 1956)."""
-    indices = list(range(num_texts))
-    value = statistic(indices)
+def jackknife(
+    statistic: Callable[[Sequence[float]], float], rows: Sequence[Sequence[float]], *, error: float = 0.05
+) -> Estimate:
+    """Estimate a function of the sums of the rows' columns, with its leave-one-out interval (Quenouille 1956).
+
+    rows: The counts of each text.
+    """
+    # Sums of what is before and behind each row: subtracting a row from the total would leave rounding where 0 is.
+    before, behind = _running_sums(rows), _running_sums(rows[::-1])[::-1]
+    value, num_texts = statistic(before[-1]), len(rows)
     if num_texts < 2 or math.isnan(value):
         return Estimate(value, math.nan, math.nan)
-    others = [statistic([index for index in indices if index != left_out]) for left_out in indices]
+    others = [
+        statistic([a + b for a, b in zip(*sides, strict=True)]) for sides in zip(before[:-1], behind[1:], strict=True)
+    ]
     mean = sum(others) / num_texts
     half = student_t(num_texts - 1, error) * math.sqrt(
         (num_texts - 1) / num_texts * sum((other - mean) ** 2 for other in others)
     )
     return Estimate(value, value - half, value + half)
+
+
+def _running_sums(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    sums = [[0.0] * len(rows[0] if rows else ())]
+    for row in rows:
+        sums.append([total + value for total, value in zip(sums[-1], row, strict=True)])
+    return sums
 
 
 def paired_difference(

@@ -10,7 +10,7 @@ from nextn.extras import install_command
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from nextn.stats.acceptance import Acceptance, DecodedRound
+    from nextn.stats.acceptance import Acceptance, DecodedRound, Estimate
     from nextn.stats.speedup import Costs, Spread
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -63,6 +63,30 @@ def acceptance(path: Path, rows: Mapping[str, "Acceptance"]) -> None:
         axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         axes.set_xticks(range(1, 1 + max(len(figures.rates) for figures in rows.values())))
         axes.legend(frameon=False, labelcolor=_INK, loc="upper left", ncols=len(rows))
+
+
+def curves(path: Path, rows: Mapping[str, "Sequence[Estimate]"]) -> None:
+    """Plot AL over K with its intervals, one line per entry of `rows`, whose last value is of the largest K."""
+    with _figure(path, "Mean acceptance length", "K, draft tokens per round", "tokens per round") as axes:
+        largest = max(map(len, rows.values()))
+        for index, (label, lengths) in enumerate(rows.items()):
+            ks, values = range(largest - len(lengths) + 1, largest + 1), [each.value for each in lengths]
+            errors = [[each.value - each.low for each in lengths], [each.high - each.value for each in lengths]]
+            axes.errorbar(
+                ks,
+                values,
+                yerr=errors,
+                fmt="o",
+                lw=1.6,
+                ms=4,
+                capsize=2,
+                label=label,
+                color=_DEPTHS[index % 9],
+                ls=("-", "--", ":")[index // 9 % 3],
+            )
+        axes.set_ylim(1, None)
+        axes.set_xticks(range(1, largest + 1))
+        axes.legend(frameon=False, labelcolor=_INK, fontsize=8, loc="upper left")
 
 
 def speedups(

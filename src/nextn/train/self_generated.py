@@ -21,13 +21,18 @@ from typing import Any
 
 from nextn.checkpoint.safetensors_file import atomic
 from nextn.data.batches import sample_prompts
+from nextn.data.benchmark_prompts import is_benchmark
 from nextn.data.corpus import Corpus
 from nextn.data.degeneracy import degeneracy
 from nextn.data.records import RecordReader
 from nextn.data.sources import HEADER_KEY, Source, answers_header, partition_sources, read_records
-from nextn.decoding.generate import eos_tokens
+from nextn.decoding.generate import encode, eos_tokens
 from nextn.decoding.rounds import rounds
 from nextn.errors import CheckpointError, ConfigError
+from nextn.evaluate.conversations import play_turns
+from nextn.evaluate.reference_texts import prompt_tokens
+from nextn.evaluate.workload import ReferencePlan
+from nextn.evaluate.workload import read_prompts as read_questions
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
 from nextn.model.text_interface import TextInterface
@@ -200,11 +205,14 @@ def read_prompts(
     tokenizer, vocab_size = text_interface.tokenizer, text_interface.vocab_size
     if tokenizer is None:
         raise ConfigError("the checkpoint has no tokenizer to read prompts with; add tokenizer.json to its folder")
-    texts, others = partition_sources(sources)
+    questions = [str(source) for source in sources if is_benchmark(str(source))]
+    texts, others = partition_sources([source for source in sources if str(source) not in questions])
     if not sources or (count is not None and count < 1):
         raise ConfigError(f"{len(sources)} sources of prompts, count = {count}; expected at least one of each")
-    reader, prompts = RecordReader(tokenizer), []
-    for location, record in islice((pair for source in others for pair in read_records(source)), count):
+    reader, prompts = RecordReader(tokenizer), _questions(model, questions, chat)[:count]
+    for location, record in islice(
+        (pair for source in others for pair in read_records(source)), None if count is None else count - len(prompts)
+    ):
         prompts.append(_check(reader.prompt(record, location, chat=chat), location, vocab_size))
     if texts:
         if count is None:
@@ -214,6 +222,15 @@ def read_prompts(
             excerpts = sample_prompts(corpus, count=remaining, length=length, seed=seed, continuation=0)
             prompts += [excerpt.tolist() for excerpt in excerpts]
     return _drop_long(prompts, text_interface.max_length)
+
+
+def _questions(model: Model | TextInterface, sources: Sequence[str], chat: bool) -> list[list[int]]:
+    """The questions of benchmarks, one prompt per turn; without the model's weights, of first turns alone."""
+    prompts = [prompt for source in sources for prompt in read_questions(source)]
+    if isinstance(model, Model):
+        plan = ReferencePlan(max_tokens=512, chat=chat)
+        return [list(prompt_tokens(model, prompt, plan)) for prompt in play_turns(model, prompts, plan)]
+    return [encode(model, prompt.text, chat=chat) for prompt in prompts]
 
 
 def _check(ids: list[int], location: str, vocab_size: int) -> list[int]:

@@ -1,0 +1,114 @@
+"""An answer as a sequence of blocks, reasoning, text and tool calls, as the newer protocols send it."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from nextn.serve.message_parser import MessageDelta, MessageParser, parse_message
+from nextn.serve.request import GenerationChunk, GenerationRequest
+from nextn.serve.responses import GeneratedChoice
+from nextn.serve.token_texts import TokenTexts
+
+
+@dataclass
+class Block:
+    """One part of an answer, complete or not."""
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int  # in the answer
+    name: str = ""  # of the tool that is called
+    text: str = ""  # a call's are its arguments, as JSON
+    is_complete: bool = True  # false: the text ended inside, or the call is malformed
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+
+
+BlockEvent = tuple[Literal["start", "more", "end"], Block, str]  # what happened, where, and the new text
+
+
+class BlockAnswer:
+    """The blocks of one sequence; a subclass knows the form of its route.
+
+    Args:
+        request: The sequence.
+        parser: Splits its text; None: all of it is content.
+        token_texts: Texts of tokens.
+    """
+
+    def __init__(self, request: GenerationRequest, parser: MessageParser | None, token_texts: TokenTexts) -> None:
+        self.request, self.token_texts, self.id = request, token_texts, secrets.token_hex(12)
+        self.choice, self.blocks = GeneratedChoice(), list[Block]()
+        self._parser = parser
+        self._open: Block | None = None
+        self._calls: dict[int, Block] = {}  # by their index among the calls
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the answer has a complete call."""
+        return any(block.kind == "call" and block.is_complete for block in self.blocks)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The string that ended the text, if one did."""
+        if self.choice.finish != "stop":
+            return None
+        whole, text = self.token_texts.running_text(self.choice.tokens), self.choice.text
+        return next((stop for stop in self.request.stop if whole.startswith(text + stop)), self.request.stop[0])
+
+    def whole(self) -> None:
+        """Make the blocks of the whole text, in which calls that are malformed are content."""
+        text = self.choice.text
+        delta = MessageDelta(text) if self._parser is None else parse_message(self._parser, text)
+        calls = tuple(call for call in delta.tool_calls if call.is_last and call.name is not None)
+        for _ in self._events(replace(delta, tool_calls=calls), is_last=True):
+            pass
+
+    def push(self, chunk: GenerationChunk) -> Iterator[BlockEvent]:
+        """Add a chunk and yield what happens to the blocks."""
+        self.choice.add(chunk)
+        is_last = chunk.finish is not None
+        if self._parser is None:
+            delta = MessageDelta(chunk.text)
+        else:
+            delta = parse_message(self._parser, chunk.text) if is_last else self._parser.push(chunk.text)
+        yield from self._events(delta, is_last=is_last)
+
+    def _events(self, delta: MessageDelta, *, is_last: bool) -> Iterator[BlockEvent]:
+        yield from self._text("reasoning", delta.reasoning)
+        yield from self._text("text", delta.content)
+        for call in delta.tool_calls:
+            if call.name is not None:
+                yield from self._start("call", call.name)
+                self._calls[call.index] = self.blocks[-1]
+            block = self._calls[call.index]
+            block.text += call.arguments
+            block.is_complete = call.is_last
+            if call.arguments:
+                yield "more", block, call.arguments
+            if call.is_last:
+                yield from self._end()
+        if is_last:
+            if not self.blocks:
+                yield from self._start("text")
+            if self.blocks[-1] is self._open and self.choice.finish in ("length", "context"):
+                self._open.is_complete = False
+            yield from self._end()
+
+    def _text(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[BlockEvent]:
+        if not text:
+            return
+        if self._open is None or self._open.kind != kind:
+            yield from self._start(kind)
+        self.blocks[-1].text += text
+        yield "more", self.blocks[-1], text
+
+    def _start(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> Iterator[BlockEvent]:
+        yield from self._end()
+        self._open = Block(kind, len(self.blocks), name, is_complete=kind != "call")
+        self.blocks.append(self._open)
+        yield "start", self._open, ""
+
+    def _end(self) -> Iterator[BlockEvent]:
+        if self._open is not None:
+            block, self._open = self._open, None
+            yield "end", block, ""
