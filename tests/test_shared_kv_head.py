@@ -1,12 +1,14 @@
 """Heads that read the trunk's keys and values: Gemma 4 assistants against transformers' own."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
 from assistants import SIZES, WINDOW, build, marked_texts, reference, train
 from safetensors.torch import load_file, save_file
 from scheduled import Answers, alone, scheduler_of
+from scipy.stats import chisquare
 from tiny import decode
 from transformers import AutoConfig, DynamicCache, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
@@ -28,6 +30,7 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.serve.request import GenerationRequest
 from nextn.settings import Contract, Sampling
+from nextn.speculative.sampling import to_probs
 from nextn.train.joint_task import make_batches
 
 DEPTHS = 4
@@ -207,6 +210,26 @@ def test_the_native_backend_says_why_it_does_not_run_it(models):
 
 def test_the_row_says_which_engines_place_queries_elsewhere():
     assert by_name("gemma4_assistant").conventions("vllm") == {"trunk_kv": "hidden"}
+
+
+def test_sampled_texts_follow_the_trunk(tmp_path):
+    """Chi-square of texts over a vocabulary of 3 against probabilities from the trunk's capped logits alone."""
+    trunk, assistant = build("31B", tmp_path, vocab_size=3, final_logit_softcapping=1.5, pad_token_id=None,
+                             bos_token_id=None, eos_token_id=None)  # fmt: skip
+    model, start, count, sampling = Model.load(trunk, head=assistant), [1, 2, 0], 2000, Sampling(temperature=0.8)
+    texts, log = decode(
+        model, [start] * count, num_speculative_tokens=2, max_tokens=4, sampling=sampling, seed=3, sampled_drafts=True
+    )
+    every = [list(text) for text in product(range(3), repeat=4)]
+    with torch.inference_mode():
+        known = torch.tensor([[*start, *text] for text in every])
+        logits = model.trunk.model(known[:, :-1]).logits[:, 2:]  # of transformers, which caps them
+        probability = to_probs(logits.float(), sampling).gather(-1, known[:, 3:, None])[..., 0].prod(-1)
+    found = [sum(text == each for text in texts) for each in every]
+    assert probability.sum().item() == pytest.approx(1, abs=1e-4)
+    wanted = probability.double().numpy() / probability.double().sum().item() * count
+    assert chisquare(found, wanted).pvalue > 1e-3
+    assert sum(part.num_accepted for each in log for part in each.rows) > 100  # else nothing was verified
 
 
 def test_a_server_gives_what_each_request_gets_alone(models):
