@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
+    Gemma4Config,
     Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
     Gemma4UnifiedAssistantConfig,
     Gemma4UnifiedAssistantForCausalLM,
@@ -69,6 +72,19 @@ def build(size: str, folder: Path, **changes: object) -> tuple[Path, Path]:
                 scalar.uniform_(0.5, 1.5)
         model.save_pretrained(folder / size / name)
     return folder / size / "trunk", folder / size / "assistant"
+
+
+def multimodal(trunk: Path, folder: Path) -> Path:
+    """Save a trunk as the published models are stored, inside a model with images; return the folder."""
+    text = AutoConfig.from_pretrained(trunk)
+    kinds = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token")
+    ids = {f"{kind}_id": 90 + index for index, kind in enumerate(kinds)}
+    model = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text.to_dict(), **ids))
+    state = {name.removeprefix("model."): value for name, value in load_file(trunk / "model.safetensors").items()}
+    model.model.language_model.load_state_dict(state)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
 
 
 def reference(config: Gemma4AssistantConfig | Gemma4UnifiedAssistantConfig) -> torch.nn.Module:

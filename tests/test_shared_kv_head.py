@@ -1,16 +1,17 @@
 """Heads that read the trunk's keys and values: Gemma 4 assistants against transformers' own."""
 
 import json
+import shutil
 from itertools import product
 
 import pytest
 import torch
-from assistants import SIZES, WINDOW, build, marked_texts, reference, train
+from assistants import SIZES, WINDOW, build, marked_texts, multimodal, reference, train
 from safetensors.torch import load_file, save_file
 from scheduled import Answers, alone, scheduler_of
 from scipy.stats import chisquare
 from tiny import decode
-from transformers import AutoConfig, DynamicCache, GenerationConfig
+from transformers import AutoConfig, DynamicCache, Gemma4ForConditionalGeneration, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from nextn.audit import audit
@@ -130,6 +131,44 @@ def test_first_drafts_are_those_of_assisted_generation(models, folders):
     found, _ = candidates.get_candidates(known, {"attention_mask": torch.ones_like(known)}, outputs, False, 0)
     _, log = decode(model, prompt.tolist(), max_tokens=8, num_speculative_tokens=3)
     assert list(log[1].rows[0].drafts) == found[0, known.shape[1] :].tolist()
+
+
+def test_a_trunk_inside_a_model_with_images(models, folders, tmp_path):
+    """As the models are published: the same texts and drafts, and `audit` finds trunk and head of one size."""
+    trunk, assistant = folders["E2B"]
+    model = Model.load(multimodal(trunk, tmp_path), head=assistant)
+    assert isinstance(model.trunk.model, Gemma4ForConditionalGeneration)
+    prompts = [text(20, seed=6)[0].tolist()]
+    (plain, log), (found, other) = (
+        decode(each, prompts, max_tokens=10, num_speculative_tokens=3) for each in (models["E2B"], model)
+    )
+    assert (found, [each.rows[0].drafts for each in other]) == (plain, [each.rows[0].drafts for each in log])
+    checkpoint = Checkpoint.open(tmp_path)
+    inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    assert audit(Checkpoint.open(assistant), trunk=inventory).clean
+    assert not audit(Checkpoint.open(folders["31B"][1]), trunk=inventory).clean
+    assert "--head" in audit(checkpoint).findings[0].fix
+
+
+def test_a_config_as_published(folders, models, tmp_path):
+    """Sizes of full-attention layers under names of their own, where transformers writes the options of each layer."""
+    shutil.copytree(folders["31B"][1], tmp_path / "assistant")
+    path = tmp_path / "assistant" / "config.json"
+    config = json.loads(path.read_text())
+    del config["text_config"]["per_layer_config"]
+    config["text_config"] |= {"global_head_dim": 16, "num_global_key_value_heads": 1, "num_kv_shared_layers": 4}
+    path.write_text(json.dumps(config))
+    checkpoint = Checkpoint.open(folders["31B"][0])
+    inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    assert audit(Checkpoint.open(tmp_path / "assistant"), trunk=inventory).findings == ()
+    model = Model.load(checkpoint, head=tmp_path / "assistant")
+    assert model.head.read_layers == models["31B"].head.read_layers
+    wrong = config | {"text_config": config["text_config"] | {"global_head_dim": 24}}
+    path.write_text(json.dumps(wrong))
+    found = audit(Checkpoint.open(tmp_path / "assistant"), trunk=inventory).findings
+    assert {each.rule for each in found} == {"query-head", "draft-sizes"}
+    with pytest.raises(FamilyError, match="head_dim of full_attention is 24"):
+        Model.load(checkpoint, head=tmp_path / "assistant")
 
 
 def test_what_does_not_fit_is_refused(folders, tmp_path):
