@@ -40,7 +40,16 @@ COUNTS = "test_teacher_forced.py::test_greedy_counts_are_the_decoders test_golde
 HEAD = "test_head.py test_families.py test_golden.py test_model.py"
 COPIES, CHECK, DROPS = "test_copy_drafts.py test_copy_index.py", "test_self_check.py", "test_acceptance_drop.py"
 
+READERS = "test_shared_kv_head.py -k 'transformers or sampled'"
 MUTATIONS = [
+    # Heads that read the trunk's keys, and depths that read the first run's: which position, which layer, how far back.
+    Mutation("model/shared_kv_head.py", 'queries = positions + int(self.family.trunk_kv == "token")', "queries = positions", READERS),
+    Mutation("model/shared_kv_head.py", 'window = window and window + int(self.family.trunk_kv == "token")', "window = window and window", READERS),
+    Mutation("model/shared_kv_head.py", "storing_layers(trunk, each.name)[-1]", "storing_layers(trunk, each.name)[0]", READERS),
+    Mutation("model/shared_kv_head.py", "cache.rollback_to([length - 1 for length in cache.lengths])", "pass", READERS),
+    Mutation("model/shared_kv_head.py", "return HeadStep(final_hidden, layers.next_projection(final_hidden))", "return HeadStep(final_hidden, layers.next_projection(states))", READERS),
+    Mutation("model/trunk.py", "return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)", "return logits", READERS),
+    Mutation("cache/kv_cache.py", "        if self.is_frozen:\n            return self.keys", "        if False:\n            return self.keys", "test_repeated_keys.py"),
     # Drafts copied from the text: where from, their probability, which of them the head has not seen.
     Mutation("speculative/copy_index.py", "self._latest[key] = place", "self._latest.setdefault(key, place)", COPIES),
     Mutation("speculative/copy_index.py", "index % period", "min(index, period - 1)", COPIES),
