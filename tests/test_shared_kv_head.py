@@ -68,7 +68,9 @@ def chain(model, assistant, tokens, start, depths):
     """transformers' logits of a chain of teacher-forced tokens whose first pair has the state of position `start`."""
     trunk, cache = model.trunk.model, DynamicCache()
     hidden = trunk.model(tokens[:, : start + 1], use_cache=True, **{CACHE_ARGUMENT: cache}).last_hidden_state[:, -1:]
-    keys = {each.name: (cache.layers[i].keys, cache.layers[i].values) for each, i in model.head.read_layers.items()}
+    own = trunk.config.layer_types[: trunk.config.num_hidden_layers - trunk.config.num_kv_shared_layers]
+    last = {name: cache.layers[index] for index, name in enumerate(own)}
+    keys = {name: (layer.keys, layer.values) for name, layer in last.items()}
     out, position = [], torch.tensor([[start + 1]])
     for depth in range(1, depths + 1):
         embedded = trunk.get_input_embeddings()(tokens[:, start + depth : start + depth + 1])
