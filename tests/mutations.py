@@ -162,6 +162,12 @@ MUTATIONS = [
     Mutation("serve/http_limits.py", "host.lower() not in allowed", "host not in allowed", "test_serve_limits.py"),
     Mutation("serve/http_limits.py", "self.loop.call_later(self.limits.stall_s, self.transport.abort)", "self.loop.call_later(1000, self.transport.abort)", "test_serve_limits.py"),
     Mutation("serve/http_limits.py", 'key if scheme.lower() == b"bearer" else b""', "key", "test_serve_limits.py"),
+    # What agents speak.
+    Mutation("serve/scheduler.py", "is not None and not sequence.request.prompt_logprobs:", "is not None:", "test_serve_api.py"),
+    Mutation("serve/request_model.py", "cls.path is None or name in cls.meaningful", "cls.path is None", "test_serve_api.py test_serve_errors.py"),
+    Mutation("serve/answer_blocks.py", "block.is_complete = call.is_last", "block.is_complete = True", "test_serve_responses.py"),
+    Mutation("serve/anthropic_messages.py", "len(self._request.prompt) - choice.cached_tokens", "len(self._request.prompt)", "test_serve_messages.py"),
+    Mutation("serve/openai_responses.py", "or self._num_chars > _MAX_STORED_CHARS", "", "test_serve_responses.py"),
     # The native runtime; those of csrc compile it.
     Mutation("runtime/native/graph_analysis.py", "return all(start <= index < end for", "return True or all(start <= index < end for", "test_fusion_fuse.py test_fusion_qk_norm_rope.py test_fusion_rms_norm.py test_session.py"),
     Mutation("runtime/native/program.py", "if block[2] >= first)", "if block[2] > first)", "test_session.py test_program.py"),
