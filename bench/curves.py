@@ -58,7 +58,7 @@ def beside(report: ReferenceReport, seen: Sequence[Seen]) -> list[dict[str, Any]
     for each in seen:
         k = each.num_speculative_tokens
         pairs = []
-        for theirs, (drafted, accepted) in zip(each.counts, report.counts(0.0, "greedy", k), strict=True):
+        for theirs, (drafted, accepted) in zip(each.counts, report.counts(0.0, "greedy", k), strict=False):
             rounds, *positions = counts_of([theirs], k)
             pairs.append((float(rounds), float(sum(positions)), drafted[0], sum(accepted)))
 
@@ -72,17 +72,27 @@ def beside(report: ReferenceReport, seen: Sequence[Seen]) -> list[dict[str, Any]
             "engine": 1 + total[1] / total[0],
             "ours": 1 + total[3] / total[2],
             "difference": jackknife(difference, pairs).as_record(),
-            "identical_texts": sum(a == b for a, b in zip(each.texts, texts, strict=True)),
+            "num_texts": len(pairs),
+            "identical_texts": sum(a == b for a, b in zip(each.texts, texts, strict=False)),
         })  # fmt: skip
         print(rows[-1], flush=True)
     return rows
+
+
+def store(path: Path | None, record: dict[str, Any]) -> None:
+    """Write what is measured so far."""
+    if path is not None:
+        write_json(path, record)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=20, help="of HumanEval")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--engines", type=Path)
+    parser.add_argument("--engine-prompts", type=int, default=20, help="the first ones of HumanEval's")
+    parser.add_argument("--engine-drafts", type=int, nargs="+", default=[*range(1, K + 1)])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -95,19 +105,21 @@ def main() -> None:
         checkpoint = Path(folder) / "smollm2"
         adopt(smollm2(), checkpoint, layout="glm4_moe", head=SHIPPED_HEAD)
         model = Model.load(checkpoint, dtype=torch.float32)
-        plan = ReferencePlan(K, (0.0, 1.0), args.tokens, chat=True)
+        plan = ReferencePlan(K, (0.0, *args.temperatures), args.tokens, chat=True)
         prompts = read_prompts("humaneval")
         prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
         report = reference_acceptance(model, prompts, plan)
         record["humaneval"] = {"prompts": prompts_record("humaneval", prompts)} | measured(report)
+        store(args.out, record)
         questions = read_prompts(QUESTIONS)
         origin = prompts_record(QUESTIONS, questions) | {"source": QUESTIONS.name}
         record["questions"] = {"prompts": origin} | measured(reference_acceptance(model, questions, plan))
+        store(args.out, record)
         if args.engines:
-            ids = [text.prompt for text in report.generated[0.0].texts]
+            ids = [text.prompt for text in report.generated[0.0].texts][: args.engine_prompts]
             bench = Bench(Starter(args.engines, args.threads), Path(folder), CONTEXT)
             try:
-                served = bench.served("llama.cpp", checkpoint, ids, range(1, K + 1), args.tokens)
+                served = bench.served("llama.cpp", checkpoint, ids, args.engine_drafts, args.tokens)
             finally:
                 bench.close()
             record["llama.cpp"] = {"versions": served.versions, "flags": served.flags,
@@ -115,8 +127,7 @@ def main() -> None:
     for name in ("humaneval", "questions"):
         for curve in record[name]["curves"]:
             print(name, curve["temperature"], curve["rule"], curve["domain"], curve["summary"])
-    if args.out:
-        write_json(args.out, record)
+    store(args.out, record)
 
 
 if __name__ == "__main__":

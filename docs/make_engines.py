@@ -4,7 +4,7 @@ smollm2-engines.json and smollm2-curve.json, which bench/published.py and bench/
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,7 @@ def curve(record: Record) -> Iterator[str]:
         for each in found[data]["curves"]:
             key = (each["temperature"], each["rule"], each["domain"])
             rows = [row for row in found[data]["figures"] if (row["temperature"], row["rule"], row["domain"]) == key]
-            lengths = [row["mean_acceptance_length"] for row in rows]
-            cells = (f"{each['value']:.2f} ({each['low']:.2f}-{each['high']:.2f})" for each in lengths)
+            cells = map(_length, rows)
             at = "greedy" if not key[0] else f"T = {key[0]:g}, argmax"
             saturated = {"saturates": f"saturates at K = {each['saturated_at']}", "increases": "does not saturate"}
             finding = saturated.get(each["outcome"], "undecided")
@@ -112,11 +111,23 @@ def curve(record: Record) -> Iterator[str]:
             yield f"| {name}{domain}, {at} | {rows[-1]['num_texts']} | {' | '.join(cells)} | {finding} |"
     if "llama.cpp" in found:
         rows = found["llama.cpp"]["by_drafts"]
-        engine = " | ".join(f"{row['engine']:.2f}" for row in rows)
-        yield f"| llama.cpp, HumanEval, greedy | | {engine} | |"
-        differences = (row["difference"] for row in rows)
-        cells = (f"{each['value']:+.2f} ({each['low']:+.2f} to {each['high']:+.2f})" for each in differences)
-        yield f"| less nextn, paired on texts | | {' | '.join(cells)} | |"
+        yield from beside({row["num_speculative_tokens"]: row for row in rows}, ks)
+
+
+def _length(row: Record) -> str:
+    """AL with its interval within what it can be."""
+    length, most = row["mean_acceptance_length"], row["num_speculative_tokens"] + 1
+    return f"{length['value']:.2f} ({max(1, length['low']):.2f}-{min(most, length['high']):.2f})"
+
+
+def beside(rows: Mapping[int, Record], ks: Sequence[int]) -> Iterator[str]:
+    """The engine's AL at each K that it ran, and how much it is above ours."""
+    num_texts = next(iter(rows.values()))["num_texts"]
+    engine = (f"{rows[k]['engine']:.2f}" if k in rows else "" for k in ks)
+    yield f"| llama.cpp, HumanEval, greedy | {num_texts} | {' | '.join(engine)} | |"
+    found = {k: row["difference"] for k, row in rows.items()}
+    cells = {k: f"{each['value']:+.2f} ({each['low']:+.2f} to {each['high']:+.2f})" for k, each in found.items()}
+    yield f"| less nextn, paired on texts | {num_texts} | {' | '.join(cells.get(k, '') for k in ks)} | |"
 
 
 def _rates(rates: list[float | None]) -> str:
