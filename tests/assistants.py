@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
+    Gemma4Config,
     Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
     Gemma4UnifiedAssistantConfig,
     Gemma4UnifiedAssistantForCausalLM,
@@ -39,21 +42,21 @@ SIZES: Mapping[str, tuple[Mapping[str, object], bool]] = {
 }
 
 
-def build(size: str, folder: Path) -> tuple[Path, Path]:
-    """Save a trunk and its assistant of a size's shape with random weights; return their folders."""
+def build(size: str, folder: Path, **changes: object) -> tuple[Path, Path]:
+    """Save a trunk and its assistant of a size's shape with random weights; return their folders. changes: of both."""
     torch.manual_seed(sorted(SIZES).index(size))
     options, centroids = SIZES[size]
     unified = size == "12B"
     layers = {"layer_types": _PATTERN * 2, "num_hidden_layers": 6}
     config = AutoConfig.for_model(
-        "gemma4_unified_text" if unified else "gemma4_text", **{**_COMMON, **layers, **options}
+        "gemma4_unified_text" if unified else "gemma4_text", **{**_COMMON, **layers, **options, **changes}
     )
     trunk = (Gemma4UnifiedForCausalLM if unified else Gemma4ForCausalLM)(config)
     own = {name: value for name, value in options.items() if name in _K_IS_V} | {
         "hidden_size": 16, "intermediate_size": 24, "layer_types": [*_PATTERN[:1] * 3, _PATTERN[-1]],
         "num_hidden_layers": 4, "num_kv_shared_layers": 4, "final_logit_softcapping": None,
     }  # fmt: skip
-    text = AutoConfig.for_model("gemma4_unified_text" if unified else "gemma4_text", **{**_COMMON, **own})
+    text = AutoConfig.for_model("gemma4_unified_text" if unified else "gemma4_text", **{**_COMMON, **own, **changes})
     assistant_config = (Gemma4UnifiedAssistantConfig if unified else Gemma4AssistantConfig)(
         text_config=text.to_dict(), backbone_hidden_size=32, use_ordered_embeddings=centroids, num_centroids=8,
         centroid_intermediate_top_k=3,
@@ -69,6 +72,19 @@ def build(size: str, folder: Path) -> tuple[Path, Path]:
                 scalar.uniform_(0.5, 1.5)
         model.save_pretrained(folder / size / name)
     return folder / size / "trunk", folder / size / "assistant"
+
+
+def multimodal(trunk: Path, folder: Path) -> Path:
+    """Save a trunk as the published models are stored, inside a model with images; return the folder."""
+    text = AutoConfig.from_pretrained(trunk)
+    kinds = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token")
+    ids = {f"{kind}_id": 90 + index for index, kind in enumerate(kinds)}
+    model = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text.to_dict(), **ids))
+    state = {name.removeprefix("model."): value for name, value in load_file(trunk / "model.safetensors").items()}
+    model.model.language_model.load_state_dict(state)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
 
 
 def reference(config: Gemma4AssistantConfig | Gemma4UnifiedAssistantConfig) -> torch.nn.Module:

@@ -40,7 +40,16 @@ COUNTS = "test_teacher_forced.py::test_greedy_counts_are_the_decoders test_golde
 HEAD = "test_head.py test_families.py test_golden.py test_model.py"
 COPIES, CHECK, DROPS = "test_copy_drafts.py test_copy_index.py", "test_self_check.py", "test_acceptance_drop.py"
 
+READERS = "test_shared_kv_head.py -k 'transformers or sampled'"
 MUTATIONS = [
+    # Heads that read the trunk's keys, and depths that read the first run's: which position, which layer, how far back.
+    Mutation("model/shared_kv_head.py", 'queries = positions + int(self.family.trunk_kv == "token")', "queries = positions", READERS),
+    Mutation("model/shared_kv_head.py", 'window = window and window + int(self.family.trunk_kv == "token")', "window = window and window", READERS),
+    Mutation("model/shared_kv_head.py", "storing_layers(trunk, each.name)[-1]", "storing_layers(trunk, each.name)[0]", READERS),
+    Mutation("model/shared_kv_head.py", "cache.rollback_to([length - 1 for length in cache.lengths])", "pass", READERS),
+    Mutation("model/shared_kv_head.py", "return HeadStep(final_hidden, layers.next_projection(final_hidden))", "return HeadStep(final_hidden, layers.next_projection(states))", READERS),
+    Mutation("model/trunk.py", "return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)", "return logits", READERS),
+    Mutation("cache/kv_cache.py", "        if self.is_frozen:\n            return self.keys", "        if False:\n            return self.keys", "test_repeated_keys.py"),
     # Drafts copied from the text: where from, their probability, which of them the head has not seen.
     Mutation("speculative/copy_index.py", "self._latest[key] = place", "self._latest.setdefault(key, place)", COPIES),
     Mutation("speculative/copy_index.py", "index % period", "min(index, period - 1)", COPIES),
@@ -153,6 +162,12 @@ MUTATIONS = [
     Mutation("serve/http_limits.py", "host.lower() not in allowed", "host not in allowed", "test_serve_limits.py"),
     Mutation("serve/http_limits.py", "self.loop.call_later(self.limits.stall_s, self.transport.abort)", "self.loop.call_later(1000, self.transport.abort)", "test_serve_limits.py"),
     Mutation("serve/http_limits.py", 'key if scheme.lower() == b"bearer" else b""', "key", "test_serve_limits.py"),
+    # What agents speak.
+    Mutation("serve/scheduler.py", "is not None and not sequence.request.prompt_logprobs:", "is not None:", "test_serve_api.py"),
+    Mutation("serve/request_model.py", "cls.path is None or name in cls.meaningful", "cls.path is None", "test_serve_api.py test_serve_errors.py"),
+    Mutation("serve/answer_blocks.py", "block.is_complete = call.is_last", "block.is_complete = True", "test_serve_responses.py"),
+    Mutation("serve/anthropic_messages.py", "len(self._request.prompt) - choice.cached_tokens", "len(self._request.prompt)", "test_serve_messages.py"),
+    Mutation("serve/openai_responses.py", "or self._num_chars > _MAX_STORED_CHARS", "", "test_serve_responses.py"),
     # The native runtime; those of csrc compile it.
     Mutation("runtime/native/graph_analysis.py", "return all(start <= index < end for", "return True or all(start <= index < end for", "test_fusion_fuse.py test_fusion_qk_norm_rope.py test_fusion_rms_norm.py test_session.py"),
     Mutation("runtime/native/program.py", "if block[2] >= first)", "if block[2] > first)", "test_session.py test_program.py"),

@@ -249,7 +249,8 @@ def test_api_key(model):
 
 
 @pytest.mark.parametrize(
-    ("host", "is_valid"), [("localhost:1", 1), ("127.0.0.1", 1), ("[::1]:8000", 1), ("evil.example:1", 0)]
+    ("host", "is_valid"),
+    [("localhost:1", 1), ("LocalHost", 1), ("127.0.0.1", 1), ("[::1]:8000", 1), ("evil.example:1", 0)],
 )
 def test_names_of_other_hosts(model, host, is_valid):
     """A web page whose own name points to this machine cannot use the server: its requests have its name as Host."""

@@ -1,14 +1,17 @@
 """Heads that read the trunk's keys and values: Gemma 4 assistants against transformers' own."""
 
 import json
+import shutil
+from itertools import product
 
 import pytest
 import torch
-from assistants import SIZES, WINDOW, build, marked_texts, reference, train
+from assistants import SIZES, WINDOW, build, marked_texts, multimodal, reference, train
 from safetensors.torch import load_file, save_file
 from scheduled import Answers, alone, scheduler_of
+from scipy.stats import chisquare
 from tiny import decode
-from transformers import AutoConfig, DynamicCache, GenerationConfig
+from transformers import AutoConfig, DynamicCache, Gemma4ForConditionalGeneration, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from nextn.audit import audit
@@ -28,6 +31,7 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.serve.request import GenerationRequest
 from nextn.settings import Contract, Sampling
+from nextn.speculative.sampling import to_probs
 from nextn.train.joint_task import make_batches
 
 DEPTHS = 4
@@ -64,7 +68,9 @@ def chain(model, assistant, tokens, start, depths):
     """transformers' logits of a chain of teacher-forced tokens whose first pair has the state of position `start`."""
     trunk, cache = model.trunk.model, DynamicCache()
     hidden = trunk.model(tokens[:, : start + 1], use_cache=True, **{CACHE_ARGUMENT: cache}).last_hidden_state[:, -1:]
-    keys = {each.name: (cache.layers[i].keys, cache.layers[i].values) for each, i in model.head.read_layers.items()}
+    own = trunk.config.layer_types[: trunk.config.num_hidden_layers - trunk.config.num_kv_shared_layers]
+    last = {name: cache.layers[index] for index, name in enumerate(own)}
+    keys = {name: (layer.keys, layer.values) for name, layer in last.items()}
     out, position = [], torch.tensor([[start + 1]])
     for depth in range(1, depths + 1):
         embedded = trunk.get_input_embeddings()(tokens[:, start + depth : start + depth + 1])
@@ -127,6 +133,44 @@ def test_first_drafts_are_those_of_assisted_generation(models, folders):
     found, _ = candidates.get_candidates(known, {"attention_mask": torch.ones_like(known)}, outputs, False, 0)
     _, log = decode(model, prompt.tolist(), max_tokens=8, num_speculative_tokens=3)
     assert list(log[1].rows[0].drafts) == found[0, known.shape[1] :].tolist()
+
+
+def test_a_trunk_inside_a_model_with_images(models, folders, tmp_path):
+    """As the models are published: the same texts and drafts, and `audit` finds trunk and head of one size."""
+    trunk, assistant = folders["E2B"]
+    model = Model.load(multimodal(trunk, tmp_path), head=assistant)
+    assert isinstance(model.trunk.model, Gemma4ForConditionalGeneration)
+    prompts = [text(20, seed=6)[0].tolist()]
+    (plain, log), (found, other) = (
+        decode(each, prompts, max_tokens=10, num_speculative_tokens=3) for each in (models["E2B"], model)
+    )
+    assert (found, [each.rows[0].drafts for each in other]) == (plain, [each.rows[0].drafts for each in log])
+    checkpoint = Checkpoint.open(tmp_path)
+    inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    assert audit(Checkpoint.open(assistant), trunk=inventory).clean
+    assert not audit(Checkpoint.open(folders["31B"][1]), trunk=inventory).clean
+    assert "--head" in audit(checkpoint).findings[0].fix
+
+
+def test_a_config_as_published(folders, models, tmp_path):
+    """Sizes of full-attention layers under names of their own, where transformers writes the options of each layer."""
+    shutil.copytree(folders["31B"][1], tmp_path / "assistant")
+    path = tmp_path / "assistant" / "config.json"
+    config = json.loads(path.read_text())
+    del config["text_config"]["per_layer_config"]
+    config["text_config"] |= {"global_head_dim": 16, "num_global_key_value_heads": 1, "num_kv_shared_layers": 4}
+    path.write_text(json.dumps(config))
+    checkpoint = Checkpoint.open(folders["31B"][0])
+    inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    assert audit(Checkpoint.open(tmp_path / "assistant"), trunk=inventory).findings == ()
+    model = Model.load(checkpoint, head=tmp_path / "assistant")
+    assert model.head.read_layers == models["31B"].head.read_layers
+    wrong = config | {"text_config": config["text_config"] | {"global_head_dim": 24}}
+    path.write_text(json.dumps(wrong))
+    found = audit(Checkpoint.open(tmp_path / "assistant"), trunk=inventory).findings
+    assert {each.rule for each in found} == {"query-head", "draft-sizes"}
+    with pytest.raises(FamilyError, match="head_dim of full_attention is 24"):
+        Model.load(checkpoint, head=tmp_path / "assistant")
 
 
 def test_what_does_not_fit_is_refused(folders, tmp_path):
@@ -207,6 +251,26 @@ def test_the_native_backend_says_why_it_does_not_run_it(models):
 
 def test_the_row_says_which_engines_place_queries_elsewhere():
     assert by_name("gemma4_assistant").conventions("vllm") == {"trunk_kv": "hidden"}
+
+
+def test_sampled_texts_follow_the_trunk(tmp_path):
+    """Chi-square of texts over a vocabulary of 3 against probabilities from the trunk's capped logits alone."""
+    trunk, assistant = build("31B", tmp_path, vocab_size=3, final_logit_softcapping=1.5, pad_token_id=None,
+                             bos_token_id=None, eos_token_id=None)  # fmt: skip
+    model, start, count, sampling = Model.load(trunk, head=assistant), [1, 2, 0], 2000, Sampling(temperature=0.8)
+    texts, log = decode(
+        model, [start] * count, num_speculative_tokens=2, max_tokens=4, sampling=sampling, seed=3, sampled_drafts=True
+    )
+    every = [list(text) for text in product(range(3), repeat=4)]
+    with torch.inference_mode():
+        known = torch.tensor([[*start, *text] for text in every])
+        logits = model.trunk.model(known[:, :-1]).logits[:, 2:]  # of transformers, which caps them
+        probability = to_probs(logits.float(), sampling).gather(-1, known[:, 3:, None])[..., 0].prod(-1)
+    found = [sum(text == each for text in texts) for each in every]
+    assert probability.sum().item() == pytest.approx(1, abs=1e-4)
+    wanted = probability.double().numpy() / probability.double().sum().item() * count
+    assert chisquare(found, wanted).pvalue > 1e-3
+    assert sum(part.num_accepted for each in log for part in each.rows) > 100  # else nothing was verified
 
 
 def test_a_server_gives_what_each_request_gets_alone(models):

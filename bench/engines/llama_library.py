@@ -81,6 +81,10 @@ class LlamaModel:
         self._rollback("verify")
         return best
 
+    def next_token(self, token: int) -> int:
+        """Append a token to the plain context and return the most probable next one."""
+        return int(self._decode("plain", [token])[0].argmax())
+
     def draft(self, k: int) -> list[int]:
         tokens, state = [0], np.ones((1, self.width), np.float32)
         for _ in range(k):

@@ -81,11 +81,11 @@ def _of_own_keys(head: Head, contract: Contract, copies: Mapping[str, Tensor]) -
     yield from _layer_orders(head)
     yield from _sharing(family, copies)
     if head.can_rollout:
-        recycled, words = (
-            ("first", "those of the first run") if family.recycled_kv == "own" else ("own", "also their own")
+        other_kv, words = (
+            ("first", "those of the first run") if family.repeated_kv == "own" else ("own", "also their own")
         )
         description = f"depths beyond the last MTP layer read {words} of its keys"
-        yield Variant("recycled-kv", description, facts={"recycled_kv": recycled})
+        yield Variant("repeated-kv", description, facts={"repeated_kv": other_kv})
     other = "keep" if family.position0 == "zero" else "zero"
     yield Variant("position0", f"the first position's token: {other}", facts={"position0": other})
     prompt = "not run" if contract.prefill else "run"

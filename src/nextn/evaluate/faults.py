@@ -145,9 +145,9 @@ FAULTS: tuple[Fault, ...] = (
                "a prefix-cache hit",
     ),
     Fault(
-        "recycled-keys", "depths beyond the last MTP layer store keys of their own, or read those of its first run, "
+        "repeated-keys", "depths beyond the last MTP layer store keys of their own, or read those of its first run, "
         "where the head was trained with the other", "depth 1 as expected, little lower beyond",
-        ("NVIDIA/Megatron-LM#6472",), variant_keys=("recycled-kv",),
+        ("NVIDIA/Megatron-LM#6472",), variant_keys=("repeated-kv",),
         advice="share the first run's keys and values over the depths if the head was trained so (GLM-5.2's recipe)",
     ),
     Fault(

@@ -269,7 +269,7 @@ def _stepwise_states(head: Head, inputs: _HeadInputs, depths: int) -> list[Tenso
             continue
         for depth in range(modules + 1, depths + 1):
             token = tokens[None, start + depth : end + depth]
-            step = head.recycle(modules - 1, token, step.next_hidden, cache=caches[-1])
+            step = head.repeat(modules - 1, token, step.next_hidden, cache=caches[-1])
             caches[-1].commit([1])
             outs[depth - 1].append(step.final_hidden[0])
         caches[-1].rollback_to([end])

@@ -294,7 +294,7 @@ _GLM_MOE_DSA = replace(
         _SM + "glm4_moe.py",
     ),
     unverified=(
-        "whether recycled depths of GLM-5.2 read the first depth's keys, as Megatron-LM#6472 trains; no engine does so",
+        "whether repeated depths of GLM-5.2 read the first depth's keys, as Megatron-LM#6472 trains; no engine does so",
     ),
 )
 _GLM5_NEXT = replace(

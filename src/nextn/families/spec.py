@@ -121,7 +121,7 @@ class Family:
     trunk_kv: TrunkKV = ""
     # What depths beyond the last MTP layer attend to: also their own keys, at positions that go on; or those that the
     # layer's first run has stored, all at its position, and they store none (Megatron-LM#6472).
-    recycled_kv: Literal["own", "first"] = "own"
+    repeated_kv: Literal["own", "first"] = "own"
     # Part of a plain residual block -> its path in a trunk layer, where the block is made of such parts.
     parts: Mapping[str, str] = field(default_factory=dict)
     draft_types: tuple[str, ...] = ()

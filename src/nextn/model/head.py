@@ -269,9 +269,9 @@ class Head(nn.Module):
         """Run MTP layer `index` as `step` does, for what that leaves in the cache."""
         self.step(index, tokens, hidden, cache=cache)
 
-    def recycle(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
+    def repeat(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
         """Run MTP layer `index` on its own state: tokens [B, 1] and the next_hidden of the step before."""
-        if self.family.recycled_kv == "own":
+        if self.family.repeated_kv == "own":
             return self.step(index, tokens, hidden, cache=cache)
         cache.rollback_to([length - 1 for length in cache.lengths])  # to the position of the step before
         with cache.frozen():
@@ -328,7 +328,7 @@ class Head(nn.Module):
             depths: How many.
             documents: [B, T] ids: attention and positions stay inside a document.
         """
-        if self.family.recycled_kv == "first" and depths > self.num_modules:
+        if self.family.repeated_kv == "first" and depths > self.num_modules:
             return self.rollout_hidden(tokens, hidden, depths, documents=documents)
         return self._hidden_by_depth(tokens, hidden, depths, documents, None)
 
@@ -372,7 +372,7 @@ class Head(nn.Module):
                 step = self.step(index, *inputs, positions=own, within=visible)
             else:
                 window = self._at(index).layer_type.window
-                is_shared, device = self.family.recycled_kv == "first", tokens.device
+                is_shared, device = self.family.repeated_kv == "first", tokens.device
                 reach = self.num_modules if is_shared else depth
                 visible = chain_mask(length, self.num_modules, reach, window=window, within=within, device=device)
                 mask = self.trunk.to_attention_mask(visible[:, :, :num])

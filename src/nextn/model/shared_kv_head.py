@@ -134,7 +134,7 @@ class SharedKVHead(Head):
         """Count the positions: there is nothing to store."""
         cache.begin(tokens.shape[1])
 
-    def recycle(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
+    def repeat(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
         """Run the head once more at the position where it just was."""
         cache.rollback_to([length - 1 for length in cache.lengths])
         return self.step(index, tokens, hidden, cache=cache)

@@ -16,7 +16,7 @@ NAMES = ("glm4_moe", "deepseek_v3", "qwen3_5", "mellum")  # plain keys, latent o
 
 
 def with_shared_keys(model):
-    family = replace(model.family, recycled_kv="first")
+    family = replace(model.family, repeated_kv="first")
     for part in (model.head, *model.head.stack):
         part.family = family
     return replace(model, family=family)
@@ -45,12 +45,12 @@ def test_decoding_drafts_what_all_chains_at_once_compute(name):
         assert [int(each.argmax()) for each in logits] == drafts
 
 
-def test_it_concerns_recycled_depths_alone_and_has_gradients():
+def test_it_concerns_repeated_depths_alone_and_has_gradients():
     model = build("glm4_moe", vocab_size=64)
     text = torch.tensor([prompt(20, seed=3)])
     hidden = model.trunk(text).head_input.detach()
     own = model.head.rollout_hidden(text, hidden, 3)
-    (variant,) = [each for each in variants(model, Contract()) if each.key == "recycled-kv"]
+    (variant,) = [each for each in variants(model, Contract()) if each.key == "repeated-kv"]
     faulty, _ = apply_variants(model, Contract(), [variant])
     first = faulty.head.rollout_hidden(text, hidden, 3)
     assert torch.equal(own[0], first[0])
@@ -63,12 +63,12 @@ def test_it_concerns_recycled_depths_alone_and_has_gradients():
 
 def test_native_refuses():
     model = with_shared_keys(build("glm4_moe", vocab_size=64))
-    with pytest.raises(ConfigError, match="recycled depths"):
+    with pytest.raises(ConfigError, match="repeated depths"):
         make_backend(model.trunk, model.head, name="native")
 
 
 def test_indexed_keys_stay_as_they_are():
-    """GLM-5.2's indexer: a recycled depth selects among the first run's keys, and changes neither these nor its own."""
+    """GLM-5.2's indexer: a repeated depth selects among the first run's keys, and changes neither these nor its own."""
     model = with_shared_keys(build("glm_moe_dsa", vocab_size=64))
     text = torch.tensor([prompt(24, seed=4)])
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_indexed_keys_stay_as_they_are():
         step = model.head.step(0, text[:, 1:], hidden[:, :-1], cache=cache)
         cache.commit([23])
         before = [buffer.clone() for layer in cache.layers for buffer in layer.buffers]
-        model.head.recycle(0, text[:, :1], step.next_hidden[:, -1:], cache=cache)
+        model.head.repeat(0, text[:, :1], step.next_hidden[:, -1:], cache=cache)
         cache.commit([1])
     assert cache.lengths == [23]
     assert len(before) == 3
