@@ -73,13 +73,15 @@ CLAUSES: tuple[Clause, ...] = (
     Clause("C10", "missing tensors", "a head tensor that is missing or unexpected is an error, never ignored",
            ("head-unset",)),
     Clause("C11", "several modules", "MTP layer k at depth k, each with its own cache",
-           ("one-module", "modules-permuted")),
+           ("one-module", "modules-permuted", "repeated-keys")),
     Clause("C12", "precision", "the head is computed in no lower precision than it is stored in",
            ("head-quantized", "head-2-bit")),
     Clause("C13", "sampling rule", "above temperature 0 a draft is accepted with probability min(1, p / q), or by a "
            "rule that accepts more", ("exact-match", "argmax-drafts")),
     Clause("C14", "metrics", "rounds, draft tokens and accepted ones by position are counted, and add up to the tokens",
            ("no-counts", "counts-off")),
+    Clause("C15", "trunk's keys", "a head without keys of its own reads those of the trunk's last layer of each type that "
+           "stores any, in that type's window", ("wrong-keys", "window-lost", "window-everywhere", "query-shifted")),
 )
 # fmt: on
 
