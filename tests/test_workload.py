@@ -58,6 +58,7 @@ def test_records_of_training_data_are_prompts(tmp_path):
         ("a.jsonl", '{"prompt": [1, true]}', "a.jsonl:1: expected"),
         ("a.jsonl", '["x"]', "a.jsonl:1: a JSON list"),
         ("a.jsonl", "{", "a.jsonl:1: not JSON"),
+        ("a.jsonl", '{"prompt": ' + "[" * 9_000, "a.jsonl:1: not JSON"),
         ("a.txt", "\n \n", "holds no prompt"),
         ("a.csv", "x", "prompts come from a .txt file"),
         ("a.txt", "\udcff", "not UTF-8 text"),
