@@ -7,7 +7,7 @@ import pytest
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import ConfigError
-from nextn.evaluate.workload import Prompt, by_domain, indices_without, read_prompts
+from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without, read_prompts
 from nextn.model.model import Model
 
 
@@ -101,3 +101,9 @@ def test_repetitive_texts_are_left_out_unless_all_are():
     assert indices_without({1, 2}, prompts, "all") == {0}
     assert indices_without({1}, prompts, "x") == {0, 2}
     assert indices_without({0, 2}, prompts, "x") == {0, 2}
+
+
+def test_k_has_bounds():
+    for k in (0, 257, 10**6):
+        with pytest.raises(ConfigError, match=f"num_speculative_tokens = {k}; expected 1 to 256"):
+            ReferencePlan(num_speculative_tokens=k)
