@@ -269,7 +269,8 @@ def test_verb(tmp_path):
     out = run(tmp_path, *greedy, "--out", str(tmp_path / "record.json"), "--figure", str(figure))
     assert out.exit_code == 0, out.output
     assert "tokens per round" in figure.read_text()
-    for bad in ("curve.txt", "nowhere/curve.png"):
+    (tmp_path / "folder.png").mkdir()
+    for bad in ("curve.txt", "nowhere/curve.png", "folder.png"):
         assert "--figure" in str(run(tmp_path, "--figure", str(tmp_path / bad)).exception)
     record = json.loads(out.stdout)
     assert record == json.loads((tmp_path / "record.json").read_text())

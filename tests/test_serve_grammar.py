@@ -281,6 +281,8 @@ def _nested(depth):
         (json_schema(_nested(32)), "nested more than 32 levels deep"),
         (json_schema({"enum": [1, {"a": [2**53 + 1]}]}), "the constant 9007199254740993"),
         (json_schema({"properties": {"id": {"const": 10**400}}}), "the constant 1000"),
+        (json_schema({"minimum": 10**4000}), "JSON schema cannot be used: number out of range"),
+        (json_schema({"default": float("nan")}), "JSON schema cannot be used"),
         (json_schema({"enum": list(range(1_001))}), "array of 1,001 items; expected at most 1,000"),
         (json_schema({"properties": {str(n): {} for n in range(251)}}), "object of 251 members; expected at most 250"),
         (json_schema({"allOf": [_alternatives(prefix) for prefix in "abcdefgh"]}), "schema too large"),

@@ -194,6 +194,9 @@ def test_an_unfinished_call_is_content(write):
         ("hermes", '<tool_call>\n{"name": "now", "arguments": {"a": 1}, "name": "then"}\n</tool_call>'),
         ("hermes", "<tool_call> is how a call begins, </tool_call> how it ends"),
         ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 30_000 + "1" + "}" * 30_001 + "</tool_call>"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 150 + "1" + "}" * 151 + "</tool_call>"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1e999}}</tool_call>'),
         ("qwen_xml", "<tool_call>\n<function=now>\n<parameter=a>\n1\n</function>\n</tool_call>"),
         ("qwen_xml", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
         ("qwen_xml", "<tool_call><function=now>" + "<parameter=a>1</parameter>" * 2 + "</function></tool_call>"),
@@ -215,6 +218,14 @@ def test_malformed_calls_are_content(syntax, text):
     make = lambda: parser(syntax)  # noqa: E731
     delta = parse_message(make(), text) if len(text) > 1_000 else same_however_cut(make, text)
     assert settled(delta) == settled(MessageDelta(content=text))
+
+
+def test_arguments_can_be_sent():
+    """A lone surrogate becomes U+FFFD, and a bare text that is no number of JSON stays a text."""
+    surrogate = '<tool_call>{"name": "now", "arguments": {"a": "\\ud800"}}</tool_call>'
+    bare = "<tool_call>\n<function=now>\n<parameter=a>\nNaN\n</parameter>\n</function>\n</tool_call>"
+    for syntax, text, value in (("hermes", surrogate, "\ufffd"), ("qwen_xml", bare, "NaN")):
+        assert calls_of(same_however_cut(lambda syntax=syntax: parser(syntax), text)) == [("now", {"a": value})]
 
 
 def test_a_call_after_a_malformed_one():

@@ -201,6 +201,21 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
     uneven = saved("uneven", config | {"use_ordered_embeddings": True, "num_centroids": 7}, tensors)
     with pytest.raises(FamilyError, match=r"config\.json is not one of Gemma 4 assistants"):
         Model.load(trunk, head=uneven)
+    own = json.loads((folders["E2B"][1] / "config.json").read_text())
+    wrong = [({"num_centroids": value}, "num_centroids is") for value in (-8, 0, 7)]
+    wrong += [({"centroid_intermediate_top_k": value}, "centroid_intermediate_top_k is") for value in (-1, 0, 9)]
+    texts = {
+        "sliding_window": 0,
+        "hidden_size": -8,
+        "rope_parameters": {},
+        "hidden_activation": "none",
+        "pad_token_id": 99,
+    }
+    wrong += [({"text_config": own["text_config"] | {name: value}}, "") for name, value in texts.items()]
+    for changes, words in wrong:
+        (uneven / "config.json").write_text(json.dumps(own | changes))
+        with pytest.raises(FamilyError, match=rf"config\.json is not one of Gemma 4 assistants: \w+: {words}"):
+            Model.load(folders["E2B"][0], head=uneven)
     less = saved("less", config, {n: v for n, v in tensors.items() if n != "post_projection.weight"})
     with pytest.raises(CheckpointError, match=r"missing: post_projection\.weight"):
         Model.load(trunk, head=less)

@@ -7,7 +7,7 @@ import pytest
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import ConfigError
-from nextn.evaluate.workload import Prompt, by_domain, indices_without, read_prompts
+from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without, read_prompts
 from nextn.model.model import Model
 
 
@@ -58,6 +58,7 @@ def test_records_of_training_data_are_prompts(tmp_path):
         ("a.jsonl", '{"prompt": [1, true]}', "a.jsonl:1: expected"),
         ("a.jsonl", '["x"]', "a.jsonl:1: a JSON list"),
         ("a.jsonl", "{", "a.jsonl:1: not JSON"),
+        ("a.jsonl", '{"prompt": ' + "[" * 9_000, "a.jsonl:1: not JSON"),
         ("a.txt", "\n \n", "holds no prompt"),
         ("a.csv", "x", "prompts come from a .txt file"),
         ("a.txt", "\udcff", "not UTF-8 text"),
@@ -100,3 +101,9 @@ def test_repetitive_texts_are_left_out_unless_all_are():
     assert indices_without({1, 2}, prompts, "all") == {0}
     assert indices_without({1}, prompts, "x") == {0, 2}
     assert indices_without({0, 2}, prompts, "x") == {0, 2}
+
+
+def test_k_has_bounds():
+    for k in (0, 257, 10**6):
+        with pytest.raises(ConfigError, match=f"num_speculative_tokens = {k}; expected 1 to 256"):
+            ReferencePlan(num_speculative_tokens=k)

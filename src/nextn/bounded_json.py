@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from reprlib import Repr
+from typing import Any
 
 MAX_DEPTH = 100  # nesting of arrays and objects; published configs have at most 10
 
@@ -91,8 +92,12 @@ def _too_deep() -> str:
     return f"its arrays and objects are nested more than {MAX_DEPTH} deep"
 
 
-def loads(text: str) -> object:
+def loads(text: str, **options: Any) -> object:
     """Parse a JSON document; lone surrogates, which no file or terminal accepts, become U+FFFD.
+
+    Args:
+        text: The document.
+        options: Of `json.loads`.
 
     Raises:
         ValueError: It is not JSON, too long, nested too deeply, or its values would take too much memory.
@@ -105,7 +110,7 @@ def loads(text: str) -> object:
     if re.search(r"\\u[dD][89a-fA-F]", text):
         text = _ESCAPES.sub(lambda match: r"\ufffd" if match[1] else match[0], text)
     try:
-        value = json.loads(text)
+        value = json.loads(text, **options)
     except RecursionError:
         raise ValueError(_too_deep()) from None
     _check_depth(value)

@@ -414,9 +414,9 @@ def check_matplotlib(option: str) -> None:
 def check_figure(path: Path) -> None:
     """Refuse a picture that cannot be written. Raises ConfigError."""
     check_matplotlib("--figure")
-    if path.suffix not in FIGURE_SUFFIXES or not path.parent.is_dir():
+    if path.suffix not in FIGURE_SUFFIXES or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
-            f"--figure {path}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}, in a folder that exists"
+            f"--figure {path}: expected a file in {', '.join(FIGURE_SUFFIXES)}, in a folder that can be written to"
         )
 
 

@@ -137,7 +137,7 @@ def answers_header(source: Source) -> Record | None:
     with path.open("rb") as file:
         try:
             header = json.loads(file.readline())
-        except ValueError:  # reading the records reports what is wrong with it
+        except (ValueError, RecursionError):  # reading the records reports what is wrong with it
             return None
     return header if isinstance(header, dict) and header.get(HEADER_KEY) == "answers" else None
 
@@ -190,7 +190,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Record]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{location}: not JSON: {error}; expected one JSON object per line") from error
             if not isinstance(record, dict):
                 raise ConfigError(f"{location}: a JSON {type(record).__name__}; expected one JSON object per line")

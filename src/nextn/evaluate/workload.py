@@ -21,6 +21,7 @@ from nextn.data.benchmark_prompts import (
     split_name,
     turns_of,
 )
+from nextn.engines.counters import MAX_POSITIONS
 from nextn.errors import ConfigError
 from nextn.settings import Sampling
 
@@ -249,9 +250,12 @@ class ReferencePlan:
             raise ConfigError(
                 f"rule {self.rule!r}; expected one of {', '.join(DECODED)}: others are scored, not decoded"
             )
-        if self.num_speculative_tokens < 1:
+        if not 1 <= self.num_speculative_tokens <= MAX_POSITIONS:
             num = self.num_speculative_tokens
-            raise ConfigError(f"num_speculative_tokens = {num}; expected 1 or more, as there is no depth 0 to measure")
+            raise ConfigError(
+                f"num_speculative_tokens = {num}; expected 1 to {MAX_POSITIONS}: there is no depth 0 to measure, "
+                "and memory and time grow with every depth"
+            )
         if self.max_tokens < 3:
             raise ConfigError(f"max_tokens = {self.max_tokens}; expected 3 or more, or no round has a draft")
         if not self.temperatures:

@@ -5,7 +5,8 @@ pair's hidden state. Layers, sizes and lm_head are its own; only the trunk's emb
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -89,18 +90,20 @@ class SharedKVHead(Head):
         nn.Module.__init__(self)
         self.family, self.draft_vocabulary, self.exact = family, None, False
         self._trunk = (trunk,)
-        own = _own_config(config, family)
-        text = own.text_config
-        _check_fit(own, trunk)
-        self._source = (_source(text, trunk),)
+        with _config_errors(family):
+            own: Any = AutoConfig.for_model(**cast(dict[str, Any], copy.deepcopy({**config})))
+            text = own.text_config
+            _check_values(own)
+            _check_fit(own, trunk)
+            windows = {"sliding_attention": text.sliding_window}
+            types = [LayerType(name, windows.get(name)) for name in text.layer_types]
+            self._source = (_source(text, trunk),)
+            num_centroids = own.num_centroids if own.use_ordered_embeddings else 0
+            self.stack = nn.ModuleList([QueryLayers(family, trunk, self._source[0], types, num_centroids)])
         self.num_best = own.centroid_intermediate_top_k
-        windows = {"sliding_attention": text.sliding_window}
-        types = [LayerType(name, windows.get(name)) for name in text.layer_types]
         # Per type of the head's layers, the trunk's layer whose keys and values they read.
         self.read_layers = {each: storing_layers(trunk, each.name)[-1] for each in dict.fromkeys(types)}
         self.windows = {each: each.window for each in self.read_layers}
-        num_centroids = own.num_centroids if own.use_ordered_embeddings else 0
-        self.stack = nn.ModuleList([QueryLayers(family, trunk, self._source[0], types, num_centroids)])
 
     @property
     def can_rollout(self) -> bool:
@@ -203,16 +206,31 @@ def storing_layers(trunk: Trunk, name: str) -> list[int]:
     return [index for index, layer_type in enumerate(trunk.layer_types) if layer_type.name == name]
 
 
-def _own_config(config: Mapping[str, object], family: Family) -> Any:
-    """Return transformers' config of the head. Raises FamilyError for values that it refuses."""
+@contextmanager
+def _config_errors(family: Family) -> Iterator[None]:
+    """Turn what transformers and torch raise for a config into FamilyError."""
     try:
-        own: Any = AutoConfig.for_model(**cast(dict[str, Any], copy.deepcopy({**config})))
-        assert own.text_config.num_hidden_layers == len(own.text_config.layer_types), "one layer type per layer"
-        assert own.text_config.vocab_size % own.num_centroids == 0 or not own.use_ordered_embeddings, "equal groups"
+        yield
+    except FamilyError:
+        raise
     except Exception as error:  # an untrusted config
         reason = " ".join(str(error).split())[:300]
         raise FamilyError(f"the config.json is not one of {family.title}: {type(error).__name__}: {reason}") from error
-    return own
+
+
+def _check_values(own: Any) -> None:
+    """Raise ValueError for values of transformers' config that no such head can have."""
+    text, vocabulary = own.text_config, own.text_config.vocab_size
+    if text.num_hidden_layers != len(text.layer_types):
+        raise ValueError(f"{len(text.layer_types)} layer_types; expected num_hidden_layers, {text.num_hidden_layers}")
+    if "sliding_attention" in text.layer_types and text.sliding_window < 1:
+        raise ValueError(f"sliding_window is {text.sliding_window}; expected at least 1")
+    if own.use_ordered_embeddings:
+        groups, best = own.num_centroids, own.centroid_intermediate_top_k
+        if groups < 1 or vocabulary % groups:
+            raise ValueError(f"num_centroids is {groups}; expected groups of one size of the {vocabulary} tokens")
+        if not 1 <= best <= groups:
+            raise ValueError(f"centroid_intermediate_top_k is {best}; expected 1 to num_centroids, {groups}")
 
 
 def _check_fit(own: Any, trunk: Trunk) -> None:

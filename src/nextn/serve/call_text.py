@@ -9,8 +9,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic_core import from_json
+
+from nextn.bounded_json import loads
 
 _JSON_PART = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[{}\[\]]', re.DOTALL)
 _NAME = re.compile(r'[^\n<>{}\[\]"`]*')
@@ -190,11 +193,18 @@ def overlap(text: str, mark: str) -> int:
 def _loads(text: str) -> dict[str, object]:
     """Parse an object; with the same key twice, it is malformed."""
     try:
-        value = json.loads(text, strict=False, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        value = _sendable(text, strict=False, object_pairs_hook=_unique)
+    except ValueError as error:
         raise MalformedCallError from error
     if not isinstance(value, dict):
         raise MalformedCallError
+    return value
+
+
+def _sendable(text: str, **options: Any) -> object:
+    """Parse JSON. Raises ValueError also for NaN, infinities and depths that answers could not hold."""
+    value = loads(text, **options)
+    json.dumps(value, allow_nan=False)
     return value
 
 
@@ -208,7 +218,7 @@ def _unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
 def _begun_object(text: str) -> dict[str, object]:
     """Parse the beginning of an object; empty where that is not possible."""
     try:
-        value: dict[str, object] = from_json(text, allow_partial="trailing-strings")
+        value: dict[str, object] = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
     except ValueError:
         return {}
     return value
@@ -228,8 +238,8 @@ def _typed(text: str, tool: Tool | None, key: str) -> object:
     if types == {"string"}:
         return text
     try:
-        value = _PYTHON_CONSTANTS[text.strip()] if text.strip() in _PYTHON_CONSTANTS else json.loads(text)
-    except (ValueError, RecursionError):
+        value = _PYTHON_CONSTANTS[text.strip()] if text.strip() in _PYTHON_CONSTANTS else _sendable(text)
+    except ValueError:
         return text
     if "number" in types:
         types.add("integer")

@@ -301,7 +301,10 @@ def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
     match spec:
         case JsonSchema(schema):
             check_schema(json.loads(schema), limits)
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
+            try:
+                return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
+            except ValueError as error:  # NaN, Infinity, or a number that no double holds
+                raise ConfigError(f"JSON schema cannot be used: {_first_line(str(error))}") from error
         case Regex(pattern):
             return LLMatcher.grammar_from_regex(pattern)
         case Lark(grammar):
