@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from quick import each_once
 from replays import fast_of
 from test_rounds import both
 from tiny import build, prompt, refrain
@@ -129,9 +130,8 @@ def test_greedy_texts_are_those_without_copies(name, modules, native, monkeypatc
         assert any(part.drafts and not part.copied for part in parts) == (k > 0)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.3), Sampling(0.4, top_k=2)])
-@pytest.mark.parametrize("k", [0, 3])
-def test_native_rounds_are_those_of_the_loop(k, sampling):
+@pytest.mark.parametrize(("sampling", "k"), each_once([Sampling(), Sampling(0.3), Sampling(0.4, top_k=2)], [0, 3]))
+def test_native_rounds_are_those_of_the_loop(sampling, k):
     """With the index itself: refrains are copied, at other times in each sequence. One text is what it is alone."""
     model = fast_of(build("glm4_moe"))
     prompts = [row.tolist() for row in refrain(3, 40, seed=2)]

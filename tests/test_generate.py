@@ -241,7 +241,7 @@ class Everything:
 @pytest.mark.parametrize("skip", [False, True], ids=["all", "specials skipped"])
 @pytest.mark.parametrize("name", MADE)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_pieces_are_the_whole(name, skip, data):
     """After each round, what is certain and what is pending is the text of all tokens so far."""
     tokenizer = MADE[name]

@@ -80,8 +80,8 @@ CLAUSES: tuple[Clause, ...] = (
            "rule that accepts more", ("exact-match", "argmax-drafts")),
     Clause("C14", "metrics", "rounds, draft tokens and accepted ones by position are counted, and add up to the tokens",
            ("no-counts", "counts-off")),
-    Clause("C15", "trunk's keys", "a head without keys of its own reads those of the trunk's last layer of each type that "
-           "stores any, in that type's window", ("wrong-keys", "window-lost", "window-everywhere", "query-shifted")),
+    Clause("C15", "trunk's keys", "a head without keys of its own reads those of the trunk's last layer of each type "
+           "that stores any, in its window", ("wrong-keys", "window-lost", "window-everywhere", "query-shifted")),
 )
 # fmt: on
 
