@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, CacheDir, Dtype, ModelName, ModelOptions, Offline, Revision, Threads, shipped_path
+from nextn.cli.common import (
+    AsJson,
+    CacheDir,
+    Dtype,
+    ModelName,
+    ModelOptions,
+    Offline,
+    RecordFile,
+    Revision,
+    Threads,
+    shipped_path,
+)
 from nextn.cli.screen import console, plain, print_json, print_note, print_table, progress_bars
 from nextn.cli.streaming import reason_to_stream
 from nextn.errors import ConfigError
@@ -41,7 +52,7 @@ def accuracy(
     revision: Revision = None,
     cache_dir: CacheDir = None,
     offline: Offline = False,
-    out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare a model's next-token distributions with those in float32, at every bit width, backend and file."""

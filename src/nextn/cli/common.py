@@ -40,6 +40,14 @@ def shipped_path(name: str) -> str:
     return str(SHIPPED)
 
 
+def writable(path: Path | None) -> Path | None:
+    """Return a file's path, before anything is computed that is to be written there. Raises ConfigError."""
+    folder = path and next(each for each in path.absolute().parents if each.exists())
+    if path and folder and (path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
+        raise ConfigError(f"--out {path}: expected a file, in a folder that can be written to")
+    return path
+
+
 _SOURCES = "hub id, or tiny: the one that comes with the package."
 # Of a command that loads the model, and of one that edits the checkpoint.
 ModelName = Annotated[str, typer.Argument(help=f"Checkpoint folder, .gguf file, {_SOURCES}", callback=shipped_path)]
@@ -52,6 +60,7 @@ Prompts = Annotated[
         "speed-bench[:CATEGORY] or humaneval. Default: a built-in set."
     ),
 ]
+RecordFile = Annotated[Path | None, typer.Option(help="File for the JSON record.", callback=writable)]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
 SeparateHead = Annotated[
     str | None,

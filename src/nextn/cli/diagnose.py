@@ -24,6 +24,7 @@ from nextn.cli.common import (  # fmt: skip
     ModelOptions,
     Offline,
     Prompts,
+    RecordFile,
     Revision,
     SeparateHead,
     Temperatures,
@@ -104,7 +105,7 @@ def diagnose(
     stream: Stream = None,
     states: States = None,
     keep_shards: KeepShards = None,
-    out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Name the most likely causes of an engine's low acceptance, from its own counters and the checkpoint."""

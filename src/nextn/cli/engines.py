@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, AsJson, Device, KeyEnv, Prompts, first_turns
+from nextn.cli.common import K_NAMES, AsJson, Device, KeyEnv, Prompts, RecordFile, first_turns
 from nextn.cli.screen import console, plain, print_json, print_table, progress_bars, shown
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
@@ -181,7 +181,7 @@ def check(
     timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120,
     max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900,
     key_env: KeyEnv = None,
-    out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Check an engine against the contract, clause by clause, by its texts and counters on the canary's prompts."""

@@ -28,6 +28,7 @@ from nextn.cli.common import (  # fmt: skip
     Offline,
     OffloadFolder,
     Prompts,
+    RecordFile,
     Revision,
     SeparateHead,
     Served,
@@ -130,7 +131,7 @@ def measure(
             "speculators (CSV) or inferencex (YAML).",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the JSON record.")] = None,
+    out: RecordFile = None,
     figure: Annotated[
         Path | None, typer.Option(help="File for a picture of AL over K, such as curve.png; needs matplotlib.")
     ] = None,

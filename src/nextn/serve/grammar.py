@@ -62,7 +62,8 @@ JSON_OBJECT = JsonSchema('{"type": "object"}')
 class GrammarLimits:
     """Bounds on what a request may ask to compile. The defaults keep compilation below a second."""
 
-    max_chars: int = 65_536  # of the schema, pattern or grammar
+    max_chars: int = 65_536  # of the schema or grammar
+    max_pattern: int = 4_096  # characters of a regular expression, with whose square the time grows
     max_depth: int = 32  # nested objects and arrays of a schema
     max_items: int = 1_000  # of one array of a schema, such as an enum
     max_properties: int = 250  # members of one object of a schema
@@ -296,8 +297,9 @@ def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
     from llguidance import LLMatcher
 
     text = next(iter(vars(spec).values()))
-    if len(text) > limits.max_chars:
-        raise ConfigError(f"{_title(spec)} has {len(text):,} characters; expected at most {limits.max_chars:,}")
+    most = limits.max_pattern if isinstance(spec, Regex) else limits.max_chars
+    if len(text) > most:
+        raise ConfigError(f"{_title(spec)} has {len(text):,} characters; expected at most {most:,}")
     match spec:
         case JsonSchema(schema):
             check_schema(json.loads(schema), limits)
