@@ -103,7 +103,9 @@ def test_usage_errors(report):
     check_form("inferencex", (0.0,), decoded=False)
 
 
-@pytest.mark.parametrize("change", [("0.5", "1.5"), ("0.5", "x"), ("12,", "-1,"), ("12,", "1e300,")])
+@pytest.mark.parametrize(
+    "change", [("0.5", "1.5"), ("0.5", "x"), ("12,", "-1,"), ("12,", "1e300,"), ("code", "x" * 200_000)]
+)
 def test_tables_that_are_none(change):
     table = (
         "subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length,acceptance_at_pos_0\n"

@@ -15,14 +15,14 @@ _MAX_COUNT = 10**15
 
 def read_table(file: TextIO, source: str) -> Counters:
     """Sum the rows of all subsets; positions are shares of all rounds. Raises EngineError for invalid ones."""
-    rows = []
-    for number, row in enumerate(csv.DictReader(file), start=2):
-        if number > _MAX_ROWS:
-            raise EngineError(f"{source}: more than {_MAX_ROWS:,} rows; {TABLE_FORMAT} has one per subset")
-        try:
+    rows: list[Counters] = []
+    try:
+        for row in csv.DictReader(file):
+            if len(rows) == _MAX_ROWS:
+                raise EngineError(f"{source}: more than {_MAX_ROWS:,} rows; {TABLE_FORMAT} has one per subset")
             rows.append(_row(row))
-        except (TypeError, ValueError) as error:
-            raise EngineError(f"{source}:{number}: not a row of {TABLE_FORMAT}: {error}") from error
+    except (TypeError, ValueError, csv.Error) as error:
+        raise EngineError(f"{source}:{len(rows) + 2}: not a row of {TABLE_FORMAT}: {error}") from error
     counters = sum_counters(rows)
     if counters is None:
         raise EngineError(f"{source}: {TABLE_FORMAT} without a row")
