@@ -146,6 +146,8 @@ def test_stop_reasons(model):
          "invalid_request_error", "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, 400,
          "invalid_request_error", "tool_use_id: Field required"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "f"}]}]}, 400,
+         "invalid_request_error", "a block of type tool_use; expected text or tool_result"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "tools[0].type"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, 400, "invalid_request_error", "no tool 'f'"),
         ({"container": "c"}, 400, "invalid_request_error", "container: unknown field"),

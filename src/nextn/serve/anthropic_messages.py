@@ -24,6 +24,11 @@ _STOP_REASONS = {
     "length": "max_tokens",
     "context": "model_context_window_exceeded",
 }
+_BLOCKS = {  # by role; those of a tool's result are texts
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
 _EFFORTS = {"max": "xhigh"}  # others have the same name in chats
 
 
@@ -48,10 +53,18 @@ class ContentBlock(RequestModel):
         name = needed.get(self.type)
         if name is not None and name not in self.model_fields_set:
             raise ValueError(f"{name}: Field required")
+        _check_types(self.content, ("text",))
         return self
 
 
 Content = str | ListOf[ContentBlock]
+
+
+def _check_types(content: Content, types: Sequence[str]) -> None:
+    """Raise ValueError for a block that means nothing here."""
+    for block in () if isinstance(content, str) else content:
+        if block.type not in types:
+            raise ValueError(f"content: a block of type {block.type}; expected {' or '.join(types)}")
 
 
 class InputMessage(RequestModel):
@@ -59,6 +72,11 @@ class InputMessage(RequestModel):
 
     role: Literal["user", "assistant", "system"]
     content: Content
+
+    @model_validator(mode="after")
+    def _has_its_blocks(self) -> "InputMessage":
+        _check_types(self.content, _BLOCKS[self.role])
+        return self
 
 
 class MessagesTool(RequestModel):
