@@ -1,13 +1,15 @@
 """An answer as a sequence of blocks, reasoning, text and tool calls, as the newer protocols send it."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nextn.serve.message_parser import MessageDelta, MessageParser, parse_message
+from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest
-from nextn.serve.responses import GeneratedChoice
+from nextn.serve.responses import GeneratedChoice, Json, sse_data
+from nextn.serve.schemas import SamplingFields
 from nextn.serve.token_texts import TokenTexts
 
 
@@ -27,7 +29,7 @@ BlockEvent = tuple[Literal["start", "more", "end"], Block, str]  # what happened
 
 
 class BlockAnswer:
-    """The blocks of one sequence; a subclass knows the form of its route.
+    """The blocks of one sequence.
 
     Args:
         request: The sequence.
@@ -112,3 +114,26 @@ class BlockAnswer:
         if self._open is not None:
             block, self._open = self._open, None
             yield "end", block, ""
+
+
+class BlockRouteAnswer:
+    """The answer of a route whose events name their type; a subclass knows their form."""
+
+    end = b""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        body: SamplingFields,
+        request: GenerationRequest,
+        token_texts: TokenTexts,
+        parser: MessageParser | None,
+    ) -> None:
+        self._request, self._model, self.is_stream = request, options.served_name, body.stream
+        self._blocks = BlockAnswer(request, parser, token_texts)
+
+    def frame(self, events: Iterable[Json]) -> bytes:
+        return b"".join(f"event: {event['type']}\n".encode() + sse_data(event) for event in events)
+
+    def add(self, index: int, chunk: GenerationChunk) -> None:
+        self._blocks.choice.add(chunk)

@@ -1,21 +1,18 @@
 """Anthropic's /v1/messages: its requests as chats, and the chats' answers in its form."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
 from nextn.bounded_json import loads
-from nextn.serve.answer_blocks import Block, BlockAnswer
+from nextn.serve.answer_blocks import Block, BlockRouteAnswer
 from nextn.serve.api_errors import ApiError
-from nextn.serve.message_parser import MessageParser
-from nextn.serve.options import ServerOptions
-from nextn.serve.request import GenerationChunk, GenerationRequest
+from nextn.serve.request import GenerationChunk
 from nextn.serve.request_model import ListOf, RequestModel, parse_request
-from nextn.serve.responses import Json, sse_data
+from nextn.serve.responses import Json
 from nextn.serve.schemas import ChatRequest, Name, SamplingFields
-from nextn.serve.token_texts import TokenTexts
 
 MESSAGES_PATH = "/v1/messages"
 _STOP_REASONS = {
@@ -202,35 +199,11 @@ def _tool(tool: MessagesTool) -> Json:
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
 
-class MessagesAnswer:
+class MessagesAnswer(BlockRouteAnswer):
     """The answer of /v1/messages."""
-
-    end = b""
-
-    def __init__(
-        self,
-        options: ServerOptions,
-        body: MessagesRequest,
-        request: GenerationRequest,
-        token_texts: TokenTexts,
-        parser: MessageParser | None,
-    ) -> None:
-        self._body, self._request = body, request
-        self._blocks = BlockAnswer(request, parser, token_texts)
-        self._model = options.served_name
-
-    @property
-    def is_stream(self) -> bool:
-        return self._body.stream
-
-    def frame(self, events: Iterable[Json]) -> bytes:
-        return b"".join(f"event: {event['type']}\n".encode() + sse_data(event) for event in events)
 
     def error_event(self, error: ApiError) -> Json:
         return error.document(MESSAGES_PATH)
-
-    def add(self, index: int, chunk: GenerationChunk) -> None:
-        self._blocks.choice.add(chunk)
 
     def document(self) -> Json:
         self._blocks.whole()

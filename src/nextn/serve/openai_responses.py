@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from nextn.serve.answer_blocks import Block, BlockAnswer
+from nextn.serve.answer_blocks import Block, BlockRouteAnswer
 from nextn.serve.api_errors import ApiError
 from nextn.serve.message_parser import MessageParser
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.request_model import ListOf, RequestModel, parse_request
-from nextn.serve.responses import Json, sse_data
+from nextn.serve.responses import Json
 from nextn.serve.schemas import ChatRequest, FunctionTool, Name, SamplingFields, TextPart
 from nextn.serve.token_texts import TokenTexts
 
@@ -214,10 +214,8 @@ def _chat_tool(tool: ResponsesTool) -> Json:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(BlockRouteAnswer):
     """The answer of /v1/responses."""
-
-    end = b""
 
     def __init__(
         self,
@@ -230,24 +228,13 @@ class ResponsesAnswer:
         history: History,
         store: ResponseStore,
     ) -> None:
-        self._body, self._request, self._token_texts = body, request, token_texts
-        self._blocks = BlockAnswer(request, parser, token_texts)
-        self._model, self._created = options.served_name, int(time.time())
+        super().__init__(options, body, request, token_texts, parser)
+        self._body, self._token_texts, self._created = body, token_texts, int(time.time())
         self._history, self._store = history, store
         self._id, self._num_events = f"resp_{self._blocks.id}", 0
 
-    @property
-    def is_stream(self) -> bool:
-        return self._body.stream
-
-    def frame(self, events: Iterable[Json]) -> bytes:
-        return b"".join(f"event: {event['type']}\n".encode() + sse_data(event) for event in events)
-
     def error_event(self, error: ApiError) -> Json:
         return self._event("error", code=error.code, message=error.message, param=error.param)
-
-    def add(self, index: int, chunk: GenerationChunk) -> None:
-        self._blocks.choice.add(chunk)
 
     def document(self) -> Json:
         self._blocks.whole()
