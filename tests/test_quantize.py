@@ -14,6 +14,8 @@ from tiny import FIXTURES, build, prompt, refrain
 
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.gguf_blocks import take_apart
+from nextn.checkpoint.gguf_rounding import round_to_blocks
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance
 from nextn.checkpoint.quantization import QuantConfig
@@ -30,6 +32,7 @@ from nextn.evaluate.head_precision import HeadPrecision, measure_head_bits, quan
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.load_head import change_stored
 from nextn.model.model import Model
+from nextn.runtime.backend import backend_for
 
 TOKENS = torch.tensor([prompt(21)])
 PROMPTS = [Prompt(tuple(ids), "x") for ids in refrain(8, 33, seed=10**6).tolist()]
@@ -111,6 +114,30 @@ def test_what_the_config_declares(head_bits, tmp_path):
     assert not [finding for finding in findings if finding.severity == "error"], findings
 
 
+def test_blocks_of_gguf(tmp_path):
+    """Attention values have eight bits; the blocks are read as those of a file are, in both backends."""
+    build("glm4_moe").save(tmp_path / "model", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="group size 64; blocks of q4_1 have groups of 32"):
+        quantize(tmp_path / "model", tmp_path / "out", weights="q4_1", group_size=64)
+    importance = {(0, "self_attn.q_proj.weight"): torch.arange(1.0, 33)}
+    quantize(tmp_path / "model", tmp_path / "out", weights="q4_1", head_bits=8, importance=importance)
+    original, reader = tensors_of(tmp_path / "model"), TensorReader(Inventory.of(Checkpoint.open(tmp_path / "out")))
+    rounded = [each for each in reader.names() if reader.is_quantized(each)]
+    assert {each for each in rounded if ".layers.0." in each} == {
+        each for each in original if ".layers.0." in each and each.endswith("proj.weight")
+    }
+    for each in rounded:
+        kind = "Q8_0" if each.endswith("v_proj.weight") or ".layers.2." in each else "Q4_1"
+        assert reader.packed[each].kind == kind, each
+        counts = importance.get((0, each.removeprefix("model.layers.0.")))
+        blocks = round_to_blocks(original[each], kind, counts)
+        assert torch.equal(reader.read(each), take_apart(blocks, kind).dequantize()), each
+    errors = [each for each in audit(Checkpoint.open(tmp_path / "out")).findings if each.severity == "error"]
+    assert not errors, [f"{each.place}: {each.found}" for each in errors]
+    model = Model.load(tmp_path / "out")
+    assert backend_for(model, "native").name == "native"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype, tmp_path):
     """Scales have the weight's dtype, and are before the codes in a file of float32."""
@@ -158,7 +185,9 @@ def test_rows_that_do_not_divide(tmp_path):
 def test_bad_input(tmp_path):
     build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
     for options in ({"weights": "int2"}, {"weights": "int4", "head_bits": 2}, {"weights": "int4", "group_size": 12}):
-        with pytest.raises(ConfigError, match="expected weights int8 or int4, head bits 16, 8 or 4, and a group size"):
+        with pytest.raises(
+            ConfigError, match="expected weights int8, int4 or q4_1, head bits 16, 8 or 4, and a group size"
+        ):
             quantize(tmp_path / "model", tmp_path / "out", **options)
     quantize(tmp_path / "model", tmp_path / "out", weights="int8")
     with pytest.raises(CheckpointError, match=r"already quantized \(compressed-tensors\). Give the unquantized"):

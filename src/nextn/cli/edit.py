@@ -280,11 +280,14 @@ def adopt(
 def quantize(
     model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
-    weights: Annotated[str, typer.Option(help="int8: one scale per output channel. int4: one per group.")],
+    weights: Annotated[
+        str,
+        typer.Option(help="int8: one scale per output channel. int4: one per group. q4_1: blocks of GGUF, for nextn."),
+    ],
     group_size: Annotated[int, typer.Option(help="Input channels of a group of int4.")] = 32,
     calibrate: Annotated[
         str | None,
-        typer.Option(help="File of text or records, or a data set, on whose activations int4 is to err least."),
+        typer.Option(help="File of text or records, or a data set, on whose activations int4 or q4_1 is to err least."),
     ] = None,
     head_bits: Annotated[
         str, typer.Option(help="Bits of the head: 16 (unchanged), 8, 4, or auto: the fewest that cost < 1 % of AL.")
@@ -303,15 +306,17 @@ def quantize(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model with decoder layers of 4 or 8 bits (compressed-tensors, rounded to nearest)."""
+    """Write a model with decoder layers of 4 or 8 bits, rounded to nearest (compressed-tensors or GGUF's blocks)."""
     from nextn.edit.quantize import quantize as quantize_model
 
     if head_bits not in ("auto", "16", "8", "4"):
         raise ConfigError(f"--head-bits {head_bits}; expected auto, 16, 8 or 4")
-    if calibrate is not None and weights != "int4":
+    if calibrate is not None and weights not in ("int4", "q4_1"):
         raise ConfigError(
-            f"--calibrate changes the scales of int4, not of {weights}; give --weights int4 or leave it out"
+            f"--calibrate changes the scales of int4 and q4_1, not of {weights}; give one of these or leave it out"
         )
+    if head_bits == "auto" and weights == "q4_1":
+        raise ConfigError("--head-bits auto compares roundings of int8 and int4; with q4_1, give 16, 8 or 4")
     if head_bits == "auto" and activation_bits != 16:
         raise ConfigError(
             "--head-bits auto compares 16, 8 and 4 bits; with --activation-bits 8, give --head-bits 16 or 8"

@@ -1,4 +1,4 @@
-"""Write a checkpoint with the Linears of its decoder layers in 4 or 8 bits, as compressed-tensors stores them.
+"""Write a checkpoint with the Linears of its decoder layers in 4 or 8 bits: of compressed-tensors, or blocks of GGUF.
 
 Weights are read, rounded and written in slices of rows, so memory does not depend on the model's size. Facts about
 engines: compressed-tensors 0.20 decompresses the files to the values that nextn reads.
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
+from nextn.checkpoint.gguf_rounding import round_to_blocks
+from nextn.checkpoint.gguf_types import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory, count_layers
 from nextn.checkpoint.provenance import (
     Provenance,
@@ -48,6 +50,10 @@ from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
 BITS = {"int8": 8, "int4": 4}
+BLOCKS = "q4_1"  # the weights that only nextn reads
+# Of four bits in blocks, these have eight: they are 3 % of a small Llama's layers, and cause a third of its divergence
+# (docs/developers/log.md).
+_VALUES = re.compile(r"\.v_proj\.weight$")
 GROUP_SIZE = 32  # of int4, as `--weights int4` has them (runtime/native/rounded_weights.py)
 # By decoder layer and name in it, how much the squared error of each input channel [K] of a weight counts.
 Importance = Mapping[tuple[int, str], Tensor]
@@ -83,6 +89,16 @@ class Rounding:
         """Whether rows of this many values divide into groups and into words of 32 bits."""
         return columns % (self.group_size or 1) == 0 and columns * self.bits % 32 == 0
 
+    def tensor(self, part: str, weight: TensorInfo) -> tuple[str, tuple[int, ...]]:
+        """Return dtype and shape of one of the parts of a weight."""
+        rows, columns = weight.shape
+        return {
+            "weight_packed": ("I32", (rows, columns * self.bits // 32)),
+            "weight": ("I8", weight.shape),
+            "weight_scale": (weight.dtype, (rows, columns // (self.group_size or columns))),
+            "weight_shape": ("I64", (2,)),
+        }[part]
+
     def scheme(self, targets: Sequence[str]) -> Section:
         """Return a group of compressed-tensors' config_groups."""
         weights: Section = {
@@ -99,6 +115,26 @@ class Rounding:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class BlockRounding(Rounding):
+    """Rounding to blocks of GGUF."""
+
+    @property
+    def kind(self) -> str:
+        return "Q8_0" if self.bits == 8 else "Q4_1"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (blocks_name(self.kind),)
+
+    def fits(self, columns: int) -> bool:
+        return columns % BLOCK_TYPES[self.kind].size == 0
+
+    def tensor(self, part: str, weight: TensorInfo) -> tuple[str, tuple[int, ...]]:
+        rows, columns = weight.shape
+        return "U8", (rows, columns // BLOCK_TYPES[self.kind].size * BLOCK_TYPES[self.kind].num_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class RoundedPiece(Piece):
     """One of the tensors that a rounded weight is stored as; `name` is the weight's in the source."""
@@ -112,14 +148,7 @@ class RoundedPiece(Piece):
     @property
     def info(self) -> TensorInfo:
         weight = self.source.info(self.name)
-        rows, columns = weight.shape
-        groups = columns // (self.rounding.group_size or columns)
-        dtype, shape = {
-            "weight_packed": ("I32", (rows, columns * self.rounding.bits // 32)),
-            "weight": ("I8", weight.shape),
-            "weight_scale": (weight.dtype, (rows, groups)),
-            "weight_shape": ("I64", (2,)),
-        }[self.part]
+        dtype, shape = self.rounding.tensor(self.part, weight)
         name = f"{self.name.removesuffix('weight')}{self.part}"
         return TensorInfo(name, dtype, shape, weight.file, 0, prod(shape) * DTYPES[dtype] // 8)
 
@@ -139,6 +168,9 @@ class RoundedPiece(Piece):
         columns, dtype = weight.shape[1], FLOATS[weight.dtype]
         for chunk in self.source.chunks(weight, max(1, _SLICE // columns) * columns * dtype.itemsize):
             rows = torch.frombuffer(bytearray(chunk), dtype=dtype).view(-1, columns)
+            if isinstance(self.rounding, BlockRounding):
+                yield round_to_blocks(rows, self.rounding.kind, self.importance)
+                continue
             quantized = round_to_nearest(rows, self.rounding.bits, self.rounding.group_size or columns, self.importance)
             if self.part == "weight_scale":
                 yield quantized.scales
@@ -168,7 +200,8 @@ def quantize(
     Args:
         source: A folder, .safetensors file, hub id or opened checkpoint, not quantized.
         out: A new folder.
-        weights: `int8`: one scale per output channel; `int4`: one per group of input channels.
+        weights: `int8`: one scale per output channel; `int4`: one per group of input channels; `q4_1`: blocks of GGUF
+            in Q4_1, those of attention values (v_proj) in Q8_0, which nextn alone reads.
         group_size: Input channels of a group of int4.
         head_bits: The same for the Linears in the head's decoder layer: 16 (as they are), 8 or 4.
         activation_bits: Bits to which engines round activations, per token: 16 (no rounding), or 8 with int8 weights.
@@ -184,11 +217,13 @@ def quantize(
         ConfigError: For other weights, bits or group sizes.
         CheckpointError: The checkpoint is quantized already, or holds no weights that can be rounded.
     """
-    if weights not in BITS or head_bits not in (16, 8, 4) or group_size < 8 or group_size % 8:
+    if weights not in (*BITS, BLOCKS) or head_bits not in (16, 8, 4) or group_size < 8 or group_size % 8:
         raise ConfigError(
-            f"weights {weights}, head bits {head_bits}, group size {group_size}; expected weights int8 or int4, head "
-            "bits 16, 8 or 4, and a group size that is a multiple of 8, such as 32"
+            f"weights {weights}, head bits {head_bits}, group size {group_size}; expected weights int8, int4 or "
+            "q4_1, head bits 16, 8 or 4, and a group size that is a multiple of 8, such as 32"
         )
+    if weights == BLOCKS and group_size != GROUP_SIZE:
+        raise ConfigError(f"group size {group_size}; blocks of {BLOCKS} have groups of 32")
     if activation_bits not in (16, 8) or (activation_bits == 8 and (weights != "int8" or head_bits == 4)):
         raise ConfigError(
             f"activation bits {activation_bits}, weights {weights}, head bits {head_bits}; expected activation bits "
@@ -197,8 +232,12 @@ def quantize(
     given = as_checkpoint(source)
     refuse_links(given, follow=follow_links)
     checkpoint, repairs = sound(given, without=side_files(Inventory.of(given, family=trunk_family(given))))
-    roundings = {"trunk": Rounding.of(BITS[weights], group_size, activation_bits)}
-    roundings |= {} if head_bits == 16 else {"head": Rounding.of(head_bits, group_size, activation_bits)}
+    if weights == BLOCKS:
+        roundings: dict[str, Rounding] = {"trunk": BlockRounding(4, None), "values": BlockRounding(8, None)}
+        roundings |= {} if head_bits == 16 else {"head": BlockRounding(head_bits, None)}
+    else:
+        roundings = {"trunk": Rounding.of(BITS[weights], group_size, activation_bits)}
+        roundings |= {} if head_bits == 16 else {"head": Rounding.of(head_bits, group_size, activation_bits)}
     plan = _plan(checkpoint, roundings, importance or {})
     plan = replace(plan, notes=(*repairs, *plan.notes), follow_links=follow_links)
     plan = into_new_folder(plan, out)
@@ -241,7 +280,9 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding], importance:
     rounded, notes = dict[str, Rounding](), []
     misfits = []
     for name, info in checkpoint.tensors.items():
-        rounding = roundings.get(_part_of(inventory, num_layers, name) or "")
+        part = _part_of(inventory, num_layers, name) or ""
+        part = "values" if part == "trunk" and _VALUES.search(name) and "values" in roundings else part
+        rounding = roundings.get(part)
         if rounding is None or info.dtype not in _DTYPES or len(info.shape) < 2:
             continue
         if len(info.shape) == 2 and rounding.fits(info.shape[1]):
@@ -255,12 +296,14 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding], importance:
         notes.append(
             f"{counted(len(misfits), 'matrix')} whose rows do not divide into groups stay as they are: {some(misfits)}"
         )
-    if any(".experts." in name for name in rounded):
+    is_blocks = isinstance(roundings["trunk"], BlockRounding)
+    if not is_blocks and any(".experts." in name for name in rounded):
         notes.append("experts are quantized: vLLM's build for CPUs has no kernel for them and refuses the checkpoint")
     counts = {name: importance.get(inventory.family.trunk_layer(name) or (-1, "")) for name in rounded}
     files = _files(checkpoint, rounded, counts)
     embedding = inventory.shared.get("embedding", "")
-    section = quantization_config(checkpoint.tensors, rounded, roundings["trunk"], embedding=embedding)
+    declared = partial(quantization_config, checkpoint.tensors, rounded, roundings["trunk"], embedding=embedding)
+    section: Section = {"quant_method": "gguf"} if is_blocks else declared()
     new = {**checkpoint.config, "quantization_config": section}
     documents = with_config(checkpoint, new) | index_document(files, checkpoint)
     lines = changes(checkpoint, documents)
