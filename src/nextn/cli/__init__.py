@@ -29,7 +29,7 @@ _COMMANDS = {
         "restore": ("edit", "reference/checkpoints"),
         "convert": ("edit", "reference/checkpoints"),
         "extract": ("edit", "reference/checkpoints"),
-        "quantize": ("edit", "how-to/quantized"),
+        "quantize": ("edit", "how-to/quantize"),
     },
     "Train": {"train": ("train", "reference/training"), "answer": ("answer", "reference/training")},
     "Decode": {
