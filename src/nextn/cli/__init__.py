@@ -31,7 +31,7 @@ _COMMANDS = {
         "extract": ("edit", "reference/checkpoints"),
         "quantize": ("edit", "how-to/quantize"),
     },
-    "Train": {"train": ("train", "reference/training"), "answer": ("answer", "reference/training")},
+    "Train": {"train": ("train", "reference/training"), "answer": ("answer", "reference/training-data")},
     "Decode": {
         "generate": ("decode", "reference/settings"),
         "chat": ("chat", "tutorials/chat-in-the-browser"),
