@@ -27,7 +27,7 @@ from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Contract
-from nextn.stats.acceptance import Estimate, jackknife, proportion
+from nextn.stats.intervals import Estimate, jackknife, proportion
 
 # Whether the last round drafts and verifies beyond the requested number of tokens.
 OVERRUNS = {"vllm": True, "llama.cpp": False, "transformers": False}
