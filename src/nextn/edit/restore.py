@@ -210,7 +210,7 @@ def _part(canonical: str) -> str:
 
 
 def _skipping_engine(src: Inventory) -> str | None:
-    """Return an engine that uses the base's copies of the trunk's tensors and would draft from initial values without."""
+    """Return an engine that would draft from initial values without the copies of trunk tensors that the base has."""
     copied = {src.role(name) for name in src.copies}
     return next((name for name, engine in src.family.runners.items() if copied & {*engine.skips}), None)
 
