@@ -20,7 +20,7 @@ from nextn.cli.common import (
     Revision,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, plain, print_json, progress_bars, shortened
+from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shortened
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -445,8 +445,8 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
         table.add_row(*map(plain, (file, f"{len(pieces):,}", f"{size:,}", sources)))
     for file in plan.documents:
         table.add_row(*map(plain, (file, "", "", "index" if file == INDEX else "")))
+    print_table(table)
     screen = console()
-    screen.print(table)
     moves, more_moves = shortened(
         [f"{old} is renamed to {new}" for old, new in plan.files.renamed.items()]
         + [f"{file} is removed" for file in plan.files.dropped]
