@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, CacheDir, Offline, Revision, shipped_path
+from nextn.cli.common import AsJson, CacheDir, Offline, Revision, shipped_option, shipped_path
 from nextn.cli.screen import console, plain, print_json, print_unwrapped, shortened, shown
 from nextn.errors import ConfigError
 
@@ -33,7 +33,8 @@ def audit(
         ),
     ],
     head: Annotated[
-        str | None, typer.Option(help="Audit the head of this checkpoint, beside MODEL as its trunk.")
+        str | None,
+        typer.Option(help="Audit the head of this checkpoint, beside MODEL as its trunk.", callback=shipped_option),
     ] = None,
     revision: Revision = None,
     cache_dir: CacheDir = None,

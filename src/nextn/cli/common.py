@@ -40,6 +40,11 @@ def shipped_path(name: str) -> str:
     return str(SHIPPED)
 
 
+def shipped_option(name: str | None) -> str | None:
+    """Return the same for an option that may be left out."""
+    return name and shipped_path(name)
+
+
 def writable(path: Path | None) -> Path | None:
     """Return a file's path, before anything is computed that is to be written there. Raises ConfigError."""
     folder = path and next(each for each in path.absolute().parents if each.exists())
@@ -68,7 +73,11 @@ RecordFile = Annotated[Path | None, typer.Option(help="File for the JSON record.
 Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
 SeparateHead = Annotated[
     str | None,
-    typer.Option("--head", help="Use the head of this checkpoint instead: folder, .safetensors file or hub id."),
+    typer.Option(
+        "--head",
+        help="Use the head of this checkpoint instead: folder, .safetensors file or hub id.",
+        callback=shipped_option,
+    ),
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id. Default: main.")]
 CacheDir = Annotated[Path | None, typer.Option(help="Hub cache folder. Default: that of huggingface_hub.")]

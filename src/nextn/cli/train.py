@@ -13,6 +13,7 @@ from nextn.cli.common import (
     Offline,
     Revision,
     check_device,
+    shipped_option,
 )
 from nextn.cli.streaming import KeepShards
 from nextn.cli.train_common import merge_settings
@@ -80,11 +81,18 @@ def train(
         ),
     ] = False,
     from_: Annotated[
-        str | None, typer.Option("--from", help="Trunk: checkpoint folder or hub id.", rich_help_panel=_HEAD)
+        str | None,
+        typer.Option(
+            "--from", help="Trunk: checkpoint folder or hub id.", rich_help_panel=_HEAD, callback=shipped_option
+        ),
     ] = None,
     head: Annotated[
-        Path | None,
-        typer.Option(help="Start from the head in this file instead of the checkpoint's own.", rich_help_panel=_HEAD),
+        str | None,
+        typer.Option(
+            help="Start from the head in this file instead of the checkpoint's own.",
+            rich_help_panel=_HEAD,
+            callback=shipped_option,
+        ),
     ] = None,
     init_head: Annotated[
         bool,
@@ -187,7 +195,7 @@ def train(
         model=_text(model),
         freeze_trunk=freeze_trunk,
         trunk=from_,
-        head=_text(head),
+        head=head,
         init_head=init_head,
         layout=layout,
         head_only=head_only,
