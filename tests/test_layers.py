@@ -32,11 +32,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-<<<<<<< HEAD
 LINE_BUDGET = 63_438
-=======
-LINE_BUDGET = 63_438
->>>>>>> acc
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus",
