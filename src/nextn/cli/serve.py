@@ -8,27 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import (
-    K_NAMES,
-    BackendName,
-    CacheDir,
-    Device,
-    Dtype,
-    ExactHead,
-    KVCacheDtype,
-    ModelName,
-    ModelOptions,
-    NumCopyTokens,
-    Offline,
-    Revision,
-    SeparateHead,
-    Threads,
-    WeightType,
-)
+from nextn.cli.common import K_NAMES, ModelOptions, NumCopyTokens, expanded
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.screen import echo, flush_streams, print_note
 from nextn.errors import ConfigError
-from nextn.extras import install_command
+from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     from nextn.model.model import Model
@@ -37,8 +21,9 @@ if TYPE_CHECKING:
 _DEFAULT_K = 4
 
 
+@expanded("device_map", "offload_folder")
 def serve(
-    model: ModelName,
+    *,
     host: Annotated[
         str, typer.Option(help="Address to bind to. 0.0.0.0: reachable from other machines.")
     ] = "127.0.0.1",
@@ -97,25 +82,14 @@ def serve(
     ] = None,
     draft_vocab: DraftVocab = "0",
     draft_text: DraftText = None,
-    exact_head: ExactHead = False,
-    dtype: Dtype = "auto",
-    backend: BackendName = "auto",
-    weights: WeightType = "stored",
-    threads: Threads = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
-    head: SeparateHead = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
+    source: ModelOptions,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
-    source = ModelOptions.of(locals())
     if print_engine is not None:
         _print_command(print_engine, source, num_speculative_tokens, advice)
         return
     _check_extra()
-    from nextn.checkpoint.file_stamps import FileStamps
+    from nextn.checkpoint.file_index import FileStamps
     from nextn.serve.http_server import HttpServer, listen
     from nextn.serve.options import EngineOptions, ServerOptions, allowed_hosts, checked_numbers, reference_rates
     from nextn.serve.tool_calls import tool_syntax
@@ -124,10 +98,10 @@ def serve(
     k = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     numbers = checked_numbers(request_timeout=request_timeout, max_body_mb=max_body_mb, grace=grace)
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
-    source = source.prepared()
+    source, name = source.prepared(), source.source
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
     engine_options = EngineOptions(
-        backend=backend,
+        backend=source.backend,
         max_num_seqs=max_num_seqs,
         max_queue=max_queue,
         max_model_len=max_model_len,
@@ -140,8 +114,8 @@ def serve(
         files = FileStamps.of_weights(
             *(Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
         )
-        loaded = source.load(need_head=k > 0, exact_head=exact_head)
-        draftable.apply(loaded, num_speculative_tokens=k, backend=backend)
+        loaded = source.load(need_head=k > 0)
+        draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
         from nextn.runtime.native.mapped_files import zero_lost_pages
         from nextn.serve.api import create_app
         from nextn.serve.engine import ServingEngine
@@ -149,7 +123,7 @@ def serve(
         zero_lost_pages(file for file, _ in files.stamps)
         engine = ServingEngine(loaded, engine_options)
         options = ServerOptions(
-            served_name=served_model_name or _default_name(model),
+            served_name=served_model_name or _default_name(name),
             max_model_len=engine.max_model_len,
             api_key=key,
             allowed_hosts=allowed_hosts(host),
@@ -181,12 +155,11 @@ def _check_extra() -> None:
 
 
 def _print_command(engine: str, model: ModelOptions, k: int | None, advice: Path | None) -> None:
-    from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.serve.engine_commands import advised_num_speculative_tokens, as_script, engine_commands
 
     if model.head is not None:
         raise ConfigError("--print with --head: `nextn export HEAD OUT --for ENGINE` writes it for an engine")
-    checkpoint = Checkpoint.open(model.source, **model.hub)
+    checkpoint = model.open(model.source)
     if k is None and advice is not None:
         k = advised_num_speculative_tokens(advice)
     echo(as_script(engine_commands(checkpoint, engine, num_speculative_tokens=k, revision=model.revision)))

@@ -172,7 +172,7 @@ def quantize(
         group_size: Input channels of a group of int4.
         head_bits: The same for the Linears in the head's decoder layer: 16 (as they are), 8 or 4.
         activation_bits: Bits to which engines round activations, per token: 16 (no rounding), or 8 with int8 weights.
-        importance: Of weights of four bits in the trunk, see `calibration`; what it lacks counts alike.
+        importance: Of weights of four bits in the trunk, see `input_squares`; what it lacks counts alike.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
