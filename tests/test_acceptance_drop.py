@@ -103,6 +103,19 @@ def test_improvement():
     assert nothing.conclusion.startswith("undecided: most texts are degenerate")
 
 
+def test_the_improvement_is_of_the_rule_that_fell():
+    """Another rule may have more to gain, which is no reason to train for a server of this one."""
+    records = []
+    for greedy, argmax in ((0.5, 0.8), (0.3, 0.7)):
+        each = sampled(argmax, 0.9)
+        records.append(each | record(greedy, 0.4) | {"perfect_head": each["perfect_head"]})
+        records[-1]["figures"].append(each["figures"][1])
+    change = AcceptanceChange.of(*records, source="old.json", limit=0.05)
+    assert {drop.rule for drop in change.fallen} == {"argmax"}
+    assert max(change.drops, key=lambda drop: drop.improvement).rule == "greedy"
+    assert change.most_trainable.label == "T=1 argmax AL"
+
+
 def test_conclusion():
     """Names what fell, the improvement by training, and how many texts would show a drop of the limit."""
     fell = AcceptanceChange.of(record(width=0.2), record(0.4, width=0.01), source="old.json", limit=0.05)

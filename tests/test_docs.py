@@ -31,7 +31,9 @@ from check_site import defects  # noqa: E402
 from scenes import SCENES  # noqa: E402
 
 PAGES = sorted(
-    path for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")) if path.name not in ("CHANGELOG.md", "CLAUDE.md")
+    path
+    for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "bench" / "log.md")
+    if path.name not in ("CHANGELOG.md", "CLAUDE.md")
 )
 COMMANDS = get_command(app).commands
 
@@ -212,7 +214,7 @@ def test_pages_that_the_code_names_exist():
     """Messages and comments that send the reader to a page."""
     sources = [ROOT / "Makefile", ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.yml")]
     sources += [path for folder in ("src", "bench", "docs", "examples") for path in (ROOT / folder).rglob("*.py")]
-    file = re.compile(r"(?<!master/)\bdocs/[\w/-]+\.(?:md|json|py|svg)\b")
+    file = re.compile(r"(?<!master/)\b(?:docs/[\w/-]+\.(?:md|json|py|svg)|bench/\w+\.md)\b")
     named = {name for path in sources for name in file.findall(path.read_text())}
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

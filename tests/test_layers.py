@@ -32,7 +32,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 62_309
+LINE_BUDGET = 62_961
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus",
@@ -43,7 +43,7 @@ NO_TORCH = (
     "checkpoint.quantization", "checkpoint.quant_formats", "checkpoint.packed_layout",
     "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "audit",
     "edit.restore", "edit.convert", "edit.export", "edit.gguf_export", "engines",
-    "evaluate.workload", "verify", "evaluate.acceptance_curve", "evaluate.exchange",
+    "evaluate.workload", "verify", "evaluate.acceptance_curve", "evaluate.exchange", "evaluate.load_advice",
     "evaluate.likelihoods", "evaluate.hypotheses", "conformance.check",
     "conformance.engine_run", "conformance.record", "conformance.canary_model", "conformance.acceptance_rule",
     "cli", "environment",
@@ -137,15 +137,8 @@ def test_one_file_imports_transformers_models():
         if path.stem not in ("transformers_loading", "layer_loader"):
             models = r"^\s*(from|import) .*(AutoModelFor|\.modeling_(?!rope_utils)|transformers\.models)"
             assert not re.search(models, text, re.M), path
-        if path.stem not in (
-            "layer_types",
-            "attention_layer",
-            "kv_cache",
-            "recurrent",
-            "rollout_cache",
-            "family_caches",
-            "trace_hooks",
-        ):
+        caches = ("layer_types", "attention_layer", "kv_cache", "recurrent", "rollout_cache", "family_caches")
+        if path.stem not in (*caches, "trace_hooks"):
             assert "cache_utils" not in text
 
 

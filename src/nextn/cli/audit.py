@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, HubOptions, expanded, shipped_path
+from nextn.cli.common import AsJson, HubOptions, expanded, shipped_option, shipped_path
 from nextn.cli.screen import console, plain, print_json, print_unwrapped, shortened, shown
 from nextn.errors import ConfigError
 
@@ -35,7 +35,8 @@ def audit(
         ),
     ],
     head: Annotated[
-        str | None, typer.Option(help="Audit the head of this checkpoint, beside MODEL as its trunk.")
+        str | None,
+        typer.Option(help="Audit the head of this checkpoint, beside MODEL as its trunk.", callback=shipped_option),
     ] = None,
     hub: HubOptions,
     family: Annotated[str | None, typer.Option(help="Family to audit by, instead of the config's model_type.")] = None,

@@ -24,6 +24,7 @@ from nextn.cli.common import (
     use_chat,
 )
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
+from nextn.cli.load import Against, LoadQuestion, Measured, report_by_load
 from nextn.cli.offload import (
     Cores,
     MemoryBandwidth,
@@ -112,7 +113,7 @@ def bench(
         console().print(plain(f"beside float32: {rounded[0].accuracy} of {rounded[1]}"), soft_wrap=True)
 
 
-@expanded("device_map", "offload_folder")
+@expanded("device_map", "offload_folder", source="")
 def advise(
     *,
     num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="The largest K to consider.")] = 8,
@@ -128,6 +129,8 @@ def advise(
     memory_bandwidth: MemoryBandwidth = None,
     cores: Cores = None,
     asked: EngineAccess,
+    against: Against = None,
+    measured: Measured = None,
     given: GivenTextOptions,
     out: Out = None,
     as_json: AsJson = False,
@@ -147,9 +150,19 @@ def advise(
         seed=seed,
         backend=options.backend,
     )
-    options, source = options.prepared(), options.source
     to_decode = read_prompts(prompts)
     _check_out(out)
+    if against is not None or measured is not None:
+        question = LoadQuestion(to_decode, sizes, plan.temperatures, max_tokens, chat is not False, seed)
+        report_by_load(
+            question.answer(options.source or None, asked, against, measured, quiet=as_json), out, as_json=as_json
+        )
+        return
+    if not options.source:
+        raise ConfigError(
+            "no MODEL: give a checkpoint folder, .gguf file or hub id, or for a live engine --engine and --against"
+        )
+    options, source = options.prepared(), options.source
     advice: Advice | OffloadAdvice
     scaling: CoreScaling | None = None
     if offload_bandwidth is None:

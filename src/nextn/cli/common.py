@@ -44,6 +44,11 @@ def shipped_path(name: str) -> str:
     return str(SHIPPED)
 
 
+def shipped_option(name: str | None) -> str | None:
+    """Return the same for an option that may be left out."""
+    return name and shipped_path(name)
+
+
 def writable(path: Path | None) -> Path | None:
     """Return a file's path, before anything is computed that is to be written there. Raises ConfigError."""
     folder = path and next(each for each in path.absolute().parents if each.exists())
@@ -110,7 +115,7 @@ def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]
             groups[parameter.name] = group, [field.name for field in shared]
             for field in shared:
                 is_argument = field.default is MISSING
-                default = Parameter.empty if is_argument else defaults.get(field.name, field.default)
+                default = defaults.get(field.name, Parameter.empty if is_argument else field.default)
                 option = parameter.replace(name=field.name, annotation=types[field.name], default=default)
                 parameters.insert(0 if is_argument else len(parameters), option)
 
@@ -216,7 +221,10 @@ class ModelOptions(HubOptions):
     ] = None
     head: Annotated[
         str | None,
-        typer.Option(help="Use the head of this checkpoint instead: folder, .safetensors file or hub id."),
+        typer.Option(
+            help="Use the head of this checkpoint instead: folder, .safetensors file or hub id.",
+            callback=shipped_option,
+        ),
     ] = None
 
     def check(self) -> None:
@@ -403,14 +411,14 @@ class EngineAccess:
         """Its address; empty without an engine."""
         return self.engine or ""
 
-    def open(self) -> "Endpoint":
-        """Connect to the engine. Raises EngineError if it does not answer."""
+    def open(self, *, chat: bool = False) -> "Endpoint":
+        """Connect to the engine. chat: through its chat template. Raises EngineError if it does not answer."""
         from nextn.engines.client import Budget, Limits
         from nextn.engines.endpoint import Endpoint
 
         # A run may take days, and is resumable: each request is limited, their number is that of the prompts.
         budget = Budget(Limits(requests=10**9, seconds=10**9, answer_s=self.timeout))
-        return Endpoint.open(self.url, budget, model=self.served, key_env=self.key_env)
+        return Endpoint.open(self.url, budget, model=self.served, key_env=self.key_env, chat=chat)
 
 
 @dataclass(frozen=True)

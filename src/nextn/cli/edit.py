@@ -5,17 +5,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, AsJson, CheckpointName, HubOptions, MaxTokens, Prompts, expanded, shipped_path
-from nextn.cli.screen import console, echo, figures_table, plain, print_json, progress_bars, shortened
+from nextn.cli.common import (
+    K_NAMES,
+    AsJson,
+    CheckpointName,
+    HubOptions,
+    MaxTokens,
+    Prompts,
+    expanded,
+    shipped_option,
+    shipped_path,
+)
+from nextn.cli.screen import console, echo, figures_table, plain, print_json, print_table, progress_bars, shortened
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.edit.convert import Form
+    from nextn.edit.export import Export
     from nextn.edit.plan import EditPlan, Progress
     from nextn.edit.quantize import Importance
     from nextn.families import ExpertForm
@@ -43,7 +55,7 @@ def restore(
         typer.Option(
             "--from",
             help="Source of the head: folder, .safetensors file, hub id, or tiny: the checkpoint in the package.",
-            callback=lambda name: name and shipped_path(name),
+            callback=shipped_option,
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the result. Default: in place.")] = None,
@@ -179,11 +191,21 @@ def extract(
 @expanded()
 def export(
     *,
-    head: Annotated[str, typer.Argument(help="The head alone, of `nextn train`: folder, .safetensors file or hub id.")],
+    head: Annotated[
+        str,
+        typer.Argument(
+            help="The head alone, of `nextn train`, or a model with it: folder, .safetensors file or hub id.",
+            callback=shipped_path,
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="New folder for the result; for llama.cpp a new .gguf file.")],
     engine: Annotated[str, typer.Option("--for", help="vllm, sglang, transformers, or llama.cpp.")],
     model: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the trunk. Default: the one that the head was trained on.")
+        str | None,
+        typer.Option(
+            help="Folder or hub id of the trunk. Default: the one that the head was trained on.",
+            callback=shipped_option,
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="For llama.cpp: a GGUF with the trunk's tokenizer, if nextn cannot write it.")
@@ -203,18 +225,13 @@ def export(
     from nextn.edit.export import as_text
     from nextn.edit.export import export as export_head
 
-    if as_adopted:
+    write = partial(export_head, tokenizer=tokenizer, num_speculative_tokens=num_speculative_tokens)
+    if as_adopted and engine != "llama.cpp":
         _refuse({"--tokenizer": tokenizer}, "--adopt writes a folder with the trunk's own tokenizer: leave out")
         _export_adopted(head, out, engine, model, num_speculative_tokens, hub, as_json=as_json)
         return
-    made = export_head(
-        head,
-        out,
-        engine,
-        trunk=model,
-        tokenizer=tokenizer,
-        num_speculative_tokens=num_speculative_tokens,
-        **hub.hub,
+    made = (
+        _adopted_gguf(head, out, model, hub, write) if as_adopted else write(head, out, engine, trunk=model, **hub.hub)
     )
     if as_json:
         print_json(asdict(made) | {"path": str(made.path)})
@@ -226,23 +243,38 @@ def _export_adopted(
     head: str, out: Path, engine: str, model: str | None, k: int | None, hub: HubOptions, *, as_json: bool
 ) -> None:
     """Write the model with the head in the layout of a family that the engine runs, and print the commands."""
-    from nextn.edit.adopt import LAYOUTS
-    from nextn.edit.adopt import adopt as adopt_model
-    from nextn.edit.export import trunk_path
     from nextn.serve.engine_commands import ENGINES, as_script, engine_commands
 
     if engine not in ENGINES:
         raise ConfigError(f"--for {engine} --adopt; expected one of {', '.join(ENGINES)}")
-    opened, newest = hub.open(head), replace(hub, revision=None)
-    trunk = trunk_path(opened, model)
-    alone = head if str(trunk) != opened.path else None
-    plan = adopt_model(newest.open(str(trunk)) if alone else opened, out, layout=LAYOUTS[0],
-                       head=alone)  # fmt: skip
-    made = engine_commands(newest.open(str(plan.folder)), engine, num_speculative_tokens=k)
+    folder = _adopted(head, out, model, hub)
+    made = engine_commands(replace(hub, revision=None).open(str(folder)), engine, num_speculative_tokens=k)
     if as_json:
-        print_json({"path": str(plan.folder), "engine": engine, "commands": made.commands, "notes": made.notes})
+        print_json({"path": str(folder), "engine": engine, "commands": made.commands, "notes": made.notes})
     else:
         echo(as_script(made))
+
+
+def _adopted_gguf(head: str, out: Path, model: str | None, hub: HubOptions, write: "Callable[..., Export]") -> "Export":
+    """Write the same into one file, by way of a folder beside it."""
+    from nextn.edit.gguf_export import refuse_file
+
+    refuse_file(out)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as folder:
+        return write(_adopted(head, Path(folder) / out.stem, model, hub), out, "llama.cpp")
+
+
+def _adopted(head: str, out: Path, model: str | None, hub: HubOptions) -> Path:
+    from nextn.edit.adopt import LAYOUTS
+    from nextn.edit.adopt import adopt as adopt_model
+    from nextn.edit.export import trunk_path
+
+    opened = hub.open(head)
+    trunk = trunk_path(opened, model)
+    alone = head if str(trunk) != opened.path else None
+    source = replace(hub, revision=None).open(str(trunk)) if alone else opened
+    return adopt_model(source, out, layout=LAYOUTS[0], head=alone).folder
 
 
 @expanded()
@@ -252,7 +284,11 @@ def adopt(
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     layout: Annotated[str, typer.Option("--as", help="Family whose layout the model gets: glm4_moe.")],
     head: Annotated[
-        str | None, typer.Option(help="A head of the trunk's own layer, stored alone. Default: the one in the model.")
+        str | None,
+        typer.Option(
+            help="A head of the trunk's own layer, stored alone. Default: the one in the model.",
+            callback=shipped_option,
+        ),
     ] = None,
     options: EditOptions,
     as_json: AsJson = False,
@@ -421,8 +457,8 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
         table.add_row(*map(plain, (file, f"{len(pieces):,}", f"{size:,}", sources)))
     for file in plan.documents:
         table.add_row(*map(plain, (file, "", "", "index" if file == INDEX else "")))
+    print_table(table)
     screen = console()
-    screen.print(table)
     moves, more_moves = shortened(
         [f"{old} is renamed to {new}" for old, new in plan.files.renamed.items()]
         + [f"{file} is removed" for file in plan.files.dropped]

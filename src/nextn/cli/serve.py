@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -158,7 +159,9 @@ def _print_command(engine: str, model: ModelOptions, k: int | None, advice: Path
     from nextn.serve.engine_commands import advised_num_speculative_tokens, as_script, engine_commands
 
     if model.head is not None:
-        raise ConfigError("--print with --head: `nextn export HEAD OUT --for ENGINE` writes it for an engine")
+        out = "OUT.gguf" if engine == "llama.cpp" else "OUT"
+        command = f"nextn export {shlex.quote(model.head)} {out} --model {shlex.quote(model.source)} --for {engine}"
+        raise ConfigError(f"--print with --head: `{command}` writes it for the engine, and prints the command")
     checkpoint = model.open(model.source)
     if k is None and advice is not None:
         k = advised_num_speculative_tokens(advice)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nextn.cli.common import AsJson, Device, HubOptions, ModelOptions, check_device, expanded
+from nextn.cli.common import AsJson, Device, HubOptions, ModelOptions, check_device, expanded, shipped_option
 from nextn.cli.streaming import KeepShards
 from nextn.cli.train_common import check_options, export_head, merge_settings, with_layout
 from nextn.cli.train_run import DEFAULT_RECIPE, print_result, train_head, train_joint
@@ -73,11 +73,18 @@ def train(
         ),
     ] = False,
     from_: Annotated[
-        str | None, typer.Option("--from", help="Trunk: checkpoint folder or hub id.", rich_help_panel=_HEAD)
+        str | None,
+        typer.Option(
+            "--from", help="Trunk: checkpoint folder or hub id.", rich_help_panel=_HEAD, callback=shipped_option
+        ),
     ] = None,
     head: Annotated[
-        Path | None,
-        typer.Option(help="Start from the head in this file instead of the checkpoint's own.", rich_help_panel=_HEAD),
+        str | None,
+        typer.Option(
+            help="Start from the head in this file instead of the checkpoint's own.",
+            rich_help_panel=_HEAD,
+            callback=shipped_option,
+        ),
     ] = None,
     init_head: Annotated[
         bool,
@@ -178,7 +185,7 @@ def train(
         model=_text(model),
         freeze_trunk=freeze_trunk,
         trunk=from_,
-        head=_text(head),
+        head=head,
         init_head=init_head,
         layout=layout,
         head_only=head_only,

@@ -106,10 +106,10 @@ class AcceptanceChange:
 
     @property
     def most_trainable(self) -> Drop:
-        """The AL that training may raise most."""
-        return max(
-            [drop for drop in self.drops if drop.figure == "AL"] or self.drops, key=lambda drop: drop.improvement
-        )
+        """The AL that training may raise most: of a rule by which a figure fell, if any did."""
+        fell = {_rule(drop) for drop in self.fallen}
+        drops = [drop for drop in self.drops if not fell or _rule(drop) in fell]
+        return max([drop for drop in drops if drop.figure == "AL"] or drops, key=lambda drop: drop.improvement)
 
     @property
     def conclusion(self) -> str:
@@ -155,6 +155,10 @@ class AcceptanceChange:
         ]
         record = {"against": self.source, "max_drop": self.limit, "degenerate_temperatures": list(self.degenerate)}
         return record | {"conclusion": self.conclusion, "figures": figures}
+
+
+def _rule(drop: Drop) -> tuple[float, str]:
+    return drop.temperature, drop.rule
 
 
 def read_record(path: Path) -> _Record:

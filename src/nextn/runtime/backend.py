@@ -205,7 +205,7 @@ def _few_bits(trunk: Trunk, head: Head | None, codes: Sequence[StoredCodes | Sta
     """Return the formats of weights beside eight bits, which linear layers, experts and embeddings have.
 
     Other matrices, such as a router's, are kept. With int4, only the layers of the trunk have four bits
-    (docs/developers/log.md). Weights of four and eight bits keep their codes; those in fp8 are rounded as others are.
+    (bench/log.md). Weights of four and eight bits keep their codes; those in fp8 are rounded as others are.
     """
     modules = [module for part in (trunk, head) if part is not None for module in part.modules()]
     others = [module for module in modules if not isinstance(module, (nn.Linear, nn.Embedding))]

@@ -125,7 +125,7 @@ FORMAT = RoundedFormat(4, 128)
 _LEAST_ROWS, _LEAST_ROWS_PER_CHANNEL = 4096, 8
 
 
-_NUM_CANDIDATES = 2  # with exact logits; more bring no more acceptance (docs/developers/log.md)
+_NUM_CANDIDATES = 2  # with exact logits; more bring no more acceptance (bench/log.md)
 
 
 def has_four_bits(head: Head, num_tokens: int | None = None) -> bool:

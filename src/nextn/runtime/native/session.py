@@ -50,7 +50,7 @@ class NativeTrunk:
         self.vocab_size, self.max_length, self.hidden_shape = trunk.vocab_size, trunk.max_length, trunk.hidden_shape
         self.dtype, self.device, self.int8_cache = trunk.dtype, trunk.device, trunk.kv_cache_dtype == "int8"
         self.predict = LMHead(runtime, weights, trunk.logits, trunk.output.weight)
-        self._runtime = runtime
+        self._runtime, self.weights = runtime, weights
         self._passes = Passes(
             runtime, weights, trunk.layer_types, self._run_pass, dtype=trunk.dtype, int8_cache=self.int8_cache
         )
@@ -195,7 +195,7 @@ class NativeHead:
         self._recorded = _recorded_head(head, trunk.recorded, lm_heads)
         self._draft_lm_heads = {id(each.linear): each for each in lm_heads}
         self.num_modules = head.num_modules
-        self._runtime = runtime
+        self._runtime, self.weights = runtime, weights
         self.layer_index, self.uses_next_hidden, self.family = head.layer_index, head.uses_next_hidden, head.family
         layer_types = [layer_type for index in range(head.num_modules) for layer_type in head.layer_types(index)]
         make = partial(
