@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,15 +23,15 @@ from nextn.cli.common import (
 )
 from nextn.cli.screen import console, echo, figures_table, plain, print_json, print_table, progress_bars, shortened
 from nextn.errors import ConfigError
+from nextn.families.spec import ExpertForm
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
-    from nextn.edit.convert import Form
     from nextn.edit.export import Export
     from nextn.edit.plan import EditPlan, Progress
     from nextn.edit.quantize import Importance
-    from nextn.families import ExpertForm
 
+Form = Literal["single-file", "side-file", "shards"]
 _MAX_CHANGES = 12
 _NUM_PROMPTS = 16  # of the built-in set, about, for `--head-bits auto`
 
@@ -93,15 +93,18 @@ def convert(
     now: Annotated[
         str | None, typer.Option("--from", help="Family whose names the head has, if they are ambiguous.")
     ] = None,
-    single_file: Annotated[bool, typer.Option("--single-file", help="Everything in model.safetensors.")] = False,
-    side_file: Annotated[
-        bool, typer.Option("--side-file", help="The head in mtp.safetensors, not in the index.")
-    ] = False,
-    shards: Annotated[bool, typer.Option("--shards", help="The head in an indexed file of its own.")] = False,
-    experts: Annotated[
-        str | None, typer.Option(help="split, fused or stacked: the form in which the head's experts are stored.")
+    form: Annotated[
+        Form | None,
+        typer.Option(
+            help="single-file: everything in model.safetensors. side-file: the head in mtp.safetensors, not in the "
+            "index. shards: the head in an indexed file of its own."
+        ),
     ] = None,
-    trunk_experts: Annotated[str | None, typer.Option(help="The same of the trunk's experts.")] = None,
+    experts: Annotated[
+        ExpertForm | None,
+        typer.Option(help="split, fused or stacked: the form in which the head's experts are stored."),
+    ] = None,
+    trunk_experts: Annotated[ExpertForm | None, typer.Option(help="The same of the trunk's experts.")] = None,
     keep_experts: Annotated[
         str | None,
         typer.Option(
@@ -134,9 +137,8 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Convert a head between equivalent layouts and between files, bit for bit; or a GGUF file to a checkpoint."""
-    form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
     of_head: dict[str, object] = {
-        "--to": to, "--from": now, f"--{form}": form, "--norm-weights": norm_weights, "--experts": experts,
+        "--to": to, "--from": now, "--form": form, "--norm-weights": norm_weights, "--experts": experts,
         "--trunk-experts": trunk_experts, "--keep-experts": keep_experts,
     }  # fmt: skip
     of_gguf: dict[str, object] = {"--dtype": dtype, "--tokenizer": tokenizer}
@@ -166,7 +168,7 @@ def convert(
 
     edit = partial(
         convert_head, options.open(source), out, to=to, now=now, form=form, norm_weight=norm_weights,
-        experts=_expert_form("--experts", experts), trunk_experts=_expert_form("--trunk-experts", trunk_experts),
+        experts=experts, trunk_experts=trunk_experts,
         keep_experts=None if keep_experts is None else read_expert_list(keep_experts),
     )  # fmt: skip
     _run(edit, options, as_json=as_json)
@@ -414,23 +416,10 @@ def push(
         echo(f"uploaded {sum(made.files.values()):,} bytes and README.md: {address}")
 
 
-def _form(flags: dict[str, bool]) -> "Form | None":
-    given = [name for name, is_given in flags.items() if is_given]
-    if len(given) > 1:
-        raise typer.BadParameter(f"--{given[0]} and --{given[1]} exclude each other")
-    return given[0] if given else None  # type: ignore[return-value]  # the keys are the forms
-
-
 def _refuse(options: Mapping[str, object], reason: str) -> None:
     """Raise ConfigError with `reason` and the options that were given, if there are any."""
     if given := [name for name, value in options.items() if value is not None]:
         raise ConfigError(f"{reason} {', '.join(given)}")
-
-
-def _expert_form(option: str, name: str | None) -> "ExpertForm | None":
-    if name not in (None, "split", "fused", "stacked"):
-        raise typer.BadParameter(f"{option} {name}; expected split, fused or stacked")
-    return name  # type: ignore[return-value]  # checked above
 
 
 def _run(edit: "Callable[..., EditPlan]", options: EditOptions, *, as_json: bool) -> None:

@@ -33,13 +33,13 @@ def serve(
         str | None, typer.Option(help="Name of the model in requests. Default: the folder's name, or the hub id.")
     ] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(*K_NAMES, help=f"Most draft tokens per round. Default: {_DEFAULT_K}.")
+        int | None,
+        typer.Option(*K_NAMES, help=f"Most draft tokens per round; 0 = plain decoding. Default: {_DEFAULT_K}."),
     ] = None,
     num_copy_tokens: NumCopyTokens = 0,
     fixed_k: Annotated[
         bool, typer.Option("--fixed-k", help="Always draft -k tokens, even if fewer are faster.")
     ] = False,
-    no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Plain decoding; requests cannot turn MTP on.")] = False,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 16,
     max_model_len: Annotated[
         int | None,
@@ -96,7 +96,7 @@ def serve(
     from nextn.serve.tool_calls import tool_syntax
 
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
-    k = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
+    k = _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     numbers = checked_numbers(request_timeout=request_timeout, max_body_mb=max_body_mb, grace=grace)
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     source, name = source.prepared(), source.source
