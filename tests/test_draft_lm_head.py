@@ -15,10 +15,9 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.runtime.native import lm_head
 from nextn.runtime.native.abi import Runtime, load, type_of
-from nextn.runtime.native.grouped import grouped_linear
+from nextn.runtime.native.grouped import EIGHT_BITS, grouped_linear, quantize_groups
 from nextn.runtime.native.kv_buffers import KVBuffers
 from nextn.runtime.native.lm_head import FORMAT, DraftLMHead, has_four_bits
-from nextn.runtime.native.rounded_weights import EIGHT_BITS, quantize_groups
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.speculative.draft_vocabulary import DraftVocabulary

@@ -48,7 +48,7 @@ from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
 BITS = {"int8": 8, "int4": 4}
-GROUP_SIZE = 32  # of int4, as `--weights int4` has them (runtime/native/rounded_weights.py)
+GROUP_SIZE = 32  # of int4, as `--weights int4` has them (runtime/native/grouped.py)
 # By decoder layer and name in it, how much the squared error of each input channel [K] of a weight counts.
 Importance = Mapping[tuple[int, str], Tensor]
 _DTYPES = ("BF16", "F16", "F32")

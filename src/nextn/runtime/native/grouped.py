@@ -1,7 +1,8 @@
 """Weights of four and eight bits in groups along K, each group of an output channel with its own scale and zero point.
 
 A weight is (code - zero point) * scale, or code * scale + minimum. Activations are rounded to sixteen bits
-(quantization.py). The same with the codes, scales and minima of GGUF's K-quants (csrc/kquants.cpp).
+(quantization.py). The codes are those of a file, GGUF's K-quants with their minima
+included (csrc/kquants.cpp), or weights are rounded as they are packed.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,9 @@ from torch.nn.functional import pad
 
 from nextn.checkpoint.gguf_blocks import KQuantWeight
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, K_QUANTS, SUPERBLOCK
+from nextn.checkpoint.mapped_memory import slices_released_after_use
 from nextn.errors import ConfigError
-from nextn.runtime.native.abi import INT4, INT4_MINIMA, INT8, Q4_K
+from nextn.runtime.native.abi import INT4, INT4_MINIMA, INT8, Q4_K, Runtime
 from nextn.runtime.native.memory import merge_weights, rows_per_slice
 from nextn.runtime.native.quantization import GROUP, round_rows
 
@@ -209,3 +211,60 @@ def kquant_linear(x: Tensor, weight: KQuantWeight) -> Tensor:
         minima = torch.einsum("...ag,nag->...na", values.sum(-1).float(), group_mins)
         scaled = scaled - minima * weight.min_scales.repeat_interleave(SUPERBLOCK // GROUP, 1)
     return (scaled * row_scales[..., None, :]).sum(-1)
+
+
+@torch.no_grad()
+def quantize_groups(weight: Tensor, bits: int, group: int, runtime: Runtime) -> GroupedWeight:
+    """Quantize weight [N, K] in bfloat16 or float32 symmetrically, as `round_to_nearest` does.
+
+    The scales of a weight in float32 are rounded to sixteen bits.
+    """
+    (n, k), groups = weight.shape, -(-weight.shape[1] // group)
+    codes, zeros = torch.empty(n, k, dtype=torch.uint8), torch.empty(n, groups, dtype=torch.uint8)
+    scales = torch.empty(n, groups)
+    outs = [codes.view(torch.bool), scales, zeros.view(torch.bool)]
+    runtime.call("quantize_groups", [*outs, weight.contiguous()], [bits, group])
+    return GroupedWeight(codes, scales, zeros)
+
+
+class RoundedFormat(NamedTuple):
+    """The packed form of weights that are rounded to `bits` as they are packed, in groups of `group` values along K."""
+
+    bits: int
+    group: int
+
+    @property
+    def layout(self) -> GroupedFormat:
+        return GroupedFormat(self.bits, self.group)
+
+    @property
+    def type(self) -> int:
+        """A type of product.h."""
+        return self.layout.type
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return self.bits / 8 + 4 / self.group
+
+    @torch.no_grad()
+    def pack(self, weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:
+        """Quantize weight [N, K] or [E, N, K] into the layout of the native products. `take` allocates bytes."""
+        *_, n, k = weight.shape
+        matrices, layout = weight.reshape(-1, n, k), self.layout
+        memory = take(layout.packed_bytes(n, k) * len(matrices))
+        num_rows = rows_per_slice(weight, COLUMNS)
+        for matrix, packed in zip(matrices, memory.view(len(matrices), -1), strict=True):
+            for start, rows in slices_released_after_use(matrix, num_rows):
+                first, size = (layout.packed_bytes(count, k) for count in (start, len(rows)))
+                layout.pack(quantize_groups(rows, self.bits, self.group, runtime), packed[first : first + size])
+        return memory
+
+    @torch.no_grad()
+    def values(self, weight: Tensor, runtime: Runtime) -> Tensor:
+        """Return the float32 values that products use of a weight [..., K]."""
+        rows = weight.reshape(-1, weight.shape[-1])
+        return quantize_groups(rows, self.bits, self.group, runtime).dequantized.view(weight.shape)
+
+
+# What `Trunk.weights` int4 and int8 are.
+FOUR_BITS, EIGHT_BITS = RoundedFormat(4, 32), RoundedFormat(8, 64)

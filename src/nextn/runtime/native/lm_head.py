@@ -14,10 +14,10 @@ from torch.nn.functional import embedding
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.model.head import Head
 from nextn.runtime.native.abi import Runtime
+from nextn.runtime.native.grouped import RoundedFormat
 from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.passes import BLOCK_SIZES
 from nextn.runtime.native.program import Replay
-from nextn.runtime.native.rounded_weights import RoundedFormat
 from nextn.runtime.native.trace import TraceRecorder
 from nextn.runtime.native.trace_hooks import record_op
 from nextn.runtime.native.weight_packing import PackedWeights
