@@ -26,7 +26,8 @@ from nextn.evaluate.accuracy import Accuracy, Reference, logits_of
 from nextn.evaluate.accuracy_texts import compared_texts
 from nextn.evaluate.decoding_costs import processor_name
 from nextn.model.model import Model
-from nextn.runtime.backend import DecodingTrunk, backend_for
+from nextn.runtime.backend import backend_for
+from nextn.runtime.protocols import DecodingTrunk
 
 POSITIONS = (1, 5, 9)
 CONTEXT = 256  # positions before a timed pass

@@ -4,11 +4,13 @@ import pytest
 import torch
 from tiny import CONFIGS, build
 
+from nextn.errors import ConfigError
 from nextn.model.model import Model
-from nextn.runtime import self_check
-from nextn.runtime.backend import backend_for
+from nextn.runtime import backend, self_check
+from nextn.runtime.backend import backend_for, make_backend
 from nextn.runtime.native import session
-from nextn.runtime.self_check import BLOCK_SIZES, InFloat32
+from nextn.runtime.native.grouped import GroupedFormat
+from nextn.runtime.self_check import BLOCK_SIZES, WithPackedValues
 
 MODELS = ["glm4_moe", "qwen3_5", "qwen3_next"]  # experts, recurrent layers, both
 
@@ -38,7 +40,7 @@ def test_modules_in_float32_are_those_of_widened_weights():
         model, wide = model_of(name), model_of(name)
         wide.trunk.float(), wide.head.float()
         with torch.inference_mode():
-            with InFloat32():
+            with WithPackedValues([model.trunk, model.head], None):
                 found = model.trunk(tokens)
                 step = model.head.step(0, tokens, found.head_input)
             expected = wide.trunk(tokens)
@@ -67,6 +69,49 @@ def test_a_backend_nearer_to_float32_than_torch_passes(monkeypatch):
     monkeypatch.setitem(self_check._TOLERANCE, torch.bfloat16, 1e-4)
     for name in MODELS:
         assert backend_for(model_of(name)).name == "native", name
+
+
+def swapped_scales(weight):
+    return weight._replace(scales=weight.scales.roll(1, 0))
+
+
+def doubled_groups(weight):
+    """Each group with the scale of the one before it, as if groups had twice their size."""
+    index = torch.arange(weight.scales.shape[1]) // 2 * 2
+    return weight._replace(scales=weight.scales[:, index])
+
+
+def test_wrongly_packed_weights_of_few_bits_are_noticed(monkeypatch):
+    """The modules have the values of the rounded weights, so the bound is that of 16 bits."""
+    pack = GroupedFormat.pack
+    for dtype, weights, change in (
+        (torch.bfloat16, "int4", swapped_scales),
+        (torch.bfloat16, "int8", swapped_scales),
+        (torch.float32, "int4", doubled_groups),
+    ):
+        torch.manual_seed(0)
+        model = Model.build(CONFIGS["glm4_moe"], dtype=dtype)
+        model.trunk.weights = weights
+        monkeypatch.setattr(GroupedFormat, "pack", lambda self, weight, out, c=change: pack(self, c(weight), out))
+        with pytest.raises(ConfigError, match="the recorded trunk differs"):
+            make_backend(model.trunk, model.head, name="native")
+
+
+def test_another_lm_head_than_the_packed_one_is_noticed(monkeypatch):
+    """No state depends on it where embedding and lm_head are two weights."""
+    model, build_native = model_of("glm4_moe"), backend._build_native
+    model.trunk.weights = "int8"
+
+    @torch.no_grad()
+    def changed(trunk, head):
+        made = build_native(trunk, head)
+        made.trunk.predict(torch.zeros(1, trunk.hidden_shape[-1]))  # packs it
+        trunk.output.weight.copy_(trunk.output.weight.roll(1, 0))
+        return made
+
+    monkeypatch.setattr(backend, "_build_native", changed)
+    with pytest.raises(ConfigError, match="the recorded lm_head differs"):
+        make_backend(model.trunk, model.head, name="native")
 
 
 def test_no_number_is_an_error(monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from nextn.cache.kv_cache import AttentionLayer, IndexedLayer, join_slots, write_states
+from nextn.cache.attention_layer import AttentionLayer, IndexedLayer, join_slots, write_states
 from nextn.errors import RollbackError
 
 

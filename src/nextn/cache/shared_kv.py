@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from nextn.cache.kv_cache import AttentionLayer, KVCache
+from nextn.cache.attention_layer import AttentionLayer
+from nextn.cache.kv_cache import KVCache
 
 
 class TrunkKV(KVCache):

@@ -27,6 +27,7 @@ from nextn.cli.common import (  # fmt: skip
     ModelName,
     ModelOptions,
     Offline,
+    OptionalModelName,
     Prompts,
     Revision,
     SeparateHead,
@@ -41,6 +42,7 @@ from nextn.cli.common import (  # fmt: skip
 )
 from nextn.cli.cores import Cores, check_cores, show_cores
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
+from nextn.cli.load import Against, LoadQuestion, Measured, report_by_load
 from nextn.cli.offload import (
     MemoryBandwidth,
     OffloadBandwidth,
@@ -136,7 +138,7 @@ def bench(
 
 
 def advise(
-    model: ModelName,
+    model: OptionalModelName = None,
     num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="The largest K to consider.")] = 8,
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,2,4,8",
     contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated. Default: that of the texts.")] = "",
@@ -164,6 +166,8 @@ def advise(
     concurrency: Concurrency = 8,
     timeout: Timeout = 600,
     key_env: KeyEnv = None,
+    against: Against = None,
+    measured: Measured = None,
     texts: Texts = None,
     stream: Stream = None,
     states: States = None,
@@ -181,9 +185,18 @@ def advise(
     plan = BenchmarkPlan(
         (num_speculative_tokens,), parse_temperatures(temperatures), max_tokens, repeats=1, seed=seed, backend=backend
     )
-    options = ModelOptions.of(locals()).prepared()
     to_decode = read_prompts(prompts)
     _check_out(out)
+    if against is not None or measured is not None:
+        access = EngineAccess(engine or "", served, timeout=timeout, key_env=key_env)
+        question = LoadQuestion(to_decode, sizes, plan.temperatures, max_tokens, chat is not False, seed)
+        report_by_load(question.answer(model, access, against, measured, quiet=as_json), out, as_json=as_json)
+        return
+    if model is None:
+        raise ConfigError(
+            "no MODEL: give a checkpoint folder, .gguf file or hub id, or for a live engine --engine and --against"
+        )
+    options = ModelOptions.of(locals()).prepared()
     advice: Advice | OffloadAdvice
     scaling: CoreScaling | None = None
     if offload_bandwidth is None:

@@ -33,7 +33,7 @@ from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
-    from nextn.decoding.batch import Round
+    from nextn.decoding.records import Round
     from nextn.model.model import Model
 
 _HELP = """\

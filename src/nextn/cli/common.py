@@ -55,7 +55,11 @@ def writable(path: Path | None) -> Path | None:
 
 _SOURCES = "hub id, or tiny: the one that comes with the package."
 # Of a command that loads the model, and of one that edits the checkpoint.
-ModelName = Annotated[str, typer.Argument(help=f"Checkpoint folder, .gguf file, {_SOURCES}", callback=shipped_path)]
+_MODEL_HELP = f"Checkpoint folder, .gguf file, {_SOURCES}"
+ModelName = Annotated[str, typer.Argument(help=_MODEL_HELP, callback=shipped_path)]
+OptionalModelName = Annotated[
+    str | None, typer.Argument(help=_MODEL_HELP, callback=lambda name: name and shipped_path(name))
+]
 CheckpointName = Annotated[str, typer.Argument(help=f"Checkpoint folder, {_SOURCES}", callback=shipped_path)]
 Prompts = Annotated[
     Path | None,
@@ -365,14 +369,14 @@ class EngineAccess:
     timeout: float = 600
     key_env: str | None = None
 
-    def open(self) -> "Endpoint":
-        """Connect to the engine. Raises EngineError if it does not answer."""
+    def open(self, *, chat: bool = False) -> "Endpoint":
+        """Connect to the engine. chat: through its chat template. Raises EngineError if it does not answer."""
         from nextn.engines.client import Budget, Limits
         from nextn.engines.endpoint import Endpoint
 
         # A run may take days, and is resumable: each request is limited, their number is that of the prompts.
         budget = Budget(Limits(requests=10**9, seconds=10**9, answer_s=self.timeout))
-        return Endpoint.open(self.url, budget, model=self.served, key_env=self.key_env)
+        return Endpoint.open(self.url, budget, model=self.served, key_env=self.key_env, chat=chat)
 
 
 def user_cache(name: str, *, option: str) -> Path:

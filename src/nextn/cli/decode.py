@@ -38,7 +38,7 @@ from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
-    from nextn.decoding.batch import Round
+    from nextn.decoding.records import Round
     from nextn.model.model import Model
     from nextn.speculative.draft_policy import DraftLength
 

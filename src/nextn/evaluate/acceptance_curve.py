@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nextn.stats.acceptance import Estimate, conditional_rates, expected_length, jackknife, proportion
+from nextn.stats.acceptance import conditional_rates, expected_length
+from nextn.stats.intervals import Estimate, jackknife, proportion
 
 # A draft that adds less than this part of AL pays nowhere: a draft step costs more, and so does one more token to
 # verify (`nextn bench` and `nextn advise` measure both).

@@ -18,7 +18,8 @@ from nextn.evaluate.decoding_costs import step_bytes
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
-from nextn.runtime.backend import DecodingTrunk, backend_for
+from nextn.runtime.backend import backend_for
+from nextn.runtime.protocols import DecodingTrunk
 from nextn.settings import WEIGHT_BITS, WEIGHTS
 
 BLOCK = 64  # positions whose distributions are in memory at once

@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import product
 
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy, degeneracy_notes
-from nextn.decoding.batch import Round
 from nextn.decoding.generate import eos_tokens
+from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.conversations import play_turns
 from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs

@@ -25,13 +25,8 @@ from nextn.evaluate.teacher_forced import PERFECT, RULES, ScoredText
 from nextn.evaluate.text_parts import ThinkTokens, part_counts
 from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without
 from nextn.settings import Contract
-from nextn.stats.acceptance import (
-    DEFINITION,
-    INTERVAL,
-    Estimate,
-    jackknife,
-    proportion,
-)
+from nextn.stats.acceptance import DEFINITION
+from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
 
 DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",

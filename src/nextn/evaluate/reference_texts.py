@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy
-from nextn.decoding.batch import Round
 from nextn.decoding.generate import Result, generate
+from nextn.decoding.records import Round
 from nextn.errors import ConfigError
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts
 from nextn.evaluate.workload import Prompt, ReferencePlan

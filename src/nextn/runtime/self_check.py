@@ -1,15 +1,17 @@
-"""The native backend's self-check: its states beside those of the model's modules in float32, on a short text.
+"""The native backend's self-check: its states and logits beside those of the model's modules in float32, on 64 tokens.
 
-A model may do something that no recording captures. What rounding does to the states depends on the model: where bf16
-costs torch's own modules a tenth of them, as in random models with recurrent layers, a fixed bound refuses a backend
-that is nearer to float32 than torch. So the bound is relative to what torch's rounding makes.
+A model may do something that no recording captures, and a kernel may read packed weights wrongly. The modules use the
+values that weights have after packing, so what is left is the rounding of activations. What that does to the states
+depends on the model: where bf16 costs torch's own modules a tenth of them, as in random models with recurrent layers, a
+fixed bound refuses a backend that is nearer to float32 than torch. So the bound is relative to what torch's rounding
+makes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -19,81 +21,153 @@ from nextn.model.packed_experts import weights_with_codes
 from nextn.model.packed_linear import StoredFp8
 from nextn.model.trunk import Trunk
 from nextn.runtime.native.trace import Untraceable
+from nextn.runtime.native.weight_packing import PackedWeights
 
 # Shaped like prefills, baseline steps and verifications: several of each, as in bf16 a near-tie of a MoE router may
 # send single tokens to another expert.
 BLOCK_SIZES = (26, 1, 3, 1, 3, 1, 3, 26)
+_LM_HEAD_ROWS = 4096  # of which logits are compared, at most
 # Errors relative to the norm of the states that need no comparison: far above accumulated rounding, far below the error
 # of a wrong position.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.02}
-_QUANTIZED_TOLERANCE = {8: 0.3, 7: 0.1, 4: 1.1}  # by bits; the reference has weights as they are stored
+_CACHE_TOLERANCE = 0.05  # with keys and values of eight bits, which the modules have not
+_FP8_TOLERANCE = {8: 0.1, 4: 1.1}  # by bits: the modules have stored fp8 as it is where the native backend rounds it
 _FACTOR = 2.0  # times the error of torch's modules; that of the native backend is below half of it
+_PRODUCTS = frozenset(
+    (
+        *(
+            functional.linear,
+            functional.grouped_mm,
+            torch._grouped_mm,
+            torch.matmul,
+            torch.mm,
+            torch.bmm,
+            torch.addmm,
+            torch.baddbmm,
+        ),
+        *(torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
+    )
+)
+_WIDENED = _PRODUCTS | {functional.conv1d, functional.layer_norm, functional.scaled_dot_product_attention}
 
 
-class InFloat32(TorchFunctionMode):
-    """While open, this thread's passes of a module compute in float32, whatever the dtype of its weights.
+class WithPackedValues(TorchFunctionMode):
+    """While open, products of this thread have the values of packed weights, and float32 for all of them.
 
     Weights are widened one at a time as they are used, so it takes no second copy of them. Embeddings give float32, so
     do products, and what torch promotes by itself follows. Where experts or a convolution cast what they take to the
     dtype of their weights, it is rounded, as in the recording.
     """
 
-    _WIDENED = frozenset(
-        (
-            *(functional.linear, functional.conv1d, functional.layer_norm, functional.scaled_dot_product_attention),
-            *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, functional.grouped_mm),
-            *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
-        )
-    )
+    def __init__(self, modules: Iterable[nn.Module], weights: PackedWeights | None, *, is_wide: bool = True) -> None:
+        """Note the parameters of modules.
+
+        Args:
+            modules: Whose passes will run.
+            weights: What packs their weights; None: the values are as stored.
+            is_wide: False: only the values of rounded weights change, not the dtype of anything.
+        """
+        super().__init__()
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        self._storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._weights, self._is_wide = weights, is_wide
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        if func in self._WIDENED:
-            return func(*map(_widened, args), **{name: _widened(value) for name, value in options.items()})
+        if func in _WIDENED:
+            values = self._factor if func in _PRODUCTS else self._widened
+            return func(*map(values, args), **{name: values(value) for name, value in options.items()})
         result = func(*args, **options)
-        return _widened(result) if func is functional.embedding else result
+        if func is not functional.embedding:
+            return result
+        is_rounded = self._weights is not None and self._weights.packs_embedding(args[1])
+        return self.rows(args[1], result) if is_rounded else self._widened(result)
 
+    def rows(self, weight: Tensor, rows: Tensor) -> Tensor:
+        """Return the values of rows [..., K] of a weight."""
+        found = None if self._weights is None else self._weights.rounded(weight, rows)
+        return self._widened(rows) if found is None else found if self._is_wide else found.to(rows.dtype)
 
-def _widened(value: Any) -> Any:
-    narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4
-    return value.float() if narrow else value
+    def _factor(self, value: Any) -> Any:
+        is_weight = isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self._storages
+        if not is_weight:
+            return self._widened(value)
+        # Experts are multiplied as views [E, K, N].
+        is_transposed = value.ndim > 1 and value.stride(-1) != 1
+        weight = value.transpose(-1, -2) if is_transposed else value
+        values = self.rows(weight, weight)
+        return values.transpose(-1, -2) if is_transposed else values
+
+    def _widened(self, value: Any) -> Any:
+        narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4
+        return value.float() if narrow and self._is_wide else value
 
 
 @torch.inference_mode()
 def check(trunk: Trunk, head: Head | None, native: Any) -> None:
-    """Compare the final states of the trunk and of the head's first layer with those of the modules in float32.
+    """Compare final states of the trunk and of the head's first layer, and the trunk's logits, with the modules'.
 
     native: The `Backend` of what was recorded. Raises Untraceable if a median over positions is beyond the bound.
     """
     tokens = torch.randint(trunk.vocab_size, (1, sum(BLOCK_SIZES)), generator=torch.Generator().manual_seed(0))
-    tolerances = [_tolerance(trunk, head, bits) for bits in (native.weight_bits, native.head_bits)]
+    tolerance, modules = _tolerance(trunk, head, native), [trunk, *([] if head is None else [head])]
     with released_after_use([*trunk.decoder.layers, *([] if head is None else head.stack)]):
-        with InFloat32():
+        with WithPackedValues(modules, native.trunk.weights) as values:
             exact = trunk(tokens)
-            exact_step = None if head is None else head.step(0, tokens, exact.head_input)
-        cache, states = native.trunk.cache(1), []
+        cache, states, logits = native.trunk.cache(1), [], []
         for block in tokens.split(BLOCK_SIZES, dim=1):
-            states.append(native.trunk(block, cache).final_hidden.clone())
+            output = native.trunk(block, cache)
+            states.append(output.final_hidden.clone())
+            logits.append(native.trunk.read(output).logits.clone())
             cache.commit([block.shape[1]])
-        _compare("trunk", exact.final_hidden, states, tolerances[0], lambda: trunk(tokens).final_hidden)
-        if head is None or native.head is None or exact_step is None:
+
+        def run() -> Tensor:
+            with WithPackedValues(modules, native.trunk.weights, is_wide=False):
+                return trunk(tokens).final_hidden
+
+        _compare("trunk", exact.final_hidden, states, tolerance, run)
+        _compare_logits(trunk, states, logits, values)
+        if head is None or native.head is None:
             return
-        inputs, states, cache = exact.head_input.to(trunk.dtype), [], native.head.cache(1)
-        for block, given in zip(tokens.split(BLOCK_SIZES, dim=1), inputs.split(BLOCK_SIZES, dim=1), strict=True):
-            states.append(native.head.step(0, block, given, cache=cache).final_hidden.clone())
-            cache.commit([block.shape[1]])
-        _compare(
-            "head", exact_step.final_hidden, states, tolerances[1], lambda: head.step(0, tokens, inputs).final_hidden
-        )
+        _check_head(tokens, exact.head_input, head, native.head, tolerance)
 
 
-def _tolerance(trunk: Trunk, head: Head | None, bits: int | None) -> float:
-    tolerance = _TOLERANCE[trunk.dtype] if bits is None else _QUANTIZED_TOLERANCE[bits]
+def _check_head(tokens: Tensor, inputs: Tensor, head: Head, native: Any, tolerance: float) -> None:
+    """Compare the first layer, with the states in `inputs` [1, T, ...] of the trunk."""
+    modules, given = [head, head.trunk], inputs.to(head.trunk.dtype)
+
+    def run(inputs: Tensor = given, *, is_wide: bool = False) -> Tensor:
+        with WithPackedValues(modules, native.weights, is_wide=is_wide):
+            return head.step(0, tokens, inputs).final_hidden
+
+    exact, states, cache = run(inputs, is_wide=True), [], native.cache(1)
+    for block, part in zip(tokens.split(BLOCK_SIZES, dim=1), given.split(BLOCK_SIZES, dim=1), strict=True):
+        states.append(native.step(0, block, part, cache=cache).final_hidden.clone())
+        cache.commit([block.shape[1]])
+    _compare("head", exact, states, tolerance, run)
+
+
+def _compare_logits(trunk: Trunk, states: Sequence[Tensor], logits: Sequence[Tensor], values: WithPackedValues) -> None:
+    """Compare native logits with those of the same states, for some rows of the lm_head."""
+    if type(trunk.output) is not nn.Linear:
+        return
+    places = torch.arange(0, trunk.vocab_size, -(-trunk.vocab_size // _LM_HEAD_ROWS))
+    bias = None if trunk.lm_head_bias is None else trunk.lm_head_bias[places].float()
+    rows = values.rows(trunk.output.weight, trunk.output.weight[places])
+    exact = functional.linear(torch.cat(list(states), dim=1).float(), rows.float(), bias)
+    tolerance = _TOLERANCE[trunk.dtype]
+    _compare("lm_head", exact, [each[..., places] for each in logits], tolerance, lambda: exact)
+
+
+def _tolerance(trunk: Trunk, head: Head | None, native: Any) -> float:
+    tolerance = _TOLERANCE[trunk.dtype]
+    if trunk.kv_cache_dtype == "int8":
+        tolerance = max(tolerance, _CACHE_TOLERANCE)
     kept = (matrix for weight in weights_with_codes(*filter(None, (trunk, head))) for matrix in weight.matrices)
-    if any(not isinstance(codes, StoredFp8) for codes in kept) or trunk.kv_cache_dtype == "int8":  # eight bits, too
-        tolerance = max(tolerance, _QUANTIZED_TOLERANCE[8])
+    if native.weight_bits is not None and any(isinstance(codes, StoredFp8) for codes in kept):
+        tolerance = max(tolerance, _FP8_TOLERANCE[native.weight_bits])
     return tolerance
 
 

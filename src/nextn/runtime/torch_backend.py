@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nextn.cache.kv_cache import KVCache
-from nextn.model.head import Head, HeadStep
+from nextn.model.head import Head
+from nextn.model.mtp_layer import HeadStep
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Sampling
-from nextn.speculative.sampling import Prediction, Verifier
+from nextn.speculative.sampling import Prediction
+from nextn.speculative.verification import Verifier
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from nextn import __version__
-from nextn.decoding.batch import SequenceRound
+from nextn.decoding.records import SequenceRound
 from nextn.serve.api_errors import ApiError
 from nextn.serve.message_parser import MessageDelta, MessageParser, parse_message
 from nextn.serve.metrics import request_metrics

@@ -15,7 +15,8 @@ from torch import Tensor
 from nextn.errors import ConfigError
 from nextn.serve.request import GenerationRequest, GrammarState, TokenLogprob, failure_message
 from nextn.settings import Sampling
-from nextn.speculative.sampling import sample_coupled, to_probs
+from nextn.speculative.coupled_sampling import sample_coupled
+from nextn.speculative.sampling import to_probs
 
 _LOG = logging.getLogger(__name__)
 

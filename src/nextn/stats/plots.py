@@ -10,7 +10,8 @@ from nextn.extras import install_command
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from nextn.stats.acceptance import Acceptance, DecodedRound, Estimate
+    from nextn.stats.acceptance import Acceptance, DecodedRound
+    from nextn.stats.intervals import Estimate
     from nextn.stats.speedup import Costs, Spread
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"

@@ -18,7 +18,7 @@ from nextn.data.batches import Batch, Batches
 from nextn.data.corpus import Corpus
 from nextn.errors import ConfigError
 from nextn.losses.mtp_loss import LossReport, Targets, depth_weights, mtp_loss
-from nextn.model.head import lm_head_inputs, lm_head_weights
+from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Settings

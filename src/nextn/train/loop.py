@@ -18,10 +18,9 @@ import torch
 
 from nextn.checkpoint.staging_folder import explain_full_disk, need_room
 from nextn.errors import TrainingError
-from nextn.losses.mtp_loss import LambdaSchedule
 from nextn.train import checkpointing
 from nextn.train.checkpointing import MAX_CHECKPOINTS, RunFolder
-from nextn.train.config import TrainConfig
+from nextn.train.config import LambdaSchedule, TrainConfig
 from nextn.train.distributed import ALONE, Ranks, clip_gradients
 from nextn.train.evaluation import BestTracker
 from nextn.train.joint_task import BatchLoss, Task, add_losses, sum_over_ranks

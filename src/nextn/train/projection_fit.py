@@ -9,7 +9,8 @@ predict token i + 1 itself.
 import torch
 from torch import Tensor, nn
 
-from nextn.model.head import Head, MTPLayer
+from nextn.model.head import Head
+from nextn.model.mtp_layer import MTPLayer
 
 _RIDGE = 0.03  # of the inputs' mean square; from 0.01 to 0.1, held-out loss hardly changed
 

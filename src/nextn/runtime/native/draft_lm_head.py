@@ -20,7 +20,7 @@ FORMAT = RoundedFormat(4, 128)
 # Fewer rows are not worth a format of their own. An MTP layer has about 16 weights per square of the hidden size, so by
 # the second rule the lm_head is a third of what a draft step reads.
 _LEAST_ROWS, _LEAST_ROWS_PER_CHANNEL = 4096, 8
-_NUM_CANDIDATES = 2  # with exact logits; more bring no more acceptance (docs/developers/log.md)
+_NUM_CANDIDATES = 2  # with exact logits; more bring no more acceptance (bench/log.md)
 
 
 def has_four_bits(head: Head, num_tokens: int | None = None) -> bool:

@@ -37,6 +37,9 @@ class SevenBits:
     def pack(self, weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:
         return pack_quantized(weight, take, runtime)
 
+    def values(self, weight: Tensor, runtime: Runtime) -> Tensor:
+        return dequantize(*quantize(weight))
+
 
 SEVEN_BITS = SevenBits()
 

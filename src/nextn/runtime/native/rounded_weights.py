@@ -58,6 +58,12 @@ class RoundedFormat(NamedTuple):
                 layout.pack(quantize_groups(rows, self.bits, self.group, runtime), packed[first : first + size])
         return memory
 
+    @torch.no_grad()
+    def values(self, weight: Tensor, runtime: Runtime) -> Tensor:
+        """Return the float32 values that products use of a weight [..., K]."""
+        rows = weight.reshape(-1, weight.shape[-1])
+        return quantize_groups(rows, self.bits, self.group, runtime).dequantized.view(weight.shape)
+
 
 # What `Trunk.weights` int4 and int8 are.
 FOUR_BITS, EIGHT_BITS = RoundedFormat(4, 32), RoundedFormat(8, 64)

@@ -20,7 +20,8 @@ from nextn.runtime.native.program import Replay
 from nextn.runtime.native.verifier import NativeVerification
 from nextn.speculative.copy_choice import NO_COPIES, CopyChoice
 from nextn.speculative.draft_policy import PROBE_INTERVAL, RoundPlan
-from nextn.speculative.sampling import Uniforms, VerifiedRound
+from nextn.speculative.sampling import Uniforms
+from nextn.speculative.verification import VerifiedRound
 
 MAX_ROUNDS = 32  # per call
 _UNLIMITED = 2**62  # tokens

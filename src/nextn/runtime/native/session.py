@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nextn.model.head import Head, HeadStep
+from nextn.model.head import Head
+from nextn.model.mtp_layer import HeadStep
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.native.abi import Runtime
 from nextn.runtime.native.draft_chain import NativeDraftChain
@@ -23,7 +24,8 @@ from nextn.runtime.native.trace_hooks import RecordingCache, copy_for_recording,
 from nextn.runtime.native.verifier import NativeVerifier
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.settings import Sampling
-from nextn.speculative.sampling import HeadOutput, Prediction, Verifier
+from nextn.speculative.sampling import HeadOutput, Prediction
+from nextn.speculative.verification import Verifier
 
 _MAX_VERIFIERS, _MAX_BLOCKS = 8, 512  # cached for later texts
 
@@ -48,7 +50,7 @@ class NativeTrunk:
         self.vocab_size, self.max_length, self.hidden_shape = trunk.vocab_size, trunk.max_length, trunk.hidden_shape
         self.dtype, self.device, self.int8_cache = trunk.dtype, trunk.device, trunk.kv_cache_dtype == "int8"
         self.predict = LMHead(runtime, weights, trunk.logits, trunk.output.weight)
-        self._runtime = runtime
+        self._runtime, self.weights = runtime, weights
         self._passes = Passes(
             runtime, weights, trunk.layer_types, self._run_pass, dtype=trunk.dtype, int8_cache=self.int8_cache
         )
@@ -85,20 +87,7 @@ class NativeTrunk:
         remaining: Sequence[int],
         eos: Sequence[int],
     ) -> NativeRounds | None:
-        """Return rounds as native calls; None if Python must run between their parts.
-
-        Args:
-            cache: The trunk's cache.
-            sampling: Sampling parameters.
-            block_verification: Verify the drafts of a round jointly.
-            chain: Drafts; None for rounds without drafts.
-            tokens: All tokens of each sequence.
-            pending: Of each sequence, the states that the head has not processed; empty without a head.
-            max_speculative_tokens: Largest number of the head's drafts per round.
-            max_copy_tokens: Largest number of copied tokens of a sequence per round.
-            remaining: Of each sequence, the number of tokens that it may still get.
-            eos: Tokens that end a sequence.
-        """
+        """As `DecodingTrunk.rounds`; None if Python must run between the parts of a round."""
         if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(pending, max_speculative_tokens):
             return None
         verifier = None if sampling.greedy else self._verifier(sampling, block_verification)
@@ -228,7 +217,7 @@ class NativeHead:
         self._recorded = _recorded_head(head, trunk.recorded, lm_heads)
         self._draft_lm_heads = {id(each.linear): each for each in lm_heads}
         self.num_modules = head.num_modules
-        self._runtime = runtime
+        self._runtime, self.weights = runtime, weights
         self.layer_index, self.uses_next_hidden, self.family = head.layer_index, head.uses_next_hidden, head.family
         layer_types = [layer_type for index in range(head.num_modules) for layer_type in head.layer_types(index)]
         make = partial(

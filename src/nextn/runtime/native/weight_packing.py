@@ -43,6 +43,9 @@ class WeightFormat(Protocol):
     def pack(self, weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:
         """Quantize weight [N, K] or [E, N, K] into bytes that `take` allocates."""
 
+    def values(self, weight: Tensor, runtime: Runtime) -> Tensor:
+        """Return the float32 values that products use of a weight [..., K]."""
+
 
 class ReplacedMatrix(Protocol):
     """A matrix [N, K] that a stand-in takes the place of."""
@@ -166,6 +169,15 @@ class PackedWeights:
         weight_format = self._format_of(weight)
         return type_of(weight.dtype) if weight_format is None else weight_format.type
 
+    def packs_embedding(self, weight: Tensor) -> bool:
+        """Return whether an embedding reads the packed weight; the others read the rows as they are stored."""
+        return self.type_of(weight) >= INT4
+
+    def rounded(self, weight: Tensor, rows: Tensor) -> Tensor | None:
+        """Return in float32 what products use of rows [..., K] of a weight; None if packing does not round it."""
+        weight_format = self._format_of(weight)
+        return None if weight_format is None else weight_format.values(rows, self._runtime)
+
     def merge_key(self, weight: Tensor) -> tuple[int, bool]:
         """Return what weights have in common that can be in one matrix."""
         return self.type_of(weight), self._supported_codes(weight) is not None
@@ -214,10 +226,10 @@ def _with_packed(step: Instruction, weights: PackedWeights) -> Instruction:
     elif step.op in ("expert_linear", "gated_linear", "gated_expert_linear"):
         start, count = (2 if step.op == "gated_linear" else 3), (1 if step.op == "expert_linear" else 2)
         parts, columns = (1, None) if count == 1 else (-(-step.ints[0] // GATE_ROWS), GATE_ROWS)
-    elif step.op == "embedding" and (weight_type := weights.type_of(step.tensors[1])) >= INT4:
+    elif step.op == "embedding" and weights.packs_embedding(step.tensors[1]):
         out, weight, ids = step.tensors
-        memory = weights.pack([weight]).memory
-        return Instruction("grouped_embedding", (out, memory, ids), ints=(*weight.shape, weight_type))
+        packed = weights.pack([weight])
+        return Instruction("grouped_embedding", (out, packed.memory, ids), ints=(*weight.shape, packed.type))
     else:
         return step
     packed = weights.pack(step.tensors[start : start + count], parts, columns)
