@@ -1,5 +1,7 @@
 """The documentation is what the code is: commands, options, links, generated pages and shown outputs."""
 
+import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from typer.main import get_command
 import nextn
 from nextn.audit import IDS
 from nextn.cli import app
+from nextn.decoding.batch import Round, SequenceRound
+from nextn.decoding.generate import Chunk
 from nextn.evaluate.faults import FAULTS
 from nextn.families import disagreements, rows
 from nextn.verify import CHECKS
@@ -126,6 +130,14 @@ def test_every_check_is_explained():
     """A check that its reader cannot look up, in the order in which they run."""
     told = (DOCS / "reference" / "verify.md").read_text()
     assert re.findall(r"^\| `([a-z-]+)` \|", told, re.M) == list(CHECKS)
+
+
+def test_help_documents_every_field():
+    """Of public dataclasses, and of those that public functions yield."""
+    for each in [*(getattr(nextn, name) for name in nextn.__all__), Chunk, Round, SequenceRound]:
+        fields = [field for field in dataclasses.fields(each) if field.repr] if dataclasses.is_dataclass(each) else []
+        text = inspect.getdoc(each)
+        assert not [field.name for field in fields if f"\n    {field.name}: " not in text], each
 
 
 def test_every_fault_and_every_public_name_is_explained():

@@ -294,10 +294,11 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
 
     titles = ("", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K")
     table, machine, costs = figures_table(*titles, left=("", titles[-1])), report.machine, report.costs
-    largest = report.plan.k_values[-1]
+    largest, domains = report.plan.k_values[-1], [*by_domain(report.prompts)]
     for temperature in report.plan.temperatures:
         rows = [("", report.figures(temperature, k)) for k in report.plan.choices]
-        rows += [(f", {each}", report.figures(temperature, largest, each)) for each in by_domain(report.prompts)]
+        if len(domains) > 1:  # one would repeat the row above
+            rows += [(f", {each}", report.figures(temperature, largest, each)) for each in domains]
         for label, figures in rows:
             marked = " (repetitive)" if figures.all_repetitive else ""
             table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures))
@@ -305,6 +306,8 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
     screen = console()
     print_table(table)
     lines = [
+        "tokens/s (quartiles) and speed-up over plain decoding of the same text: medians over texts, each on its own; "
+        "expected: from AL, v(m) and c",
         f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in steps of plain decoding ("
         f"{costs.steps[0].median * 1e3:.2f} ms each; {report.plain_step_s * 1e3:.2f} ms in the texts), at context "
         f"{costs.context}",

@@ -248,7 +248,9 @@ class BenchmarkReport:
         warnings = []
         for temperature in self.plan.temperatures:
             repetitive, num_short = self.repetitive[temperature], len(self.short[temperature])
-            warnings += degeneracy_notes(temperature, len(self.prompts), degenerate=repetitive, short=num_short)
+            warnings += degeneracy_notes(
+                temperature, len(self.prompts), degenerate=repetitive, short=num_short, measured=self.plan.temperatures
+            )
         if self.torch_reason and self.plan.backend == "auto":
             warnings.append(f"decoded by the torch backend: {self.torch_reason}")
         if self.draft_vocabulary is not None:

@@ -291,7 +291,9 @@ class ReferenceReport:
         for temperature, generated in self.generated.items():
             repetitive, num_short = self.repetitive[temperature], len(generated.short)
             warnings += self.origins[temperature].warnings if temperature in self.origins else []
-            warnings += degeneracy_notes(temperature, len(generated.texts), degenerate=repetitive, short=num_short)
+            warnings += degeneracy_notes(
+                temperature, len(generated.texts), degenerate=repetitive, short=num_short, measured=self.generated
+            )
         if len(self.prompts) < 8:
             warnings.append(
                 f"{len(self.prompts)} texts: intervals of this few are wide, and assume that texts are similar"

@@ -19,11 +19,17 @@ IGNORE = -100
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """The labels of a batch, each tensor [B, T]."""
+    """The labels of a batch, each tensor [B, T].
+
+    Args:
+        tokens: Token ids.
+        documents: Document ids; None: a row is one document.
+        mask: bool, True where a token counts as a label; None: everywhere.
+    """
 
     tokens: Tensor
-    documents: Tensor | None = None  # document ids
-    mask: Tensor | None = None  # bool, True where a token counts as a label
+    documents: Tensor | None = None
+    mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("documents", self.documents), ("mask", self.mask)):

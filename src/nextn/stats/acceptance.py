@@ -77,12 +77,19 @@ def _parts(decoded: "DecodedRound | DecodedText | DecodedSequence") -> "Iterable
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counts over the rounds that drafted at least one token."""
+    """Counts over the rounds that drafted at least one token.
 
-    num_drafted: tuple[int, ...]  # [K], rounds that drafted depth k and accepted every shallower draft
-    num_accepted: tuple[int, ...]  # [K], those of them that accepted depth k too
+    Attributes:
+        num_drafted: [K], rounds that drafted depth k and accepted every shallower draft.
+        num_accepted: [K], those of them that accepted depth k too.
+        num_rounds: Rounds that drafted.
+        emitted: Tokens that these rounds emitted, bonus tokens included.
+    """
+
+    num_drafted: tuple[int, ...]
+    num_accepted: tuple[int, ...]
     num_rounds: int
-    emitted: int  # tokens that these rounds emitted, bonus tokens included
+    emitted: int
 
     @classmethod
     def of(
