@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tiny import FIXTURES, forked, refrain
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.decoding.batch import Round
 from nextn.decoding.generate import generate
+from nextn.decoding.records import Round
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts

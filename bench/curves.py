@@ -33,7 +33,7 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import ReferencePlan, prompts_record, read_prompts
 from nextn.model.model import Model
-from nextn.stats.acceptance import jackknife
+from nextn.stats.intervals import jackknife
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 CONTEXT, K = 512, 8

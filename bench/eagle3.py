@@ -22,7 +22,7 @@ Not as there: no draft vocabulary (there are 264 tokens), as many steps as draft
     python bench/eagle3.py                           # all cells: about an hour on one quiet core
     python bench/eagle3.py --only tiny/mtp           # only cells whose names start with this
     python bench/eagle3.py --layouts                 # the same head in several layouts, and a jointly trained one
-    python bench/eagle3.py --markdown                # tables of docs/how-to/any-model.md, also with --layouts
+    python bench/eagle3.py --markdown                # tables of docs/benchmarks/heads.md, also with --layouts
 
 The layouts are on answers of their own run, as sampled answers differ between machines. `joint` is the head that was
 trained together with `tiny`, on more text; `mtp` on `tiny` is in the layout of Qwen3.5, elsewhere in the generic one.
@@ -49,8 +49,9 @@ from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import Batch
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.families import Family, by_name, fitted
-from nextn.model.head import Head, HeadStep
+from nextn.model.head import Head
 from nextn.model.model import Model
+from nextn.model.mtp_layer import HeadStep
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.evaluation import heldout_acceptance
@@ -336,7 +337,7 @@ def measure(experiment: Experiment, out: Path, *, only: str = "", cells: Mapping
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """The table of docs/how-to/any-model.md: AL@4 of each cell on each trunk, at T = 1 and T = 0."""
+    """The table of docs/benchmarks/heads.md: AL@4 of each cell on each trunk, at T = 1 and T = 0."""
     return "\n".join(_lines(record["cells"]))
 
 

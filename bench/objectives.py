@@ -228,7 +228,7 @@ def row(name: str, cell: dict[str, object]) -> str:
 
 
 def markdown(cells: Mapping[str, Mapping[str, object]]) -> str:
-    """The table of docs/reference/training.md."""
+    """The table of docs/reference/objectives.md."""
     names = [name for name in ("joint/as it is", "stale/as it is") if name in cells]
     names += sorted((name for name in cells if name not in names), key=_sort_key)
     lines = ["| head | steps | keys | text | T = 0: AL@1, 2, 4, 8 | T = 1 |", "|---|---|---|---|---|---|"]
@@ -252,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "objectives.json")
     parser.add_argument("--work", type=Path, default=Path("objectives-work"), help="trunks, answers, runs")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/reference/training.md")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/reference/objectives.md")
     parser.add_argument("--head-steps", type=int, default=Size.head_steps)
     parser.add_argument("--only", default="", help="only cells whose names start with this, such as bare/kl")
     args = parser.parse_args()

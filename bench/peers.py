@@ -1,7 +1,7 @@
 """The same checkpoint, prompts and machine through nextn, transformers, vLLM and llama.cpp, plain and with MTP.
 
 `python bench/peers.py setup` builds the engines, once; `python bench/peers.py run CHECKPOINT --out FILE` measures.
-docs/reference/bench.md, "Peers", says what is compared and how to read it.
+docs/developers/benchmarking.md says what is compared and how to read it.
 """
 
 import argparse

@@ -29,7 +29,7 @@ from torch import Tensor
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.corpus import Corpus, standard_library
 from nextn.losses.mtp_loss import LossReport
-from nextn.model.head import lm_head_weights
+from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import Model
 from nextn.train.config import TrainConfig
 from nextn.train.joint_task import Example, JointTask

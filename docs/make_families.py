@@ -5,7 +5,7 @@ from pathlib import Path
 
 from generated import write
 
-from nextn.families import ENGINES, WITHHELD, EngineSupport, Family, rows, separate_rows
+from nextn.families import ENGINES, WITHHELD, EngineSupport, Family, disagreements, rows, separate_rows
 from nextn.families.rows import EVERYWHERE
 
 HERE = Path(__file__).parent
@@ -231,7 +231,7 @@ def differs(engine: EngineSupport) -> Iterator[str]:
 
 def notes(row: Family) -> Iterator[str]:
     for title, lines in (
-        ("Differences between engines, and remarks", map(text, row.disagreements)),
+        ("Differences between engines, and remarks", map(text, disagreements(row))),
         ("Unverified", map(text, row.unverified)),
         ("Sources besides the engines' code", (f"<{source}>" for source in row.sources)),
     ):

@@ -1,23 +1,29 @@
-"""Write the reference pages that follow from the code: command line, Python API, faults, formats of draft counts."""
+"""Write the pages that follow from the code: command line, Python API, faults, formats of draft counts, layers."""
 
+import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from generated import DOCS, table, write
+from generated import DOCS, ROOT, replace_part, table, write
 from typer.main import get_command
 
 import nextn
 from nextn.cli import app
-from nextn.engines.json_formats import JSON_READERS
+from nextn.engines.json_formats import JSON_READERS, TABLE_FORMAT, TABLE_START, read_table
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.metrics_formats import METRICS_COUNTED
 from nextn.engines.run_settings import OVERRIDES
-from nextn.engines.table_formats import TABLE_FORMAT, TABLE_START, read_table
 from nextn.evaluate.faults import FAULTS, OTHER_CAUSES
 
+sys.path.insert(0, str(ROOT / "tests"))
+
+from test_layers import LAYERS, PACKAGE
+
 REFERENCE = DOCS / "reference"
+ARCHITECTURE = DOCS / "developers" / "architecture.md"
 CLI = """\
 # Command line
 
@@ -94,7 +100,7 @@ def _usage(argument: Any) -> str:
 
 
 def _metavar(argument: Any) -> str:
-    return str(argument.metavar or argument.name.upper())
+    return str(argument.metavar or argument.name).upper()
 
 
 def _option(option: Any) -> tuple[str, str, str]:
@@ -179,8 +185,27 @@ def formats_page() -> str:
     ])  # fmt: skip
 
 
+def layers() -> str:
+    """Each folder or module of the package with the first sentence of its docstring, from the top layer down."""
+    count = len(LAYERS)
+    rows = (
+        (str(count - above), f"`{name}`", _purpose(name))
+        for above, layer in enumerate(reversed(LAYERS))
+        for name in layer
+    )
+    return table(("layer", "module", "what it is"), rows)
+
+
+def _purpose(name: str) -> str:
+    path = PACKAGE / name / "__init__.py"
+    path = path if path.exists() else PACKAGE / f"{name}.py"
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+    return _cell(text.partition(". ")[0].rstrip(".") + ".")
+
+
 def pages() -> dict[Path, str]:
     return {
+        ARCHITECTURE: replace_part(ARCHITECTURE.read_text(), "layers", layers()),
         REFERENCE / "cli.md": command_page(),
         REFERENCE / "python.md": python_page(),
         REFERENCE / "faults.md": fault_page(),

@@ -108,7 +108,7 @@ def summary(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
     engines = [f"{name} on {', '.join(sorted(names))}" for name, names in _by_engine(runs)]
     gpu = f"decoded on one {on_gpu()}"
     lines = [
-        ("`audit`, `restore`, `convert`", f"{len(rows())} of {len(rows())}", "made-up files of each", "not needed"),
+        ("`audit`, `restore`, `convert`", f"{len(rows())} of {len(rows())}", "synthetic files of each", "not needed"),
         ("`measure`, `train`, `generate` (torch)", f"{len(running)}", "a tiny model of each, on CPUs", gpu),
         ("`generate` (native C++)", f"{native}", "a tiny model of each, on CPUs", "CPU only"),
         ("logits equal to transformers'", f"{len(CHECKED)}", ", ".join(sorted(CHECKED)), "not compared there"),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nextn.losses.mtp_loss import Targets, mtp_loss
-from nextn.model.head import Head, lm_head_weights
+from nextn.model.head import Head
+from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import Model
 from nextn.train.init_head import init_head
 

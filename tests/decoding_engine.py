@@ -18,7 +18,8 @@ from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, fault_variant
 from nextn.runtime.backend import backend_for
 from nextn.settings import Contract, Sampling, Settings
-from nextn.speculative.sampling import Verifier, sample_at, to_probs
+from nextn.speculative.sampling import sample_at, to_probs
+from nextn.speculative.verification import Verifier
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextn.speculative.sampling import Verification, accept
+from nextn.speculative.verification import Verification, accept
 
 LAST32, LAST64 = 1 - 2**-24, 1 - 2**-53  # the largest uniforms that torch.rand returns
 

@@ -11,7 +11,7 @@ import torch
 from tiny import FIXTURES, build, forked, refrain
 
 from nextn.losses.mtp_loss import Targets, mtp_loss
-from nextn.model.head import lm_head_weights
+from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import Model
 
 _WIDE = {"hidden_size": 64, "vocab_size": 48, "initializer_range": 0.05, "max_position_embeddings": 512}

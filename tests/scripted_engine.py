@@ -4,7 +4,7 @@ import threading
 import time
 from itertools import islice
 
-from nextn.decoding.batch import SequenceRound
+from nextn.decoding.records import SequenceRound
 from nextn.errors import CheckpointError, ConfigError, QueueFullError
 from nextn.serve.request import EngineStats, GenerationChunk, TokenLogprob
 

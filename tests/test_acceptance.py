@@ -7,17 +7,11 @@ import pytest
 from quick import loop
 from scipy.stats import binomtest, t
 
-from nextn.decoding.batch import Round, SequenceRound
 from nextn.decoding.generate import Result
-from nextn.stats.acceptance import (
-    Acceptance,
-    Estimate,
-    ExpectedAcceptance,
-    jackknife,
-    paired_difference,
-    proportion,
-    student_t,
-)
+from nextn.decoding.records import Round, SequenceRound
+from nextn.stats.acceptance import Acceptance
+from nextn.stats.intervals import Estimate, jackknife, paired_difference, proportion, student_t
+from nextn.train.evaluation import ExpectedAcceptance
 
 
 def test_counts_and_expected_counts_have_the_same_figures():

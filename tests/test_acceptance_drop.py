@@ -101,6 +101,27 @@ def test_improvement():
     nothing = AcceptanceChange.of(alone, alone, source="old.json", limit=0.05)
     assert nothing.drops
     assert nothing.conclusion.startswith("undecided: most texts are degenerate")
+    assert nothing.conclusion.endswith(", or --temperatures 1")
+    fell = AcceptanceChange.of(alone, alone | record(0.4, texts=24) | {"texts": alone["texts"]}, source="o", limit=0.05)
+    assert fell.conclusion.startswith(
+        "undecided, though greedy a_1, greedy AL fell"
+    )  # which is what the gate exits for
+    both = dict.fromkeys("01", alone["texts"]["0"])
+    change = AcceptanceChange.of(*(sampled(0.8, 0.9) | {"texts": both} for _ in "ab"), source="old.json", limit=0.05)
+    assert change.conclusion.endswith("use other prompts")  # temperature 1 is among what repeats itself
+
+
+def test_the_improvement_is_of_the_rule_that_fell():
+    """Another rule may have more to gain, which is no reason to train for a server of this one."""
+    records = []
+    for greedy, argmax in ((0.5, 0.8), (0.3, 0.7)):
+        each = sampled(argmax, 0.9)
+        records.append(each | record(greedy, 0.4) | {"perfect_head": each["perfect_head"]})
+        records[-1]["figures"].append(each["figures"][1])
+    change = AcceptanceChange.of(*records, source="old.json", limit=0.05)
+    assert {drop.rule for drop in change.fallen} == {"argmax"}
+    assert max(change.drops, key=lambda drop: drop.improvement).rule == "greedy"
+    assert change.most_trainable.label == "T=1 argmax AL"
 
 
 def test_conclusion():
@@ -128,3 +149,7 @@ def test_read_record(tmp_path):
             (tmp_path / "measure.json").write_text(text)
         with pytest.raises(ConfigError, match=says):
             read_record(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "measure.json").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match=f"to compare with a checkpoint: --against {tmp_path}"):
+        read_record(tmp_path)

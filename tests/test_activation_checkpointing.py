@@ -5,8 +5,8 @@ import torch
 from tiny import build, prompt
 
 from nextn.losses.mtp_loss import Targets, mtp_loss
-from nextn.model.head import lm_head_weights
-from nextn.train.activation_checkpointing import checkpoint_layers
+from nextn.model.lm_head_columns import lm_head_weights
+from nextn.train.layer_inputs import checkpoint_layers
 
 
 def gradients(model, tokens):

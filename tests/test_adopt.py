@@ -9,11 +9,13 @@ from test_separate_head import SETTINGS, TEXT, build, start, tokens
 from transformers import AutoModelForCausalLM
 
 from nextn.audit import audit
+from nextn.audit.gguf import audit_gguf
 from nextn.checkpoint import checkpoint as checkpoint_module
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, trunk_fingerprint
-from nextn.edit.adopt import EXPERTS, adopt, part_width
+from nextn.data.byte_tokenizer import byte_tokenizer
+from nextn.edit.adopt import EXPERTS, adopt, engines_after_adopting, part_width
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.model.model import Model
 from nextn.train.head_run import prepare_head_run
@@ -250,17 +252,35 @@ def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path):
     """A trained head that an engine does not run as it is goes there in seconds, and the errors say so."""
     trunk = trunk_of(tmp_path / "trunk", "llama")
     head = trained(tmp_path / "run", trunk, text, head_only=not inside)
-    code, _, err = here("export", head, tmp_path / "out", "--for", "vllm")
-    assert (code, "--layout mimo" in err, "--adopt" in err) == (2, True, True)
-    if inside:
-        code, _, err = here("serve", head, "--print", "vllm")
-        assert (code, f"nextn adopt {head} OUT --as glm4_moe" in err) == (2, True)
-    code, _, err = here("export", head, tmp_path / "out", "--for", "llama.cpp", "--adopt", "--tokenizer", "m.gguf")
+    byte_tokenizer().save_pretrained(trunk)
+    byte_tokenizer().save_pretrained(head) if inside else None
+    outs = {"vllm": "out", "llama.cpp": "out.gguf"}
+    for engine, name in outs.items():
+        code, _, err = here("export", head, tmp_path / name, "--for", engine)
+        assert (code, "train --layout" in err or "train with --layout" in err, "--adopt" in err) == (2, True, True), err
+        code, _, err = here("serve", *((head,) if inside else (trunk, "--head", head)), "--print", engine)
+        route = f"nextn adopt {head} OUT --as glm4_moe" if inside else f"nextn export {head} OUT"
+        assert (code, route in err) == (2, True)
+        assert inside or f"--model {trunk} --for {engine}`" in err
+    code, _, err = here("export", head, tmp_path / "out", "--for", "vllm", "--adopt", "--tokenizer", "m.gguf")
     assert (code, "leave out --tokenizer" in err, (tmp_path / "out").exists()) == (2, True, False)
+    assert here("export", head, tmp_path / "out", "--for", "llama.cpp", "--adopt")[0] == 2  # not the name of a file
     code, out, _ = here("export", head, tmp_path / "out", "--for", "vllm", "--adopt")
     assert code == 0
     assert f"vllm serve {tmp_path / 'out'} --speculative-config" in out
     assert (tmp_path / "out" / "config.json").exists()
+    code, out, _ = here("export", head, tmp_path / "out.gguf", "--for", "llama.cpp", "--adopt")
+    assert (code, f"llama-server -m {tmp_path / 'out.gguf'} " in out) == (0, True)
+    assert audit_gguf(tmp_path / "out.gguf").clean
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_no_route_where_the_engine_computes_another_model(text, tmp_path):
+    """llama3's rotary embeddings do not run in llama.cpp in this layout, so its errors do not name it."""
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}  # fmt: skip
+    head = trained(tmp_path / "run", trunk_of(tmp_path / "trunk", "llama", rope_parameters=rope), text)
+    assert engines_after_adopting(head) == ("vllm", "sglang")
 
 
 def test_command(tmp_path, here):

@@ -14,11 +14,12 @@ from nextn.audit import IDS, audit
 from nextn.audit.separate import IDS as SEPARATE
 from nextn.audit.values import IDS as VALUES
 from nextn.checkpoint.checkpoint import INDEX, Checkpoint
+from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.cli import app
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import by_name
+from nextn.families import by_name, rows
 
 
 def findings(folder, rule=None):
@@ -496,3 +497,11 @@ def test_restore_mends(fault, tmp_path):
         return
     restore(folder, publish(tmp_path / "base", family, modules=options.get("modules", 1)), force="--force" in fix)
     assert not [each for each in findings(folder, rule) if each.severity == "error"]
+
+
+def test_no_family_has_names_of_running_programs():
+    """A wrapper before a head's own names is all that is found, as IQuest-Q1 shares `mtp_model_layer` with Megatron."""
+    for family in rows():
+        places = [stem.format(layer=61, module=0) for stem in family.names.values()]
+        found = foreign(f"_orig_mod.{place}.weight" for place in (*places, f"{family.names['block']}.mlp.down_proj"))
+        assert [kind.what for kind, _ in found] == ["a wrapper of torch (compile, FSDP or activation checkpointing)"]

@@ -11,10 +11,12 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING as
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from nextn.cache.family_caches import ConvolutionLayer
-from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache, PerSequenceCache
+from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
+from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.checkpoint.layout import deinterleave, interleave
 from nextn.checkpoint.safetensors_file import read_header
 from nextn.errors import ConfigError, RollbackError
+from nextn.families import disagreements
 from nextn.model.family_layers import collapse_streams
 from nextn.model.model import Model
 
@@ -271,7 +273,7 @@ def test_inkling_equals_transformers_but_for_the_embedding(modules, post_norm, t
         assert (model.head(ids, hidden, depths=modules)[0] - wanted).abs().max() > 1e-2
         ours = switched(model, embedded="raw").head(ids, hidden, depths=modules)[0]
     torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
-    assert "embedded: normed in vllm, sglang; raw in transformers" in model.family.disagreements
+    assert "embedded: normed in vllm, sglang; raw in transformers" in disagreements(model.family)
 
 
 def test_inkling_positions_matter_with_log_scaling(tmp_path):

@@ -9,7 +9,8 @@ from replays import fast_of
 from tiny import BUILDS, MOST, build, decode, prompt, refrain
 
 from nextn.decoding import batch as batch_module
-from nextn.decoding.batch import BatchSequence, DecodingBatch
+from nextn.decoding.batch import DecodingBatch
+from nextn.decoding.records import BatchSequence
 from nextn.runtime.native.rounds import NativeRounds
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings

@@ -48,8 +48,8 @@ def test_a_cell_at_a_tiny_size(only, folder):
 def test_the_documented_table_is_the_recorded_one():
     root = Path(__file__).parents[1]
     cells = json.loads((root / "bench/results/objectives.json").read_text())["cells"]
-    assert objectives.markdown(cells) in (root / "docs/reference/training.md").read_text()
-    text = (root / "docs/reference/training.md").read_text()
+    assert objectives.markdown(cells) in (root / "docs/reference/objectives.md").read_text()
+    text = (root / "docs/reference/objectives.md").read_text()
     (long,) = json.loads((root / "bench/results/objectives-long.json").read_text())["cells"].values()
     for k, words in ((4, "AL@4 {:.2f} at T = 0 and {:.2f} at T = 1"), (8, "{:.2f} and {:.2f}; `joint`")):
         assert words.format(*(long[key][k - 1] for key in ("AL_T0", "AL_T1"))) in text

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from scipy.stats import binomtest
 
-from nextn.decoding.batch import Round, SequenceRound
+from nextn.decoding.records import Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, Run, benchmark_runs, run_benchmark

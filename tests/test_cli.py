@@ -9,10 +9,11 @@ import sys
 import time
 
 import pytest
+import typer
 from chats import chatty
 from quick import others_slow
 
-from nextn.cli.common import ModelOptions
+from nextn.cli.common import ModelOptions, expanded
 from nextn.decoding.generate import encode
 from nextn.errors import ConfigError
 from nextn.model.model import Model
@@ -96,7 +97,9 @@ def test_texts_longer_than_the_trained_length_are_noted(run, here, tmp_path):
     for command in (["generate", run / "out" / "model", "line 1 of"], *(
         [*name, run / "out" / "model", *prompts] for name in (("bench", "--repeats", "1"), ("measure",))
     )):  # fmt: skip
-        assert "training saw sequences of 32" in here(*command, "--max-tokens", 40)[2]
+        _, table, notes = here(*command, "--max-tokens", 40)
+        assert "training saw sequences of 32" in notes
+        assert "greedy, " not in table  # one domain, whose row would be that of all texts
         assert "training saw" not in here(*command, "--max-tokens", 8)[2]
     record = json.loads(here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 40, "--json")[1])
     assert "texts reach 49 tokens" in record["notes"][-1]
@@ -277,10 +280,21 @@ print(*numbers)
     assert done.stdout.split() == 3 * [str(number)]
 
 
-def test_options_of_a_command_by_name():
+def test_options_of_a_dataclass():
     """Two of the same type in another order would go unnoticed."""
-    given = {"model": "m", "source": "not this", "revision": "r", "cache_dir": None, "threads": 2, "prompt": "p"}
-    assert ModelOptions.of(given) == ModelOptions("m", revision="r", cache_dir=None, threads=2)
+    taken = []
+
+    @expanded("head", dtype="float32")
+    def command(*, prompt: str = "p", options: ModelOptions, as_json: bool = False) -> None:
+        taken.append((prompt, options, as_json))
+
+    app = typer.Typer()
+    app.command()(command)
+    app(["m", "--revision", "r", "--threads", "2", "--as-json"], standalone_mode=False)
+    assert taken == [("p", ModelOptions("m", dtype="float32", revision="r", cache_dir=None, threads=2), True)]
+    with pytest.raises(SystemExit):
+        app(["m", "--head", "h"])
+    assert len(taken) == 1
 
 
 def test_a_kv_cache_of_eight_bits(here):

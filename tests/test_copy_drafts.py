@@ -10,7 +10,7 @@ from test_rounds import both
 from tiny import build, prompt, refrain
 
 from nextn.decoding import batch as batch_module
-from nextn.decoding.drafter import DraftResult
+from nextn.decoding.records import DraftResult
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings

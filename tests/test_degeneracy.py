@@ -69,3 +69,11 @@ def test_degeneracy_notes(degenerate, short, said):
     found = degeneracy_notes(0.0, 8, degenerate=range(degenerate), short=short)
     assert len(found) == len(said)
     assert all(each.startswith("temperature 0: ") and part in each for each, part in zip(found, said, strict=True))
+
+
+def test_no_note_advises_what_was_done():
+    for measured, advised in (((0.0,), "--temperatures 1"), ((0.0, 0.7), "at temperature 0.7")):
+        (note,) = degeneracy_notes(0.0, 8, degenerate=range(8), short=0, measured=measured)
+        assert f"compare {'at ' if advised[0] == '-' else ''}{advised}" in note
+    (note,) = degeneracy_notes(1.0, 8, degenerate=range(8), short=0, measured=(0.0, 1.0))
+    assert "compare" not in note

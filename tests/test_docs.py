@@ -1,5 +1,7 @@
 """The documentation is what the code is: commands, options, links, generated pages and shown outputs."""
 
+import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -14,8 +16,10 @@ from typer.main import get_command
 import nextn
 from nextn.audit import IDS
 from nextn.cli import app
+from nextn.decoding.batch import Round, SequenceRound
+from nextn.decoding.generate import Chunk
 from nextn.evaluate.faults import FAULTS
-from nextn.families import rows
+from nextn.families import disagreements, rows
 from nextn.verify import CHECKS
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +35,9 @@ from check_site import defects  # noqa: E402
 from scenes import SCENES  # noqa: E402
 
 PAGES = sorted(
-    path for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")) if path.name not in ("CHANGELOG.md", "CLAUDE.md")
+    path
+    for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "bench" / "log.md")
+    if path.name not in ("CHANGELOG.md", "CLAUDE.md")
 )
 COMMANDS = get_command(app).commands
 
@@ -78,7 +84,7 @@ def test_each_family_is_told_whole(row):
     """A page without a fact of its row: a name, a source, a reason, a doubt."""
     told = make_families.page(row)
     facts = [*row.model_types, *row.draft_types, *row.names.values(), *row.sources, *row.count_fields, *row.wrappers]
-    facts += [make_families.text(each) for each in (*row.unverified, *row.disagreements, row.cannot_run)]
+    facts += [make_families.text(each) for each in (*row.unverified, *disagreements(row), row.cannot_run)]
     facts += [make_families.text(note) for engine in row.engines.values() for note in engine.notes]
     assert [fact for fact in facts if fact not in told] == []
 
@@ -124,6 +130,14 @@ def test_every_check_is_explained():
     """A check that its reader cannot look up, in the order in which they run."""
     told = (DOCS / "reference" / "verify.md").read_text()
     assert re.findall(r"^\| `([a-z-]+)` \|", told, re.M) == list(CHECKS)
+
+
+def test_help_documents_every_field():
+    """Of public dataclasses, and of those that public functions yield."""
+    for each in [*(getattr(nextn, name) for name in nextn.__all__), Chunk, Round, SequenceRound]:
+        fields = [field for field in dataclasses.fields(each) if field.repr] if dataclasses.is_dataclass(each) else []
+        text = inspect.getdoc(each)
+        assert not [field.name for field in fields if f"\n    {field.name}: " not in text], each
 
 
 def test_every_fault_and_every_public_name_is_explained():
@@ -212,7 +226,7 @@ def test_pages_that_the_code_names_exist():
     """Messages and comments that send the reader to a page."""
     sources = [ROOT / "Makefile", ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.yml")]
     sources += [path for folder in ("src", "bench", "docs", "examples") for path in (ROOT / folder).rglob("*.py")]
-    file = re.compile(r"(?<!master/)\bdocs/[\w/-]+\.(?:md|json|py|svg)\b")
+    file = re.compile(r"(?<!master/)\b(?:docs/[\w/-]+\.(?:md|json|py|svg)|bench/\w+\.md)\b")
     named = {name for path in sources for name in file.findall(path.read_text())}
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

@@ -17,7 +17,7 @@ from nextn.runtime.native.session import NativeTrunk
 from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.draft_policy import EDGES, DraftLength, FixedLength, RoundPlan
 from nextn.speculative.draft_vocabulary import DraftVocabulary
-from nextn.speculative.sampling import Verifier
+from nextn.speculative.verification import Verifier
 
 LENGTHS = (3, 17, 40)
 WARM = Sampling(1.0, top_p=0.95)

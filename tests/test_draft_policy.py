@@ -21,7 +21,7 @@ from nextn.speculative.draft_policy import (
     FixedLength,
     RoundPlan,
 )
-from nextn.speculative.sampling import accept_block
+from nextn.speculative.verification import accept_block
 from nextn.stats.speedup import Costs, Spread, best_k, expected_speedup
 
 FLAT = tuple(1 + 0.005 * num for num in range(17))

@@ -13,7 +13,8 @@ from nextn.data.corpus import Corpus
 from nextn.errors import ConfigError
 from nextn.settings import Sampling
 from nextn.speculative.draft_vocabulary import DraftVocabulary
-from nextn.speculative.sampling import accept_block, to_probs
+from nextn.speculative.sampling import to_probs
+from nextn.speculative.verification import accept_block
 
 
 @given(

@@ -7,8 +7,8 @@ import token
 import pytest
 import torch
 
-from nextn.decoding.batch import Round
 from nextn.decoding.generate import encode, generate
+from nextn.decoding.records import Round
 from nextn.demo import SHIPPED
 from nextn.errors import ConfigError
 from nextn.evaluate import draft_vocabulary_size

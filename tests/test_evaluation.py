@@ -12,13 +12,14 @@ from nextn.families import generic
 from nextn.losses.distillation import head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets, mtp_loss
-from nextn.model.head import lm_head_inputs, lm_head_weights
+from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk
 from nextn.settings import Sampling, Settings
-from nextn.stats.acceptance import Acceptance, ExpectedAcceptance
+from nextn.stats.acceptance import Acceptance
 from nextn.train.evaluation import (
     BestTracker,
+    ExpectedAcceptance,
     HeldOutAcceptance,
     decoded_figures,
     heldout_acceptance,

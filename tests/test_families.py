@@ -10,7 +10,7 @@ from quick import loop
 from tiny import CONFIGS
 
 from nextn.errors import FamilyError
-from nextn.families import ENGINES, by_config, by_name, rows
+from nextn.families import ENGINES, by_config, by_name, deviations, disagreements, rows
 
 ROWS = {row.name: row for row in rows()}
 LAYERS = 61
@@ -360,7 +360,7 @@ def test_inner_names_are_one_to_one(name):
 def test_differing_engines_are_listed(name):
     """An engine that computes the head in another way must be named with the fact and the value."""
     row = ROWS[name]
-    text = "\n".join(row.disagreements)
+    text = "\n".join(disagreements(row))
     for engine, entry in row.engines.items():
         for fact in ("embedded", "hidden", "next_hidden", "position0", "order"):
             value = getattr(entry, fact)
@@ -370,23 +370,23 @@ def test_differing_engines_are_listed(name):
 
 def test_known_disagreements():
     """The three that matter most: MiMo-V2, Step in transformers, GLM-4.5's next_hidden in vLLM."""
-    lines = ROWS["mimo_v2"].disagreements
+    lines = disagreements(ROWS["mimo_v2"])
     assert "hidden: post in vllm, sglang; pre in llamacpp" in lines
     assert "order: recursive in vllm; unchained in sglang; chained in llamacpp" in lines
-    assert any(line.startswith("output:") and "transformers" in line for line in ROWS["step3p5"].disagreements)
-    assert "next_hidden: pre in vllm; post in sglang, llamacpp, transformers" in ROWS["glm4_moe"].disagreements
+    assert any(line.startswith("output:") and "transformers" in line for line in disagreements(ROWS["step3p5"]))
+    assert "next_hidden: pre in vllm; post in sglang, llamacpp, transformers" in disagreements(ROWS["glm4_moe"])
 
 
 def test_conventions_of_an_engine():
     """What it takes otherwise than the row, and nothing else: neither what is unsaid nor what it takes alike."""
     row = ROWS["glm4_moe"]
-    assert row.conventions("vllm") == {"next_hidden": "pre", "position0": "zero"}
-    assert row.conventions("sglang") == {}
-    assert replace(row, position0="zero").conventions("vllm") == {"next_hidden": "pre"}
+    assert deviations(row, "vllm") == {"next_hidden": "pre", "position0": "zero"}
+    assert deviations(row, "sglang") == {}
+    assert deviations(replace(row, position0="zero"), "vllm") == {"next_hidden": "pre"}
     facts = {"embedded": "raw", "hidden": "pre", "next_hidden": "pre", "position0": "zero", "order": "chained"}
     other = replace(row, engines=row.engines | {"sglang": replace(row.engines["sglang"], **facts)})
-    assert other.conventions("sglang") == {name: each for name, each in facts.items() if each != getattr(row, name)}
-    assert len(other.conventions("sglang")) >= 4
+    assert deviations(other, "sglang") == {name: each for name, each in facts.items() if each != getattr(row, name)}
+    assert len(deviations(other, "sglang")) >= 4
 
 
 # Typed, not derived: the families that `Head` computes as it stands, with what it goes by.

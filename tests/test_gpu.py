@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from nextn.cache.kv_cache import write_each, write_indexed
+from nextn.cache.attention_layer import write_each, write_indexed
 from nextn.edit.quantize import quantize
 from nextn.losses.distillation import head_loss
 from nextn.losses.divergences import Teacher

@@ -7,7 +7,8 @@ from quick import loop
 from replays import Replayed, fast_of
 from tiny import build
 
-from nextn.decoding.batch import BatchSequence, DecodingBatch
+from nextn.decoding.batch import DecodingBatch
+from nextn.decoding.records import BatchSequence
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import FixedLength
 from nextn.speculative.sampling import Uniforms

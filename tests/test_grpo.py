@@ -13,7 +13,7 @@ import nextn
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.losses.mtp_loss import IGNORE, Targets, mtp_loss
-from nextn.model.head import lm_head_weights
+from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import load_head
 from nextn.train.cotrain import HeadSettings, model_inputs
 from nextn.train.trainer_hook import train_head

@@ -8,7 +8,7 @@ from quick import families, loop
 from tiny import BUILDS, CONFIGS, build
 
 from nextn.errors import ConfigError
-from nextn.model.head import StandaloneHead
+from nextn.model.standalone_head import StandaloneHead
 
 
 def slow(head, tokens, hidden, depths):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.cli import app
 from nextn.text_format import docs_page
 
@@ -76,3 +77,15 @@ def test_options_mean_one_thing_everywhere():
         assert bool(given) == (name not in alone), name
         if "--chat" in options:
             assert "--no-chat" in options["--chat"].secondary_opts, name
+
+
+def test_every_command_takes_the_same_names():
+    """Whatever takes a checkpoint takes `tiny`, the one in the package."""
+    takes = re.compile(r"(folder|file)\b.*\bhub id", re.IGNORECASE)
+    for name, command in get_command(app).commands.items():
+        context = command.make_context(name, [], resilient_parsing=True)
+        for each in command.params:
+            options = each.opts[0]
+            if options == "--head" or (takes.search(each.help or "") and options != "--served-model-name"):
+                assert each.callback, (name, options)
+                assert each.callback(context, each, "tiny") == str(SHIPPED), (name, options)

@@ -6,7 +6,8 @@ from quick import REPRESENTATIVES, loop
 from tiny import CONFIGS, build
 from transformers.cache_utils import DynamicCache
 
-from nextn.cache.kv_cache import CACHE_ARGUMENT, AttentionLayer, KVCache, Starts, write_each, write_indexed
+from nextn.cache.attention_layer import AttentionLayer, Starts, write_each, write_indexed
+from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
 from nextn.errors import RollbackError
 from nextn.model.layer_types import LayerType
 from nextn.model.trunk import Trunk

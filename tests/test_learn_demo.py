@@ -11,7 +11,7 @@ import pytest
 import nextn.demo
 from nextn.checkpoint.checkpoint import SHIPPED_HEAD, Checkpoint
 from nextn.data.corpus import Corpus
-from nextn.decoding.batch import Round, SequenceRound
+from nextn.decoding.records import Round, SequenceRound
 from nextn.demo import (
     Answers,
     DecodedModel,
@@ -25,7 +25,8 @@ from nextn.demo import (
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.stats import plots
-from nextn.stats.acceptance import Acceptance, wilson_interval
+from nextn.stats.acceptance import Acceptance
+from nextn.stats.intervals import wilson_interval
 from nextn.train.evaluation import TeacherForcedFigures
 from nextn.train.metrics import EvalRecord, StepRecord
 from nextn.train.recipes import by_name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nextn.decoding.batch import SequenceRound
+from nextn.decoding.records import SequenceRound
 from nextn.serve.metrics import ServerMetrics
 from nextn.serve.request import EngineStats, GenerationChunk
 

@@ -12,7 +12,8 @@ from nextn.errors import ConfigError
 from nextn.runtime.native.abi import load
 from nextn.runtime.native.verifier import NativeVerifier
 from nextn.settings import Sampling
-from nextn.speculative.sampling import Verification, Verifier, accept, accept_block, sample_at, to_probs
+from nextn.speculative.sampling import sample_at, to_probs
+from nextn.speculative.verification import Verification, Verifier, accept, accept_block
 
 SAMPLINGS = {
     "temperature": Sampling(0.7),

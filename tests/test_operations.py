@@ -20,6 +20,7 @@ from nextn.errors import NextnError
 
 _ = no_waiting_for_disks  # a fixture
 FAMILIES = sorted(LAYOUTS)
+FAILED = (98, 219, 956)
 FEW, MANY = 24, int(os.environ.get("NEXTN_OPERATIONS", "400"))
 
 
@@ -55,8 +56,8 @@ def check(seed: int, folder) -> None:
 
 
 def test_some(tmp_path):
-    """A few seeds of each kind."""
-    for seed in range(FEW):
+    """A few seeds of each kind, and those that failed once."""
+    for seed in (*range(FEW), *FAILED):
         check(seed, tmp_path / str(seed))
 
 

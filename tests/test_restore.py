@@ -90,11 +90,11 @@ def test_restored(name, shards, tmp_path):
     assert (whole.declared, absent(whole), whole.checkpoint.problems, whole.checkpoint.unindexed) == (1, [], (), ())
     after = bytes_of(target)
     assert {each: after[each] for each in before} == before
-    assert after == before | bytes_of(base, own_names(name))
-    # In DeepSeek-V4 alone, some versions of an engine want more than the head.
-    assert [each.rule for each in audit(whole.checkpoint).findings if each.severity != "note"] in (
-        [["shared-missing"]] if name == "deepseek_v4" else [[]]
-    )
+    # In DeepSeek-V4 alone, some versions of an engine need copies of the trunk's tensors, too: see below.
+    copies = set(whole.copies.values())
+    assert bool(copies) == (name == "deepseek_v4")
+    assert {each: after[each] for each in after.keys() - copies} == before | bytes_of(base, own_names(name))
+    assert audit(whole.checkpoint).clean
     record = Provenance.read(whole.checkpoint)
     assert record is not None
     assert record.head == head_fingerprint(whole) == head_fingerprint(take(base))
@@ -492,10 +492,8 @@ def test_copies_of_the_trunk(tmp_path):
     base = publish(tmp_path / "base", "deepseek_v4")
     target = lost(tmp_path / "target", "deepseek_v4")
     plan = nextn.restore(target, base)
-    assert any("left out" in note for note in plan.notes)
-    assert take(target).copies == {}
+    assert any("vllm needs them" in note for note in plan.notes)
     head = head_fingerprint(take(target))
-    nextn.restore(target, aliases="vllm")
     found = take(target)
     assert set(found.copies) == {"0.embedding.weight", "0.output.weight"}
     assert found.checkpoint.problems == ()

@@ -20,7 +20,19 @@ from test_restore import lost
 from tiny import CONFIGS, refrain
 
 from nextn.cli import screen
-from nextn.cli.screen import Marks, _wrapped, echo, plain, print_json, print_table, progress_bars, shown, visible
+from nextn.cli.screen import (
+    Marks,
+    _wrapped,
+    console,
+    echo,
+    plain,
+    print_json,
+    print_table,
+    print_unwrapped,
+    progress_bars,
+    shown,
+    visible,
+)
 from nextn.conformance.expected import build_record
 from nextn.conformance.record import FILE
 from nextn.data.byte_tokenizer import byte_tokenizer
@@ -144,8 +156,8 @@ def test_restore_and_convert(nextn, tmp_path):
     for args in (
         ["restore", target, "--from", base, "--dry-run"],
         ["restore", target, "--from", base, "--out", tmp_path / f"out{NAME}"],
-        ["convert", base, tmp_path / f"side{NAME}", "--side-file"],
-        ["convert", base, tmp_path / f"side{NAME}", "--shards"],
+        ["convert", base, tmp_path / f"side{NAME}", "--form", "side-file"],
+        ["convert", base, tmp_path / f"side{NAME}", "--form", "shards"],
         ["convert", base, tmp_path / f"to{NAME}", "--to", NAME],
         ["extract", base, tmp_path / f"head{NAME}.safetensors"],
     ):
@@ -252,9 +264,21 @@ def test_tables_fold_between_figures(columns, capsys, monkeypatch):
 
 
 def test_a_pipe_gets_whole_lines(capsys, monkeypatch):
+    """Whatever prints it: a text, a table of figures, or one whose cells would be wrapped or cut in a terminal."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    print_table(figures())
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    long, prose = f"/{'folder/' * 40}model", "word " * 100
+    paths = Table("file", "from", box=None)
+    paths.add_row("model.safetensors", plain(long))
+    paths.add_row("model.safetensors", plain(prose))
+    for printed, lines in ((figures(), 2), (paths, 3), (plain(long), 1), (plain(prose), 1), (prose, 1)):
+        ways = [console().print, *([print_table] if isinstance(printed, Table) else []),
+                *([] if isinstance(printed, str) else [print_unwrapped])]  # fmt: skip
+        for way in ways:
+            way(printed)
+            out = capsys.readouterr().out
+            assert len(out.splitlines()) == lines
+            assert "..." not in out
+            assert "\u2026" not in out
 
 
 def test_wrapped():

@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.losses.mtp_loss import Targets, mtp_loss
-from nextn.model.head import lm_head_weights
+from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import load_head
 from nextn.train.cotrain import HeadSettings
 from nextn.train.trainer_hook import train_head

@@ -26,7 +26,7 @@ from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.families import by_name
+from nextn.families import by_name, deviations
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.serve.request import GenerationRequest
@@ -265,7 +265,7 @@ def test_the_native_backend_says_why_it_does_not_run_it(models):
 
 
 def test_the_row_says_which_engines_place_queries_elsewhere():
-    assert by_name("gemma4_assistant").conventions("vllm") == {"trunk_kv": "hidden"}
+    assert deviations(by_name("gemma4_assistant"), "vllm") == {"trunk_kv": "hidden"}
 
 
 def test_sampled_texts_follow_the_trunk(tmp_path):

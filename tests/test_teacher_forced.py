@@ -16,7 +16,8 @@ from nextn.evaluate import teacher_forced
 from nextn.evaluate.teacher_forced import PERFECT, RULES, ReferenceText, score_texts, trunk_outputs
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Contract, Sampling, Settings
-from nextn.stats.acceptance import Acceptance, paired_difference
+from nextn.stats.acceptance import Acceptance
+from nextn.stats.intervals import paired_difference
 
 PROMPTS = [row.tolist() for row in refrain(16, 33, seed=10**6)]
 # Rules of sampled decoding -> the decoder's settings for each; it has none for `match`.

@@ -23,7 +23,8 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, head_fingerprint
 from nextn.errors import CheckpointError, ConfigError
 from nextn.losses.mtp_loss import Targets, mtp_loss
-from nextn.model.head import Head, lm_head_weights
+from nextn.model.head import Head
+from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import Model, load_head
 from nextn.train import trainer_hook
 from nextn.train.cotrain import HeadSettings

@@ -24,10 +24,11 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt, ReferencePlan
+from nextn.families import deviations
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Contract
-from nextn.stats.acceptance import Estimate, jackknife, proportion
+from nextn.stats.intervals import Estimate, jackknife, proportion
 
 # Whether the last round drafts and verifies beyond the requested number of tokens.
 OVERRUNS = {"vllm": True, "llama.cpp": False, "transformers": False}
@@ -100,7 +101,7 @@ def _of_rounds(lengths: Sequence[int], k: int, tokens: int) -> Counters:
 
 def conventions(model: Model, engine: str) -> list[Variant]:
     """Return the documented differences of this engine from the family's row, as variants of the head."""
-    facts = model.family.conventions(ROWS[engine])
+    facts = deviations(model.family, ROWS[engine])
     return [
         Variant(fact, f"{fact}: {value} for {getattr(model.family, fact)}", facts={fact: value})
         for fact, value in facts.items()

@@ -16,7 +16,7 @@ _HOME = {
     "Result": "decoding.generate",
     "Sampling": "settings",
     "Settings": "settings",
-    "StandaloneHead": "model.head",
+    "StandaloneHead": "model.standalone_head",
     "Targets": "losses.mtp_loss",
     "TrainConfig": "train.config",
     "Trainer": "train.loop",

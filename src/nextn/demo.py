@@ -19,8 +19,8 @@ from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import sample_prompts
 from nextn.data.corpus import Corpus
 from nextn.data.degeneracy import Degeneracy, degeneracy
-from nextn.decoding.batch import Round
 from nextn.decoding.generate import eos_tokens
+from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
 from nextn.edit.published_model import smollm2
 from nextn.evaluate.decoding_costs import processor_name

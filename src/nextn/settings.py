@@ -22,10 +22,18 @@ def available_cores() -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How logits become probabilities; the defaults are greedy decoding. Raises ConfigError on a value out of range."""
+    """How logits become probabilities; the defaults are greedy decoding. Raises ConfigError on a value out of range.
 
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
+    Args:
+        temperature: 0 is greedy.
+        top_k: Keep this many tokens; 0: all.
+        top_p: Keep the most likely tokens that together have this probability; 1: all.
+        min_p: Keep tokens with at least this share of the largest probability; 0: all.
+        repetition_penalty: As in transformers; 1: none.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -65,18 +73,32 @@ class Contract:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of decoding. Raises ConfigError on values out of range."""
+    """Options of decoding. Raises ConfigError on values out of range.
 
-    num_speculative_tokens: int = 4  # K; 0: plain decoding
-    num_copy_tokens: int = 0  # the most tokens that a round copies from the sequence's own text as drafts; 0: none
-    p_min: float = 0.0  # a round drafts on only while the head is at least this confident
+    Args:
+        num_speculative_tokens: K, the draft tokens of a round; 0: plain decoding.
+        num_copy_tokens: The most tokens that a round copies from the sequence's own text as drafts; 0: none.
+        p_min: A round drafts on only while the head is at least this confident.
+        sampling: Of the trunk and the head.
+        sampled_drafts: Sample drafts from the head's distribution, else take its argmax.
+        block_verification: Verify a round's drafts jointly, which accepts more of them.
+        max_tokens: New tokens per sequence.
+        eos: Token ids that end a sequence; None: the checkpoint's (in `rounds`: none).
+        seed: Each sequence has its own generator.
+        chunk: Positions per prefill pass.
+        contract: How the head is run; changes of the default inject a fault.
+    """
+
+    num_speculative_tokens: int = 4
+    num_copy_tokens: int = 0
+    p_min: float = 0.0
     sampling: Sampling = field(default_factory=Sampling)
-    sampled_drafts: bool = True  # sample drafts from q, else take its argmax
-    block_verification: bool = True  # verify a round's drafts jointly, which accepts more of them
-    max_tokens: int = 256  # new tokens per sequence
-    eos: tuple[int, ...] | None = None  # token ids that end a sequence; None: the checkpoint's (in `rounds`: none)
+    sampled_drafts: bool = True
+    block_verification: bool = True
+    max_tokens: int = 256
+    eos: tuple[int, ...] | None = None
     seed: int = 0
-    chunk: int = 512  # positions per prefill pass
+    chunk: int = 512
     contract: Contract = field(default_factory=Contract)
 
     def __post_init__(self) -> None:

@@ -56,6 +56,11 @@ def convert(inventory: Inventory, option: str) -> str:
     return f"nextn convert {_path(inventory)} OUT {option}"
 
 
+def against_base(inventory: Inventory) -> str:
+    """Return the command that compares the head's acceptance with that of the base model."""
+    return f"nextn measure {_path(inventory)} --against BASE"
+
+
 def _path(inventory: Inventory) -> str:
     return shlex.quote(inventory.checkpoint.path)
 

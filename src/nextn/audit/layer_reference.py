@@ -78,6 +78,9 @@ class LayerReference:
             return LayerComparison(-1)
         best, missing, unknown = -1, list[str](), list[str]()
         for prefix, own in groups.items():
+            if not prefix and len(groups) > 1:  # beside the numbered layers
+                unknown += [parts[part] for part in own]
+                continue
             best, expected = self._expected(frozenset(own))
             kinds = {_kind(part) for part in expected}
             missing += [f"{prefix}{part}" for part in sorted(expected - own)]

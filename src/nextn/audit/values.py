@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from nextn.audit.findings import Finding, Severity, convert, restore
+from nextn.audit.findings import Finding, Severity, against_base, convert, restore
 from nextn.audit.norm_weights import NormShift, NormValues, Values, shifts
 from nextn.audit.tensor_values import SampledValues, TensorSummary, WholeValues, is_matrix
 from nextn.checkpoint.head_inventory import Inventory
@@ -241,7 +241,7 @@ def _untrained(samples: SampledValues) -> Iterator[Finding]:
         yield Finding(
             "values-untrained", "warning" if len(signs) > 1 else "note", "the head",
             f"The head may never have been trained: {' and '.join(signs)}, unlike the trunk's.", "A trained head.",
-            f"Train it, or run `{restore(inventory, force=True)}`.",
+            f"Train it, or, if BASE has a trained head, run `{restore(inventory, force=True)}`.",
         )  # fmt: skip
 
 
@@ -308,7 +308,7 @@ def _copied(samples: SampledValues) -> Iterator[Finding]:
         yield Finding(
             "block-copied", "note", some([info.name for info, _ in samples.like.values()]),
             "The head's block equals a layer of the trunk: copied, and not trained since.", "A trained block.",
-            f"Train it, or run `{restore(samples.inventory, force=True)}`.",
+            f"Train it, or, if BASE has a trained head, run `{restore(samples.inventory, force=True)}`.",
         )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
         return
     if record is None:
         return
-    retrain = "Measure the acceptance; if it is low, train the head with the current trunk."
+    retrain = f"Run `{against_base(inventory)}`: it says whether to keep or to train the head."
     if not is_trunk(record.beside, inventory):
         yield Finding(
             "head-stale", "warning", RECORD, "The trunk's weights changed after the head was added.",

@@ -53,7 +53,9 @@ KINDS = (
         re.compile(r"\.parametrizations\.(\w+)\.original\d?$"), r".\1", "a parametrization of torch",
         "Remove the parametrizations before saving."),
     ForeignNames(
-        re.compile(r".*\.(?:linear_qkv|linear_fc[12]|linear_proj|mtp_model_layer|transformer_layer\.self_attention)\..+"),
+        re.compile(  # "mtp_layers.0.mtp_model_layer" is IQuest-Q1's own
+            r".*(?:\.(?:linear_qkv|linear_fc[12]|linear_proj|transformer_layer\.self_attention)"
+            r"|\bmtp\.layers\.\d+\.mtp_model_layer)\..+"),
         "\0", "Megatron-LM's names", "Export the model to the Hugging Face layout (Megatron-Bridge, mbridge)."),
 )  # fmt: skip
 

@@ -29,9 +29,9 @@ _COMMANDS = {
         "restore": ("edit", "reference/checkpoints"),
         "convert": ("edit", "reference/checkpoints"),
         "extract": ("edit", "reference/checkpoints"),
-        "quantize": ("edit", "how-to/quantized"),
+        "quantize": ("edit", "how-to/quantize"),
     },
-    "Train": {"train": ("train", "reference/training"), "answer": ("answer", "reference/training")},
+    "Train": {"train": ("train", "reference/training"), "answer": ("answer", "reference/training-data")},
     "Decode": {
         "generate": ("decode", "reference/settings"),
         "chat": ("chat", "tutorials/chat-in-the-browser"),
@@ -49,7 +49,7 @@ _COMMANDS = {
     "Learn": {
         "demo": ("learn", "tutorials/first-hour"),
         "trace": ("decode", "explanation/alignment"),
-        "docs": ("docs", "index"),
+        "docs": ("families", "index"),
     },
 }
 _GROUPS = {"canary": ("engines", "Engines")}  # of commands: module and panel

@@ -17,7 +17,7 @@ from nextn.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from nextn.decoding.batch import Round, SequenceRound
+    from nextn.decoding.records import Round, SequenceRound
     from nextn.demo import Answers, DecodedModel, DecodedPair, DemoReport
 
 _PUBLISHED_K, _SMALL_K = 3, 4

@@ -10,11 +10,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, BinaryIO, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TextIO, TypeVar
 from unicodedata import category
 
 from nextn.errors import ConfigError
@@ -87,12 +87,24 @@ def plain(text: str, style: str | None = None, *, lines: bool = False) -> "Text"
     return Text(visible(text, lines=lines), style=style or "")
 
 
-def console(*, stderr: bool = False, width: int | None = None) -> "Console":
-    """Return a rich console that escapes every segment, whatever its origin, except rich's own control segments."""
+def console(*, stderr: bool = False) -> "Console":
+    """Return a rich console that escapes every segment, whatever its origin, except rich's own control segments.
+
+    In a pipe or a file, where nothing sets a width, no line is wrapped, and a table is as wide as it needs to be.
+    """
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
+    from rich.table import Table
 
     class VisibleConsole(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            before, tables = self.size, [each for each in objects if isinstance(each, Table)]
+            if not _has_width(self):
+                options = {"soft_wrap": not tables} | options
+                self.size = (max(before.width, _WIDTH, *(_widest(self, each) for each in tables)), before.height)
+            super().print(*objects, **options)
+            self.size = before
+
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
                 yield segment if segment.control else Segment(visible(segment.text, lines=True), segment.style)
@@ -100,7 +112,18 @@ def console(*, stderr: bool = False, width: int | None = None) -> "Console":
         def on_broken_pipe(self) -> None:
             _end(self.file)
 
-    return VisibleConsole(stderr=stderr, width=width)
+    return VisibleConsole(stderr=stderr)
+
+
+def _has_width(screen: "Console") -> bool:
+    return screen.is_terminal or "COLUMNS" in os.environ
+
+
+def _widest(screen: "Console", renderable: "Table | Text") -> int:
+    """The columns that it takes without a line break."""
+    from rich.measure import Measurement
+
+    return Measurement.get(screen, screen.options.update(width=100_000), renderable).maximum
 
 
 @contextmanager
@@ -164,31 +187,27 @@ class Marks:
 
 
 def print_unwrapped(renderable: "Table | Text") -> None:
-    """Print to standard output; in a pipe or a file, where nothing sets a width, every line stays whole."""
-    from rich.measure import Measurement
-
+    """Print to standard output, without the blanks that pad the cells of a table."""
     screen = console()
-    if not screen.is_terminal and "COLUMNS" not in os.environ:
-        wide = console(width=100_000)
-        screen = console(width=max(_WIDTH, Measurement.get(wide, wide.options, renderable).maximum))
     with screen.capture() as captured:
         screen.print(renderable)
-    screen.file.writelines(f"{line.rstrip()}\n" for line in captured.get().rstrip("\n").split("\n"))  # tables pad cells
+    screen.file.writelines(f"{line.rstrip()}\n" for line in captured.get().rstrip("\n").split("\n"))
+
+
+def figures_table(*titles: str, left: Collection[str] = ("",), no_wrap: bool = True) -> "Table":
+    """Return a table with bold titles, whose columns are aligned to the right except those named in `left`."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in titles:
+        table.add_column(plain(title), justify="left" if title in left else "right", no_wrap=no_wrap)
+    return table
 
 
 def print_table(table: "Table", *, stderr: bool = False) -> None:
-    """Print a table of figures; if it is too wide, print each row as `title value` pairs, wrapped between pairs.
-
-    Where no terminal sets a width, such as in a pipe, a table is as wide as it needs to be.
-    """
-    from rich.measure import Measurement
-
+    """Print a table of figures; if it is too wide, print each row as `title value` pairs, wrapped between pairs."""
     screen = console(stderr=stderr)
-    wide = console(stderr=stderr, width=10_000)
-    needed = Measurement.get(wide, wide.options, table).maximum
-    if not screen.is_terminal and "COLUMNS" not in os.environ:
-        screen = console(stderr=stderr, width=max(needed, _WIDTH))
-    if needed <= screen.width:
+    if not _has_width(screen) or _widest(screen, table) <= screen.width:
         screen.print(table)
         return
     titles = [str(column.header) for column in table.columns]

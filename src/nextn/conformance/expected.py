@@ -17,8 +17,8 @@ import transformers
 
 from nextn import __version__
 from nextn.conformance.record import FORMAT
-from nextn.decoding.batch import Event
 from nextn.decoding.generate import generate
+from nextn.decoding.records import Event
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.conventions import Variant, apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, measure_under_fault
@@ -33,10 +33,10 @@ from nextn.evaluate.teacher_forced import (
     trunk_outputs,
 )
 from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.families import ENGINES
+from nextn.families import ENGINES, deviations
 from nextn.model.model import Model
 from nextn.settings import Contract, Sampling, Settings
-from nextn.stats.acceptance import proportion
+from nextn.stats.intervals import proportion
 
 MAX_K = 4  # the largest number of draft tokens per round
 # A round that begins before the last token drafts beyond it: this many more tokens are decoded.
@@ -134,7 +134,7 @@ def compute_readings(model: Model, report: ReferenceReport, folder: Path | None 
         if (rounds := _rounds_with_fault(model, report, fault, tokens)) is not None:
             yield ComputedReading(fault.name, fault.description, rounds, fault.issues)
     for engine in ENGINES:
-        if facts := model.family.conventions(engine):
+        if facts := deviations(model.family, engine):
             description = f"as {engine} runs this family: "
             description += ", ".join(f"{name} {value}" for name, value in facts.items())
             variant = Variant(f"engine:{engine}", description, facts=facts)

@@ -50,7 +50,9 @@ def degeneracy(text: str | Sequence[int] | Ids) -> Degeneracy:
     )
 
 
-def degeneracy_notes(temperature: float, total: int, *, degenerate: Collection[int], short: int) -> list[str]:
+def degeneracy_notes(
+    temperature: float, total: int, *, degenerate: Collection[int], short: int, measured: Collection[float] = ()
+) -> list[str]:
     """Return notes for a report on figures over `total` prompts, of which some gave degenerate or short texts.
 
     Args:
@@ -58,12 +60,14 @@ def degeneracy_notes(temperature: float, total: int, *, degenerate: Collection[i
         total: Number of prompts.
         degenerate: Indices of the prompts with a degenerate text; the note counts from 1.
         short: Prompts with a text below `MIN_TOKENS`.
+        measured: The temperatures that the report has.
     """
     notes, left = [], total - len(degenerate)
     label = f"temperature {temperature:g}"
-    sampled = (
-        ". Use other prompts" if temperature else ". Sampled text repeats itself less: compare at --temperatures 1"
-    )
+    sampled = ". Use other prompts"
+    if not temperature:
+        higher = f"temperature {max(measured):g}, or use other prompts" if any(measured) else "--temperatures 1"
+        sampled = f". Sampled text repeats itself less: compare at {higher}"
     if not left:
         notes.append(
             f"{label}: every text is degenerate (repetitive), which is easy to draft: the figures mean little{sampled}"

@@ -1,23 +1,25 @@
-"""Sequences that decode together: prefill, rounds of drafts and verification, joining and leaving between rounds."""
+"""Sequences that decode together: prefill, rounds in torch or native, joining and leaving between rounds."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from nextn.cache.kv_cache import KVCache
-from nextn.decoding.drafter import Drafter, DraftResult
+from nextn.decoding.drafter import Drafter
+from nextn.decoding.records import BatchSequence, DraftResult, Observer, Round, SequenceRound
+from nextn.decoding.torch_rounds import TorchRounds
 from nextn.model.trunk import TrunkOutput
-from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.rounds import NativeRounds
+from nextn.runtime.protocols import DecodingHead, DecodingTrunk, RoundsStart, WholeRounds
 from nextn.settings import Settings
 from nextn.speculative.copy_choice import CopyChoice, CopyRun
 from nextn.speculative.copy_drafts import CopyDrafts
 from nextn.speculative.draft_policy import NO_DRAFTS, DraftLength
-from nextn.speculative.sampling import Prediction, Uniforms, VerifiedRound, accept_greedy, ragged
+from nextn.speculative.sampling import ragged
+from nextn.speculative.verification import VerifiedRound
 
 _MAX_AHEAD_S = 0.04  # seconds of rounds that may be computed before the caller reads them: streams still look smooth
 # While nothing is drafted, the head leaves positions for later: the trunk's states there are kept, at most for
@@ -26,78 +28,7 @@ MAX_PENDING, MAX_DEFERRED = 64, 512
 _FINISH = ("eos", "stop", "length", "context")  # the reason that is given where several apply
 
 
-@dataclass(frozen=True)
-class SequenceRound:
-    """One sequence's share of a round.
-
-    Attributes:
-        row: Index of its prompt.
-        drafts: The draft tokens.
-        num_accepted: How many of them were accepted.
-        emitted: The new tokens: `emitted[:num_accepted]` are the accepted drafts, then comes the bonus token; cut
-            where the sequence ended.
-        finish: None while the sequence continues, else `eos`, `stop`, `length` or `context`.
-        copied: Whether the drafts were copied from the text so far; else the head's.
-    """
-
-    row: int
-    drafts: tuple[int, ...]
-    num_accepted: int
-    emitted: tuple[int, ...]
-    finish: str | None = None
-    copied: bool = False
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round of the batch.
-
-    Attributes:
-        rows: Of the sequences that took part.
-        draft_s: Wall seconds of drafting, for all sequences together.
-        verify_s: Wall seconds of verification, for all sequences together.
-    """
-
-    rows: tuple[SequenceRound, ...]
-    draft_s: float
-    verify_s: float
-
-
-@dataclass(frozen=True)
-class Event:
-    """One forward pass over a block of positions of one sequence, for `trace`."""
-
-    phase: str  # prefill, draft or verify
-    module: int | None  # index in the head; None: the trunk
-    row: int  # index of the prompt
-    start: int  # position of the first token
-    tokens: tuple[int, ...]
-    hidden: str  # the head's hidden input: `h` the trunk's true states, `g<k>` the next_hidden of depth k
-
-
-Observer = Callable[[Event], None]
-
-
-@dataclass(eq=False)
-class BatchSequence:
-    """One sequence of a batch."""
-
-    row: int  # what its rounds are labeled with: the index of its prompt
-    tokens: list[int]  # all known; the trunk has seen all but the last
-    max_tokens: int  # new tokens
-    eos: tuple[int, ...]  # tokens that end it
-    uniforms: Uniforms  # its own random numbers, so that they do not depend on what else is in the batch
-    stop: Callable[[Sequence[int]], int | None] | None = None  # new tokens -> how many to keep, None to continue
-    new: list[int] = field(default_factory=list)
-    copies: CopyDrafts | None = None
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that it may still get."""
-        return self.max_tokens - len(self.new)
-
-
-class DecodingBatch:
+class DecodingBatch(TorchRounds):
     """The state of one decode. Row r of every tensor is `sequences[r]`; finished sequences leave by themselves."""
 
     def __init__(
@@ -132,7 +63,7 @@ class DecodingBatch:
         self.drafter = (
             None if head is None or not settings.num_speculative_tokens else self._drafter(make_drafter, head)
         )
-        self.native: NativeRounds | None = None
+        self.native: WholeRounds | None = None
         self.queued: deque[VerifiedRound] = deque()  # native rounds that were computed and not yet emitted
         self.max_ahead_s = _MAX_AHEAD_S  # seconds of rounds that may be computed before the caller reads them
         self._round_s = self.max_ahead_s  # seconds of the last round; at first so long that a call runs one round
@@ -199,7 +130,7 @@ class DecodingBatch:
             choice = self._choose()
             self._prepare_rounds(choice)
             if self.native is None:
-                self.queued.append(self._torch_round(choice))
+                self.queued.append(self.torch_round(choice))
             else:
                 self._run_native(self.native, choice, started)
         verified = self.queued.popleft()
@@ -308,7 +239,7 @@ class DecodingBatch:
             self.drafter.resume(pending, self.cache.lengths)
         self.native = None
 
-    def _run_native(self, native: NativeRounds, choice: CopyChoice, started: float) -> None:
+    def _run_native(self, native: WholeRounds, choice: CopyChoice, started: float) -> None:
         """Run as many native rounds as fit `max_ahead_s` and queue them.
 
         Only one at a time with stop strings, because a stop string may end its sequence, and where each round may copy.
@@ -325,85 +256,7 @@ class DecodingBatch:
         native_s = sum(each.draft_s + each.verify_s for each in self.queued)
         self._overhead_s = max(0.0, time.perf_counter() - started - native_s) / len(self.queued)
 
-    def _torch_round(self, choice: CopyChoice) -> VerifiedRound:
-        """Draft, then verify the drafts in one pass of the trunk."""
-        started = time.perf_counter()
-        drafted = self._draft(choice)
-        draft_end = time.perf_counter()
-        block = [[tokens[-1], *draft] for tokens, draft in zip(self._tokens, drafted.drafts, strict=True)]
-        self._notify("verify", None, block, self.cache, "")
-        hidden = self.trunk(ragged(block, torch.long), self.cache)
-        verification = self._verify(self.trunk.read(hidden), drafted)
-        num_accepted = [count for count, _ in verification]
-        num_committed = [count + 1 for count in num_accepted]
-        self.cache.commit(num_committed)
-        if self.drafter is not None:
-            num_not_refreshed = self.drafter.commit(drafted.num_steps, num_accepted)
-            self.drafter.add(hidden.head_input, num_committed, skip=num_not_refreshed)
-            if 0 < drafted.num_steps < self.drafter.head.num_modules:  # the layers that did not run fall behind
-                self.drafter.refresh(self._tokens)
-        seconds = draft_end - started, time.perf_counter() - draft_end
-        return VerifiedRound(drafted.drafts, drafted.confidences, verification, *seconds, choice)
-
-    def _drafter(self, make_drafter: Callable[..., Drafter], head: DecodingHead) -> Drafter:
-        settings, trunk = self.settings, self.trunk
-        like = torch.empty(0, *trunk.hidden_shape, dtype=trunk.dtype, device=trunk.device)
-        return make_drafter(
-            head,
-            like,
-            len(self.sequences),
-            sampling=settings.sampling,
-            sampled=settings.sampled_drafts,
-            contract=settings.contract,
-            on_pass=None if self.observer is None else self._notify,
-            trunk_cache=self.cache,
-        )
-
-    def _draft(self, choice: CopyChoice) -> DraftResult:
-        """Let the head draft for the sequences that copy nothing, and add the copies of the others."""
-        drafted = DraftResult.empty(len(self.sequences))
-        if self.drafter is not None and choice.uses_head:
-            uniforms = None if self._is_greedy else self._uniforms
-            limits = self._draft_limits(self.settings.num_speculative_tokens)
-            limits = [0 if copied else limit for copied, limit in zip(choice.drafts, limits, strict=True)]
-            drafted = self.drafter.draft(self.draft_length.plan(), limits, self._tokens, uniforms, self.seen)
-        if not choice.num_draft_tokens:
-            return drafted
-        like = None if self._is_greedy else torch.empty(0, self.trunk.vocab_size, device=self.trunk.device)
-        return drafted.with_copies(choice.drafts, like)
-
-    def _draft_limits(self, most: int) -> list[int]:
-        """The largest number of drafts of this round, per sequence, within its remaining tokens and the context."""
-        limit = self._within_block(most)
-        if self.trunk.max_length is not None:
-            limit = min(limit, self.trunk.max_length - max(map(len, self._tokens)))
-        return [max(0, min(limit, sequence.remaining - 1)) for sequence in self.sequences]
-
-    @property
-    def _tokens(self) -> list[list[int]]:
-        return [sequence.tokens for sequence in self.sequences]
-
-    @property
-    def _uniforms(self) -> list[Uniforms]:
-        return [sequence.uniforms for sequence in self.sequences]
-
-    def _within_block(self, num_draft_tokens: int) -> int:
-        """The largest number of drafts up to this one that fits a block of the trunk."""
-        size = self.trunk.max_block_size
-        return num_draft_tokens if size is None else min(num_draft_tokens, size - 1)
-
-    @property
-    def _is_greedy(self) -> bool:
-        return self.settings.sampling.greedy and self.seen is None
-
-    def _verify(self, predicted: Prediction, drafted: DraftResult) -> list[tuple[int, int]]:
-        """Return (number of accepted drafts, next token) per sequence, by the trunk's prediction [B, K+1]."""
-        if self._is_greedy:
-            return [accept_greedy(best, drafts) for best, drafts in zip(predicted.best, drafted.drafts, strict=True)]
-        uniforms = [row.take(len(drafts) + 1) for row, drafts in zip(self._uniforms, drafted.drafts, strict=True)]
-        return self.verifier(predicted.logits, drafted.distributions, drafted.drafts, uniforms, seen=self.seen)
-
-    def _native_rounds(self, is_drafting: bool) -> NativeRounds | None:
+    def _native_rounds(self, is_drafting: bool) -> WholeRounds | None:
         """Native rounds from here on, where nothing needs to be observed or changed between them."""
         drafter = self.drafter
         if self.observer is not None or self.seen is not None or (drafter is not None and drafter.chain is None):
@@ -413,10 +266,7 @@ class DecodingBatch:
         chain, pending = (None, ()) if drafter is None else (drafter.chain, drafter.pending)
         if not is_drafting and not NativeRounds.fits(pending, self.settings.num_speculative_tokens):
             chain, pending = None, [states[:0] for states in pending]  # rounds that only collect states
-        return self.trunk.rounds(
-            self.cache,
-            self.settings.sampling,
-            block_verification=self.settings.block_verification,
+        start = RoundsStart(
             chain=chain,
             tokens=self._tokens,
             pending=pending,
@@ -425,6 +275,8 @@ class DecodingBatch:
             remaining=[sequence.remaining for sequence in self.sequences],
             eos=self.sequences[0].eos,
         )
+        block_verification = self.settings.block_verification
+        return self.trunk.rounds(self.cache, self.settings.sampling, start, block_verification=block_verification)
 
     def _emit(self, verified: VerifiedRound) -> Round:
         out, drafts, copied = [], verified.drafts, verified.choice.drafts or ((),) * len(verified.drafts)
@@ -458,22 +310,6 @@ class DecodingBatch:
             return emitted, None
         del new[before + end :]
         return emitted[: max(end, 0)], reason
-
-    def _seen(self) -> Tensor:
-        """[B, V] bool: the tokens of each sequence so far, for penalties."""
-        seen = torch.zeros(len(self.sequences), self.trunk.vocab_size, dtype=torch.bool)
-        for row, sequence in enumerate(self.sequences):
-            seen[row, sequence.tokens] = True
-        return seen.to(self.trunk.device)
-
-    def _notify(
-        self, phase: str, module: int | None, tokens: Sequence[Sequence[int]], cache: KVCache, hidden: str
-    ) -> None:
-        if self.observer is not None:
-            for row, block in enumerate(tokens):
-                if block:
-                    event = Event(phase, module, self.sequences[row].row, cache.lengths[row], tuple(block), hidden)
-                    self.observer(event)
 
 
 def _compacted(rows: Sequence[int]) -> list[int]:

@@ -5,52 +5,20 @@ are one native call where nothing must happen between them; the loop here define
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nextn.cache.kv_cache import KVCache
-from nextn.model.head import HeadStep
-from nextn.runtime.backend import DecodingHead, DecodingRecursion
-from nextn.runtime.native.draft_chain import NativeDraftChain
+from nextn.decoding.records import DraftResult
+from nextn.model.mtp_layer import HeadStep
+from nextn.runtime.protocols import DecodingHead, DecodingRecursion, DraftChain
 from nextn.settings import Contract, Sampling
 from nextn.speculative.draft_policy import DraftProgress, RoundPlan
 from nextn.speculative.sampling import Prediction, Uniforms, ragged, sample
 
-# Called before each pass: (phase, module, input tokens of each sequence, cache, hidden input), see `batch.Event`.
+# Called before each pass: (phase, module, input tokens of each sequence, cache, hidden input), see `records.Event`.
 PassCallback = Callable[[str, int | None, Sequence[Sequence[int]], KVCache, str], None]
-
-
-@dataclass(frozen=True, eq=False)
-class DraftResult:
-    """The drafts of one round."""
-
-    drafts: list[list[int]]  # per sequence
-    confidences: list[list[float]]  # per sequence, of all distributions that the plan was asked about
-    distributions: Tensor | None = None  # q [B, K, V]; None in greedy decoding or without drafts
-    num_steps: int = 0  # head steps that ran, including a last one from which nothing was drafted
-
-    @classmethod
-    def empty(cls, batch_size: int) -> "DraftResult":
-        return cls([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
-
-    def with_copies(self, copies: Sequence[Sequence[int]], like: Tensor | None) -> "DraftResult":
-        """Return the drafts with each sequence's copied tokens, where it has any, whose q is one-hot.
-
-        like: [.., V], a tensor on q's device; None in greedy decoding.
-        """
-        drafts, own = [list(copied) or own for copied, own in zip(copies, self.drafts, strict=True)], self.distributions
-        if like is None:
-            return replace(self, drafts=drafts)
-        q = (like if own is None else own).new_zeros(len(drafts), max(map(len, drafts)), like.shape[-1])
-        if own is not None:
-            q[:, : own.shape[1]] = own[:, : q.shape[1]]
-        for row, copied in enumerate(copies):
-            if copied:
-                q[row] = 0
-                q[row, torch.arange(len(copied)), list(copied)] = 1
-        return replace(self, drafts=drafts, distributions=q)
 
 
 class Drafter:
@@ -95,7 +63,7 @@ class Drafter:
         self._bind_chain()
 
     @property
-    def chain(self) -> NativeDraftChain | None:
+    def chain(self) -> DraftChain | None:
         """The native draft chain for whole native rounds; None where a fault is injected between them."""
         return self._chain if self.contract == Contract() else None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from nextn.data.chat_template import apply_chat_template, tokenizer_failures
-from nextn.decoding.batch import Observer, Round, SequenceRound
+from nextn.decoding.records import Observer, Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.model.model import Model

@@ -9,13 +9,14 @@ from functools import partial
 
 import torch
 
-from nextn.decoding.batch import BatchSequence, DecodingBatch, Observer, Round
+from nextn.decoding.batch import DecodingBatch
 from nextn.decoding.drafter import Drafter
+from nextn.decoding.records import BatchSequence, Observer, Round
 from nextn.errors import ConfigError
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
-from nextn.runtime.backend import DecodingHead, DecodingTrunk
 from nextn.runtime.native.locks import LOCK
+from nextn.runtime.protocols import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
 from nextn.speculative.copy_choice import candidate_lengths

@@ -6,8 +6,8 @@ The rows come from the decoder's own events, not from a separate description of 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nextn.decoding.batch import Event, SequenceRound
 from nextn.decoding.generate import encode
+from nextn.decoding.records import Event, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.model.model import Model
 from nextn.settings import Settings

@@ -108,17 +108,18 @@ class ZeroPiece(Piece):
         count(self.info.nbytes)
 
 
-def can_adopt(source: "str | Path | Checkpoint", head: str | Path | None = None) -> bool:
-    """Return whether `adopt` would write this model with this head, or with the one inside."""
+def engines_after_adopting(source: "str | Path | Checkpoint", head: str | Path | None = None) -> tuple[str, ...]:
+    """Return the engines that run this model, with this head or the one inside, once `adopt` wrote it; none: ()."""
     try:
         checkpoint = visible(as_checkpoint(source))
         trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
         if (own := _head(head, trunk)) is None:
-            return False
-        _plan(trunk, own, _config(checkpoint))
+            return ()
+        config = _config(checkpoint)
+        _plan(trunk, own, config)
     except NextnError:
-        return False
-    return True
+        return ()
+    return ("vllm", "sglang") + (() if config["rope_parameters"]["rope_type"] == "llama3" else ("llama.cpp",))
 
 
 def adopt(

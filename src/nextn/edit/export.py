@@ -6,6 +6,7 @@ Facts about engines: vLLM 0.32.0 and llama.cpp 0c1e57098 were run with such head
 import json
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import GENERIC, misfits, open_head, quantized, trunk_family
 from nextn.checkpoint.snapshot import folder_of, on_disk
-from nextn.edit.adopt import can_adopt
+from nextn.edit.adopt import engines_after_adopting
 from nextn.edit.compatibility import absent, lone_experts
 from nextn.edit.gguf_export import refuse_modules, refuse_trunk, refuse_without_gguf, write_gguf
 from nextn.edit.gguf_layout import STEP35, layout_of
@@ -102,6 +103,8 @@ def export(
         return _for_transformers(head, base, Path(out))
     if engine == "llama.cpp":
         base = on_disk(base, cache_dir=cache_dir, offline=offline)
+        with _naming_adoption(head, base, engine):
+            refuse_trunk(base.checkpoint, head.family)
         write_gguf(base, head, Path(out), tokenizer=tokenizer)
         command = _llamacpp(str(out), num_speculative_tokens or _K, has_window=layout_of(head.family) == STEP35)
         return Export(Path(out), ENGINES[engine], command, notes=tuple(_notes(base, engine)))
@@ -129,9 +132,8 @@ def trunk_path(head: Checkpoint, trunk: str | Path | None) -> str | Path:
     if path is None and Inventory.of(head, family=trunk_family(head)).layers:
         return head.path  # the head is inside
     if path is None or (trunk is None and not Path(path).is_dir()):
-        where = (
-            "does not say which trunk it was trained on" if path is None else f"was trained on {path}, which is gone"
-        )
+        named = f"was trained on {path}, which is not there"
+        where = "does not say which trunk it was trained on" if path is None else named
         raise ConfigError(f"{head.path}: {where}; give the folder of its trunk with --model")
     return path
 
@@ -164,19 +166,28 @@ def check_export(engine: str, family: Family, trunk: Inventory, *, num_modules: 
 
 def _refuse(head: Inventory, trunk: Inventory, engine: str) -> None:
     path = head.checkpoint.path
-    try:
+    with _naming_adoption(head, trunk, engine):
         _refuse_family(head.family, trunk, engine, path)
+    listed = [f"{each} is missing" for each in absent(head)]
+    listed += [f"{each.found} {each.fix}" for each in misfits(head, trunk) if engine in each.engines]
+    if listed:
+        raise CheckpointError(f"{path}: cannot be exported for {ENGINES[engine]}:\n  " + "\n  ".join(listed))
+
+
+@contextmanager
+def _naming_adoption(head: Inventory, trunk: Inventory, engine: str) -> Iterator[None]:
+    """Add to a FamilyError that trunk and head can move to a layout that the engine runs, where they can."""
+    try:
+        yield
     except FamilyError as error:
-        if engine == "transformers" or not can_adopt(trunk.checkpoint, None if path == trunk.checkpoint.path else path):
+        path = head.checkpoint.path
+        alone = None if path == trunk.checkpoint.path else path
+        if engine not in engines_after_adopting(trunk.checkpoint, alone):
             raise
         raise FamilyError(
             f"{error}. Or keep this head: --adopt writes trunk and head in GLM-4.5's layout, which {ENGINES[engine]} "
             "runs"
         ) from error
-    listed = [f"{each} is missing" for each in absent(head)]
-    listed += [f"{each.found} {each.fix}" for each in misfits(head, trunk) if engine in each.engines]
-    if listed:
-        raise CheckpointError(f"{path}: cannot be exported for {ENGINES[engine]}:\n  " + "\n  ".join(listed))
 
 
 def _refuse_family(family: Family, trunk: Inventory, engine: str, path: str) -> None:
@@ -185,7 +196,8 @@ def _refuse_family(family: Family, trunk: Inventory, engine: str, path: str) -> 
         raise FamilyError(f"{trunk.checkpoint.path}: cannot be served: {reason}. Give it two experts in each group")
     is_added = family.name == GENERIC or family.separate
     if not is_added and not (engine == "llama.cpp" and family.name == _CONVERTED):
-        raise FamilyError(f"{path}: a head of family {family.name} is served as it is, see `nextn serve --print`")
+        command = f"nextn serve {shlex.quote(path)} --print {engine}"
+        raise FamilyError(f"{path}: a head of family {family.name} is served as it is: `{command}`")
     if engine == "transformers" and family.name != GENERIC:
         raise FamilyError(f"{path}: transformers runs heads of the trunk's own layers; train one without --layout")
     if engine == "llama.cpp" and family.layer_model:

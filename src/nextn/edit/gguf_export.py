@@ -26,8 +26,8 @@ from nextn.edit.gguf_layout import (
 from nextn.edit.gguf_tokenizer import add_tokenizer, copy_tokenizer
 from nextn.edit.llama_like import full_config
 from nextn.errors import ConfigError, FamilyError
-from nextn.extras import install_command
 from nextn.families import Family
+from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -62,6 +62,13 @@ def refuse_without_gguf() -> None:
         raise ConfigError(f"a file for llama.cpp needs the gguf package: {install_command('gguf')}")
 
 
+def refuse_file(path: Path) -> None:
+    """Raise ConfigError if the path is not that of a new .gguf file, or the gguf package is not installed."""
+    refuse_without_gguf()
+    if path.suffix != ".gguf" or path.exists():
+        raise ConfigError(f"{path}: expected a new file whose name ends in .gguf")
+
+
 def refuse_modules(path: str, count: int) -> None:
     """Raise FamilyError for a head of several modules."""
     if count != 1:
@@ -82,11 +89,9 @@ def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path
         ConfigError: The file exists or has another suffix, the tokenizer cannot be written, or gguf is not installed.
         FamilyError: No layout holds this trunk with this head.
     """
-    refuse_without_gguf()
+    refuse_file(path)
     from gguf import GGUFWriter
 
-    if path.suffix != ".gguf" or path.exists():
-        raise ConfigError(f"{path}: expected a new file whose name ends in .gguf")
     refuse_modules(head.checkpoint.path, len(head.modules))
     config, layout = refuse_trunk(trunk.checkpoint, head.family), layout_of(head.family)
     listed = parts(trunk, head, config, layout)

@@ -151,6 +151,8 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
             notes.append(f"replaces {counted(len(gone), 'tensor')} of the head that was there: {some(sorted(gone))}")
         fresh = {dst.published(name): Piece(src.checkpoint, src.stored[name]) for name in src.own}
         count = len(src.modules)
+    if engine is None and src is not None and (engine := _skipping_engine(src)) is not None:
+        notes.append(f"writes copies of the target's tensors inside the modules, as the base has: {engine} needs them")
     if engine is not None:
         copies = _copies(dst, count, engine, notes)
         gone |= {name for canonical, name in dst.copies.items() if dst.published(canonical) in copies}
@@ -205,6 +207,12 @@ def _kept(whole: Inventory, dst: Inventory) -> list[str]:
 def _part(canonical: str) -> str:
     """Return a tensor's module, `0.block.mlp.down_proj` of its `.weight`, or the name of a bare parameter."""
     return canonical.rpartition(".")[0] if canonical.count(".") > 1 else canonical
+
+
+def _skipping_engine(src: Inventory) -> str | None:
+    """Return an engine that would draft from initial values without the copies of trunk tensors that the base has."""
+    copied = {src.role(name) for name in src.copies}
+    return next((name for name, engine in src.family.runners.items() if copied & {*engine.skips}), None)
 
 
 def _copies(dst: Inventory, count: int, engine: str, notes: list[str]) -> dict[str, Piece]:

@@ -106,20 +106,23 @@ class AcceptanceChange:
 
     @property
     def most_trainable(self) -> Drop:
-        """The AL that training may raise most."""
-        return max(
-            [drop for drop in self.drops if drop.figure == "AL"] or self.drops, key=lambda drop: drop.improvement
-        )
+        """The AL that training may raise most: of a rule by which a figure fell, if any did."""
+        fell = {_rule(drop) for drop in self.fallen}
+        drops = [drop for drop in self.drops if not fell or _rule(drop) in fell]
+        return max([drop for drop in drops if drop.figure == "AL"] or drops, key=lambda drop: drop.improvement)
 
     @property
     def conclusion(self) -> str:
         """Keep or train, the improvement that can be expected, and how many texts would show a drop of the limit."""
+        names = ", ".join(drop.label for drop in self.fallen)
         if self.drops[0].temperature in self.degenerate:
+            others = "" if any(self.degenerate) else ", or --temperatures 1"
+            fell = f", though {names} fell by more than {self.limit:.1%}" if names else ""
             return (
-                "undecided: most texts are degenerate (repetitive), which any head drafts: use other prompts, or "
-                "--temperatures 1"
+                f"undecided{fell}: most texts are degenerate (repetitive), which any head drafts: use other "
+                f"prompts{others}"
             )
-        best, names = self.most_trainable, ", ".join(drop.label for drop in self.fallen)
+        best = self.most_trainable
         perfect = f"{best.label}; a perfect head: {best.ceiling / best.now - 1:.1%}"
         expected = f"expected improvement {best.improvement:.1%} ({perfect})"
         if not names:
@@ -157,6 +160,10 @@ class AcceptanceChange:
         return record | {"conclusion": self.conclusion, "figures": figures}
 
 
+def _rule(drop: Drop) -> tuple[float, str]:
+    return drop.temperature, drop.rule
+
+
 def read_record(path: Path) -> _Record:
     """Read what `nextn measure --out` wrote: the file, or a folder with measure.json. Raises ConfigError otherwise."""
     file = path / RECORD if path.is_dir() else path
@@ -164,7 +171,8 @@ def read_record(path: Path) -> _Record:
         _LIMITS.check_size(file.stat().st_size)
         record = parse_json(file.read_bytes(), _LIMITS)
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
+        compare = f"; to compare with a checkpoint: --against {path}" if (path / "config.json").exists() else ""
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}{compare}") from error
     except ValueError as error:
         raise ConfigError(f"{file}: not JSON ({error}); give what `nextn measure --out FILE` wrote") from error
     if not isinstance(record, dict) or not {"figures", "hashes", "settings"} <= record.keys():

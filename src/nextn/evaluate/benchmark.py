@@ -13,11 +13,11 @@ from functools import cached_property
 from itertools import product
 
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy, degeneracy_notes
-from nextn.decoding.batch import Round
 from nextn.decoding.generate import eos_tokens
+from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
-from nextn.evaluate.conversations import play_turns
 from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
+from nextn.evaluate.reference_texts import play_turns
 from nextn.evaluate.workload import ADAPTIVE, BenchmarkPlan, Prompt, ReferencePlan, by_domain, indices_without
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
@@ -248,7 +248,9 @@ class BenchmarkReport:
         warnings = []
         for temperature in self.plan.temperatures:
             repetitive, num_short = self.repetitive[temperature], len(self.short[temperature])
-            warnings += degeneracy_notes(temperature, len(self.prompts), degenerate=repetitive, short=num_short)
+            warnings += degeneracy_notes(
+                temperature, len(self.prompts), degenerate=repetitive, short=num_short, measured=self.plan.temperatures
+            )
         if self.torch_reason and self.plan.backend == "auto":
             warnings.append(f"decoded by the torch backend: {self.torch_reason}")
         if self.draft_vocabulary is not None:

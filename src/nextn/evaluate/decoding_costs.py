@@ -21,9 +21,9 @@ from nextn.model.packed_experts import StackedCodes, weights_with_codes
 from nextn.model.packed_linear import StoredFp8
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
-from nextn.runtime.native.draft_chain import NativeDraftChain
-from nextn.runtime.native.draft_lm_head import FORMAT, num_draft_rows
-from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS
+from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS
+from nextn.runtime.native.lm_head import FORMAT, num_draft_rows
+from nextn.runtime.protocols import DraftChain
 from nextn.settings import Sampling, available_cores
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan
 from nextn.stats.speedup import Costs, Spread
@@ -154,7 +154,7 @@ class _Passes:
         with self.trunk.pass_context():
             return self._draft_stepwise(k) if self.chain is None else self._draft_natively(self.chain, k)
 
-    def _draft_natively(self, chain: NativeDraftChain, k: int) -> list[int]:
+    def _draft_natively(self, chain: DraftChain, k: int) -> list[int]:
         plan = self.plans.setdefault(k, FixedLength(k).plan())
         tokens, limits = [[token] for token in self.tokens[:, 0].tolist()], [k] * self.batch
         drafted, _, _ = chain.run(tokens, list(self.states[:, -1:]), plan, limits=limits, uniforms=None)

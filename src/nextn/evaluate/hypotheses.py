@@ -14,7 +14,8 @@ import numpy as np
 
 from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.errors import ConfigError, EngineError
-from nextn.stats.acceptance import conditional_rates, expected_length, student_t
+from nextn.stats.acceptance import conditional_rates, expected_length
+from nextn.stats.intervals import student_t
 
 # Standard deviations of log(a / (1 - a)) between workloads: the least, and the one where the reference has no domains.
 MIN_WORKLOAD_SPREAD, UNKNOWN_WORKLOAD_SPREAD = 0.25, 0.6
@@ -104,7 +105,7 @@ class ExpectedCounts:
 
     @cached_property
     def design_effects(self) -> np.ndarray:
-        """[K]: design effects between texts, widened for few texts as in `acceptance.proportion`."""
+        """[K]: design effects between texts, widened for few texts as in `intervals.proportion`."""
         drafted, accepted = self.counts
         num_texts, total = len(drafted), drafted.sum(0)
         if num_texts < 2:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nextn import __version__
 from nextn.evaluate.reference_report import AcceptanceFigures, ReferenceReport
-from nextn.stats.acceptance import Estimate
+from nextn.stats.intervals import Estimate
 
 # Labels of acceptance rules in model cards.
 _RULE_LABELS = {

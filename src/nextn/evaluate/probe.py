@@ -30,7 +30,8 @@ from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Contract
-from nextn.stats.acceptance import Estimate, conditional_rates, paired_difference
+from nextn.stats.acceptance import conditional_rates
+from nextn.stats.intervals import Estimate, paired_difference
 
 Rule = Literal["argmax", "ratio"]  # see `teacher_forced.RULES`
 RULES: tuple[Rule, ...] = ("argmax", "ratio")

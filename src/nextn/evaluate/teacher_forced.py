@@ -14,11 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nextn.checkpoint.mapped_memory import release_pages, released_after_use
 from nextn.errors import ConfigError
-from nextn.model.head import Head, lm_head_weights
+from nextn.model.head import Head
+from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk, TrunkOutput
-from nextn.runtime.backend import DecodingTrunk
+from nextn.runtime.protocols import DecodingTrunk
 from nextn.runtime.torch_backend import TorchTrunk
 from nextn.settings import Contract, Sampling
 from nextn.speculative.sampling import to_probs

@@ -10,6 +10,8 @@ from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
+from nextn.families.config_fields import lookup, lookup_count
+from nextn.families.conventions import ENGINES, FACTS, EngineSupport, Fp8, Missing, Stage, Support
 from nextn.families.rows import (
     FAMILIES,
     GEMMA4_ASSISTANT,
@@ -20,27 +22,15 @@ from nextn.families.rows import (
     READS_FUSED,
     STEP35_DRAFT,
 )
-from nextn.families.spec import (
-    ENGINES,
-    MAX_COUNT,
-    EngineSupport,
-    ExpertForm,
-    Family,
-    Fp8,
-    Missing,
-    Stage,
-    Support,
-    lookup,
-    lookup_count,
-)
+from nextn.families.spec import MAX_COUNT, ExpertForm, Family
 from nextn.families.withheld import WITHHELD, Withheld, declared_fields, withheld
 from nextn.text_format import docs_page
 
 __all__ = [
     "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
     "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
-    "Support", "Withheld", "beside", "by_config", "by_name", "declared_fields", "find", "fitted", "generic", "lookup",
-    "lookup_count", "rows", "search", "separate_rows", "withheld",
+    "Support", "Withheld", "beside", "by_config", "by_name", "declared_fields", "deviations", "disagreements", "find",
+    "fitted", "generic", "lookup", "lookup_count", "rows", "search", "separate_rows", "withheld",
 ]  # fmt: skip
 
 # The architecture by which engines know a separate draft in MiMo's layout, stored with Qwen2's model_type.
@@ -59,6 +49,33 @@ def rows() -> tuple[Family, ...]:
 def separate_rows() -> tuple[Family, ...]:
     """Return the rows of published heads in repositories of their own, which `rows` does not have."""
     return (GEMMA4_ASSISTANT,)
+
+
+def deviations(row: Family, engine: str) -> dict[str, object]:
+    """Return the facts in which an engine is documented to deviate from a row, with the engine's values."""
+    facts = {fact: getattr(row.engines[engine], fact) for fact in FACTS}
+    return {fact: value for fact, value in facts.items() if value not in (None, getattr(row, fact))}
+
+
+def disagreements(row: Family) -> tuple[str, ...]:
+    """Return where engines that run the head differ from its row or from each other, and further remarks."""
+    return (*(line for fact in FACTS for line in _differing(row, fact)), *_replaced(row), *row.remarks)
+
+
+def _differing(row: Family, fact: str) -> Iterator[str]:
+    own_value = getattr(row, fact)
+    engines: dict[str, list[str]] = {}
+    for name, engine in row.runners.items():
+        engines.setdefault(getattr(engine, fact) or own_value, []).append(name)
+    if set(engines) - {own_value}:
+        yield f"{fact}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in engines.items())
+
+
+def _replaced(row: Family) -> Iterator[str]:
+    for role in row.own:
+        names = [name for name, engine in row.runners.items() if role in engine.trunk_roles]
+        if names:
+            yield f"{role}: stored for each module, but {', '.join(names)} uses the trunk's"
 
 
 def search(words: str) -> tuple[tuple[Family, ...], tuple[Withheld, ...]]:

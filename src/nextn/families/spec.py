@@ -1,72 +1,24 @@
 """`Family`: the conventions by which published models store and compute their MTP head. Imports no torch.
 
-Where an engine deviates from a family's row, its entry says so, and `disagreements` lists all deviations. Tensor names
+Where an engine deviates from a family's row, its entry says so, see `families.disagreements`. Tensor names
 are one table, read in both directions by `Family.published` and `Family.canonical`. The rows are in `rows`.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
-
-# Hidden state after or before the final norm, or a hyper-connection model's residual streams, not yet collapsed.
-Stage = Literal["post", "pre", "streams"]
-# A module's token input: the same as of the trunk's layers, or the embedding before the norm that some trunks apply.
-Embedded = Literal["normed", "raw"]
-# Where a query is that reads the trunk's keys: at its pair's token or hidden state.
-TrunkKV = Literal["", "token", "hidden"]
-# One module at every depth; distinct modules, each given the last one's hidden state, or all given the trunk's.
-Order = Literal["recursive", "chained", "unchained"]
-# Runs the head; reads it and has no graph for it; skips it on load; drops it at conversion; refuses to load; does not
-# know the family.
-Support = Literal["runs", "loads", "ignores", "drops", "refuses", "absent"]
-# A missing tensor of the head is an error; is one in an unquantized checkpoint; the same, and a completely missing
-# module always is; keeps its initial value without an error; is not known to do either.
-Missing = Literal["raises", "unquantized", "module", "silent", "unknown"]
+from nextn.families.config_fields import field_at, lookup, with_field
+from nextn.families.conventions import Embedded, EngineSupport, Fp8, Order, Stage, TrunkKV
 
 # How a file stores a layer's experts: a tensor for each expert, as transformers' modules, or a tensor for each matrix.
 ExpertForm = Literal["split", "fused", "stacked"]
 
-ENGINES = ("vllm", "sglang", "llamacpp", "transformers")
 MAX_COUNT = 1000  # modules; published heads have at most eight
-_FACTS = ("embedded", "hidden", "next_hidden", "position0", "order", "trunk_kv")
-
-
-@dataclass(frozen=True)
-class EngineSupport:
-    """What one engine does with a family's head; None for a convention means that it follows the family's row."""
-
-    support: Support
-    source: str  # where in the engine's code this was read
-    embedded: Embedded | None = None
-    hidden: Stage | None = None
-    next_hidden: Stage | None = None
-    position0: Literal["keep", "zero"] | None = None
-    order: Order | None = None
-    trunk_kv: TrunkKV | None = None
-    trunk_roles: tuple[str, ...] = ("embedding", "output")  # takes the trunk's tensor, whatever the file holds
-    missing: Missing = "unknown"
-    unset: tuple[str, ...] = ()  # keep initial values in a file without copies (vLLM: with pipeline parallelism)
-    # Its head loader skips the trunk's tensor, so versions that do not pass on the trunk's leave these roles unset.
-    skips: tuple[str, ...] = ()
-    unquantized: tuple[str, ...] = ()  # roles that it builds unquantized, whatever the config says
-    layers: tuple[int, ...] = ()  # the only layer indices that it supports for the head
-    modules: int | None = None  # how many it uses at most; None = all
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Fp8:
-    """How a family publishes fp8: `<name>.weight` is multiplied by its scales in `<name>.<scale>`, one per block."""
-
-    scale: str = "weight_scale_inv"
-    block: tuple[int, int] = (128, 128)
-    # Roles that stay in the model's own dtype, as norms, routers and biases inside the block always do.
-    unquantized: tuple[str, ...] = ("token_norm", "hidden_norm", "projection", "final_norm", "embedding", "output")
 
 
 @dataclass(frozen=True)
@@ -163,16 +115,6 @@ class Family:
         """Return the roles of a complete module, without copies; what all modules share counts as the first's."""
         return frozenset(r for r, path in self.names.items() if r not in self.copies and (module == 0 or "{" in path))
 
-    @property
-    def disagreements(self) -> tuple[str, ...]:
-        """Where engines that run the head differ from this row or from each other, and further remarks."""
-        return (*(line for fact in _FACTS for line in self._differing(fact)), *self._replaced(), *self.remarks)
-
-    def conventions(self, engine: str) -> dict[str, object]:
-        """Return the facts in which the engine is documented to deviate from this row, with the engine's values."""
-        facts = {fact: getattr(self.engines[engine], fact) for fact in _FACTS}
-        return {fact: value for fact, value in facts.items() if value not in (None, getattr(self, fact))}
-
     def published(self, name: str, num_layers: int, *, wrapper: str = "") -> str:
         """Return the tensor name in the checkpoint.
 
@@ -259,10 +201,10 @@ class Family:
         out = dict(config)
         for path in self.counted_in(config) or self.count_fields[:1]:
             inner = out.get("text_config")
-            if isinstance(inner, Mapping) and "." not in path and _at(out, path) is None:
-                out["text_config"] = _with(inner, path, count)
+            if isinstance(inner, Mapping) and "." not in path and field_at(out, path) is None:
+                out["text_config"] = with_field(inner, path, count)
             else:
-                out = _with(out, path, count)
+                out = with_field(out, path, count)
         return out
 
     @cached_property
@@ -276,46 +218,6 @@ class Family:
     @cached_property
     def _inverse_renames(self) -> Mapping[str, str]:
         return {stored: run for run, stored in self.block_renames.items()}
-
-    def _differing(self, fact: str) -> Iterator[str]:
-        own_value = getattr(self, fact)
-        engines: dict[str, list[str]] = {}
-        for name, engine in self.runners.items():
-            engines.setdefault(getattr(engine, fact) or own_value, []).append(name)
-        if set(engines) - {own_value}:
-            yield f"{fact}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in engines.items())
-
-    def _replaced(self) -> Iterator[str]:
-        for role in self.own:
-            names = [name for name, engine in self.runners.items() if role in engine.trunk_roles]
-            if names:
-                yield f"{role}: stored for each module, but {', '.join(names)} uses the trunk's"
-
-
-def _at(config: Mapping[str, object], path: str) -> object:
-    value: object = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def lookup(config: Mapping[str, object], path: str) -> object:
-    """Return the value at a dotted path of a config.json, at its top or in `text_config`; None where absent."""
-    inner = config.get("text_config")
-    value = _at(config, path)
-    return _at(inner, path) if value is None and isinstance(inner, Mapping) else value
-
-
-def lookup_count(config: Mapping[str, object], path: str) -> int | None:
-    """Return the same if it is an integer above 0; None for anything else."""
-    value = lookup(config, path)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _with(config: Mapping[str, object], path: str, value: object) -> dict[str, object]:
-    key, _, rest = path.partition(".")
-    inner = config.get(key)
-    return {**config, key: _with(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
 
 
 def _renamed(path: str, table: Mapping[str, str]) -> str:

@@ -4,11 +4,8 @@ Knows no model, data set or optimizer: it takes one hidden tensor per depth (0 i
 Position i of depth k has seen the tokens up to t_{i+k} and predicts t_{i+k+1}.
 """
 
-import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -22,11 +19,17 @@ IGNORE = -100
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """The labels of a batch, each tensor [B, T]."""
+    """The labels of a batch, each tensor [B, T].
+
+    Args:
+        tokens: Token ids.
+        documents: Document ids; None: a row is one document.
+        mask: bool, True where a token counts as a label; None: everywhere.
+    """
 
     tokens: Tensor
-    documents: Tensor | None = None  # document ids
-    mask: Tensor | None = None  # bool, True where a token counts as a label
+    documents: Tensor | None = None
+    mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("documents", self.documents), ("mask", self.mask)):
@@ -74,49 +77,6 @@ def depth_weights(depths: int, *, beta: float | None = None) -> tuple[float, ...
         raise ConfigError(f"beta {beta} is outside (0, 1]. FastMTP uses 0.6.")
     powers = [beta**k for k in range(depths)]
     return tuple(power * depths / sum(powers) for power in powers)
-
-
-@dataclass(frozen=True)
-class LambdaSchedule:
-    """Lambda as a step function of the tokens trained on: values[j] holds from starts[j] on."""
-
-    starts: tuple[int, ...]
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not all(math.isfinite(value) and value >= 0 for value in self.values):
-            raise ConfigError(f"lambda values {self.values} must be finite and >= 0.")
-        is_rising = all(before < after for before, after in pairwise(self.starts))
-        if len(self.starts) != len(self.values) or self.starts[:1] != (0,) or not is_rising:
-            raise ConfigError(f"lambda starts {self.starts} must be one per value, begin at 0 and rise.")
-
-    @classmethod
-    def parse(cls, text: str, *, total: int | None = None) -> "LambdaSchedule":
-        """Read "0.3", "0.3,0.1@10e12" (from that many tokens on) or "0.3,0.1@67%" (of the run's `total` tokens)."""
-        try:
-            steps = [_parse_step(piece, total) for piece in text.split(",")]
-        except (ValueError, OverflowError):
-            raise ConfigError(
-                f"lambda {text!r} cannot be read. Write 0.3, or steps VALUE@TOKENS as in 0.3,0.1@10e12 or 0.3,0.1@67%."
-            ) from None
-        return cls(starts=tuple(start for start, _ in steps), values=tuple(value for _, value in steps))
-
-    def at(self, tokens: int) -> float:
-        """Lambda of a step that begins after `tokens` tokens."""
-        return self.values[bisect_right(self.starts, tokens) - 1]
-
-
-def _parse_step(piece: str, total: int | None) -> tuple[int, float]:
-    value, has_start, start = piece.partition("@")
-    if not has_start:
-        return 0, float(value)
-    if not start.strip().endswith("%"):
-        return int(float(start)), float(value)
-    if total is None:
-        raise ConfigError(
-            f"lambda step {piece!r} is a share of a run of unknown length. Give the total or a token count."
-        )
-    return round(float(start.strip()[:-1]) / 100 * total), float(value)
 
 
 @dataclass(frozen=True, eq=False)

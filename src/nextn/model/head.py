@@ -4,154 +4,25 @@ At position i, an MTP layer takes the embedding of token t_{i+1} and the hidden 
 takes token t_{i+k} and the hidden state of depth k-1 at position i.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache, PerSequenceCache
+from nextn.cache.kv_cache import KVCache
+from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.cache.rollout_cache import RolloutCache, chain_mask
 from nextn.errors import ConfigError
-from nextn.families import MIMO_ARCHITECTURE, Family, by_name
-from nextn.model.family_layers import broadcast_to_streams, collapse_streams
-from nextn.model.head_config import layer_sizes
+from nextn.families import Family
 from nextn.model.layer_types import LayerType, new_cache
 from nextn.model.logits import float_linear, logits_of
+from nextn.model.mtp_layer import HeadStep, MTPLayer
 from nextn.model.trunk import Trunk, packed
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 
 # Positions that a head's cache can drop, where that takes memory: more than any round drafts.
 _MAX_ROLLBACK = 128
-_BIAS_COLUMNS = 8
-# The projections that combine embedding and hidden state, and how many of the two each takes.
-_PROJECTIONS = {"projection": 2, "token_projection": 1, "hidden_projection": 1}
-
-
-@dataclass(frozen=True)
-class HeadStep:
-    """The hidden states of one depth."""
-
-    final_hidden: Tensor  # [B, T, H], the input of the lm_head
-    next_hidden: Tensor  # [B, T, *hidden_shape], the hidden input of the next depth
-
-
-class MTPLayer(nn.Module):
-    """One MTP layer (DeepSeek-V3, arXiv 2412.19437, eq. 21-23), with the family's conventions."""
-
-    projection: nn.Module
-    token_projection: nn.Module
-    hidden_projection: nn.Module
-
-    def __init__(self, family: Family, trunk: Trunk, index: int, count: int, *, source: Trunk) -> None:
-        """Create the layer with new weights.
-
-        Args:
-            family: The conventions.
-            trunk: The trunk that it drafts for.
-            index: Index of this layer in the head.
-            count: Number of the head's MTP layers.
-            source: The trunk whose layers and norms it has, usually `trunk` itself.
-        """
-        super().__init__()
-        size = trunk.config.hidden_size
-        bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))
-        self.family, self.scale = family, trunk.scale
-        self.token_norm, self.hidden_norm = source.norm(), source.norm(trunk.hidden_shape[-1])
-        projections = [role for role in _PROJECTIONS if role in family.names]
-        for role in projections:
-            setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
-        # The transformer block, TRM in the paper: a decoder layer of the trunk's class, or a list of several.
-        self.block: nn.Module = source.block(index, count, family.block, parts=family.parts)
-        self.layer_types = source.block_layer_types(index, count, family.block)
-        has_norm = "final_norm" in family.names and trunk.config_flag(family.optional.get("final_norm"))
-        self.final_norm = source.norm() if has_norm else nn.Identity()
-        if "embedding" in family.own:
-            self.embedding = nn.Embedding(trunk.vocab_size, size, dtype=trunk.dtype)
-        if "output" in family.own:
-            self.output = nn.Linear(size, trunk.vocab_size, bias=False, dtype=trunk.dtype)
-        for name in (*projections, *family.own):
-            trunk.initialize(getattr(self, name))
-        if "collapse" in family.names:
-            self.collapse = trunk.collapse()
-        if "collapse_fn" in family.names:
-            config = trunk.config
-            self.eps = {"eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
-            self.collapse_fn = nn.Parameter(torch.empty(config.hc_mult, config.hc_mult * size))
-            nn.init.normal_(self.collapse_fn, std=config.initializer_range)
-            self.collapse_base = nn.Parameter(torch.zeros(config.hc_mult))
-            self.collapse_scale = nn.Parameter(torch.ones(1))
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The decoder layers of the block, in order, of the types in `layer_types`."""
-        return [*self.block] if isinstance(self.block, nn.ModuleList) else [self.block]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its matrices."""
-        return cast(nn.Linear, getattr(self, "projection", None) or self.token_projection).weight.dtype
-
-    @property
-    def layer_type(self) -> LayerType:
-        """The type of the block's attention layer."""
-        return next(layer_type for layer_type in self.layer_types if layer_type.name != "dummy")
-
-    def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        *,
-        positions: Tensor,
-        rotary: object,
-        mask: Tensor | None = None,
-        cache: KVCache | RolloutCache | None = None,
-    ) -> HeadStep:
-        """Run the layer over embeddings and hidden states [B, T, H] at positions [B, T]."""
-        if self.family.position0 == "zero":
-            embedded = embedded.masked_fill((positions == 0)[..., None], 0)
-        states = self._project_inputs(embedded, hidden)
-        return self._finish(self._run_layers(states, positions=positions, rotary=rotary, mask=mask, cache=cache))
-
-    def _project_inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Apply norms and projection; return the block's input."""
-        embedded, hidden = self.token_norm(embedded), self.hidden_norm(hidden)
-        if "projection" not in self.family.names:
-            is_flat, size = hidden.shape[-1] != embedded.shape[-1], embedded.shape[-1]
-            states = self.hidden_projection(hidden.unflatten(-1, (-1, size)) if is_flat else hidden)
-            states = states + broadcast_to_streams(self.token_projection(embedded), states)
-            return states.flatten(-2) if is_flat else states
-        parts = [hidden, embedded] if self.family.concat == "hidden_first" else [embedded, hidden]
-        return self.projection(torch.cat(parts, dim=-1))
-
-    def _run_layers(
-        self,
-        states: Tensor,
-        *,
-        positions: Tensor,
-        rotary: object,
-        mask: Tensor | None,
-        cache: KVCache | RolloutCache | None,
-    ) -> Tensor:
-        for layer in self.layers:
-            out = layer(
-                states,
-                position_embeddings=rotary,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=cache is not None,
-                **{CACHE_ARGUMENT: cache},
-            )
-            states = out[0] if isinstance(out, tuple) else out
-        return states
-
-    def _finish(self, raw: Tensor) -> HeadStep:
-        hidden = self.collapse(raw) if "collapse" in self.family.names else raw
-        if "collapse_fn" in self.family.names:
-            hidden = collapse_streams(raw, self.collapse_fn, self.collapse_base, self.collapse_scale, **self.eps)
-        final_hidden = self.final_norm(hidden)
-        return HeadStep(final_hidden * self.scale, final_hidden if self.family.next_hidden == "post" else raw)
 
 
 class Head(nn.Module):
@@ -402,66 +273,3 @@ def check_depths(depths: int, length: int) -> None:
     """Raise ConfigError if texts of `length` tokens are too short for this number of depths."""
     if not 1 <= depths < length:
         raise ConfigError(f"depths = {depths}; expected 1 <= depths < {length}, the number of tokens")
-
-
-def draft_config(head: Head) -> dict[str, object]:
-    """Return the config.json of a head in a checkpoint of its own, by which engines know it as a separate draft."""
-    config, trunk = head.trunk.model.config, head.trunk
-    return {
-        "architectures": [MIMO_ARCHITECTURE],
-        "model_type": head.family.layer_model,
-        **layer_sizes(config),
-        head.family.count_fields[0]: head.num_modules,
-        "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "dtype": str(trunk.dtype).removeprefix("torch."),
-    }
-
-
-def lm_head_weights(trunk: Trunk, head: Head | None, depths: int) -> list[Tensor]:
-    """Return the lm_head weights [V, H] of the trunk and of depths 1, 2, ..., for losses on `lm_head_inputs`.
-
-    A trunk whose lm_head has a bias, such as Phi-2, has [V, H + 8]: the bias is the first of eight further columns, so
-    that losses and their gradients need no case of their own. The others are zeros, because products with an odd
-    number of columns are slow.
-    """
-    shared, bias = trunk.lm_head, trunk.lm_head_bias  # read once: losses group depths whose weight is the same tensor
-    if bias is not None:
-        shared = torch.cat([shared, nn.functional.pad(bias[:, None].to(shared.dtype), (0, _BIAS_COLUMNS - 1))], dim=1)
-    if head is None or "output" not in head.family.own:
-        return [shared] * (1 + (depths if head is not None else 0))
-    return [shared, *(head.output(head.layer_index(depth)).weight for depth in range(1, depths + 1))]
-
-
-def lm_head_inputs(trunk: Trunk, head: Head | None, states: Sequence[Tensor]) -> list[Tensor]:
-    """Return the final_hidden [..., H] of the trunk and of each depth as the inputs of `lm_head_weights`."""
-    if trunk.lm_head_bias is None:
-        return list(states)
-    shares = 1 if head is not None and "output" in head.family.own else len(states)
-    extended = [
-        torch.cat([state, nn.functional.pad(torch.ones_like(state[..., :1]), (0, _BIAS_COLUMNS - 1))], dim=-1)
-        for state in states[:shares]
-    ]
-    return [*extended, *states[shares:]]
-
-
-class StandaloneHead(Head):
-    """A head with its own embedding and tied lm_head: MTP for any model that exposes its hidden states."""
-
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, num_modules: int = 1, num_heads: int = 4, max_length: int = 4096
-    ) -> None:
-        config = {
-            "model_type": "qwen3",
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "intermediate_size": 4 * hidden_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": num_heads,
-            "head_dim": hidden_size // num_heads,
-            "max_position_embeddings": max_length,
-            "tie_word_embeddings": True,
-        }
-        family = replace(by_name("deepseek_v3"), block={"layer_types": ["full_attention"]})
-        super().__init__(family, Trunk.from_config(config), num_modules=num_modules)
-        self.embedding = self.trunk.embedding

@@ -35,14 +35,23 @@ _SAMPLE_TEXT = "A text, 1 \u00e9"
 
 @dataclass
 class Model:
-    """A trunk with its head and tokenizer."""
+    """A trunk with its head and tokenizer.
+
+    Attributes:
+        trunk: The target model.
+        head: The MTP layers; None if it was loaded without.
+        family: The published convention that the head follows.
+        tokenizer: None if the checkpoint has none.
+        notes: Remarks of loading, such as a stored copy that differs from the trunk's tensor.
+        trained_length: Tokens of the sequences that the head was trained on; None if unknown.
+    """
 
     trunk: Trunk
     head: Head | None
     family: Family
     tokenizer: PreTrainedTokenizerBase | None = None
-    notes: tuple[str, ...] = ()  # remarks of loading, such as a stored copy that differs from the trunk's tensor
-    trained_length: int | None = None  # tokens of the sequences that the head was trained on; None if unknown
+    notes: tuple[str, ...] = ()
+    trained_length: int | None = None
     # What computes parameters that are on the meta device, for processes that each keep a part of every parameter.
     deferred: DeferredInit | None = field(default=None, repr=False, compare=False)
     # Backends by name, filled and renewed by `runtime.backend.backend_for`.

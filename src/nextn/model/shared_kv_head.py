@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
+from nextn.cache.family_caches import TrunkKV
 from nextn.cache.kv_cache import KVCache, causal
 from nextn.cache.rollout_cache import RolloutCache
-from nextn.cache.shared_kv import TrunkKV
 from nextn.errors import FamilyError
 from nextn.families import Family
-from nextn.model.head import Head, HeadStep, MTPLayer, check_depths
+from nextn.model.head import Head, check_depths
 from nextn.model.layer_types import LayerType
 from nextn.model.logits import logits_of
+from nextn.model.mtp_layer import HeadStep, MTPLayer
 from nextn.model.transformers_loading import model_of_config
 from nextn.model.trunk import Trunk
 

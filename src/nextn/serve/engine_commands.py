@@ -14,7 +14,7 @@ from nextn.audit import Finding, audit
 from nextn.audit.engines import IDS as ENGINE_RULES
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.edit.adopt import can_adopt
+from nextn.edit.adopt import engines_after_adopting
 from nextn.errors import CheckpointError, ConfigError
 from nextn.families import EngineSupport
 from nextn.text_format import joined
@@ -76,11 +76,13 @@ def engine_commands(
     try:
         support = _support(inventory, engine)
     except ConfigError as error:
-        if not can_adopt(checkpoint):
+        engines = engines_after_adopting(checkpoint)
+        if engine not in engines:
             raise
+        verb = f"{joined(NAMES[each] for each in engines)} run this model with this head"
         raise ConfigError(
-            f"{error}. In GLM-4.5's layout vLLM, SGLang and llama.cpp run this model with this head: "
-            f"`nextn adopt {shlex.quote(checkpoint.path)} OUT --as glm4_moe`, then `nextn serve OUT --print {engine}`"
+            f"{error}. In GLM-4.5's layout {verb}: `nextn adopt {shlex.quote(checkpoint.path)} OUT --as glm4_moe`, "
+            f"then `nextn serve OUT --print {engine}`"
         ) from error
     _check_head(inventory)
     modules = len(inventory.modules)

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nextn.decoding.batch import SequenceRound
+from nextn.decoding.records import SequenceRound
 from nextn.serve.request import EngineStats, GenerationChunk
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nextn.decoding.batch import SequenceRound
+from nextn.decoding.records import SequenceRound
 from nextn.errors import NextnError
 from nextn.settings import Sampling
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from nextn import __version__
-from nextn.decoding.batch import SequenceRound
+from nextn.decoding.records import SequenceRound
 from nextn.serve.api_errors import ApiError
 from nextn.serve.message_parser import MessageDelta, MessageParser, parse_message
 from nextn.serve.metrics import request_metrics
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
 from nextn.serve.schemas import ChatRequest, CompletionRequest
-from nextn.serve.token_texts import TokenTexts
+from nextn.serve.token_sampler import TokenTexts
 
 Json = dict[str, object]
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}

@@ -9,12 +9,12 @@ from functools import partial
 
 from torch import Tensor
 
-from nextn.decoding.batch import BatchSequence, DecodingBatch, SequenceRound
-from nextn.decoding.drafter import Drafter, DraftResult
+from nextn.decoding.batch import DecodingBatch
+from nextn.decoding.drafter import Drafter
 from nextn.decoding.generate import TextStream
+from nextn.decoding.records import BatchSequence, DraftResult, SequenceRound
 from nextn.model.trunk import TrunkOutput
-from nextn.runtime.backend import DecodingHead, DecodingTrunk
-from nextn.runtime.native.rounds import NativeRounds
+from nextn.runtime.protocols import DecodingHead, DecodingTrunk, WholeRounds
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob, failure_message
 from nextn.serve.token_sampler import TokenSampler, choose_tokens, verify_drafts
 from nextn.settings import Settings
@@ -218,7 +218,7 @@ class ServedBatch(DecodingBatch):
                     sequence.sampler.logprob(at, token) for at, token in zip(logits[row], following, strict=False)
                 ]
 
-    def _native_rounds(self, is_drafting: bool) -> NativeRounds | None:
+    def _native_rounds(self, is_drafting: bool) -> WholeRounds | None:
         return super()._native_rounds(is_drafting) if self.is_argmax else None
 
 

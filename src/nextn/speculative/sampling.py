@@ -1,27 +1,19 @@
-"""Logits to probabilities, sampling from them, and the acceptance rules of speculative sampling.
+"""Logits to probabilities, and sampling from them.
 
 Pure functions over batches; every random number is passed in as a uniform in [0, 1). p is the trunk's distribution, q
 the head's, as in the papers. Knows no model, cache or tokenizer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nextn.settings import Sampling
-from nextn.speculative.copy_choice import NO_COPIES, CopyChoice
-
-_RACERS = 512  # tokens that race one by one
-_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_REST, _WITHIN_REST = np.uint64(2**63), np.uint64(2**63 + 1)  # no token ids
 
 
 class Prediction:
@@ -55,14 +47,6 @@ class HeadOutput(Prediction):
     @cached_property
     def confidence(self) -> Any:
         return self._confidence.tolist()
-
-
-@dataclass(frozen=True, eq=False)
-class Verification:
-    """The result of verifying the drafts of each sequence."""
-
-    num_accepted: Tensor  # [B] int64
-    next_probs: Tensor  # [B, V], the distribution of the token after the accepted drafts
 
 
 def to_probs(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
@@ -150,126 +134,6 @@ def sample(
     return torch.zeros_like(q).scatter(1, best[:, None], 1.0), best
 
 
-def accept(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verification:
-    """Speculative sampling, Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1: emitted tokens are distributed as p.
-
-    Args:
-        p: [B, K+1, V], the trunk's probabilities.
-        q: [B, K, V], the head's; draft k was sampled from q[:, k]. K may be 0.
-        drafts: [B, K] int64.
-        u: [B, K] in [0, 1).
-        limit: [B], how many drafts of each sequence count; it must not depend on the value of a draft that it leaves
-            out. If all that count are accepted, next_probs is p[row, limit].
-    """
-    index = drafts[..., None]
-    is_accepted = u * q.gather(-1, index)[..., 0] < p[:, :-1].gather(-1, index)[..., 0]
-    num_accepted = _leading(is_accepted, limit)
-    return Verification(num_accepted, _next_probs(p, q, num_accepted, limit=limit))
-
-
-def accept_block(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verification:
-    """Block verification, Sun et al. 2024 (arXiv 2403.10444), algorithm 2: `accept` that verifies drafts jointly.
-
-    Emitted tokens are distributed as p, and on average no fewer drafts are accepted than by `accept`: a draft with
-    p > q compensates for an earlier one with p < q. Arguments as for `accept`. A draft that would be rejected alone can
-    be accepted together with later ones, so acceptance rates per position are those of this rule.
-    """
-    num_draft_tokens = drafts.shape[1]
-    if not num_draft_tokens:
-        return accept(p, q, drafts, u=u, limit=limit)
-    weight = _prefix_weights(p, q, drafts)
-    depth = torch.arange(1, num_draft_tokens + 1, device=drafts.device)
-    last = torch.full_like(drafts[:, 0], num_draft_tokens) if limit is None else limit
-    # The residual mass of p for another token after drafts 1..i; none is needed after the last draft.
-    residual = (weight[:, 1:-1, None] * p[:, 1:-1] - q[:, 1:]).clamp_min(0).sum(-1)
-    numerator = torch.where(depth == last[:, None], weight[:, 1:], F.pad(residual, (0, 1)))
-    denominator = torch.where(depth == last[:, None], 1.0, F.pad(residual, (0, 1)) + 1 - weight[:, 1:])
-    # The longest accepted prefix counts, whatever the shorter ones do. At weight 1 the rule is 0 / 0 where p = q.
-    is_accepted = (depth <= last[:, None]) & ((u * denominator < numerator) | (weight[:, 1:] == 1))
-    num_accepted = (is_accepted * depth).amax(-1)
-    return Verification(num_accepted, _next_probs(p, q, num_accepted, limit=limit, scale=weight))
-
-
-def _prefix_weights(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
-    """[B, K+1]: 1, then min(1, previous weight * p / q) at each draft: the probability that this prefix is accepted."""
-    index = drafts[..., None]
-    p_draft, q_draft = p[:, :-1].gather(-1, index)[..., 0], q.gather(-1, index)[..., 0]
-    weights = [torch.ones_like(p_draft[:, 0])]
-    for depth in range(drafts.shape[1]):
-        weights.append((weights[-1] * p_draft[:, depth] / q_draft[:, depth]).clamp_max(1))
-    return torch.stack(weights, 1)
-
-
-def _next_probs(
-    p: Tensor, q: Tensor, num_accepted: Tensor, *, limit: Tensor | None, scale: Tensor | None = None
-) -> Tensor:
-    """The distribution [B, V] of the next token: the residual max(scale * p - q, 0), or p after the last draft."""
-    row, num_draft_tokens = torch.arange(len(num_accepted), device=num_accepted.device), q.shape[1]
-    p_next = p[row, num_accepted]
-    if not num_draft_tokens:
-        return p_next
-    is_rejected = num_accepted < (num_draft_tokens if limit is None else limit)
-    scaled = p_next if scale is None else scale[row, num_accepted][:, None] * p_next
-    residual = (scaled - q[row, num_accepted.clamp_max(num_draft_tokens - 1)]).clamp_min(0)
-    total = residual.sum(-1, keepdim=True)
-    # total is 0 where p and q differ by rounding only
-    return torch.where(is_rejected[:, None] & (total > 0), residual / total, p_next)
-
-
-class Verifier:
-    """Verifies the drafts of a round by the trunk's logits."""
-
-    def __init__(self, sampling: Sampling, *, block_verification: bool) -> None:
-        """block_verification: verify a sequence's drafts jointly, see `accept_block`."""
-        self.sampling, self.block_verification = sampling, block_verification
-
-    def __call__(
-        self,
-        logits: Tensor,
-        q: Tensor | None,
-        drafts: Sequence[Sequence[int]],
-        u: Sequence[Sequence[float]],
-        *,
-        seen: Tensor | None = None,
-    ) -> list[tuple[int, int]]:
-        """Verify drafts of different lengths; return (number of accepted drafts, next token) per sequence.
-
-        Args:
-            logits: [B, K+1, V], the trunk's.
-            q: [B, K, V]; None if no sequence has drafts.
-            drafts: Up to K per sequence.
-            u: Uniforms per sequence, one more than drafts.
-            seen: [B, V] bool, the tokens that a repetition penalty applies to.
-        """
-        tokens, limits = ragged(drafts, torch.int64, logits.device), list(map(len, drafts))
-        uniforms, limit = ragged(u, torch.float32, logits.device), torch.tensor(limits, device=logits.device)
-        result = self.decide(logits, logits[:, :0] if q is None else q, tokens, uniforms, limit, seen=seen)
-        return [(num_accepted, next_token) for num_accepted, next_token in result.tolist()]
-
-    def decide(
-        self, logits: Tensor, q: Tensor, drafts: Tensor, u: Tensor, limit: Tensor, *, seen: Tensor | None = None
-    ) -> Tensor:
-        """Do the same over tensors: drafts [B, K], u [B, K+1], limit [B] -> [B, 2] int64: num_accepted, next token."""
-        p = to_probs(logits, self.sampling, None if seen is None else seen_prefixes(seen, drafts))
-        rule = accept_block if self.block_verification else accept
-        verification = rule(p, q, drafts, u=u[:, : drafts.shape[1]], limit=limit)
-        return torch.stack(
-            [verification.num_accepted, sample_at(verification.next_probs, u.gather(1, limit[:, None])[:, 0])], dim=1
-        )
-
-
-@dataclass(frozen=True)
-class VerifiedRound:
-    """A drafted and verified round of a batch. Times are wall seconds, for all sequences together."""
-
-    drafts: list[list[int]]
-    confidences: list[list[float]]  # for `DraftLength.learn`
-    verification: Sequence[tuple[int, int]]  # (num_accepted, next token) per sequence
-    draft_s: float
-    verify_s: float
-    choice: CopyChoice = NO_COPIES
-
-
 def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Stack rows of different lengths as [B, longest], left-aligned and padded with 0; on the host by default."""
     width = max(map(len, rows))
@@ -300,83 +164,3 @@ class Uniforms:
         while len(self._ready) < count:
             self._ready += torch.rand(self._BATCH, generator=self._generator).tolist()
         return self._ready[:count]
-
-
-def accept_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
-    """Verify one sequence at temperature 0 by the trunk's argmax best [K+1]; return (num_accepted, next token)."""
-    num_accepted = 0
-    while num_accepted < len(drafts) and best[num_accepted] == drafts[num_accepted]:
-        num_accepted += 1
-    return num_accepted, best[num_accepted]
-
-
-def _leading(is_accepted: Tensor, limit: Tensor | None) -> Tensor:
-    """Count the accepted drafts before the first rejected one: bool [B, K] -> int64 [B]."""
-    if limit is not None:
-        is_accepted = is_accepted & (torch.arange(is_accepted.shape[1], device=is_accepted.device) < limit[:, None])
-    return is_accepted.long().cumprod(-1).sum(-1)
-
-
-def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """The acceptance probability [...] of a draft from q [..., V] under p [..., V]: sum min(p, q) = 1 - TV(p, q)."""
-    return torch.minimum(p, q).sum(-1)
-
-
-def sample_coupled(probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """Sample one token per row; a row's token depends on nothing but the row, its seed and its position.
-
-    Trunk and head sample with the same random numbers, and a draft is accepted if it is the trunk's own sample. The
-    text then depends on the seed alone: not on the drafts, their number, or what else is in the batch, and drafting
-    changes nothing but speed. Daliri et al. 2024 (arXiv 2408.07978), section 4: each token has an exponential race
-    time E_i / p_i, and the smallest wins. Trunk and head agree with probability of at least (1 - TV) / (1 + TV), where
-    `accept` reaches 1 - TV.
-
-    Only the most likely tokens race one by one. All others together are one more competitor, as the minimum of
-    exponential times with rates p_i is exponential with rate sum p_i; if they win, one of them is sampled in proportion
-    to p_i.
-
-    Args:
-        probs: [N, V] float32, on any device.
-        seeds: Of the sequence that each row belongs to.
-        positions: Of each row, the index of its token within the generated text.
-    """
-    keys = _keys(seeds, positions)
-    weights, tokens = probs.topk(min(_RACERS, probs.shape[-1]))
-    racers = tokens.cpu().numpy()
-    with np.errstate(divide="ignore"):
-        # Infinite at rate 0.
-        times = -np.log(_uniforms(keys, racers.astype(np.uint64))) / weights.cpu().double().numpy()
-    best = times.argmin(-1)
-    rows = np.arange(len(best))
-    winners: list[int] = racers[rows, best].tolist()
-    if racers.shape[-1] < probs.shape[-1]:
-        rest = probs.scatter(-1, tokens, 0.0)
-        # Summed where float64 exists: not on Apple's GPUs.
-        summed = rest if rest.device.type in ("cpu", "cuda") else rest.cpu()
-        rates = summed.sum(-1, dtype=torch.float64).cpu().numpy()
-        u_times, u_tokens = _uniforms(keys, np.array([[_REST, _WITHIN_REST]])).T
-        with np.errstate(divide="ignore"):
-            is_beaten = -np.log(u_times) / rates < times[rows, best]
-        for row in np.flatnonzero(is_beaten):
-            u = torch.tensor(min(float(u_tokens[row]), 1 - 2**-24), dtype=torch.float32, device=probs.device)
-            winners[row] = int(sample_at(rest[row], u))
-    return winners
-
-
-def _keys(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
-    """Hash seeds and positions: [N, 1]."""
-    hashed = _mixed(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
-    return _mixed(hashed + np.array(positions, dtype=np.uint64) * _GOLDEN)[:, None]
-
-
-def _uniforms(keys: NDArray[np.uint64], ids: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return a number in (0, 1) for each key and id: SplitMix64 (Steele et al. 2014) as a hash."""
-    bits = _mixed(keys + ids * _GOLDEN)
-    return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = values + _GOLDEN  # arrays of uint64 wrap around
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    return values ^ (values >> np.uint64(31))

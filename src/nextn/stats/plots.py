@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nextn.errors import ConfigError
-from nextn.extras import install_command
+from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from nextn.stats.acceptance import Acceptance, DecodedRound, Estimate
+    from nextn.stats.acceptance import Acceptance, DecodedRound
+    from nextn.stats.intervals import Estimate
     from nextn.stats.speedup import Costs, Spread
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"

@@ -1,14 +1,16 @@
 """The settings of a training run, validated at construction."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any, Self, get_args
 
 from nextn.devices import training_dtype
 from nextn.errors import ConfigError, require_at_least
 from nextn.losses.distillation import OBJECTIVES
-from nextn.losses.mtp_loss import LambdaSchedule, depth_weights
+from nextn.losses.mtp_loss import depth_weights
 
 # Settings that a resumed run may change: how a step is computed, without an effect on its result, and the time budget.
 FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
@@ -213,3 +215,46 @@ class HeadConfig(TrainConfig):
     def num_eval_depths(self) -> int:
         """K of the held-out acceptance."""
         return self.eval_depths or self.depths
+
+
+@dataclass(frozen=True)
+class LambdaSchedule:
+    """Lambda as a step function of the tokens trained on: values[j] holds from starts[j] on."""
+
+    starts: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) and value >= 0 for value in self.values):
+            raise ConfigError(f"lambda values {self.values} must be finite and >= 0.")
+        is_rising = all(before < after for before, after in pairwise(self.starts))
+        if len(self.starts) != len(self.values) or self.starts[:1] != (0,) or not is_rising:
+            raise ConfigError(f"lambda starts {self.starts} must be one per value, begin at 0 and rise.")
+
+    @classmethod
+    def parse(cls, text: str, *, total: int | None = None) -> "LambdaSchedule":
+        """Read "0.3", "0.3,0.1@10e12" (from that many tokens on) or "0.3,0.1@67%" (of the run's `total` tokens)."""
+        try:
+            steps = [_parse_step(piece, total) for piece in text.split(",")]
+        except (ValueError, OverflowError):
+            raise ConfigError(
+                f"lambda {text!r} cannot be read. Write 0.3, or steps VALUE@TOKENS as in 0.3,0.1@10e12 or 0.3,0.1@67%."
+            ) from None
+        return cls(starts=tuple(start for start, _ in steps), values=tuple(value for _, value in steps))
+
+    def at(self, tokens: int) -> float:
+        """Lambda of a step that begins after `tokens` tokens."""
+        return self.values[bisect_right(self.starts, tokens) - 1]
+
+
+def _parse_step(piece: str, total: int | None) -> tuple[int, float]:
+    value, has_start, start = piece.partition("@")
+    if not has_start:
+        return 0, float(value)
+    if not start.strip().endswith("%"):
+        return int(float(start)), float(value)
+    if total is None:
+        raise ConfigError(
+            f"lambda step {piece!r} is a share of a run of unknown length. Give the total or a token count."
+        )
+    return round(float(start.strip()[:-1]) / 100 * total), float(value)

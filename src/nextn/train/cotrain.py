@@ -16,7 +16,8 @@ from nextn.errors import ConfigError
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import IGNORE, Targets, cross_entropy, depth_weights
-from nextn.model.head import Head, lm_head_inputs, lm_head_weights
+from nextn.model.head import Head
+from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.stats.acceptance import conditional_rates, expected_length

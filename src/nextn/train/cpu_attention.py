@@ -1,6 +1,6 @@
 """Blockwise attention for compiled bfloat16 training on CPUs: one block of queries at a time, as matmuls.
 
-torch's own CPU kernel multiplies small tiles, and takes 2.6 times as long for 512 positions (docs/developers/log.md).
+torch's own CPU kernel multiplies small tiles, and takes 2.6 times as long for 512 positions (bench/log.md).
 Eager mode, float32 and unsupported arguments fall back to it.
 """
 

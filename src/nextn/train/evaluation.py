@@ -17,12 +17,13 @@ from nextn.data.degeneracy import Degeneracy, degeneracy
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.teacher_forced import round_start_probs
 from nextn.losses.mtp_loss import Targets, cross_entropy
-from nextn.model.head import Head, lm_head_inputs, lm_head_weights
+from nextn.model.head import Head
+from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Settings
-from nextn.speculative.sampling import overlap
-from nextn.stats.acceptance import Acceptance, ExpectedAcceptance, conditional_rates, expected_length
+from nextn.speculative.verification import overlap
+from nextn.stats.acceptance import Acceptance, conditional_rates, expected_length, mean_length
 from nextn.train.distributed import ALONE, Ranks
 
 TEACHER_FORCED_DEFINITION = (
@@ -128,6 +129,34 @@ def survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
         reach = torch.cat([alive[:, None], accept], dim=1).cumprod(1)
         survived[rule] = sum(reach.sum(-1))  # in order of the sequences: rounding does not depend on their number
     return survived
+
+
+@dataclass(frozen=True)
+class ExpectedAcceptance:
+    """Expected counts over the rounds of several sequences, under one acceptance rule."""
+
+    num_drafted: tuple[float, ...]  # [K], as of `Acceptance`
+    num_accepted: tuple[float, ...]  # [K]
+    emitted: tuple[float, ...] = field(repr=False)  # tokens, of each sequence
+    rounds: tuple[float, ...] = field(repr=False)  # of each sequence
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """a_1..a_K; 0 for a depth that is never drafted."""
+        return conditional_rates(self.num_accepted, self.num_drafted, undrafted=0.0)
+
+    @property
+    def length(self) -> float:
+        """Mean acceptance length (AL); 0 without rounds."""
+        return mean_length(sum(self.emitted), sum(self.rounds), no_rounds=0.0)
+
+    @property
+    def deviations(self) -> list[float]:
+        """The influence of each sequence on AL, times the number of sequences: their mean is 0."""
+        mean = max(sum(self.rounds) / max(len(self.rounds), 1), 1e-9)
+        return [
+            (emitted - self.length * rounds) / mean for emitted, rounds in zip(self.emitted, self.rounds, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,15 @@ from nextn.data.corpus import Corpus
 from nextn.edit.convert import small_config
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import LAYOUT_FIELD
+from nextn.families import LAYOUT_FIELD, MIMO_ARCHITECTURE
 from nextn.losses.distillation import HeadLoss, head_loss
-from nextn.losses.divergences import Teacher
+from nextn.losses.divergences import SampledVocabulary, Teacher
 from nextn.losses.mtp_loss import Targets, depth_weights
-from nextn.losses.sampled_vocabulary import SampledVocabulary
 from nextn.model.deferred_init import DeferredInit
-from nextn.model.head import Head, draft_config, lm_head_inputs, lm_head_weights
+from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress
+from nextn.model.layer_types import layer_sizes
+from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.load_head import head_tensors
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
@@ -425,7 +426,7 @@ def write_standalone_head(
     if path.suffix != ".safetensors":
         raise ConfigError(f"{path}: expected a file name that ends in .safetensors")
     wrapper = origin.family.wrapper([*origin.shared.values()])
-    config = draft_config(head) if head.family.layer_model else small_config(origin, head.num_modules)
+    config = _draft_config(head) if head.family.layer_model else small_config(origin, head.num_modules)
     if head.family.separate and not head.family.layer_model:
         config |= {LAYOUT_FIELD: head.family.name}
     if head.family.name == GENERIC and hasattr(head.trunk.config, "layer_types"):  # what transformers' MtpModel needs
@@ -466,3 +467,16 @@ def write_with_trunk(
             trained_by=source,
             follow_links=True,  # `load_starting_point` has rejected links that are not allowed
         )
+
+
+def _draft_config(head: Head) -> dict[str, object]:
+    """Return the config.json of a head in a checkpoint of its own, by which engines know it as a separate draft."""
+    config, trunk = head.trunk.model.config, head.trunk
+    return {
+        "architectures": [MIMO_ARCHITECTURE],
+        "model_type": head.family.layer_model,
+        **layer_sizes(config),
+        head.family.count_fields[0]: head.num_modules,
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "dtype": str(trunk.dtype).removeprefix("torch."),
+    }

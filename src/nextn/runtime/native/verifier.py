@@ -10,7 +10,7 @@ from torch import Tensor
 from nextn.runtime.native.abi import Program, Runtime
 from nextn.runtime.native.memory import Scratch
 from nextn.settings import Sampling
-from nextn.speculative.sampling import Verifier
+from nextn.speculative.verification import Verifier
 
 _MAX_PROGRAMS = 32  # cached; logits and distributions mostly have the addresses of an earlier round
 

@@ -1,0 +1,316 @@
+"""K by load: what drafts cost and gain on a live engine at each number of streams, and K in the engine's own syntax.
+
+Two servers of one model answer the same prompts, one of them without drafts. Counters give AL, clocks the speed-up, and
+the two together what a round with K drafts costs in plain rounds: AL / speed-up. Imports no torch.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from nextn.bounded_json import JsonLimits, count, parse_json
+from nextn.engines.answers import EngineRequest, unique_salt
+from nextn.engines.counters import Counters, sum_counters
+from nextn.engines.endpoint import Endpoint, iter_answers, read_counters
+from nextn.engines.metrics_formats import without_first_tokens
+from nextn.errors import ConfigError, EngineError
+from nextn.stats.acceptance import expected_length
+from nextn.stats.speedup import Spread, uniform_rate
+
+DEFINITIONS = {
+    "speedup": "tokens/s with MTP over tokens/s without, same prompts, one after the other; median over repeats",
+    "mean_acceptance_length": "AL by the engine's counters over the answers at this number of streams",
+    "round_cost": "AL / speedup: the time of a round with K drafts in rounds without; MTP gains where AL is above it",
+    "draft_cost": "(round_cost - 1) / mean drafts in a round, at least 0: each draft is assumed to cost the same",
+    "expected": "speed-up at k = 0 .. K: AL(k) / (1 + k draft_cost)",
+    "best_num_speculative_tokens": "the best k; 0 where the gain is below 1 at the low quartile of the speed-up",
+}
+REPEATS = 3  # pairs of passes at each load
+_PROMPTS = 16  # asked at every load, if there are as many: AL of other texts would not compare
+_LIMITS = JsonLimits(4 * 2**20, 100_000)  # of a file of given speeds
+_NO_LIMIT = 1024  # the end of vLLM's last range, which it extends to its largest batch
+
+
+@dataclass(frozen=True)
+class LoadPoint:
+    """What was measured at one number of streams.
+
+    Attributes:
+        streams: Requests under way all the time.
+        plain: Tokens/s of all streams together, without MTP.
+        drafted: The same with MTP.
+        speedup: drafted / plain, of each repeat.
+        length: AL, by the engine's counters.
+        drafts: Mean number of drafts in a round.
+    """
+
+    streams: int
+    plain: Spread
+    drafted: Spread
+    speedup: Spread
+    length: float
+    drafts: float
+
+    @property
+    def round_cost(self) -> float:
+        return self.length / self.speedup.median
+
+    def expected(self, rates: Sequence[float], *, cautious: bool = False) -> list[float]:
+        """Return the speed-up at k = 0 .. K. cautious: with the low quartile of what was measured."""
+        measured = self.speedup.low if cautious else self.speedup.median
+        draft_cost = max(0.0, (self.length / measured - 1) / self.drafts)
+        return [expected_length(rates[:k]) / (1 + k * draft_cost) for k in range(len(rates) + 1)]
+
+    def best(self, rates: Sequence[float]) -> int:
+        """Return the best k; 0 where no gain is sure."""
+        speeds = self.expected(rates)
+        k = max(range(len(speeds)), key=speeds.__getitem__)
+        return k if self.expected(rates, cautious=True)[k] > 1 else 0
+
+
+@dataclass(frozen=True)
+class LoadAdvice:
+    """K for each number of streams.
+
+    Attributes:
+        engine: The engine's name, by its counters.
+        temperature: Of the requests.
+        rates: a_1 .. a_K over all loads; equal at all depths where the engine counts no positions.
+        points: One per number of streams, in rising order.
+    """
+
+    engine: str
+    temperature: float
+    rates: tuple[float, ...]
+    points: tuple[LoadPoint, ...]
+
+    @property
+    def schedule(self) -> list[tuple[int, int | None, int]]:
+        """(first, last, k) over numbers of streams; between two measured ones, k is that of the larger."""
+        ranges: list[tuple[int, int | None, int]] = []
+        for point in self.points:
+            first, k = (ranges[-1][1] or 0) + 1 if ranges else 1, point.best(self.rates)
+            if ranges and ranges[-1][2] == k:
+                ranges[-1] = (ranges[-1][0], point.streams, k)
+            else:
+                ranges.append((first, point.streams, k))
+        return [*ranges[:-1], (ranges[-1][0], None, ranges[-1][2])]
+
+    @property
+    def summary(self) -> str:
+        """The advice, in one sentence."""
+        tested = f"(measured up to {self.points[-1].streams})"
+        parts = [f"K = {k} {_streams(first, last)}" if k else f"off {_streams(first, last)}"
+                 for first, last, k in self.schedule]  # fmt: skip
+        return f"{', '.join(parts)} {tested}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What makes the figures uncertain."""
+        k, least = len(self.rates), min(point.drafts for point in self.points)
+        if least > k - 0.1:
+            return []
+        return [
+            f"the engine drafted {least:.1f} of {k} tokens in a round: it chooses K itself, so the expected speed-ups "
+            "are uncertain; measure it at a fixed K"
+        ]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The schedule as each engine takes it; llama.cpp has one K for all loads, and gets that of the first range."""
+        ranges = [[first, last or max(_NO_LIMIT, first), k] for first, last, k in self.schedule]
+        largest = max(k for _, _, k in ranges)
+        if not largest:
+            return {}
+        vllm = {"method": "mtp", "num_speculative_tokens": largest, "num_speculative_tokens_per_batch_size": ranges}
+        sglang = {str(first): {"candidate_steps": [k]} for first, _, k in ranges}
+        first_k = ranges[0][2]
+        return {
+            "vLLM": f"--speculative-config '{json.dumps(vllm)}'",
+            "SGLang": f"--speculative-adaptive --speculative-adaptive-config FILE, with FILE: {json.dumps(sglang)}",
+            "llama.cpp": f"--spec-draft-n-max {first_k}" if first_k else "no --spec-type: it has one K for all loads",
+        }
+
+    def as_record(self) -> dict[str, object]:
+        """Return the JSON document. `forecasts` is what `nextn serve` reads K from."""
+        return {
+            "engine": self.engine,
+            "temperature": self.temperature,
+            "definitions": DEFINITIONS,
+            "acceptance": list(self.rates),
+            "verdict": self.summary,
+            "schedule": self.schedule,
+            "notes": self.notes,
+            "settings": self.settings,
+            "forecasts": [self._record(point) for point in self.points],
+        }
+
+    def _record(self, point: LoadPoint) -> dict[str, object]:
+        return {
+            "batch": point.streams,
+            "plain_tokens_per_s": point.plain.as_record(),
+            "tokens_per_s": point.drafted.as_record(),
+            "speedup": point.speedup.as_record(),
+            "mean_acceptance_length": point.length,
+            "mean_drafts": point.drafts,
+            "round_cost": point.round_cost,
+            "expected": point.expected(self.rates),
+            "best_num_speculative_tokens": point.best(self.rates),
+            "verdict": self.summary,
+        }
+
+
+def given_loads(path: Path) -> LoadAdvice:
+    """Read speeds that were measured before, of this record or written by hand.
+
+    Args:
+        path: A JSON object with `acceptance` (a_1 .. a_K of the run) and `forecasts`: objects of `batch` (streams),
+            `speedup` (a number, or `median` and `low`), and if known `mean_acceptance_length`.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not of this form.
+    """
+    try:
+        record: Any = parse_json(path.read_bytes(), _LIMITS)
+        rates = tuple(_number(rate, "acceptance", 0, 1) for rate in record["acceptance"])
+        points = tuple(sorted((_given(each, rates) for each in record["forecasts"]), key=lambda each: each.streams))
+        temperature = _number(record.get("temperature", 0), "temperature", 0, 100)
+    except OSError as error:
+        raise ConfigError(f"--measured {path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"--measured {path}: not a record of speeds by load ({type(error).__name__}: {error}); expected "
+            '{"acceptance": [0.8, 0.6], "forecasts": [{"batch": 1, "speedup": 1.7}]}'
+        ) from error
+    if not rates or not points:
+        raise ConfigError(f"--measured {path}: no acceptance or no forecasts in it")
+    return LoadAdvice(str(record.get("engine", "an engine")), temperature, rates, points)
+
+
+def _given(record: Any, rates: Sequence[float]) -> LoadPoint:
+    speedup = record["speedup"]
+    spread = speedup if isinstance(speedup, dict) else {"median": speedup}
+    median = _number(spread["median"], "speedup", 0.01, 100)
+    low = _number(spread.get("low", median), "speedup", 0.01, 100)
+    length = _number(record.get("mean_acceptance_length", expected_length(rates)), "mean_acceptance_length", 1, 257)
+    unknown = Spread.of([])
+    streams = max(1, count(record["batch"], "batch"))
+    drafts = _number(record.get("mean_drafts", len(rates)), "mean_drafts", 1, 256)
+    return LoadPoint(streams, unknown, unknown, Spread(median, low, median, 1), length, drafts)
+
+
+def _number(value: Any, name: str, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} = {value!r}; expected a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def measure_loads(
+    engine: Endpoint,
+    plain: Endpoint,
+    prompts: Sequence[str | tuple[int, ...]],
+    loads: Sequence[int],
+    *,
+    temperature: float = 0.0,
+    max_tokens: int = 256,
+    repeats: int = REPEATS,
+    seed: int = 0,
+    on_pass: Callable[[], None] = lambda: None,
+) -> LoadAdvice:
+    """Time both servers at each number of streams, in turn, on the same prompts.
+
+    Args:
+        engine: The server with MTP, at a fixed K.
+        plain: The same model without.
+        prompts: Texts or token ids; each load asks 16 or twice as many as it has streams, repeating
+            them from the start.
+        loads: Numbers of streams.
+        temperature: Of the requests.
+        max_tokens: Of each answer.
+        repeats: Pairs of passes at each load.
+        seed: Of the first request; each has its own.
+        on_pass: Called after each pass over one server.
+
+    Raises:
+        ConfigError: The plain server drafts, or the other does not.
+        EngineError: As `read_counters`, or an engine refuses a request.
+    """
+    points, counted = [], []
+    for streams in sorted(set(loads)):
+        asked = list(islice(cycle(prompts), max(2 * streams, min(len(prompts), _PROMPTS))))
+        speeds: dict[Endpoint, list[float]] = {engine: [], plain: []}
+        before = read_counters(engine)
+        for turn in range(repeats):
+            for server in (plain, engine) if turn % 2 == 0 else (engine, plain):
+                speeds[server].append(_tokens_per_s(server, asked, streams, temperature, max_tokens, seed))
+                on_pass()
+        gained = without_first_tokens(read_counters(engine).minus(before), repeats * len(asked))
+        counted.append(gained)
+        ratios = [one / other for one, other in zip(speeds[engine], speeds[plain], strict=True)]
+        without, with_mtp, speedup = map(Spread.of, (speeds[plain], speeds[engine], ratios))
+        points.append(LoadPoint(streams, without, with_mtp, speedup, _length(gained), _drafts(gained)))
+    total = sum_counters(counted)
+    assert total is not None
+    return LoadAdvice(total.engine, temperature, _rates(total), tuple(points))
+
+
+def refuse_drafts(plain: Endpoint, prompt: str | tuple[int, ...]) -> None:
+    """Ask one prompt. Raises ConfigError if the server that should be without MTP counts drafts for it."""
+    try:
+        before = read_counters(plain)
+        plain.answer(EngineRequest(prompt, 16, cache_salt=unique_salt()))
+        drafted = read_counters(plain).minus(before).has_drafts
+    except EngineError:
+        return  # A server without speculation has no counters of drafts.
+    if drafted:
+        raise ConfigError(f"--against {plain.url}: this server drafts, too; start it without MTP")
+
+
+def _tokens_per_s(
+    server: Endpoint, prompts: Sequence[str | tuple[int, ...]], streams: int, temperature: float, most: int, seed: int
+) -> float:
+    requests = [
+        EngineRequest(prompt, most, temperature, seed=seed + place, cache_salt=unique_salt())
+        for place, prompt in enumerate(prompts)
+    ]
+    start = time.perf_counter()
+    tokens = [answer.completion_tokens for answer in iter_answers(server, requests, concurrency=streams)]
+    seconds = time.perf_counter() - start
+    if None in tokens or not sum(filter(None, tokens)):
+        raise EngineError(f"{server.url}: answers without usage.completion_tokens, so their speed is not known")
+    return sum(filter(None, tokens)) / seconds
+
+
+def _length(counters: Counters) -> float:
+    """AL over the rounds that drafted."""
+    if not counters.num_drafts or counters.accepted is None:
+        raise ConfigError(
+            f"--engine: {counters.engine} counted no drafts; start it with MTP, at the largest K to consider"
+        )
+    return 1 + counters.accepted / counters.num_drafts
+
+
+def _drafts(counters: Counters) -> float:
+    """Mean number of drafts in a round."""
+    tokens = counters.draft_tokens or (counters.num_drafts or 0) * len(counters.per_position)
+    return max(1.0, tokens / (counters.num_drafts or 1))
+
+
+def _rates(counters: Counters) -> tuple[float, ...]:
+    """a_1 .. a_K; where positions are not counted, the rate that gives the AL at every depth."""
+    if counters.per_position:
+        return counters.acceptance().rates
+    length = _length(counters)
+    k = counters.k or round(_drafts(counters))
+    rate = uniform_rate(length, k)
+    return (1.0 if rate is None else rate,) * k
+
+
+def _streams(first: int, last: int | None) -> str:
+    if last is None:
+        return f"from {first} streams on" if first > 1 else "at any number of streams"
+    return f"at {first} to {last} streams" if first < last else f"at {first} stream{'' if first == 1 else 's'}"

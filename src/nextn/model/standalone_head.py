@@ -1,0 +1,30 @@
+"""A head without a trunk's checkpoint: MTP for any model that exposes its hidden states."""
+
+from dataclasses import replace
+
+from nextn.families import by_name
+from nextn.model.head import Head
+from nextn.model.trunk import Trunk
+
+
+class StandaloneHead(Head):
+    """A head with its own embedding and tied lm_head: MTP for any model that exposes its hidden states."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, num_modules: int = 1, num_heads: int = 4, max_length: int = 4096
+    ) -> None:
+        config = {
+            "model_type": "qwen3",
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": 4 * hidden_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": hidden_size // num_heads,
+            "max_position_embeddings": max_length,
+            "tie_word_embeddings": True,
+        }
+        family = replace(by_name("deepseek_v3"), block={"layer_types": ["full_attention"]})
+        super().__init__(family, Trunk.from_config(config), num_modules=num_modules)
+        self.embedding = self.trunk.embedding

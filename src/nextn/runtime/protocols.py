@@ -1,0 +1,169 @@
+"""What decoding needs of a backend; `torch_backend` and `native/session` have it."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nextn.model.mtp_layer import HeadStep
+from nextn.model.trunk import TrunkOutput
+from nextn.settings import Sampling
+from nextn.speculative.copy_choice import NO_COPIES, CopyChoice
+from nextn.speculative.draft_policy import RoundPlan
+from nextn.speculative.sampling import Prediction, Uniforms
+from nextn.speculative.verification import VerifiedRound, Verifier
+
+# A cache belongs to the backend that made it: KVCache for torch, KVBuffers for native.
+AnyCache = Any
+
+
+class DraftChain(Protocol):
+    """All drafts of a round as a single call."""
+
+    distributions: Tensor | None  # [K, B, V], q of the last call's drafts; None in greedy decoding
+
+    def run(
+        self,
+        tokens: Sequence[Sequence[int]],
+        states: Sequence[Tensor],
+        plan: RoundPlan,
+        *,
+        limits: Sequence[int],
+        uniforms: Sequence[Sequence[float]] | None,
+    ) -> tuple[list[list[int]], list[list[float]], int]:
+        """Refresh the head with pending tokens and states, and draft: drafts, confidences, number of head steps."""
+
+
+class WholeRounds(Protocol):
+    """Whole rounds as single calls, which keep the states that the head has not processed."""
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the head drafts in them; else its states are only collected."""
+
+    def has_room(self, num_positions: int) -> bool:
+        """Whether there is room for the states that a round of so many positions without the head leaves."""
+
+    def run(
+        self,
+        plan: RoundPlan,
+        max_speculative_tokens: int,
+        uniforms: Sequence[Uniforms] | None,
+        *,
+        max_rounds: int = 1,
+        choice: CopyChoice = NO_COPIES,
+    ) -> list[VerifiedRound]:
+        """Run rounds by this plan, stopping after the first in which a sequence ends."""
+
+    def pending(self) -> list[Tensor]:
+        """Return copies of each sequence's states that the head has not processed."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoundsStart:
+    """What whole rounds take over from Python.
+
+    Attributes:
+        chain: A `DraftChain` of the same backend; None for rounds without drafts of the head.
+        tokens: All tokens of each sequence.
+        pending: Of each sequence, the states that the head has not processed; empty without a head. Without a chain
+            they are only collected.
+        max_speculative_tokens: Largest number of the head's drafts per round.
+        max_copy_tokens: Largest number of copied tokens of a sequence per round.
+        remaining: Of each sequence, the number of tokens that it may still get.
+        eos: Tokens that end a sequence.
+    """
+
+    chain: Any
+    tokens: Sequence[Sequence[int]]
+    pending: Sequence[Tensor]
+    max_speculative_tokens: int
+    max_copy_tokens: int
+    remaining: Sequence[int]
+    eos: Sequence[int]
+
+
+class DecodingTrunk(Protocol):
+    """The passes of the trunk."""
+
+    vocab_size: int
+    max_length: int | None  # tokens of a sequence; None: no limit
+    max_block_size: int | None  # positions of one pass over a cache; None: no limit
+    hidden_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def cache(self, batch_size: int) -> AnyCache:
+        """Make an empty cache for this many sequences."""
+
+    def __call__(self, tokens: Tensor, cache: AnyCache) -> TrunkOutput:
+        """Run a block of tokens [B, T] over the cache: a prefill, a baseline step or a verification.
+
+        The caller commits it. The next pass may overwrite the states.
+        """
+
+    def read(self, hidden: TrunkOutput) -> Prediction:
+        """Return the prediction at each position of the last pass."""
+
+    def predict(self, final_hidden: Tensor) -> Prediction:
+        """Return the prediction of the next token from final_hidden [..., H]."""
+
+    def prepare(self, batch_size: int, block_sizes: Sequence[int], *, exact: bool) -> None:
+        """Make what passes of these sizes need, so that no round waits for it. exact: these very sizes are frequent."""
+
+    def verifier(self, sampling: Sampling, *, block_verification: bool) -> Verifier:
+        """Return the verifier for a round's drafts."""
+
+    def rounds(
+        self, cache: AnyCache, sampling: Sampling, start: RoundsStart, *, block_verification: bool
+    ) -> WholeRounds | None:
+        """Return whole rounds as single calls, over the trunk's cache; None: rounds run in Python.
+
+        block_verification: Verify the drafts of a round jointly.
+        """
+
+    def pass_context(self) -> AbstractContextManager[None]:
+        """Return the context in which passes run; it is not held across a `yield`."""
+
+
+class DecodingRecursion(Protocol):
+    """The last MTP layer step by step, from its own hidden states."""
+
+    def step(self, tokens: Sequence[int]) -> Prediction:
+        """Predict the next depth from one token per sequence; its position is committed until the caller rolls back."""
+
+
+class DecodingHead(Protocol):
+    """The passes of the head."""
+
+    num_modules: int
+
+    def layer_index(self, depth: int) -> int:
+        """Return the index of the MTP layer that computes a depth."""
+
+    def uses_next_hidden(self, depth: int) -> bool:
+        """Whether a depth takes the next_hidden of the depth before, not the trunk's state."""
+
+    def cache(self, batch_size: int, trunk_cache: AnyCache = None) -> AnyCache:
+        """Make an empty cache for one MTP layer. trunk_cache: The trunk's, for a head that reads it."""
+
+    def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: AnyCache) -> HeadStep:
+        """Run an MTP layer over a block of tokens [B, T] and states [B, T, ...]; the caller commits it."""
+
+    def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: AnyCache) -> None:
+        """Run an MTP layer as `step` does, but only for what that leaves in the cache."""
+
+    def predict(self, index: int, final_hidden: Tensor) -> Prediction:
+        """Return an MTP layer's prediction from its final_hidden [B, H]."""
+
+    def prepare(self, batch_size: int, block_sizes: Sequence[int]) -> None:
+        """Make what refreshes of these sizes need."""
+
+    def chain(self, cache: AnyCache, sampling: Sampling, *, sampled: bool) -> DraftChain | None:
+        """Return all drafts of a round as a single call; None if Python must run between them."""
+
+    def recursion(self, cache: AnyCache, state: Tensor) -> DecodingRecursion:
+        """Continue with the last MTP layer alone, from the next_hidden [B, ...] of the depth before."""

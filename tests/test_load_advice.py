@@ -1,0 +1,117 @@
+"""K by load: the schedule from hand-made speeds, the engines' syntax, and two servers that are measured."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from fake_engine import FakeEngine
+from typer.testing import CliRunner
+
+from nextn.cli import app
+from nextn.errors import ConfigError
+from nextn.evaluate.load_advice import LoadAdvice, LoadPoint
+from nextn.stats.speedup import Spread
+
+RATES = (0.85, 0.7, 0.6)  # AL 2.802
+
+
+def point(streams, speedup, low=None, length=2.802, drafts=3.0):
+    unknown = Spread.of([])
+    return LoadPoint(streams, unknown, unknown, Spread(speedup, low or speedup, speedup, 3), length, drafts)
+
+
+def advice(*points):
+    return LoadAdvice("vLLM", 0.0, RATES, points)
+
+
+def test_cost_of_a_round_decides_k():
+    """A round of three drafts that costs 1.6 plain rounds: each draft 0.2, and K = 3 is what was measured."""
+    one = point(1, 2.802 / 1.6)
+    assert one.round_cost == pytest.approx(1.6)
+    assert one.expected(RATES) == pytest.approx([1, 1.85 / 1.2, (1.85 + 0.595) / 1.4, 2.802 / 1.6])
+    assert one.best(RATES) == 3
+    assert point(8, 2.802 / 2.4).best(RATES) == 2  # 0.467 a draft: 1.26, 1.265, 1.17
+    assert point(32, 0.63).best(RATES) == 0
+
+
+def test_a_gain_that_is_not_sure_is_none():
+    assert point(4, 1.1).best(RATES) > 0
+    assert point(4, 1.1, low=0.7).best(RATES) == 0
+
+
+def test_a_round_that_costs_less_than_a_plain_one_has_free_drafts():
+    assert point(1, 3.5).expected(RATES) == pytest.approx([1, 1.85, 2.445, 2.802])
+
+
+def test_an_engine_that_chooses_k_itself_is_noted():
+    """Two drafts a round that cost 0.6 together are 0.3 each."""
+    one = point(1, 2.4 / 1.6, length=2.4, drafts=2.0)
+    assert one.expected(RATES)[1] == pytest.approx(1.85 / 1.3)
+    assert "drafted 2.0 of 3" in advice(one).notes[0]
+    assert not advice(point(1, 1.5)).notes
+
+
+def test_schedule_takes_the_larger_load_between_two():
+    found = advice(point(1, 1.75), point(4, 1.75), point(8, 1.2), point(32, 0.63))
+    assert found.schedule == [(1, 4, 3), (5, 8, 2), (9, None, 0)]
+    assert "K = 3 at 1 to 4 streams" in found.summary
+    assert "off from 9 streams on" in found.summary
+
+
+def test_settings_cover_every_number_of_streams():
+    """vLLM wants ranges from 1 without gaps, SGLang the first number of each."""
+    settings = advice(point(1, 1.75), point(8, 1.2), point(32, 0.63)).settings
+    config = json.loads(settings["vLLM"].partition("'")[2].rstrip("'"))
+    assert config["num_speculative_tokens"] == 3
+    ranges = config["num_speculative_tokens_per_batch_size"]
+    assert ranges[0][0] == 1
+    assert all(after[0] == before[1] + 1 for before, after in pairwise(ranges))
+    steps = json.loads(settings["SGLang"].partition("FILE: ")[2])
+    assert steps == {"1": {"candidate_steps": [3]}, "2": {"candidate_steps": [2]}, "9": {"candidate_steps": [0]}}
+    assert advice(point(1, 0.5)).settings == {}
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["advise", *map(str, arguments)], catch_exceptions=False).output
+
+
+def refusal(*arguments):
+    with pytest.raises(ConfigError) as caught:
+        run(*arguments)
+    return str(caught.value)
+
+
+def test_two_servers(tmp_path):
+    """Speeds by the clock, acceptance by the counters; the record is read back, and serve takes its K."""
+    engine, plain, off = FakeEngine(), FakeEngine(drafts=False), FakeEngine("off")
+    try:
+        asked = ("--engine", engine.url, "--max-tokens", 12, "--temperatures", 0, "--batches", "1,2", "--out", tmp_path)
+        run("--against", plain.url, *asked)
+        assert "this server drafts, too" in refusal("--against", engine.url, *asked)
+        assert "counted no drafts" in refusal("--against", plain.url, "--engine", off.url, *asked[2:])
+    finally:
+        engine.stop()
+        plain.stop()
+        off.stop()
+    record = json.loads((tmp_path / "advice.json").read_text())
+    assert [each["batch"] for each in record["forecasts"]] == [1, 2]
+    assert record["forecasts"][0]["tokens_per_s"]["num"] == 3
+    assert all(0 <= rate <= 1 for rate in record["acceptance"])
+    assert record["verdict"] in run("--measured", tmp_path / "advice.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "{}", '{"acceptance": [2], "forecasts": [{"batch": 1, "speedup": 1}]}',
+     '{"acceptance": [], "forecasts": []}', '{"acceptance": [0.5], "forecasts": [{"batch": 1, "speedup": "x"}]}',
+     '{"acceptance": [0.5], "forecasts": [{"batch": -1, "speedup": 1}]}'],
+)  # fmt: skip
+def test_files_that_are_no_record(tmp_path, text):
+    (tmp_path / "given.json").write_text(text)
+    assert "given.json" in refusal("--measured", tmp_path / "given.json")
+
+
+def test_options_that_do_not_go_together(tmp_path):
+    for arguments in ((), ("--against", "localhost:1"), ("tiny", "--against", "localhost:1", "--engine", "localhost:2"),
+                      ("--measured", tmp_path / "none.json")):  # fmt: skip
+        assert refusal(*arguments)
