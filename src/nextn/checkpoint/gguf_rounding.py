@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nextn.checkpoint.gguf_types import BLOCK_TYPES
+from nextn.checkpoint.gguf_file import BLOCK_TYPES
 
 _LARGEST = 15  # code of four bits
 # Shares of a group's range that the codes leave out at each end to begin with; the best result of each group is taken.

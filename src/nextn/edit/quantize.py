@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
+from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.gguf_rounding import round_to_blocks
-from nextn.checkpoint.gguf_types import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory, count_layers
 from nextn.checkpoint.provenance import (
     Provenance,
@@ -50,15 +50,11 @@ from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
 BITS = {"int8": 8, "int4": 4}
-<<<<<<< HEAD
 BLOCKS = "q4_1"  # the weights that only nextn reads
 # Of four bits in blocks, these have eight: they are 3 % of a small Llama's layers, and cause a third of its divergence
 # (docs/developers/log.md).
 _VALUES = re.compile(r"\.v_proj\.weight$")
-GROUP_SIZE = 32  # of int4, as `--weights int4` has them (runtime/native/rounded_weights.py)
-=======
 GROUP_SIZE = 32  # of int4, as `--weights int4` has them (runtime/native/grouped.py)
->>>>>>> main
 # By decoder layer and name in it, how much the squared error of each input channel [K] of a weight counts.
 Importance = Mapping[tuple[int, str], Tensor]
 _DTYPES = ("BF16", "F16", "F32")
