@@ -2,7 +2,7 @@
 
 `python bench/accuracy.py [--model FOLDER] [--widths stored,int8,int4] [--others FOLDER ...] [--out FILE]`
 
-Without --model it is SmolLM2-135M-Instruct (`edit/published_model.py`). The texts: `evaluate/accuracy_texts.py`.
+Without --model it is SmolLM2-135M-Instruct (`edit/published_model.py`). The texts: `evaluate/accuracy.py`.
 With --llama, llama.cpp runs these GGUF files on the same tokens, in this process. With --turns, passes over 1, 5 and 9
 positions are timed, all ways in turn; times are minima of one thread's processor time, so --threads is 1.
 """
@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nextn.edit.published_model import smollm2
-from nextn.evaluate.accuracy import Accuracy, Reference, logits_of
-from nextn.evaluate.accuracy_texts import compared_texts
+from nextn.evaluate.accuracy import Accuracy, Reference, compared_texts, logits_of
 from nextn.evaluate.decoding_costs import processor_name
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for

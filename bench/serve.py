@@ -153,7 +153,7 @@ def servers_of(args: argparse.Namespace, folder: Path) -> tuple[list[Server], li
     dtype = ("--dtype", "bfloat16")  # that of the GGUF and of vLLM
     drafts = ("-k", str(k), *(("--head", str(head)) if head else ()))
     chosen = [
-        nextn_server(checkpoint, *dtype, "--no-mtp", name="nextn plain"),
+        nextn_server(checkpoint, *dtype, "-k", "0", name="nextn plain"),
         nextn_server(checkpoint, *dtype, *drafts, name="nextn MTP"),
     ]
     try:

@@ -48,12 +48,17 @@ def modules(record: Record) -> Iterator[str]:
 
 
 def versions(record: Record) -> Iterator[str]:
-    yield "| pair | date | versions |"
-    yield "|---|---|---|"
+    """The dates and tables of each version that was run."""
+    runs: dict[str, list[tuple[str, str]]] = {}
     for section in (*COMPARED, "modules"):
-        for key, each in sorted(record.get(section, {}).items()):
+        for each in record.get(section, {}).values():
             cell = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
-            yield f"| {section}: {key} | {each['date']} | {cell} |"
+            runs.setdefault(cell, []).append((each["date"], section))
+    yield "| versions | tables | dates |"
+    yield "|---|---|---|"
+    for cell, found in sorted(runs.items()):
+        dates, sections = sorted({date for date, _ in found}), dict.fromkeys(TITLES[section] for _, section in found)
+        yield f"| {cell} | {', '.join(sections)} | {', '.join(dates)} |"
 
 
 def faults(record: Record) -> Iterator[str]:
@@ -139,6 +144,11 @@ def _cell(text: str) -> str:
 
 
 # Sections of the record that make one table each.
+TITLES = {
+    "pairs": "engines and families", "head": "a head trained here", "drafts": "separate drafts in vLLM",
+    "gguf": "files for llama.cpp", "inside": "heads in transformers", "adopted": "one checkpoint for all engines",
+    "published": "a published model", "modules": "several MTP layers",
+}  # fmt: skip
 COMPARED = ("pairs", "head", "drafts", "gguf", "inside", "adopted", "published")
 TABLES = {"modules": modules, "versions": versions, "faults": faults, "diagnosed": diagnosed, "curve": curve}
 

@@ -12,11 +12,10 @@ from typer.main import get_command
 
 import nextn
 from nextn.cli import app
-from nextn.engines.json_formats import JSON_READERS
+from nextn.engines.json_formats import JSON_READERS, TABLE_FORMAT, TABLE_START, read_table
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.metrics_formats import METRICS_COUNTED
 from nextn.engines.run_settings import OVERRIDES
-from nextn.engines.table_formats import TABLE_FORMAT, TABLE_START, read_table
 from nextn.evaluate.faults import FAULTS, OTHER_CAUSES
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -101,7 +100,7 @@ def _usage(argument: Any) -> str:
 
 
 def _metavar(argument: Any) -> str:
-    return str(argument.metavar or argument.name.upper())
+    return str(argument.metavar or argument.name).upper()
 
 
 def _option(option: Any) -> tuple[str, str, str]:

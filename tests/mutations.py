@@ -51,8 +51,8 @@ MUTATIONS = [
     Mutation("model/trunk.py", "return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)", "return logits", READERS),
     Mutation("cache/attention_layer.py", "        if self.is_frozen:\n            return self.keys", "        if False:\n            return self.keys", "test_repeated_keys.py"),
     # Drafts copied from the text: where from, their probability, which of them the head has not seen.
-    Mutation("speculative/copy_index.py", "self._latest[key] = place", "self._latest.setdefault(key, place)", COPIES),
-    Mutation("speculative/copy_index.py", "index % period", "min(index, period - 1)", COPIES),
+    Mutation("speculative/copy_drafts.py", "self._latest[key] = place", "self._latest.setdefault(key, place)", COPIES),
+    Mutation("speculative/copy_drafts.py", "index % period", "min(index, period - 1)", COPIES),
     Mutation("speculative/copy_choice.py", "sum(self.reach[:count])", "float(count)", COPIES),
     Mutation("speculative/copy_drafts.py", "min(num_draft_tokens, num_accepted + 1)", "num_draft_tokens", COPIES),
     Mutation("decoding/records.py", "q[row, torch.arange(len(copied)), list(copied)] = 1", "q[row, torch.arange(len(copied)), list(copied)] = 0.3", COPIES),

@@ -11,7 +11,7 @@ from stored import in_one_file, set_config
 from torch import Tensor
 
 from nextn.checkpoint.gguf_blocks import KQuantWeight, take_apart
-from nextn.checkpoint.gguf_types import BLOCK_TYPES, blocks_name
+from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.quantized_weights import quantize_fp8
 
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # output channel in each nibble of a word, from the lowest

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import ConfigError
-from nextn.evaluate.accuracy import Accuracy, Candidate, Reference, choose_weights, logits_of
-from nextn.evaluate.accuracy_texts import compared_texts
+from nextn.evaluate.accuracy import Accuracy, Candidate, Reference, choose_weights, compared_texts, logits_of
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 

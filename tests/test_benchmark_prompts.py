@@ -13,9 +13,8 @@ from nextn.data import benchmark_prompts
 from nextn.data.benchmark_prompts import PLACEHOLDER, is_benchmark, split_name
 from nextn.data.chat_template import apply_chat_template
 from nextn.errors import ConfigError
-from nextn.evaluate.conversations import play_turns
 from nextn.evaluate.reference import reference_acceptance
-from nextn.evaluate.reference_texts import check_thinking
+from nextn.evaluate.reference_texts import check_thinking, play_turns
 from nextn.evaluate.workload import Prompt, ReferencePlan, prompts_record, read_prompts
 
 PLAN = ReferencePlan(num_speculative_tokens=2, temperatures=(0.0,), max_tokens=6, chat=True, backend="torch")

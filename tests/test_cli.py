@@ -9,10 +9,11 @@ import sys
 import time
 
 import pytest
+import typer
 from chats import chatty
 from quick import others_slow
 
-from nextn.cli.common import ModelOptions
+from nextn.cli.common import ModelOptions, expanded
 from nextn.decoding.generate import encode
 from nextn.errors import ConfigError
 from nextn.model.model import Model
@@ -279,10 +280,21 @@ print(*numbers)
     assert done.stdout.split() == 3 * [str(number)]
 
 
-def test_options_of_a_command_by_name():
+def test_options_of_a_dataclass():
     """Two of the same type in another order would go unnoticed."""
-    given = {"model": "m", "source": "not this", "revision": "r", "cache_dir": None, "threads": 2, "prompt": "p"}
-    assert ModelOptions.of(given) == ModelOptions("m", revision="r", cache_dir=None, threads=2)
+    taken = []
+
+    @expanded("head", dtype="float32")
+    def command(*, prompt: str = "p", options: ModelOptions, as_json: bool = False) -> None:
+        taken.append((prompt, options, as_json))
+
+    app = typer.Typer()
+    app.command()(command)
+    app(["m", "--revision", "r", "--threads", "2", "--as-json"], standalone_mode=False)
+    assert taken == [("p", ModelOptions("m", dtype="float32", revision="r", cache_dir=None, threads=2), True)]
+    with pytest.raises(SystemExit):
+        app(["m", "--head", "h"])
+    assert len(taken) == 1
 
 
 def test_a_kv_cache_of_eight_bits(here):

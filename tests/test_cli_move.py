@@ -42,13 +42,15 @@ def test_restore(tmp_path):
 def test_convert(tmp_path):
     """Every flag reaches its meaning, and what excludes each other is said."""
     source = publish(tmp_path / "source", "glm4_moe", shards=2)
-    assert nextn("convert", source, tmp_path / "side", "--side-file").exit_code == 0
+    assert nextn("convert", source, tmp_path / "side", "--form", "side-file").exit_code == 0
     assert (tmp_path / "side" / "mtp.safetensors").exists()
-    told = nextn("convert", tmp_path / "side", tmp_path / "one", "--single-file", "--norm-weights", "subtract-1")
+    told = nextn(
+        "convert", tmp_path / "side", tmp_path / "one", "--form", "single-file", "--norm-weights", "subtract-1"
+    )
     assert "norm weights" in told.output
-    told = nextn("convert", source, tmp_path / "three", "--single-file", "--shards")
+    told = nextn("convert", source, tmp_path / "three", "--form", "one-file")
     assert told.exit_code == 2
-    assert "exclude each other" in told.output
+    assert "single-file" in told.output
     told = nextn("convert", source, tmp_path / "three", "--norm-weights", "twice")
     assert isinstance(told.exception, ConfigError)
     assert "norm weights: twice" in str(told.exception)
@@ -59,7 +61,7 @@ def test_options_that_do_not_apply(tmp_path):
     """The options that were given are named, and no others; nothing is written."""
     out = tmp_path / "out"
     for args, named in (
-        (("m.gguf", out, "--experts", "split", "--side-file"), "the folder with --side-file, --experts"),
+        (("m.gguf", out, "--experts", "split", "--form", "shards"), "the folder with --form, --experts"),
         (("tiny", "--reindex", "--to", "glm4_moe", "--dtype", "float32"), "then convert with --to, --dtype"),
         (("tiny", out, "--dtype", "float32"), "only for a .gguf file give --dtype"),
     ):

@@ -9,9 +9,9 @@ import pytest
 
 import nextn
 from nextn.errors import ConfigError
-from nextn.extras import install_command
 from nextn.serve.http_server import listen
 from nextn.serve.options import allowed_hosts, reference_rates
+from nextn.text_format import install_command
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 

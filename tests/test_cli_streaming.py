@@ -11,7 +11,7 @@ from tiny import FIXTURES, refrain
 from nextn.errors import CheckpointError
 from nextn.evaluate import given_texts, offloading, reference_texts
 from nextn.evaluate.workload import ReferencePlan
-from nextn.model import expert_groups
+from nextn.model import stored_experts
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 
@@ -158,7 +158,7 @@ def test_probe_of_a_streamed_trunk(answers, here, tmp_path, monkeypatch):
     few.write_text("".join(answers[1.0].read_text().splitlines(keepends=True)[:3]))
     options = ("measure", GLM, "--texts", few, "-k", 1, "--max-tokens", 12, "--dtype", "float32", "--json", "--probe")
     _, loaded, _ = here(*options)
-    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)  # conventions also change a head whose experts are in files
+    monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)  # conventions also change a head whose experts are in files
     _, streamed, _ = here(*options, "--stream")
     outcomes = [json.loads(each)["probe"] for each in (streamed, loaded)]
     assert outcomes[0]["outcome"] == outcomes[1]["outcome"] == "family"

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nextn.speculative import copy_index
-from nextn.speculative.copy_index import MAX_MATCH, CopyIndex, CopyMatch
+from nextn.speculative import copy_drafts
+from nextn.speculative.copy_drafts import MAX_MATCH, CopyIndex, CopyMatch
 
 
 def searched(tokens):
@@ -14,7 +14,7 @@ def searched(tokens):
         length = next((n for n in range(place) if tokens[place - 1 - n] != tokens[end - 1 - n]), place)
         if length >= 2:
             places.append(CopyMatch(place, min(length, MAX_MATCH)))
-    latest = places[::-1][: copy_index._MAX_PLACES]
+    latest = places[::-1][: copy_drafts._MAX_PLACES]
     return max(latest, key=lambda match: match.length, default=None)
 
 
@@ -49,7 +49,7 @@ def test_long_and_repeated_texts_cost_a_bounded_number_of_comparisons(monkeypatc
     index = CopyIndex(tokens)
     assert index.find() == CopyMatch(99_999, MAX_MATCH)
     assert index.copy(CopyMatch(99_999, MAX_MATCH), 3) == [7, 7, 7]
-    assert compared <= MAX_MATCH * copy_index._MAX_PLACES
+    assert compared <= MAX_MATCH * copy_drafts._MAX_PLACES
     assert len(index._latest) == 1
     assert len(index._before) == len(tokens)
 

@@ -13,12 +13,11 @@ import nextn
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
-from nextn.runtime.native import draft_lm_head
+from nextn.runtime.native import lm_head
 from nextn.runtime.native.abi import Runtime, load, type_of
-from nextn.runtime.native.draft_lm_head import FORMAT, DraftLMHead, has_four_bits
-from nextn.runtime.native.grouped import grouped_linear
+from nextn.runtime.native.grouped import EIGHT_BITS, grouped_linear, quantize_groups
 from nextn.runtime.native.kv_buffers import KVBuffers
-from nextn.runtime.native.rounded_weights import EIGHT_BITS, quantize_groups
+from nextn.runtime.native.lm_head import FORMAT, DraftLMHead, has_four_bits
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.speculative.draft_vocabulary import DraftVocabulary
@@ -33,8 +32,8 @@ few_bits = pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.fixture
 def small(monkeypatch):
     """Small vocabularies have four bits, too."""
-    monkeypatch.setattr(draft_lm_head, "_LEAST_ROWS", 1)
-    monkeypatch.setattr(draft_lm_head, "_LEAST_ROWS_PER_CHANNEL", 0)
+    monkeypatch.setattr(lm_head, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(lm_head, "_LEAST_ROWS_PER_CHANNEL", 0)
 
 
 def model_of(name: str, weights: str, draft_ids: list[int] | None = None) -> Model:
@@ -163,7 +162,7 @@ def test_only_drafts_read_the_four_bits(small, monkeypatch, weights):
     tokens, states = torch.tensor([prompt(9)]), torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
     found = []
     for least in (1, 10**9):
-        monkeypatch.setattr(draft_lm_head, "_LEAST_ROWS", least)
+        monkeypatch.setattr(lm_head, "_LEAST_ROWS", least)
         made = make_backend(model.trunk, model.head, name="native")
         with torch.no_grad():
             hidden = made.trunk(tokens, made.trunk.cache(1))

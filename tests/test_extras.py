@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nextn import extras
-from nextn.extras import install_command
+from nextn import text_format
+from nextn.text_format import install_command
 
 
 def test_packages_are_those_of_pyproject():
@@ -32,5 +32,5 @@ def test_without_metadata_the_sources_are_named(monkeypatch, missing):
         if missing:
             raise missing(name)
 
-    monkeypatch.setattr(extras, "requires", fails)
+    monkeypatch.setattr(text_format, "requires", fails)
     assert "'.[serve]' in the folder of nextn's sources" in install_command("serve")

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import BYTES, Runtime, load
-from nextn.runtime.native.fp8 import Fp8Format
-from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, grouped_linear
+from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, RoundedFormat, grouped_linear, quantize_groups
 from nextn.runtime.native.memory import HugePages
 from nextn.runtime.native.quantization import pack_quantized, quantize
-from nextn.runtime.native.rounded_weights import RoundedFormat, quantize_groups
+from nextn.runtime.native.stored_codes import Fp8Format
 from nextn.runtime.native.weight_packing import merge_weights
 
 SIZES = [1, 5, 16, 33, 100, 256]

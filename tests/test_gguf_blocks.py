@@ -7,7 +7,7 @@ from packed import random_blocks
 from quick import loop
 
 from nextn.checkpoint.gguf_blocks import KQuantWeight, block_scales, take_apart
-from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
+from nextn.checkpoint.gguf_file import BLOCK_TYPES, K_QUANTS
 
 gguf = pytest.importorskip("gguf")
 

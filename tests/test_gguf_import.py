@@ -23,7 +23,7 @@ from test_separate_head import SETTINGS, TEXT, build, start, tokens
 from tiny import build as build_with_head
 
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.gguf_types import BLOCK_TYPES, blocks_name
+from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit import gguf_import

@@ -12,8 +12,8 @@ from tiny import CONFIGS, build
 from nextn.data.batches import Batches
 from nextn.data.corpus import Corpus, Document
 from nextn.errors import CheckpointError, ConfigError
+from nextn.train.checkpointing import fingerprint
 from nextn.train.distributed import Ranks
-from nextn.train.fingerprint import fingerprint
 from nextn.train.hidden_cache import KEY, HiddenStateCache
 
 

@@ -6,10 +6,10 @@ from packed import random_k_quant
 from quick import loop
 
 from nextn.checkpoint.gguf_blocks import KQuantWeight
-from nextn.checkpoint.gguf_types import K_QUANTS
+from nextn.checkpoint.gguf_file import K_QUANTS
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import load
-from nextn.runtime.native.kquants import KQuantFormat, kquant_linear, merge_kquants
+from nextn.runtime.native.grouped import KQuantFormat, kquant_linear, merge_kquants
 
 
 def take(size: int) -> torch.Tensor:

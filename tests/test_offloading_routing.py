@@ -11,7 +11,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.given_texts import whole_text_outputs
 from nextn.evaluate.offloading import ExpertRouting, StoredWeights, sum_distinct
 from nextn.evaluate.teacher_forced import ReferenceText
-from nextn.model import expert_groups, layer_loader
+from nextn.model import layer_loader, stored_experts
 from nextn.model.model import Model
 
 TEXTS = [
@@ -49,7 +49,7 @@ MOE = [name for name, config in CONFIGS.items() if "num_experts_per_tok" in conf
 def test_counts_of_every_family(name, tmp_path, monkeypatch):
     """Against each text's choices when it runs alone; loaded and streamed, with experts a few at a time, agree."""
     monkeypatch.setattr(layer_loader, "_EXPERTS_AT_ONCE", 3)
-    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
     build(name).save(tmp_path / "model")
     inventory = Inventory.of(Checkpoint.open(tmp_path / "model"))
     weights = StoredWeights.of(inventory, inventory)

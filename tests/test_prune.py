@@ -14,7 +14,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor
 from nextn.cli import app
 from nextn.edit.convert import convert
-from nextn.edit.prune import read_expert_list
+from nextn.edit.expert_pieces import read_expert_list
 from nextn.errors import ConfigError
 from nextn.families import by_name
 from nextn.model.model import Model

@@ -7,10 +7,16 @@ from torch import Tensor
 from nextn.checkpoint.quantized_weights import round_to_nearest
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import BYTES, INT4, Runtime, load
-from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, group_size
+from nextn.runtime.native.grouped import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    GroupedFormat,
+    GroupedWeight,
+    group_size,
+    quantize_groups,
+)
 from nextn.runtime.native.memory import HugePages
 from nextn.runtime.native.quantization import SEVEN_BITS, dequantize, pack_quantized, quantize, round_rows
-from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS, quantize_groups
 from nextn.runtime.native.weight_packing import PackedMatrix, PackedWeights
 
 

@@ -5,9 +5,8 @@ import torch
 from quick import loop
 
 from nextn.losses.distillation import head_loss
-from nextn.losses.divergences import Teacher
+from nextn.losses.divergences import SampledVocabulary, Teacher
 from nextn.losses.mtp_loss import Targets
-from nextn.losses.sampled_vocabulary import SampledVocabulary
 
 VOCAB, WIDTH, DEPTHS = 600, 16, 2
 

@@ -156,8 +156,8 @@ def test_restore_and_convert(nextn, tmp_path):
     for args in (
         ["restore", target, "--from", base, "--dry-run"],
         ["restore", target, "--from", base, "--out", tmp_path / f"out{NAME}"],
-        ["convert", base, tmp_path / f"side{NAME}", "--side-file"],
-        ["convert", base, tmp_path / f"side{NAME}", "--shards"],
+        ["convert", base, tmp_path / f"side{NAME}", "--form", "side-file"],
+        ["convert", base, tmp_path / f"side{NAME}", "--form", "shards"],
         ["convert", base, tmp_path / f"to{NAME}", "--to", NAME],
         ["extract", base, tmp_path / f"head{NAME}.safetensors"],
     ):

@@ -24,7 +24,7 @@ from scripted_engine import ScriptedEngine
 from tiny import build
 
 import nextn
-from nextn.checkpoint.file_stamps import FileStamps
+from nextn.checkpoint.file_index import FileStamps
 from nextn.engines.counter_formats import read
 from nextn.engines.metrics_formats import from_metrics, prefix_hits
 from nextn.serve.api import create_app

@@ -13,7 +13,7 @@ from tiny import build, prompt
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.gguf_blocks import KQuantWeight, take_apart
-from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS, blocks_name
+from nextn.checkpoint.gguf_file import BLOCK_TYPES, K_QUANTS, blocks_name
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
@@ -26,7 +26,7 @@ from nextn.model.model import Model
 from nextn.model.packed_experts import PackedExperts, packed_parts
 from nextn.model.packed_linear import PackedLinear, StoredIntegers, StoredKQuant, packed_layers
 from nextn.runtime.backend import backend_for, unused_codes
-from nextn.runtime.native.kquants import kquant_linear
+from nextn.runtime.native.grouped import kquant_linear
 from nextn.settings import Settings
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.05}

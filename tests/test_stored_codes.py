@@ -23,9 +23,8 @@ from nextn.model.packed_linear import PackedLinear, StandIns, StoredFp8, StoredI
 from nextn.runtime.backend import backend_for, unused_codes
 from nextn.runtime.native.abi import FP8 as FP8_TYPE
 from nextn.runtime.native.abi import INT4, load
-from nextn.runtime.native.grouped import GroupedWeight, grouped_linear
+from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS, GroupedWeight, grouped_linear, quantize_groups
 from nextn.runtime.native.program import Replay
-from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS, quantize_groups
 from nextn.runtime.native.stored_codes import unsupported
 from nextn.runtime.native.trace import Trace, Untraceable
 from nextn.runtime.native.weight_packing import PackedWeights

@@ -9,7 +9,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.devices import available_bytes
 from nextn.evaluate import offloading
 from nextn.evaluate.offloading import StreamEstimate, loaded_bytes, reason_to_stream
-from nextn.model import expert_groups
+from nextn.model import stored_experts
 from nextn.model.model import Model
 
 
@@ -78,7 +78,7 @@ def test_estimate(tmp_path):
 
 
 def test_experts_that_each_pass_of_the_head_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
     build("glm4_moe").save(tmp_path / "model")
     model = Model.load(tmp_path / "model", stream=True)
     estimate = StreamEstimate.of(model.trunk, 1000, head=model.head, num_passes=3)

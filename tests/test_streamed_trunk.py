@@ -19,13 +19,13 @@ from nextn.checkpoint.provenance import trunk_fingerprint
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.tensors import TensorReader
 from nextn.errors import CheckpointError, ConfigError
-from nextn.model import expert_groups, layer_loader, layer_states, load_head, stored_experts, streamed_trunk
+from nextn.model import layer_loader, layer_states, load_head, stored_experts, streamed_trunk
 from nextn.model.layer_loader import LayerLoader
 from nextn.model.layer_states import input_file, remove_states
 from nextn.model.model import Model
 from nextn.model.stored_experts import find_layout
+from nextn.train.checkpointing import fingerprint, fingerprint_of
 from nextn.train.distributed import ALONE, Ranks
-from nextn.train.fingerprint import fingerprint, fingerprint_of
 from nextn.train.head_run import StartingPoint, load_starting_point
 
 BATCHES = [torch.tensor([prompt(21, seed=1), prompt(21, seed=2)]), torch.tensor([prompt(34, seed=3)])]
@@ -67,7 +67,7 @@ def test_same_bits_for_every_family(name, tmp_path, monkeypatch):
     loaded, streamed = Model.load(tmp_path / "model"), Model.load(tmp_path / "model", stream=True)
     assert streamed.notes == loaded.notes
     assert_same(streamed, loaded)
-    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
     monkeypatch.setattr(stored_experts, "_GROUP_BYTES", 0)
     assert_same(streamed, loaded)
     assert_same_head(Model.load(tmp_path / "model", stream=True), loaded)
@@ -111,7 +111,7 @@ def test_same_bits_in_bf16_and_from_fp8(name, fp8, tmp_path, monkeypatch):
     streamed = Model.load(tmp_path / "model", stream=True)
     assert streamed.trunk.dtype == torch.bfloat16
     assert_same(streamed, loaded := Model.load(tmp_path / "model"))
-    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
     assert_same(streamed, loaded)
     convert_experts(monkeypatch)
     assert_same(streamed, loaded)
@@ -154,7 +154,7 @@ def test_only_one_layer_is_in_memory(folder, monkeypatch):
 @pytest.mark.parametrize("how", ["read", "converted", "fused"])
 def test_experts_of_a_layer_are_never_in_memory_together(how, tmp_path, monkeypatch):
     """Whether each expert is stored as a tensor, or one tensor holds all of them."""
-    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
     monkeypatch.setattr(stored_experts, "_GROUP_BYTES", 0)
     monkeypatch.setattr(layer_loader, "_EXPERTS_AT_ONCE", 1)
     build("glm4_moe").save(tmp_path / "model")
@@ -178,7 +178,7 @@ def test_experts_of_a_layer_are_never_in_memory_together(how, tmp_path, monkeypa
 
 @pytest.mark.parametrize("how", ["read", "converted"])
 def test_an_expert_with_values_that_are_not_finite(how, folder, monkeypatch):
-    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
     if how == "converted":
         convert_experts(monkeypatch)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -193,7 +193,7 @@ def test_an_expert_with_values_that_are_not_finite(how, folder, monkeypatch):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_no_thread_reads_on_after_an_error(error, folder, monkeypatch):
     """The thread that reads experts ends with the layer that it reads for, whose parameters are unloaded."""
-    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
     monkeypatch.setattr(stored_experts, "_GROUP_BYTES", 0)
     trunk, seen = Model.load(folder, stream=True).trunk, []
 
@@ -227,7 +227,7 @@ def test_layout_of_experts():
 
 def test_experts_of_the_head_stay_in_the_file(tmp_path, monkeypatch):
     """They are checked when the head is loaded."""
-    monkeypatch.setattr(expert_groups, "_MAX_BYTES", 0)
+    monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
     build("glm4_moe").save(tmp_path / "model")
     head = Model.load(tmp_path / "model", stream=True).head
     assert {name for name, value in head.named_parameters() if value.is_meta} == {

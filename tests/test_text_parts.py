@@ -2,8 +2,8 @@
 
 import torch
 
+from nextn.evaluate.given_texts import part_counts, think_tokens
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, Survival
-from nextn.evaluate.text_parts import part_counts, think_tokens
 
 
 class Tokenizer:

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from nextn.train.thread_choice import ThreadChoice, chosen_threads
+from nextn.train.loop import ThreadChoice, chosen_threads
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,16 @@ from packed import random_k_quant
 from quick import others_slow
 
 import nextn.runtime.native
-from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS
+from nextn.checkpoint.gguf_file import BLOCK_TYPES, K_QUANTS
 from nextn.runtime.native.abi import load
-from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, grouped_linear
-from nextn.runtime.native.kquants import KQuantFormat, kquant_linear
-from nextn.runtime.native.rounded_weights import quantize_groups
+from nextn.runtime.native.grouped import (
+    GroupedFormat,
+    GroupedWeight,
+    KQuantFormat,
+    grouped_linear,
+    kquant_linear,
+    quantize_groups,
+)
 
 SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
 FLAGS = ["-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-I", str(SOURCES)]

@@ -1,6 +1,8 @@
-"""Words that messages share: lists, counts, names of documentation pages."""
+"""Words that messages share: lists, counts, names of documentation pages, how to install an extra."""
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, requires
 from itertools import islice
 
 _MAX_NAME = 100  # characters; names in untrusted files have no bound
@@ -34,3 +36,20 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Describe the values that differ, `key = old (now new)`; "" if none does."""
     keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     return ", ".join(f"{key} = {then.get(key)} (now {now.get(key)})" for key in keys)
+
+
+_MARKER = "; extra == "  # as in "fastapi>=0.115; extra == 'serve'"; wheels have the extras of others written out
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that installs the packages of an extra.
+
+    It names the packages, not `nextn[extra]`: pip would look for a package of that name in its index, which need not be
+    this one.
+    """
+    try:
+        split = [each.partition(_MARKER) for each in requires("nextn") or []]
+    except PackageNotFoundError:
+        split = []
+    packages = [package for package, _, marker in split if marker.strip("'\"") == extra]
+    return "pip install " + (shlex.join(packages) if packages else f"'.[{extra}]' in the folder of nextn's sources")

@@ -81,7 +81,7 @@ def _duplicates(inventory: Inventory) -> Iterator[Finding]:
         if len(problems) > 1:
             found += f"; the same for {counted(len(problems) - 1, 'more tensor')}"
         unread = file in checkpoint.unindexed and file != SINGLE  # which transformers opens before an index
-        keeps = f"nextn convert {shlex.quote(checkpoint.path)} OUT --single-file"
+        keeps = f"nextn convert {shlex.quote(checkpoint.path)} OUT --form single-file"
         yield Finding(
             "index", "note" if unread else "warning", f"{INDEX}: {file}", f"{found}.", "Each tensor in one file.",
             "Nothing needs to be done: no loader opens the second file." if unread

@@ -1,4 +1,6 @@
-"""Cache layers of single families: compressed attention, attention with short convolutions, and particular indexers."""
+"""Cache layers of single families: compressed attention, attention with short convolutions, particular indexers, and
+heads that read the trunk's keys.
+"""
 
 from collections.abc import Sequence
 
@@ -7,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from nextn.cache.attention_layer import AttentionLayer, IndexedLayer, join_slots, write_states
+from nextn.cache.kv_cache import KVCache
 from nextn.errors import RollbackError
 
 
@@ -195,3 +198,24 @@ class RotaryIndexedLayer(IndexedLayer):
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None: ...
+
+
+class TrunkKV(KVCache):
+    """A view of the trunk's cache for a head that reads its keys and values, and stores nothing.
+
+    `lengths` counts the positions that the head has run, as with a cache of its own, so blocks, rollback and refreshes
+    are the same; the trunk has seen these positions before.
+    """
+
+    has_blocks = True  # of nothing: all that later positions depend on is in the trunk's
+
+    def __init__(self, trunk: KVCache | None, batch_size: int) -> None:
+        """Create a view at position 0. trunk: The trunk's cache; None for a view that is only measured."""
+        super().__init__([], batch_size, device="cpu" if trunk is None else trunk.device)
+        self.trunk = trunk
+
+    def keys_and_values(self, layer: int, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, heads, num_positions, dim] of one of the trunk's layers."""
+        assert self.trunk is not None
+        states: AttentionLayer = self.trunk.layers[layer]
+        return states.keys[:, :, :num_positions], states.values[:, :, :num_positions]

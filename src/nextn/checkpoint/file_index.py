@@ -1,11 +1,15 @@
 """The index that a checkpoint's files imply, and how its own differs from it. Imports no torch.
 
 Loaders that follow an index open the files that it names and nothing else; without one, model.safetensors alone.
+
+Weights that are mapped change with the file below them: one that is truncated ends the process at its next access
+(SIGBUS), one that is overwritten gives a model of mixed weights. Both show in its size or times, see `FileStamps`.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from nextn.checkpoint.checkpoint import SINGLE, Checkpoint
 from nextn.checkpoint.foreign_names import foreign
@@ -74,3 +78,43 @@ def _unlisted(checkpoint: Checkpoint, weight_map: Mapping[str, str]) -> Iterator
 
 def _is_of_model(name: str, family: Family) -> bool:
     return bool(family.trunk_layer(name) or family.shared_role(name) or (family.names and family.canonical(name, 0)))
+
+
+_Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
+
+
+@dataclass(frozen=True)
+class FileStamps:
+    """What the file system says of some files."""
+
+    stamps: tuple[tuple[Path, _Stamp | None], ...]
+
+    @classmethod
+    def of(cls, paths: Iterable[Path]) -> "FileStamps":
+        """Look at the files now."""
+        return cls(tuple((path, _stamp(path)) for path in paths))
+
+    @classmethod
+    def of_weights(cls, *folders: Path) -> "FileStamps":
+        """Look at the weights in these folders, links followed."""
+        files = {file.resolve() for folder in folders for file in folder.rglob("*.safetensors")}
+        return cls.of(sorted(files))
+
+    def changed(self) -> Path | None:
+        """Return the first file that is not as it was and would show in a mapping; None if there is none.
+
+        A file that was replaced or removed keeps its content for those who have it open.
+        """
+        for path, before in self.stamps:
+            now = _stamp(path)
+            if now is not None and before is not None and now[:2] == before[:2] and now != before:
+                return path
+        return None
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)

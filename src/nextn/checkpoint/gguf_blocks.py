@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nextn.checkpoint.gguf_types import BLOCK_TYPES, K_QUANTS, WITH_MINIMA
+from nextn.checkpoint.gguf_file import BLOCK_TYPES, K_QUANTS, WITH_MINIMA
 from nextn.checkpoint.quantized_weights import QuantizedWeight
 
 _SIX_BIT_ZERO = 32  # the code of weight 0 in Q6_K

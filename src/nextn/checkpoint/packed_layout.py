@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.gguf_types import BLOCK_NAMES, BLOCK_TYPES, named_kind
+from nextn.checkpoint.gguf_file import BLOCK_NAMES, BLOCK_TYPES, named_kind
 from nextn.checkpoint.quant_formats import WeightSettings
 from nextn.checkpoint.quantization import QuantConfig, QuantSection
 from nextn.checkpoint.remote import LocalFile
@@ -22,7 +22,7 @@ from nextn.checkpoint.safetensors_file import TensorInfo
 Layout = Literal["pack-quantized", "int-quantized", "gptq", "awq", "gguf"]
 Part = Literal["codes", "scales", "zeros", "group_index", "shape"]
 
-# Names of the parts after the module's; those of GGUF's blocks are in `gguf_types`.
+# Names of the parts after the module's; those of GGUF's blocks are in `gguf_file`.
 _NAMES: Mapping[Layout, Mapping[Part, str]] = {
     "pack-quantized": {
         "codes": "weight_packed", "scales": "weight_scale", "zeros": "weight_zero_point",

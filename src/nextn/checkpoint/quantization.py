@@ -10,7 +10,7 @@ from reprlib import repr as brief
 from typing import TYPE_CHECKING, Literal, cast
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
-from nextn.checkpoint.gguf_types import BLOCK_NAMES
+from nextn.checkpoint.gguf_file import BLOCK_NAMES
 from nextn.checkpoint.quant_formats import FORMATS, Format, Section, quantized
 from nextn.errors import CheckpointError
 from nextn.families import lookup

@@ -8,33 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import (
-    AsJson,
-    CacheDir,
-    Dtype,
-    ModelName,
-    ModelOptions,
-    Offline,
-    RecordFile,
-    Revision,
-    Threads,
-    shipped_path,
-)
-from nextn.cli.screen import console, plain, print_json, print_note, print_table, progress_bars
+from nextn.cli.common import AsJson, ModelOptions, RecordFile, expanded, shipped_path
+from nextn.cli.screen import console, figures_table, plain, print_json, print_note, print_table, progress_bars
 from nextn.cli.streaming import reason_to_stream
 from nextn.errors import ConfigError
 from nextn.settings import BACKENDS, WEIGHTS
 
 if TYPE_CHECKING:
-    from nextn.evaluate.accuracy import Candidate, Reference
-    from nextn.evaluate.accuracy_texts import ComparedTexts
+    from nextn.evaluate.accuracy import Candidate, ComparedTexts, Reference
     from nextn.model.model import Model
 
 TOKENS = 1536
 
 
+@expanded("exact_head", "backend", "weights", "kv_cache_dtype", "device", "device_map", "offload_folder", "head")
 def accuracy(
-    model: ModelName,
+    *,
     others: Annotated[
         list[str] | None, typer.Argument(help="Other forms of the model, such as a quantized folder or .gguf files.")
     ] = None,
@@ -42,23 +31,18 @@ def accuracy(
         str, typer.Option(help=f"Of the products, comma-separated, of {', '.join(WEIGHTS)}.")
     ] = "stored,int8,int4",
     backend: Annotated[str, typer.Option(help="Comma-separated, of auto, native, torch.")] = "auto",
-    dtype: Dtype = "auto",
+    options: ModelOptions,
     texts: Annotated[
         str | None,
         typer.Option(help="File of text or records, or a data set. Default: Python's documentation, as help() has it."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Of all texts, each of up to 512.")] = TOKENS,
-    threads: Threads = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
     out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare a model's next-token distributions with those in float32, at every bit width, backend and file."""
     from nextn.checkpoint.safetensors_file import write_json
 
-    options = ModelOptions(model, dtype, revision=revision, cache_dir=cache_dir, offline=offline, threads=threads)
     choices = _choices(options, others or (), weights, backend)
     if texts is not None:
         from nextn.data.sources import check_sources
@@ -126,8 +110,7 @@ def _reference(
     options: ModelOptions, texts: str | None, tokens: int, *, quiet: bool
 ) -> "tuple[Reference, ComparedTexts]":
     """Run the model in float32, each layer read once for all texts, so that no model is too large."""
-    from nextn.evaluate.accuracy import Reference
-    from nextn.evaluate.accuracy_texts import CONTEXT, compared_texts
+    from nextn.evaluate.accuracy import CONTEXT, Reference, compared_texts
 
     loaded = replace(options, dtype="float32", weights="stored", backend="auto").load(need_head=False, stream=True)
     context = min(CONTEXT, loaded.trunk.max_length or CONTEXT)
@@ -149,12 +132,8 @@ def _candidate(options: ModelOptions, reference: "Reference", step: "Callable[..
 
 
 def _show(found: "Sequence[Candidate]", compared: "ComparedTexts") -> None:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
     titles = ("model", "weights", "backend", "MB/step", "KL mean", "KL p99", "same argmax", "perplexity", "ties")
-    for title in titles:
-        table.add_column(title, justify="left" if title in titles[:3] else "right", no_wrap=True)
+    table = figures_table(*titles, left=titles[:3])
     for each in found:
         figures, name = each.accuracy, each.dtype if each.weights == WEIGHTS[0] else each.weights
         table.add_row(

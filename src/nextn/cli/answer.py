@@ -8,30 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import (  # fmt: skip
+from nextn.cli.common import (
     K_NAMES,
     AsJson,
-    BackendName,
-    CacheDir,
     Chat,
-    Concurrency,
-    Device,
-    DeviceMap,
-    Dtype,
-    Engine,
     EngineAccess,
-    KeyEnv,
-    KVCacheDtype,
     MaxTokens,
-    ModelName,
     ModelOptions,
-    Offline,
-    OffloadFolder,
-    Revision,
-    Served,
-    Threads,
-    Timeout,
-    WeightType,
+    expanded,
     stop_flag,
     use_chat,
 )
@@ -43,8 +27,9 @@ if TYPE_CHECKING:
     from nextn.train.self_generated import AnswerProgress
 
 
+@expanded("exact_head", "head")
 def answer(
-    model: ModelName,
+    *,
     out: Annotated[Path, typer.Argument(help="Output .jsonl; an existing file is resumed.")],
     prompts: Annotated[
         list[str],
@@ -67,32 +52,18 @@ def answer(
     batch: Annotated[int, typer.Option(help="Prompts per batch.")] = 8,
     seed: int = 0,
     chat: Chat = None,
-    dtype: Dtype = "auto",
-    backend: BackendName = "auto",
-    weights: WeightType = "stored",
-    threads: Threads = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    offload_folder: OffloadFolder = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
-    engine: Engine = None,
-    served: Served = None,
-    concurrency: Concurrency = 8,
-    timeout: Timeout = 600,
-    key_env: KeyEnv = None,
+    options: ModelOptions,
+    asked: EngineAccess,
     as_json: AsJson = False,
 ) -> None:
     """Generate training data with the trunk, locally or through an engine; the same command resumes."""
     sampling = Sampling(temperature, top_k, top_p)
-    if engine is not None:
-        _check_engine(sampling, device_map)
+    if asked.engine is not None:
+        _check_engine(sampling, options.device_map)
     settings = Settings(
         num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
     )
-    options = ModelOptions.of(locals()).prepared()
+    options = options.prepared()
     from nextn.data.benchmark_prompts import is_benchmark
     from nextn.data.sources import check_sources
 
@@ -102,7 +73,7 @@ def answer(
     from nextn.train.served_answers import served_answers
 
     model_of_text = (
-        options.load(need_head=False) if engine is None else TextInterface.read(options.source, **options.hub)
+        options.load(need_head=False) if asked.engine is None else TextInterface.read(options.source, **options.hub)
     )
     chat = use_chat(model_of_text, chat)
     prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=seed, chat=chat)
@@ -110,15 +81,14 @@ def answer(
         print_note(note)
     with stop_flag() as stopped, _progress(quiet=as_json) as show:
         if isinstance(model_of_text, TextInterface):
-            endpoint = EngineAccess(engine or "", served, concurrency, timeout, key_env).open()
             settings = replace(settings, num_speculative_tokens=0, eos=model_of_text.eos)
             tokenizer = model_of_text.tokenizer
             progress = served_answers(
-                endpoint, prompt_ids, settings, out, tokenizer, concurrency=concurrency, should_stop=stopped
+                asked.open(), prompt_ids, settings, out, tokenizer, concurrency=asked.concurrency, should_stop=stopped
             )
         else:
             progress = generate_answers(
-                model_of_text, prompt_ids, settings, out, batch_size=batch, backend=backend, should_stop=stopped
+                model_of_text, prompt_ids, settings, out, batch_size=batch, backend=options.backend, should_stop=stopped
             )
         state = None
         for state in progress:

@@ -9,50 +9,35 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.accuracy import accuracy_of
-from nextn.cli.common import (  # fmt: skip
+from nextn.cli.common import (
     K_NAMES,
     AsJson,
-    BackendName,
-    CacheDir,
     Chat,
-    Concurrency,
-    Device,
-    Dtype,
-    Engine,
     EngineAccess,
-    ExactHead,
-    KeyEnv,
-    KVCacheDtype,
     MaxTokens,
-    ModelName,
     ModelOptions,
-    Offline,
-    OptionalModelName,
     Prompts,
-    Revision,
-    SeparateHead,
-    Served,
     Temperatures,
-    Threads,
-    Timeout,
-    WeightType,
     check_matplotlib,
+    expanded,
     parse_temperatures,
     use_chat,
 )
-from nextn.cli.cores import Cores, check_cores, show_cores
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.load import Against, LoadQuestion, Measured, report_by_load
 from nextn.cli.offload import (
+    Cores,
     MemoryBandwidth,
     OffloadBandwidth,
     advise_offloaded,
+    check_cores,
     check_needs_offloading,
     parse_bandwidth,
+    show_cores,
     show_experts,
 )
-from nextn.cli.screen import console, plain, print_json, print_note, print_table, progress_bars
-from nextn.cli.streaming import KeepShards, States, Stream, TextOptions, Texts
+from nextn.cli.screen import console, figures_table, plain, print_json, print_note, print_table, progress_bars
+from nextn.cli.streaming import GivenTextOptions, TextOptions
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan, ReferencePlan
 
@@ -68,8 +53,9 @@ if TYPE_CHECKING:
 Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
 
 
+@expanded("device_map", "offload_folder")
 def bench(
-    model: ModelName,
+    *,
     num_speculative_tokens: Annotated[
         str, typer.Option(*K_NAMES, help="Values of K, comma-separated; 0 = plain decoding.")
     ] = "0,1,2,3,4,6,8",
@@ -79,20 +65,10 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Runs of each prompt at each K and temperature.")] = 3,
     chat: Chat = None,
     seed: int = 0,
-    dtype: Dtype = "auto",
+    options: ModelOptions,
     draft_vocab: DraftVocab = "0",
     draft_text: DraftText = None,
-    exact_head: ExactHead = False,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
-    backend: BackendName = "auto",
-    weights: WeightType = "stored",
-    threads: Threads = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
-    head: SeparateHead = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -106,21 +82,21 @@ def bench(
         repeats,
         seed=seed,
         adaptive=adaptive,
-        backend=backend,
+        backend=options.backend,
     )
-    options = ModelOptions.of(locals()).prepared()
+    options, source = options.prepared(), options.source
     texts, draftable = read_prompts(prompts), DraftVocabularyOptions.read(draft_vocab, draft_text)
     _check_out(out)
     from nextn.evaluate.benchmark import run_benchmark
 
-    loaded = options.load(need_head=True, exact_head=exact_head)
+    loaded = options.load(need_head=True)
     for note in loaded.notes:
         print_note(note)
     plan = replace(plan, chat=use_chat(loaded, chat))
-    draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=backend)
+    draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=options.backend)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
-        report = run_benchmark(loaded, texts, plan, source=model, on_run=lambda _: step())
+        report = run_benchmark(loaded, texts, plan, source=source, on_run=lambda _: step())
     if long := loaded.length_note(report.num_positions(loaded)):
         print_note(long)
     record = report.as_record() | {"prompts": prompts_record(prompts, texts)}
@@ -137,8 +113,9 @@ def bench(
         console().print(plain(f"beside float32: {rounded[0].accuracy} of {rounded[1]}"), soft_wrap=True)
 
 
+@expanded("device_map", "offload_folder", source="")
 def advise(
-    model: OptionalModelName = None,
+    *,
     num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="The largest K to consider.")] = 8,
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,2,4,8",
     contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated. Default: that of the texts.")] = "",
@@ -147,31 +124,14 @@ def advise(
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
     seed: int = 0,
-    exact_head: ExactHead = False,
-    dtype: Dtype = "auto",
-    backend: BackendName = "auto",
-    weights: WeightType = "stored",
-    threads: Threads = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
-    head: SeparateHead = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
+    options: ModelOptions,
     offload_bandwidth: OffloadBandwidth = None,
     memory_bandwidth: MemoryBandwidth = None,
     cores: Cores = None,
-    engine: Engine = None,
-    served: Served = None,
-    concurrency: Concurrency = 8,
-    timeout: Timeout = 600,
-    key_env: KeyEnv = None,
+    asked: EngineAccess,
     against: Against = None,
     measured: Measured = None,
-    texts: Texts = None,
-    stream: Stream = None,
-    states: States = None,
-    keep_shards: KeepShards = None,
+    given: GivenTextOptions,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -183,38 +143,44 @@ def advise(
     numbers = _integers(cores, "--cores", minimum=1) if cores is not None else ()
     memory_rate = None if memory_bandwidth is None else parse_bandwidth("--memory-bandwidth", memory_bandwidth)
     plan = BenchmarkPlan(
-        (num_speculative_tokens,), parse_temperatures(temperatures), max_tokens, repeats=1, seed=seed, backend=backend
+        (num_speculative_tokens,),
+        parse_temperatures(temperatures),
+        max_tokens,
+        repeats=1,
+        seed=seed,
+        backend=options.backend,
     )
     to_decode = read_prompts(prompts)
     _check_out(out)
     if against is not None or measured is not None:
-        access = EngineAccess(engine or "", served, timeout=timeout, key_env=key_env)
         question = LoadQuestion(to_decode, sizes, plan.temperatures, max_tokens, chat is not False, seed)
-        report_by_load(question.answer(model, access, against, measured, quiet=as_json), out, as_json=as_json)
+        report_by_load(
+            question.answer(options.source or None, asked, against, measured, quiet=as_json), out, as_json=as_json
+        )
         return
-    if model is None:
+    if not options.source:
         raise ConfigError(
             "no MODEL: give a checkpoint folder, .gguf file or hub id, or for a live engine --engine and --against"
         )
-    options = ModelOptions.of(locals()).prepared()
+    options, source = options.prepared(), options.source
     advice: Advice | OffloadAdvice
     scaling: CoreScaling | None = None
     if offload_bandwidth is None:
         check_needs_offloading(
             {
                 "--memory-bandwidth": None if numbers else memory_bandwidth,
-                "--engine": engine,
-                "--texts": texts,
-                "--stream": stream,
-                "--states": states,
-                "--keep-shards": keep_shards,
+                "--engine": asked.engine,
+                "--texts": given.texts,
+                "--stream": given.stream,
+                "--states": given.states,
+                "--keep-shards": given.keep_shards,
             }
         )
         if numbers:
             check_cores(numbers, memory_rate)
-        loaded = options.load(need_head=True, exact_head=exact_head)
+        loaded = options.load(need_head=True)
         plan = replace(plan, chat=use_chat(loaded, chat))
-        advice = _advise_loaded(loaded, to_decode, plan, sizes, lengths, source=model, quiet=as_json)
+        advice = _advise_loaded(loaded, to_decode, plan, sizes, lengths, source=source, quiet=as_json)
         if numbers:
             from nextn.evaluate.core_scaling import scale_cores
 
@@ -222,11 +188,10 @@ def advise(
     elif numbers:
         raise ConfigError("--cores is for models whose experts are in memory; leave it or --offload-bandwidth out")
     else:
-        asked = EngineAccess(engine or "", served, concurrency, timeout, key_env)
-        source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
-        reference = ReferencePlan(num_speculative_tokens, plan.temperatures, max_tokens, chat, seed, backend)
+        texts = TextOptions.of(options, given, asked, quiet=as_json)
+        reference = ReferencePlan(num_speculative_tokens, plan.temperatures, max_tokens, chat, seed, options.backend)
         rates = parse_bandwidth("--offload-bandwidth", offload_bandwidth), memory_rate
-        advice = advise_offloaded(options, source, reference, to_decode, *rates)
+        advice = advise_offloaded(options, texts, reference, to_decode, *rates)
     _report_advice(advice, scaling, out, as_json=as_json)
 
 
@@ -325,13 +290,10 @@ def _draw_costs(advice: "Advice | OffloadAdvice", folder: Path) -> None:
 
 
 def _show_benchmark(report: "BenchmarkReport") -> None:
-    from rich.table import Table
-
     from nextn.evaluate.workload import by_domain
 
-    table, machine, costs = Table(box=None, header_style="bold", pad_edge=False), report.machine, report.costs
-    for title in ("", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K"):
-        table.add_column(title, justify="left" if title in ("", "a_1 ... a_K") else "right", no_wrap=True)
+    titles = ("", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K")
+    table, machine, costs = figures_table(*titles, left=("", titles[-1])), report.machine, report.costs
     largest, domains = report.plan.k_values[-1], [*by_domain(report.prompts)]
     for temperature in report.plan.temperatures:
         rows = [("", report.figures(temperature, k)) for k in report.plan.choices]
@@ -392,24 +354,9 @@ def _show_advice(advice: "Advice | OffloadAdvice") -> None:
 
 
 def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
     choices = range(1, max(len(each.choices) for each in forecasts) + 1)
-    for title in (
-        "",
-        "batch",
-        "context",
-        *(f"K={k}" for k in choices),
-        "best K",
-        "speed-up",
-        "95 %",
-        "MTP",
-        "AL",
-        "acceptance",
-        "break-even",
-    ):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    found = ("best K", "speed-up", "95 %", "MTP", "AL", "acceptance", "break-even")
+    table = figures_table("", "batch", "context", *(f"K={k}" for k in choices), *found)
     for each in forecasts:
         expected = [f"{choice.speedup:.2f}" for choice in each.choices]
         even = "none" if each.best.break_even is None else f"{each.best.break_even:.2f}"

@@ -7,28 +7,27 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nextn.cli.common import (
-    BackendName,
-    CacheDir,
     Chat,
-    Device,
-    Dtype,
-    ExactHead,
-    KVCacheDtype,
     MaxTokens,
-    ModelName,
     ModelOptions,
     NumCopyTokens,
     NumSpeculativeTokens,
-    Offline,
-    Revision,
-    SeparateHead,
-    Threads,
-    WeightType,
+    expanded,
     stop_flag,
     use_chat,
 )
 from nextn.cli.decode import MinP, Temperature, TopK, TopP, acceptance_line, speed
-from nextn.cli.screen import Marks, console, is_interactive, plain, print_error, print_note, print_table, read_lines
+from nextn.cli.screen import (
+    Marks,
+    console,
+    figures_table,
+    is_interactive,
+    plain,
+    print_error,
+    print_note,
+    print_table,
+    read_lines,
+)
 from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 
@@ -46,8 +45,9 @@ _HELP = """\
 Ctrl-C stops an answer. A \\ at the end of a line continues the message on the next one."""
 
 
+@expanded("device_map", "offload_folder")
 def chat(
-    model: ModelName,
+    *,
     num_speculative_tokens: NumSpeculativeTokens = 4,
     num_copy_tokens: NumCopyTokens = 0,
     max_tokens: MaxTokens = 512,
@@ -57,17 +57,7 @@ def chat(
     min_p: MinP = 0.0,
     seed: int = 0,
     chat: Chat = None,
-    exact_head: ExactHead = False,
-    dtype: Dtype = "auto",
-    backend: BackendName = "auto",
-    weights: WeightType = "stored",
-    threads: Threads = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
-    head: SeparateHead = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
+    options: ModelOptions,
 ) -> None:
     """Chat with a model in the terminal; /help lists the commands. Piped lines are messages, answered in turn.
 
@@ -82,11 +72,11 @@ def chat(
         max_tokens=max_tokens,
         seed=seed,
     )
-    options = ModelOptions.of(locals()).prepared()
-    loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
+    options = options.prepared()
+    loaded = options.load(need_head=num_speculative_tokens > 0)
     for note in loaded.notes:
         print_note(note)
-    _run(_Conversation(loaded, settings, backend, use_chat(loaded, chat)))
+    _run(_Conversation(loaded, settings, options.backend, use_chat(loaded, chat)))
 
 
 @dataclass
@@ -171,15 +161,11 @@ class _Conversation:
         _say("the conversation is forgotten")
 
     def stats(self, _: str) -> None:
-        from rich.table import Table
-
         from nextn.stats.acceptance import Acceptance
 
         figures = Acceptance.of(self.rounds)
         _say(f"answers: {self.num_answers}  {acceptance_line(self.rounds)}")
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for title in ("depth", "drafts", "accepted", "rate", "95 % interval"):
-            table.add_column(title, justify="right")
+        table = figures_table("depth", "drafts", "accepted", "rate", "95 % interval")
         depths = zip(figures.num_drafted, figures.num_accepted, figures.rates, figures.intervals(), strict=True)
         for depth, (drafted, accepted, rate, (low, high)) in enumerate(depths, 1):
             table.add_row(str(depth), str(drafted), str(accepted), f"{rate:.3f}", f"{low:.3f} to {high:.3f}")

@@ -3,25 +3,29 @@
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import wraps
 from importlib.util import find_spec
+from inspect import Parameter, Signature, get_annotations, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, TypedDict, get_type_hints
 
 import typer
 
 from nextn.cli.screen import plain, print_note, print_unwrapped
 from nextn.errors import ConfigError
-from nextn.extras import install_command
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
+from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     import torch
 
+    from nextn.checkpoint.checkpoint import Checkpoint
+    from nextn.engines.client import Budget
     from nextn.engines.endpoint import Endpoint
-    from nextn.evaluate.published_curves import MeasuredConditions, PublishedCurve
+    from nextn.evaluate.acceptance_curve import MeasuredConditions, PublishedCurve
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
     from nextn.model.text_interface import TextInterface
@@ -54,12 +58,6 @@ def writable(path: Path | None) -> Path | None:
 
 
 _SOURCES = "hub id, or tiny: the one that comes with the package."
-# Of a command that loads the model, and of one that edits the checkpoint.
-_MODEL_HELP = f"Checkpoint folder, .gguf file, {_SOURCES}"
-ModelName = Annotated[str, typer.Argument(help=_MODEL_HELP, callback=shipped_path)]
-OptionalModelName = Annotated[
-    str | None, typer.Argument(help=_MODEL_HELP, callback=lambda name: name and shipped_path(name))
-]
 CheckpointName = Annotated[str, typer.Argument(help=f"Checkpoint folder, {_SOURCES}", callback=shipped_path)]
 Prompts = Annotated[
     Path | None,
@@ -71,24 +69,12 @@ Prompts = Annotated[
 ]
 RecordFile = Annotated[Path | None, typer.Option(help="File for the JSON record.", callback=writable)]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
-SeparateHead = Annotated[
-    str | None,
-    typer.Option(
-        "--head",
-        help="Use the head of this checkpoint instead: folder, .safetensors file or hub id.",
-        callback=shipped_option,
-    ),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id. Default: main.")]
-CacheDir = Annotated[Path | None, typer.Option(help="Hub cache folder. Default: that of huggingface_hub.")]
-Offline = Annotated[bool, typer.Option("--offline", help="Read hub ids from the cache only.")]
 K_NAMES = ("--num-speculative-tokens", "-k")
 NumSpeculativeTokens = Annotated[int, typer.Option(*K_NAMES, help="Draft tokens per round; 0 = plain decoding.")]
 NumCopyTokens = Annotated[
     int, typer.Option("--copy", help="Most draft tokens per round that are copied from the text so far; 0 = none.")
 ]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per text.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or auto: as stored.")]
 Chat = Annotated[
     bool | None,
     typer.Option(
@@ -97,57 +83,55 @@ Chat = Annotated[
         show_default=False,
     ),
 ]
-BackendName = Annotated[
-    str,
-    typer.Option(
-        "--backend", help="torch, native (C++ runtime, CPU only), or auto: native if it supports the model and device."
-    ),
-]
-WeightType = Annotated[
-    str,
-    typer.Option(
-        "--weights",
-        help="stored, or int8 or int4: decode with quantized weights (native backend only); auto: the fastest of them "
-        "whose divergence from float32, which is measured, is small.",
-    ),
-]
-KVCacheDtype = Annotated[
-    str,
-    typer.Option(
-        "--kv-cache-dtype",
-        help="auto: as the model; int8: a byte per value, a scale per position and head (native backend only).",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(help="Threads that decode on the CPU, natively or in torch. Default: torch's, as `nextn env` shows."),
-]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(
-        help="Spread the decoder layers: auto (GPUs, then host memory, then disk), equal shares on places such as "
-        "cuda:0,cuda:1,cpu,disk, or a .json file of names and places."
-    ),
-]
-OffloadFolder = Annotated[
-    Path | None,
-    typer.Option(help="Folder for layers on disk, removed at the end. Default: in the user's cache."),
-]
-ExactHead = Annotated[
-    bool,
-    typer.Option(
-        "--exact-head",
-        help="Draft with the stored weights. Default: 4 bits for the lm_head of a large vocabulary, and 7 bits for a "
-        "bf16 head if the CPU has AVX512-BF16 but no AMX.",
-    ),
-]
 KeyEnv = Annotated[str | None, typer.Option(help="Environment variable with the API key. Default: OPENAI_API_KEY.")]
 _SERVED = "With a served copy of the model"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
-class HubOptions(TypedDict):
+def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function whose parameters may be dataclasses of options.
+
+    Typer sees the fields of these in their place, an argument first.
+
+    Args:
+        without: Fields that are no options of this command.
+        defaults: Fields with another default in this command.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[Parameter] = []
+        groups: dict[str, tuple[type, list[str]]] = {}
+        for parameter in signature(command, eval_str=True).parameters.values():
+            group = parameter.annotation
+            if not is_dataclass(group):
+                parameters.append(parameter)
+                continue
+            assert isinstance(group, type)
+            types = get_type_hints(group, include_extras=True)
+            shared = [field for field in fields(group) if field.name not in without]
+            inherited = {field.name for field in shared} - get_annotations(group).keys()
+            shared.sort(key=lambda field: field.name in inherited)
+            groups[parameter.name] = group, [field.name for field in shared]
+            for field in shared:
+                is_argument = field.default is MISSING
+                default = defaults.get(field.name, Parameter.empty if is_argument else field.default)
+                option = parameter.replace(name=field.name, annotation=types[field.name], default=default)
+                parameters.insert(0 if is_argument else len(parameters), option)
+
+        @wraps(command)
+        def run(**given: object) -> None:
+            made = {name: group(**{field: given.pop(field) for field in own}) for name, (group, own) in groups.items()}
+            command(**given, **made)
+
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+class HubArguments(TypedDict):
     """How a hub id is read, as keyword arguments of `Checkpoint.open` and `Model.load`."""
 
     revision: str | None
@@ -155,37 +139,93 @@ class HubOptions(TypedDict):
     offline: bool
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """The options of every command that loads a model."""
+@dataclass(frozen=True, kw_only=True)
+class HubOptions:
+    """The options of every command that reads hub ids."""
 
-    source: str  # checkpoint folder or hub id; a .gguf file until `prepared`
-    dtype: str = "auto"  # "float32", "bfloat16", or "auto": as stored
-    backend: str = "auto"  # see `backend_for`
-    device: str = "auto"  # "auto", or a device name of torch
-    # Of hub ids only.
-    revision: str | None = None
-    cache_dir: Path | None = None
-    offline: bool = False
-    weights: str = "stored"  # see `Trunk.weights`
-    head: str | None = None  # a checkpoint to take the head from, instead of the source's own
-    kv_cache_dtype: str = "auto"  # see `Trunk.kv_cache_dtype`
-    device_map: str | None = None  # see `spread_layers`
-    offload_folder: Path | None = None  # for layers on disk; None: in the user's cache
-    threads: int | None = None  # of the native team and of torch; None: torch's default
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> "ModelOptions":
-        """Pick the options out of a command's arguments, which have the names of the fields.
-
-        arguments: `locals()` of the command; `model` is the source.
-        """
-        names = {field.name for field in fields(cls)} & arguments.keys() - {"source"}
-        return cls(arguments["model"], **{name: arguments[name] for name in names})
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id. Default: main.")] = None
+    cache_dir: Annotated[Path | None, typer.Option(help="Hub cache folder. Default: that of huggingface_hub.")] = None
+    offline: Annotated[bool, typer.Option("--offline", help="Read hub ids from the cache only.")] = False
 
     @property
-    def hub(self) -> HubOptions:
+    def hub(self) -> HubArguments:
         return {"revision": self.revision, "cache_dir": self.cache_dir, "offline": self.offline}
+
+    def open(self, source: str) -> "Checkpoint":
+        """Open a checkpoint. Raises CheckpointError."""
+        from nextn.checkpoint.checkpoint import Checkpoint
+
+        return Checkpoint.open(source, **self.hub)
+
+
+@dataclass(frozen=True)
+class ModelOptions(HubOptions):
+    """The options of every command that loads a model.
+
+    `source` is a checkpoint folder or hub id; a .gguf file until `prepared`.
+    """
+
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="model",
+            help=f"Checkpoint folder, .gguf file, {_SOURCES}",
+            callback=shipped_path,
+            show_default=False,
+        ),
+    ]
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: as stored.")] = "auto"
+    exact_head: Annotated[
+        bool,
+        typer.Option(
+            "--exact-head",
+            help="Draft with the stored weights. Default: 4 bits for the lm_head of a large vocabulary, and 7 bits for "
+            "a bf16 head if the CPU has AVX512-BF16 but no AMX.",
+        ),
+    ] = False
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="torch, native (C++ runtime, CPU only), or auto: native if it supports the model and device."
+        ),
+    ] = "auto"
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="stored, or int8 or int4: decode with quantized weights (native backend only); auto: the fastest of "
+            "them whose divergence from float32, which is measured, is small."
+        ),
+    ] = "stored"
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Threads that decode on the CPU, natively or in torch. Default: torch's, as `nextn env` shows."
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto: as the model; int8: a byte per value, a scale per position and head (native backend only)."
+        ),
+    ] = "auto"
+    device: Device = "auto"
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="Spread the decoder layers: auto (GPUs, then host memory, then disk), equal shares on places such as "
+            "cuda:0,cuda:1,cpu,disk, or a .json file of names and places."
+        ),
+    ] = None
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="Folder for layers on disk, removed at the end. Default: in the user's cache.")
+    ] = None
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="Use the head of this checkpoint instead: folder, .safetensors file or hub id.",
+            callback=shipped_option,
+        ),
+    ] = None
 
     def check(self) -> None:
         """Refuse options that no model can be loaded with, before torch is imported.
@@ -281,7 +321,6 @@ class ModelOptions:
         self,
         *,
         need_head: bool,
-        exact_head: bool = False,
         stream: bool = False,
         shards: Path | None = None,
         in_torch: bool = False,
@@ -290,7 +329,6 @@ class ModelOptions:
 
         Args:
             need_head: Whether the checkpoint must have a head.
-            exact_head: See `Head.exact`.
             stream: See `Model.load`.
             shards: See `Model.load`.
             in_torch: The trunk will run in torch whatever the backend is, so quantized weights are dequantized.
@@ -322,7 +360,7 @@ class ModelOptions:
         else:
             loaded.trunk.weights = self.weights
         if loaded.head is not None:
-            loaded.head.exact = exact_head
+            loaded.head.exact = self.exact_head
         if in_torch or self.backend == "torch" or self.device_map is not None:
             loaded.dequantize()
         if self.device_map is not None:
@@ -335,8 +373,7 @@ class ModelOptions:
         """Measure weights of few bits on built-in text, and note what was found."""
         import torch
 
-        from nextn.evaluate.accuracy import MAX_KL, Reference, choose_weights
-        from nextn.evaluate.accuracy_texts import CONTEXT, compared_texts
+        from nextn.evaluate.accuracy import CONTEXT, MAX_KL, Reference, choose_weights, compared_texts
         from nextn.model.model import Model
 
         context = min(CONTEXT, loaded.trunk.max_length or CONTEXT)
@@ -350,24 +387,29 @@ class ModelOptions:
         )
 
 
-Engine = Annotated[
-    str | None,
-    typer.Option(help="Address of an engine that serves this model, such as localhost:8000.", rich_help_panel=_SERVED),
-]
-Served = Annotated[str | None, typer.Option(help="Model name, if the engine serves several.", rich_help_panel=_SERVED)]
-Concurrency = Annotated[int, typer.Option(min=1, help="Requests to the engine at a time.", rich_help_panel=_SERVED)]
-Timeout = Annotated[float, typer.Option(help="Seconds per request.", rich_help_panel=_SERVED)]
-
-
 @dataclass(frozen=True)
 class EngineAccess:
     """The options of commands whose texts an engine writes."""
 
-    url: str
-    served: str | None = None
-    concurrency: int = 8
-    timeout: float = 600
-    key_env: str | None = None
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of an engine that serves this model, such as localhost:8000.", rich_help_panel=_SERVED
+        ),
+    ] = None
+    served: Annotated[
+        str | None, typer.Option(help="Model name, if the engine serves several.", rich_help_panel=_SERVED)
+    ] = None
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Requests to the engine at a time.", rich_help_panel=_SERVED)
+    ] = 8
+    timeout: Annotated[float, typer.Option(help="Seconds per request.", rich_help_panel=_SERVED)] = 600
+    key_env: KeyEnv = None
+
+    @property
+    def url(self) -> str:
+        """Its address; empty without an engine."""
+        return self.engine or ""
 
     def open(self, *, chat: bool = False) -> "Endpoint":
         """Connect to the engine. chat: through its chat template. Raises EngineError if it does not answer."""
@@ -377,6 +419,22 @@ class EngineAccess:
         # A run may take days, and is resumable: each request is limited, their number is that of the prompts.
         budget = Budget(Limits(requests=10**9, seconds=10**9, answer_s=self.timeout))
         return Endpoint.open(self.url, budget, model=self.served, key_env=self.key_env, chat=chat)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """The options of commands that send requests to an engine to test it."""
+
+    max_requests: Annotated[int, typer.Option(help="Maximum number of requests.")] = 2000
+    max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900
+    timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120
+    key_env: KeyEnv = None
+
+    def budget(self) -> "Budget":
+        """The budget that all endpoints of a run share."""
+        from nextn.engines.client import Budget, Limits
+
+        return Budget(Limits(requests=self.max_requests, seconds=self.max_seconds, answer_s=self.timeout))
 
 
 def user_cache(name: str, *, option: str) -> Path:

@@ -10,30 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nextn.cli.common import (  # fmt: skip
+from nextn.cli.common import (
     AsJson,
-    BackendName,
-    CacheDir,
     Chat,
-    Device,
-    DeviceMap,
-    Dtype,
-    ExactHead,
-    KVCacheDtype,
     MaxTokens,
-    ModelName,
     ModelOptions,
     NumCopyTokens,
     NumSpeculativeTokens,
-    Offline,
-    OffloadFolder,
-    Revision,
-    SeparateHead,
-    Threads,
-    WeightType,
+    expanded,
     use_chat,
 )
-from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note, print_table, read_stdin
+from nextn.cli.screen import Marks, console, echo, figures_table, plain, print_json, print_note, print_table, read_stdin
 from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 
@@ -56,8 +43,9 @@ DraftVocab = Annotated[
 DraftText = Annotated[Path | None, typer.Option(help="Text file similar to the text that will be generated.")]
 
 
+@expanded()
 def generate(
-    model: ModelName,
+    *,
     prompt: Annotated[str, typer.Argument(help="Text to continue or question to answer; - reads standard input.")],
     num_speculative_tokens: NumSpeculativeTokens = 4,
     num_copy_tokens: NumCopyTokens = 0,
@@ -78,22 +66,10 @@ def generate(
     ] = False,
     draft_vocab: DraftVocab = "0",
     draft_text: DraftText = None,
-    exact_head: ExactHead = False,
+    options: ModelOptions,
     seed: int = 0,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
     chat: Chat = None,
-    dtype: Dtype = "auto",
-    backend: BackendName = "auto",
-    weights: WeightType = "stored",
-    threads: Threads = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    offload_folder: OffloadFolder = None,
-    head: SeparateHead = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
     """Decode one prompt with MTP. Text of rounds that accepted drafts is green, or in brackets without colors."""
@@ -106,38 +82,36 @@ def generate(
         max_tokens=max_tokens,
         seed=seed,
     )
-    options = ModelOptions.of(locals()).prepared()
+    options = options.prepared()
     text = read_stdin() if prompt == "-" else prompt
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
-    loaded = options.load(need_head=num_speculative_tokens > 0, exact_head=exact_head)
-    draftable.apply(loaded, num_speculative_tokens=num_speculative_tokens, backend=backend)
-    length = _adaptive(loaded, settings, backend) if adaptive else None
-    request = _Request(text, settings, tuple(stop or ()), use_chat(loaded, chat), backend, length)
+    loaded = options.load(need_head=num_speculative_tokens > 0)
+    draftable.apply(loaded, num_speculative_tokens=num_speculative_tokens, backend=options.backend)
+    length = _adaptive(loaded, settings, options.backend) if adaptive else None
+    request = _Request(text, settings, tuple(stop or ()), use_chat(loaded, chat), options.backend, length)
     if as_json:
         print_json(_record(loaded, request))
     else:
         _show(loaded, request)
 
 
+@expanded(
+    "exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map", "offload_folder", dtype="float32"
+)
 def trace(
-    model: ModelName,
+    *,
     prompt: Annotated[str, typer.Argument(help="A short prompt: each of its tokens becomes a line.")],
     num_speculative_tokens: NumSpeculativeTokens = 3,
     max_tokens: MaxTokens = 12,
     chat: Chat = None,
-    dtype: Dtype = "float32",
-    device: Device = "auto",
-    head: SeparateHead = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
+    options: ModelOptions,
     as_json: AsJson = False,
 ) -> None:
     """Show which token and hidden state are at which position: in prefill, draft, verify and re-run, by round."""
     from dataclasses import asdict
 
     settings = Settings(num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens)
-    options = ModelOptions.of(locals()).prepared()
+    options = options.prepared()
     from nextn.decoding.generate import encode
     from nextn.decoding.trace import trace as traced
 
@@ -146,11 +120,8 @@ def trace(
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("round", "phase", "by", "position", "token", "hidden state", "result"):
-        table.add_column(title, justify="right" if title in ("round", "position") else "left", no_wrap=True)
+    titles = ("round", "phase", "by", "position", "token", "hidden state", "result")
+    table = figures_table(*titles, left=set(titles) - {"round", "position"})
     styles = {"draft": "yellow", "verify": "cyan", "re-run": "magenta"}
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before.round != row.round:

@@ -9,39 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import (  # fmt: skip
+from nextn.cli.common import (
     K_NAMES,
     AsJson,
-    BackendName,
-    CacheDir,
     Chat,
-    Device,
-    Dtype,
     EngineAccess,
-    KeyEnv,
     MaxTokens,
-    ModelName,
     ModelOptions,
-    Offline,
     Prompts,
     RecordFile,
-    Revision,
-    SeparateHead,
+    RequestLimits,
     Temperatures,
+    expanded,
     first_turns,
     parse_temperatures,
     print_published,
     published_record,
 )
-from nextn.cli.screen import console, plain, print_json, print_table, progress_bars, shown
-from nextn.cli.streaming import (
-    KeepShards,
-    States,
-    Stream,
-    TextOptions,
-    engine_folder,
-    measure_answers,
-)
+from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars, shown
+from nextn.cli.streaming import GivenTextOptions, TextOptions, engine_folder, measure_answers
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import ReferencePlan
 
@@ -61,8 +47,9 @@ _MAX_FLAGS = 1024 * 1024  # bytes
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
 
 
+@expanded("exact_head", "weights", "threads", "kv_cache_dtype", "device_map", "offload_folder", "texts")
 def diagnose(
-    model: ModelName,
+    *,
     engine: Annotated[
         str, typer.Option(help="Address of a running engine, or a file with its metrics, log or JSON counters.")
     ],
@@ -91,47 +78,34 @@ def diagnose(
     ] = False,
     served: Annotated[str | None, typer.Option(help="Model name, if the engine serves several.")] = None,
     seed: int = 0,
-    dtype: Dtype = "auto",
-    backend: BackendName = "auto",
-    device: Device = "auto",
-    head: SeparateHead = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
-    max_requests: Annotated[int, typer.Option(help="Maximum number of requests.")] = 2000,
-    max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900,
-    timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120,
-    key_env: KeyEnv = None,
-    stream: Stream = None,
-    states: States = None,
-    keep_shards: KeepShards = None,
+    options: ModelOptions,
+    limits: RequestLimits,
+    given: GivenTextOptions,
     out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Name the most likely causes of an engine's low acceptance, from its own counters and the checkpoint."""
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.engines.client import Budget, Limits
     from nextn.engines.endpoint import Endpoint
     from nextn.engines.run_settings import with_settings
     from nextn.evaluate.workload import prompts_record, prompts_text, read_prompts
 
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
-    plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, seed, backend, rule)
-    options = ModelOptions.of(locals()).prepared()
-    texts, budget = read_prompts(prompts), Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
+    plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, seed, options.backend, rule)
+    options = options.prepared()
+    texts, budget = read_prompts(prompts), limits.budget()
     texts = first_turns(texts) if drive else texts
-    asked = EngineAccess(engine)
-    source = TextOptions.of(options, None, asked, stream=stream, states=states, quiet=as_json, shards=keep_shards)
+    source = TextOptions.of(options, given, EngineAccess(engine), quiet=as_json)
     _check_texts(plan, source, drive=drive, own_template=own_template)
     from nextn.evaluate.diagnose import observed_plan
     from nextn.evaluate.engine_run import EngineObservation, read_engine_counters
 
     if drive:
-        target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
+        target = Endpoint.open(engine, budget, model=served, key_env=limits.key_env, chat=own_template)
         loaded, observed, stored = _drive(target, options, source, plan, texts)
     else:
         stored = None
-        counters = read_engine_counters(engine, budget, served=served, key_env=key_env)
+        counters = read_engine_counters(engine, budget, served=served, key_env=limits.key_env)
         loaded = options.load(need_head=True)
         observed = [EngineObservation(plan.temperatures[0], counters)]
     observed = [replace(each, counters=with_settings(each.counters, _flag_texts(flags))) for each in observed]
@@ -231,13 +205,9 @@ def _compare(
 
 
 def _show_diagnosis(diagnosis: "Diagnosis") -> None:
-    from rich.table import Table
-
     screen = console()
-    table = Table(box=None, header_style="bold", pad_edge=False)
     depths = range(1, diagnosis.reference.plan.num_speculative_tokens + 1)
-    for title in ("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    table = figures_table("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit")
     several = len(diagnosis.cases) > 1
     for case in diagnosis.cases:
         seen = case.observation

@@ -2,46 +2,53 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from nextn.cli.common import (
     K_NAMES,
     AsJson,
-    CacheDir,
     CheckpointName,
     HubOptions,
     MaxTokens,
-    Offline,
     Prompts,
-    Revision,
+    expanded,
     shipped_option,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, plain, print_json, print_table, progress_bars, shortened
+from nextn.cli.screen import console, echo, figures_table, plain, print_json, print_table, progress_bars, shortened
 from nextn.errors import ConfigError
+from nextn.families.spec import ExpertForm
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
-    from nextn.edit.convert import Form
     from nextn.edit.export import Export
     from nextn.edit.plan import EditPlan, Progress
     from nextn.edit.quantize import Importance
-    from nextn.families import ExpertForm
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
-FollowLinks = Annotated[
-    bool, typer.Option("--follow-links", help="Follow links that lead out of a checkpoint's folder.")
-]
+Form = Literal["single-file", "side-file", "shards"]
 _MAX_CHANGES = 12
 _NUM_PROMPTS = 16  # of the built-in set, about, for `--head-bits auto`
 
 
+@dataclass(frozen=True, kw_only=True)
+class EditOptions(HubOptions):
+    """The options of every command that edits a checkpoint."""
+
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="Follow links that lead out of a checkpoint's folder.")
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")] = False
+
+
+@expanded()
 def restore(
+    *,
     target: Annotated[Path, typer.Argument(help="Folder of the model that lost its head.")],
     base: Annotated[
         str | None,
@@ -57,22 +64,20 @@ def restore(
     ] = None,
     family: Annotated[str | None, typer.Option(help="Family, if the config's model_type does not name one.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a complete head; accept added tokens.")] = False,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
-    follow_links: FollowLinks = False,
-    dry_run: DryRun = False,
+    options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
     """Restore a lost head, byte for byte. From a hub, only the head is downloaded."""
     from nextn.edit.restore import restore as restore_head
 
-    source = None if base is None else _open(base, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+    source = None if base is None else options.open(base)
     edit = partial(restore_head, target, source, out=out, aliases=add_aliases, family=family, force=force)
-    _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+    _run(edit, options, as_json=as_json)
 
 
+@expanded()
 def convert(
+    *,
     source: Annotated[
         str,
         typer.Argument(
@@ -88,15 +93,18 @@ def convert(
     now: Annotated[
         str | None, typer.Option("--from", help="Family whose names the head has, if they are ambiguous.")
     ] = None,
-    single_file: Annotated[bool, typer.Option("--single-file", help="Everything in model.safetensors.")] = False,
-    side_file: Annotated[
-        bool, typer.Option("--side-file", help="The head in mtp.safetensors, not in the index.")
-    ] = False,
-    shards: Annotated[bool, typer.Option("--shards", help="The head in an indexed file of its own.")] = False,
-    experts: Annotated[
-        str | None, typer.Option(help="split, fused or stacked: the form in which the head's experts are stored.")
+    form: Annotated[
+        Form | None,
+        typer.Option(
+            help="single-file: everything in model.safetensors. side-file: the head in mtp.safetensors, not in the "
+            "index. shards: the head in an indexed file of its own."
+        ),
     ] = None,
-    trunk_experts: Annotated[str | None, typer.Option(help="The same of the trunk's experts.")] = None,
+    experts: Annotated[
+        ExpertForm | None,
+        typer.Option(help="split, fused or stacked: the form in which the head's experts are stored."),
+    ] = None,
+    trunk_experts: Annotated[ExpertForm | None, typer.Option(help="The same of the trunk's experts.")] = None,
     keep_experts: Annotated[
         str | None,
         typer.Option(
@@ -125,26 +133,20 @@ def convert(
     reindex: Annotated[
         bool, typer.Option("--reindex", help="Write the index that the files imply; no tensor changes.")
     ] = False,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
-    follow_links: FollowLinks = False,
-    dry_run: DryRun = False,
+    options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
     """Convert a head between equivalent layouts and between files, bit for bit; or a GGUF file to a checkpoint."""
-    form = _form({"single-file": single_file, "side-file": side_file, "shards": shards})
     of_head: dict[str, object] = {
-        "--to": to, "--from": now, f"--{form}": form, "--norm-weights": norm_weights, "--experts": experts,
+        "--to": to, "--from": now, "--form": form, "--norm-weights": norm_weights, "--experts": experts,
         "--trunk-experts": trunk_experts, "--keep-experts": keep_experts,
     }  # fmt: skip
     of_gguf: dict[str, object] = {"--dtype": dtype, "--tokenizer": tokenizer}
-    hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
     if reindex:
         _refuse(of_head | of_gguf, "--reindex changes the index alone; run it first, then convert with")
         from nextn.edit.reindex import reindex as write_index
 
-        _run(partial(write_index, _open(source, hub), out), follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+        _run(partial(write_index, options.open(source), out), options, as_json=as_json)
         return
     if out is None:
         raise typer.BadParameter(
@@ -155,46 +157,42 @@ def convert(
                 "the folder with")  # fmt: skip
         from nextn.edit.gguf_import import convert_gguf
 
+        dry_run = options.dry_run
         with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
             plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
         _report(plan, dry_run=dry_run, as_json=as_json)
         return
     _refuse(of_gguf, f"{source}: convert keeps dtype and tokenizer as they are; only for a .gguf file give")
     from nextn.edit.convert import convert as convert_head
-    from nextn.edit.prune import read_expert_list
+    from nextn.edit.expert_pieces import read_expert_list
 
     edit = partial(
-        convert_head, _open(source, hub), out, to=to, now=now, form=form, norm_weight=norm_weights,
-        experts=_expert_form("--experts", experts), trunk_experts=_expert_form("--trunk-experts", trunk_experts),
+        convert_head, options.open(source), out, to=to, now=now, form=form, norm_weight=norm_weights,
+        experts=experts, trunk_experts=trunk_experts,
         keep_experts=None if keep_experts is None else read_expert_list(keep_experts),
     )  # fmt: skip
-    _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+    _run(edit, options, as_json=as_json)
 
 
+@expanded()
 def extract(
+    *,
     model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write, with a small config.json next to it.")],
     copies: Annotated[bool, typer.Option("--copies", help="Also copies of embed_tokens and lm_head.")] = False,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
-    follow_links: FollowLinks = False,
-    dry_run: DryRun = False,
+    options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write the head alone to one file, from which it can be restored."""
     from nextn.edit.convert import extract as extract_head
 
-    checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
-    _run(
-        partial(extract_head, checkpoint, out, copies=copies),
-        follow_links=follow_links,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    checkpoint = options.open(model)
+    _run(partial(extract_head, checkpoint, out, copies=copies), options, as_json=as_json)
 
 
+@expanded()
 def export(
+    *,
     head: Annotated[
         str,
         typer.Argument(
@@ -220,9 +218,7 @@ def export(
     as_adopted: Annotated[
         bool, typer.Option("--adopt", help="Write trunk and head in GLM-4.5's layout, as `nextn adopt` does.")
     ] = False,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
+    hub: HubOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write a head that was added to a model for an engine, and print the command that serves it with the trunk."""
@@ -231,13 +227,14 @@ def export(
     from nextn.edit.export import as_text
     from nextn.edit.export import export as export_head
 
-    hub: HubOptions = {"revision": revision, "cache_dir": cache_dir, "offline": offline}
     write = partial(export_head, tokenizer=tokenizer, num_speculative_tokens=num_speculative_tokens)
     if as_adopted and engine != "llama.cpp":
         _refuse({"--tokenizer": tokenizer}, "--adopt writes a folder with the trunk's own tokenizer: leave out")
         _export_adopted(head, out, engine, model, num_speculative_tokens, hub, as_json=as_json)
         return
-    made = _adopted_gguf(head, out, model, hub, write) if as_adopted else write(head, out, engine, trunk=model, **hub)
+    made = (
+        _adopted_gguf(head, out, model, hub, write) if as_adopted else write(head, out, engine, trunk=model, **hub.hub)
+    )
     if as_json:
         print_json(asdict(made) | {"path": str(made.path)})
     else:
@@ -253,7 +250,7 @@ def _export_adopted(
     if engine not in ENGINES:
         raise ConfigError(f"--for {engine} --adopt; expected one of {', '.join(ENGINES)}")
     folder = _adopted(head, out, model, hub)
-    made = engine_commands(_open(str(folder), {**hub, "revision": None}), engine, num_speculative_tokens=k)
+    made = engine_commands(replace(hub, revision=None).open(str(folder)), engine, num_speculative_tokens=k)
     if as_json:
         print_json({"path": str(folder), "engine": engine, "commands": made.commands, "notes": made.notes})
     else:
@@ -275,14 +272,16 @@ def _adopted(head: str, out: Path, model: str | None, hub: HubOptions) -> Path:
     from nextn.edit.adopt import adopt as adopt_model
     from nextn.edit.export import trunk_path
 
-    opened = _open(head, hub)
+    opened = hub.open(head)
     trunk = trunk_path(opened, model)
     alone = head if str(trunk) != opened.path else None
-    source = _open(str(trunk), {**hub, "revision": None}) if alone else opened
+    source = replace(hub, revision=None).open(str(trunk)) if alone else opened
     return adopt_model(source, out, layout=LAYOUTS[0], head=alone).folder
 
 
+@expanded()
 def adopt(
+    *,
     model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     layout: Annotated[str, typer.Option("--as", help="Family whose layout the model gets: glm4_moe.")],
@@ -293,22 +292,20 @@ def adopt(
             callback=shipped_option,
         ),
     ] = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
-    follow_links: FollowLinks = False,
-    dry_run: DryRun = False,
+    options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write a model without an MTP family (Llama, Mistral, Qwen2, Qwen3) in the layout of one that engines run."""
     from nextn.edit.adopt import adopt as adopt_model
 
-    checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
+    checkpoint = options.open(model)
     edit = partial(adopt_model, checkpoint, out, layout=layout, head=head)
-    _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+    _run(edit, options, as_json=as_json)
 
 
+@expanded()
 def quantize(
+    *,
     model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
     weights: Annotated[str, typer.Option(help="int8: one scale per output channel. int4: one per group.")],
@@ -327,11 +324,7 @@ def quantize(
     num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, min=1, help="K that auto measures at.")] = 4,
     prompts: Prompts = None,
     max_tokens: MaxTokens = 128,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
-    follow_links: FollowLinks = False,
-    dry_run: DryRun = False,
+    options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write a model with decoder layers of 4 or 8 bits (compressed-tensors, rounded to nearest)."""
@@ -347,16 +340,16 @@ def quantize(
         raise ConfigError(
             "--head-bits auto compares 16, 8 and 4 bits; with --activation-bits 8, give --head-bits 16 or 8"
         )
-    if head_bits == "auto" and dry_run:
+    if head_bits == "auto" and options.dry_run:
         raise ConfigError("--dry-run writes nothing, so that nothing can be measured; give --head-bits 16, 8 or 4")
-    checkpoint = _open(model, {"revision": revision, "cache_dir": cache_dir, "offline": offline})
-    importance = None if calibrate is None or dry_run else _importance(checkpoint, calibrate, quiet=as_json)
+    checkpoint = options.open(model)
+    importance = None if calibrate is None or options.dry_run else _importance(checkpoint, calibrate, quiet=as_json)
     if head_bits != "auto":
         edit = partial(
             quantize_model, checkpoint, out, weights=weights, group_size=group_size, head_bits=int(head_bits),
             activation_bits=activation_bits, importance=importance,
         )  # fmt: skip
-        _run(edit, follow_links=follow_links, dry_run=dry_run, as_json=as_json)
+        _run(edit, options, as_json=as_json)
         return
     from nextn.evaluate.head_precision import quantize_measured
     from nextn.evaluate.workload import ReferencePlan, read_prompts
@@ -367,7 +360,7 @@ def quantize(
     with _bytes_bar(quiet=as_json) as on_bytes:
         made, precision = quantize_measured(
             checkpoint, out, texts, plan, weights=weights, group_size=group_size, importance=importance,
-            follow_links=follow_links, on_bytes=on_bytes,
+            follow_links=options.follow_links, on_bytes=on_bytes,
         )  # fmt: skip
     if as_json:
         print_json(made.as_record() | {"dry_run": False, "head_bits": precision.bits, "lengths": precision.lengths})
@@ -380,8 +373,8 @@ def quantize(
 def _importance(checkpoint: "Checkpoint", source: str, *, quiet: bool) -> "Importance":
     """Run a calibration text through the model, of which one layer is in memory at a time."""
     from nextn.data.sources import check_sources
-    from nextn.evaluate.accuracy_texts import compared_texts
-    from nextn.evaluate.calibration import TOKENS, input_squares
+    from nextn.evaluate.accuracy import compared_texts
+    from nextn.evaluate.head_precision import TOKENS, input_squares
     from nextn.model.model import Model
     from nextn.model.streamed_trunk import StreamedTrunk
 
@@ -423,35 +416,16 @@ def push(
         echo(f"uploaded {sum(made.files.values()):,} bytes and README.md: {address}")
 
 
-def _open(source: str, hub: HubOptions) -> "Checkpoint":
-    from nextn.checkpoint.checkpoint import Checkpoint
-
-    return Checkpoint.open(source, **hub)
-
-
-def _form(flags: dict[str, bool]) -> "Form | None":
-    given = [name for name, is_given in flags.items() if is_given]
-    if len(given) > 1:
-        raise typer.BadParameter(f"--{given[0]} and --{given[1]} exclude each other")
-    return given[0] if given else None  # type: ignore[return-value]  # the keys are the forms
-
-
 def _refuse(options: Mapping[str, object], reason: str) -> None:
     """Raise ConfigError with `reason` and the options that were given, if there are any."""
     if given := [name for name, value in options.items() if value is not None]:
         raise ConfigError(f"{reason} {', '.join(given)}")
 
 
-def _expert_form(option: str, name: str | None) -> "ExpertForm | None":
-    if name not in (None, "split", "fused", "stacked"):
-        raise typer.BadParameter(f"{option} {name}; expected split, fused or stacked")
-    return name  # type: ignore[return-value]  # checked above
-
-
-def _run(edit: "Callable[..., EditPlan]", *, follow_links: bool, dry_run: bool, as_json: bool) -> None:
-    with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
-        plan = edit(follow_links=follow_links, dry_run=dry_run, on_bytes=on_bytes)
-    _report(plan, dry_run=dry_run, as_json=as_json)
+def _run(edit: "Callable[..., EditPlan]", options: EditOptions, *, as_json: bool) -> None:
+    with _bytes_bar(quiet=as_json or options.dry_run) as on_bytes:
+        plan = edit(follow_links=options.follow_links, dry_run=options.dry_run, on_bytes=on_bytes)
+    _report(plan, dry_run=options.dry_run, as_json=as_json)
 
 
 def _report(plan: "EditPlan", *, dry_run: bool, as_json: bool) -> None:
@@ -462,13 +436,9 @@ def _report(plan: "EditPlan", *, dry_run: bool, as_json: bool) -> None:
 
 
 def _show(plan: "EditPlan", *, dry_run: bool) -> None:
-    from rich.table import Table
-
     from nextn.checkpoint.checkpoint import INDEX
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("file", "tensors", "bytes", "from"):
-        table.add_column(title, justify="right" if title in ("tensors", "bytes") else "left")
+    table = figures_table("file", "tensors", "bytes", "from", left=("file", "from"), no_wrap=False)
     files, more_files = shortened([*plan.files.weights.items()])
     for file, pieces in files:
         size = sum(piece.info.nbytes for piece in pieces.values())

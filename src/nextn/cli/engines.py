@@ -5,13 +5,15 @@ Exit codes: 0 passed or no clause broken, 1 findings, 2 usage error.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, AsJson, Device, KeyEnv, Prompts, RecordFile, first_turns
-from nextn.cli.screen import console, plain, print_json, print_table, progress_bars, shown
+from nextn.cli.common import K_NAMES, AsJson, Device, Prompts, RecordFile, RequestLimits, expanded, first_turns
+from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars, shown
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
 
@@ -32,7 +34,9 @@ _EPILOG = f"Documentation: {docs_page('reference/contract')}"
 _CLAUSE_WORDS = {"passed": "held", "failed": "broken"}
 
 
+@expanded()
 def verify(
+    *,
     url: Annotated[str, typer.Argument(help="OpenAI-compatible endpoint with MTP on, such as localhost:8000.")],
     against: Annotated[str | None, typer.Option(help="The same model served without MTP.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name, if an endpoint serves several.")] = None,
@@ -52,10 +56,7 @@ def verify(
     samples: Annotated[int, typer.Option(help="Sampled texts per prompt and endpoint.")] = 64,
     context: Annotated[int, typer.Option(help="Maximum number of tokens of the long-context check.")] = 8192,
     concurrency: Annotated[int, typer.Option(help="Concurrent requests.")] = 8,
-    max_requests: Annotated[int, typer.Option(help="Maximum number of requests; skipped checks are listed.")] = 2000,
-    max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900,
-    timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120,
-    key_env: KeyEnv = None,
+    limits: RequestLimits,
     seed: int = 0,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 also if a check is inconclusive (for CI).")
@@ -63,7 +64,6 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check that a server's output is the same with MTP on and off: greedy, sampled, cached, JSON, tools, stops."""
-    from nextn.engines.client import Budget, Limits
     from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.workload import read_prompts
     from nextn.verify import VerifyReport, VerifySettings
@@ -73,9 +73,9 @@ def verify(
         max_tokens=max_tokens, tie_gap=tie_gap, samples=samples, concurrency=concurrency, context=context, seed=seed
     )
     texts = first_turns(read_prompts(prompts))
-    budget = Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
-    target = Endpoint.open(url, budget, model=model, key_env=key_env, chat=chat)
-    reference = Endpoint.open(against, budget, model=model, key_env=key_env, chat=chat) if against else None
+    budget = limits.budget()
+    connect = partial(Endpoint.open, budget=budget, model=model, key_env=limits.key_env, chat=chat)
+    target, reference = connect(url), connect(against) if against else None
     results: list[CheckResult] = []
     is_complete = False
     with _progress(budget, quiet=as_json) as progress:
@@ -167,7 +167,9 @@ def build(
 
 
 @canary_app.command(epilog=_EPILOG)
+@expanded("max_requests")
 def check(
+    *,
     canary: Annotated[Path, typer.Argument(help="Folder written by `canary build`.")],
     engine: Annotated[str | None, typer.Option(help="OpenAI-compatible endpoint that serves it, with MTP on.")] = None,
     answers: Annotated[Path | None, typer.Option(help="Instead of an endpoint: a JSON line per prompt.")] = None,
@@ -178,9 +180,7 @@ def check(
     ] = False,
     passes: Annotated[int, typer.Option(min=1, help="Passes over the prompts for --sampled, seeds differ.")] = 8,
     model: Annotated[str | None, typer.Option(help="Model name, if the endpoint serves several.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120,
-    max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900,
-    key_env: KeyEnv = None,
+    limits: RequestLimits,
     out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -204,16 +204,7 @@ def check(
         run = from_files(known, answers, counters)
     else:
         assert engine is not None
-        run, sampled_run = _drive(
-            known,
-            engine,
-            model,
-            key_env,
-            passes=passes if sampled else 0,
-            timeout=timeout,
-            max_seconds=max_seconds,
-            quiet=as_json,
-        )
+        run, sampled_run = _drive(known, engine, model, limits, passes=passes if sampled else 0, quiet=as_json)
     report = check_run(known, run, num_speculative_tokens=num_speculative_tokens, sampled_run=sampled_run)
     if out is not None:
         write_json(out, report.as_record())
@@ -225,24 +216,15 @@ def check(
 
 
 def _drive(
-    canary: "Canary",
-    url: str,
-    model: str | None,
-    key_env: str | None,
-    *,
-    passes: int,
-    timeout: float,
-    max_seconds: float,
-    quiet: bool,
+    canary: "Canary", url: str, model: str | None, limits: RequestLimits, *, passes: int, quiet: bool
 ) -> "tuple[ConformanceRun, SampledRun | None]":
     """Run the prompts greedily, then `passes` times above temperature 0."""
     from nextn.conformance.engine_run import run_greedy, run_sampled
-    from nextn.engines.client import Budget, Limits
     from nextn.engines.endpoint import Endpoint
 
     count = len(canary.prompts)
-    budget = Budget(Limits(requests=(100 + 10 * passes) * count, seconds=max_seconds, answer_s=timeout))
-    endpoint = Endpoint.open(url, budget, model=model, key_env=key_env)
+    budget = replace(limits, max_requests=(100 + 10 * passes) * count).budget()
+    endpoint = Endpoint.open(url, budget, model=model, key_env=limits.key_env)
     with progress_bars(quiet=quiet) as progress:
         step = progress("prompts", count * (1 + passes))
         run = run_greedy(endpoint, canary, on_prompt=step)
@@ -251,11 +233,8 @@ def _drive(
 
 def _show_canary(canary: "Canary", out: Path) -> None:
     """Print the mean acceptance lengths of the right reading and of every fault."""
-    from rich.table import Table
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("", *(f"AL@{k}" for k in canary.k_values)):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    table = figures_table("", *(f"AL@{k}" for k in canary.k_values))
     for reading in canary.readings:
         table.add_row(plain(reading.name), *(f"{canary.length(reading, k):.2f}" for k in canary.k_values))
     print_table(table)

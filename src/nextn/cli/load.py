@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import EngineAccess, first_turns
-from nextn.cli.screen import plain, print_json, print_table, print_unwrapped, progress_bars
+from nextn.cli.screen import figures_table, plain, print_json, print_table, print_unwrapped, progress_bars
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LoadQuestion:
         if measured is not None or not access.url or against is None:
             raise ConfigError("--against takes --engine ADDRESS, the server with MTP; --measured FILE takes neither")
         engine = access.open(chat=self.chat)
-        return self._measure(engine, replace(access, url=against).open(chat=self.chat), quiet=quiet)
+        return self._measure(engine, replace(access, engine=against).open(chat=self.chat), quiet=quiet)
 
     def _measure(self, engine: "Endpoint", plain_engine: "Endpoint", *, quiet: bool) -> "list[LoadAdvice]":
         from nextn.evaluate.load_advice import REPEATS, measure_loads, refuse_drafts
@@ -100,27 +100,15 @@ def report_by_load(found: "Sequence[LoadAdvice]", out: Path | None, *, as_json: 
 
 def show_by_load(advice: "LoadAdvice") -> None:
     """Print a row for each number of streams, the advice, and the engines' settings."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    choices = range(1, len(advice.rates) + 1)
-    for title in (
-        "streams",
-        "tokens/s without",
-        "with MTP",
-        "speed-up",
-        "AL",
-        "round costs",
-        *(f"K={k}" for k in choices),
-        "best K",
-    ):
-        table.add_column(title, justify="right", no_wrap=True)
+    expected = (f"K={k}" for k in range(1, len(advice.rates) + 1))
+    titles = ("streams", "tokens/s without", "with MTP", "speed-up", "AL", "round costs")
+    table = figures_table(*titles, *expected, "best K")
     for point in advice.points:
         speeds = ("" if each.num == 0 else f"{each.median:.0f}" for each in (point.plain, point.drafted))
         spread = point.speedup
         measured = f"{spread.median:.2f}" + (f" ({spread.low:.2f}-{spread.high:.2f})" if spread.num > 1 else "")
-        expected = [f"{each:.2f}" for each in point.expected(advice.rates)[1:]]
-        cells = (measured, f"{point.length:.2f}", f"{point.round_cost:.2f}", *expected)
+        speedups = [f"{each:.2f}" for each in point.expected(advice.rates)[1:]]
+        cells = (measured, f"{point.length:.2f}", f"{point.round_cost:.2f}", *speedups)
         table.add_row(str(point.streams), *speeds, *cells, str(point.best(advice.rates) or "off"))
     print_table(table)
     lines = [

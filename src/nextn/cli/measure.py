@@ -4,72 +4,48 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from nextn.cli.common import (  # fmt: skip
+from nextn.cli.common import (
     K_NAMES,
     AsJson,
-    BackendName,
-    CacheDir,
     Chat,
-    Concurrency,
-    Device,
-    DeviceMap,
-    Dtype,
-    Engine,
     EngineAccess,
-    KeyEnv,
-    KVCacheDtype,
     MaxTokens,
-    ModelName,
     ModelOptions,
-    Offline,
-    OffloadFolder,
     Prompts,
     RecordFile,
-    Revision,
-    SeparateHead,
-    Served,
-    Threads,
-    Timeout,
-    WeightType,
     check_figure,
+    expanded,
     first_turns,
     parse_temperatures,
     print_published,
     published_record,
     shipped_path,
 )
-from nextn.cli.measure_tables import draw_curves, show_probe, show_reference
-from nextn.cli.screen import echo, plain, print_json, print_note, print_table, progress_bars
-from nextn.cli.streaming import (
-    KeepShards,
-    States,
-    Stream,
-    TextOptions,
-    Texts,
-    measure_acceptance,
-    opened,
-)
+from nextn.cli.screen import console, echo, figures_table, plain, print_json, print_note, print_table, progress_bars
+from nextn.cli.streaming import GivenTextOptions, TextOptions, measure_acceptance, opened
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
 from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import WEIGHT_BITS
+from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from nextn.evaluate.probe import ProbeReport
-    from nextn.evaluate.reference_report import ReferenceReport
+    from nextn.evaluate.reference_report import AcceptanceFigures, ReferenceReport
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
 
+@expanded("exact_head")
 def measure(
-    model: ModelName,
+    *,
     num_speculative_tokens: Annotated[
         int, typer.Option(*K_NAMES, help="The largest K; smaller ones are reported, too.")
     ] = 4,
@@ -89,18 +65,7 @@ def measure(
         ),
     ] = None,
     seed: int = 0,
-    dtype: Dtype = "auto",
-    backend: BackendName = "auto",
-    weights: WeightType = "stored",
-    threads: Threads = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    offload_folder: OffloadFolder = None,
-    head: SeparateHead = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
+    options: ModelOptions,
     min_acceptance: Annotated[
         float | None,
         typer.Option(
@@ -135,21 +100,15 @@ def measure(
     figure: Annotated[
         Path | None, typer.Option(help="File for a picture of AL over K, such as curve.png; needs matplotlib.")
     ] = None,
-    engine: Engine = None,
-    served: Served = None,
-    concurrency: Concurrency = 8,
-    timeout: Timeout = 600,
-    key_env: KeyEnv = None,
-    texts: Texts = None,
-    stream: Stream = None,
-    states: States = None,
-    keep_shards: KeepShards = None,
+    asked: EngineAccess,
+    given_texts: GivenTextOptions,
     as_json: AsJson = False,
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from nextn.checkpoint.safetensors_file import write_json
     from nextn.evaluate.workload import prompts_record, prompts_text, read_prompts
 
+    texts, engine = given_texts.texts, asked.engine
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
     if against is not None and (baseline is not None or texts is not None or engine is not None):
@@ -173,11 +132,11 @@ def measure(
         if as_json or model_card:
             raise ConfigError(f"--format {form} excludes --json and --model-card: one of them is printed")
     plan = ReferencePlan(
-        num_speculative_tokens, temperatures_or_default, max_tokens, chat, seed, backend, rule, thinking
+        num_speculative_tokens, temperatures_or_default, max_tokens, chat, seed, options.backend, rule, thinking
     )
     if earlier is not None and texts is None:  # their temperature is in the file
         check_settings(earlier, asdict(plan), source=str(baseline))
-    options = ModelOptions.of(locals()).prepared()
+    options = options.prepared()
     if options.native_only and (texts is not None or engine is not None):
         raise ConfigError(
             f"{' and '.join(options.native_only)} with --texts or --engine: the trunk reads given texts in torch, with "
@@ -186,11 +145,8 @@ def measure(
     to_answer = read_prompts(prompts) if engine is None else first_turns(read_prompts(prompts))
     if figure is not None:
         check_figure(figure)
-    asked, quiet = (
-        EngineAccess(engine or "", served, concurrency, timeout, key_env),
-        as_json or model_card or form is not None,
-    )
-    source = TextOptions.of(options, texts, asked, stream=stream, states=states, quiet=quiet, shards=keep_shards)
+    quiet = as_json or model_card or form is not None
+    source = TextOptions.of(options, given_texts, asked, quiet=quiet)
     if against is not None:  # first, so that one model is in memory at a time
         other = replace(options, source=shipped_path(against), head=None, revision=None).prepared()
         earlier = _measure(other, source, plan, to_answer)[1].as_record()
@@ -284,12 +240,9 @@ def _share(text: str) -> float:
 
 def _show_comparison(compared: AcceptanceChange, *, quiet: bool) -> None:
     """Show every figure beside the earlier one, and the conclusion; if quiet, only that, on standard error."""
-    from rich.table import Table
-
     if not quiet:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for title in (f"against {compared.source}", "before", "now", "change", "perfect head", ""):
-            table.add_column(plain(title), justify="left" if title in ("", f"against {compared.source}") else "right")
+        title = f"against {compared.source}"
+        table = figures_table(title, "before", "now", "change", "perfect head", "", left=("", title), no_wrap=False)
         for drop in compared.drops:
             changed = 0.0 - drop.value  # not -0.0
             low, high = changed - drop.half_width, changed + drop.half_width
@@ -313,3 +266,107 @@ def _require(report: "ReferenceReport", minimum: float) -> None:
     if not rate >= minimum:
         echo(f"a_1 = {rate:.3f} at temperature {temperature:g} is below --min-acceptance {minimum:g}", err=True)
         raise typer.Exit(1)
+
+
+def show_reference(report: "ReferenceReport") -> None:
+    """Print acceptance per depth, AL over K, what the curves say, the controls and the notes."""
+    screen, largest = console(), report.plan.num_speculative_tokens
+    depths = range(1, largest + 1)
+    rates = figures_table("rule", "texts", *(f"a_{k}" for k in depths), left=("rule",))
+    lengths = figures_table("mean acceptance length", *(f"AL@{k}" for k in depths), left=("mean acceptance length",))
+    for temperature in report.plan.temperatures:
+        for label, by_k, style in _rows(report, temperature):
+            rates.add_row(
+                plain(label), str(by_k[-1].num_texts), *(each.as_text() for each in by_k[-1].rates), style=style
+            )
+            lengths.add_row(plain(label), *[""] * (largest - len(by_k)), *(_length(each) for each in by_k), style=style)
+        for table in (rates, lengths):
+            table.add_section()
+    print_table(rates)
+    print_table(lengths)
+    for temperature in report.plan.temperatures:
+        if (curve := report.curve(temperature)) is not None:
+            screen.print(plain(f"{_label(temperature, report.rules(temperature)[0])}: {curve.summary}"), soft_wrap=True)
+    if (controls := report.controls) is not None:
+        screen.print(
+            plain(
+                f"controls, greedy where measured: a_1 over all positions {controls.all_positions:.2f}; shifted "
+                f"targets {controls.shifted:.2f}, shuffled hidden states {controls.shuffled:.2f}, by chance "
+                f"{controls.chance:.2f}; median rank of the actual token {controls.median_rank:.0f} of "
+                f"{controls.vocab_size}"
+            ),
+            soft_wrap=True,
+        )
+    screen.print(plain(f"a_k at K = {largest}; AL@k of rounds of k drafts, on the same texts"), soft_wrap=True)
+    if report.text_source:
+        screen.print(plain(f"texts of {report.text_source}{_streamed(report)}"), soft_wrap=True)
+    where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
+    screen.print(plain(f"{report.scoring_pass} pass, {report.family}; {where}"), soft_wrap=True)
+    for warning in report.warnings:
+        screen.print(plain(f"note: {warning}"), soft_wrap=True)
+
+
+def _rows(
+    report: "ReferenceReport", temperature: float
+) -> "Iterator[tuple[str, Sequence[AcceptanceFigures], str | None]]":
+    """Yield label, figures by K (or of the largest alone) and style: by rule, and of the first by domain and part."""
+    from nextn.evaluate.teacher_forced import PERFECT
+
+    largest = report.plan.num_speculative_tokens
+    choices = range(1, largest + 1) if temperature in report.scored else [largest]
+    for index, rule in enumerate(report.rules(temperature)):
+        yield _label(temperature, rule), [report.figures(temperature, rule=rule, k=k) for k in choices], None
+        if rule == "argmax" and temperature in report.perfect:
+            yield "  perfect head", [report.figures(temperature, rule=PERFECT, k=k) for k in choices], "dim"
+        if index:
+            continue
+        for domain in report.domains_at(temperature):
+            yield f"  {domain}", [report.figures(temperature, k=k, domain=domain) for k in choices], "dim"
+        for part in zip(*(report.parts(temperature, k) for k in choices), strict=True):
+            yield f"  {part[0].domain}", part, "dim"
+
+
+def _label(temperature: float, rule: str) -> str:
+    return rule if rule == "greedy" else f"T={temperature:g} {rule}"
+
+
+def _length(figures: "AcceptanceFigures") -> str:
+    length = figures.bounded_length
+    return f"{length.value:.2f}" + ("" if length.low != length.low else f" ({length.low:.2f}-{length.high:.2f})")
+
+
+def draw_curves(report: "ReferenceReport", path: Path) -> None:
+    """Draw AL over K of every rule, domain and part."""
+    from nextn.stats import plots
+
+    rows = [row for temperature in report.plan.temperatures for row in _rows(report, temperature)]
+    plots.curves(path, {label.strip(): [each.bounded_length for each in by_k] for label, by_k, _ in rows})
+
+
+def _streamed(report: "ReferenceReport") -> str:
+    if report.stream is None or report.machine is None:
+        return ""
+    read, peak = cast(int, report.stream["num_bytes"]) / 1e9, report.machine.peak_memory / 1e9
+    return f"; trunk streamed: {read:.1f} GB read in {report.stream['seconds']:.0f} s, peak memory {peak:.1f} GB"
+
+
+def show_probe(probed: "ProbeReport") -> None:
+    """Print the conventions that were tried, best first, and the conclusion."""
+    depths = range(1, len(probed.base.rates) + 1)
+    table = figures_table(
+        "convention", *(f"a_{k}" for k in depths), "accepted per position", "difference", left=("convention",)
+    )
+    shown_pairs = (probed.best(), probed.preferred)
+    scores = [score for score in probed.alternatives if len(score.keys) == 1 or score in shown_pairs]
+    for score in sorted([probed.base, *scores], key=lambda score: -score.accepted_per_position()):
+        more = probed.gain(score, probed.base)
+        rates = ["" if rate != rate else f"{rate:.2f}" for rate in score.rates]
+        difference = f"{more.value:+.2f} ({more.low:+.2f} to {more.high:+.2f})" if score.keys else ""
+        style = "bold" if score == probed.preferred else None
+        accepted = f"{score.accepted_per_position():.2f}"
+        table.add_row(plain(score.description), *rates, accepted, difference, style=style)
+    print_table(table)
+    console().print(plain(f"probe: {probed.summary}"), soft_wrap=True)
+    if probed.ties:
+        ties = "; ".join(score.description for score in probed.ties)
+        console().print(plain(f"indistinguishable from it on these texts: {ties}"), soft_wrap=True)

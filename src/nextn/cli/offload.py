@@ -1,4 +1,7 @@
-"""`nextn advise --offload-bandwidth`: advice for a machine whose experts come over a bus or from disk."""
+"""`nextn advise --offload-bandwidth`: advice for a machine whose experts come over a bus or from disk.
+
+With `--cores`, costs with other numbers of cores.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import ModelOptions
-from nextn.cli.screen import console, plain, print_table
+from nextn.cli.screen import console, figures_table, plain, print_table
 from nextn.cli.streaming import TextOptions, measure_acceptance
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import ReferencePlan
+from nextn.settings import available_cores
 
 if TYPE_CHECKING:
+    from nextn.evaluate.core_scaling import CoreScaling
     from nextn.evaluate.offloading import OffloadAdvice
     from nextn.evaluate.workload import Prompt
 
@@ -62,13 +67,12 @@ def advise_offloaded(
 
     memory: None: the rate of a copy on this machine.
     """
-    from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.checkpoint.head_inventory import Inventory
     from nextn.checkpoint.provenance import open_head, trunk_family
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.offloading import Bandwidths, ExpertRouting, OffloadAdvice, StoredWeights
 
-    checkpoint = Checkpoint.open(options.source, **options.hub)
+    checkpoint = options.open(options.source)
     trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
     head = trunk
     if options.head is not None:
@@ -85,14 +89,11 @@ def advise_offloaded(
 
 def show_experts(advice: "OffloadAdvice") -> None:
     """Print what blocks of 1, 2, ... positions load and cost."""
-    from rich.table import Table
-
     num_layers = len(advice.weights.experts)
     num_experts = sum(each.num_experts for each in advice.weights.experts.values()) / num_layers
-    table = Table(box=None, header_style="bold", pad_edge=False)
     sizes = range(1, max(len(each.costs.steps) for each in advice.forecasts) + 1)
-    for title in ("block of m positions", *(f"m={size}" for size in sizes)):
-        table.add_column(title, justify="right" if title[:2] == "m=" else "left", no_wrap=True)
+    title = "block of m positions"
+    table = figures_table(title, *(f"m={size}" for size in sizes), left=(title,))
     for each in advice.forecasts:
         label, temperature = f"T={each.temperature:g} ", each.temperature
         rows = {
@@ -111,3 +112,48 @@ def show_experts(advice: "OffloadAdvice") -> None:
         f"{costs.c:.2f}; one sequence, and no expert is kept from one pass to the next"
     )
     console().print(plain(line), soft_wrap=True)
+
+
+Cores = Annotated[
+    str | None,
+    typer.Option(
+        help="Also predict the costs with these numbers of cores, such as 1,2,8,32 (native backend). With more than "
+        "this machine has, give --memory-bandwidth of theirs."
+    ),
+]
+
+
+_POSITIONS = (3, 5, 9)  # of the passes that the table shows
+
+
+def check_cores(cores: Sequence[int], bandwidth: float | None) -> None:
+    """Raise ConfigError if more cores than there are here are asked for without the bandwidth of their memory."""
+    most = available_cores()
+    if bandwidth is None and max(cores) > most:
+        raise ConfigError(
+            f"--cores {max(cores)}: there are {most} here, and the memory of a machine with more cannot be measured; "
+            "give its bandwidth, such as --memory-bandwidth 300GB/s"
+        )
+
+
+def show_cores(scaling: "CoreScaling") -> None:
+    """Print a row for each number of cores: predicted, and in parentheses measured."""
+    shown = [num for num in _POSITIONS if num <= len(scaling.forecasts[0].predicted)]
+    table = figures_table("cores", "baseline step, ms", *(f"v({num})" for num in shown))
+    for each in scaling.forecasts:
+        cells = []
+        for num in (1, *shown):
+            scale = 1e-3 if num == 1 else each.predicted[0]
+            cell = f"{each.predicted[num - 1] / scale:.2f}"
+            if each.measured is not None:
+                cell += f" ({each.measured[num - 1] / (1e-3 if num == 1 else each.measured[0]):.2f})"
+            cells.append(cell)
+        table.add_row(str(each.cores), *cells)
+    print_table(table)
+    console().print(
+        plain(
+            f"predicted (measured): one core's time over the cores, but no less than reading "
+            f"{scaling.step_bytes / 1e6:.0f} MB at {scaling.bandwidth / 1e9:.1f} GB/s; without barriers and NUMA"
+        ),
+        soft_wrap=True,
+    )

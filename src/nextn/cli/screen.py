@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -192,6 +192,16 @@ def print_unwrapped(renderable: "Table | Text") -> None:
     with screen.capture() as captured:
         screen.print(renderable)
     screen.file.writelines(f"{line.rstrip()}\n" for line in captured.get().rstrip("\n").split("\n"))
+
+
+def figures_table(*titles: str, left: Collection[str] = ("",), no_wrap: bool = True) -> "Table":
+    """Return a table with bold titles, whose columns are aligned to the right except those named in `left`."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in titles:
+        table.add_column(plain(title), justify="left" if title in left else "right", no_wrap=no_wrap)
+    return table
 
 
 def print_table(table: "Table", *, stderr: bool = False) -> None:

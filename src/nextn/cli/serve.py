@@ -9,27 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import (
-    K_NAMES,
-    BackendName,
-    CacheDir,
-    Device,
-    Dtype,
-    ExactHead,
-    KVCacheDtype,
-    ModelName,
-    ModelOptions,
-    NumCopyTokens,
-    Offline,
-    Revision,
-    SeparateHead,
-    Threads,
-    WeightType,
-)
+from nextn.cli.common import K_NAMES, ModelOptions, NumCopyTokens, expanded
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.screen import echo, flush_streams, print_note
 from nextn.errors import ConfigError
-from nextn.extras import install_command
+from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     from nextn.model.model import Model
@@ -38,8 +22,9 @@ if TYPE_CHECKING:
 _DEFAULT_K = 4
 
 
+@expanded("device_map", "offload_folder")
 def serve(
-    model: ModelName,
+    *,
     host: Annotated[
         str, typer.Option(help="Address to bind to. 0.0.0.0: reachable from other machines.")
     ] = "127.0.0.1",
@@ -48,13 +33,13 @@ def serve(
         str | None, typer.Option(help="Name of the model in requests. Default: the folder's name, or the hub id.")
     ] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(*K_NAMES, help=f"Most draft tokens per round. Default: {_DEFAULT_K}.")
+        int | None,
+        typer.Option(*K_NAMES, help=f"Most draft tokens per round; 0 = plain decoding. Default: {_DEFAULT_K}."),
     ] = None,
     num_copy_tokens: NumCopyTokens = 0,
     fixed_k: Annotated[
         bool, typer.Option("--fixed-k", help="Always draft -k tokens, even if fewer are faster.")
     ] = False,
-    no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Plain decoding; requests cannot turn MTP on.")] = False,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 16,
     max_model_len: Annotated[
         int | None,
@@ -98,37 +83,26 @@ def serve(
     ] = None,
     draft_vocab: DraftVocab = "0",
     draft_text: DraftText = None,
-    exact_head: ExactHead = False,
-    dtype: Dtype = "auto",
-    backend: BackendName = "auto",
-    weights: WeightType = "stored",
-    threads: Threads = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
-    head: SeparateHead = None,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
+    source: ModelOptions,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
-    source = ModelOptions.of(locals())
     if print_engine is not None:
         _print_command(print_engine, source, num_speculative_tokens, advice)
         return
     _check_extra()
-    from nextn.checkpoint.file_stamps import FileStamps
+    from nextn.checkpoint.file_index import FileStamps
     from nextn.serve.http_server import HttpServer, listen
     from nextn.serve.options import EngineOptions, ServerOptions, allowed_hosts, checked_numbers, reference_rates
     from nextn.serve.tool_calls import tool_syntax
 
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
-    k = 0 if no_mtp else _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
+    k = _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     numbers = checked_numbers(request_timeout=request_timeout, max_body_mb=max_body_mb, grace=grace)
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
-    source = source.prepared()
+    source, name = source.prepared(), source.source
     draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
     engine_options = EngineOptions(
-        backend=backend,
+        backend=source.backend,
         max_num_seqs=max_num_seqs,
         max_queue=max_queue,
         max_model_len=max_model_len,
@@ -141,8 +115,8 @@ def serve(
         files = FileStamps.of_weights(
             *(Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
         )
-        loaded = source.load(need_head=k > 0, exact_head=exact_head)
-        draftable.apply(loaded, num_speculative_tokens=k, backend=backend)
+        loaded = source.load(need_head=k > 0)
+        draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
         from nextn.runtime.native.mapped_files import zero_lost_pages
         from nextn.serve.api import create_app
         from nextn.serve.engine import ServingEngine
@@ -150,7 +124,7 @@ def serve(
         zero_lost_pages(file for file, _ in files.stamps)
         engine = ServingEngine(loaded, engine_options)
         options = ServerOptions(
-            served_name=served_model_name or _default_name(model),
+            served_name=served_model_name or _default_name(name),
             max_model_len=engine.max_model_len,
             api_key=key,
             allowed_hosts=allowed_hosts(host),
@@ -182,14 +156,13 @@ def _check_extra() -> None:
 
 
 def _print_command(engine: str, model: ModelOptions, k: int | None, advice: Path | None) -> None:
-    from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.serve.engine_commands import advised_num_speculative_tokens, as_script, engine_commands
 
     if model.head is not None:
         out = "OUT.gguf" if engine == "llama.cpp" else "OUT"
         command = f"nextn export {shlex.quote(model.head)} {out} --model {shlex.quote(model.source)} --for {engine}"
         raise ConfigError(f"--print with --head: `{command}` writes it for the engine, and prints the command")
-    checkpoint = Checkpoint.open(model.source, **model.hub)
+    checkpoint = model.open(model.source)
     if k is None and advice is not None:
         k = advised_num_speculative_tokens(advice)
     echo(as_script(engine_commands(checkpoint, engine, num_speculative_tokens=k, revision=model.revision)))

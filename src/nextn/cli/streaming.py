@@ -33,31 +33,6 @@ if TYPE_CHECKING:
     from nextn.train.hidden_cache import HiddenStateCache
 
 _PANEL = "Models that do not fit into memory"
-Stream = Annotated[
-    bool | None,
-    typer.Option(
-        "--stream/--no-stream",
-        help="Read the trunk layer by layer, each once for all texts. Default: if it does not fit into memory.",
-        show_default=False,
-        rich_help_panel=_PANEL,
-    ),
-]
-Texts = Annotated[
-    str | None,
-    typer.Option(
-        help="Measure on these texts: a file of `nextn answer`, or other records or text. --stream, which cannot "
-        "generate, needs it or --engine.",
-        rich_help_panel=_PANEL,
-    ),
-]
-States = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for hidden states after each layer, from which the same command resumes; kept at the end. "
-        "Default: the user's cache, removed at the end.",
-        rich_help_panel=_PANEL,
-    ),
-]
 
 
 def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
@@ -71,11 +46,10 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
         return None
     if stream is not None:
         return "--stream" if stream else None
-    from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.devices import resolve_device
     from nextn.evaluate import offloading
 
-    checkpoint = Checkpoint.open(options.source, **options.hub)
+    checkpoint = options.open(options.source)
     return offloading.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
 
 
@@ -87,6 +61,38 @@ KeepShards = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+
+
+@dataclass(frozen=True)
+class GivenTextOptions:
+    """The options of commands that read texts which exist already, with a trunk that may be streamed."""
+
+    texts: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure on these texts: a file of `nextn answer`, or other records or text. --stream, which cannot "
+            "generate, needs it or --engine.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Read the trunk layer by layer, each once for all texts. Default: if it does not fit into memory.",
+            show_default=False,
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    states: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for hidden states after each layer, from which the same command resumes; kept at the end. "
+            "Default: the user's cache, removed at the end.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    keep_shards: KeepShards = None
 
 
 @dataclass(frozen=True)
@@ -104,22 +110,20 @@ class TextOptions:
     def of(
         cls,
         options: ModelOptions,
-        file: str | None,
+        given: GivenTextOptions,
         engine: EngineAccess,
         *,
-        stream: bool | None,
-        states: Path | None,
         quiet: bool,
-        shards: Path | None = None,
     ) -> "TextOptions":
         """Check the options of texts. Raises ConfigError, without texts for a model that is to be streamed, too."""
         from nextn.data.sources import check_sources
 
+        file, shards = given.texts, given.keep_shards
         if file is not None and engine.url:
             raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
         if file is not None:
             check_sources([file])
-        source = cls(file, engine, reason_to_stream(options, stream), states, quiet, shards)
+        source = cls(file, engine, reason_to_stream(options, given.stream), given.states, quiet, shards)
         if source.is_streamed and not source.has_texts:
             raise ConfigError(
                 f"a streamed trunk ({source.reason}) cannot generate the texts to measure on: name a served copy of "

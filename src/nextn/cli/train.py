@@ -5,19 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nextn.cli.common import (
-    AsJson,
-    CacheDir,
-    Device,
-    ModelOptions,
-    Offline,
-    Revision,
-    check_device,
-    shipped_option,
-)
+from nextn.cli.common import AsJson, Device, HubOptions, ModelOptions, check_device, expanded, shipped_option
 from nextn.cli.streaming import KeepShards
-from nextn.cli.train_common import merge_settings
-from nextn.cli.train_export import check_options, export_head, with_layout
+from nextn.cli.train_common import check_options, export_head, merge_settings, with_layout
 from nextn.cli.train_run import DEFAULT_RECIPE, print_result, train_head, train_joint
 from nextn.errors import ConfigError
 from nextn.train.head_parts import PARTS
@@ -28,7 +18,9 @@ if TYPE_CHECKING:
 _JOINT, _HEAD = "Trunk and head from scratch", "A head on a frozen trunk"
 
 
+@expanded()
 def train(
+    *,
     out: Annotated[Path, typer.Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
     data: Annotated[
         list[str] | None,
@@ -176,9 +168,7 @@ def train(
             rich_help_panel=_HEAD,
         ),
     ] = False,
-    revision: Revision = None,
-    cache_dir: CacheDir = None,
-    offline: Offline = False,
+    hub: HubOptions,
     as_json: AsJson = False,
 ) -> None:
     """Train trunk and MTP head from scratch, or only a head with --freeze-trunk. Ctrl-C saves, --resume continues."""
@@ -200,10 +190,10 @@ def train(
         layout=layout,
         head_only=head_only,
         drawn=drawn,
-        revision=revision,
+        revision=hub.revision,
         cache_gb=cache_gb,
-        cache_dir=_text(cache_dir),
-        offline=offline,
+        cache_dir=_text(hub.cache_dir),
+        offline=hub.offline,
         follow_links=follow_links,
         allow_worse=allow_worse,
         curve=curve,

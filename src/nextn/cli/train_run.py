@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from nextn.cli.common import stop_flag
 from nextn.cli.screen import echo, print_json, print_note, progress_bars
 from nextn.cli.streaming import show_init_layers, stream_for_training
-from nextn.cli.train_common import progress, say_stopped, show_curve
-from nextn.cli.train_export import check_run, export_head
+from nextn.cli.train_common import check_run, export_head, progress, say_stopped, show_curve
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:

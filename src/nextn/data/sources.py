@@ -28,7 +28,7 @@ from nextn.data.corpus import (
 )
 from nextn.data.records import Record, RecordReader
 from nextn.errors import ConfigError
-from nextn.extras import install_command
+from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

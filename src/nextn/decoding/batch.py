@@ -13,7 +13,7 @@ from nextn.decoding.records import BatchSequence, DraftResult, Observer, Round, 
 from nextn.decoding.torch_rounds import TorchRounds
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime.native.rounds import NativeRounds
-from nextn.runtime.protocols import DecodingHead, DecodingTrunk, WholeRounds
+from nextn.runtime.protocols import DecodingHead, DecodingTrunk, RoundsStart, WholeRounds
 from nextn.settings import Settings
 from nextn.speculative.copy_choice import CopyChoice, CopyRun
 from nextn.speculative.copy_drafts import CopyDrafts
@@ -266,10 +266,7 @@ class DecodingBatch(TorchRounds):
         chain, pending = (None, ()) if drafter is None else (drafter.chain, drafter.pending)
         if not is_drafting and not NativeRounds.fits(pending, self.settings.num_speculative_tokens):
             chain, pending = None, [states[:0] for states in pending]  # rounds that only collect states
-        return self.trunk.rounds(
-            self.cache,
-            self.settings.sampling,
-            block_verification=self.settings.block_verification,
+        start = RoundsStart(
             chain=chain,
             tokens=self._tokens,
             pending=pending,
@@ -278,6 +275,8 @@ class DecodingBatch(TorchRounds):
             remaining=[sequence.remaining for sequence in self.sequences],
             eos=self.sequences[0].eos,
         )
+        block_verification = self.settings.block_verification
+        return self.trunk.rounds(self.cache, self.settings.sampling, start, block_verification=block_verification)
 
     def _emit(self, verified: VerifiedRound) -> Round:
         out, drafts, copied = [], verified.drafts, verified.choice.drafts or ((),) * len(verified.drafts)

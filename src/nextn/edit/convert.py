@@ -16,7 +16,7 @@ from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
-from nextn.edit.expert_pieces import in_form, trunk_in_form
+from nextn.edit.expert_pieces import in_form, prune, trunk_in_form, with_num_experts
 from nextn.edit.links import refuse_links
 from nextn.edit.norm_shift import NormWeightShift, shifted
 from nextn.edit.plan import (
@@ -33,7 +33,6 @@ from nextn.edit.plan import (
     visible,
     with_config,
 )
-from nextn.edit.prune import prune, with_num_experts
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import ExpertForm, Family, by_name, rows

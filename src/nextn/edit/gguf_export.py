@@ -26,8 +26,8 @@ from nextn.edit.gguf_layout import (
 from nextn.edit.gguf_tokenizer import add_tokenizer, copy_tokenizer
 from nextn.edit.llama_like import full_config
 from nextn.errors import ConfigError, FamilyError
-from nextn.extras import install_command
 from nextn.families import Family
+from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

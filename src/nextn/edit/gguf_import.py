@@ -20,8 +20,7 @@ from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CHUNK, CONFIG, SINGLE, Checkpoint
 from nextn.checkpoint.gguf_blocks import take_apart
-from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, readable_kinds
-from nextn.checkpoint.gguf_types import BLOCK_TYPES, blocks_name
+from nextn.checkpoint.gguf_file import BLOCK_TYPES, GgufFile, GgufTensor, blocks_name, readable_kinds
 from nextn.checkpoint.quantized_weights import QuantizedWeight, pack_codes
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo

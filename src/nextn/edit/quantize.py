@@ -48,7 +48,7 @@ from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
 BITS = {"int8": 8, "int4": 4}
-GROUP_SIZE = 32  # of int4, as `--weights int4` has them (runtime/native/rounded_weights.py)
+GROUP_SIZE = 32  # of int4, as `--weights int4` has them (runtime/native/grouped.py)
 # By decoder layer and name in it, how much the squared error of each input channel [K] of a weight counts.
 Importance = Mapping[tuple[int, str], Tensor]
 _DTYPES = ("BF16", "F16", "F32")
@@ -172,7 +172,7 @@ def quantize(
         group_size: Input channels of a group of int4.
         head_bits: The same for the Linears in the head's decoder layer: 16 (as they are), 8 or 4.
         activation_bits: Bits to which engines round activations, per token: 16 (no rounding), or 8 with int8 weights.
-        importance: Of weights of four bits in the trunk, see `calibration`; what it lacks counts alike.
+        importance: Of weights of four bits in the trunk, see `input_squares`; what it lacks counts alike.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.

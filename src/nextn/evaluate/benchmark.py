@@ -16,8 +16,8 @@ from nextn.data.degeneracy import MIN_TOKENS, degeneracy, degeneracy_notes
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
-from nextn.evaluate.conversations import play_turns
 from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
+from nextn.evaluate.reference_texts import play_turns
 from nextn.evaluate.workload import ADAPTIVE, BenchmarkPlan, Prompt, ReferencePlan, by_domain, indices_without
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for

@@ -21,8 +21,8 @@ from nextn.model.packed_experts import StackedCodes, weights_with_codes
 from nextn.model.packed_linear import StoredFp8
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import Backend, backend_for
-from nextn.runtime.native.draft_lm_head import FORMAT, num_draft_rows
-from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS
+from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS
+from nextn.runtime.native.lm_head import FORMAT, num_draft_rows
 from nextn.runtime.protocols import DraftChain
 from nextn.settings import Sampling, available_cores
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan

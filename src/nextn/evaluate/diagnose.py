@@ -9,7 +9,7 @@ from nextn import __version__
 from nextn.audit import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence
-from nextn.evaluate.engine_behavior import DOCUMENTED_PRIOR, engine_priors, next_checks
+from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, engine_priors, next_checks
 from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share
 from nextn.evaluate.faults import (
     CONTEXT,

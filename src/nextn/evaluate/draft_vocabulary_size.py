@@ -20,7 +20,7 @@ from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, Survival, s
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
-from nextn.runtime.native.draft_lm_head import FORMAT, has_four_bits
+from nextn.runtime.native.lm_head import FORMAT, has_four_bits
 from nextn.settings import Settings
 from nextn.speculative.draft_vocabulary import DraftVocabulary, by_frequency
 from nextn.stats.acceptance import conditional_rates

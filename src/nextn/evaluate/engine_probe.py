@@ -2,11 +2,12 @@
 
 The name and the address of an engine stay the same when it is started again with other weights; its log-probabilities
 do not. So what an engine answered is stored with them, and used again only if they are still the same.
+Also what the family's row documents of an engine, as evidence about its faults.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nextn.engines.answers import EngineRequest
 from nextn.engines.endpoint import Endpoint
 from nextn.evaluate.given_texts import token_logprobs
 from nextn.evaluate.teacher_forced import ReferenceText
+from nextn.families import Family
 from nextn.model.trunk import Trunk, TrunkOutput
 
 _NUM_TOKENS = 32  # of the greedy answer
@@ -142,3 +144,45 @@ def check_engine(engine: str, probe: EngineProbe, trunk: Trunk, output: TrunkOut
     blocks = token_logprobs(trunk, probe.reference_text, output)
     pairs = list(zip((value for block in blocks for value in block[0].tolist()), probe.logprobs, strict=True))
     return EngineCheck(engine, len(pairs), _mean_difference(pairs), max(abs(one - other) for one, other in pairs))
+
+
+# Odds of a fault of conventions in an engine whose code for this family was read and does not have it: versions before
+# and after, forks and patches still do.
+DOCUMENTED_PRIOR = 0.05
+
+
+# Fault -> the convention that an engine of the row states where it deviates; None: the row would say so in no field.
+_CONVENTIONS: Mapping[str, str | None] = {
+    "gain-less": None, "gain-more": None, "halves-swapped": None, "pair-shifted": None, "wrong-hidden": "hidden",
+    "recycled-wrong": "next_hidden", "position0": "position0", "modules-permuted": "order",
+}  # fmt: skip
+
+
+# Causes with which the engine may have loaded something else than this head.
+_LOADING = ("head-unset", "nothing-kept", "weights", "one-module", "modules-permuted", "own-output-lost")
+
+
+def engine_priors(family: Family, engine: str) -> dict[str, float]:
+    """Return fault -> prior odds, of the faults that the engine's code for this family does not have."""
+    row = family.engines.get(engine.lower().replace(".", ""))
+    if row is None or row.support != "runs":
+        return {}
+    return {
+        fault: DOCUMENTED_PRIOR for fault, field in _CONVENTIONS.items() if not field or getattr(row, field) is None
+    }
+
+
+def next_checks(named: Sequence[str], *, driven: bool, temperature: float) -> list[str]:
+    """Return what to check of an engine with a finding, the cheapest first."""
+    checks = [
+        "the engine serves this folder: compare `sha256sum *.safetensors config.json` where it runs with this one"
+    ]
+    if not named or any(name in _LOADING for name in named):
+        checks.append("the loader's warnings in the engine's log: tensors skipped, missing or newly initialized")
+    if not driven:
+        checks.append(
+            f"the engine's temperature and rule: the comparison assumes temperature {temperature:g} (--temperatures, "
+            "--rule)"
+        )
+        checks.append("the same prompts in both, with the engine running: add --drive")
+    return checks

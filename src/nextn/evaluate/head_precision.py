@@ -1,4 +1,7 @@
-"""With how few bits may a head be stored: its acceptance, at each number of bits, beside the quantized trunk."""
+"""With how few bits may a head be stored: its acceptance, at each number of bits, beside the quantized trunk.
+
+Also how much each input channel of a trunk's Linears matters for rounding.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
@@ -20,8 +23,10 @@ from nextn.evaluate.conventions import Variant, apply_variants
 from nextn.evaluate.reference import decoded_reference, rescore
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.head import Head
+from nextn.model.layer_states import LayerProgress
 from nextn.model.load_head import change_stored
 from nextn.model.model import Model
+from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.settings import Contract
 
 HEAD_BITS = (16, 8, 4)
@@ -112,3 +117,39 @@ def _round_head(rounding: Rounding, head: Head) -> None:
         return quantized.dequantize().to(weight.dtype)
 
     change_stored(head, rounded)
+
+
+TOKENS = 4096  # of the texts, by default
+
+
+@torch.inference_mode()
+def input_squares(
+    trunk: StreamedTrunk,
+    texts: Sequence[Sequence[int]],
+    *,
+    on_layer: Callable[[LayerProgress], None] = lambda progress: None,
+) -> Importance:
+    """Run each text through a streamed trunk, and return the mean square [K] of the inputs of every Linear.
+
+    A Linear of experts that are stacked, or that no token reaches, has none.
+    """
+    sums: dict[tuple[int, str], Tensor] = {}
+    counts: dict[tuple[int, str], int] = {}
+
+    def note(key: tuple[int, str], module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        rows = inputs[0].detach().flatten(0, -2).float()
+        sums[key] = sums.get(key, 0) + rows.square().sum(0)
+        counts[key] = counts.get(key, 0) + len(rows)
+
+    hooks = [
+        part.register_forward_pre_hook(partial(note, (index, f"{name}.weight")))
+        for index, layer in enumerate(trunk.decoder.layers)
+        for name, part in layer.named_modules()
+        if isinstance(part, nn.Linear)
+    ]
+    try:
+        trunk.read_layers([torch.tensor([list(text)]) for text in texts], on_layer=on_layer)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {key: total / counts[key] for key, total in sums.items() if counts[key]}

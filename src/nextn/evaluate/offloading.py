@@ -30,9 +30,9 @@ from nextn.evaluate.decoding_costs import draft_bytes, stacked_experts, step_byt
 from nextn.evaluate.given_texts import MAX_POSITIONS
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.teacher_forced import ReferenceText
-from nextn.model.expert_groups import EXPERT, STACKED
 from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress
+from nextn.model.stored_experts import EXPERT, STACKED
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
 from nextn.stats.speedup import Costs, Spread

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from nextn.errors import ConfigError
-from nextn.evaluate.conversations import play_turns
-from nextn.evaluate.given_texts import GivenTexts, text_origin
+from nextn.evaluate.given_texts import GivenTexts, ThinkTokens, text_origin, think_tokens
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import (
     Controls,
@@ -19,10 +18,10 @@ from nextn.evaluate.reference_texts import (
     exact_head,
     generate_texts,
     measure_controls,
+    play_turns,
     prompt_tokens,
 )
 from nextn.evaluate.teacher_forced import score_texts, trunk_outputs
-from nextn.evaluate.text_parts import ThinkTokens, think_tokens
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput

@@ -15,14 +15,20 @@ from nextn.checkpoint.provenance import head_fingerprint, open_head, trunk_famil
 from nextn.checkpoint.snapshot import on_disk
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.errors import ConfigError
-from nextn.evaluate.acceptance_curve import MIN_INCREASE, AcceptanceCurve, TextCounts, length_of
+from nextn.evaluate.acceptance_curve import (
+    MIN_INCREASE,
+    AcceptanceCurve,
+    MeasuredConditions,
+    PublishedCurve,
+    TextCounts,
+    fitting_curve,
+    length_of,
+)
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.engine_probe import EngineCheck
-from nextn.evaluate.given_texts import TextOrigin
-from nextn.evaluate.published_curves import MeasuredConditions, PublishedCurve, fitting_curve
+from nextn.evaluate.given_texts import TextOrigin, ThinkTokens, part_counts
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import PERFECT, RULES, ScoredText
-from nextn.evaluate.text_parts import ThinkTokens, part_counts
 from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without
 from nextn.settings import Contract
 from nextn.stats.acceptance import DEFINITION
@@ -170,7 +176,7 @@ class ReferenceReport:
         return AcceptanceFigures.of(used, temperature=temperature, rule=rule, k=k, domain=domain)
 
     def parts(self, temperature: float, k: int) -> list[AcceptanceFigures]:
-        """Compute figures by part of the texts for the first of the rules, if there are several (`text_parts`)."""
+        """Compute figures by part of the texts for the first of the rules, if there are several (`given_texts`)."""
         rule, found = self.rules(temperature)[0], dict[str, dict[int, TextCounts]]()
         for index in sorted(self.text_indices(temperature) if temperature in self.scored else ()):
             for part, counts in part_counts(self.scored[temperature][index], rule, k, self.think_tokens).items():

@@ -3,15 +3,21 @@
 The trunk's distribution is computed a block of positions at a time and shared by all depths. Each divergence takes the
 tile [m, N] of logits, q and p, overwrites all three, and returns its value [m, 1], the overlap alpha = sum min(p, q)
 [m, 1] and, if needed, d value / d logits.
+
+Over a part of the vocabulary, frequent tokens are kept, and others are drawn at random to stand for the rest: with n of
+the R that are not kept, log(R / n) is added to the logits of both, so sums over the rest are estimated without bias.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import log
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nextn.losses.chunked import Objective, product_dtype
+from nextn.losses.mtp_loss import Targets
 
 # Values of a row: the divergence, the overlap, whether argmax q = argmax p, the label's negative log-likelihood.
 VALUE, OVERLAP, NUM_VALUES = 0, 1, 4
@@ -237,3 +243,47 @@ _DIVERGENCES: dict[str, Callable[[_Tile, bool], _Score]] = {
     "lk": _lk,
     "lk-hybrid": _lk_hybrid,
 }
+
+
+_COLUMNS = 8  # products with an odd number of columns are slow
+
+
+@dataclass(frozen=True, eq=False)
+class SampledVocabulary:
+    """The tokens of one batch's loss."""
+
+    ids: Tensor  # [N] int64, ascending
+    offsets: Tensor  # [N] fp32, log of how many tokens each stands for
+
+    @classmethod
+    def of(cls, tokens: Tensor, frequent: Tensor, num_drawn: int, *, vocab_size: int, seed: int) -> "SampledVocabulary":
+        """Take the batch's tokens, the frequent ones, and `num_drawn` of the others: the same for the same batch."""
+        kept = torch.zeros(vocab_size, dtype=torch.bool)
+        kept[frequent] = True
+        kept[tokens.flatten().cpu()] = True
+        others = (~kept).nonzero()[:, 0]
+        generator = torch.Generator().manual_seed(seed + int(tokens.sum()))
+        drawn = others[torch.randperm(len(others), generator=generator)[:num_drawn]]
+        offsets = torch.zeros(vocab_size)
+        if len(drawn):
+            offsets[drawn] = log(len(others) / len(drawn))
+        kept[drawn] = True
+        ids = kept.nonzero()[:, 0]
+        return cls(ids.to(tokens.device), offsets[ids].to(tokens.device))
+
+    def targets(self, targets: Targets) -> Targets:
+        """Number the tokens by their places in `ids`; every token of the batch has one."""
+        return replace(targets, tokens=torch.searchsorted(self.ids, targets.tokens))
+
+    def weights(self, weights: Sequence[Tensor], temperature: float) -> list[Tensor]:
+        """Return rows [N, H + 8] of each lm_head weight [V, H], with the offsets as the first further column."""
+        column = functional.pad(self.offsets[:, None] * temperature, (0, _COLUMNS - 1))
+        rows = {id(each): torch.cat([each[self.ids], column.to(each)], dim=1) for each in weights}
+        return [rows[id(each)] for each in weights]
+
+    def inputs(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Return states [..., H + 8], for products with `weights`."""
+        return [
+            torch.cat([state, functional.pad(torch.ones_like(state[..., :1]), (0, _COLUMNS - 1))], dim=-1)
+            for state in states
+        ]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from nextn.devices import available_bytes, resolve_device
 from nextn.errors import ConfigError
-from nextn.extras import install_command
 from nextn.model.streamed_trunk import DeferredTrunk
 from nextn.model.trunk import Trunk
+from nextn.text_format import install_command
 
 _DISK = "disk"
 _HOST = torch.device("cpu")

@@ -18,10 +18,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import CheckpointError
-from nextn.model.expert_groups import EXPERT, STACKED, check_finite
 from nextn.model.family_layers import add_unused_experts, remove_unused_experts
 from nextn.model.packed_linear import StandIns
-from nextn.model.stored_experts import StoredExperts, find_layout
+from nextn.model.stored_experts import EXPERT, STACKED, StoredExperts, check_finite, find_layout
 from nextn.model.transformers_loading import LazyTensor, check_complete, empty_model, transformers_errors
 
 _EXPERTS_AT_ONCE = 4  # converted together
@@ -84,7 +83,7 @@ class LayerLoader:
     def load(self, index: int, device: torch.device, *, experts: bool = True) -> None:
         """Load a decoder layer. Raises CheckpointError if its tensors cannot be read.
 
-        experts: False: leave out experts that are stored one by one, see `expert_groups`.
+        experts: False: leave out experts that are stored one by one, see `stored_experts`.
         """
         self.unload(index)  # with the rows of unused experts, which a trunk removes
         others, parts = self._parts(index)

@@ -20,12 +20,11 @@ from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_activation_scale, is_finite
 from nextn.errors import CheckpointError
 from nextn.families import lookup
-from nextn.model.expert_groups import EXPERT, run_in_groups, separable_experts
 from nextn.model.head import Head
 from nextn.model.packed_experts import can_keep_codes, pack_experts
 from nextn.model.packed_linear import StandIns
 from nextn.model.shared_kv_head import SharedKVHead
-from nextn.model.stored_experts import StoredExperts, find_layout
+from nextn.model.stored_experts import EXPERT, StoredExperts, find_layout, run_in_groups, separable_experts
 from nextn.model.trunk import Trunk
 
 _EXPERTS_AT_ONCE = 8  # of those that are loaded while they run

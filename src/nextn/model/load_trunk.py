@@ -15,10 +15,10 @@ from nextn.checkpoint.provenance import trunk_identity
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
-from nextn.model.expert_groups import EXPERT
 from nextn.model.layer_loader import LayerLoader
 from nextn.model.load_head import trunk_state
 from nextn.model.packed_experts import can_keep_codes, pack_experts, weights_with_codes
+from nextn.model.stored_experts import EXPERT
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
 from nextn.model.trunk import Trunk
 

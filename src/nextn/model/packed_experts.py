@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nextn.model.expert_groups import run_in_groups
 from nextn.model.packed_linear import PackedLinear, StoredCodes, packed_layers, stored_codes
-from nextn.model.stored_experts import StoredExperts
+from nextn.model.stored_experts import StoredExperts, run_in_groups
 
 
 @dataclass(frozen=True, eq=False)

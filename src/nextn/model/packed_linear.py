@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nextn.checkpoint.gguf_blocks import KQuantWeight
-from nextn.checkpoint.gguf_types import K_QUANTS, WITH_MINIMA
+from nextn.checkpoint.gguf_file import K_QUANTS, WITH_MINIMA
 from nextn.checkpoint.quantized_weights import Fp8Weight, QuantizedWeight
 from nextn.checkpoint.tensors import StoredTensor
 

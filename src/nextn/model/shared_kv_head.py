@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
+from nextn.cache.family_caches import TrunkKV
 from nextn.cache.kv_cache import KVCache, causal
 from nextn.cache.rollout_cache import RolloutCache
-from nextn.cache.shared_kv import TrunkKV
 from nextn.errors import FamilyError
 from nextn.families import Family
 from nextn.model.head import Head, check_depths

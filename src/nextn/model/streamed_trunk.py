@@ -27,10 +27,10 @@ from nextn.checkpoint.tensors import StoredTensor, TensorReader
 from nextn.devices import free_cached_memory, is_out_of_memory
 from nextn.errors import ConfigError, NextnError
 from nextn.families import Stage
-from nextn.model.expert_groups import check_finite, run_in_groups, separable_experts
 from nextn.model.layer_loader import LayerLoader
 from nextn.model.layer_states import LayerProgress, StateFolder, StatesInMemory, hash_batches, join_rows, take_rows
 from nextn.model.logits import float_linear
+from nextn.model.stored_experts import check_finite, run_in_groups, separable_experts
 from nextn.model.trunk import Trunk, TrunkOutput
 
 _MAX_STATE_BYTES = 2**30  # of hidden states in memory; more are in files

@@ -1,8 +1,8 @@
 """The trunk (target model): the only interface to transformers' models. Forward, embed, logits, new layers, caches.
 
-Everything that reads a model's internals is here and in four modules below: `transformers_loading` builds models,
-`layer_loader` loads single layers, `layer_types` says what state they keep, `head_config` what a head's layers are
-built from. So a new version of transformers concerns five files.
+Everything that reads a model's internals is here and in three modules below: `transformers_loading` builds models,
+`layer_loader` loads single layers, `layer_types` says what state they keep and what a head's layers are built from.
+So a new version of transformers concerns four files.
 """
 
 import inspect
@@ -25,8 +25,15 @@ from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import ConfigError, FamilyError
 from nextn.families import Stage
 from nextn.model.family_layers import ResidualBlock, remove_unused_experts
-from nextn.model.head_config import head_config, layer_indices, layer_sizes
-from nextn.model.layer_types import LayerType, layer_types_of, masks_of, new_cache
+from nextn.model.layer_types import (
+    LayerType,
+    head_config,
+    layer_indices,
+    layer_sizes,
+    layer_types_of,
+    masks_of,
+    new_cache,
+)
 from nextn.model.logits import logits_of
 from nextn.model.transformers_loading import LazyTensor, model_from_config, model_from_folder
 from nextn.text_format import docs_page

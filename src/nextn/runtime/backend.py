@@ -18,10 +18,10 @@ from nextn.model.packed_linear import StoredCodes, StoredFp8
 from nextn.model.trunk import Trunk
 from nextn.runtime import self_check
 from nextn.runtime.native.abi import load
-from nextn.runtime.native.draft_lm_head import FORMAT, draft_lm_heads
+from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS
+from nextn.runtime.native.lm_head import FORMAT, draft_lm_heads
 from nextn.runtime.native.locks import LOCK
 from nextn.runtime.native.quantization import SEVEN_BITS
-from nextn.runtime.native.rounded_weights import EIGHT_BITS, FOUR_BITS
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.stored_codes import notes_on
 from nextn.runtime.native.trace import Untraceable
@@ -35,7 +35,7 @@ _Formats = list[tuple[Tensor, WeightFormat | None]]
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """A `DecodingBackend`, and what reports say of it."""
+    """Trunk and head as decoding runs them, and what reports say of it."""
 
     trunk: DecodingTrunk
     head: DecodingHead | None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +62,30 @@ class WholeRounds(Protocol):
         """Return copies of each sequence's states that the head has not processed."""
 
 
+@dataclass(frozen=True, eq=False)
+class RoundsStart:
+    """What whole rounds take over from Python.
+
+    Attributes:
+        chain: A `DraftChain` of the same backend; None for rounds without drafts of the head.
+        tokens: All tokens of each sequence.
+        pending: Of each sequence, the states that the head has not processed; empty without a head. Without a chain
+            they are only collected.
+        max_speculative_tokens: Largest number of the head's drafts per round.
+        max_copy_tokens: Largest number of copied tokens of a sequence per round.
+        remaining: Of each sequence, the number of tokens that it may still get.
+        eos: Tokens that end a sequence.
+    """
+
+    chain: Any
+    tokens: Sequence[Sequence[int]]
+    pending: Sequence[Tensor]
+    max_speculative_tokens: int
+    max_copy_tokens: int
+    remaining: Sequence[int]
+    eos: Sequence[int]
+
+
 class DecodingTrunk(Protocol):
     """The passes of the trunk."""
 
@@ -93,32 +118,11 @@ class DecodingTrunk(Protocol):
         """Return the verifier for a round's drafts."""
 
     def rounds(
-        self,
-        cache: AnyCache,
-        sampling: Sampling,
-        *,
-        block_verification: bool,
-        chain: Any,  # a `DraftChain` of the same backend, or None
-        tokens: Sequence[Sequence[int]],
-        pending: Sequence[Tensor],
-        max_speculative_tokens: int,
-        max_copy_tokens: int,
-        remaining: Sequence[int],
-        eos: Sequence[int],
+        self, cache: AnyCache, sampling: Sampling, start: RoundsStart, *, block_verification: bool
     ) -> WholeRounds | None:
-        """Return whole rounds as single calls; None: rounds run in Python.
+        """Return whole rounds as single calls, over the trunk's cache; None: rounds run in Python.
 
-        Args:
-            cache: The trunk's cache.
-            sampling: Sampling parameters.
-            block_verification: Verify the drafts of a round jointly.
-            chain: Drafts; None for rounds without drafts.
-            tokens: All tokens of each sequence.
-            pending: Of each sequence, the states that the head has not processed; empty without a head.
-            max_speculative_tokens: Largest number of the head's drafts per round.
-            max_copy_tokens: Largest number of copied tokens of a sequence per round.
-            remaining: Of each sequence, the number of tokens that it may still get.
-            eos: Tokens that end a sequence.
+        block_verification: Verify the drafts of a round jointly.
         """
 
     def pass_context(self) -> AbstractContextManager[None]:
@@ -163,17 +167,3 @@ class DecodingHead(Protocol):
 
     def recursion(self, cache: AnyCache, state: Tensor) -> DecodingRecursion:
         """Continue with the last MTP layer alone, from the next_hidden [B, ...] of the depth before."""
-
-
-class DecodingBackend(Protocol):
-    """Trunk and head as decoding runs them."""
-
-    @property
-    def name(self) -> str:
-        """`torch` or `native`."""
-
-    @property
-    def trunk(self) -> DecodingTrunk: ...
-
-    @property
-    def head(self) -> DecodingHead | None: ...

@@ -11,6 +11,7 @@ from nextn.cache.kv_cache import KVCache
 from nextn.model.head import Head
 from nextn.model.mtp_layer import HeadStep
 from nextn.model.trunk import Trunk, TrunkOutput
+from nextn.runtime.protocols import RoundsStart
 from nextn.settings import Sampling
 from nextn.speculative.sampling import Prediction
 from nextn.speculative.verification import Verifier
@@ -47,7 +48,7 @@ class TorchTrunk:
     def verifier(self, sampling: Sampling, *, block_verification: bool) -> Verifier:
         return Verifier(sampling, block_verification=block_verification)
 
-    def rounds(self, cache: KVCache, sampling: Sampling, **_: object) -> None:
+    def rounds(self, cache: KVCache, sampling: Sampling, start: RoundsStart, *, block_verification: bool) -> None:
         """Return None: rounds run in Python."""
 
     def pass_context(self) -> AbstractContextManager[None]:

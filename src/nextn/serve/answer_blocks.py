@@ -10,7 +10,7 @@ from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.responses import GeneratedChoice, Json, sse_data
 from nextn.serve.schemas import SamplingFields
-from nextn.serve.token_texts import TokenTexts
+from nextn.serve.token_sampler import TokenTexts
 
 
 @dataclass

@@ -23,8 +23,7 @@ from nextn.bounded_json import loads
 from nextn.model.model import Model
 from nextn.serve import anthropic_messages, openai_responses
 from nextn.serve.anthropic_messages import MESSAGES_PATH, CountRequest, MessagesAnswer, MessagesRequest
-from nextn.serve.api_errors import ApiError, server_stopping
-from nextn.serve.error_handlers import add_error_handlers
+from nextn.serve.api_errors import ApiError, add_error_handlers, server_stopping
 from nextn.serve.generation_group import GenerationGroup
 from nextn.serve.http_limits import CLIENT_GONE, IGNORED_HEADER, RequestGuard, ignored_fields
 from nextn.serve.metrics import CONTENT_TYPE, ServerMetrics
@@ -40,7 +39,7 @@ from nextn.serve.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from nextn.serve.token_texts import TokenTexts
+from nextn.serve.token_sampler import TokenTexts
 
 _POLL_S = 0.02  # between two looks at what still runs while the server stops
 _WATCH_S = 0.2  # between looks at the files of the weights while an answer is made

@@ -2,9 +2,8 @@
 
 from nextn.errors import ConfigError
 from nextn.runtime.backend import Backend
-from nextn.serve.cache_sizes import sized_caches
 from nextn.serve.options import EngineOptions
-from nextn.serve.prefix_cache import has_blocks
+from nextn.serve.prefix_cache import has_blocks, sized_caches
 from nextn.serve.scheduler import SchedulerLimits
 
 _PREFIX_SHARE = 0.25  # of the cache memory, if there is a prefix cache

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nextn.bounded_json import loads
 from nextn.errors import ConfigError
-from nextn.extras import install_command
 from nextn.serve.request import GrammarState
+from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

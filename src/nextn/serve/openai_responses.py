@@ -15,7 +15,7 @@ from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.request_model import ListOf, RequestModel, parse_request
 from nextn.serve.responses import Json
 from nextn.serve.schemas import ChatRequest, FunctionTool, Name, SamplingFields, TextPart
-from nextn.serve.token_texts import TokenTexts
+from nextn.serve.token_sampler import TokenTexts
 
 _MAX_STORED, _MAX_STORED_CHARS = 1_000, 16_000_000  # answers that later requests can continue
 _INCOMPLETE = {"length": "max_output_tokens", "context": "max_output_tokens"}

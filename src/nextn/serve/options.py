@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nextn.bounded_json import loads
-from nextn.checkpoint.file_stamps import FileStamps
+from nextn.checkpoint.file_index import FileStamps
 from nextn.errors import ConfigError, require_at_least
 
 MAX_CHOICES = 64  # sequences of one request: prompts times `n`

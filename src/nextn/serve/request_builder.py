@@ -15,7 +15,6 @@ from nextn.decoding.generate import encode, eos_tokens
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
-from nextn.serve.generic_tools import with_tools
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationRequest
 from nextn.serve.schemas import (
@@ -28,6 +27,7 @@ from nextn.serve.schemas import (
     TokenizeRequest,
 )
 from nextn.serve.structured_output import StructuredOutput
+from nextn.serve.tool_calls import with_tools
 from nextn.settings import Sampling
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from nextn.serve.metrics import request_metrics
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob
 from nextn.serve.schemas import ChatRequest, CompletionRequest
-from nextn.serve.token_texts import TokenTexts
+from nextn.serve.token_sampler import TokenTexts
 
 Json = dict[str, object]
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}

@@ -1,15 +1,76 @@
-"""The copies of one sequence: drafts from its own text so far, and how often they were accepted. Imports no torch."""
+"""Drafts copied from the text so far: where its end occurred before, and how often they were accepted. No torch."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from nextn.speculative.copy_choice import CopyRun
-from nextn.speculative.copy_index import CopyIndex, CopyMatch
 from nextn.speculative.draft_policy import ConfidenceCalibration
+
+_KEY = 2  # tokens that two places have in common at least
+
+
+MAX_MATCH = 32  # tokens before a place that are compared
+
+
+_MAX_PLACES = 8  # places that are compared, the latest first
+
+
+class CopyMatch(NamedTuple):
+    """A place whose preceding tokens are the last ones of the text."""
+
+    start: int  # index of the token that followed
+    length: int  # of the common tokens, at most MAX_MATCH
+
+
+class CopyIndex:
+    """The index of one text: a hash chain, as LZ77 compressors have it (deflate, RFC 1951, section 4).
+
+    A token takes one entry of the table and one number; a search takes bounded time.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        """tokens: The text, which the caller extends and never shortens."""
+        self._tokens = tokens
+        self._latest: dict[tuple[int, ...], int] = {}  # last tokens -> the latest place after them
+        self._before = [0] * _KEY  # place -> the one before it after the same tokens; 0: none
+
+    def find(self) -> CopyMatch | None:
+        """Return the place with the longest match, the latest of several; None without one of `_KEY` tokens."""
+        tokens, end = self._tokens, len(self._tokens)
+        for place in range(len(self._before), end):  # the end itself is no place to copy from
+            key = tuple(tokens[place - _KEY : place])
+            self._before.append(self._latest.get(key, 0))
+            self._latest[key] = place
+        best, place = None, self._latest.get(tuple(tokens[end - _KEY : end]), 0) if end >= _KEY else 0
+        for _ in range(_MAX_PLACES):
+            if not place or (best is not None and best.length == MAX_MATCH):
+                break
+            length = self._common(place)
+            if best is None or length > best.length:
+                best = CopyMatch(place, length)
+            place = self._before[place]
+        return best
+
+    def copy(self, match: CopyMatch, count: int) -> list[int]:
+        """Return the tokens that followed a match; where the text ends, those copied continue (a repetition)."""
+        tokens, period = self._tokens, len(self._tokens) - match.start
+        return [tokens[match.start + index % period] for index in range(count)]
+
+    def _common(self, place: int) -> int:
+        """Count the equal tokens before a place and before the end."""
+        tokens, distance = self._tokens, len(self._tokens) - place
+        length, most = _KEY, min(place, MAX_MATCH)
+        while length < most and tokens[place - 1 - length] == tokens[place + distance - 1 - length]:
+            length += 1
+        return length
+
 
 # Bins of the match's length: their lower edges, and the acceptance rates at first (bench/copies.py).
 _EDGES = (0, 3, 4, 6, 9, 17, 32)
+
+
 _PRIORS = (0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97)
 
 

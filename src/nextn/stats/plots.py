@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nextn.errors import ConfigError
-from nextn.extras import install_command
+from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,12 +5,13 @@ by torch.distributed.checkpoint (`hf_storage`), which stores a shard's offsets i
 format is not used, as it stores them in a pickle.
 """
 
+import hashlib
 import json
 import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -306,3 +307,25 @@ def _write_shards(folder: Path, task: Task, moments: Mapping[str, Tensor], finis
 def _tensors(task: Task, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stored = {f"model.{name}": value for name, value in task.stored().items()}
     return stored | {f"moments.{name}": value for name, value in moments.items()}
+
+
+_SAMPLES = 1024  # elements of each tensor, evenly spread
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return the SHA-256 of name, dtype, shape and samples of every parameter and persistent buffer.
+
+    Any training changes enough elements to be detected; a change of single elements may not be.
+    """
+    return fingerprint_of(sorted(module.state_dict().items()))
+
+
+def fingerprint_of(state: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the `fingerprint` of a module with this state, given in the order of names."""
+    digest = hashlib.sha256()
+    for name, value in state:
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        flat = value.detach().flatten()
+        samples = flat[:: max(1, len(flat) // _SAMPLES)].contiguous().cpu()
+        digest.update(samples.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -27,13 +27,12 @@ from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.families import LAYOUT_FIELD, MIMO_ARCHITECTURE
 from nextn.losses.distillation import HeadLoss, head_loss
-from nextn.losses.divergences import Teacher
+from nextn.losses.divergences import SampledVocabulary, Teacher
 from nextn.losses.mtp_loss import Targets, depth_weights
-from nextn.losses.sampled_vocabulary import SampledVocabulary
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
-from nextn.model.head_config import layer_sizes
 from nextn.model.layer_states import LayerProgress
+from nextn.model.layer_types import layer_sizes
 from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.load_head import head_tensors
 from nextn.model.model import Model

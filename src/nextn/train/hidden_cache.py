@@ -25,8 +25,8 @@ from nextn.data.batches import Batch, Batches, permutation
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.text_format import changes
+from nextn.train.checkpointing import fingerprint
 from nextn.train.distributed import ALONE, Ranks
-from nextn.train.fingerprint import fingerprint
 
 KEY, _SHARD = "cache.json", "hidden-"
 _NAMES = {

@@ -22,11 +22,11 @@ from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Settings
-from nextn.train.activation_checkpointing import checkpoint_layers
 from nextn.train.config import TrainConfig
 from nextn.train.cpu_attention import use_blockwise_attention
 from nextn.train.distributed import ALONE, JointModule, Ranks, shard, shard_like, unsharded
 from nextn.train.evaluation import decoded_figures, teacher_forced_figures
+from nextn.train.layer_inputs import checkpoint_layers
 from nextn.train.metrics import EvalRecord, HeadRecord
 
 

@@ -1,14 +1,18 @@
-"""What a trunk's decoder layers take in over a text: the RMS of each layer's input, and the inputs of some layers."""
+"""What a trunk's decoder layers take in over a text: the RMS of each layer's input, and the inputs of some layers;
+and decoder layers that store only their input, to recompute the rest in the backward pass.
+"""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from nextn.cache.kv_cache import CACHE_ARGUMENT
 from nextn.checkpoint.safetensors_file import atomic
 from nextn.model.layer_states import LayerProgress, input_file
 from nextn.model.streamed_trunk import StreamedTrunk
@@ -83,3 +87,25 @@ class _Recorder:
         self.rms[index] = cast(float, progress.observed)  # by an earlier process, perhaps
         if index in self._wanted and index not in self.inputs and self._folder is not None:
             self.inputs[index] = load_file(self._folder / input_file(index))["input"]
+
+
+def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
+    """Make each layer recompute its activations in the backward pass; gradients are unchanged.
+
+    Call it before compiling layers. Layers that are already wrapped are skipped.
+    """
+    for layer in layers:
+        if not isinstance(layer.forward, _Checkpointed):
+            layer.forward = _Checkpointed(layer.forward)
+
+
+class _Checkpointed:
+    """Replaces the `forward` of one layer."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or kwargs.get(CACHE_ARGUMENT) is not None:
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)

@@ -26,7 +26,6 @@ from nextn.train.evaluation import BestTracker
 from nextn.train.joint_task import BatchLoss, Task, add_losses, sum_over_ranks
 from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
 from nextn.train.optimizers import build_optimizers, set_learning_rates
-from nextn.train.thread_choice import chosen_threads
 
 _RECENT = 16  # steps whose median time predicts the next ones; compilation makes single steps much slower
 
@@ -294,3 +293,39 @@ class Pace:
         """Continue from the state of an interrupted run."""
         self.used_s = state["used_s"]
         self._recent = deque([state["step_s"]] if state["step_s"] else [], maxlen=_RECENT)
+
+
+class ThreadChoice:
+    """Chooses between all torch threads and one, by the speed of steps.
+
+    Beside other work, a step with several threads waits for the one that is not scheduled, and may take ten times as
+    long as with one.
+    """
+
+    def __init__(self) -> None:
+        self._all, self._speeds = torch.get_num_threads(), list[float]()
+        torch.set_num_threads(1)
+
+    def update(self, speed: float) -> None:
+        """Take the speed of a step. The first one warms up, the second has one thread, the others have all.
+
+        As soon as one of these is slower than the second, all others have one thread.
+        """
+        self._speeds.append(speed)
+        if len(self._speeds) == 2:
+            torch.set_num_threads(self._all)
+        elif len(self._speeds) > 2 and speed < self._speeds[1]:
+            torch.set_num_threads(1)
+
+
+@contextmanager
+def chosen_threads(*, enabled: bool) -> Iterator[Callable[[float], None]]:
+    """Yield a function that takes the speed of each step and chooses the threads of the next; restore them at the end.
+
+    enabled: Otherwise it does nothing. The number of threads may change the last bits of a step.
+    """
+    before = torch.get_num_threads()
+    try:
+        yield ThreadChoice().update if enabled and before > 1 else lambda speed: None
+    finally:
+        torch.set_num_threads(before)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nextn.errors import ConfigError
-from nextn.extras import install_command
+from nextn.text_format import install_command
 from nextn.train.evaluation import DecodedFigures, HeldOutAcceptance, TeacherForcedFigures
 
 

@@ -29,8 +29,7 @@ from nextn.data.sources import HEADER_KEY, Source, answers_header, partition_sou
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.decoding.rounds import rounds
 from nextn.errors import CheckpointError, ConfigError
-from nextn.evaluate.conversations import play_turns
-from nextn.evaluate.reference_texts import prompt_tokens
+from nextn.evaluate.reference_texts import play_turns, prompt_tokens
 from nextn.evaluate.workload import ReferencePlan
 from nextn.evaluate.workload import read_prompts as read_questions
 from nextn.model.model import Model
@@ -40,7 +39,7 @@ from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
 from nextn.settings import Sampling, Settings
 from nextn.text_format import changes
-from nextn.train.fingerprint import fingerprint, fingerprint_of
+from nextn.train.checkpointing import fingerprint, fingerprint_of
 
 
 def is_on_policy(

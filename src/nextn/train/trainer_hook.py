@@ -27,10 +27,10 @@ from nextn.errors import ConfigError
 from nextn.model.head import Head
 from nextn.model.model import live_trunk, load_head
 from nextn.model.trunk import Trunk
-from nextn.train.activation_checkpointing import checkpoint_layers
 from nextn.train.cotrain import CotrainLoss, DetachedTrunk, HeadSettings, RunningFigures, model_inputs, targets_of
 from nextn.train.head_task import write_head, write_tensors
 from nextn.train.init_head import init_head
+from nextn.train.layer_inputs import checkpoint_layers
 
 # Sample of the training data on which the trunk's residual stream is measured.
 _ROWS, _TOKENS = 8, 256

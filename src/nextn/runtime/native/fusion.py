@@ -1,9 +1,9 @@
-"""Fusion of operations in a lowered pass: all of it in order, with rotary embeddings and SwiGLU.
+"""Fusion of operations in a lowered pass: all of it in order, with rotary embeddings, SwiGLU and linear layers.
 
 Fused kernels give the same bits as the separate operations. Anything that is written differently is left as it is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,11 +19,11 @@ from nextn.runtime.native.graph_analysis import (
     single_instruction,
     split_concatenations,
 )
-from nextn.runtime.native.linear_fusion import WeightType, fuse_gated_linear, merge_linear_layers
 from nextn.runtime.native.lowering import Instruction, Lowered
 from nextn.runtime.native.norm_fusion import IsConstant, fuse_add_norm, fuse_qk_norm_rope, fuse_rms_norms
 from nextn.runtime.native.trace import storage_key
 
+WeightType = Callable[[Tensor], object]  # weights of different types cannot be in one matrix
 _ROPE_OPS = ["mul", "neg", "copy", "copy", "mul", "add"]
 
 
@@ -127,3 +127,118 @@ def _match_swiglu(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> t
         if is_gate and unchanged and out.dtype in FLOATS and are_dense_and_alike(out, a, b):
             return product_index, Lowered.native(Instruction("silu_mul", (out, a, b)))
     return None
+
+
+def merge_linear_layers(
+    groups: Sequence[Lowered], use_defs: UseDefs, weight_type: WeightType = lambda weight: weight.dtype
+) -> list[Lowered]:
+    """Merge linear layers of one input (queries, keys and values; gate and up projection) into one `linear`, so that
+    workers synchronize once. It takes the position of the first layer."""
+    out: list[Lowered | None] = list(groups)
+    for index in range(len(groups)):
+        layers = _find_mergeable(groups, use_defs, index, weight_type) if out[index] is not None else []
+        if len(layers) > 1:
+            out[index] = _merge([groups[layer].instructions[0] for layer in layers])
+            for layer in layers[1:]:
+                out[layer] = None
+    return [group for group in out if group is not None]
+
+
+def _find_mergeable(groups: Sequence[Lowered], use_defs: UseDefs, index: int, weight_type: WeightType) -> list[int]:
+    """This and the following linear layers of the same input, up to the first other use of that input."""
+    first = _linear(groups, index)
+    if first is None:
+        return []
+    mergeable = [index]
+    for use in sorted(use for use in use_defs.uses(first.tensors[1]) if use > index):
+        layer = _linear(groups, use)
+        if layer is None or not _can_merge(first, layer) or min(use_defs.uses(layer.tensors[0])) < use:
+            break
+        if weight_type(first.tensors[2]) != weight_type(layer.tensors[2]):
+            break
+        mergeable.append(use)
+    return mergeable
+
+
+def _linear(groups: Sequence[Lowered], index: int) -> Instruction | None:
+    step = single_instruction(groups, index)
+    return step if step is not None and step.op == "linear" else None
+
+
+def _can_merge(first: Instruction, layer: Instruction) -> bool:
+    return (
+        len(first.ints) == len(layer.ints) == 3  # one output each
+        and first.ints[1:] == layer.ints[1:]
+        and is_same_view(first.tensors[1], layer.tensors[1])
+        and len(first.tensors) == len(layer.tensors)
+    )
+
+
+def _merge(layers: Sequence[Instruction]) -> Lowered:
+    """Tensors: outs, x, weights, biases. Ints: output size of each layer, then those that all have in common."""
+    outs, rows, *rest = zip(*(layer.tensors for layer in layers), strict=True)
+    tensors = (*outs, rows[0], *(tensor for tensors in rest for tensor in tensors))
+    ints = (*(layer.ints[0] for layer in layers), *layers[0].ints[1:])
+    return Lowered.native(Instruction("linear", tensors, ints), outs=outs)
+
+
+def fuse_gated_linear(groups: Sequence[Lowered], use_defs: UseDefs) -> list[Lowered]:
+    """Fuse each `silu_mul` with the linear layer, or expert layer, that computes both of its inputs."""
+    out: list[Lowered | None] = list(groups)
+    for index in range(len(groups)):
+        match = _match_gated_linear(groups, use_defs, index)
+        if match is not None:
+            layer_index, instruction = match
+            out[layer_index], out[index] = None, Lowered.native(instruction)
+    return [group for group in out if group is not None]
+
+
+def _match_gated_linear(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> tuple[int, Instruction] | None:
+    """For a `silu_mul`: the index of its linear layer, and the fused instruction."""
+    gate = single_instruction(groups, index)
+    if gate is None or gate.op != "silu_mul":
+        return None
+    out, *halves = (_as_rows(tensor) for tensor in gate.tensors)
+    others = {use for half in gate.tensors[1:] for use in use_defs.uses(half)} - {index}
+    layer_index = min(others) if len(others) == 1 else index
+    layer = single_instruction(groups, layer_index) if layer_index < index else None
+    split = None if layer is None else _split_layer(layer)
+    if out is None or layer is None or split is None:
+        return None
+    outs, inputs, weights = split
+    if len(outs) != 2 or out.dtype != outs[0].dtype:
+        return None
+    changed = any(layer_index < use < index for tensor in inputs for use in use_defs.definitions(tensor))
+    order = [i for half in halves for i, part in enumerate(outs) if half is not None and is_same_view(half, part)]
+    if changed or sorted(order) != [0, 1] or out.shape != outs[0].shape:
+        return None
+    pair = [weights[i] for i in order]
+    size = (out.shape[1], pair[0].shape[-1])
+    return layer_index, Instruction(f"gated_{layer.op}", (out, *inputs, *pair), size)
+
+
+def _as_rows(tensor: Tensor) -> Tensor | None:
+    """[rows, channels]; None if there is no such view."""
+    try:
+        return tensor.view(-1, tensor.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def _split_layer(layer: Instruction) -> tuple[list[Tensor], list[Tensor], list[Tensor]] | None:
+    """The outs, inputs and weights of a layer without biases; a single out is split into halves."""
+    if layer.op == "linear":
+        count = len(layer.ints) - 2
+        outs, inputs, weights = layer.tensors[:count], [layer.tensors[count]], layer.tensors[count + 1 :]
+    elif layer.op == "expert_linear":
+        count, outs, inputs, weights = 1, layer.tensors[:1], list(layer.tensors[1:3]), layer.tensors[3:]
+    else:
+        return None
+    if len(weights) != count:
+        return None
+    if count > 1:
+        return list(outs), inputs, list(weights)
+    half = outs[0].shape[1] // 2
+    if half * 2 != outs[0].shape[1]:
+        return None
+    return list(outs[0].split(half, dim=1)), inputs, list(weights[0].split(half, dim=-2))

@@ -18,6 +18,7 @@ from nextn.runtime.native.kv_buffers import KVBuffers
 from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.verifier import NativeVerification
+from nextn.runtime.protocols import RoundsStart
 from nextn.speculative.copy_choice import NO_COPIES, CopyChoice
 from nextn.speculative.draft_policy import PROBE_INTERVAL, RoundPlan
 from nextn.speculative.sampling import Uniforms
@@ -80,15 +81,9 @@ class NativeRounds:
         blocks: BlockFactory,
         passes: Passes,
         cache: KVBuffers,
+        start: RoundsStart,
         *,
-        chain: NativeDraftChain | None,
-        tokens: Sequence[Sequence[int]],
-        pending: Sequence[Tensor],
-        max_speculative_tokens: int,
-        max_copy_tokens: int,
-        remaining: Sequence[int],
         max_length: int | None,
-        eos: Sequence[int],
         vocab_size: int | None,
     ) -> None:
         """Take over decoding from Python.
@@ -98,17 +93,12 @@ class NativeRounds:
             blocks: Returns the block that verifies a round.
             passes: Passes of the trunk.
             cache: The trunk's cache.
-            chain: Drafts; None for rounds without drafts.
-            tokens: All tokens of each sequence.
-            pending: Of each sequence, the states that the head has not processed; empty without a head. Without a chain
-                they are only collected.
-            max_speculative_tokens: Largest number of the head's drafts per round.
-            max_copy_tokens: Largest number of copied tokens of a sequence per round.
-            remaining: Of each sequence, the number of tokens that it may still get.
+            start: The sequences.
             max_length: Tokens of a sequence; None: unlimited.
-            eos: Tokens that end a sequence.
             vocab_size: Size of the distributions that drafts are verified with; None in greedy decoding.
         """
+        chain: NativeDraftChain | None = start.chain
+        tokens, pending, remaining, eos = start.tokens, start.pending, start.remaining, start.eos
         self._runtime, self._blocks, self._passes, self._cache, self._chain = runtime, blocks, passes, cache, chain
         batch_size = len(tokens)
         self._last_tokens = np.array([row[-1] for row in tokens], dtype=np.int64)
@@ -120,7 +110,7 @@ class NativeRounds:
         self._batch.remaining, self._batch.eos = self._remaining.ctypes.data, self._eos.ctypes.data
         self._pending: PendingStates | None = None
         self._caches = [(cache, self._lengths)]  # each cache with the lengths that native code maintains
-        width = max(0 if chain is None else max_speculative_tokens, max_copy_tokens)
+        width = max(0 if chain is None else start.max_speculative_tokens, start.max_copy_tokens)
         if pending:
             # Rounds without drafts of the head leave pending positions, too.
             capacity = max(map(len, pending)) + width + 1 + PROBE_INTERVAL

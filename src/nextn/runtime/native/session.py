@@ -13,9 +13,8 @@ from nextn.model.mtp_layer import HeadStep
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.native.abi import Runtime
 from nextn.runtime.native.draft_chain import NativeDraftChain
-from nextn.runtime.native.draft_lm_head import DraftLMHead
 from nextn.runtime.native.kv_buffers import KVBuffers
-from nextn.runtime.native.lm_head import LMHead, with_confidence
+from nextn.runtime.native.lm_head import DraftLMHead, LMHead, with_confidence
 from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
 from nextn.runtime.native.program import Replay
@@ -23,6 +22,7 @@ from nextn.runtime.native.rounds import NativeRounds, VerifyBlock
 from nextn.runtime.native.trace_hooks import RecordingCache, copy_for_recording, record_delta_rules
 from nextn.runtime.native.verifier import NativeVerifier
 from nextn.runtime.native.weight_packing import PackedWeights
+from nextn.runtime.protocols import RoundsStart
 from nextn.settings import Sampling
 from nextn.speculative.sampling import HeadOutput, Prediction
 from nextn.speculative.verification import Verifier
@@ -74,42 +74,20 @@ class NativeTrunk:
         return NativeVerifier(self._runtime, sampling, block_verification=block_verification)
 
     def rounds(
-        self,
-        cache: KVBuffers,
-        sampling: Sampling,
-        *,
-        block_verification: bool,
-        chain: NativeDraftChain | None,
-        tokens: Sequence[Sequence[int]],
-        pending: Sequence[Tensor],
-        max_speculative_tokens: int,
-        max_copy_tokens: int,
-        remaining: Sequence[int],
-        eos: Sequence[int],
+        self, cache: KVBuffers, sampling: Sampling, start: RoundsStart, *, block_verification: bool
     ) -> NativeRounds | None:
         """As `DecodingTrunk.rounds`; None if Python must run between the parts of a round."""
-        if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(pending, max_speculative_tokens):
+        batch_size, most = len(start.tokens), start.max_speculative_tokens
+        if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(start.pending, most):
             return None
         verifier = None if sampling.greedy else self._verifier(sampling, block_verification)
-        blocks = partial(self._block, len(tokens), verifier)
-        longest = max(max_speculative_tokens, max_copy_tokens)
-        if blocks(1, None) is None or self._native_lm_head(len(tokens), longest + 1) is None:
+        blocks = partial(self._block, batch_size, verifier)
+        longest = max(most, start.max_copy_tokens)
+        if blocks(1, None) is None or self._native_lm_head(batch_size, longest + 1) is None:
             return None
-        return NativeRounds(
-            self._runtime,
-            blocks,
-            self._passes,
-            cache,
-            chain=chain,
-            tokens=tokens,
-            pending=pending,
-            max_speculative_tokens=max_speculative_tokens,
-            max_copy_tokens=max_copy_tokens,
-            remaining=remaining,
-            max_length=self.max_length,
-            eos=eos,
-            vocab_size=None if sampling.greedy else self.vocab_size,
-        )
+        vocab_size = None if sampling.greedy else self.vocab_size
+        sizes = {"max_length": self.max_length, "vocab_size": vocab_size}
+        return NativeRounds(self._runtime, blocks, self._passes, cache, start, **sizes)
 
     def _verifier(self, sampling: Sampling, block_verification: bool) -> NativeVerifier:
         """One per sampling parameters: its programs are used for all texts."""

@@ -1,6 +1,6 @@
 """Packed weights of a lowered pass: the weights of one call in one matrix, so that each worker reads one run of memory.
 
-Weights can also be quantized, see quantization.py, grouped.py and rounded_weights.py.
+Weights can also be quantized, see quantization.py and grouped.py.
 """
 
 from bisect import bisect
