@@ -35,7 +35,7 @@ from nextn.evaluate.engine_run import (
 )
 from nextn.evaluate.faults import FAULTS, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
-from nextn.evaluate.likelihoods import FINE
+from nextn.evaluate.likelihoods import FINE, MIN_FIT
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
@@ -372,6 +372,19 @@ def test_named_causes_are_not_listed_as_indistinguishable():
     found = Diagnosis("x", None, (case((300, 150), GOOD, BAD, twin, expects("near", 0.301, 0.5)),))
     assert sorted(found.named) == ["near", "no-prefill", "no-rerun"]
     assert found.indistinguishable == ()
+
+
+def test_a_cause_that_does_not_fit_is_not_listed_as_like():
+    """With two texts the odds against it are small, and the counts exclude it; nothing is listed twice."""
+    causes = [("no-prefill", 0.83), (FINE, 0.83), ("nothing-kept", 0.0), ("head-unset", 0.0)]
+    seen = case((0, 0), *(expects(name, rate, rate, texts=2) for name, rate in causes))
+    seen = replace(seen, counts=ObservedCounts(length=1.0))
+    found = Diagnosis("x", None, (replace(seen, observation=replace(seen.observation, prompt_indices=None)),))
+    assert found.named == ("nothing-kept", "head-unset")
+    assert not found.cause(FINE).is_separated(found.causes[0])
+    assert found.cause(FINE).p_value < MIN_FIT
+    assert found.indistinguishable == ()
+    assert not {*found.named, *found.indistinguishable} & {*found.undetectable}
 
 
 def test_accepted_drafts_of_a_case():

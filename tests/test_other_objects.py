@@ -3,6 +3,7 @@
 # ruff: noqa: C408, E501
 
 import json
+import re
 
 import pytest
 from tiny import FIXTURES
@@ -48,6 +49,13 @@ CASES = {
     "Megatron's iteration": (dict(names=["common.pt", "metadata.json", "__0_0.distcp"]), "Megatron", "Bridge"),
     "ONNX": (dict(names=["model.onnx", "model.onnx_data"], config={"model_type": "qwen3_5"}), "ONNX", "exported from"),
     "MLX": (dict(names=["weights.npz"], config={"model_type": "qwen3"}), "MLX", "converted from"),
+    "OpenVINO": (dict(names=["openvino_model.xml", "openvino_model.bin"], config={}), "OpenVINO", "exported from"),
+    "MLC": (dict(names=["mlc-chat-config.json", "params_shard_0.bin"]), "MLC", "converted from"),
+    "Core ML": (dict(names=["Manifest.json", "Data/com.apple.CoreML/model.mlmodel"]), "Core ML", "exported from"),
+    "NeMo": (dict(names=["model.nemo"]), "NeMo", "Hugging Face layout"),
+    "TensorFlow": (dict(names=["tf_model.h5"], config={"model_type": "llama"}), "TensorFlow", "safetensors"),
+    "DVC": (dict(names=["model.safetensors.dvc"], config={"model_type": "llama"}), "DVC", "dvc pull"),
+    "hub cache": (dict(names=["blobs/aa", "refs/main", "snapshots/ab/config.json"]), "Hugging Face cache", "hub id"),
     "TensorRT": (dict(names=["rank0.engine"], config={"pretrained_config": {}}), "TensorRT engine", "built from"),
 }  # fmt: skip
 
@@ -104,3 +112,21 @@ def test_pointers_of_git_lfs(tmp_path):
 def test_names_are_unique():
     names = [each.name for each in TRAINING]
     assert len(set(names)) == len(names)
+
+
+def test_what_to_give_instead(tmp_path):
+    """Addresses, revisions and pickles: the error names what works. An index without its files: what is missing."""
+    (tmp_path / "a.pt").write_bytes(b"x")
+    for name, says in {
+        "https://huggingface.co/org/name/tree/main": "give the hub id org/name.",
+        "hf.co/org/name": "give the hub id org/name.",
+        "org/name@v1": "give the hub id org/name with --revision v1.",
+        str(tmp_path / "a.pt"): "torch.load",
+        str(tmp_path / "a.zip"): "neither a folder",
+    }.items():
+        with pytest.raises(CheckpointError, match=re.escape(says)):
+            Checkpoint.open(name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    (tmp_path / "a.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"index\.json names are missing"):
+        Checkpoint.open(tmp_path)

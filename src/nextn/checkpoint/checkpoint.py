@@ -18,7 +18,14 @@ from huggingface_hub import is_offline_mode
 
 from nextn.bounded_json import JsonLimits, check_numbers, parse_json
 from nextn.checkpoint.draft_models import standalone
-from nextn.checkpoint.other_objects import adapter_sentence, folder_names, training_sentence
+from nextn.checkpoint.other_objects import (
+    PICKLES,
+    adapter_sentence,
+    folder_names,
+    pickle_sentence,
+    source_sentence,
+    training_sentence,
+)
 from nextn.checkpoint.remote import ByteSource, LocalFile, cached_folder, folder_files, readable, repo_files
 from nextn.checkpoint.safetensors_file import (
     MAX_TENSORS,
@@ -118,7 +125,7 @@ class Checkpoint:
                 )
             hub_id = str(path_or_id)
             if path.exists() or isinstance(path_or_id, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id, re.ASCII):
-                raise CheckpointError(f"{path_or_id}: neither a folder, a .safetensors file nor a hub id (org/name).")
+                raise CheckpointError(source_sentence(str(path_or_id)))
         try:
             if offline or is_offline_mode():
                 folder = cached_folder(hub_id, revision=revision, cache_dir=cache_dir)
@@ -228,15 +235,13 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | N
 
 
 def _advice(path: str, names: Sequence[str]) -> str:
-    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
     if ggufs := [name for name in names if name.endswith(".gguf")]:
         return f"It has {', '.join(ggufs[:3])}: {_conversion(str(Path(path) / ggufs[0]))}"
-    if not pickles:
-        return f"It has {', '.join(names[:5]) or 'no files'}. Give the folder or hub id that holds the weights."
-    return (
-        f"It has {', '.join(pickles[:3])}, but pickle files are not read, as they can run code. Convert each file with "
-        "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE), which keeps every tensor."
-    )
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        return f"It has {pickle_sentence(pickles)}"
+    if INDEX in names:
+        return f"The files that {INDEX} names are missing: the download or copy is incomplete. Get them as well."
+    return f"It has {', '.join(names[:5]) or 'no files'}. Give the folder or hub id that holds the weights."
 
 
 def _conversion(gguf: str) -> str:

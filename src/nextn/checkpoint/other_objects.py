@@ -4,7 +4,7 @@ Recognized by the names of files, before any weight is read. Draft models of oth
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,11 +48,45 @@ TRAINING: tuple[Object, ...] = (
     Object("MLX", _has_file(r"weights(?:\.\d+)?\.npz"),
            "an MLX model of the old .npz layout: give the checkpoint that it was converted from, or convert it again "
            "with a recent mlx_lm"),
-    Object("CoreML", _has_file(r".*\.(?:mlpackage|mlmodelc?)"),
+    Object("CoreML", _has_file(r".*\.(?:mlpackage|mlmodelc?)|com\.apple\.CoreML"),
            "a Core ML export: give the checkpoint that it was exported from"),
     Object("TensorRT", _has_file(r"rank\d+\.engine|.*\.engine"),
            "a built TensorRT engine: give the checkpoint that it was built from"),
+    Object("OpenVINO", _has_file(r"openvino_.*\.xml"),
+           "an OpenVINO export: give the checkpoint that it was exported from"),
+    Object("MLC", _has_file(r"mlc-chat-config\.json"),
+           "a model converted for MLC: give the checkpoint that it was converted from"),
+    Object("NeMo", _has_file(r".*\.nemo"),
+           "a NeMo archive: export it to the Hugging Face layout with NeMo, with the MTP layers"),
+    Object("TensorFlow", _has_file(r"tf_model\.h5|flax_model.*\.msgpack"),
+           "a model with weights of TensorFlow or Flax: give one with weights of PyTorch, as safetensors"),
+    Object("DVC", _has_file(r".*\.(?:safetensors|bin|gguf)\.dvc"),
+           "a folder of DVC pointers: `dvc pull` in it fetches the weights"),
+    Object("hub cache", lambda names: {"blobs", "snapshots"} <= set(names),
+           "a folder of the Hugging Face cache: give the hub id (org/name), or a folder in its snapshots"),
 )  # fmt: skip
+_HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
+_AT_REVISION = re.compile(r"([\w.-]+/[\w.-]+)@([\w./-]+)", re.ASCII)
+PICKLES = (".bin", ".pt", ".pth")
+
+
+def pickle_sentence(names: Sequence[str]) -> str:
+    """Say what to do with files of torch.save."""
+    return (
+        f"{', '.join(names[:3])}: pickle files are not read, as they can run code. Convert each file with "
+        "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE), which keeps every tensor."
+    )
+
+
+def source_sentence(name: str) -> str:
+    """Say what to give in place of a name that is neither a folder, a .safetensors file nor a hub id."""
+    if found := _HUB_URL.fullmatch(name):
+        return f"{name}: an address; give the hub id {found[1]}."
+    if found := _AT_REVISION.fullmatch(name):
+        return f"{name}: give the hub id {found[1]} with --revision {found[2]}."
+    if Path(name).suffix in PICKLES and Path(name).is_file():
+        return pickle_sentence([name])
+    return f"{name}: neither a folder, a .safetensors file nor a hub id (org/name)."
 
 
 def adapter_sentence(adapter: Config) -> str:

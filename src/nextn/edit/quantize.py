@@ -52,7 +52,7 @@ from nextn.text_format import counted, some
 BITS = {"int8": 8, "int4": 4}
 BLOCKS = "q4_1"  # the weights that only nextn reads
 # Of four bits in blocks, these have eight: they are 3 % of a small Llama's layers, and cause a third of its divergence
-# (docs/developers/log.md).
+# (bench/log.md).
 _VALUES = re.compile(r"\.v_proj\.weight$")
 GROUP_SIZE = 32  # of int4, as `--weights int4` has them (runtime/native/grouped.py)
 # By decoder layer and name in it, how much the squared error of each input channel [K] of a weight counts.

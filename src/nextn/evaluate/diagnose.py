@@ -26,6 +26,7 @@ from nextn.evaluate.faults import (
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import (
     FINE,
+    MIN_FIT,
     Cause,
     Evidence,
     combine_causes,
@@ -176,12 +177,16 @@ class Diagnosis:
 
     @cached_property
     def indistinguishable(self) -> tuple[str, ...]:
-        """Causes that are not named, but that this many rounds cannot distinguish from the likeliest of the named."""
+        """Causes that fit, not named, that this many rounds cannot distinguish from the likeliest of the named.
+
+        None beside an engine without fault: those are the `undetectable`.
+        """
         best = self.named[0] if self.named else ""
-        if not any(cause.name == best for cause in self.causes):
+        if self.is_fine or not any(cause.name == best for cause in self.causes):
             return ()
-        like = [name for name in self._like(best) if name not in self.named]
-        return tuple(name for name in like if not self.cause(name).is_separated(self.cause(best)))
+        like = [self.cause(name) for name in self._like(best) if name not in self.named]
+        near = [cause for cause in like if not cause.is_separated(self.cause(best))]
+        return tuple(cause.name for cause in near if cause.p_value >= MIN_FIT)
 
     @property
     def _evidence(self) -> list[Evidence]:
@@ -194,7 +199,8 @@ class Diagnosis:
     def undetectable(self) -> tuple[str, ...]:
         """Faults that would not show, or hardly, on this head in this many rounds."""
         fine = self.cause(FINE)
-        near = [cause for cause in self.causes if cause.name != FINE and not cause.is_separated(fine)]
+        listed = {FINE, *self.named, *self.indistinguishable}
+        near = [cause for cause in self.causes if cause.name not in listed and not cause.is_separated(fine)]
         return tuple(cause.name for cause in near if FINE in self._like(cause.name))
 
     @property
