@@ -1,7 +1,6 @@
 """Acceptance figures from drafted and accepted tokens. Imports no torch.
 
-The only place that defines a_k (`conditional_rates`) and AL (`mean_length` from counts, `expected_length` from
-rates); training, measuring, decoding and the checks of engines use these.
+The only place that defines a_k (`conditional_rates`) and AL (`mean_length` from counts, `expected_length` from rates).
 """
 
 import math
@@ -36,14 +35,10 @@ class DecodedText(Protocol):
 
 
 class DecodedRound(Protocol):
-    """One draft-and-verify round over a batch of sequences, with its wall times in seconds."""
+    """One draft-and-verify round over a batch of sequences."""
 
     @property
     def rows(self) -> Sequence[DecodedSequence]: ...
-    @property
-    def draft_s(self) -> float: ...
-    @property
-    def verify_s(self) -> float: ...
 
 
 def conditional_rates(
@@ -107,8 +102,8 @@ class Acceptance:
             >>> Acceptance.of(rounds).length
             2.5
         """
-        parts = [part for each in decoded for part in _parts(each) if part.drafts]
-        parts = [part for part in parts if getattr(part, "copied", False) == copied]
+        drafted = (part for each in decoded for part in _parts(each) if part.drafts)
+        parts = [part for part in drafted if getattr(part, "copied", False) == copied]
         depths = range(max((len(part.drafts) for part in parts), default=0))
         num_drafted = [sum(len(part.drafts) > k and part.num_accepted >= k for part in parts) for k in depths]
         num_accepted = [sum(part.num_accepted > k for part in parts) for k in depths]

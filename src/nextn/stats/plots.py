@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nextn.errors import ConfigError
+from nextn.stats.acceptance import DecodedRound
 from nextn.text_format import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from nextn.stats.acceptance import Acceptance, DecodedRound
+    from nextn.stats.acceptance import Acceptance
     from nextn.stats.intervals import Estimate
     from nextn.stats.speedup import Costs, Spread
 
@@ -120,7 +121,16 @@ def costs(path: Path, rows: "Sequence[Costs]") -> None:
         axes.legend(frameon=False, labelcolor=_INK)
 
 
-def timeline(path: Path, plain: "Sequence[DecodedRound]", mtp: "Sequence[DecodedRound]", *, num_tokens: int) -> None:
+class TimedRound(DecodedRound, Protocol):
+    """A round with its wall times in seconds."""
+
+    @property
+    def draft_s(self) -> float: ...
+    @property
+    def verify_s(self) -> float: ...
+
+
+def timeline(path: Path, plain: Sequence[TimedRound], mtp: Sequence[TimedRound], *, num_tokens: int) -> None:
     """Plot the wall time of the first num_tokens tokens: baseline decoding above, drafts and verifications below."""
     with _figure(path, f"Wall time of the first {num_tokens} tokens", "milliseconds", "", height=2.9) as axes:
         for y, rounds in ((1, plain), (0, mtp)):
