@@ -30,8 +30,8 @@ from nextn.errors import ConfigError
 from nextn.settings import Sampling
 from nextn.speculative import coupled_sampling
 from nextn.speculative.coupled_sampling import sample_coupled
-from nextn.speculative.sampling import ragged, sample_at, seen_prefixes, to_probs
-from nextn.speculative.verification import accept, accept_block, accept_greedy, overlap
+from nextn.speculative.sampling import overlap, ragged, sample_at, seen_prefixes, to_probs
+from nextn.speculative.verification import accept, accept_block, accept_greedy
 
 quick = settings(deadline=None, max_examples=80, derandomize=True)
 seeds = st.integers(0, 10**6)

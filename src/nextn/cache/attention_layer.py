@@ -200,3 +200,11 @@ def join_slots(buffers: Sequence[Tensor | None], counts: Sequence[int]) -> Tenso
     parts = zip(buffers, counts, strict=True)
     full = [written[0].new_zeros(count, heads, 0, width) if buffer is None else buffer for buffer, count in parts]
     return torch.cat([F.pad(buffer, (0, 0, 0, slots - buffer.shape[2])) for buffer in full])
+
+
+def causal(queries: Tensor, num_positions: int, *, window: int | None = None) -> Tensor:
+    """Return the causal mask [B, 1, m, num_positions] bool, True = visible, of queries at positions [B, m]."""
+    queries = queries[:, None, :, None]
+    keys = torch.arange(num_positions, device=queries.device)
+    mask = keys <= queries
+    return mask if window is None else mask & (keys > queries - window)

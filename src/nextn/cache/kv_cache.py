@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
-from nextn.cache.attention_layer import AttentionLayer, IndexedLayer, Starts
+from nextn.cache.attention_layer import AttentionLayer, IndexedLayer, Starts, causal
 from nextn.cache.recurrent import RecurrentLayer
 from nextn.errors import RollbackError
 
@@ -173,11 +173,3 @@ class KVCache(TransformersCache):
         if is_plain and not always:
             return None
         return causal(self.positions(num_positions), end, window=window)
-
-
-def causal(queries: Tensor, num_positions: int, *, window: int | None = None) -> Tensor:
-    """Return the causal mask [B, 1, m, num_positions] bool, True = visible, of queries at positions [B, m]."""
-    queries = queries[:, None, :, None]
-    keys = torch.arange(num_positions, device=queries.device)
-    mask = keys <= queries
-    return mask if window is None else mask & (keys > queries - window)

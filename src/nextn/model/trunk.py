@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache, causal
+from nextn.cache.attention_layer import causal
+from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
 from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import ConfigError, FamilyError

@@ -164,3 +164,8 @@ class Uniforms:
         while len(self._ready) < count:
             self._ready += torch.rand(self._BATCH, generator=self._generator).tolist()
         return self._ready[:count]
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """The acceptance probability [...] of a draft from q [..., V] under p [..., V]: sum min(p, q) = 1 - TV(p, q)."""
+    return torch.minimum(p, q).sum(-1)

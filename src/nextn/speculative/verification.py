@@ -147,11 +147,6 @@ def _leading(is_accepted: Tensor, limit: Tensor | None) -> Tensor:
     return is_accepted.long().cumprod(-1).sum(-1)
 
 
-def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """The acceptance probability [...] of a draft from q [..., V] under p [..., V]: sum min(p, q) = 1 - TV(p, q)."""
-    return torch.minimum(p, q).sum(-1)
-
-
 @dataclass(frozen=True)
 class VerifiedRound:
     """A drafted and verified round of a batch. Times are wall seconds, for all sequences together."""

@@ -22,7 +22,7 @@ from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Settings
-from nextn.speculative.verification import overlap
+from nextn.speculative.sampling import overlap
 from nextn.stats.acceptance import Acceptance, conditional_rates, expected_length, mean_length
 from nextn.train.distributed import ALONE, Ranks
 
