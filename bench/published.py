@@ -50,8 +50,15 @@ from nextn.model.model import Model
 from nextn.settings import Contract, Sampling, Settings
 
 CONTEXT, K = 512, 3
-SIMULATED = ("halves-swapped", "gain-less", "wrong-hidden", "no-prefill", "pair-shifted", "head-quantized")
-SERVED = {"swapped": "halves-swapped", "shifted": "gain-less"}  # of PLANTED, in the files
+SIMULATED = (
+    "inputs-swapped",
+    "norm-offset-missing",
+    "wrong-hidden",
+    "no-prefill",
+    "pairs-off-by-one",
+    "head-quantized",
+)
+SERVED = {"swapped": "inputs-swapped", "shifted": "norm-offset-missing"}  # of PLANTED, in the files
 Ids = Sequence[tuple[int, ...]]
 
 

@@ -66,7 +66,7 @@ which may be fixed by now.
 OTHERS_INTRO = """\
 ## Causes that are not injected
 
-`diagnose` names these, too. `nothing-kept` is left out as soon as one draft was accepted.
+`diagnose` names these, too. `nothing-accepted` is left out as soon as one draft was accepted.
 """
 
 

@@ -186,7 +186,7 @@ def canary(folder: Path) -> None:
 def wrong_state_engine(folder: Path) -> Server:
     """An engine that passes the state before the head's norm on to the next draft step."""
     model = Model.load(folder / "canary-glm", dtype=torch.float32)
-    injected = faulty(model, "recycled-wrong")
+    injected = faulty(model, "wrong-next-hidden")
     assert injected is not None
     return Server(*injected)
 
@@ -203,7 +203,7 @@ def wrong_engine(folder: Path) -> FakeEngine:
 
 def norms_not_shifted(folder: Path) -> ServedModel:
     """An engine that reads norm weights as w where they are stored for 1 + w."""
-    injected = faulty(Model.load(folder / "tiny", dtype=torch.float32), "gain-less")
+    injected = faulty(Model.load(folder / "tiny", dtype=torch.float32), "norm-offset-missing")
     assert injected is not None
     model, contract = injected
     return ServedModel(model=model, contract=contract, num_speculative_tokens=3)

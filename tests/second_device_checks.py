@@ -191,7 +191,7 @@ def test_measuring(name, trained):
         assert one.num_accepted == pytest.approx(other.num_accepted, rel=1e-4)
     assert found.controls.distinct_drafts == host.controls.distinct_drafts
     for fault in FAULTS:
-        if name == "glm" and fault.name in ("gain-less", "no-rerun", "pair-shifted"):
+        if name == "glm" and fault.name in ("norm-offset-missing", "stale-head-cache", "pairs-off-by-one"):
             assert measure_under_fault(found, model, fault) is not None
 
 

@@ -21,9 +21,9 @@ from nextn.evaluate.faults import FAULTS
 from nextn.settings import Contract
 
 INJECTED = [fault.name for fault in FAULTS if not fault.rule]
-QUICK = ("pair-shifted",)
+QUICK = ("pairs-off-by-one",)
 # No trained fixture has an output head of its own, or reads the trunk's keys (test_shared_kv_head.py).
-NOT_HERE = {"own-output-lost", *CLAUSES[-1].faults}
+NOT_HERE = {"own-lm-head-lost", *CLAUSES[-1].faults}
 # The fixtures are surer of their text than canaries: hotter, rules of acceptance differ as they do there.
 HEAT = 3.0
 NAMES = ["glm", "glm_one", "glm_two", "qwen"]
@@ -360,7 +360,9 @@ def test_an_engine_by_its_convention(kits, trained):
     reading = next(each for each in canary.readings if each.name == "engine:vllm")
     assert set(clauses(reading)) == {"C4", "C7"}
     assert reading.rounds != canary.right.rounds
-    assert "no-rerun" not in {each.name for each in kits("glm_two").readings}  # its positions are run again in any case
+    assert "stale-head-cache" not in {
+        each.name for each in kits("glm_two").readings
+    }  # its positions are run again in any case
 
 
 def small(*others, prompts=2, rounds=(1, 1, 0)):
@@ -387,7 +389,7 @@ def report_with_distances(offs, counts=()):
         ({"right": 2, "no-prefill": 1}, ["right"]),  # what rounding may flip
         ({"right": 2, "no-prefill": 0}, ["no-prefill"]),  # within it, and exactly a fault's
         ({"right": 9, "rounded": 1, "no-prefill": 1}, ["right"]),
-        ({"right": 3, "no-prefill": 2, "no-rerun": 2}, ["no-prefill", "no-rerun"]),
+        ({"right": 3, "no-prefill": 2, "stale-head-cache": 2}, ["no-prefill", "stale-head-cache"]),
         ({"right": 8, "no-prefill": 3}, ["no-prefill"]),
         ({"right": 20, "no-prefill": 15}, []),
     ],
@@ -398,13 +400,13 @@ def test_what_explains_the_counts(offs, named):
 
 def test_what_counts_can_show():
     """A clause is held only if each of its faults would have shown, beside what the counts are off anyway."""
-    found = report_with_distances({"right": 0, "gain-less": 0, "halves-swapped": 9, "no-prefill": 9})
+    found = report_with_distances({"right": 0, "norm-offset-missing": 0, "inputs-swapped": 9, "no-prefill": 9})
     results = {each.name: (each.outcome, each.evidence) for each in found.checks}
-    assert results["C2"] == ("inconclusive", "gain-less gives the same counts at K = 2")
+    assert results["C2"] == ("inconclusive", "norm-offset-missing gives the same counts at K = 2")
     assert results["C3"] == ("inconclusive", "this head cannot show it")
     assert results["C5"] == ("passed", "no-prefill would be 9 accepted drafts away")
     assert results["C13"] == ("inconclusive", "greedy texts do not show it; --sampled requests others")
-    found = report_with_distances({"right": 2, "wrong-hidden": 1, "no-prefill": 2, "pair-shifted": 3})
+    found = report_with_distances({"right": 2, "wrong-hidden": 1, "no-prefill": 2, "pairs-off-by-one": 3})
     results = {each.name: each.outcome for each in found.checks}
     assert (results["C1"], results["C3"], results["C5"]) == ("passed", "inconclusive", "inconclusive")
 
@@ -412,9 +414,9 @@ def test_what_counts_can_show():
 def test_faults_with_the_same_counts():
     """Each of their clauses names the other; what was counted is added up over prompts that accepted fewer depths."""
     counts = ((0,), Counters("x", 3, 6, 3, (2, 1))), ((1,), Counters("x", 3, 6, 1, (1,)))
-    found = report_with_distances({"right": 9, "no-prefill": 0, "no-rerun": 0}, counts)
+    found = report_with_distances({"right": 9, "no-prefill": 0, "stale-head-cache": 0}, counts)
     assert [each.name for each in found.broken] == ["C5", "C6"]
-    assert found.broken[0].evidence.endswith("the same counts as no-rerun")
+    assert found.broken[0].evidence.endswith("the same counts as stale-head-cache")
     assert found.broken[0].seen == "rounds 6; accepted 4; by position 3, 1"
 
 

@@ -92,7 +92,7 @@ def test_what_it_says_to_do_followed(tmp_path, serve, prompts, trained):
     log = tmp_path / "engine.log"
     log.write_text(LOG.format("0.690, 0.440, 0.250"))
     assert "add --drive" in run(log, prompts, code=1).stdout
-    for fault in ("no-prefill", "halves-swapped"):
+    for fault in ("no-prefill", "inputs-swapped"):
         model, contract = faulty(trained["glm"], fault)
         url = serve(kind=ServedModel, model=model, contract=contract)
         said = run(url, prompts, "--drive", code=1).stdout
@@ -121,13 +121,13 @@ def test_streamed_trunk(contract, temperature, named, serve, prompts, trained, t
     loaded, streamed = records
     assert loaded["named"] == streamed["named"] == [named]
     by_name = [{each["name"]: each for each in record["causes"]} for record in records]
-    assert by_name[0].keys() - by_name[1].keys() == {"no-rerun"}
+    assert by_name[0].keys() - by_name[1].keys() == {"stale-head-cache"}
     assert [record["cases"][0]["diverged_share"] for record in records] == [temperature, 0]
     if not temperature:
         for name, cause in by_name[1].items():
             for figure in ("mean_acceptance_length", "p_value", "log_likelihood"):
                 assert cause[figure] == pytest.approx(by_name[0][name][figure], rel=1e-3), (name, figure)
-    assert "would show in decoding only, which a streamed trunk cannot do: no-rerun" in streamed["notes"]
+    assert "would show in decoding only, which a streamed trunk cannot do: stale-head-cache" in streamed["notes"]
     assert list((tmp_path / "states").rglob("states.json"))
 
 

@@ -172,7 +172,7 @@ def test_what_a_record_holds(monkeypatch):
     assert [each["close"] for each in found["prompts"]] == [[2], [2]]
     assert loaded == [torch.float32, torch.bfloat16]
     assert {tuple(each["rounds"]) for each in found["readings"]} == {("1", "2", "3", "4")}
-    assert "no-rerun" in {each["name"] for each in found["readings"]}
+    assert "stale-head-cache" in {each["name"] for each in found["readings"]}
     assert {each["name"] for each in found["sampled"]["rules"]} == {"ratio", "block", "argmax", "match"}
 
 

@@ -61,7 +61,7 @@ def counted(model, fault="", *, prompts=OTHERS):
 
 @pytest.fixture(scope="module")
 def counters(trained):
-    return {fault: counted(trained["glm"], fault) for fault in ("", "wrong-hidden", "no-prefill", "pair-shifted")}
+    return {fault: counted(trained["glm"], fault) for fault in ("", "wrong-hidden", "no-prefill", "pairs-off-by-one")}
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +77,16 @@ def diagnosed(trained, counters):
 def test_injected_faults_are_named(diagnosed):
     for fault in ("wrong-hidden", "no-prefill"):
         found = diagnosed[fault]
-        assert "nothing-kept" not in {cause.name for cause in found.causes}  # drafts were accepted
+        assert "nothing-accepted" not in {cause.name for cause in found.causes}  # drafts were accepted
         assert found.named == (fault,)
         assert not found.is_fine
         assert found.summary.startswith(fault)
         assert found.suspects[0].issues
         assert found.suspects[0].advice
-    assert "pair-shifted" in {*diagnosed["pair-shifted"].named, *diagnosed["pair-shifted"].indistinguishable}
+    assert "pairs-off-by-one" in {
+        *diagnosed["pairs-off-by-one"].named,
+        *diagnosed["pairs-off-by-one"].indistinguishable,
+    }
 
 
 def test_a_right_engine_is_fine(diagnosed):
@@ -368,19 +371,19 @@ def test_causes_that_the_counts_tell_apart_are_not_listed_as_like():
 
 
 def test_named_causes_are_not_listed_as_indistinguishable():
-    twin = replace(BAD, name="no-rerun")
+    twin = replace(BAD, name="stale-head-cache")
     found = Diagnosis("x", None, (case((300, 150), GOOD, BAD, twin, expects("near", 0.301, 0.5)),))
-    assert sorted(found.named) == ["near", "no-prefill", "no-rerun"]
+    assert sorted(found.named) == ["near", "no-prefill", "stale-head-cache"]
     assert found.indistinguishable == ()
 
 
 def test_a_cause_that_does_not_fit_is_not_listed_as_like():
     """With two texts the odds against it are small, and the counts exclude it; nothing is listed twice."""
-    causes = [("no-prefill", 0.83), (FINE, 0.83), ("nothing-kept", 0.0), ("head-unset", 0.0)]
+    causes = [("no-prefill", 0.83), (FINE, 0.83), ("nothing-accepted", 0.0), ("head-unset", 0.0)]
     seen = case((0, 0), *(expects(name, rate, rate, texts=2) for name, rate in causes))
     seen = replace(seen, counts=ObservedCounts(length=1.0))
     found = Diagnosis("x", None, (replace(seen, observation=replace(seen.observation, prompt_indices=None)),))
-    assert found.named == ("nothing-kept", "head-unset")
+    assert found.named == ("nothing-accepted", "head-unset")
     assert not found.cause(FINE).is_separated(found.causes[0])
     assert found.cause(FINE).p_value < MIN_FIT
     assert found.indistinguishable == ()
@@ -434,7 +437,7 @@ def test_hypotheses_by_temperature(trained):
     found = expectations(measured, trained["glm_two"], faults=rules, on_fault=lambda: seen.append(1))
     assert len(seen) == len(rules)
     for temperature, hypotheses in found.items():
-        assert [each.name for each in hypotheses] == [FINE, "nothing-kept", *[each.name for each in rules]]
+        assert [each.name for each in hypotheses] == [FINE, "nothing-accepted", *[each.name for each in rules]]
         assert all(list(each.domains) == list("xyxyxy") for each in hypotheses)
         fine, nothing, *wrong = hypotheses
         assert nothing.raw_rates.max() == 0

@@ -20,20 +20,20 @@ PLAN = ReferencePlan(num_speculative_tokens=3, max_tokens=20, backend="torch")
 # fault -> the fixture that shows it, and the least AL that it costs there, at temperature 1.
 COSTS = {
     "head-unset": ("glm", 2.5),
-    "gain-less": ("qwen", 2.5),
-    "halves-swapped": ("glm", 2.5),
+    "norm-offset-missing": ("qwen", 2.5),
+    "inputs-swapped": ("glm", 2.5),
     "wrong-hidden": ("glm", 0.5),
-    "recycled-wrong": ("glm", 0.1),
+    "wrong-next-hidden": ("glm", 0.1),
     "no-prefill": ("glm", 0.5),
-    "pair-shifted": ("glm", 2.5),
-    "one-module": ("glm_two", 0.3),
-    "modules-permuted": ("glm_two", 0.3),
+    "pairs-off-by-one": ("glm", 2.5),
+    "one-mtp-layer": ("glm_two", 0.3),
+    "mtp-layers-permuted": ("glm_two", 0.3),
     "position0": ("glm", 0.1),
     "exact-match": ("glm_two", 0.05),
     "argmax-drafts": ("glm_two", 0.02),
 }
 # Of heads with an lm_head of their own, and of those without keys of their own (test_shared_kv_head.py).
-OTHER_HEADS = {"own-output-lost", "wrong-keys", "window-lost", "window-everywhere", "query-shifted"}
+OTHER_HEADS = {"own-lm-head-lost", "wrong-keys", "window-lost", "window-everywhere", "query-shifted"}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_faults_share_the_states_of_the_trunk(trained, measured, monkeypatch):
 
 def test_no_refresh_with_several_layers(trained, measured):
     """The last rounds of a text draft fewer tokens than there are MTP layers: the others have nothing to refresh."""
-    fault = next(each for each in FAULTS if each.name == "no-rerun")
+    fault = next(each for each in FAULTS if each.name == "stale-head-cache")
     wrong = measure_under_fault(measured["glm_two"], trained["glm_two"], fault)
     assert 1 < wrong.figures(1.0).length.value < measured["glm_two"].figures(1.0).length.value + 0.2
 
@@ -117,7 +117,7 @@ def test_a_head_that_was_not_loaded(trained):
 
 
 def test_a_fault_of_decoding_is_decoded(trained, measured):
-    fault = next(each for each in FAULTS if each.name == "no-rerun")
+    fault = next(each for each in FAULTS if each.name == "stale-head-cache")
     assert not measure_under_fault(measured["glm"], trained["glm"], fault).contract.rerun
 
 

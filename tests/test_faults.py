@@ -59,8 +59,8 @@ FAULTS = {
     "pairs-shifted": ("glm", lambda model: (model, {"contract": Contract(offset=-1)}), 1.7),
     "columns-not-re-run": ("glm_one", lambda model: (model, {"contract": Contract(rerun=False)}), 0.05),
     "pre-norm-hidden": ("glm", lambda model: (other_facts(model, hidden="pre"), {}), 0.8),
-    "halves-swapped": ("glm", lambda model: (other_facts(model, concat="hidden_first"), {}), 1.7),
-    "recycled-wrong": ("glm", lambda model: (other_facts(model, next_hidden="pre"), {}), 0.06),
+    "inputs-swapped": ("glm", lambda model: (other_facts(model, concat="hidden_first"), {}), 1.7),
+    "wrong-next-hidden": ("glm", lambda model: (other_facts(model, next_hidden="pre"), {}), 0.06),
     "gain-1+w-read-as-w": ("qwen", lambda model: (other_weights(model, shift_gains), {}), 1.7),
     "second-loaded-as-first": ("glm_two", lambda model: (other_weights(model, first_twice), {}), 0.7),
 }

@@ -52,7 +52,7 @@ def test_other_text_among_them(other, model, stored):
 
 def test_prompts_that_count_were_not_drawn(model, stored):
     assert judged(model, stored, "one.jsonl", all_tokens=True) == (False, [])
-    with pytest.raises(ConfigError, match="--drawn and --all-tokens"):
+    with pytest.raises(ConfigError, match="--on-policy and --all-tokens"):
         judged(model, stored, "one.jsonl", all_tokens=True, declared=True)
 
 
@@ -68,7 +68,7 @@ def test_another_law_is_told(name, words, model, stored):
     on_policy, notes = judged(model, stored, "one.jsonl", name)
     assert not on_policy
     assert len(notes) == 1
-    with pytest.raises(ConfigError, match=f"--drawn: .*{words}"):
+    with pytest.raises(ConfigError, match=f"--on-policy: .*{words}"):
         judged(model, stored, name, declared=True)
 
 

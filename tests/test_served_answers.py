@@ -162,7 +162,7 @@ def test_training_takes_the_answers_as_on_policy_only_if_told(folder, server, mo
     arguments = ("answer", folder / "model", out, "--prompts", folder / "prompts.jsonl", "--engine", server.url)
     assert here(*arguments, "--no-chat", "--max-tokens", 4)[0] == 0
     is_own, notes = is_on_policy([out], model.trunk, 1.0)
-    assert (is_own, "--drawn says that it is of this trunk" in notes[0]) == (False, True)
+    assert (is_own, "--on-policy says it is of this trunk" in notes[0]) == (False, True)
     assert is_on_policy([out], model.trunk, 1.0, declared=True) == (True, [])
 
 

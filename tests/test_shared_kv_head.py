@@ -319,7 +319,7 @@ def test_variants_change_what_is_drafted_and_no_text(models):
         assert decode(faulty, tokens[:, :20].tolist(), max_tokens=8, num_speculative_tokens=3)[0] == plain
     assert model.head.windows != faulty.head.windows
     injected = [each.name for each in FAULTS if each.variant_keys and fault_variant(each, model)]
-    assert {"halves-swapped", "wrong-keys", "window-lost", "window-everywhere", "query-shifted"} <= set(injected)
+    assert {"inputs-swapped", "wrong-keys", "window-lost", "window-everywhere", "query-shifted"} <= set(injected)
 
 
 @pytest.mark.slow
@@ -334,5 +334,5 @@ def test_measured_acceptance_and_its_faults(folders):
     assert reference.figures(1.0, rule="ratio").length.value > 2
     drafted = {each.name: measure_under_fault(reference, model, each) for each in FAULTS if not each.rule}
     lengths = {name: found.figures(1.0, rule="ratio").length.value for name, found in drafted.items() if found}
-    assert max(lengths["wrong-keys"], lengths["halves-swapped"], lengths["head-unset"]) < 1.5
-    assert {"no-rerun", "no-prefill", "position0", "recycled-wrong"}.isdisjoint(lengths)
+    assert max(lengths["wrong-keys"], lengths["inputs-swapped"], lengths["head-unset"]) < 1.5
+    assert {"stale-head-cache", "no-prefill", "position0", "wrong-next-hidden"}.isdisjoint(lengths)

@@ -95,7 +95,7 @@ def test_no_acceptance(tmp_path, here):
     how = ("--prompts", prompts, "--max-tokens", 48, "--backend", "torch")
     code, out, _ = here("diagnose", "tiny", "--engine", tmp_path / "vllm.log", *how)
     assert code == 1
-    assert "nothing-kept" not in out
+    assert "nothing-accepted" not in out
     assert "if the engine is greedy" in out
     assert out.index("1. the engine serves this folder") < out.index("--drive")
 

@@ -43,7 +43,7 @@ def test_a_correct_engine_passes(run):
     assert "48 decoded tokens" in found["replay"].evidence
     assert "prompt tokens came from the cache" in found["prefix-cache"].evidence
     assert "512 prompt tokens of 600, MTP on against off" in found["long-context"].evidence
-    assert "9 tests of 64 against 64 texts" in found["sampled-law"].evidence
+    assert "9 tests of 64 against 64 texts" in found["sampled-distribution"].evidence
     assert "a_1 0.75" in found["mtp-on"].evidence
     assert not any(check.advice for check in found.values())
     json.dumps([check.figures for check in found.values()])
@@ -52,7 +52,7 @@ def test_a_correct_engine_passes(run):
 def test_one_endpoint(run):
     """What takes two is said to be untold, and all else passes."""
     found = outcomes(run(alone=True))
-    assert found.pop("sampled-law") == "inconclusive"
+    assert found.pop("sampled-distribution") == "inconclusive"
     assert set(found.values()) == {"passed"}
 
 
@@ -94,10 +94,10 @@ BROKEN = [
     ("misfit", False, "json-schema", "'36' is not of type integer"),
     ("broken-json", False, "tool-calls", "1 of 3 valid: not JSON"),
     ("misfit", False, "tool-calls", "'kelvin' is not one of"),
-    ("sharp", False, "sampled-law", "ranks of later tokens"),
-    ("sharp-drafts", False, "sampled-law", "only drafted positions differ"),
-    ("sharp-drafts", True, "sampled-own", "later tokens: the likeliest was sampled"),
-    ("garbage-drafts", True, "sampled-own", "later tokens: one outside the list was sampled"),
+    ("sharp", False, "sampled-distribution", "ranks of later tokens"),
+    ("sharp-drafts", False, "sampled-distribution", "only drafted positions differ"),
+    ("sharp-drafts", True, "sampled-logprobs", "later tokens: the likeliest was sampled"),
+    ("garbage-drafts", True, "sampled-logprobs", "later tokens: one outside the list was sampled"),
     ("off", True, "mtp-on", "nothing was drafted in this run"),
     ("http-500", True, "greedy", "the engine failed: "),
     ("hang", True, "greedy", "no complete answer within 0.5 s"),
@@ -162,8 +162,8 @@ INCONCLUSIVE = [
     ("no-cache", "prefix-cache", "was never hit, so this run proves nothing"),
     ("no-ids", "replay", "the engine returns no token ids"),
     ("no-logprobs", "logprobs", "returns no log-probabilities"),
-    ("no-logprobs", "sampled-own", "returns no log-probabilities"),
-    ("untold-drafts", "sampled-own", "not all tokens come with log-probabilities"),
+    ("no-logprobs", "sampled-logprobs", "returns no log-probabilities"),
+    ("untold-drafts", "sampled-logprobs", "not all tokens come with log-probabilities"),
     ("no-forms", "json-schema", "not supported: "),
     ("no-forms", "tool-calls", "guided decoding is not supported"),
     ("ignores-forms", "json-schema", "the engine ignores the request"),
@@ -194,8 +194,8 @@ def test_texts_alone(run):
 
 
 def test_sampled_texts_alone(run):
-    found = run("no-ids", "no-logprobs", "sharp", names=["sampled-law"], against=["no-ids", "no-logprobs"])[
-        "sampled-law"
+    found = run("no-ids", "no-logprobs", "sharp", names=["sampled-distribution"], against=["no-ids", "no-logprobs"])[
+        "sampled-distribution"
     ]
     assert found.outcome == "failed"
 
@@ -232,9 +232,9 @@ def test_without_a_chat_template(run):
 def test_certain_text_has_no_power(run):
     """A test that could not have failed must not pass."""
     settings = VerifySettings(max_tokens=8, samples=8, sampled_prompts=1, sampled_tokens=2, context=600)
-    found = run(names=["sampled-law", "sampled-own"], settings=settings)
-    assert outcomes(found) == {"sampled-law": "inconclusive", "sampled-own": "inconclusive"}
-    assert "power 0." in found["sampled-law"].evidence
+    found = run(names=["sampled-distribution", "sampled-logprobs"], settings=settings)
+    assert outcomes(found) == {"sampled-distribution": "inconclusive", "sampled-logprobs": "inconclusive"}
+    assert "power 0." in found["sampled-distribution"].evidence
 
 
 def test_requests_run_out(run):
@@ -297,8 +297,8 @@ def test_command_finds(nextn, engine):
 
 
 def test_strict_command_fails_on_an_inconclusive_check(nextn, engine):
-    """sampled-law needs a second endpoint."""
-    args = (engine().url, "--check", "max-tokens", "--check", "sampled-law")
+    """sampled-distribution needs a second endpoint."""
+    args = (engine().url, "--check", "max-tokens", "--check", "sampled-distribution")
     code, out, _ = nextn(*args, "--strict", "--json")
     assert (code, [check["outcome"] for check in json.loads(out)["checks"]]) == (1, ["passed", "inconclusive"])
     assert nextn(*args)[0] == 0

@@ -116,10 +116,10 @@ def train(
         bool,
         typer.Option("--head-only", help="Write OUT/head/head.safetensors, no model.", rich_help_panel=_HEAD),
     ] = False,
-    drawn: Annotated[
+    on_policy: Annotated[
         bool,
         typer.Option(
-            "--drawn",
+            "--on-policy",
             help="Declare that all of --data, not only files of `nextn answer`, was sampled from this trunk at the "
             "settings' temperature.",
             rich_help_panel=_HEAD,
@@ -189,7 +189,7 @@ def train(
         init_head=init_head,
         layout=layout,
         head_only=head_only,
-        drawn=drawn,
+        on_policy=on_policy,
         revision=hub.revision,
         cache_gb=cache_gb,
         cache_dir=_text(hub.cache_dir),
@@ -256,11 +256,11 @@ def _check(options: "RunOptions") -> None:
             options.keep_shards, options.export,
         )  # fmt: skip
         flags = (
-            options.init_head, options.head_only, options.drawn, options.allow_worse, options.curve, options.stream,
+            options.init_head, options.head_only, options.on_policy, options.allow_worse, options.curve, options.stream,
         )  # fmt: skip
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
-                "--from, --head, --init-head, --layout, --train, --head-only, --drawn, --cache-gb, --allow-worse, "
+                "--from, --head, --init-head, --layout, --train, --head-only, --on-policy, --cache-gb, --allow-worse, "
                 "--curve, --stream, --keep-shards, --export need --freeze-trunk"
             )
         return

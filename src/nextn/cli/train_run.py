@@ -152,7 +152,7 @@ def _prepare_head(out: Path, options: "RunOptions", ranks: "Ranks", *, quiet: bo
         settings=options.settings,
         all_tokens=options.all_tokens,
         tokenizer=_path(options.tokenizer),
-        on_policy=options.drawn,
+        on_policy=options.on_policy,
         ranks=ranks,
         show_layers=partial(show_init_layers, quiet=quiet) if options.stream and ranks.is_first else hide_layers,
     )

@@ -153,13 +153,14 @@ DOCUMENTED_PRIOR = 0.05
 
 # Fault -> the convention that an engine of the row states where it deviates; None: the row would say so in no field.
 _CONVENTIONS: Mapping[str, str | None] = {
-    "gain-less": None, "gain-more": None, "halves-swapped": None, "pair-shifted": None, "wrong-hidden": "hidden",
-    "recycled-wrong": "next_hidden", "position0": "position0", "modules-permuted": "order",
+    "norm-offset-missing": None, "norm-offset-added": None, "inputs-swapped": None, "pairs-off-by-one": None,
+    "wrong-hidden": "hidden",
+    "wrong-next-hidden": "next_hidden", "position0": "position0", "mtp-layers-permuted": "order",
 }  # fmt: skip
 
 
 # Causes with which the engine may have loaded something else than this head.
-_LOADING = ("head-unset", "nothing-kept", "weights", "one-module", "modules-permuted", "own-output-lost")
+_LOADING = ("head-unset", "nothing-accepted", "weights", "one-mtp-layer", "mtp-layers-permuted", "own-lm-head-lost")
 
 
 def engine_priors(family: Family, engine: str) -> dict[str, float]:

@@ -106,7 +106,7 @@ FAULTS: tuple[Fault, ...] = (
                "says which names it expects",
     ),
     Fault(
-        "gain-less", "norm weights are one too small: w read for 1 + w",
+        "norm-offset-missing", "norm weights are one too small: w read for 1 + w",
         "0 to 7 %; the text's token ranks near the bottom of the vocabulary; shapes are right",
         ("waybarrios/vllm-mlx#400", "jundot/omlx#1507", "youssofal/MTPLX#511", "ml-explore/mlx-lm#1442"),
         variant_keys=("gain:all:-1",),
@@ -114,14 +114,14 @@ FAULTS: tuple[Fault, ...] = (
                "measure --probe` says which convention the weights fit",
     ),
     Fault(
-        "gain-more", "norm weights are one too large: 1 + w read for w, or 1 added twice",
+        "norm-offset-added", "norm weights are one too large: 1 + w read for w, or 1 added twice",
         "from harmless to 0 %, depending on the size of the norm weights",
         ("jundot/omlx#3750", "youssofal/MTPLX#306"),
         variant_keys=("gain:all:+1",),
         advice="add one once: either the converter or the norm, not both",
     ),
     Fault(
-        "halves-swapped", "token and hidden state enter eh_proj in the wrong order", "about 0 at every depth",
+        "inputs-swapped", "token and hidden state enter eh_proj in the wrong order", "about 0 at every depth",
         ("ml-explore/mlx-lm#1469",), variant_keys=("concat",),
         advice="exchange the halves of eh_proj's input, or the halves of its weight in the converter",
     ),
@@ -132,7 +132,7 @@ FAULTS: tuple[Fault, ...] = (
         advice="give the head the trunk's hidden state from the other side of the final norm",
     ),
     Fault(
-        "recycled-wrong", "the state passed to the next draft step is from the wrong side of the head's norm",
+        "wrong-next-hidden", "the state passed to the next draft step is from the wrong side of the head's norm",
         "depth 1 as expected, depth 2 and beyond low",
         ("vllm-project/vllm#46075", "ROCm/ATOM#1742", "ikawrakow/ik_llama.cpp#1815"), variant_keys=("next_hidden",),
         advice="pass on the head's hidden state from the other side of its own norm",
@@ -173,27 +173,27 @@ FAULTS: tuple[Fault, ...] = (
                "and llama.cpp by one",
     ),
     Fault(
-        "no-rerun", "the head's KV cache of accepted positions keeps the states that the head drafted with",
+        "stale-head-cache", "the head's KV cache of accepted positions keeps the states that the head drafted with",
         "little where all drafts are accepted, more where some are", ("charlie12345/ROCmFPX#15",),
         contract={"rerun": False},
         advice="after verification run the accepted positions through the head again with the trunk's states (refresh)",
     ),
-    Fault("pair-shifted", "the hidden state is that of the previous position", "about 0 at every depth",
+    Fault("pairs-off-by-one", "the hidden state is that of the previous position", "about 0 at every depth",
           variant_keys=("offset:-1",),
         advice="pair the state of position i with the token of position i + 1",
     ),
     Fault(
-        "one-module", "all MTP layers are loaded with the weights of the first",
+        "one-mtp-layer", "all MTP layers are loaded with the weights of the first",
         "depth 1 as expected, depth 2 and beyond low",
         ("sgl-project/sglang#25368", "vllm-project/vllm#52688"), variant_keys=("order:first",),
         advice="load each MTP layer and run depth k on layer k",
     ),
-    Fault("modules-permuted", "MTP layers run at other depths than they were trained for", "low from depth 1 on",
+    Fault("mtp-layers-permuted", "MTP layers run at other depths than they were trained for", "low from depth 1 on",
           variant_keys=("order:2-1", "order:3-2-1"),
         advice="sort the MTP layers by layer number, not alphabetically",
     ),
     Fault(
-        "own-output-lost", "the trunk's lm_head in place of the head's own",
+        "own-lm-head-lost", "the trunk's lm_head in place of the head's own",
         "fell from 97 % to 4 % where the two differ",
         ("vllm-project/vllm#38493",), variant_keys=("own:output",),
         advice="load the head's own lm_head; do not tie it to the trunk's",
@@ -227,7 +227,7 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 
-NOTHING, WEIGHTS, CONTEXT, TEMPLATE = "nothing-kept", "weights", "context-length", "template"
+NOTHING, WEIGHTS, CONTEXT, TEMPLATE = "nothing-accepted", "weights", "context-length", "template"
 OVERRIDDEN = "acceptance-overridden"
 
 

@@ -34,9 +34,8 @@ class Targets:
     def __post_init__(self) -> None:
         for name, value in (("documents", self.documents), ("mask", self.mask)):
             if value is not None and value.shape != self.tokens.shape:
-                raise ConfigError(
-                    f"{name} is {tuple(value.shape)} but tokens are {tuple(self.tokens.shape)}: give one each."
-                )
+                shapes = f"{name} is {tuple(value.shape)} but tokens are {tuple(self.tokens.shape)}"
+                raise ConfigError(f"{shapes}: give one each.")
         if self.mask is not None and self.mask.dtype != torch.bool:
             raise ConfigError(f"mask is {self.mask.dtype}; it must be bool, True where a token counts as a label.")
 

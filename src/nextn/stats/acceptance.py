@@ -6,7 +6,7 @@ The only place that defines a_k (`conditional_rates`) and AL (`mean_length` from
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, Self, cast
 
 from nextn.stats.intervals import wilson_interval
 
@@ -86,24 +86,20 @@ class Acceptance:
     emitted: int
 
     @classmethod
-    def of(
-        cls, decoded: "Iterable[DecodedRound | DecodedText | DecodedSequence]", *, copied: bool = False
-    ) -> "Acceptance":
+    def of(cls, decoded: Iterable[DecodedRound | DecodedText | DecodedSequence], *, copied: bool = False) -> Self:
         """Count over rounds that drafted at least one token.
 
         Args:
-            decoded: Any of `nextn.Result` (several are pooled: every round counts once), `Round` of `nextn.rounds`,
-                or `SequenceRound`.
+            decoded: Any of `nextn.Result` (pooled by round), `Round` of `nextn.rounds`, or `SequenceRound`.
             copied: Count the rounds whose drafts were copied from the text; else those in which the head drafted.
 
         Returns:
             The counts. The prefill's first token and rounds without drafts do not count.
 
         Example:
-            >>> import nextn
             >>> from nextn.decoding.batch import SequenceRound
             >>> rounds = [SequenceRound(0, (5, 7), 1, (5, 8)), SequenceRound(0, (9, 9), 2, (9, 9, 3))]
-            >>> nextn.Acceptance.of(rounds).length
+            >>> Acceptance.of(rounds).length
             2.5
         """
         drafted = (part for each in decoded for part in _parts(each) if part.drafts)

@@ -46,7 +46,7 @@ class RunOptions:
     init_head: bool = False
     layout: str | None = None
     head_only: bool = False
-    drawn: bool = False
+    on_policy: bool = False
     revision: str | None = None
     cache_gb: float | None = None
     cache_dir: str | None = None

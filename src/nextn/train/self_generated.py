@@ -67,13 +67,15 @@ def is_on_policy(
         f"{name}: {reason}" for name, header in known.items() if (reason := _mismatch(header, trunk_id, temperature))
     ]
     if declared and all_tokens:
-        raise ConfigError("--drawn and --all-tokens: prompts were not sampled from the trunk; leave one of them out")
+        raise ConfigError(
+            "--on-policy and --all-tokens: prompts were not sampled from the trunk; leave one of them out"
+        )
     if declared and mismatches:
-        raise ConfigError(f"--drawn: {mismatches[0]}. Leave --drawn out: it is for files without a header")
+        raise ConfigError(f"--on-policy: {mismatches[0]}. Leave --on-policy out: it is for files without a header")
     notes = [f"{mismatch}; its held-out sampled acceptance uses 1 - TV" for mismatch in mismatches]
     if engines and not declared:
         notes.append(
-            f"{engines[0]}: written by an engine, or compared with a trunk that is not loaded: --drawn says that it is "
+            f"{engines[0]}: written by an engine, or compared with a trunk that is not loaded: --on-policy says it is "
             "of this trunk"
         )
     has_headers = bool(known) and not texts and not engines and len(known) == len(headers)

@@ -30,8 +30,8 @@ CHECKS: dict[str, Callable[[VerifySession], CheckResult]] = {
     "long-context": counter_checks.long_context,
     "json-schema": format_checks.json_schema,
     "tool-calls": format_checks.tool_calls,
-    "sampled-law": sampling_checks.sampled_distribution,
-    "sampled-own": sampling_checks.sampled_calibration,
+    "sampled-distribution": sampling_checks.sampled_distribution,
+    "sampled-logprobs": sampling_checks.sampled_calibration,
     "mtp-on": counter_checks.mtp_on,
 }
 

@@ -75,7 +75,9 @@ def sampled_distribution(session: VerifySession) -> CheckResult:
     settings = session.settings
     if session.against is None:
         return CheckResult(
-            "sampled-law", "inconclusive", "it needs a second endpoint: --against URL of the same model without MTP"
+            "sampled-distribution",
+            "inconclusive",
+            "it needs a second endpoint: --against URL of the same model without MTP",
         )
     level = settings.false_alarm / (3 * (_num_prompts(session) + 1))
     tests: list[_Test] = []
@@ -124,16 +126,16 @@ def _result(tests: Sequence[_Test], session: VerifySession, level: float) -> Che
         "tests": [{"prompt": test.prompt, "where": test.where} | test.comparison.as_record(level) for test in tests],
     }
     if wrong:
-        return CheckResult("sampled-law", "failed", evidence, _ADVICE, figures)
+        return CheckResult("sampled-distribution", "failed", evidence, _ADVICE, figures)
     if power < 0.5:
         return CheckResult(
-            "sampled-law",
+            "sampled-distribution",
             "inconclusive",
             evidence,
             "use more --samples, or prompts with less certain continuations",
             figures,
         )
-    return CheckResult("sampled-law", "passed", evidence, "", figures)
+    return CheckResult("sampled-distribution", "passed", evidence, "", figures)
 
 
 def _any(powers: Sequence[float]) -> float:
@@ -151,7 +153,7 @@ def sampled_calibration(session: VerifySession) -> CheckResult:
     """
     settings = session.settings
     if not session.target.capabilities.logprobs:
-        return CheckResult("sampled-own", "inconclusive", "the engine returns no log-probabilities")
+        return CheckResult("sampled-logprobs", "inconclusive", "the engine returns no log-probabilities")
     texts = [text for prompt in range(_num_prompts(session)) for text in _texts(session, session.target, prompt)]
     parts = {"first": [text.tokens[:1] for text in texts], "later": [text.tokens[1:] for text in texts]}
     level = settings.false_alarm / (len(parts) * len(_EVENTS))
@@ -165,10 +167,14 @@ def sampled_calibration(session: VerifySession) -> CheckResult:
     tested = {name: result for name, result in results.items() if result is not None}
     if not any(name.startswith("later") for name in tested):
         return CheckResult(
-            "sampled-own", "inconclusive", "the text is too certain: hardly any sample could have been another token"
+            "sampled-logprobs",
+            "inconclusive",
+            "the text is too certain: hardly any sample could have been another token",
         )
     if any(not token.top_logprobs for text in texts for token in text.tokens):
-        return CheckResult("sampled-own", "inconclusive", "not all tokens come with log-probabilities", _NO_LOGPROBS)
+        return CheckResult(
+            "sampled-logprobs", "inconclusive", "not all tokens come with log-probabilities", _NO_LOGPROBS
+        )
     failures = holm([result.p for result in tested.values()], settings.false_alarm)
     evidence = "; ".join(
         f"{name} was sampled {result.seen} times in {result.num}, {result.expected:.0f} by its stated probability "
@@ -177,7 +183,7 @@ def sampled_calibration(session: VerifySession) -> CheckResult:
     )
     figures: dict[str, object] = {name: vars(result) for name, result in tested.items()}
     outcome = "failed" if any(failures) else "passed"
-    return CheckResult("sampled-own", outcome, evidence, _ADVICE if any(failures) else "", figures)  # type: ignore[arg-type]
+    return CheckResult("sampled-logprobs", outcome, evidence, _ADVICE if any(failures) else "", figures)  # type: ignore[arg-type]
 
 
 def _likeliest(token: AnswerToken) -> tuple[bool, float]:
