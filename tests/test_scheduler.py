@@ -1,6 +1,7 @@
 """The scheduler and its engine: what a request gets does not depend on its neighbors, on K, or on cached prefixes."""
 
 import math
+import re
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from nextn.errors import ConfigError, QueueFullError
 from nextn.runtime.backend import backend_for
 from nextn.runtime.native.passes import Passes
 from nextn.serve import scheduler as scheduler_module
-from nextn.serve.cache_memory import bytes_per_sequence, limits_within
+from nextn.serve.cache_memory import bytes_per_sequence, limits_within, reduced_context_note
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions
 from nextn.serve.prefix_cache import PrefixCache
@@ -587,6 +588,11 @@ def test_memory_bounds_the_context(trained, backend):
     assert 0.95 * 10**7 < needed <= 10**7
     with pytest.raises(ConfigError, match=f"64 sequences of {limits.max_model_len + 1} positions do not fit 0.01 GB"):
         limits_within(made, replace(options, max_model_len=limits.max_model_len + 1))
+    note = reduced_context_note(made, options, limits.max_model_len)
+    enough = replace(options, cache_gb=float(re.search(r"--cache-gb (\S+)", note)[1]))
+    whole = limits_within(made, enough).max_model_len
+    assert whole == made.trunk.max_length > limits.max_model_len
+    assert reduced_context_note(made, enough, whole) is None
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 20, 40])

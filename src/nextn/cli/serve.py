@@ -139,6 +139,8 @@ def serve(
         server = HttpServer(create_app(engine, loaded, options), options)
         if not engine.limits.prefix_bytes:
             print_note("no prefix cache: the state of this model's layers after a part of a prompt cannot be copied")
+        if engine.context_note:
+            print_note(engine.context_note)
         _show(loaded, options, host, sock.getsockname()[1], k)
         try:
             server.run(sockets=[sock])

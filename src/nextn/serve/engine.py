@@ -16,7 +16,7 @@ from nextn.errors import ConfigError, QueueFullError
 from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
-from nextn.serve.cache_memory import limits_within
+from nextn.serve.cache_memory import limits_within, reduced_context_note
 from nextn.serve.options import EngineOptions
 from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
 from nextn.serve.round_costs import MAX_COPY_ROWS, measure_round_costs
@@ -72,6 +72,11 @@ class ServingEngine:
     @property
     def max_model_len(self) -> int:
         return self.limits.max_model_len
+
+    @property
+    def context_note(self) -> str | None:
+        """What to do where the memory for caches shortens the model's context; None where it does not."""
+        return reduced_context_note(self.backend, self.options, self.limits.max_model_len)
 
     def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> ServedGeneration:
         """Queue a request. `emit` is called in the engine's thread and must return at once.
