@@ -453,9 +453,12 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
         table.add_row(*map(plain, (file, "", "", "index" if file == INDEX else "")))
     print_table(table)
     screen = console()
+    renamed, dropped = "is renamed to", "is removed"
+    if plan.new_folder:
+        renamed, dropped = "is copied as", "is not copied, as its tensors are written anew"
     moves, more_moves = shortened(
-        [f"{old} is renamed to {new}" for old, new in plan.files.renamed.items()]
-        + [f"{file} is removed" for file in plan.files.dropped]
+        [f"{old} {renamed} {new}" for old, new in plan.files.renamed.items()]
+        + [f"{file} {dropped}" for file in plan.files.dropped]
     )
     lines = [
         *plan.changes[:_MAX_CHANGES],
@@ -464,7 +467,8 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
     lines = [*filter(None, [more_files, *lines, *moves, more_moves]), *(f"note: {note}" for note in plan.notes)]
     verb = "would write" if dry_run else "wrote"
     what = f"{plan.num_bytes:,} bytes of tensors" if plan.pieces else "no tensors, but the files above,"
-    lines.append(f"{verb} {what} in {plan.folder}" if plan.pieces or plan.documents else "nothing to write")
+    unchanged = f"; {plan.origin.path} is not changed" if plan.new_folder else ""
+    lines.append(f"{verb} {what} in {plan.folder}{unchanged}" if plan.pieces or plan.documents else "nothing to write")
     for line in lines:
         screen.print(plain(line), soft_wrap=True)
 

@@ -369,4 +369,4 @@ def show_probe(probed: "ProbeReport") -> None:
     console().print(plain(f"probe: {probed.summary}"), soft_wrap=True)
     if probed.ties:
         ties = "; ".join(score.description for score in probed.ties)
-        console().print(plain(f"indistinguishable from it on these texts: {ties}"), soft_wrap=True)
+        console().print(plain(f"these accept as many drafts as that convention on these texts: {ties}"), soft_wrap=True)
