@@ -67,7 +67,7 @@ def faults(record: Record) -> Iterator[str]:
     for key, each in sorted(record["faults"].items()):
         engine = f"refuses: {each['refused']}" if "refused" in each else _rates(each["engine"])
         rules = ", ".join(f"`{rule}`" for rule in each["audit"]) or "clean"
-        measured = f"{_rates(each['measure']['rates'])}: {each['probe']['verdict']}" if "probe" in each else ""
+        measured = f"{_rates(each['measure']['rates'])}: {each['probe']['summary']}" if "probe" in each else ""
         named = ", ".join(f"`{name}`" for name in each.get("diagnose", ()))
         yield f"| {key} | {each['does']} | {_cell(engine)} | {rules} | {_cell(measured)} | {named} |"
 

@@ -149,7 +149,7 @@ STORIES = (
     ),
     Story(
         "Norm weights shifted by one",
-        "qwen", "gain-shifted", gains_shifted, ("nextn convert model fixed --norm-weights add-1",),
+        "qwen", "norm-weights-shifted", gains_shifted, ("nextn convert model fixed --norm-weights add-1",),
         "Shapes, names and dtypes are right, and acceptance is near zero.",
         "Qwen3-Next and 3.5 store `w` where the multiplier is `1 + w`. A converter from a format that stores the"
         " multiplier subtracted 1 from the weights of a head that were already stored as `w`. No loader can detect"

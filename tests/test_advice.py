@@ -96,8 +96,8 @@ def test_advise_says_yes_or_no(prompts, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"advice.json", "costs.png"}
     cells = [(each["temperature"], each["batch"], each["context"]) for each in record["forecasts"]]
     assert cells == [(t, b, c) for t in (0, 1) for c in (16, 40) for b in (1, 2)]
-    assert record["verdict"] == record["forecasts"][0]["verdict"]
-    assert record["pays"] == record["verdict"].startswith("turn it on")
+    assert record["summary"] == record["forecasts"][0]["summary"]
+    assert record["pays"] == record["summary"].startswith("turn it on")
     one = record["costs"][0]
     again = costs(one["v"], one["c"])
     overhead = max(0.0, record["measured"][0]["overhead"])

@@ -160,7 +160,7 @@ BROKEN = {
             rename(HEAD + "hnorm", "mtp.pre_fc_norm_hidden")(table), rename(HEAD + "eh_proj", "mtp.fc")(table),
             drop(HEAD)(table))}, "in the layout of qwen3_next.*vLLM, SGLang.* look.*at model.layers.2"),
     "config silent": (
-        "head-unpromised", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, declared: 0"),
+        "head-undeclared", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, declared: 0"),
     "one of three lost": (
         "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 modules; of 1 no"),
     "nobody's names": (

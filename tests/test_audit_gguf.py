@@ -82,7 +82,7 @@ def test_promise(tmp_path):
     assert told(tmp_path, tensors=trunk, modules=0, count=2) == [("head-none", "note")]
     assert told(tmp_path, tensors=trunk) == [("head-absent", "error")]
     assert told(tmp_path, tensors=plain) == [("head-absent", "error")]
-    assert told(tmp_path, modules=0) == [("head-unpromised", "error")]
+    assert told(tmp_path, modules=0) == [("head-undeclared", "error")]
     assert told(tmp_path, tensors=table(2), count=4, modules=1) == [("head-elsewhere", "error")]
     assert ("modules-missing", "error") in told(tmp_path, count=4, modules=2)
 
@@ -151,7 +151,7 @@ def test_shifted_gains(part, by, tmp_path):
         if name.endswith("norm.weight") and name.startswith("blk.2.") == (part == "head"):
             tensors[name] = tensors[name] + np.float32(by)
     report = audit_gguf(write(tmp_path / "m.gguf", tensors))
-    assert {(each.rule, each.severity) for each in report.findings} == {("gain-shifted", "warning")}
+    assert {(each.rule, each.severity) for each in report.findings} == {("norm-weights-shifted", "warning")}
     assert f"of the {part} are 1 {'above' if by > 0 else 'below'}" in report.findings[0].found
 
 

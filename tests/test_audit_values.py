@@ -70,7 +70,9 @@ def test_shifted_head(name, by, tmp_path):
     """The commonest cause of 0 % acceptance: all shapes right, every norm weight off by one or two."""
     pick = lambda each: of_head(each) and is_norm(each)  # noqa: E731
     folder = publish(tmp_path, name, change=edited(pick, lambda norm_weights: norm_weights + by))
-    (finding,) = [each for each in values(take(folder)) if each.severity != "note" and each.rule == "gain-shifted"][:1]
+    (finding,) = [
+        each for each in values(take(folder)) if each.severity != "note" and each.rule == "norm-weights-shifted"
+    ][:1]
     assert f"of the head are {abs(by)} {'above' if by > 0 else 'below'}" in finding.found
     assert f"{'subtract' if by > 0 else 'add'}-{abs(by)}`" in finding.fix
 
@@ -90,7 +92,7 @@ def test_mixed_convention(by, severity, tmp_path):
     some = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
     pick = lambda each: of_head(each) and any(path in each for path in some)  # noqa: E731
     (finding,) = values(take(publish(tmp_path, "qwen3_5", change=edited(pick, lambda norm_weights: norm_weights + by))))
-    assert (finding.rule, finding.severity) == ("gain-shifted", severity)
+    assert (finding.rule, finding.severity) == ("norm-weights-shifted", severity)
     assert finding.found.startswith("4 norm weights of the head")
     assert "pre_fc_norm" not in finding.place
 

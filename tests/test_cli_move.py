@@ -42,7 +42,10 @@ def test_restore(tmp_path):
 def test_convert(tmp_path):
     """Every flag reaches its meaning, and what excludes each other is said."""
     source = publish(tmp_path / "source", "glm4_moe", shards=2)
-    assert nextn("convert", source, tmp_path / "side", "--form", "side-file").exit_code == 0
+    told = nextn("convert", source, tmp_path / "side", "--form", "side-file")
+    assert told.exit_code == 0, told.output
+    assert "is removed" not in told.output
+    assert f"{source} is not changed" in told.output
     assert (tmp_path / "side" / "mtp.safetensors").exists()
     told = nextn(
         "convert", tmp_path / "side", tmp_path / "one", "--form", "single-file", "--norm-weights", "subtract-1"

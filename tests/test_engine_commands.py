@@ -138,7 +138,7 @@ def test_unknown_engine(checkpoints):
 def record(tmp_path, **forecast):
     path = tmp_path / "advice.json"
     path.write_text(
-        json.dumps({"forecasts": [{"best_num_speculative_tokens": 2, "verdict": "turn it on", **forecast}]})
+        json.dumps({"forecasts": [{"best_num_speculative_tokens": 2, "summary": "turn it on", **forecast}]})
     )
     return path
 
@@ -159,7 +159,7 @@ def test_k_from_advice(tmp_path, here):
 
 def test_advice_that_cannot_be_used(tmp_path):
     with pytest.raises(ConfigError, match="advises against MTP: leave it off here"):
-        advised_num_speculative_tokens(record(tmp_path, best_num_speculative_tokens=0, verdict="leave it off here"))
+        advised_num_speculative_tokens(record(tmp_path, best_num_speculative_tokens=0, summary="leave it off here"))
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(ConfigError, match="not a record of `nextn advise`"):
         advised_num_speculative_tokens(tmp_path / "other.json")

@@ -53,10 +53,11 @@ def copied_block(table):
 
 ATTENTION = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 VALUES = {
-    **{f"norm weights {by:+d}, {family}": ("gain-shifted", family, {"change": shift(by)})
+    **{f"norm weights {by:+d}, {family}": ("norm-weights-shifted", family, {"change": shift(by)})
        for by in (-2, -1, 1, 2) for family in ("glm4_moe", "qwen3_5")},
-    **{f"some norm weights {by:+d}": ("gain-shifted", "qwen3_5", {"change": shift(by, *ATTENTION)}) for by in (-1, 1)},
-    "input norms +1": ("gain-shifted", "qwen3_5", {"change": shift(1, "pre_fc")}),
+    **{f"some norm weights {by:+d}": ("norm-weights-shifted", "qwen3_5", {"change": shift(by, *ATTENTION)})
+       for by in (-1, 1)},
+    "input norms +1": ("norm-weights-shifted", "qwen3_5", {"change": shift(1, "pre_fc")}),
     "not a number": ("values-nonfinite", "glm4_moe", {"change": one_nan}),
     "uninitialized": ("values-untrained", "glm4_moe", {"change": constant("eh_proj", 3e30)}),
     "projection of zeros": ("values-zero", "glm4_moe", {"change": constant("eh_proj", 0.0)}),
@@ -167,9 +168,9 @@ def test_a_head_at_its_initial_values_is_not_shifted(tmp_path):
     for name, change in {"head": zeros, "both": edited(is_norm, np.zeros_like)}.items():
         folder = publish(tmp_path / name, "qwen3_5", change=change)
         found = audit(Checkpoint.open(folder)).findings
-        assert "gain-shifted" not in {each.rule for each in found}
+        assert "norm-weights-shifted" not in {each.rule for each in found}
     found = audit(Checkpoint.open(publish(tmp_path / "one", "qwen3_5", change=shift(1)))).findings
-    assert next("subtract-1`" in each.fix for each in found if each.rule == "gain-shifted")
+    assert next("subtract-1`" in each.fix for each in found if each.rule == "norm-weights-shifted")
 
 
 GLM = FIXTURES / "glm"

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from nextn.cli import app
 from nextn.errors import ConfigError
+from nextn.evaluate import load_advice
 from nextn.evaluate.load_advice import LoadAdvice, LoadPoint
+from nextn.serve.engine_commands import advised_num_speculative_tokens
 from nextn.stats.speedup import Spread
 
 RATES = (0.85, 0.7, 0.6)  # AL 2.802
@@ -81,8 +83,16 @@ def refusal(*arguments):
     return str(caught.value)
 
 
-def test_two_servers(tmp_path):
+def test_two_servers(tmp_path, monkeypatch):
     """Speeds by the clock, acceptance by the counters; the record is read back, and serve takes its K."""
+    clock = load_advice._tokens_per_s
+
+    def tokens_per_s(server, *asked):
+        """What the clock says of the server with MTP is 1.5 times what it says of the other."""
+        clock(server, *asked)
+        return 150.0 if server.url == engine.url else 100.0
+
+    monkeypatch.setattr(load_advice, "_tokens_per_s", tokens_per_s)
     engine, plain, off = FakeEngine(), FakeEngine(drafts=False), FakeEngine("off")
     try:
         asked = ("--engine", engine.url, "--max-tokens", 12, "--temperatures", 0, "--batches", "1,2", "--out", tmp_path)
@@ -95,9 +105,14 @@ def test_two_servers(tmp_path):
         off.stop()
     record = json.loads((tmp_path / "advice.json").read_text())
     assert [each["batch"] for each in record["forecasts"]] == [1, 2]
-    assert record["forecasts"][0]["tokens_per_s"]["num"] == 3
-    assert all(0 <= rate <= 1 for rate in record["acceptance"])
-    assert record["verdict"] in run("--measured", tmp_path / "advice.json")
+    one = record["forecasts"][0]
+    assert (one["tokens_per_s"]["num"], one["tokens_per_s"]["median"], one["speedup"]["median"]) == (3, 150, 1.5)
+    # Three of four rounds of the engine keep both drafts, the fourth none.
+    assert record["acceptance"] == [0.75, 1.0]
+    assert (one["mean_acceptance_length"], one["mean_drafts"]) == (2.5, 2.0)
+    assert one["round_cost"] == pytest.approx(2.5 / 1.5)
+    assert advised_num_speculative_tokens(tmp_path) == one["best_num_speculative_tokens"] == 2
+    assert record["summary"] in run("--measured", tmp_path / "advice.json")
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_planted(fault, engine, whole, bench, put, tmp_path):
     if fault.keys:
         assert record["probe"]["wanted"] == list(fault.keys)
     if fault.words:
-        assert fault.words in record["probe"]["verdict"]
+        assert fault.words in record["probe"]["summary"]
 
 
 def diagnosed(folder: Path, prompts: list[tuple[int, ...]], counts: tuple[Counters, ...]) -> list[str]:
@@ -197,7 +197,7 @@ def looked(folder: Path, prompts: list[tuple[int, ...]]) -> tuple[dict, dict]:
         "rates": [each.as_record()["value"] for each in measured.figures(0.0).rates],
         "warnings": [each for each in measured.warnings if "texts" not in each],
     }
-    return told, {"wanted": list(found.preferred.keys), "verdict": found.summary}
+    return told, {"wanted": list(found.preferred.keys), "summary": found.summary}
 
 
 def test_head_trained_here(bench, put, tmp_path):

@@ -591,8 +591,9 @@ def test_memory_bounds_the_context(trained, backend):
     note = reduced_context_note(made, options, limits.max_model_len)
     enough = replace(options, cache_gb=float(re.search(r"--cache-gb (\S+)", note)[1]))
     whole = limits_within(made, enough).max_model_len
-    assert whole == made.trunk.max_length > limits.max_model_len
+    assert whole == made.trunk.max_length
     assert reduced_context_note(made, enough, whole) is None
+    assert limits_within(made, replace(enough, cache_gb=0.8 * enough.cache_gb)).max_model_len < whole
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 20, 40])

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from itertools import islice
 
 _MAX_NAME = 100  # characters; names in untrusted files have no bound
+_MARKER = "; extra == "  # as in "fastapi>=0.115; extra == 'serve'"; wheels have the extras of others written out
 
 
 def docs_page(name: str) -> str:
@@ -36,9 +37,6 @@ def changes(then: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Describe the values that differ, `key = old (now new)`; "" if none does."""
     keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     return ", ".join(f"{key} = {then.get(key)} (now {now.get(key)})" for key in keys)
-
-
-_MARKER = "; extra == "  # as in "fastapi>=0.115; extra == 'serve'"; wheels have the extras of others written out
 
 
 def install_command(extra: str) -> str:

@@ -140,7 +140,7 @@ def _declaration(gguf: GgufHead) -> Iterator[Finding]:
     count, where = counted(len(declared), "module"), f"blk.N.nextn.* in {_block_names(declared)}."
     if heads and not declared:
         yield Finding(
-            "head-unpromised", "error", key,
+            "head-undeclared", "error", key,
             f"A head in {_block_names(heads)}, and no count of modules: llama.cpp treats its blocks as the trunk's.",
             f"{key} = {len(heads)}.", CONVERT,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from nextn.families import ExpertForm, Family, beside, declared_fields, rows, wi
 from nextn.text_format import counted, joined, some
 
 IDS = (
-    "head-absent", "head-elsewhere", "head-unpromised", "modules-missing", "head-partial", "names-unknown",
+    "head-absent", "head-elsewhere", "head-undeclared", "modules-missing", "head-partial", "names-unknown",
     "names-foreign", "experts-twice", "config-contradicts", "head-none",
     "draft-model-stored", "draft-model-absent", "head-withheld",
 )  # fmt: skip
@@ -283,7 +283,7 @@ def _undeclared(head: HeadStructure) -> Iterator[Finding]:
     field = inventory.family.count_fields[0]
     count = len(head.heads)
     yield Finding(
-        "head-unpromised", "warning", _count_field(inventory),
+        "head-undeclared", "warning", _count_field(inventory),
         f"Modules stored: {count}, declared: {inventory.declared}; engines ignore the others, or refuse to load them.",
         f"{field} = {count}.",
         inventory.declaration(count),

@@ -19,7 +19,7 @@ from nextn.families import lookup
 from nextn.text_format import counted, some
 
 IDS = (
-    "gain-shifted", "norm-rounded", "values-nonfinite", "values-zero", "values-constant", "values-untrained",
+    "norm-weights-shifted", "norm-rounded", "values-nonfinite", "values-zero", "values-constant", "values-untrained",
     "values-unjudged", "modules-identical", "block-copied", "head-stale",
 )  # fmt: skip
 SMALL_HEAD = 64 * 1024 * 1024  # bytes; a head of this size may be read completely
@@ -72,7 +72,7 @@ def norm_shift_finding(shift: NormShift, *, convention: str, fix: str) -> Findin
     measure = "" if shift.certain else " The values alone do not settle it: measure the acceptance both ways."
     stored = "The norm weight itself" if convention == "w" else "The norm weight less 1"
     return Finding(
-        "gain-shifted", "warning" if shift.certain else "note", some(shift.names),
+        "norm-weights-shifted", "warning" if shift.certain else "note", some(shift.names),
         f"{counted(len(shift.names), 'norm weight')} of {side} {offset}: their stored median is "
         f"{_as_stored(shift.median, convention, '.2f')}.",
         f"{stored} in the file; norm weights are positive and of similar size in head and trunk.", fix + measure,

@@ -16,6 +16,7 @@ from nextn.checkpoint.foreign_names import foreign
 from nextn.families import Family, find, generic
 
 _SHARD = re.compile(r"model[-.\w]*\.safetensors")
+_Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,6 @@ def _unlisted(checkpoint: Checkpoint, weight_map: Mapping[str, str]) -> Iterator
 
 def _is_of_model(name: str, family: Family) -> bool:
     return bool(family.trunk_layer(name) or family.shared_role(name) or (family.names and family.canonical(name, 0)))
-
-
-_Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ _VERSIONS = (2, 3)
 _MAX_HEADER = 1 << 26
 _MAX_DIMS, _MAX_ROW, _MAX_FILES = 4, 1 << 20, 1000
 _MAX_VALUES = 10_000  # one for each layer
+SUPERBLOCK = 256  # values of a block of a K-quant
+_BLOCK = 32  # of the other types
+_PREFIX = "weight_"
+K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
+WITH_MINIMA = ("Q4_1", "Q5_1")  # besides K-quants
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,15 +276,6 @@ def bits(tensor: GgufTensor) -> float:
     return 8 * tensor.nbytes / count if count else 0.0
 
 
-SUPERBLOCK = 256  # values of a block of a K-quant
-
-
-_BLOCK = 32  # of the other types
-
-
-_PREFIX = "weight_"
-
-
 class BlockType(NamedTuple):
     """Sizes of a block of one type.
 
@@ -309,12 +305,6 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q5_K": BlockType(SUPERBLOCK, 176, 5, 32),
     "Q6_K": BlockType(SUPERBLOCK, 210, 6, 16),
 }
-
-
-K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
-
-
-WITH_MINIMA = ("Q4_1", "Q5_1")  # besides K-quants
 
 
 def blocks_name(kind: str) -> str:

@@ -11,6 +11,9 @@ from typing import NamedTuple
 _MAX_NAME = 200  # characters of a name from a file, in a message
 _MAX_ENTRIES = 10_000  # of a folder that is looked at
 Config = Mapping[str, object]
+_HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
+_AT_REVISION = re.compile(r"([\w.-]+/[\w.-]+)@([\w./-]+)", re.ASCII)
+PICKLES = (".bin", ".pt", ".pth")
 
 
 class Object(NamedTuple):
@@ -65,9 +68,6 @@ TRAINING: tuple[Object, ...] = (
     Object("hub cache", lambda names: {"blobs", "snapshots"} <= set(names),
            "a folder of the Hugging Face cache: give the hub id (org/name), or a folder in its snapshots"),
 )  # fmt: skip
-_HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
-_AT_REVISION = re.compile(r"([\w.-]+/[\w.-]+)@([\w./-]+)", re.ASCII)
-PICKLES = (".bin", ".pt", ".pth")
 
 
 def pickle_sentence(names: Sequence[str]) -> str:

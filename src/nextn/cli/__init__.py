@@ -49,7 +49,7 @@ _COMMANDS = {
     "Learn": {
         "demo": ("learn", "tutorials/first-hour"),
         "trace": ("decode", "explanation/alignment"),
-        "docs": ("families", "index"),
+        "docs": ("docs", "index"),
     },
 }
 _GROUPS = {"canary": ("engines", "Engines")}  # of commands: module and panel

@@ -151,8 +151,9 @@ def advise(
         backend=options.backend,
     )
     to_decode = read_prompts(prompts)
-    _check_out(out)
-    if against is not None or measured is not None:
+    by_load = against is not None or measured is not None
+    _check_out(out, has_figures=not by_load)
+    if by_load:
         question = LoadQuestion(to_decode, sizes, plan.temperatures, max_tokens, chat is not False, seed)
         report_by_load(
             question.answer(options.source or None, asked, against, measured, quiet=as_json), out, as_json=as_json
@@ -249,11 +250,12 @@ def _integers(text: str, name: str, *, minimum: int = 0) -> tuple[int, ...]:
     return values
 
 
-def _check_out(out: Path | None) -> None:
+def _check_out(out: Path | None, *, has_figures: bool = True) -> None:
     """Fail before measuring, not after it, if the results cannot be written. Raises ConfigError."""
     if out is None:
         return
-    check_matplotlib("--out")
+    if has_figures:
+        check_matplotlib("--out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

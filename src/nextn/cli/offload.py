@@ -35,6 +35,14 @@ MemoryBandwidth = Annotated[
     typer.Option(help="Rate at which it reads all other weights. Default: measured here.", rich_help_panel=_PANEL),
 ]
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+Cores = Annotated[
+    str | None,
+    typer.Option(
+        help="Also predict the costs with these numbers of cores, such as 1,2,8,32 (native backend). With more than "
+        "this machine has, give --memory-bandwidth of theirs."
+    ),
+]
+_POSITIONS = (3, 5, 9)  # of the passes that the table shows
 
 
 def parse_bandwidth(name: str, text: str) -> float:
@@ -112,18 +120,6 @@ def show_experts(advice: "OffloadAdvice") -> None:
         f"{costs.c:.2f}; one sequence, and no expert is kept from one pass to the next"
     )
     console().print(plain(line), soft_wrap=True)
-
-
-Cores = Annotated[
-    str | None,
-    typer.Option(
-        help="Also predict the costs with these numbers of cores, such as 1,2,8,32 (native backend). With more than "
-        "this machine has, give --memory-bandwidth of theirs."
-    ),
-]
-
-
-_POSITIONS = (3, 5, 9)  # of the passes that the table shows
 
 
 def check_cores(cores: Sequence[int], bandwidth: float | None) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nextn.train.head_run import HeadRun
     from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
     from nextn.train.run_options import RunOptions
+FOLDER = "export"
 
 
 def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
@@ -163,9 +164,6 @@ def _held_out(record: "EvalRecord | HeadRecord") -> str:
 
 def _listed(rates: tuple[float, ...]) -> str:
     return " ".join(f"{rate:.2f}" for rate in rates)
-
-
-FOLDER = "export"
 
 
 def check_options(options: "RunOptions") -> None:

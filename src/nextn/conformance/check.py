@@ -116,7 +116,7 @@ class ConformanceReport:
             "canary": self.canary.folder,
             "family": self.canary.family,
             "drafts": self.num_speculative_tokens,
-            "verdict": self.summary,
+            "summary": self.summary,
             "failed": self.failed,
             "fits": [fit.reading.name for fit in self.fits if fit.reading in self.explanations],
             "clauses": [_clause_record(check) for check in self.checks],

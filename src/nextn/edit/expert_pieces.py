@@ -22,6 +22,8 @@ from nextn.text_format import some
 _SCALES = (".weight_scale_inv", ".scale")  # one per block of rows and columns
 _BLOCK = 128  # rows, where the config does not say
 _PAIR = ("gate_proj", "up_proj")
+_MAX_EXPERTS = 65_536
+_LIMITS = JsonLimits(num_bytes=1_000_000, num_values=_MAX_EXPERTS + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +150,6 @@ def _refuse_packed(path: ExpertPath, info: TensorInfo, checkpoint: Checkpoint) -
         f"{checkpoint.path}: {info.name} ({info.dtype} {list(info.shape)}) is quantized; only unquantized experts, and "
         f"fp8 ones with scales for whole blocks of {block} rows, change their form. Convert the unquantized model."
     )
-
-
-_MAX_EXPERTS = 65_536
-
-
-_LIMITS = JsonLimits(num_bytes=1_000_000, num_values=_MAX_EXPERTS + 1)
 
 
 def read_expert_list(given: str) -> list[int]:

@@ -17,6 +17,10 @@ from nextn.errors import EngineError
 
 _MAX_DEPTH = 64
 BONUS_INCLUDED = "the engine counts the bonus token of each round as accepted: only the tokens per round are compared"
+TABLE_FORMAT = "speculators' acceptance.csv"
+TABLE_START = "subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length"
+_MAX_ROWS = 10_000
+_MAX_COUNT = 10**15
 
 
 def from_json(document: object) -> Counters | None:
@@ -218,14 +222,6 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "SGLang's benchmark result": ("accept_length", _sglang_bench),
     "TensorRT-LLM's iteration": ("specDecodingStats", _iteration),
 }
-
-
-TABLE_FORMAT = "speculators' acceptance.csv"
-
-
-TABLE_START = "subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length"
-_MAX_ROWS = 10_000
-_MAX_COUNT = 10**15
 
 
 def read_table(file: TextIO, source: str) -> Counters:

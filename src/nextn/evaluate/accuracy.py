@@ -37,6 +37,7 @@ BLOCK = 64  # positions whose distributions are in memory at once
 MAX_KL = 0.01  # nats per token, mean: of `choose_weights`
 # From a text [T] to its logits [n, V] in order, of any n that sum to T.
 Logits = Callable[[Sequence[int]], Iterable[Tensor]]
+CONTEXT = 512  # tokens of a text
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,6 @@ def _check_texts(trunk: Trunk, texts: Sequence[Sequence[int]]) -> None:
             raise ConfigError(f"token {wrong} is not in the model's vocabulary of {trunk.vocab_size}")
     if not texts:
         raise ConfigError("there is no text to compare on; expected at least one of two tokens")
-
-
-CONTEXT = 512  # tokens of a text
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Forecast:
             "mean_acceptance_length": self.best_length,
             "pays": self.pays,
             "best_num_speculative_tokens": self.best.num_speculative_tokens if self.pays else 0,
-            "verdict": self.summary,
+            "summary": self.summary,
             "by_num_speculative_tokens": list(map(asdict, self.choices)),
         }
 
@@ -247,7 +247,7 @@ class Advice:
         """Return the JSON document, with the first forecast's advice at its top."""
         return {
             "model": self.report.source,
-            "verdict": self.forecasts[0].summary,
+            "summary": self.forecasts[0].summary,
             "pays": self.forecasts[0].pays,
             "definitions": DEFINITIONS,
             "machine": vars(self.report.machine),

@@ -381,7 +381,7 @@ class Diagnosis:
             "nextn": __version__,
             "engine": self.engine,
             "definitions": DEFINITIONS,
-            "verdict": self.summary,
+            "summary": self.summary,
             "fine": self.is_fine,
             "overrides": list(self.overrides),
             "needed": None if self.needed is None else self.needed.as_record(),

@@ -28,6 +28,17 @@ _MAX_DIFFERENCE = 0.1  # between an engine and the trunk
 _MAX_CHANGE = 0.02  # of one engine between two times: only the batch that a request runs in differs
 _MIN_COMPARED = 8  # tokens before two texts may part at a near tie
 _PROBE = "probe.json"
+# Odds of a fault of conventions in an engine whose code for this family was read and does not have it: versions before
+# and after, forks and patches still do.
+DOCUMENTED_PRIOR = 0.05
+# Fault -> the convention that an engine of the row states where it deviates; None: the row would say so in no field.
+_CONVENTIONS: Mapping[str, str | None] = {
+    "norm-offset-missing": None, "norm-offset-added": None, "inputs-swapped": None, "pairs-off-by-one": None,
+    "wrong-hidden": "hidden",
+    "wrong-next-hidden": "next_hidden", "position0": "position0", "mtp-layers-permuted": "order",
+}  # fmt: skip
+# Causes with which the engine may have loaded something else than this head.
+_LOADING = ("head-unset", "nothing-accepted", "weights", "one-mtp-layer", "mtp-layers-permuted", "own-lm-head-lost")
 
 
 @dataclass(frozen=True)
@@ -144,23 +155,6 @@ def check_engine(engine: str, probe: EngineProbe, trunk: Trunk, output: TrunkOut
     blocks = token_logprobs(trunk, probe.reference_text, output)
     pairs = list(zip((value for block in blocks for value in block[0].tolist()), probe.logprobs, strict=True))
     return EngineCheck(engine, len(pairs), _mean_difference(pairs), max(abs(one - other) for one, other in pairs))
-
-
-# Odds of a fault of conventions in an engine whose code for this family was read and does not have it: versions before
-# and after, forks and patches still do.
-DOCUMENTED_PRIOR = 0.05
-
-
-# Fault -> the convention that an engine of the row states where it deviates; None: the row would say so in no field.
-_CONVENTIONS: Mapping[str, str | None] = {
-    "norm-offset-missing": None, "norm-offset-added": None, "inputs-swapped": None, "pairs-off-by-one": None,
-    "wrong-hidden": "hidden",
-    "wrong-next-hidden": "next_hidden", "position0": "position0", "mtp-layers-permuted": "order",
-}  # fmt: skip
-
-
-# Causes with which the engine may have loaded something else than this head.
-_LOADING = ("head-unset", "nothing-accepted", "weights", "one-mtp-layer", "mtp-layers-permuted", "own-lm-head-lost")
 
 
 def engine_priors(family: Family, engine: str) -> dict[str, float]:

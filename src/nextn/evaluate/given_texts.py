@@ -33,6 +33,8 @@ MAX_POSITIONS = 4096  # of one pass: texts are batched up to this number of padd
 _MAX_ROWS = 64  # positions whose distributions are in memory at once
 _MIN_AGREEMENT = 0.95  # of greedy texts: near ties differ between implementations
 _MAX_EXCESS, _MAX_ERRORS = 0.05, 4  # of sampled texts: nats per token, and standard errors
+CONTEXT_BANDS = (0, 2048, 8192, 32768, 131072)  # first tokens in the cache of each
+ThinkTokens = tuple[int, int]  # of the opening and of the closing tag
 
 
 @dataclass(frozen=True)
@@ -240,12 +242,6 @@ def token_logprobs(
         squares = (weighted * logprobs).nan_to_num(0)
         blocks.append((logprobs.gather(-1, target)[:, 0], weighted.sum(-1), squares.sum(-1)))
     return blocks
-
-
-CONTEXT_BANDS = (0, 2048, 8192, 32768, 131072)  # first tokens in the cache of each
-
-
-ThinkTokens = tuple[int, int]  # of the opening and of the closing tag
 
 
 def think_tokens(tokenizer: "PreTrainedTokenizerBase | None") -> ThinkTokens | None:

@@ -31,6 +31,7 @@ from nextn.settings import Contract
 
 HEAD_BITS = (16, 8, 4)
 MAX_LOSS = 0.01  # of the acceptance length
+TOKENS = 4096  # of the texts, by default
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,6 @@ def _round_head(rounding: Rounding, head: Head) -> None:
         return quantized.dequantize().to(weight.dtype)
 
     change_stored(head, rounded)
-
-
-TOKENS = 4096  # of the texts, by default
 
 
 @torch.inference_mode()

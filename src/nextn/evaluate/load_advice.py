@@ -15,7 +15,7 @@ from typing import Any
 from nextn.bounded_json import JsonLimits, count, parse_json
 from nextn.engines.answers import EngineRequest, unique_salt
 from nextn.engines.counters import Counters, sum_counters
-from nextn.engines.endpoint import Endpoint, iter_answers, read_counters
+from nextn.engines.endpoint import Endpoint, iter_answers, read_counters, settled_counters
 from nextn.engines.metrics_formats import without_first_tokens
 from nextn.errors import ConfigError, EngineError
 from nextn.stats.acceptance import expected_length
@@ -142,7 +142,7 @@ class LoadAdvice:
             "temperature": self.temperature,
             "definitions": DEFINITIONS,
             "acceptance": list(self.rates),
-            "verdict": self.summary,
+            "summary": self.summary,
             "schedule": self.schedule,
             "notes": self.notes,
             "settings": self.settings,
@@ -160,7 +160,7 @@ class LoadAdvice:
             "round_cost": point.round_cost,
             "expected": point.expected(self.rates),
             "best_num_speculative_tokens": point.best(self.rates),
-            "verdict": self.summary,
+            "summary": self.summary,
         }
 
 
@@ -248,7 +248,7 @@ def measure_loads(
             for server in (plain, engine) if turn % 2 == 0 else (engine, plain):
                 speeds[server].append(_tokens_per_s(server, asked, streams, temperature, max_tokens, seed))
                 on_pass()
-        gained = without_first_tokens(read_counters(engine).minus(before), repeats * len(asked))
+        gained = without_first_tokens(settled_counters(engine, before=before).minus(before), repeats * len(asked))
         counted.append(gained)
         ratios = [one / other for one, other in zip(speeds[engine], speeds[plain], strict=True)]
         without, with_mtp, speedup = map(Spread.of, (speeds[plain], speeds[engine], ratios))
@@ -262,11 +262,10 @@ def refuse_drafts(plain: Endpoint, prompt: str | tuple[int, ...]) -> None:
     """Ask one prompt. Raises ConfigError if the server that should be without MTP counts drafts for it."""
     try:
         before = read_counters(plain)
-        plain.answer(EngineRequest(prompt, 16, cache_salt=unique_salt()))
-        drafted = read_counters(plain).minus(before).has_drafts
     except EngineError:
         return  # A server without speculation has no counters of drafts.
-    if drafted:
+    plain.answer(EngineRequest(prompt, 16, cache_salt=unique_salt()))
+    if settled_counters(plain, before=before).minus(before).has_drafts:
         raise ConfigError(f"--against {plain.url}: this server drafts, too; start it without MTP")
 
 

@@ -270,7 +270,7 @@ class OffloadAdvice:
         temperatures = self.report.plan.temperatures
         return {
             "model": self.report.source,
-            "verdict": self.forecasts[0].summary,
+            "summary": self.forecasts[0].summary,
             "pays": self.forecasts[0].pays,
             "definitions": OFFLOAD_DEFINITIONS,
             "machine": None if self.report.machine is None else vars(self.report.machine),

@@ -240,7 +240,7 @@ class ProbeReport:
         """Return the JSON document, with null for nan."""
         return {
             "definitions": DEFINITIONS,
-            "verdict": self.summary,
+            "summary": self.summary,
             "outcome": self.outcome,
             "rule": self.rule,
             "agrees": self.agrees,

@@ -22,6 +22,7 @@ from nextn.losses.mtp_loss import Targets
 # Values of a row: the divergence, the overlap, whether argmax q = argmax p, the label's negative log-likelihood.
 VALUE, OVERLAP, NUM_VALUES = 0, 1, 4
 ETA = 3.0  # how fast the hybrid moves from KL to TV as the overlap grows (arXiv 2602.23881)
+_COLUMNS = 8  # products with an odd number of columns are slow
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,9 +244,6 @@ _DIVERGENCES: dict[str, Callable[[_Tile, bool], _Score]] = {
     "lk": _lk,
     "lk-hybrid": _lk_hybrid,
 }
-
-
-_COLUMNS = 8  # products with an odd number of columns are slow
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,6 +37,8 @@ IGNORABLE_ARGUMENTS = {
 IGNORABLE_ARGUMENTS |= {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 # Attention layers with additional convolutions -> transformers' name of their mask.
 _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
+# Frequencies that transformers and the engines compute from `rope_parameters` alone.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,6 @@ def _layer_of(layer_type: LayerType, max_rollback: int) -> AttentionLayer | Recu
         return _StatelessLayer()
     known = ", ".join((_FULL, _SLIDING, _INDEXED, _BLOCKWISE, *_COMPRESSED, *_HYBRID, *_RECURRENT))
     raise RollbackError(f"layers of type {layer_type.name!r} cannot be rolled back exactly; supported: {known}")
-
-
-# Frequencies that transformers and the engines compute from `rope_parameters` alone.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def head_config(

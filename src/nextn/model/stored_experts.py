@@ -30,6 +30,12 @@ Value = TypeVar("Value")
 
 # Stacked parameter -> the kinds of stored tensors that are concatenated in an expert's part of it.
 Layout = Mapping[str, tuple[str, ...]]
+_MAX_BYTES = 2**30  # of one layer's experts together; those of larger layers are loaded a few at a time
+STACKED = re.compile(r"(^|\.)experts\.\w+$")  # all experts in one parameter, in names of the model
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in stored names
+# Yields (first, end) of a few experts of a module at a time, while the module's parameters hold only these.
+# Closing the iterator restores them, and ends what reads ahead.
+ExpertGroups = Callable[[nn.Module], Generator[tuple[int, int], None, None]]
 
 
 def find_layout(stacked: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> Layout | None:
@@ -125,20 +131,6 @@ def _computed_ahead(
             yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-_MAX_BYTES = 2**30  # of one layer's experts together; those of larger layers are loaded a few at a time
-
-
-STACKED = re.compile(r"(^|\.)experts\.\w+$")  # all experts in one parameter, in names of the model
-
-
-EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in stored names
-
-
-# Yields (first, end) of a few experts of a module at a time, while the module's parameters hold only these.
-# Closing the iterator restores them, and ends what reads ahead.
-ExpertGroups = Callable[[nn.Module], Generator[tuple[int, int], None, None]]
 
 
 def separable_experts(layer: nn.Module, implementation: str | None) -> Any:

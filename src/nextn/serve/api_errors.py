@@ -16,6 +16,8 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _ANTHROPIC_PATH = "/v1/messages"
 _MAX_MESSAGE = 1000  # characters; messages may quote parts of the request
+_LOG = logging.getLogger(__name__)
+_NO_ROUTE = "there is no such route; chat and completions are at /v1/chat/completions and /v1/completions"
 
 
 @dataclass
@@ -62,12 +64,6 @@ def from_nextn_error(error: NextnError) -> ApiError:
     if isinstance(error, ConfigError):
         return ApiError(400, str(error), code="invalid_value")
     return internal_error()
-
-
-_LOG = logging.getLogger(__name__)
-
-
-_NO_ROUTE = "there is no such route; chat and completions are at /v1/chat/completions and /v1/completions"
 
 
 def add_error_handlers(app: FastAPI) -> None:

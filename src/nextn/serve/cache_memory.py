@@ -49,7 +49,7 @@ def reduced_context_note(backend: Backend, options: EngineOptions, length: int) 
     needed = _rows(options) * sequence / (1 - _prefix_share(backend)) / 1e9
     return (
         f"{options.cache_gb:g} GB of caches hold {options.max_num_seqs} sequences of {length} tokens, the model's "
-        f"context is {whole}: --cache-gb {math.ceil(10 * needed) / 10:g} holds it, or fewer --max-num-seqs"
+        f"context is {whole}: --cache-gb {math.ceil(100 * needed) / 100:g} holds it, or fewer --max-num-seqs"
     )
 
 

@@ -116,7 +116,7 @@ def advised_num_speculative_tokens(path: Path) -> int:
     path = path / ADVICE_FILE if path.is_dir() else path
     try:
         first = json.loads(path.read_text(encoding="utf-8"))["forecasts"][0]
-        best, advice = int(first["best_num_speculative_tokens"]), str(first["verdict"])
+        best, advice = int(first["best_num_speculative_tokens"]), str(first["summary"])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, IndexError) as error:

@@ -22,6 +22,8 @@ from nextn.speculative.coupled_sampling import sample_coupled
 from nextn.speculative.sampling import to_probs
 
 _LOG = logging.getLogger(__name__)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers with byte fallback
+_BROKEN = "\ufffd"
 
 
 class TokenSampler:
@@ -193,12 +195,6 @@ def verify_drafts(
         open_rows = [row for row in open_rows if row not in results]
         depth += 1
     return [results[row] for row in range(len(samplers))]
-
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers with byte fallback
-
-
-_BROKEN = "\ufffd"
 
 
 class TokenTexts:

@@ -13,6 +13,17 @@ from nextn.errors import ConfigError
 from nextn.serve.call_text import TextCursor, Tool
 
 Scan = Callable[[TextCursor, Mapping[str, Tool], bool], None]
+Message = dict[str, Any]
+_DESCRIPTION = """\
+You can call functions. Each line between <tools> and </tools> has one: its name and a JSON schema of its arguments.
+<tools>
+{tools}
+</tools>
+To call one, write its name and its arguments as JSON in this form:
+<tool_call>
+{{"name": "the name", "arguments": {{"parameter": "value"}}}}
+</tool_call>
+Its result follows between <tool_response> and </tool_response>. If no function helps, answer without a call."""
 
 
 @dataclass(frozen=True)
@@ -158,21 +169,6 @@ SYNTAXES = {
         ),
     )
 }  # fmt: skip
-
-
-Message = dict[str, Any]
-
-
-_DESCRIPTION = """\
-You can call functions. Each line between <tools> and </tools> has one: its name and a JSON schema of its arguments.
-<tools>
-{tools}
-</tools>
-To call one, write its name and its arguments as JSON in this form:
-<tool_call>
-{{"name": "the name", "arguments": {{"parameter": "value"}}}}
-</tool_call>
-Its result follows between <tool_response> and </tool_response>. If no function helps, answer without a call."""
 
 
 def with_tools(

@@ -15,6 +15,9 @@ MAX_MATCH = 32  # tokens before a place that are compared
 
 
 _MAX_PLACES = 8  # places that are compared, the latest first
+# Bins of the match's length: their lower edges, and the acceptance rates at first (bench/copies.py).
+_EDGES = (0, 3, 4, 6, 9, 17, 32)
+_PRIORS = (0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97)
 
 
 class CopyMatch(NamedTuple):
@@ -65,13 +68,6 @@ class CopyIndex:
         while length < most and tokens[place - 1 - length] == tokens[place + distance - 1 - length]:
             length += 1
         return length
-
-
-# Bins of the match's length: their lower edges, and the acceptance rates at first (bench/copies.py).
-_EDGES = (0, 3, 4, 6, 9, 17, 32)
-
-
-_PRIORS = (0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97)
 
 
 class CopyDrafts:

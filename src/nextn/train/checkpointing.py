@@ -38,6 +38,7 @@ _STATE, _MOMENTS = "trainer.json", "optimizer.safetensors"
 _NUM_KEPT = 2
 MAX_CHECKPOINTS = _NUM_KEPT + 1  # while the newest is written
 _INDEX, _SHARDS = "shards.json", "shards"
+_SAMPLES = 1024  # elements of each tensor, evenly spread
 
 
 class RunFolder:
@@ -307,9 +308,6 @@ def _write_shards(folder: Path, task: Task, moments: Mapping[str, Tensor], finis
 def _tensors(task: Task, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stored = {f"model.{name}": value for name, value in task.stored().items()}
     return stored | {f"moments.{name}": value for name, value in moments.items()}
-
-
-_SAMPLES = 1024  # elements of each tensor, evenly spread
 
 
 def fingerprint(module: nn.Module) -> str:

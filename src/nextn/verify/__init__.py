@@ -12,7 +12,7 @@ from nextn.engines.check_result import CheckResult, Outcome
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.evaluate.workload import Prompt
-from nextn.verify import counter_checks, format_checks, greedy_checks, sampling_checks
+from nextn.verify import context_checks, counter_checks, format_checks, greedy_checks, sampling_checks
 from nextn.verify.session import VerifySession, VerifySettings
 
 __all__ = ["CHECKS", "CheckResult", "Outcome", "VerifyReport", "VerifySession", "VerifySettings", "verify"]
@@ -26,8 +26,8 @@ CHECKS: dict[str, Callable[[VerifySession], CheckResult]] = {
     "stop-strings": format_checks.stop_strings,
     "streaming": greedy_checks.streaming,
     "concurrency": greedy_checks.concurrency,
-    "prefix-cache": counter_checks.prefix_cache,
-    "long-context": counter_checks.long_context,
+    "prefix-cache": context_checks.prefix_cache,
+    "long-context": context_checks.long_context,
     "json-schema": format_checks.json_schema,
     "tool-calls": format_checks.tool_calls,
     "sampled-distribution": sampling_checks.sampled_distribution,

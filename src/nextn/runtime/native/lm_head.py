@@ -24,6 +24,12 @@ from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.speculative.sampling import HeadOutput, Prediction
 
+FORMAT = RoundedFormat(4, 128)
+# Fewer rows are not worth a format of their own. An MTP layer has about 16 weights per square of the hidden size, so by
+# the second rule the lm_head is a third of what a draft step reads.
+_LEAST_ROWS, _LEAST_ROWS_PER_CHANNEL = 4096, 8
+_NUM_CANDIDATES = 2  # with exact logits; more bring no more acceptance (bench/log.md)
+
 
 def with_confidence(logits: Tensor, vocabulary: DraftVocabulary | None = None) -> list[Tensor]:
     """Return logits [n, V], their argmax [n] and its probability [n]. Only for use in a recording.
@@ -115,17 +121,6 @@ class LMHead:
     def _record(self, states: Tensor) -> Replay:
         run = lambda: with_confidence(self._logits(states), self._vocabulary)  # noqa: E731
         return Replay.of(self._runtime, TraceRecorder([states]), run, self._weights, self._scratch)
-
-
-FORMAT = RoundedFormat(4, 128)
-
-
-# Fewer rows are not worth a format of their own. An MTP layer has about 16 weights per square of the hidden size, so by
-# the second rule the lm_head is a third of what a draft step reads.
-_LEAST_ROWS, _LEAST_ROWS_PER_CHANNEL = 4096, 8
-
-
-_NUM_CANDIDATES = 2  # with exact logits; more bring no more acceptance (bench/log.md)
 
 
 def has_four_bits(head: Head, num_tokens: int | None = None) -> bool:
