@@ -247,7 +247,9 @@ def _show_comparison(compared: AcceptanceChange, *, quiet: bool) -> None:
             changed = 0.0 - drop.value  # not -0.0
             low, high = changed - drop.half_width, changed + drop.half_width
             change = f"{changed:+.1%} ({low:+.1%} to {high:+.1%})"
-            values = (f"{drop.before:.3f}", f"{drop.now:.3f}", change, f"{drop.ceiling:.3f}")
+            # Of later drafts it is on other positions: those where the head's own earlier drafts were accepted.
+            ceiling = f"{drop.ceiling:.3f}" if drop.figure in ("a_1", "AL") else ""
+            values = (f"{drop.before:.3f}", f"{drop.now:.3f}", change, ceiling)
             table.add_row(plain(drop.label), *values, "fell" if drop in compared.fallen else "")
         print_table(table)
         for temperature in set(compared.degenerate) - {drop.temperature for drop in compared.drops}:
