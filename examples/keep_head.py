@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 
 

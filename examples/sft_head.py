@@ -14,7 +14,7 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.data.byte_tokenizer import byte_tokenizer
 

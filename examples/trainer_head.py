@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 
 TINY = {

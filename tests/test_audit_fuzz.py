@@ -12,7 +12,7 @@ import pytest
 from artifacts import publish
 from quick import others_slow
 
-from nextn.audit import AuditReport, audit
+from nextn.audit_rules import AuditReport, audit
 from nextn.checkpoint import checkpoint
 from nextn.checkpoint.checkpoint import INDEX, _assemble
 from nextn.errors import NextnError

@@ -7,11 +7,11 @@ from artifacts import publish
 from quick import loop
 from typer.testing import CliRunner
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.cli import app
 from nextn.errors import FamilyError
-from nextn.families import by_config, rows, search, separate_rows
+from nextn.family_table import by_config, rows, search, separate_rows
 
 
 def run(*words):

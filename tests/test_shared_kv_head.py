@@ -14,7 +14,7 @@ from tiny import decode
 from transformers import AutoConfig, DynamicCache, Gemma4ForConditionalGeneration, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.cache.kv_cache import CACHE_ARGUMENT
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
@@ -26,7 +26,7 @@ from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.families import by_name, deviations
+from nextn.family_table import by_name, deviations
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.serve.request import GenerationRequest

@@ -11,8 +11,8 @@ from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import Prompt, read_prompts
-from nextn.verify import CHECKS, VerifySettings, verify
-from nextn.verify.format_checks import SCHEMA, misfit
+from nextn.verify_checks import CHECKS, VerifySettings, verify
+from nextn.verify_checks.format_checks import SCHEMA, misfit
 
 SMALL = VerifySettings(max_tokens=24, samples=64, sampled_prompts=2, sampled_tokens=6, context=600)
 PROMPTS = read_prompts()[::2]

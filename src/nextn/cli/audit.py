@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from nextn.audit import AuditReport, Finding
+    from nextn.audit_rules import AuditReport, Finding
 
 _GB = 1_000_000_000
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
@@ -88,10 +88,10 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _safetensors(model: str, hub: HubOptions, *, head: str | None, family: str | None, sample: bool) -> "AuditReport":
-    from nextn.audit import audit as run_audit
+    from nextn.audit_rules import audit as run_audit
     from nextn.checkpoint.head_inventory import Inventory
     from nextn.checkpoint.provenance import open_head, trunk_family
-    from nextn.families import by_name
+    from nextn.family_table import by_name
 
     row = by_name(family) if family else None
     checkpoint = hub.open(model)
@@ -103,13 +103,13 @@ def _safetensors(model: str, hub: HubOptions, *, head: str | None, family: str |
 
 
 def _gguf(path: Path) -> "AuditReport":
-    from nextn.audit.gguf import audit_gguf
+    from nextn.audit_rules.gguf import audit_gguf
 
     return audit_gguf(path)
 
 
 def _check_rules(rules: list[str]) -> list[str]:
-    from nextn.audit import IDS
+    from nextn.audit_rules import IDS
 
     for rule in rules:
         if rule not in IDS:

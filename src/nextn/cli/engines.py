@@ -66,8 +66,8 @@ def verify(
     """Check that a server's output is the same with MTP on and off: greedy, sampled, cached, JSON, tools, stops."""
     from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.workload import read_prompts
-    from nextn.verify import VerifyReport, VerifySettings
-    from nextn.verify import verify as run_checks
+    from nextn.verify_checks import VerifyReport, VerifySettings
+    from nextn.verify_checks import verify as run_checks
 
     settings = VerifySettings(
         max_tokens=max_tokens, tie_gap=tie_gap, samples=samples, concurrency=concurrency, context=context, seed=seed

@@ -12,7 +12,7 @@ from nextn.errors import FamilyError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from nextn.families import Family
+    from nextn.family_table import Family
 _FILES = "audit, restore, convert"
 
 
@@ -23,7 +23,7 @@ def families(
     as_json: AsJson = False,
 ) -> None:
     """List the published models whose MTP heads are known: layout, what works, and the engines that run them."""
-    from nextn.families import search as search_families
+    from nextn.family_table import search as search_families
 
     words = " ".join(search or [])
     found, without = search_families(words)
@@ -63,7 +63,7 @@ def _record(row: "Family") -> dict[str, object]:
 def _table(found: "Sequence[Family]") -> "Table":
     from rich.table import Table
 
-    from nextn.audit.findings import engines
+    from nextn.audit_rules.findings import engines
 
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("family", "models", "layout", "works", "engines that run it"):

@@ -22,7 +22,7 @@ from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import Family, by_config
+from nextn.family_table import Family, by_config
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head

@@ -10,14 +10,25 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from nextn.audit import engines, files, precision, pruned, query_heads, separate, shapes, structure, unchecked, values
-from nextn.audit.findings import SEVERITIES, Finding, Severity
-from nextn.audit.tensor_values import WholeValues, is_local
+from nextn.audit_rules import (
+    engines,
+    files,
+    precision,
+    pruned,
+    query_heads,
+    separate,
+    shapes,
+    structure,
+    unchecked,
+    values,
+)
+from nextn.audit_rules.findings import SEVERITIES, Finding, Severity
+from nextn.audit_rules.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.foreign_names import with_plain_names
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import FamilyError
-from nextn.families import Family, by_config, generic, rows
+from nextn.family_table import Family, by_config, generic, rows
 
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit"]
 

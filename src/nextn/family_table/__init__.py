@@ -10,9 +10,9 @@ from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
-from nextn.families.config_fields import lookup, lookup_count
-from nextn.families.conventions import ENGINES, FACTS, EngineSupport, Fp8, Missing, Stage, Support
-from nextn.families.rows import (
+from nextn.family_table.config_fields import lookup, lookup_count
+from nextn.family_table.conventions import ENGINES, FACTS, EngineSupport, Fp8, Missing, Stage, Support
+from nextn.family_table.rows import (
     FAMILIES,
     GEMMA4_ASSISTANT,
     GENERIC,
@@ -22,8 +22,8 @@ from nextn.families.rows import (
     READS_FUSED,
     STEP35_DRAFT,
 )
-from nextn.families.spec import MAX_COUNT, ExpertForm, Family
-from nextn.families.withheld import WITHHELD, Withheld, declared_fields, withheld
+from nextn.family_table.spec import MAX_COUNT, ExpertForm, Family
+from nextn.family_table.withheld import WITHHELD, Withheld, declared_fields, withheld
 from nextn.text_format import docs_page
 
 __all__ = [

@@ -12,8 +12,8 @@ from nextn.engines.check_result import CheckResult, Outcome
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.evaluate.workload import Prompt
-from nextn.verify import context_checks, counter_checks, format_checks, greedy_checks, sampling_checks
-from nextn.verify.session import VerifySession, VerifySettings
+from nextn.verify_checks import context_checks, counter_checks, format_checks, greedy_checks, sampling_checks
+from nextn.verify_checks.session import VerifySession, VerifySettings
 
 __all__ = ["CHECKS", "CheckResult", "Outcome", "VerifyReport", "VerifySession", "VerifySettings", "verify"]
 
