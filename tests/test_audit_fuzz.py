@@ -234,7 +234,7 @@ def test_strangers(batch, originals):
         assert time.process_time() - started < SLOWEST, f"case {number}"
         if isinstance(report, AuditReport):
             outcomes["clean" if report.clean else "findings"] += 1
-            json.dumps(report.as_record())
+            json.dumps(report.to_dict())
         else:
             outcomes["error"] += 1
             assert len(str(report)) < 2000, f"case {number}"

@@ -1,8 +1,8 @@
-"""What the audit rules share: the `Finding` they return, engine names, the commands they propose, and `same`."""
+"""What an audit returns, and what its rules share: engine names, the commands they propose, and `same`."""
 
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -16,19 +16,82 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "transformers": "transformers"}
 ROLES = {"embedding": "embedding", "output": "lm_head"}
 
+HEAD_REQUIRED = "head-required"
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 8  # what `same` reads of each tensor
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of one rule; the field names are keys of `nextn audit --json`."""
+    """One result of one rule; the field names are keys of `nextn audit --json`.
 
-    rule: str  # id, such as `head-absent`
+    Attributes:
+        rule: Id, such as `head-absent`.
+        severity: `error`: the head will not work in at least one engine; `warning`: it may not; `note`: no fault.
+        place: The file, tensor or config field concerned.
+        found: A sentence: what is wrong.
+        valid: A sentence: what would be valid.
+        fix: One command and nothing else, or sentences with commands in backticks.
+    """
+
+    rule: str
     severity: Severity
-    place: str  # the file, tensor or config field concerned
-    found: str  # a sentence: what is wrong
-    valid: str  # a sentence: what would be valid
-    fix: str  # one command and nothing else, or sentences with commands in backticks
+    place: str
+    found: str
+    valid: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The result of an audit.
+
+    Attributes:
+        path: The checkpoint: folder, file or hub id.
+        family: Name of the family by which it was audited; the model_type of a model without one.
+        declared: Number of MTP layers that the config declares.
+        modules: Indices of the MTP layers that are stored.
+        findings: Worst first.
+        values_read: How much of the head's values was read: `all` float tensors of a local head, else `samples`;
+            `none` without a head.
+        bytes_read: Bytes of the values, where all were read.
+        unchecked: Sentences about what no rule looked at.
+        title: Published models of the family, in words.
+        seconds: Wall time of the audit.
+    """
+
+    path: str
+    family: str
+    declared: int
+    modules: tuple[int, ...]
+    findings: tuple[Finding, ...] = field(default=())
+    values_read: Literal["all", "samples", "none"] = "none"
+    bytes_read: int = 0
+    unchecked: tuple[str, ...] = ()
+    title: str = ""
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def clean(self) -> bool:
+        """Whether there is nothing to fix; notes are allowed."""
+        return all(finding.severity == "note" for finding in self.findings)
+
+    def without(self, rules: Collection[str]) -> "AuditReport":
+        """Return the report without the findings of these rules."""
+        return replace(self, findings=tuple(finding for finding in self.findings if finding.rule not in rules))
+
+    def requiring_head(self) -> "AuditReport":
+        """Return the report with an error if the checkpoint neither declares nor stores a head."""
+        if self.declared or self.modules or any(finding.rule == HEAD_REQUIRED for finding in self.findings):
+            return self
+        missing = Finding(
+            HEAD_REQUIRED, "error", self.path, "No MTP head is declared, and none is stored.", "A head.",
+            f"nextn restore {shlex.quote(self.path)} --from BASE",
+        )  # fmt: skip
+        return replace(self, findings=(missing, *self.findings))
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON of `nextn audit --json`."""
+        return asdict(self) | {"clean": self.clean}
 
 
 def engines(names: Iterable[str]) -> str:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nextn.audit_rules import AuditReport
-from nextn.audit_rules.findings import SEVERITIES, Finding, Severity
+from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity
 from nextn.audit_rules.norm_weights import NormValues, Values, shifts
 from nextn.audit_rules.structure import no_head
 from nextn.audit_rules.values import nonfinite_or_garbage, norm_shift_finding, zero_or_constant

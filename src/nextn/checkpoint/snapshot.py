@@ -23,7 +23,7 @@ from weakref import finalize
 import huggingface_hub as hub
 from huggingface_hub import is_offline_mode
 
-from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, shipped_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.remote import ADVICE, ByteSource, LocalFile, RemoteFile
 from nextn.checkpoint.safetensors_file import TensorInfo, write_json
@@ -120,7 +120,7 @@ def small_files(
 
     Raises CheckpointError if there is none.
     """
-    if Path(source).exists():
+    if Path(shipped_path(source)).exists():
         return folder_of(Checkpoint.open(source))
     return _download(source, _OTHER_FILES, revision=revision, cache_dir=cache_dir, offline=offline)
 

@@ -1,6 +1,6 @@
 """`Family`: the conventions by which published models store and compute their MTP head. Imports no torch.
 
-Where an engine deviates from a family's row, its entry says so, see `families.disagreements`. Tensor names
+Where an engine deviates from a family's row, its entry says so, see `family_table.disagreements`. Tensor names
 are one table, read in both directions by `Family.published` and `Family.canonical`. The rows are in `rows`.
 """
 
