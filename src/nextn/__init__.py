@@ -6,12 +6,16 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Acceptance": "stats.acceptance",
+    "AuditReport": "audit_rules.findings",
+    "CheckResult": "engines.check_result",
     "CotrainLoss": "train.cotrain",
     "DetachedTrunk": "train.cotrain",
+    "Finding": "audit_rules.findings",
     "Head": "model.head",
     "HeadSettings": "train.cotrain",
     "JointTask": "train.joint_task",
     "KeepHead": "edit.save_hook",
+    "KnownFamilies": "family_table.search",
     "Model": "model.model",
     "NextnError": "errors",
     "Result": "decoding.generate",
@@ -21,6 +25,8 @@ _HOME = {
     "Targets": "losses.mtp_loss",
     "TrainConfig": "train.config",
     "Trainer": "train.loop",
+    "VerifyReport": "verify_checks",
+    "VerifySettings": "verify_checks.session",
     "audit": "audit_rules",
     "convert": "edit.convert",
     "eos_tokens": "decoding.generate",
@@ -39,6 +45,7 @@ _HOME = {
     "targets_of": "train.cotrain",
     "trace": "decoding.trace",
     "train_head": "train.trainer_hook",
+    "verify": "verify_checks",
 }
 __all__ = sorted(_HOME)
 
