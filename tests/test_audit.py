@@ -10,16 +10,16 @@ from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, values
 from quick import families
 from typer.main import get_command
 
-from nextn.audit import IDS, audit
-from nextn.audit.separate import IDS as SEPARATE
-from nextn.audit.values import IDS as VALUES
+from nextn.audit_rules import IDS, audit
+from nextn.audit_rules.separate import IDS as SEPARATE
+from nextn.audit_rules.values import IDS as VALUES
 from nextn.checkpoint.checkpoint import INDEX, Checkpoint
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.cli import app
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import by_name, rows
+from nextn.family_table import by_name, rows
 
 
 def findings(folder, rule=None):

@@ -40,7 +40,7 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.settings import Contract
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]

@@ -23,7 +23,7 @@ from nextn.cli.common import (
 )
 from nextn.cli.screen import console, echo, figures_table, plain, print_json, print_table, progress_bars, shortened
 from nextn.errors import ConfigError
-from nextn.families.spec import ExpertForm
+from nextn.family_table.spec import ExpertForm
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint

@@ -35,7 +35,7 @@ from nextn.edit.plan import (
 )
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import ExpertForm, Family, by_name, rows
+from nextn.family_table import ExpertForm, Family, by_name, rows
 from nextn.text_format import some
 
 Form = Literal["shards", "side-file", "single-file"]

@@ -12,19 +12,33 @@ Outcome = Literal["passed", "failed", "inconclusive"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check."""
+    """The result of one check.
 
-    name: str  # of the check, or the id of a clause
+    Attributes:
+        name: Of the check, or the id of a clause of the contract.
+        outcome: `passed`, `failed` or `inconclusive`.
+        evidence: What was observed.
+        advice: What to do; empty for nothing.
+        figures: Numbers by name, for JSON.
+        title: Of a clause.
+        expected: Counts or texts, where they differ from those seen.
+        seen: Counts or texts of the engine.
+        fault: The fault that explains what was seen.
+        issues: Public threads where the fault occurred.
+        requirement: What the contract demands, where it is broken.
+    """
+
+    name: str
     outcome: Outcome
-    evidence: str  # what was observed
-    advice: str = ""  # what to do; "" for nothing
-    figures: dict[str, object] = field(default_factory=dict)  # for JSON
-    title: str = ""  # of a clause
-    expected: str = ""  # counts or texts, where they differ from those seen
+    evidence: str
+    advice: str = ""
+    figures: dict[str, object] = field(default_factory=dict)
+    title: str = ""
+    expected: str = ""
     seen: str = ""
-    fault: str = ""  # the fault that explains what was seen
-    issues: tuple[str, ...] = ()  # public threads where the fault occurred
-    requirement: str = ""  # what the contract demands, where it is broken
+    fault: str = ""
+    issues: tuple[str, ...] = ()
+    requirement: str = ""
 
     @property
     def details(self) -> list[tuple[str, str]]:

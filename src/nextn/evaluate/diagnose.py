@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from nextn import __version__
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, engine_priors, next_checks

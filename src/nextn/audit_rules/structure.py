@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from nextn.audit.findings import Finding, convert, restore, verb
-from nextn.audit.layer_reference import LayerReference
+from nextn.audit_rules.findings import Finding, convert, restore, verb
+from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import foreign
@@ -19,7 +19,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
 from nextn.edit.convert import find_head
 from nextn.errors import CheckpointError
-from nextn.families import ExpertForm, Family, beside, declared_fields, rows, withheld
+from nextn.family_table import ExpertForm, Family, beside, declared_fields, rows, withheld
 from nextn.text_format import counted, joined, some
 
 IDS = (

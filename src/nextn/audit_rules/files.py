@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from nextn.audit.findings import Finding, Severity, restore, same, verb
+from nextn.audit_rules.findings import Finding, Severity, restore, same, verb
 from nextn.checkpoint.checkpoint import INDEX, SINGLE, Problem
 from nextn.checkpoint.file_index import FileIndex, file_index
 from nextn.checkpoint.head_inventory import Inventory

@@ -6,15 +6,15 @@ families with a block of their own, nothing is reported.
 
 from collections.abc import Iterator, Mapping
 
-from nextn.audit.findings import Finding, Severity, restore
-from nextn.audit.layer_reference import LayerReference
+from nextn.audit_rules.findings import Finding, Severity, restore
+from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.packed_layout import with_whole_weights
 from nextn.checkpoint.quantization import unpacked
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
-from nextn.families import lookup_count
+from nextn.family_table import lookup_count
 from nextn.text_format import counted, joined, some
 
 IDS = ("shape", "vocabulary")

@@ -9,7 +9,7 @@ from nextn.engines.check_result import CheckResult
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint, counters_in_answers, read_counters
 from nextn.errors import EngineError
-from nextn.verify.session import VerifySession
+from nextn.verify_checks.session import VerifySession
 
 _EXACT = 1e-3  # nats: the same number printed twice
 _LOGPROBS = (
