@@ -7,6 +7,7 @@ from typing import Literal
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.text_format import joined
 
 # error: the head will not work in at least one engine. warning: it may not. note: worth knowing, not a fault.
@@ -128,12 +129,13 @@ def _path(inventory: Inventory) -> str:
     return shlex.quote(inventory.checkpoint.path)
 
 
-def same(checkpoint: Checkpoint, a: str, b: str) -> bool:
+def same(checkpoint: Checkpoint, a: str | TensorInfo, b: str | TensorInfo) -> bool:
     """Compare two tensors by dtype, shape and 8 blocks of 4 KiB spread evenly from the first to the last byte.
 
-    Tensors of up to 32 KiB are compared completely; in larger ones a difference between the blocks goes unnoticed.
+    Tensors are given by name, or as a file has them. Those of up to 32 KiB are compared completely; in larger ones a
+    difference between the blocks goes unnoticed.
     """
-    infos = checkpoint.info(a), checkpoint.info(b)
+    infos = [each if isinstance(each, TensorInfo) else checkpoint.info(each) for each in (a, b)]
     if infos[0].form != infos[1].form:
         return False
     offsets = _offsets(infos[0].nbytes)

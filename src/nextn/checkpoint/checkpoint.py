@@ -288,7 +288,7 @@ def _weight_map(source: ByteSource) -> dict[str, str]:
     weight_map = _load_json(source, INDEX_LIMITS).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{source}: weight_map is {brief(weight_map)}, it must map tensor names to file names.")
-    return weight_map
+    return {name: file.removeprefix("./") for name, file in weight_map.items()}
 
 
 def _reconcile(
