@@ -504,7 +504,7 @@ class Late:
         names = {"drafts": rounds, "draft_tokens": 2 * rounds, "accepted_tokens": rounds}
         return "".join(f"vllm:spec_decode_num_{name}_total {value}\n" for name, value in names.items())
 
-    def answer(self, ask, *, chat):
+    def answer(self, ask):
         self.asked.append(ask)
         self.read = 0
         return self.given
@@ -513,7 +513,7 @@ class Late:
 @pytest.mark.parametrize(("late", "rises"), [(0, 4), (5, 4), (0, 0)])
 def test_counters_that_are_late(monkeypatch, late, rises):
     """Two equal readings are none yet while they are those from before the answer; an engine may never draft."""
-    monkeypatch.setattr("nextn.engines.endpoint._POLL_S", 0)
+    monkeypatch.setattr("nextn.engines.ask._POLL_S", 0)
     found = run_greedy(Late(EngineAnswer("ab", "length"), late=late, rises=rises), small())
     assert [(places, each.num_drafts) for places, each in found.counts] == [((0,), rises), ((1,), rises)]
 
@@ -529,7 +529,8 @@ def test_an_engine_that_returns_text_alone():
     assert found.texts == ((0xC3, 0xA9),) * 2
     assert [each.accepted for _, each in found.counts] == [3, 3]
     assert found.no_counts_reason == "no metrics here"
-    assert len({each.cache_salt for each in endpoint.asked}) == len(ticks) == 4
+    bodies = [each.body("x", chat=False, extra_fields=True) for each in endpoint.asked]
+    assert len({body["cache_salt"] for body in bodies}) == len(ticks) == 4
 
 
 def test_answers_of_a_file(tmp_path):

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from nextn.cli import app
 from nextn.cli.diagnose import _show_diagnosis
+from nextn.engines.ask import read_counters
 from nextn.engines.client import Budget
 from nextn.engines.counters import Counters
-from nextn.engines.endpoint import Endpoint, read_counters
+from nextn.engines.endpoint import Endpoint
 from nextn.errors import NextnError
 from nextn.evaluate import given_texts, offloading
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase

@@ -464,9 +464,9 @@ class Counting:
         self.answers, self.readings, self.asked, self.lock = answers, list(readings), [], Lock()
 
     def metrics(self):
-        return self.readings.pop(0)
+        return self.readings[bool(self.asked)]
 
-    def answer(self, request, *, chat=None):
+    def answer(self, request):
         with self.lock:
             self.asked.append(request)
         found = self.answers[request.prompt[0]]
@@ -478,7 +478,7 @@ class Counting:
 @pytest.fixture
 def asked(monkeypatch):
     """Ask prompts of one token each -> (observation, endpoint, number of answer callbacks)."""
-    monkeypatch.setattr("nextn.engines.endpoint.from_metrics", lambda text, model: text)
+    monkeypatch.setattr("nextn.engines.ask.from_metrics", lambda text, model: text)
 
     def run(answers, after, *, temperature=0.0, seed=3):
         endpoint, calls = (
@@ -509,7 +509,7 @@ def test_each_prompt_has_a_seed_and_a_cache_of_its_own(asked):
         assert [each.text for each in seen.answers] == [str(place) for place in range(11)]
         assert num_calls == 11
         assert sorted(ask.seed for ask in endpoint.asked) == list(range(seed, seed + 11))
-        salts += [request.cache_salt for request in endpoint.asked]
+        salts += [each.body("x", chat=False, extra_fields=True)["cache_salt"] for each in endpoint.asked]
     assert len(set(salts)) == len(salts)
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest, unique_salt
+from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest
+from nextn.engines.ask import ask_counted, read_counters
 from nextn.engines.client import Budget
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import Counters
-from nextn.engines.endpoint import Endpoint, answer_all, fetch_metrics, read_counters
-from nextn.engines.metrics_formats import from_metrics, without_first_tokens
+from nextn.engines.endpoint import Endpoint, fetch_metrics
+from nextn.engines.metrics_formats import from_metrics
 from nextn.errors import CheckpointError, ConfigError, EngineError
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import prompt_tokens
@@ -165,15 +166,14 @@ def ask_prompts(
 
     Raises EngineError if the engine counts no drafts, its counters were reset meanwhile, or it refuses a prompt.
     """
-    # The salts keep this run from using what an earlier one left in the prefix cache.
     requests = [
-        EngineRequest(prompts[place], max_tokens, temperature, seed=seed + place, cache_salt=unique_salt())
-        for place in indices
+        EngineRequest(prompts[place], max_tokens, temperature, seed=seed + place, use_cache=False) for place in indices
     ]
-    before = read_counters(endpoint)
-    answers = answer_all(endpoint, requests, concurrency=_CONCURRENCY, on_answer=on_answer)
-    gained = without_first_tokens(read_counters(endpoint).minus(before), len(indices))
-    return EngineObservation(temperature, gained, tuple(indices), tuple(answers), _is_exclusive(gained, answers))
+    found = ask_counted(endpoint, requests, concurrency=_CONCURRENCY, required=True, on_answer=on_answer)
+    if found.counters is None:
+        raise EngineError(found.no_counters)
+    is_exclusive = _is_exclusive(found.counters, found.answers)
+    return EngineObservation(temperature, found.counters, tuple(indices), found.answers, is_exclusive)
 
 
 def _is_exclusive(counters: Counters, answers: Sequence[EngineAnswer]) -> bool:

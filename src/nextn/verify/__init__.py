@@ -99,7 +99,6 @@ def verify(
         raise ConfigError(f"--against {against.url} is the endpoint under test; give the one without MTP")
     session = VerifySession(target, against, prompts, settings)
     exhausted: BudgetError | None = None
-    counter_checks.add_readings(session)
     for name in names or CHECKS:
         on_check(name)
         try:
@@ -113,7 +112,8 @@ def verify(
             yield CheckResult(name, "inconclusive", f"not finished: {exhausted}")
         except EngineError as error:
             yield _engine_error(name, error)
-        counter_checks.add_readings(session)
+        for span in session.counters.values():
+            span.read()
 
 
 def _engine_error(name: str, error: EngineError) -> CheckResult:
