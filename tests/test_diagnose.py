@@ -81,8 +81,8 @@ def test_injected_faults_are_named(diagnosed):
         assert found.named == (fault,)
         assert not found.is_fine
         assert found.summary.startswith(fault)
-        assert found.suspects[0].issues
-        assert found.suspects[0].advice
+        assert found.checks[0].issues
+        assert found.checks[0].advice
     assert "pairs-off-by-one" in {
         *diagnosed["pairs-off-by-one"].named,
         *diagnosed["pairs-off-by-one"].indistinguishable,
@@ -93,7 +93,7 @@ def test_a_right_engine_is_fine(diagnosed):
     found = diagnosed[""]
     assert found.named == (FINE,)
     assert found.is_fine
-    assert found.suspects == []
+    assert found.checks == []
     assert "head-quantized" in found.undetectable
     assert "wrong-hidden" not in found.undetectable
     assert any("would not show" in note for note in found.notes)
@@ -161,7 +161,7 @@ def test_low_on_long_prompts_alone(trained):
         PLAN,
     )
     assert found.named == ("context-length",)
-    assert found.suspects[0].issues
+    assert found.checks[0].issues
     right = diagnose(
         trained["glm"],
         PROMPTS,
@@ -355,10 +355,14 @@ def test_the_headline_has_the_odds_against_the_next_cause():
     found = Diagnosis("x", None, (seen,))
     assert found.named == ("head-unset",)
     assert found.summary.endswith("if the engine is greedy")
-    assert ["sha256sum" in found.checks[0], "loader" in found.checks[1], "--drive" in found.checks[-1]] == [True] * 3
+    assert [
+        "sha256sum" in found.next_checks[0],
+        "loader" in found.next_checks[1],
+        "--drive" in found.next_checks[-1],
+    ] == [True] * 3
     prior = replace(found, priors={"head-unset": 1e-90})
     assert prior.causes[0].name != "head-unset"
-    assert Diagnosis("x", None, (case((700, 350), GOOD),)).checks == []
+    assert Diagnosis("x", None, (case((700, 350), GOOD),)).next_checks == []
 
 
 def test_causes_that_the_counts_tell_apart_are_not_listed_as_like():

@@ -1,9 +1,9 @@
 """Commands that check other engines: `nextn verify` tests live endpoints, `nextn canary build|check` conformance.
 
-Exit codes: 0 passed or no clause broken, 1 findings, 2 usage error.
+Exit codes: 0 nothing failed, 1 findings, 2 usage error.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,26 +12,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextn.cli.check_report import show_report
 from nextn.cli.common import K_NAMES, AsJson, Device, Prompts, RecordFile, RequestLimits, expanded, first_turns
-from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars, shown
+from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from nextn.conformance.engine_run import ConformanceRun, SampledRun
     from nextn.conformance.record import Canary
-    from nextn.engines.check_result import CheckReport, CheckResult
+    from nextn.engines.check_result import CheckResult
     from nextn.engines.client import Budget
 
-_STYLES = {"passed": "bold green", "failed": "bold red", "inconclusive": "yellow"}
 canary_app = typer.Typer(
     no_args_is_help=True, help="A tiny trained checkpoint, and the counters that an engine must show when serving it."
 )
 
 _EPILOG = f"Documentation: {docs_page('reference/contract')}"
-_CLAUSE_WORDS = {"passed": "held", "failed": "broken"}
 
 
 @expanded()
@@ -90,7 +87,7 @@ def verify(
     if as_json:
         print_json(report.as_record())
     else:
-        _show(report)
+        show_report(report)
     has_findings = report.failed or (strict and report.has_inconclusive)
     raise typer.Exit(1 if has_findings else 0 if is_complete else 130)
 
@@ -110,34 +107,6 @@ def _progress(budget: "Budget", *, quiet: bool) -> Iterator[Callable[[str], None
     with Progress(*columns, console=screen, disable=quiet or not screen.is_terminal, transient=True) as bar:
         task = bar.add_task("verify", total=None)
         yield lambda name: bar.update(task, description=name)
-
-
-def _show(report: "CheckReport", *, words: Mapping[str, str] | None = None) -> None:
-    """Print a line for each check and one for the report; `words` replaces the names of outcomes."""
-    screen = console()
-    if report.checks:
-        screen.print(_table(report.checks, words or {}))
-    text = plain("findings" if report.failed else "no findings", style=_STYLES["failed" if report.failed else "passed"])
-    screen.print(text.append(f"  {shown(report.headline)}", style="default"))
-
-
-def _table(checks: Sequence["CheckResult"], words: Mapping[str, str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    has_titles = any(check.title for check in checks)
-    for _ in range(3 if has_titles else 2):
-        table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for check in checks:
-        evidence = plain(shown(check.evidence))
-        width = max((len(label) for label, _ in check.details), default=0)
-        for label, line in check.details:
-            evidence.append(f"\n{label:<{width}}  {shown(line)}", style="cyan" if label == "to do" else "default")
-        title = [plain(check.title)] if has_titles else []
-        outcome = plain(words.get(check.outcome, check.outcome), style=_STYLES[check.outcome])
-        table.add_row(outcome, plain(check.name), *title, evidence)
-    return table
 
 
 @canary_app.command(epilog=_EPILOG)
@@ -211,7 +180,7 @@ def check(
     if as_json:
         print_json(report.as_record())
     else:
-        _show(report, words=_CLAUSE_WORDS)
+        show_report(report)
     raise typer.Exit(1 if report.failed else 0)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from nextn.engines.check_result import CheckResult, Outcome
+from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.evaluate.workload import Prompt
@@ -37,26 +37,26 @@ CHECKS: dict[str, Callable[[VerifySession], CheckResult]] = {
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(CheckReport):
     """The results of a run."""
 
     url: str
     model: str
     against: str | None  # address of the endpoint without MTP
-    checks: tuple[CheckResult, ...]
+    results: tuple[CheckResult, ...]
     requests: int  # sent to all endpoints
     is_complete: bool  # False if the run was interrupted
 
     @property
-    def failed(self) -> bool:
-        return any(check.outcome == "failed" for check in self.checks)
+    def checks(self) -> tuple[CheckResult, ...]:
+        return self.results
 
     @property
     def has_inconclusive(self) -> bool:
         return any(check.outcome == "inconclusive" for check in self.checks)
 
     @property
-    def headline(self) -> str:
+    def summary(self) -> str:
         counts = Counter(check.outcome for check in self.checks)
         total = ", ".join(f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
         against = f" against {self.against}" if self.against else ""
@@ -65,9 +65,8 @@ class VerifyReport:
         return f"{where}  {total or 'nothing checked'}  {self.requests} requests{stopped}"
 
     def as_record(self) -> dict[str, object]:
-        record = {name: getattr(self, name) for name in ("url", "model", "against")}
-        record |= {"checks": [check.as_record() for check in self.checks], "requests": self.requests}
-        return record | {"whole": self.is_complete, "failed": self.failed}
+        about = {"url": self.url, "model": self.model, "against": self.against}
+        return about | super().as_record() | {"requests": self.requests, "complete": self.is_complete}
 
 
 def verify(

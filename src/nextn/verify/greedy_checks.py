@@ -163,9 +163,7 @@ class Difference:
 
     def as_record(self) -> dict[str, object]:
         """Return the JSON form."""
-        return {
-            "prompt": self.prompt, "place": self.position, "one": self.one, "other": self.other, "gap": self.gap,
-        }  # fmt: skip
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
