@@ -12,6 +12,7 @@ from functools import cached_property
 from nextn.conformance.acceptance_rule import check_acceptance_rule
 from nextn.conformance.engine_run import ConformanceRun, SampledRun
 from nextn.conformance.record import CLAUSES, Canary, Clause, Range, RecordedReading, clause_of
+from nextn.engines.answers import common_prefix
 from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
@@ -279,8 +280,7 @@ def _difference(canary: Canary, index: int, text: Sequence[int]) -> TextDifferen
     expected = prompt.tokens[: canary.max_tokens]
     if tuple(text) == expected:
         return None
-    pairs = zip(expected, text, strict=False)
-    position = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(text)))
+    position = common_prefix(expected, text)
     is_near_tie = position < len(text) and position < len(expected) and prompt.gaps[position] <= canary.tie
     return TextDifference(index, min(position, len(expected) - 1), is_near_tie)
 

@@ -6,7 +6,7 @@ llama.cpp's completions: the shape of chat, with token ids.
 
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nextn.bounded_json import loads, logprob, optional_count, short_repr, string, token_id
@@ -137,6 +137,12 @@ class EngineAnswer:
     def names(self) -> tuple[str | int, ...]:
         """What can be compared: token ids or texts; without either, the characters of the text."""
         return tuple(token.name for token in self.tokens) or tuple(self.text)
+
+
+def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many tokens or characters two texts have in common before the first difference."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((position for position, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def parse_answer(document: Mapping[str, object], url: str) -> EngineAnswer:
