@@ -146,6 +146,7 @@ class Unseeded(ServedModel):
         return super().decode(prompt, body | {"seed": len(self.requests)}, **options)
 
 
+@pytest.mark.slow
 def test_interrupted_streaming_resumes_with_the_same_answers(serve, prompts, trained, tmp_path, monkeypatch):
     """Also sampled ones: nothing is asked twice, so that the states are of the texts; the next run asks anew."""
     url, served = serve(kind=Unseeded, model=trained["glm"]), []

@@ -152,7 +152,8 @@ def test_the_native_backend_decodes_with_the_codes(kind, tmp_path):
 
 
 # The kernels of each kind alone: test_vectors.py.
-@pytest.mark.parametrize("kind", others_slow([*K_QUANTS, "mixed"], "mixed"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*K_QUANTS, "mixed"])
 def test_the_native_backend_decodes_with_superblocks(kind, tmp_path, monkeypatch):
     """As torch does with activations that are rounded in the same way, whose errors random minima make large.
 

@@ -81,7 +81,7 @@ REFUSED = {
     ),
     "an activation": ("gemma3", ["--export", "vllm"], "cannot have a head in MiMo's layout"),
     "a trunk without a graph": ("gemma3", ["--export", "llama.cpp"], "step35 layout cannot hold this trunk"),
-    "a revision": ("org/model", ["--export", "vllm", "--revision", "abc"], "--export with --revision abc: download"),
+    "a revision": ("org/model@abc", ["--export", "vllm"], "--export with --from org/model@abc: download"),
 }  # fmt: skip
 
 

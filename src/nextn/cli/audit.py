@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, HubOptions, expanded, shipped_option, shipped_path
+from nextn.cli.common import AsJson, expanded, open_checkpoint, shipped_option, shipped_path
 from nextn.cli.screen import console, plain, print_json, print_unwrapped, shortened, shown
 from nextn.errors import ConfigError
 
@@ -38,7 +38,6 @@ def audit(
         str | None,
         typer.Option(help="Audit the head of this checkpoint, beside MODEL as its trunk.", callback=shipped_option),
     ] = None,
-    hub: HubOptions,
     family: Annotated[str | None, typer.Option(help="Family to audit by, instead of the config's model_type.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Rule to skip; repeatable.")] = None,
     sample: Annotated[
@@ -59,7 +58,7 @@ def audit(
                 raise ConfigError(f"--head beside {model}: a trunk in GGUF; give its safetensors checkpoint")
             report = _gguf(Path(model))
         else:
-            report = _safetensors(model, hub, head=head, family=family, sample=sample)
+            report = _safetensors(model, head=head, family=family, sample=sample)
     report = (report.requiring_head() if require_head else report).without(ignored)
     seconds = time.perf_counter() - started
     if as_json:
@@ -87,18 +86,18 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _safetensors(model: str, hub: HubOptions, *, head: str | None, family: str | None, sample: bool) -> "AuditReport":
+def _safetensors(model: str, *, head: str | None, family: str | None, sample: bool) -> "AuditReport":
     from nextn.audit import audit as run_audit
     from nextn.checkpoint.head_inventory import Inventory
     from nextn.checkpoint.provenance import open_head, trunk_family
     from nextn.families import by_name
 
     row = by_name(family) if family else None
-    checkpoint = hub.open(model)
+    checkpoint = open_checkpoint(model)
     if head is None:
         return run_audit(checkpoint, family=row, sample=sample)
     trunk = Inventory.of(checkpoint, family=row or trunk_family(checkpoint))
-    beside = open_head(head, trunk, cache_dir=hub.cache_dir, offline=hub.offline)
+    beside = open_head(head, trunk)
     return run_audit(beside.checkpoint, family=beside.family, sample=sample, trunk=trunk)
 
 

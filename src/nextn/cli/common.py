@@ -10,7 +10,7 @@ from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, get_annotations, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
@@ -57,7 +57,7 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
-_SOURCES = "hub id, or tiny: the one that comes with the package."
+_SOURCES = "hub id (ORG/NAME or ORG/NAME@REVISION), or tiny: the one that comes with the package."
 CheckpointName = Annotated[str, typer.Argument(help=f"Checkpoint folder, {_SOURCES}", callback=shipped_path)]
 Prompts = Annotated[
     Path | None,
@@ -131,35 +131,15 @@ def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]
     return decorate
 
 
-class HubArguments(TypedDict):
-    """How a hub id is read, as keyword arguments of `Checkpoint.open` and `Model.load`."""
+def open_checkpoint(source: str | Path) -> "Checkpoint":
+    """Open a checkpoint. Raises CheckpointError."""
+    from nextn.checkpoint.checkpoint import Checkpoint
 
-    revision: str | None
-    cache_dir: Path | None
-    offline: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubOptions:
-    """The options of every command that reads hub ids."""
-
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id. Default: main.")] = None
-    cache_dir: Annotated[Path | None, typer.Option(help="Hub cache folder. Default: that of huggingface_hub.")] = None
-    offline: Annotated[bool, typer.Option("--offline", help="Read hub ids from the cache only.")] = False
-
-    @property
-    def hub(self) -> HubArguments:
-        return {"revision": self.revision, "cache_dir": self.cache_dir, "offline": self.offline}
-
-    def open(self, source: str) -> "Checkpoint":
-        """Open a checkpoint. Raises CheckpointError."""
-        from nextn.checkpoint.checkpoint import Checkpoint
-
-        return Checkpoint.open(source, **self.hub)
+    return Checkpoint.open(source)
 
 
 @dataclass(frozen=True)
-class ModelOptions(HubOptions):
+class ModelOptions:
     """The options of every command that loads a model.
 
     `source` is a checkpoint folder or hub id; a .gguf file until `prepared`.
@@ -286,12 +266,12 @@ class ModelOptions(HubOptions):
         self._check_device_map()
 
     def _check_sources(self) -> None:
-        from nextn.checkpoint.checkpoint import Checkpoint
+        from nextn.checkpoint.remote import split_hub_id
 
-        if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
-            Checkpoint.open(self.source)
+        if split_hub_id(self.source) is None or Path(self.source).exists():
+            open_checkpoint(self.source)
         if self.head is not None and Path(self.head).exists():
-            Checkpoint.open(self.head)
+            open_checkpoint(self.head)
 
     def _check_device_map(self) -> None:
         if self.device_map is None:
@@ -345,7 +325,6 @@ class ModelOptions(HubOptions):
             check_accelerate()
         loaded = Model.load(
             self.source,
-            **self.hub,
             dtype=self.torch_dtype,
             need_head=need_head,
             device="cpu" if self.native_only else self.device,
@@ -378,7 +357,7 @@ class ModelOptions(HubOptions):
 
         context = min(CONTEXT, loaded.trunk.max_length or CONTEXT)
         texts = compared_texts(loaded.tokenizer, num_tokens=CONTEXT, context=context).tokens
-        exact = Model.load(self.source, **self.hub, dtype=torch.float32, need_head=False, skip_head=True, stream=True)
+        exact = Model.load(self.source, dtype=torch.float32, need_head=False, skip_head=True, stream=True)
         found = choose_weights(loaded, Reference.of(exact.trunk, texts), source=self.source)
         figures = ", ".join(f"{each.weights} {each.accuracy.kl_mean:.2g}" for each in found)
         print_note(

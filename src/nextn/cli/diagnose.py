@@ -195,7 +195,7 @@ def _compare(
             plan,
             source=options.source,
             reference=reference,
-            audit_notes=audit_lines(options.source, **options.hub),
+            audit_notes=audit_lines(options.source),
             on_text=progress("reference", 0 if source.is_streamed else len(prompts) * len(plan.temperatures)),
             on_fault=progress("faults", len(FAULTS)),
         )

@@ -148,7 +148,7 @@ def measure(
     quiet = as_json or model_card or form is not None
     source = TextOptions.of(options, given_texts, asked, quiet=quiet)
     if against is not None:  # first, so that one model is in memory at a time
-        other = replace(options, source=shipped_path(against), head=None, revision=None).prepared()
+        other = replace(options, source=shipped_path(against), head=None).prepared()
         earlier = _measure(other, source, plan, to_answer)[1].as_record()
     loaded, report = _measure(options, source, plan, to_answer)
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
@@ -196,7 +196,7 @@ def _measure(
     from nextn.evaluate.reference_report import checkpoint_hashes
 
     loaded, report = measure_acceptance(options, source, plan, prompts)
-    hashes = checkpoint_hashes(opened(loaded, options.source), head=options.head, **options.hub)
+    hashes = checkpoint_hashes(opened(loaded, options.source), head=options.head)
     machine = Machine.of(loaded, weight_bits=WEIGHT_BITS[loaded.trunk.weights])
     return loaded, replace(report, source=options.source, hashes=hashes, machine=machine)
 
@@ -221,7 +221,7 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
     generated = sampled[0] if sampled else generate_texts(model, prompts, report.plan, 1.0)
     with progress_bars(quiet=quiet) as progress:
         step = progress("conventions", None)
-        copies = {} if options.head is not None else stored_copies(opened(model, report.source), model, **options.hub)
+        copies = {} if options.head is not None else stored_copies(opened(model, report.source), model)
         return probe(
             model, truncate_texts(generated.texts), report.plan.num_speculative_tokens, copies=copies, on_score=step
         )
@@ -247,7 +247,9 @@ def _show_comparison(compared: AcceptanceChange, *, quiet: bool) -> None:
             changed = 0.0 - drop.value  # not -0.0
             low, high = changed - drop.half_width, changed + drop.half_width
             change = f"{changed:+.1%} ({low:+.1%} to {high:+.1%})"
-            values = (f"{drop.before:.3f}", f"{drop.now:.3f}", change, f"{drop.ceiling:.3f}")
+            # Of later drafts it is on other positions: those where the head's own earlier drafts were accepted.
+            ceiling = f"{drop.ceiling:.3f}" if drop.figure in ("a_1", "AL") else ""
+            values = (f"{drop.before:.3f}", f"{drop.now:.3f}", change, ceiling)
             table.add_row(plain(drop.label), *values, "fell" if drop in compared.fallen else "")
         print_table(table)
         for temperature in set(compared.degenerate) - {drop.temperature for drop in compared.drops}:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import ModelOptions
+from nextn.cli.common import ModelOptions, open_checkpoint
 from nextn.cli.screen import console, figures_table, plain, print_table
 from nextn.cli.streaming import TextOptions, measure_acceptance
 from nextn.errors import ConfigError
@@ -80,11 +80,11 @@ def advise_offloaded(
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.offloading import Bandwidths, ExpertRouting, OffloadAdvice, StoredWeights
 
-    checkpoint = options.open(options.source)
+    checkpoint = open_checkpoint(options.source)
     trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
     head = trunk
     if options.head is not None:
-        head = open_head(options.head, trunk, cache_dir=options.cache_dir, offline=options.offline)
+        head = open_head(options.head, trunk)
     weights = StoredWeights.of(trunk, head)
     routing = ExpertRouting(
         {index: each.num_experts for index, each in weights.experts.items()}, plan.num_speculative_tokens + 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nextn.cli.common import EngineAccess, ModelOptions, user_cache
+from nextn.cli.common import EngineAccess, ModelOptions, open_checkpoint, user_cache
 from nextn.cli.screen import console, print_note, progress_bars
 from nextn.errors import ConfigError
 
@@ -49,7 +49,7 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
     from nextn.devices import resolve_device
     from nextn.evaluate import offloading
 
-    checkpoint = options.open(options.source)
+    checkpoint = open_checkpoint(options.source)
     return offloading.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
 
 

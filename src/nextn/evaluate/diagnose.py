@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
 from nextn import __version__
 from nextn.audit import audit
@@ -493,9 +492,7 @@ def _on_prompts(
     return tuple(each.select(indices) for each in expected)
 
 
-def audit_lines(
-    source: str, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
-) -> list[str]:
+def audit_lines(source: str) -> list[str]:
     """Return the errors and warnings that `audit` finds in the checkpoint, one line each."""
-    findings = audit(Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)).findings
+    findings = audit(Checkpoint.open(source)).findings
     return [f"audit: {each.severity}, {each.rule}: {each.found}" for each in findings if each.severity != "note"]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 from nextn import __version__
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
@@ -66,19 +65,11 @@ DEFINITIONS = {
 }
 
 
-def checkpoint_hashes(
-    source: str | Checkpoint,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-    head: str | None = None,
-) -> dict[str, str]:
+def checkpoint_hashes(source: str | Checkpoint, *, head: str | None = None) -> dict[str, str]:
     """Return fingerprints of a checkpoint's trunk and head (or those of `head`), which identify what was measured."""
-    checkpoint = as_checkpoint(source, revision=revision, cache_dir=cache_dir, offline=offline)
-    inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-    inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
-    own = inventory if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
+    checkpoint = as_checkpoint(source)
+    inventory = on_disk(Inventory.of(checkpoint, family=trunk_family(checkpoint)))
+    own = inventory if head is None else open_head(head, inventory)
     return {"head": head_fingerprint(own), "trunk": trunk_fingerprint(inventory)}
 
 

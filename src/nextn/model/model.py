@@ -78,9 +78,6 @@ class Model:
         cls,
         source: str | Path | Checkpoint,
         *,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        offline: bool = False,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         need_head: bool = True,
@@ -93,10 +90,8 @@ class Model:
         """Load a model.
 
         Args:
-            source: A checkpoint folder, a .safetensors file next to its config.json, a hub id, or an open checkpoint.
-            revision: Of a hub id. Only the needed files are downloaded.
-            cache_dir: Of a hub id.
-            offline: Of a hub id: use the cache only.
+            source: A checkpoint folder, a .safetensors file next to its config.json, a hub id ("org/name", or
+                "org/name@revision"), of which only the needed files are downloaded, or an open checkpoint.
             dtype: None: as stored. Of weights in fp8 and of 4 and 8 bits, linear layers keep the codes, which the
                 native backend decodes with, see `dequantize`.
             device: Of trunk and head, see `resolve_device`.
@@ -117,18 +112,18 @@ class Model:
             ConfigError: for a device that is not available.
         """
         torch_device = resolve_device(device)
-        checkpoint = _open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+        checkpoint = _open(source)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
-        beside = None if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
+        beside = None if head is None else open_head(head, inventory)
         if beside is not None and beside.family.trunk_kv and (stream or defer):
             raise FamilyError(
                 f"{beside.family.title} read the trunk's keys, which a trunk that is loaded layer by layer does not "
                 "keep; load the whole model (--no-stream)"
             )
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
-        if stream and not offline:
-            inventory = in_parts(inventory, revision=revision, cache_dir=cache_dir, keep=shards)
-        inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
+        if stream:
+            inventory = in_parts(inventory, keep=shards)
+        inventory = on_disk(inventory)
         folder = folder_of(inventory.checkpoint)
         with ExitStack() as files:
             weights = TensorReader(inventory)
@@ -243,16 +238,15 @@ def load_head(
     source: str | Path | Checkpoint,
     model: PreTrainedModel | Trunk,
     *,
-    revision: str | None = None,
     trunk_class: type[Trunk] = Trunk,
 ) -> Head:
     """Load the head of checkpoint `source` onto a trunk, or one of class `trunk_class` around `model`, in its dtype.
 
     Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
     """
-    inventory = _inventory(_open(source, revision=revision), need_head=True)
+    inventory = _inventory(_open(source), need_head=True)
     trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
-    return read_head(on_disk(inventory, revision=revision), trunk)
+    return read_head(on_disk(inventory), trunk)
 
 
 def read_head(inventory: Inventory, trunk: Trunk) -> Head:

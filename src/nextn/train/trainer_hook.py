@@ -44,8 +44,6 @@ def train_head(
     trainer: Trainer,
     source: str | Path | None = None,
     settings: HeadSettings | None = None,
-    *,
-    revision: str | None = None,
 ) -> Head:
     """Make `trainer` also train, log, save and resume a head of its model.
 
@@ -56,7 +54,6 @@ def train_head(
         trainer: The Trainer of the fine-tune.
         source: The checkpoint with the head, a folder, file or hub id; None = the one that the model was loaded from.
         settings: How the head trains.
-        revision: Of a hub id.
 
     Returns:
         The head.
@@ -74,7 +71,7 @@ def train_head(
         if settings.num_modules:
             head = fresh_head(trainer, model, num_modules=settings.num_modules, trunk_class=trunk_class)
         else:
-            head = load_head(_source(model, source), model, revision=revision, trunk_class=trunk_class)
+            head = load_head(_source(model, source), model, trunk_class=trunk_class)
     head.float().to(trainer.args.device)
     if trainer.args.gradient_checkpointing:
         checkpoint_layers(head.layers)
