@@ -27,7 +27,7 @@ from nextn.cli.common import (
     print_published,
     published_record,
 )
-from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars, shown
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, progress_bars, shown
 from nextn.cli.streaming import GivenTextOptions, TextOptions, engine_folder, measure_answers
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import ReferencePlan
@@ -202,7 +202,6 @@ def _compare(
 
 
 def _show_diagnosis(diagnosis: "Diagnosis") -> None:
-    screen = console()
     depths = range(1, diagnosis.reference.plan.num_speculative_tokens + 1)
     table = figures_table("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit")
     several = len(diagnosis.cases) > 1
@@ -222,12 +221,10 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
     print_table(table)
     show_report(diagnosis)
     if diagnosis.indistinguishable:
-        like = ", ".join(diagnosis.indistinguishable)
-        screen.print(plain(f"these counts do not tell it from: {like}"), soft_wrap=True)
+        print_lines(f"these counts do not tell it from: {', '.join(diagnosis.indistinguishable)}")
     for number, check in enumerate(diagnosis.next_checks, 1):
-        screen.print(plain(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}"), soft_wrap=True)
-    for note in diagnosis.notes:
-        screen.print(plain(f"note: {shown(note)}"), soft_wrap=True)
+        print_lines(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}")
+    print_lines(*(f"note: {shown(note)}" for note in diagnosis.notes))
 
 
 def _where(temperature: float, prompts: "tuple[int, ...] | None", *, several: bool) -> str:

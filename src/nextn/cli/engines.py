@@ -14,7 +14,7 @@ import typer
 
 from nextn.cli.check_report import show_report
 from nextn.cli.common import K_NAMES, AsJson, Device, Prompts, RecordFile, RequestLimits, expanded, first_turns
-from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars
+from nextn.cli.screen import console, figures_table, plain, print_json, print_lines, print_table, progress_bars
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
 
@@ -131,8 +131,7 @@ def build(
         return
     _show_canary(Canary.read(out), out)
     if record["looping"]:
-        warning = f"{record['looping']} of its texts are repetitive, which hides faults: try another --seed"
-        console().print(plain(warning, style="yellow"), soft_wrap=True)
+        print_lines(f"{record['looping']} of its texts are repetitive, which hides faults: try another --seed")
 
 
 @canary_app.command(epilog=_EPILOG)
@@ -208,4 +207,4 @@ def _show_canary(canary: "Canary", out: Path) -> None:
         table.add_row(plain(reading.name), *(f"{canary.length(reading, k):.2f}" for k in canary.k_values))
     print_table(table)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    console().print(plain(f"{canary.family} in {out}: {len(canary.prompts)} prompts, {size:.1f} MB"), soft_wrap=True)
+    print_lines(f"{canary.family} in {out}: {len(canary.prompts)} prompts, {size:.1f} MB")

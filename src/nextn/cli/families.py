@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import AsJson
-from nextn.cli.screen import plain, print_json, print_unwrapped
+from nextn.cli.screen import plain, print_json, print_lines, print_unwrapped
 from nextn.errors import FamilyError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def families(
     if found:
         print_unwrapped(_table(found))
     for each in without:
-        print_unwrapped(plain(f"{each.title} ({', '.join(each.model_types)}): {each.sentence}"))
+        print_lines(f"{each.title} ({', '.join(each.model_types)}): {each.sentence}")
 
 
 def _works(row: "Family") -> str:
