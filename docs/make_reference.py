@@ -47,6 +47,8 @@ print(result.text, result.acceptance.length, result.acceptance.rates)
 ```
 """
 GROUPS = {
+    "Check": ("audit", "AuditReport", "Finding", "families", "KnownFamilies", "NextnError"),
+    "Check engines": ("verify", "VerifySettings", "VerifyReport", "CheckResult"),
     "Load and decode": ("load", "Model", "Head", "generate", "stream", "rounds", "trace", "Settings", "Sampling",
                         "Result", "Acceptance", "eos_tokens"),
     "Keep, restore, convert": ("keep_head", "KeepHead", "restore", "convert", "extract", "quantize"),

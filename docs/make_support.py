@@ -19,7 +19,7 @@ from make_families import NAMES, SUPPORT
 from test_oracle import CHECKED
 from tiny import CONFIGS
 
-from nextn.families import ENGINES, Family, rows, separate_rows
+from nextn.family_table import ENGINES, Family, rows, separate_rows
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.serve.engine_commands import FAMILY_FLAGS, SEPARATE_GGUF

@@ -10,16 +10,16 @@ from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, values
 from quick import families
 from typer.main import get_command
 
-from nextn.audit import IDS, audit
-from nextn.audit.separate import IDS as SEPARATE
-from nextn.audit.values import IDS as VALUES
+from nextn.audit_rules import IDS, audit
+from nextn.audit_rules.separate import IDS as SEPARATE
+from nextn.audit_rules.values import IDS as VALUES
 from nextn.checkpoint.checkpoint import INDEX, Checkpoint
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.cli import app
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import by_name, rows
+from nextn.family_table import by_name, rows
 
 
 def findings(folder, rule=None):
@@ -124,6 +124,22 @@ BROKEN = {
     "fused experts beside single ones in the trunk": (
         "experts-twice", "error", "glm4_moe", {"change": put("model.layers.1.mlp.experts.gate_up_proj", (4, 32, H))},
         "layer 1 are stored split .* and fused"),
+    "experts fused in part": (
+        "experts-form", "error", "qwen3_5_moe", {"change": lambda table: (
+            drop(r"^mtp.*experts.*(gate|up)_proj")(table),
+            put("mtp.layers.0.mlp.experts.gate_up_proj", (4, 32, H))(table))}, "each with a part of them: split"),
+    "experts of the trunk fused in part": (
+        "experts-form", "warning", "glm4_moe", {"change": lambda table: (
+            drop(r"layers\.1\..*experts\.\d.*(gate|up)_proj")(table),
+            put("model.layers.1.mlp.experts.gate_up_proj", (4, 32, H))(table))}, "layer 1 .* each with a part of them"),
+    "fused experts as modules": (
+        "names-foreign", "error", "qwen3_5_moe", {"change": lambda table: (
+            drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.gate_up_proj.weight", (4, 32, H))(table),
+            put("mtp.layers.0.mlp.experts.down_proj.weight", (4, H, 16))(table))}, "fused experts with a module each"),
+    "fused experts transposed": (
+        "shape", "error", "qwen3_5_moe", {"change": lambda table: (
+            drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.gate_up_proj", (4, H, 32))(table),
+            put("mtp.layers.0.mlp.experts.down_proj", (4, 16, H))(table))}, r"\[16, 32\] per expert, transposed"),
     "two counts": (
         "config-contradicts", "error", "qwen3_5",
         {"config": {"text_config": {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers": 1}},

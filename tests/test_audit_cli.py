@@ -79,7 +79,7 @@ def test_ignore(nextn, lost):
     """A rule that is left out must not decide; a misspelt one must not be passed over."""
     assert nextn(lost, "--ignore", "head-absent")[0] == 0
     code, _, err = nextn(lost, "--ignore", "head-abscent")
-    assert (code, err) == (2, "error: --ignore head-abscent: no such rule; did you mean head-absent?\n")
+    assert (code, err) == (2, "error: ignore head-abscent: no such rule; did you mean head-absent?\n")
 
 
 def test_family(nextn, tmp_path):

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from nextn.audit.gguf import audit_gguf
+from nextn.audit_rules.gguf import audit_gguf
 from nextn.errors import CheckpointError, ConfigError
 
 H, V, LAYERS = 32, 64, 2

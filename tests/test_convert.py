@@ -14,15 +14,15 @@ from test_checkpoint_quantization import GROUPS
 from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without
 
 import nextn
-from nextn.audit.tensor_values import decode
+from nextn.audit_rules.tensor_values import decode
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
-from nextn.checkpoint.safetensors_file import RawTensor
+from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
 from nextn.edit.compatibility import absent
 from nextn.edit.convert import _differences
 from nextn.edit.norm_shift import is_norm_weight, shift_fn
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import by_name
+from nextn.family_table import by_name
 
 _ = no_waiting_for_disks  # a fixture
 FORMS = ("shards", "side-file", "single-file")
@@ -428,3 +428,25 @@ def test_a_tensor_with_the_name_of_a_layer(tmp_path):
     source = publish(tmp_path / "source", "glm4_moe", change=change)
     nextn.extract(source, tmp_path / "head.safetensors")
     assert "model.layers.2" in Checkpoint.open(tmp_path / "head.safetensors").tensors
+
+
+def test_experts_in_several_forms(tmp_path):
+    """A head of which each form has a part becomes one form, with every byte; modules may differ in their form."""
+    source = publish(tmp_path / "source", "glm4_moe", modules=2)
+    before = tensors(source)
+    nextn.convert(source, tmp_path / "fused", experts="fused")
+    fused = tensors(tmp_path / "fused")
+    gate_up, module = "model.layers.2.mlp.experts.gate_up_proj", "model.layers.3.mlp.experts."
+    for place, chosen in enumerate(({gate_up}, {name for name in fused if name.startswith(module)})):
+        gone = {name for name in before if name.startswith(module) == bool(place) and ".experts." in name
+                and name.startswith("model.layers.2" if not place else module)
+                and (place or not name.endswith("down_proj.weight"))}  # fmt: skip
+        mixed = shutil.copytree(source, tmp_path / f"mixed{place}")
+        table = {name: value for name, value in before.items() if name not in gone} | {
+            each: fused[each] for each in chosen
+        }
+        write_safetensors(mixed / "model.safetensors", {name: RawTensor(*value) for name, value in table.items()})
+        nextn.convert(mixed, tmp_path / f"split{place}", experts="split")
+        assert tensors(tmp_path / f"split{place}") == before
+        nextn.convert(mixed, tmp_path / f"fused{place}", experts="fused")
+        assert tensors(tmp_path / f"fused{place}") == fused

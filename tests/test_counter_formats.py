@@ -146,6 +146,21 @@ TEXTS = {
     "SGLang's answer": (json.dumps({"meta_info": {"completion_tokens": 1024, "spec_num_correct_drafts": 800,
                         "spec_num_proposed_drafts": 1600, "spec_verify_ct": 200}}), ("SGLang", 200, 1600, 800, ())),
     "SGLang's result": (json.dumps({"backend": "sglang", "accept_length": 2.34}), ("SGLang", None, None, None, ())),
+    "vLLM 0.8.3": ("SpecDecoding metrics: Draft acceptance rate: 85.4%, Accepted: 169 tokens, Drafted: 198 tokens",
+                   ("vLLM", None, 198, 169, ())),
+    "vLLM before the first draft": ("SpecDecoding metrics: Mean acceptance length: nan, Accepted: 0 tokens, Drafted: 0 "
+                                    "tokens, Avg Draft acceptance rate: nan%", ("vLLM", None, 0, 0, ())),
+    "TokenSpeed": ("[ts] [2026-07-24 20:53:48,415  ATTN TP RANK 0] - INFO - Decode batch. #running-req: 2, gen "
+                   "throughput (token/s): 539.35, avg_accept_len: 1.90, accept_rate: 0.30, #queue-req: 0",
+                   ("TokenSpeed", None, None, None, ())),
+    "SGLang's Finish line": (
+        "[2025-10-02 23:42:16] Finish: obj=GenerateReqInput(rid='5'), out={'meta_info': {'completion_tokens': 200, "
+        "'spec_accept_rate': 0.5, 'spec_accept_token_num': 120, 'spec_draft_token_num': 240, 'spec_verify_ct': 80}}",
+        ("SGLang", 80, 240, 120, ())),
+    "SGLang's server info": (json.dumps({"internal_states": [{"avg_spec_accept_length": 2.34}]}),
+                             ("SGLang", None, None, None, ())),
+    "LM Studio": (json.dumps({"stats": {"total_draft_tokens_count": 120, "accepted_draft_tokens_count": 60}}),
+                  ("LM Studio", None, 120, 60, ())),
     "a stream": ('data: {"choices": []}\n\ndata: {"choices": [], "timings": {"draft_n": 78, "draft_n_accepted": 60, '
                  '"predicted_n": 100}}\n\ndata: [DONE]\n', ("llama.cpp", 39, 78, 60, ())),
 }  # fmt: skip
@@ -210,6 +225,67 @@ def test_sglang_metrics_of_several_ranks_show_k():
     assert read(text).k == 3
     text += "sglang:spec_verify_calls_total 40\nsglang:generation_tokens_total 100\n"
     assert read(text).notes == (FIRST_TOKENS,)
+
+
+def as_bytes(line):
+    """A record of journald whose text has colors."""
+    return json.dumps({"MESSAGE": [*f"\x1b[32m{line}\x1b[0m".encode()], "_PID": "7"})
+
+
+def test_numbers_of_other_locales():
+    """Decimal commas, and separators of thousands: read as what they are, or not at all."""
+    expected, tenfold = (
+        summary(read(BENCH)),
+        summary(read(VLLM.replace("169 tok", "1690 tok").replace("198 tok", "1980 tok"))),
+    )
+    for separator in (",", ".", "'", "’", " ", "\u00a0", "\u202f"):
+        large = BENCH.replace("6393", f"6{separator}393").replace("19179", f"19{separator}179").replace(
+            "14090", f"14{separator}090")  # fmt: skip
+        assert summary(read(large)) == expected, separator
+        line = VLLM.replace("169 tok", f"1{separator}690 tok").replace("198 tok", f"1{separator}980 tok")
+        assert summary(read(line)) == tenfold, separator
+    assert summary(read(BENCH.replace(".", ","))) == expected
+    assert summary(read(VLLM.replace("2.71", "2,71").replace("0.919, 0.788", "0,919, 0,788"))) == summary(read(VLLM))
+    assert read(SGLANG.format("2,50", "0,50")).length == 2.5
+    assert read(BENCH.replace("6393", "6,39")).num_drafts == 6393  # by the rates, as it is no count
+    with pytest.raises(EngineError, match="lacks 'Accepted'"):
+        read(VLLM.replace("169 tok", "16.9 tok"))
+
+
+def test_pasted_in_other_ways():
+    """Broken by a terminal, with tabs, as a list of records, two entries on one line, of journald with colors."""
+    once, twice = summary(read(VLLM)), summary(read(f"{VLLM}\n{VLLM}"))
+    for width in (37, 80):
+        pieces = [VLLM[place : place + width] for place in range(0, len(VLLM), width)]
+        for line_break in ("\n", "\n    ", "\n> ", "\r\n"):
+            assert summary(read(line_break.join(pieces))) == once, (width, line_break)
+    assert summary(read(VLLM.replace(" ", "\t"))) == summary(read(VLLM.replace(" ", "\u00a0"))) == once
+    assert summary(read(f"{VLLM} {VLLM}")) == twice
+    assert summary(read(as_bytes(VLLM) + "\n" + as_bytes(VLLM))) == twice
+    loki = {"data": {"result": [{"stream": {"app": "x"}, "values": [["169", VLLM], ["170", VLLM]]}]}}
+    for records in ([{"message": VLLM}] * 2, [{"jsonPayload": {"message": VLLM}, "labels": {"a": "b"}}] * 2, loki):
+        for indent in (None, 2):
+            assert summary(read(json.dumps(records, indent=indent))) == twice
+
+
+def test_two_engines_in_one_file():
+    """The one that is not read is named."""
+    for first, second in (
+        (VLLM, REQUEST),
+        (SGLANG.format("2.50", "0.50"), REQUEST),
+        (VLLM, SGLANG.format("2.5", "0.5")),
+    ):
+        assert any("also there, and not added" in note for note in read(f"{first}\n{second}\n").notes)
+        assert any("also there, and not added" in note for note in read(f"{second}\n{first}\n").notes)
+
+
+def test_an_answer_of_prometheus():
+    """The query API's JSON, as metrics."""
+    names = {"drafts": 100, "draft_tokens": 200, "accepted_tokens": 120}
+    result = [{"metric": {"__name__": f"vllm:spec_decode_num_{name}_total", "pod": 'a"b'}, "value": [1.5, str(value)]}
+              for name, value in names.items()]  # fmt: skip
+    counters = read(json.dumps({"status": "success", "data": {"resultType": "vector", "result": result}}))
+    assert summary(counters) == ("vLLM", 100, 200, 120, ())
 
 
 PREFIXES = {

@@ -52,7 +52,7 @@ def test_verdicts(counts, hypothesis, prompts, named):
     found = diagnosis(counts, hypothesis, prompts=prompts)
     assert found.named == named
     assert _EXIT_CODES[found.outcome] == {(FINE,): 0, (INCONCLUSIVE,): 3}.get(named, 1)
-    assert (found.as_record()["outcome"] == "passed") == (named == (FINE,)) if prompts is not None else True
+    assert (found.to_dict()["outcome"] == "passed") == (named == (FINE,)) if prompts is not None else True
     assert found.checks == []
 
 
@@ -96,7 +96,7 @@ def test_it_is_shown(capsys):
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if line.startswith("inconclusive  "))
     assert f"{found.needed.reference_tokens:,} tokens" in line
-    assert found.as_record()["needed"]["reference_tokens"] == found.needed.reference_tokens
+    assert found.to_dict()["needed"]["reference_tokens"] == found.needed.reference_tokens
 
 
 @pytest.mark.parametrize(

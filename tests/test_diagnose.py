@@ -40,7 +40,7 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.settings import Contract
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
@@ -100,7 +100,7 @@ def test_a_right_engine_is_fine(diagnosed):
 
 
 def test_the_record_is_json(diagnosed):
-    record = json.loads(json.dumps(diagnosed["wrong-hidden"].as_record()))
+    record = json.loads(json.dumps(diagnosed["wrong-hidden"].to_dict()))
     assert record["named"] == ["wrong-hidden"]
     assert record["causes"][0]["ratio"] == 1
     assert record["cases"][0]["prompts"] == len(PROMPTS)

@@ -10,7 +10,7 @@ from artifacts import publish
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.errors import CheckpointError, ConfigError
-from nextn.families import rows
+from nextn.family_table import rows
 from nextn.serve.engine_commands import (
     ADVICE_FILE,
     ENGINES,

@@ -17,7 +17,7 @@ from test_separate_head import LLAMA31, SETTINGS, TEXT, build, start, tokens
 from tiny import build as tiny_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nextn.audit.gguf import audit_gguf
+from nextn.audit_rules.gguf import audit_gguf
 from nextn.checkpoint import checkpoint as checkpoint_module
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory

@@ -20,7 +20,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.model.load_head import head_tensors
 from nextn.model.model import Model, read_tokenizer
 from nextn.settings import Settings

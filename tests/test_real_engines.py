@@ -20,7 +20,7 @@ from engines.referee import DEFINITIONS, Ours, compared, counts_of, rates_of
 from engines.serving import Bench, Served
 from engines.starting import Starter
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.engines.counters import Counters, sum_counters

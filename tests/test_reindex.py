@@ -1,6 +1,7 @@
 """Indexes that do not lead to the files' tensors: audit names them, one command mends them, no edit loses by them."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ from test_convert import tensors
 from test_restore import bytes_of, headless, lost, own_names, take
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.edit.reindex import reindex
@@ -71,7 +72,51 @@ def beside_a_single_file(folder):
     publish(folder, NAME, side_file="model-mtp.safetensors")
 
 
-BROKEN = [resharded, head_alone, half, side_file, head_in_a_listed_file, swapped, index_lost, beside_a_single_file]
+def nothing_listed(folder):
+    """An empty index, and the head in a file of its own."""
+    publish(folder, NAME, shards=2, side_file="model-mtp.safetensors")
+    rewrite(folder, lambda table: {})
+
+
+def another_name(folder):
+    """One file, under a name that transformers does not open without an index."""
+    publish(folder, NAME)
+    (folder / SINGLE).rename(folder / "model.fp16.safetensors")
+
+
+BROKEN = [resharded, head_alone, half, side_file, head_in_a_listed_file, swapped, index_lost, beside_a_single_file,
+          nothing_listed, another_name]  # fmt: skip
+
+
+# What lies beside sound shards: name, seed of its values, as (severity, words).
+SECOND_COPIES = {
+    "consolidated.safetensors": ((0, "note", "no loader opens it"), (7, "note", "other values.*no loader opens it")),
+    "model-00001-of-00003 (1).safetensors": (
+        (0, "note", "equal values"),
+        (7, "warning", "llama.cpp's converter reads"),
+    ),
+    SINGLE: ((0, "note", "equal values"), (7, "warning", "transformers opens it before any index")),
+}
+
+
+def test_second_copies(tmp_path):
+    """A second copy is one finding, whatever its name, and a fault only where a loader gets other values by it."""
+    for place, (name, cases) in enumerate(SECOND_COPIES.items()):
+        for seed, severity, words in cases:
+            folder = publish(tmp_path / f"{place}-{seed}", NAME, shards=3)
+            shutil.copyfile(publish(tmp_path / f"{place}-{seed}-copy", NAME, seed=seed) / SINGLE, folder / name)
+            (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.rule == "index")
+            assert (found.severity, found.place) == (severity, f"{INDEX}: {name}")
+            assert re.search(words, found.found)
+            before = tensors(folder)
+            nextn.convert(folder, folder.with_suffix(".single"), form="single-file")
+            assert tensors(folder.with_suffix(".single")) == before
+
+
+def test_an_index_of_relative_names(tmp_path):
+    folder = publish(tmp_path, NAME, shards=2)
+    rewrite(folder, lambda table: {name: f"./{file}" for name, file in table.items()})
+    assert audit(Checkpoint.open(folder)).clean
 
 
 @pytest.mark.parametrize("broken", BROKEN)

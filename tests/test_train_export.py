@@ -13,7 +13,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
 from nextn.edit.export import check_export
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import by_name
+from nextn.family_table import by_name
 
 SMALL = [
     *("--set", "steps=3", "--set", "batch_size=2", "--set", "length=48", "--set", "depths=2", "--set", "warmup=0"),

@@ -6,13 +6,18 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Acceptance": "stats.acceptance",
+    "AuditReport": "audit_rules.findings",
+    "CheckResult": "engines.check_result",
     "CotrainLoss": "train.cotrain",
     "DetachedTrunk": "train.cotrain",
+    "Finding": "audit_rules.findings",
     "Head": "model.head",
     "HeadSettings": "train.cotrain",
     "JointTask": "train.joint_task",
     "KeepHead": "edit.save_hook",
+    "KnownFamilies": "family_table.search",
     "Model": "model.model",
+    "NextnError": "errors",
     "Result": "decoding.generate",
     "Sampling": "settings",
     "Settings": "settings",
@@ -20,9 +25,13 @@ _HOME = {
     "Targets": "losses.mtp_loss",
     "TrainConfig": "train.config",
     "Trainer": "train.loop",
+    "VerifyReport": "verify_checks",
+    "VerifySettings": "verify_checks.session",
+    "audit": "audit_rules",
     "convert": "edit.convert",
     "eos_tokens": "decoding.generate",
     "extract": "edit.convert",
+    "families": "family_table.search",
     "generate": "decoding.generate",
     "keep_head": "edit.save_hook",
     "load": "model.model",
@@ -36,6 +45,7 @@ _HOME = {
     "targets_of": "train.cotrain",
     "trace": "decoding.trace",
     "train_head": "train.trainer_hook",
+    "verify": "verify_checks",
 }
 __all__ = sorted(_HOME)
 

@@ -49,6 +49,7 @@ from nextn.text_format import some
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "tiny"  # the checkpoint in the package, with held-out prompts
 SHIPPED_HEAD = SHIPPED.with_name("smollm2-head")  # the head in the package, for `edit.published_model`, with prompts
+_SHIPPED_NAME = "tiny"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
@@ -72,6 +73,11 @@ def index_json(weight_map: Mapping[str, str], total_size: int) -> dict[str, obje
 def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
     """Write `index_json` to its file."""
     write_json(folder / INDEX, index_json(weight_map, total_size))
+
+
+def shipped_path(source: str | Path) -> str | Path:
+    """Return `SHIPPED` for its name, `tiny`, unless a file or folder has that name; any other source as it is."""
+    return SHIPPED if str(source) == _SHIPPED_NAME and not Path(source).exists() else source
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ class Checkpoint:
         token: str | None = None,
         endpoint: str | None = None,
     ) -> "Checkpoint":
-        """Open a folder, a .safetensors file (with the config.json next to it, if any) or a hub id "org/name".
+        """Open a folder, a .safetensors file (with the config.json next to it, if any), a hub id "org/name" or `tiny`.
 
         A hub id may end with "@" and a branch, tag or commit. Of a hub checkpoint only headers, config and index are
         fetched, and nothing is stored; files in the hub's cache are read there, and with HF_HUB_OFFLINE=1 no others.
@@ -123,7 +129,7 @@ class Checkpoint:
         Raises:
             CheckpointError: A header or JSON file is damaged, or there is no safetensors file.
         """
-        path = Path(path_or_id).expanduser()
+        path = Path(shipped_path(path_or_id)).expanduser()
         with readable(path):
             if path.is_dir():
                 return _assemble(str(path), folder_files(path))
@@ -282,7 +288,7 @@ def _weight_map(source: ByteSource) -> dict[str, str]:
     weight_map = _load_json(source, INDEX_LIMITS).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{source}: weight_map is {brief(weight_map)}, it must map tensor names to file names.")
-    return weight_map
+    return {name: file.removeprefix("./") for name, file in weight_map.items()}
 
 
 def _reconcile(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nextn.checkpoint.checkpoint import SINGLE, Checkpoint
 from nextn.checkpoint.foreign_names import foreign
-from nextn.families import Family, find, generic
+from nextn.family_table import Family, find, generic
 
 _SHARD = re.compile(r"model[-.\w]*\.safetensors")
 _Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
@@ -52,8 +52,8 @@ def file_index(checkpoint: Checkpoint, family: Family | None = None) -> FileInde
             left_out.append(file)
     weight_map |= {name: file for name, file in own.items()
                    if file in checkpoint.headers and name in checkpoint.headers[file].tensors}  # fmt: skip
-    return FileIndex(weight_map, tuple(_unlisted(checkpoint, weight_map)), tuple(own.keys() - weight_map.keys()),
-                     tuple(left_out))  # fmt: skip
+    unlisted = tuple(_unlisted(checkpoint, weight_map, family))
+    return FileIndex(weight_map, unlisted, tuple(own.keys() - weight_map.keys()), tuple(left_out))
 
 
 def with_sound_index(checkpoint: Checkpoint, index: FileIndex, *, without: frozenset[str] = frozenset()) -> Checkpoint:
@@ -63,10 +63,13 @@ def with_sound_index(checkpoint: Checkpoint, index: FileIndex, *, without: froze
     return replace(checkpoint, index=weight_map, tensors=checkpoint.tensors | tensors, problems=())
 
 
-def _unlisted(checkpoint: Checkpoint, weight_map: Mapping[str, str]) -> Iterator[str]:
+def _unlisted(checkpoint: Checkpoint, weight_map: Mapping[str, str], family: Family) -> Iterator[str]:
     """Yield the tensors that a loader does not find where the checkpoint's own index, or its absence, leads it."""
     if checkpoint.index is None:
-        alone = SINGLE in checkpoint.headers or len(checkpoint.headers) < 2
+        # Without an index, transformers opens model.safetensors alone; a single file may be a head, or given as one.
+        single = len(checkpoint.headers) < 2
+        part = checkpoint.path.endswith(".safetensors") or not any(map(family.trunk_layer, weight_map))
+        alone = SINGLE in checkpoint.headers or (single and part)
         yield from (
             name for name, file in weight_map.items() if not alone or (file != SINGLE and SINGLE in checkpoint.headers)
         )

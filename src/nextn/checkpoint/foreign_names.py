@@ -47,6 +47,9 @@ KINDS = (
         re.compile(r"(?<=\.experts\.)(?:routed_experts\.)?w2_weight"), "down_proj",
         "fused experts in the memory of vLLM or SGLang", "Write the checkpoint's own names: experts.down_proj."),
     ForeignNames(
+        re.compile(r"(?<=\.experts\.)gate_up_proj\.weight$"), "gate_up_proj", "fused experts with a module each",
+        "Write the checkpoint's own names: experts.gate_up_proj and experts.down_proj, without .weight."),
+    ForeignNames(
         re.compile(r".*\.(?:\w+_quantizer\.\w+|_extra_state)$"), "\0", "the state of ModelOpt or Megatron in training",
         "Export the model with the tool that trained it."),
     ForeignNames(
@@ -84,6 +87,9 @@ def foreign(names: Iterable[str]) -> list[tuple[ForeignNames, list[str]]]:
 
 def with_plain_names(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with the names that its tensors would have; those that have none are left out."""
-    tensors = {plain: info for name, info in checkpoint.tensors.items() if (plain := plain_name(name)) is not None}
+    fused = {f"{name.removesuffix('gate_up_proj.weight')}down_proj.weight" for name in checkpoint.tensors
+             if name.endswith(".experts.gate_up_proj.weight")}  # fmt: skip
+    tensors = {plain.removesuffix(".weight") if name in fused else plain: info
+               for name, info in checkpoint.tensors.items() if (plain := plain_name(name)) is not None}  # fmt: skip
     named = {name: info if info.name == name else replace(info, name=name) for name, info in tensors.items()}
     return replace(checkpoint, tensors=named)

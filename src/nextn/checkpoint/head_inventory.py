@@ -17,7 +17,7 @@ from nextn.checkpoint.draft_models import StoredDraftModel, stored
 from nextn.checkpoint.expert_forms import expert_forms
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
-from nextn.families import Family, by_config, lookup, lookup_count
+from nextn.family_table import Family, by_config, lookup, lookup_count
 
 # Parts of names that no trunk uses and that mark a head, whoever wrote it.
 _HEADLIKE = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|e_proj|h_proj)([._]|$)")

@@ -18,7 +18,7 @@ from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo, write_json
 from nextn.checkpoint.snapshot import on_disk
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import Family, by_name, find, fitted, generic, lookup, lookup_count
+from nextn.family_table import Family, by_name, find, fitted, generic, lookup, lookup_count
 from nextn.text_format import some
 
 RECORD = "nextn.json"

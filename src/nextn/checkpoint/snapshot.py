@@ -23,7 +23,7 @@ from weakref import finalize
 import huggingface_hub as hub
 from huggingface_hub import is_offline_mode
 
-from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, shipped_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.remote import ADVICE, ByteSource, LocalFile, RemoteFile, split_hub_id
 from nextn.checkpoint.safetensors_file import TensorInfo, write_json
@@ -104,7 +104,7 @@ def small_files(source: str) -> Path:
 
     Raises CheckpointError if there is none.
     """
-    if Path(source).exists() or (named := split_hub_id(source)) is None:
+    if Path(shipped_path(source)).exists() or (named := split_hub_id(source)) is None:
         return folder_of(Checkpoint.open(source))
     return _download(*named, _OTHER_FILES)
 

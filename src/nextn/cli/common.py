@@ -36,12 +36,10 @@ FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def shipped_path(name: str) -> str:
-    """Return the path of the checkpoint in the package for its name, unless a folder has the same name."""
-    if name != "tiny" or Path(name).exists():
-        return name
-    from nextn.checkpoint.checkpoint import SHIPPED
+    """Return the path of the checkpoint in the package for its name; commands show it, and look at its files."""
+    from nextn.checkpoint import checkpoint
 
-    return str(SHIPPED)
+    return str(checkpoint.shipped_path(name))
 
 
 def shipped_option(name: str | None) -> str | None:

@@ -115,7 +115,7 @@ def diagnose(
     if stored is not None:  # the next diagnosis is of what the engine does then
         stored.remove()
     published = diagnosis.reference.published(options.source, prompts_text(prompts_record(prompts, texts)))
-    record = diagnosis.as_record() | published_record(published)
+    record = diagnosis.to_dict() | published_record(published)
     if out is not None:
         write_json(out, record)
     if as_json:

@@ -33,7 +33,7 @@ from nextn.cli.screen import (
     shortened,
 )
 from nextn.errors import ConfigError
-from nextn.families.spec import ExpertForm
+from nextn.family_table.spec import ExpertForm
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint

@@ -4,9 +4,8 @@ Exit codes: 0 nothing failed, 1 findings, 2 usage error.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +20,6 @@ from nextn.text_format import docs_page
 if TYPE_CHECKING:
     from nextn.conformance.engine_run import ConformanceRun, SampledRun
     from nextn.conformance.record import Canary
-    from nextn.engines.check_result import CheckResult
     from nextn.engines.client import Budget
 
 canary_app = typer.Typer(
@@ -61,35 +59,28 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check that a server's output is the same with MTP on and off: greedy, sampled, cached, JSON, tools, stops."""
-    from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.workload import read_prompts
-    from nextn.verify import VerifyReport, VerifySettings
-    from nextn.verify import verify as run_checks
+    from nextn.verify_checks import VerifySettings, verify_reports
 
     settings = VerifySettings(
         max_tokens=max_tokens, tie_gap=tie_gap, samples=samples, concurrency=concurrency, context=context, seed=seed
     )
-    texts = first_turns(read_prompts(prompts))
-    budget = limits.budget()
-    connect = partial(Endpoint.open, budget=budget, model=model, key_env=limits.key_env, chat=chat)
-    target, reference = connect(url), connect(against) if against else None
-    results: list[CheckResult] = []
-    is_complete = False
+    texts, budget = first_turns(read_prompts(prompts)), limits.budget()
     with _progress(budget, quiet=as_json) as progress:
-        try:
-            for result in run_checks(target, reference, texts, settings, names=check or (), on_check=progress):
-                results.append(result)
-            is_complete = True
-        except KeyboardInterrupt:
-            pass  # the results so far are reported below
-    other = None if reference is None else reference.url
-    report = VerifyReport(target.url, target.served.name, other, tuple(results), budget.used, is_complete)
+        reports = verify_reports(
+            url, against, prompts=texts, checks=check or (), settings=settings, model=model, chat=chat, budget=budget,
+            key_env=limits.key_env, on_check=progress,
+        )  # fmt: skip
+        report = next(reports)
+        with suppress(KeyboardInterrupt):  # the results so far are reported below
+            for report in reports:  # noqa: B007
+                pass
     if as_json:
-        print_json(report.as_record())
+        print_json(report.to_dict())
     else:
         show_report(report)
     has_findings = report.failed or (strict and report.has_inconclusive)
-    raise typer.Exit(1 if has_findings else 0 if is_complete else 130)
+    raise typer.Exit(1 if has_findings else 0 if report.is_complete else 130)
 
 
 @contextmanager
@@ -175,9 +166,9 @@ def check(
         run, sampled_run = _drive(known, engine, model, limits, passes=passes if sampled else 0, quiet=as_json)
     report = check_run(known, run, num_speculative_tokens=num_speculative_tokens, sampled_run=sampled_run)
     if out is not None:
-        write_json(out, report.as_record())
+        write_json(out, report.to_dict())
     if as_json:
-        print_json(report.as_record())
+        print_json(report.to_dict())
     else:
         show_report(report)
     raise typer.Exit(1 if report.failed else 0)

@@ -103,14 +103,14 @@ class ConformanceReport(CheckReport):
             )
         return "conforms to every clause that these counts can show"
 
-    def as_record(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """Return the JSON document."""
         counts = [counters.as_record() | {"prompts": list(prompts)} for prompts, counters in self.run.counts]
         return {
             "canary": self.canary.folder,
             "family": self.canary.family,
             "num_speculative_tokens": self.num_speculative_tokens,
-            **super().as_record(),
+            **super().to_dict(),
             "explanations": [fit.reading.name for fit in self.fits if fit.reading in self.explanations],
             "expected": self.expected_counts(self.canary.right),
             "seen": counts,

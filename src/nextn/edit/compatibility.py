@@ -1,16 +1,18 @@
 """Check from headers whether a head is complete, matches a target's sizes, and can be added to a quantized trunk."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts
+from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import QuantConfig, declared, stored_modules, unpacked
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError
-from nextn.families import Family, lookup, lookup_count
+from nextn.family_table import Family, lookup, lookup_count
 from nextn.text_format import counted, some
 
 # Config fields that determine the head's shapes.
@@ -41,10 +43,15 @@ def absent(inventory: Inventory) -> list[str]:
         for role in family.names
         if role in family.required(index) and (str(index), role) not in have
     ]
-    tails = {name.partition(".")[2] for name in inventory.own}
-    for index in inventory.modules:
-        module = {name.partition(".")[2] for name in inventory.of_module(index)}
-        block = {tail for tail in tails if tail.startswith("block.")} if f"{index}.block" not in missing else set()
+    # Modules, and the experts of one, may be in different forms.
+    tails: dict[int, set[str]] = defaultdict(set)
+    for canonical in inventory.stored:
+        for path, _ in split_view(canonical, inventory.info(canonical)):
+            number, _, tail = path.partition(".")
+            tails[int(number)].add(tail)
+    every = {tail for module in tails.values() for tail in module if tail.startswith("block.")}
+    for index, module in sorted(tails.items()):
+        block = every if f"{index}.block" not in missing else set()
         missing += sorted(f"{index}.{tail}" for tail in block - module)
         missing += [f"{index}.block: expert {number}" for number in _missing_experts(module, inventory)]
     return missing + indexed_but_missing(inventory, head=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, as_checkpoint
-from nextn.checkpoint.expert_forms import expert_path
+from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
@@ -35,7 +35,7 @@ from nextn.edit.plan import (
 )
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import ExpertForm, Family, by_name, rows
+from nextn.family_table import ExpertForm, Family, by_name, rows
 from nextn.text_format import some
 
 Form = Literal["shards", "side-file", "single-file"]
@@ -194,7 +194,7 @@ def _refuse_different(old: Family, new: Family, norm_weight: str | None, count: 
 
 
 def _one_form(head: Inventory, form: ExpertForm | None) -> tuple[Inventory, list[str]]:
-    """Return the head with the experts of each module in one form, and the names of those stored in others.
+    """Return the head with each expert of a module in one form, and the names of those stored in others, too.
 
     Raises CheckpointError for a module with experts in several forms, of which `form` names none.
     """
@@ -208,9 +208,11 @@ def _one_form(head: Inventory, form: ExpertForm | None) -> tuple[Inventory, list
                 f"{head.checkpoint.path}: the experts of module {module} are stored {' and '.join(forms)}. Say which "
                 f"to keep: {' or '.join(f'--experts {each}' for each in forms)}."
             )
-        left |= {canonical for canonical, each in own.items() if len(forms) > 1 and each != form}
-    kept = {canonical: name for canonical, name in head.stored.items() if canonical not in left}
-    return replace(head, stored=kept), sorted(head.spellings(left))
+        parts = {canonical: {part for part, _ in split_view(canonical, head.info(canonical))} for canonical in own}
+        kept = set().union(*(parts[canonical] for canonical, each in own.items() if each == form))
+        left |= {canonical for canonical, each in own.items() if each != form and parts[canonical] <= kept}
+    stored = {canonical: name for canonical, name in head.stored.items() if canonical not in left}
+    return replace(head, stored=stored), sorted(head.spellings(left))
 
 
 def _renamed(

@@ -22,7 +22,7 @@ from nextn.edit.gguf_tokenizer import writable_tokenizer
 from nextn.edit.plan import EditPlan, Files, Piece, execute, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import Family, find, lookup
+from nextn.family_table import Family, find, lookup
 
 ENGINES = {
     "vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23",

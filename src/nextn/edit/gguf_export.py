@@ -26,7 +26,7 @@ from nextn.edit.gguf_layout import (
 from nextn.edit.gguf_tokenizer import add_tokenizer, copy_tokenizer
 from nextn.edit.llama_like import full_config
 from nextn.errors import ConfigError, FamilyError
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.text_format import install_command
 
 if TYPE_CHECKING:

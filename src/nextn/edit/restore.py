@@ -30,7 +30,7 @@ from nextn.edit.plan import (
 )
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import ENGINES, Family, by_config, by_name, lookup
+from nextn.family_table import ENGINES, Family, by_config, by_name, lookup
 from nextn.text_format import counted, some
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
+from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint, shipped_path
 from nextn.checkpoint.staging_folder import named_after, owned
 from nextn.edit.convert import extract
 from nextn.edit.restore import restore
@@ -132,7 +132,7 @@ def _loaded_from(model: PreTrainedModel) -> str:
 
 def _base(source: str | Path) -> Path | Checkpoint:
     """Return a path for a local base, opened at each save, as it may change; a hub id is opened now."""
-    path = Path(source).expanduser()
+    path = Path(shipped_path(source)).expanduser()
     return path.resolve() if path.exists() else Checkpoint.open(source)
 
 

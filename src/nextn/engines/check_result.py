@@ -13,19 +13,33 @@ Outcome = Literal["passed", "failed", "inconclusive"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check; the field names are keys of `--json`."""
+    """The result of one check; the field names are keys of `--json`.
 
-    name: str  # of the check, the id of a clause, or a cause that was found
+    Attributes:
+        name: Of the check, the id of a clause of the contract, or a cause that was found.
+        outcome: `passed`, `failed` or `inconclusive`.
+        evidence: What was observed.
+        advice: What to do; empty for nothing.
+        figures: Numbers by name, for JSON.
+        title: Of a clause.
+        expected: Counts or texts, where they differ from those seen.
+        seen: Counts or texts of the engine.
+        fault: The fault that explains what was seen.
+        issues: Public threads where the fault occurred.
+        requirement: What the contract demands, where it is broken.
+    """
+
+    name: str
     outcome: Outcome
-    evidence: str  # what was observed
-    advice: str = ""  # what to do; "" for nothing
+    evidence: str
+    advice: str = ""
     figures: dict[str, object] = field(default_factory=dict)
-    title: str = ""  # of a clause
-    expected: str = ""  # counts or texts, where they differ from those seen
+    title: str = ""
+    expected: str = ""
     seen: str = ""
-    fault: str = ""  # the fault that explains what was seen
-    issues: tuple[str, ...] = ()  # public threads where the fault occurred
-    requirement: str = ""  # what the contract demands, where it is broken
+    fault: str = ""
+    issues: tuple[str, ...] = ()
+    requirement: str = ""
 
     @property
     def details(self) -> list[tuple[str, str]]:
@@ -49,13 +63,15 @@ class CheckReport(ABC):
 
     @property
     def outcome(self) -> Outcome:
+        """`failed` if a check failed."""
         return "failed" if any(check.outcome == "failed" for check in self.checks) else "passed"
 
     @property
     def failed(self) -> bool:
+        """Whether there are findings."""
         return self.outcome == "failed"
 
-    def as_record(self) -> dict[str, object]:
-        """Return what the JSON documents of all commands have."""
+    def to_dict(self) -> dict[str, object]:
+        """Return what the JSON of all commands that check engines has."""
         checks = [vars(check) | {"issues": list(check.issues)} for check in self.checks]
         return {"outcome": self.outcome, "summary": self.summary, "checks": checks}

@@ -1,6 +1,7 @@
 """Read an engine's draft counts from a file: metrics, JSON, a log or a printed table, in any of their formats."""
 
 import io
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ _MAX_FILE = 512 * 1024 * 1024
 _MAX_PARSED = 32 * 1024 * 1024  # bytes of a file that is read in one piece: JSON or metrics
 _MAX_DOCUMENTS = 200_000
 _MAX_BROKEN = 1000  # lines that begin as JSON and are none, after which the others are not tried
+_BREAKS = ((r"\r?\n", ""), (r"\r?\n[ \t>|]*", ""), (r"\r?\n[ \t>|]*", " "))  # what takes the place of a line's end
 _MAX_START = 1024 * 1024  # characters by which the kind of a file is recognized, and its settings are read
 _LOG_PREFIX = re.compile(r'\[[^\[\]{}"\n]{1,80}\][ \t]*[^\s,\]]')
 # Keys of structured logs under which the line is, of Docker, Kubernetes, journald, Google Cloud and Python loggers.
@@ -49,14 +51,24 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
         return read_table(file, source)
     is_json = _begins_as_json(start)
     if not is_json and not METRICS_LINE.search(start):
-        return with_settings(_need(read_log(file), source, start), [start])
+        reading = read_log(file)
+        if reading.counters is None:
+            reading = next(
+                (again for again in map(_rejoined, [start] * len(_BREAKS), _BREAKS) if again.counters), reading
+            )
+        return with_settings(_need(reading, source, start), [start])
     if size > _MAX_PARSED:
         raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
     text = file.read(_MAX_PARSED)
     if not is_json:
         return from_metrics(text, model=model)
-    counters = _from_json_text(text, source)
+    counters = _from_json_text(text, source, model)
     return with_settings(counters, [start])
+
+
+def _rejoined(start: str, line_break: tuple[str, str]) -> LogReading:
+    """Read lines that a terminal or an editor broke within words."""
+    return read_log(io.StringIO(re.sub(*line_break, start)))
 
 
 def _begins_as_json(start: str) -> bool:
@@ -65,9 +77,9 @@ def _begins_as_json(start: str) -> bool:
     return first[:1] in ("{", "[") and not _LOG_PREFIX.match(first)
 
 
-def _from_json_text(text: str, source: str) -> Counters:
+def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     """The counts of one JSON document, of one per line, or of the lines that a structured log has in its fields."""
-    parts, lines, reason = [], [], None
+    parts, lines, series, reason = [], [], list[str](), None
     for document in _documents(text, source):
         if isinstance(document, ValueError):
             reason = reason or document
@@ -77,11 +89,14 @@ def _from_json_text(text: str, source: str) -> Counters:
             continue
         found = list(objects(document))
         parts += found
+        series += _queried(document)
         if not found:
-            lines.append(_message(document))
+            lines += _messages(document)
     counters = sum_counters(parts)
     if counters is not None:
         return fill_in_derived(counters)
+    if series:
+        return from_metrics("\n".join(series), model=model)
     reading = read_log(io.StringIO("\n".join(line.rstrip("\n") for line in lines)))
     if reading.counters is None and not reading.incomplete and reason is not None:
         raise EngineError(f"{source}: neither JSON nor lines of JSON: {reason}") from reason
@@ -110,25 +125,40 @@ def _documents(text: str, source: str) -> Iterator[object]:
             yield line
 
 
-def _message(document: object) -> str:
-    """The line of a structured log's record: under a usual key, or the longest text in it."""
-    texts: list[str] = []
-    _collect(document, texts, 8)
-    return max(texts, key=len, default="")
+def _messages(value: object, depth: int = 8) -> list[str]:
+    """The lines of structured logs: of each record of a list the one under a usual key, or its longest text."""
+    if isinstance(value, str) or depth == 0:
+        return [value] if isinstance(value, str) else []
+    if isinstance(value, list):
+        if value and all(type(item) is int and 0 <= item < 256 for item in value):  # journald's, of text with colors
+            return [bytes(value).decode("utf-8", "replace")]
+        return [text for item in value for text in _messages(item, depth - 1)]
+    if not isinstance(value, Mapping):
+        return []
+    key = next((key for key in _MESSAGE_KEYS if isinstance(value.get(key), str | list)), None)
+    texts = [text for item in ((value[key],) if key else value.values()) for text in _messages(item, depth - 1)]
+    records = key is not None or _holds_list(value, depth)
+    return texts if records else [max(texts, key=len)] if texts else []
 
 
-def _collect(value: object, texts: list[str], depth: int) -> None:
-    if depth == 0 or len(texts) > 100:
-        return
-    if isinstance(value, str):
-        texts.append(value)
-    elif isinstance(value, Mapping):
-        key = next((key for key in _MESSAGE_KEYS if isinstance(value.get(key), str)), None)
-        for item in (value[key],) if key else value.values():
-            _collect(item, texts, depth - 1)
-    elif isinstance(value, list):
-        for item in value:
-            _collect(item, texts, depth - 1)
+def _holds_list(value: object, depth: int) -> bool:
+    inner = value.values() if isinstance(value, Mapping) and depth else ()
+    return isinstance(value, list) or any(_holds_list(item, depth - 1) for item in inner)
+
+
+def _queried(document: object, depth: int = 8) -> Iterator[str]:
+    """Yield the series in an answer of Prometheus' query API as lines of its text format."""
+    if isinstance(document, list) and depth:
+        for item in document:
+            yield from _queried(item, depth - 1)
+    elif isinstance(document, Mapping) and depth:
+        labels, sample = document.get("metric"), document.get("value")
+        if isinstance(labels, Mapping) and isinstance(sample, list) and "__name__" in labels:
+            own = ",".join(f"{key}={json.dumps(text)}" for key, text in labels.items() if key != "__name__")
+            yield f"{labels['__name__']}{{{own}}} {sample[-1]}"
+            return
+        for item in document.values():
+            yield from _queried(item, depth - 1)
 
 
 def _need(reading: LogReading, source: str, start: str) -> Counters:

@@ -195,6 +195,19 @@ def _sglang_bench(record: Mapping) -> Counters:
     return Counters("SGLang", length=_number(record["accept_length"], "accept_length", maximum=MAX_POSITIONS + 1))
 
 
+def _sglang_state(record: Mapping) -> Counters:
+    """SGLang's /get_server_info: the acceptance length since the start."""
+    name = "avg_spec_accept_length"
+    return Counters("SGLang", length=_number(record[name], name, maximum=MAX_POSITIONS + 1))
+
+
+def _lm_studio(record: Mapping) -> Counters:
+    """LM Studio's `stats` of a request: draft tokens and accepted ones, no rounds."""
+    names = ("total_draft_tokens_count", "accepted_draft_tokens_count")
+    drafted, accepted = (count(record.get(name), name) for name in names)
+    return Counters("LM Studio", None, drafted, accepted)
+
+
 def _tensorrt(record: Mapping) -> Counters:
     """An iteration of TensorRT-LLM: one round for each request with draft tokens."""
     names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
@@ -220,6 +233,8 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "AIPerf's aggregate": ("pooled_spec_decode_acceptance_histogram", _pooled_histogram),
     "vllm bench serve --save-result": ("spec_decode_num_drafts", _vllm_bench),
     "SGLang's benchmark result": ("accept_length", _sglang_bench),
+    "SGLang's server info": ("avg_spec_accept_length", _sglang_state),
+    "LM Studio's statistics": ("accepted_draft_tokens_count", _lm_studio),
     "TensorRT-LLM's iteration": ("specDecodingStats", _iteration),
 }
 

@@ -19,8 +19,11 @@ _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest
 _MAX_LINE = 64 * 1024
 _MAX_ENTRY = 8 * 1024  # characters
 _MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
-_NUM = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
-_INT = r"[0-9]{1,15}"
+_NUM = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
+_THOUSANDS = r"[0-9]{1,3}(?:[.,'’ ][0-9]{3})+"
+# What is left of a number that is written in another way is no count.
+_INT = rf"(?:{_THOUSANDS}|[0-9]{{1,15}}(?:\.0+)?)(?![.,'’]?[0-9])"
+_SPACES = str.maketrans("\t\u00a0\u202f", "   ")
 _LIST = rf"{_NUM}(?:,\s*{_NUM}){{0,{MAX_POSITIONS}}}"
 Fields = Mapping[str, list[str]]  # name of a field -> its values in the entry
 
@@ -40,24 +43,32 @@ class LogFormat:
     is_cumulative: bool = False  # later entries include earlier ones
 
 
+def _whole(text: str) -> int:
+    return int(re.sub(r"\D", "", text) if re.fullmatch(_THOUSANDS, text) else text.partition(".")[0])
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", "."))
+
+
 def _int(fields: Fields, name: str) -> int | None:
-    return int(float(fields[name][0])) if fields.get(name) else None
+    return _whole(fields[name][0]) if fields.get(name) else None
 
 
 def _float(fields: Fields, name: str) -> float | None:
-    return float(fields[name][0]) if fields.get(name) else None
+    return _number(fields[name][0]) if fields.get(name) else None
 
 
 def _rates(text: str) -> list[float]:
-    return [float(rate) for rate in re.split(r",\s*", text)]
+    return [_number(rate) for rate in re.findall(_NUM, text)]
 
 
 def _vllm(fields: Fields) -> Counters | None:
     """One interval. All rounds draft as many tokens as there are positions, except the last ones before a limit."""
-    accepted, drafted = int(fields["Accepted"][0]), int(fields["Drafted"][0])
+    accepted, drafted = (_whole(fields[name][0]) for name in ("Accepted", "Drafted"))
     length = _float(fields, "Mean acceptance length")
     if not fields.get("Per-position acceptance rate"):
-        if accepted and not (length and length > 1):
+        if accepted and length is not None and length <= 1:
             return None  # the two contradict each other
         rounds = round(accepted / (length - 1)) if length and length > 1 else None
         return Counters("vLLM", rounds, drafted, accepted, notes=(ROUNDED,))
@@ -71,7 +82,9 @@ def _vllm(fields: Fields) -> Counters | None:
 
 def _vllm_v0(fields: Fields) -> Counters:
     """vLLM before 0.8: accepted counts tokens behind a rejected one, too; emitted tokens show those that were kept."""
-    k, drafted, emitted = (int(fields[f"Number of {name} tokens"][0]) for name in ("speculative", "draft", "emitted"))
+    k, drafted, emitted = (
+        _whole(fields[f"Number of {name} tokens"][0]) for name in ("speculative", "draft", "emitted")
+    )
     rounds = round(drafted / max(1, k))
     return Counters("vLLM", rounds, drafted, max(0, emitted - rounds), k=k)
 
@@ -83,7 +96,7 @@ def _table(fields: Fields) -> Counters | None:
         _float(fields, "Acceptance length"),
     )  # fmt: skip
     percent, shares = fields.get("Position", []), fields.get("acceptance at token", [])
-    rates = [float(rate) / 100 for rate in percent] or [float(rate) for rate in shares]
+    rates = [_number(rate) / 100 for rate in percent] or [_number(rate) for rate in shares]
     if drafts is None and drafted and rates:
         drafts = round(drafted / len(rates))
     if drafts is None and accepted and length and length > 1:
@@ -102,7 +115,20 @@ def _sglang_table(fields: Fields) -> Counters:
 
 
 def _sglang(fields: Fields) -> Counters:
+    if fields["avg_accept_len"]:
+        return Counters("TokenSpeed", length=_float(fields, "avg_accept_len"))
     return Counters("SGLang", length=_float(fields, "accept len"))
+
+
+_FINISH = ("spec_accept_token_num", "spec_draft_token_num", "total")  # and their other names
+
+
+def _sglang_finish(fields: Fields) -> Counters:
+    rounds = _int(fields, "spec_verify_ct") or 0
+    accepted, drafted, emitted = (_int(fields, name) for name in _FINISH)
+    if accepted is None and emitted is not None:
+        accepted = max(0, emitted - rounds)
+    return Counters("SGLang", rounds, drafted, accepted)
 
 
 def _llama_round(fields: Fields) -> Counters:
@@ -118,7 +144,7 @@ def _llama_round(fields: Fields) -> Counters:
 def _llama_statistics(fields: Fields) -> Counters:
     """Totals of one drafter. Drafts accepted in part or whole are the rounds that accepted the first position."""
     names = ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")
-    rounds, first, drafted, accepted = (int(fields[name][0]) for name in names)
+    rounds, first, drafted, accepted = (_whole(fields[name][0]) for name in names)
     rates = _rates(fields["#acc rate/pos"][0]) if fields.get("#acc rate/pos") else []
     if drafted == 2 * rounds:
         positions: tuple[int, ...] = (first, max(0, accepted - first))
@@ -128,7 +154,7 @@ def _llama_statistics(fields: Fields) -> Counters:
 
 
 def _llama_request(fields: Fields) -> Counters:
-    accepted, drafted = (int(count) for count in re.findall(r"[0-9]+", fields["accepted / generated"][0]))
+    accepted, drafted = (_whole(part.strip()) for part in fields["accepted / generated"][0].split("accepted /"))
     length, rates = _float(fields, "mean len"), fields.get("acceptance rate per position")
     rounds = round(accepted / (length - 1)) if length and length > 1 else None
     positions = tuple(round(rate * rounds) for rate in _rates(rates[0])[:MAX_POSITIONS]) if rates and rounds else ()
@@ -160,7 +186,7 @@ def _colon(*names: str, value: str = _NUM) -> dict[str, str]:
 LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "table of vllm bench serve", "Acceptance length:", r"(?<![\w-])Acceptance length:",
-        {**_colon("Acceptance length", "Drafts", "Draft tokens", "Accepted tokens"),
+        {**_colon("Acceptance length"), **_colon("Drafts", "Draft tokens", "Accepted tokens", value=_INT),
          "Position": rf"(?<![\w-])Position [0-9]{{1,3}}:\s+({_NUM})"},
         ("Acceptance length",), _table,
         "rounds, draft tokens and accepted drafts of the run; positions in per cent of all rounds; AL with bonus token",
@@ -181,7 +207,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         {**_colon("Mean acceptance length"), "Accepted": rf"Accepted:\s*({_INT}) tokens",
          "Drafted": rf"Drafted:\s*({_INT}) tokens",
          "Per-position acceptance rate": rf"Per-position acceptance rate:\s*\[?({_LIST})"},
-        ("Mean acceptance length", "Accepted", "Drafted"), _vllm,
+        ("Accepted", "Drafted"), _vllm,
         "accepted and draft tokens of an interval; positions as shares of all rounds; AL = 1 + accepted / rounds",
         num_lines=5,
     ),
@@ -220,9 +246,17 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         ("n_drafted", "n_accept"), _llama_example, "the run: K, drafted and accepted tokens; no rounds", num_lines=8,
     ),
     LogFormat(
-        "SGLang's Decode batch", " batch", r"Decode (?:rank )?batch", {"accept len": rf"accept len:\s*({_NUM})"},
+        "SGLang's Decode batch", " batch", r"Decode (?:rank )?batch",
+        {"accept len": rf"accept[ _]len:\s*({_NUM})", "avg_accept_len": rf"avg_accept_len:\s*({_NUM})"},
         ("accept len",), _sglang,
-        "an interval: tokens per round with bonus token, and a rate, which shows K; no counts",
+        "an interval, of TokenSpeed, too: tokens per round with bonus token, and a rate, which shows K; no counts",
+    ),
+    LogFormat(
+        "SGLang's Finish line", "spec_verify_ct", r"'meta_info':",
+        {name: rf"'(?:{names})':\s*({_INT})" for name, names in zip(("spec_verify_ct", *_FINISH), (
+            "spec_verify_ct", "spec_num_correct_drafts|spec_accepted_drafts|spec_accept_token_num",
+            "spec_num_proposed_drafts|spec_proposed_drafts|spec_draft_token_num", "completion_tokens"), strict=True)},
+        ("spec_verify_ct",), _sglang_finish, "a request: rounds, draft tokens and accepted drafts",
     ),
     LogFormat(
         "table of SGLang's bench_serving", "Accept length:", r"(?<![\w-])Accept length:",
@@ -297,7 +331,7 @@ def read_log(file: TextIO) -> LogReading:
     """Sum the counts of all entries of the first format that the log has; others are named in a note."""
     readers = [_Reader(each) for each in LOG_FORMATS]
     depths, ahead = _SglangDepth(), ""
-    while text := ahead + file.read(_CHUNK) + file.readline(_MAX_LINE):
+    while text := (ahead + file.read(_CHUNK) + file.readline(_MAX_LINE)).translate(_SPACES):
         # An entry of several lines may go on in the text after this one.
         is_last = len(text) < _CHUNK
         body = len(text) if is_last else max(1, len(text) - _MAX_ENTRY)
@@ -321,10 +355,12 @@ def read_log(file: TextIO) -> LogReading:
     if not found:
         return LogReading(None, incomplete)
     (name, counters), *others = found
-    if others and counters.engine != "llama.cpp":  # whose logs have all of its formats
+    # llama.cpp's logs have all of its formats.
+    others = [other for other in others if other[1].engine != "llama.cpp" or counters.engine != "llama.cpp"]
+    if others:
         note = f"read from {name}; also there, and not added: {', '.join(other for other, _ in others)}"
         counters = replace(counters, notes=(*counters.notes, note))
-    if counters.engine == "SGLang" and counters.k is None:
+    if counters.engine in ("SGLang", "TokenSpeed") and counters.k is None:
         counters = replace(counters, k=depths.k)
     return LogReading(counters, incomplete)
 
@@ -341,11 +377,11 @@ def _entry(text: str, start: int, reader: _Reader) -> tuple[str, int]:
     line_end = text.find("\n", start)
     line_end = len(text) if line_end < 0 else line_end
     if reader.format.num_lines == 1:
-        return text[start : min(line_end, limit)], line_end
+        limit = min(limit, line_end)
     following = reader.marker.search(text, start + 1, limit)
     stop = following.start() if following else limit
     lines = text[start:stop].split("\n", reader.format.num_lines)
-    return "\n".join(lines[: reader.format.num_lines]), line_end
+    return "\n".join(lines[: reader.format.num_lines]), min(line_end, stop) if following else line_end
 
 
 class _SglangDepth:
@@ -355,7 +391,7 @@ class _SglangDepth:
     so one pair may allow several K; K is the one that all pairs allow by one definition, if none is by the other.
     """
 
-    _PAIR = re.compile(rf"accept len:\s*({_NUM}), accept rate:\s*({_NUM})")
+    _PAIR = re.compile(rf"accept[ _]len:\s*({_NUM}), accept[ _]rate:\s*({_NUM})")
 
     def __init__(self) -> None:
         self.allowed: list[set[int] | None] = [None, None]
@@ -365,7 +401,7 @@ class _SglangDepth:
         match = self._PAIR.search(entry)
         if match is None or self.num_lines >= _MAX_DEPTH_LINES:
             return
-        length, rate = float(match[1]), float(match[2])
+        length, rate = _number(match[1]), _number(match[2])
         if rate < 0.02 or not 1 <= length <= MAX_POSITIONS:
             return
         self.num_lines += 1

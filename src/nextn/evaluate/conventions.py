@@ -18,7 +18,7 @@ from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.snapshot import on_disk
 from nextn.checkpoint.tensors import TensorReader
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.model.head import Head
 from nextn.model.layer_types import LayerType
 from nextn.model.model import Model

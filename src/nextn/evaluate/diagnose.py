@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from nextn import __version__
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence
@@ -377,14 +377,14 @@ class Diagnosis(CheckReport):
         rates = [self.reference.figures(temperature, domain=domain).rates[0].value for domain in domains]
         return f" (a_1 {min(rates):.2f} to {max(rates):.2f} between the reference's domains)" if rates else ""
 
-    def as_record(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """Return the JSON document."""
         return {
             "model": self.source,
             "nextn": __version__,
             "engine": self.engine,
             "definitions": DEFINITIONS,
-            **super().as_record(),
+            **super().to_dict(),
             "overrides": list(self.overrides),
             "needed": None if self.needed is None else self.needed.as_record(),
             "named": list(self.named),

@@ -18,7 +18,7 @@ from nextn.engines.answers import EngineRequest, common_prefix
 from nextn.engines.endpoint import Endpoint
 from nextn.evaluate.given_texts import token_logprobs
 from nextn.evaluate.teacher_forced import ReferenceText
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.model.trunk import Trunk, TrunkOutput
 
 _NUM_TOKENS = 32  # of the greedy answer

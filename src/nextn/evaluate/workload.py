@@ -74,6 +74,10 @@ class Prompt:
         return tuple(encode(model, self.text, chat=chat, variables=variables))
 
 
+# Of a function of the Python API: a file or benchmark, see `read_prompts`; None: the built-in ones; texts or token ids.
+PromptSource = str | Path | Sequence[str | Sequence[int] | Prompt] | None
+
+
 def read_prompts(source: Path | str | None = None) -> list[Prompt]:
     """Read the prompts of a file, or of a benchmark (`benchmark_prompts.split_name`), or the built-in ones.
 
@@ -95,17 +99,39 @@ def read_prompts(source: Path | str | None = None) -> list[Prompt]:
     return prompts
 
 
+def take_prompts(given: PromptSource) -> tuple[list[Prompt], dict[str, object]]:
+    """Return the prompts that a function of the Python API is given, and their `prompts_record`.
+
+    Raises ConfigError as `read_prompts`, and for none.
+    """
+    if given is None or isinstance(given, str | Path):
+        prompts = read_prompts(given)
+        return prompts, prompts_record(given, prompts)
+    prompts = [
+        each if isinstance(each, Prompt) else Prompt(each if isinstance(each, str) else tuple(each), "own")
+        for each in given
+    ]
+    if not prompts:
+        raise ConfigError(f"no prompts are given; expected texts or lists of token ids, or {_FORMATS}")
+    return prompts, _origin("given", None, None, prompts)
+
+
 def prompts_record(source: Path | str | None, prompts: Sequence[Prompt]) -> dict[str, object]:
     """Return where prompts came from for JSON reports, with the SHA-256 of a file, else of their texts."""
     name, subset, category = split_name(str(source or _BUILT_IN))
     file = _question_path(name)
-    if file.is_file():
-        digest = hashlib.sha256(file.read_bytes())
-    else:
-        digest = hashlib.sha256(json.dumps([[prompt.text, *prompt.later] for prompt in prompts]).encode())
+    data = file.read_bytes() if file.is_file() else None
+    return _origin("built-in" if source is None else name, subset, category, prompts, data)
+
+
+def _origin(
+    name: str, subset: str | None, category: str | None, prompts: Sequence[Prompt], data: bytes | None = None
+) -> dict[str, object]:
+    texts = json.dumps([[prompt.text, *prompt.later] for prompt in prompts]).encode()
+    digest = hashlib.sha256(texts if data is None else data)
     turns = sum(1 + len(prompt.later) for prompt in prompts)
     return {
-        "source": "built-in" if source is None else name,
+        "source": name,
         "subset": subset,
         "category": category,
         "sha256": digest.hexdigest(),

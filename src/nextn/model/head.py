@@ -14,7 +14,7 @@ from nextn.cache.kv_cache import KVCache
 from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.cache.rollout_cache import RolloutCache, chain_mask
 from nextn.errors import ConfigError
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.model.layer_types import LayerType, new_cache
 from nextn.model.logits import float_linear, logits_of
 from nextn.model.mtp_layer import HeadStep, MTPLayer

@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, write_index
+from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, as_checkpoint, write_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import is_foreign, open_head, trained_length, trunk_family
 from nextn.checkpoint.quantized_weights import fp8_section, quantize_tensors
@@ -22,7 +21,7 @@ from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import Family, by_config
+from nextn.family_table import Family, by_config
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
@@ -112,7 +111,7 @@ class Model:
             ConfigError: for a device that is not available.
         """
         torch_device = resolve_device(device)
-        checkpoint = _open(source)
+        checkpoint = as_checkpoint(source)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
         beside = None if head is None else open_head(head, inventory)
         if beside is not None and beside.family.trunk_kv and (stream or defer):
@@ -244,7 +243,7 @@ def load_head(
 
     Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
     """
-    inventory = _inventory(_open(source), need_head=True)
+    inventory = _inventory(as_checkpoint(source), need_head=True)
     trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
     return read_head(on_disk(inventory), trunk)
 
@@ -256,10 +255,6 @@ def read_head(inventory: Inventory, trunk: Trunk) -> Head:
         weights.download(weights.inventory.stored.values())
         load_tensors(head, weights)
     return head
-
-
-def _open(source: str | Path | Checkpoint, **hub: Any) -> Checkpoint:
-    return source if isinstance(source, Checkpoint) else Checkpoint.open(source, **hub)
 
 
 def live_trunk(model: PreTrainedModel, *, trunk_class: type[Trunk] = Trunk) -> tuple[Family, Trunk]:

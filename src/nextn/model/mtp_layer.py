@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
 from nextn.cache.rollout_cache import RolloutCache
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.model.family_layers import broadcast_to_streams, collapse_streams
 from nextn.model.layer_types import LayerType
 from nextn.model.trunk import Trunk

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
 

@@ -1,6 +1,6 @@
 """The commands that serve a checkpoint's head in another engine, with the pitfalls of its family and its files.
 
-The facts are the family's row (`nextn.families`) and what `nextn audit` finds in the files.
+The facts are the family's row (`nextn.family_table`) and what `nextn audit` finds in the files.
 """
 
 import json
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nextn.audit import Finding, audit
-from nextn.audit.engines import IDS as ENGINE_RULES
+from nextn.audit_rules import Finding, audit
+from nextn.audit_rules.engines import IDS as ENGINE_RULES
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.edit.adopt import engines_after_adopting
 from nextn.errors import CheckpointError, ConfigError
-from nextn.families import EngineSupport
+from nextn.family_table import EngineSupport
 from nextn.text_format import joined
 
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}  # as in --print -> as in the family rows

@@ -26,7 +26,7 @@ from nextn.edit.links import refuse_links
 from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
-from nextn.families import by_config, by_name, find, fitted
+from nextn.family_table import by_config, by_name, find, fitted
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
-from nextn.audit.findings import Finding
+from nextn.audit_rules.findings import Finding
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import key_sizes
-from nextn.families import lookup_count
+from nextn.family_table import lookup_count
 from nextn.text_format import counted, some
 
 IDS = ("query-head",)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nextn.audit.layer_reference import LayerReference
+from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import QuantConfig, stored_modules
 from nextn.errors import CheckpointError

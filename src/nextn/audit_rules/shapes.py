@@ -6,15 +6,15 @@ families with a block of their own, nothing is reported.
 
 from collections.abc import Iterator, Mapping
 
-from nextn.audit.findings import Finding, Severity, restore
-from nextn.audit.layer_reference import LayerReference
+from nextn.audit_rules.findings import Finding, Severity, restore
+from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.packed_layout import with_whole_weights
 from nextn.checkpoint.quantization import unpacked
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
-from nextn.families import lookup_count
+from nextn.family_table import lookup_count
 from nextn.text_format import counted, joined, some
 
 IDS = ("shape", "vocabulary")
@@ -23,14 +23,22 @@ TOKENIZER = "tokenizer.json"
 
 def shape(inventory: Inventory) -> Iterator[Finding]:
     """Report tensors of the head whose shape differs from the config's or from that of the trunk's layers."""
-    inventory = _of_whole_weights(inventory)
+    inventory, reported = _of_whole_weights(inventory), set[str]()
     for info, expected, because in (*_against_config(inventory), *_against_trunk(inventory)):
+        if info.name in reported:  # for another expert in it
+            continue
+        reported.add(info.name)
+        swapped = len(info.shape) == 2 and str([*reversed(info.shape)]) == expected
         yield Finding(
             "shape", "error", info.name,
-            f"{info.name} is {list(info.shape)}.",
+            f"{info.name} is {list(info.shape)}{_of_expert(inventory, info)}{', transposed' if swapped else ''}.",
             f"{expected}, {because}.",
             f"Run `{restore(inventory, force=True)}`, from a model of the same size.",
         )  # fmt: skip
+
+
+def _of_expert(inventory: Inventory, info: TensorInfo) -> str:
+    return " per expert" if info.form != inventory.checkpoint.tensors[info.name].form else ""
 
 
 def vocabulary(inventory: Inventory) -> Iterator[Finding]:

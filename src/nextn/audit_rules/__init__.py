@@ -4,73 +4,124 @@ Of a checkpoint on the hub, headers and a few small parts are read; of a local o
 is a function from an `Inventory` to findings; rules are independent of each other, and none imports torch.
 """
 
-import shlex
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, field, replace
+import difflib
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from time import perf_counter
 
-from nextn.audit import engines, files, precision, pruned, query_heads, separate, shapes, structure, unchecked, values
-from nextn.audit.findings import SEVERITIES, Finding, Severity
-from nextn.audit.tensor_values import WholeValues, is_local
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.audit_rules import (
+    engines,
+    files,
+    precision,
+    pruned,
+    query_heads,
+    separate,
+    shapes,
+    structure,
+    unchecked,
+    values,
+)
+from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity
+from nextn.audit_rules.tensor_values import WholeValues, is_local
+from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.foreign_names import with_plain_names
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.errors import FamilyError
-from nextn.families import Family, by_config, generic, rows
+from nextn.checkpoint.provenance import open_head, trunk_family
+from nextn.errors import ConfigError, FamilyError
+from nextn.family_table import Family, by_config, by_name, generic, rows
 
-__all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit"]
+__all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit", "audit_checkpoint"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
 _MODULES = (structure, pruned, files, shapes, query_heads, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
-HEAD_REQUIRED = "head-required"
 _MAX_NAMES = 2000  # to match against every family's layout
 
 
-@dataclass(frozen=True)
-class AuditReport:
-    """The result of an audit."""
-
-    path: str
-    family: str
-    declared: int  # number of modules that the config declares
-    modules: tuple[int, ...]  # indices of the stored modules
-    findings: tuple[Finding, ...] = field(default=())  # worst first
-    # How much of the head's values was read: all float tensors of a local head, else samples; none without a head.
-    values_read: Literal["all", "samples", "none"] = "none"
-    bytes_read: int = 0  # of the values, where all were read
-    unchecked: tuple[str, ...] = ()  # what no rule looked at
-    title: str = ""  # published models of the family, in words
-
-    @property
-    def clean(self) -> bool:
-        """Whether there is nothing to fix; notes are allowed."""
-        return all(finding.severity == "note" for finding in self.findings)
-
-    def without(self, rules: Collection[str]) -> "AuditReport":
-        """Return the report without the findings of these rules."""
-        return replace(self, findings=tuple(finding for finding in self.findings if finding.rule not in rules))
-
-    def requiring_head(self) -> "AuditReport":
-        """Return the report with an error if the checkpoint neither declares nor stores a head."""
-        if self.declared or self.modules or any(finding.rule == HEAD_REQUIRED for finding in self.findings):
-            return self
-        missing = Finding(
-            HEAD_REQUIRED, "error", self.path, "No MTP head is declared, and none is stored.", "A head.",
-            f"nextn restore {shlex.quote(self.path)} --from BASE",
-        )  # fmt: skip
-        return replace(self, findings=(missing, *self.findings))
-
-    def as_record(self) -> dict[str, object]:
-        return asdict(self) | {"clean": self.clean}
-
-
 def audit(
+    source: str | Path | Checkpoint,
+    *,
+    head: str | Path | None = None,
+    family: str | None = None,
+    ignore: Collection[str] = (),
+    sample: bool = False,
+    require_head: bool = False,
+) -> AuditReport:
+    """Check a checkpoint's MTP head against its config and what engines expect.
+
+    Of a checkpoint on the hub, headers and a few small parts are read; of a local one, also all values of the head.
+
+    Args:
+        source: A checkpoint folder, .safetensors or .gguf file, hub id, `tiny` or an opened checkpoint.
+        head: Audit the head of this checkpoint, beside `source` as its trunk.
+        family: Name of the family to audit by, instead of that of the config's model_type.
+        ignore: Ids of rules whose findings are left out.
+        sample: Read samples of a local head's values only, as of a hub id.
+        require_head: Report a checkpoint that neither declares nor stores a head as an error.
+
+    Returns:
+        The findings, worst first, and what was looked at.
+
+    Raises:
+        ConfigError: There is no such rule, or `head` is beside a GGUF file.
+        FamilyError: No family is known for the model_type; the message names those that the tensor names match.
+        CheckpointError: The config does not say where the head begins, or a file cannot be read.
+
+    Example:
+        >>> report = nextn.audit("tiny")
+        >>> report.clean, report.family, report.values_read
+        (True, 'qwen3_5', 'all')
+    """
+    started = perf_counter()
+    _check_rules(ignore)
+    with _no_garbage_collection():
+        if isinstance(source, str | Path) and str(source).endswith(".gguf"):
+            if head is not None:
+                raise ConfigError(f"a head beside {source}: a trunk in GGUF; give its safetensors checkpoint")
+            from nextn.audit_rules.gguf import audit_gguf  # here, as it imports numpy
+
+            report = audit_gguf(Path(source))
+        else:
+            checkpoint = as_checkpoint(source)
+            row, trunk = by_name(family) if family else None, None
+            if head is not None:
+                trunk = Inventory.of(checkpoint, family=row or trunk_family(checkpoint))
+                beside = open_head(str(head), trunk)
+                checkpoint, row = beside.checkpoint, beside.family
+            report = audit_checkpoint(checkpoint, family=row, sample=sample, trunk=trunk)
+    report = (report.requiring_head() if require_head else report).without(ignore)
+    return replace(report, seconds=round(perf_counter() - started, 3))
+
+
+def _check_rules(rules: Collection[str]) -> None:
+    for rule in rules:
+        if rule not in IDS:
+            near = difflib.get_close_matches(rule, IDS, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"known: {', '.join(IDS)}"
+            raise ConfigError(f"ignore {rule}: no such rule; {meant}")
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collecting garbage among a checkpoint's hundreds of thousands of live entries takes a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def audit_checkpoint(
     checkpoint: Checkpoint, *, family: Family | None = None, sample: bool = False, trunk: Inventory | None = None
 ) -> AuditReport:
-    """Run every rule on `checkpoint`.
+    """Run every rule on an opened checkpoint.
 
     Args:
         checkpoint: What to check.
@@ -79,8 +130,7 @@ def audit(
         trunk: The trunk beside which the head of `checkpoint` is to run.
 
     Raises:
-        FamilyError: No family is known for the model_type; the message names those that the tensor names match.
-        CheckpointError: The config does not say where the head begins, or a file cannot be read.
+        FamilyError, CheckpointError: As `audit`.
     """
     family = family or _family(checkpoint)
     if family is None:

@@ -7,7 +7,7 @@ from nextn.engines.answers import EngineAnswer
 from nextn.engines.check_result import CheckResult
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
-from nextn.verify.session import VerifySession
+from nextn.verify_checks.session import VerifySession
 
 _EXACT = 1e-3  # nats: the same number printed twice
 _LOGPROBS = (

@@ -9,7 +9,7 @@ from nextn.engines.check_result import CheckResult
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import EngineError
 from nextn.text_format import counted
-from nextn.verify.session import VerifySession
+from nextn.verify_checks.session import VerifySession
 
 FaultOf = Callable[[EngineAnswer], str | None]  # None: truncated, so inconclusive; "": valid; else what is wrong
 _LIMITS = (1, 2, 3, 5, 8)

@@ -6,13 +6,13 @@ The facts about engines come from the family's row; one that affects only some s
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from nextn.audit.findings import ENGINES, ROLES, Finding, aliases, convert, engines, restore, same, verb
+from nextn.audit_rules.findings import ENGINES, ROLES, Finding, aliases, convert, engines, restore, same, verb
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name, storage
 from nextn.edit.compatibility import lone_experts
-from nextn.families import READS_FUSED, EngineSupport, Support, by_name, lookup, rows
+from nextn.family_table import READS_FUSED, EngineSupport, Support, by_name, lookup, rows
 from nextn.text_format import joined, some
 
 IDS = (

@@ -12,17 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from nextn.audit import AuditReport
-from nextn.audit.findings import SEVERITIES, Finding, Severity
-from nextn.audit.norm_weights import NormValues, Values, shifts
-from nextn.audit.structure import no_head
-from nextn.audit.values import nonfinite_or_garbage, norm_shift_finding, zero_or_constant
+from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity
+from nextn.audit_rules.norm_weights import NormValues, Values, shifts
+from nextn.audit_rules.structure import no_head
+from nextn.audit_rules.values import nonfinite_or_garbage, norm_shift_finding, zero_or_constant
 from nextn.checkpoint.draft_models import in_gguf
 from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, bits, readable_kinds
 from nextn.checkpoint.provenance import evenly_spaced
 from nextn.edit.gguf_layout import HEAD
 from nextn.errors import CheckpointError
-from nextn.families import EngineSupport, Family, rows
+from nextn.family_table import EngineSupport, Family, rows
 from nextn.text_format import counted, some
 
 # `blk.N.nextn.<part>` -> role; every graph reads NEEDED.

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from nextn.audit.findings import Finding, Severity, against_base, convert, restore
-from nextn.audit.norm_weights import NormShift, NormValues, Values, shifts
-from nextn.audit.tensor_values import SampledValues, TensorSummary, WholeValues, is_matrix
+from nextn.audit_rules.findings import Finding, Severity, against_base, convert, restore
+from nextn.audit_rules.norm_weights import NormShift, NormValues, Values, shifts
+from nextn.audit_rules.tensor_values import SampledValues, TensorSummary, WholeValues, is_matrix
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import RECORD, Provenance, is_head, is_trunk
 from nextn.checkpoint.remote import LocalFile
 from nextn.errors import CheckpointError
-from nextn.families import lookup
+from nextn.family_table import lookup
 from nextn.text_format import counted, some
 
 IDS = (

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator
 
-from nextn.audit.findings import Finding, restore
+from nextn.audit_rules.findings import Finding, restore
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_counts import (
     declared_experts,

@@ -14,16 +14,32 @@ NUM_LOGPROBS = 5  # of the likeliest tokens per position; OpenAI's completions g
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """How much a run sends, and what it tolerates."""
+    """How much a run of `verify` sends, and what it tolerates. Raises ConfigError for invalid values.
 
-    max_tokens: int = 48  # of a greedy text
-    tie_gap: float = 0.25  # nats between two tokens up to which rounding may choose either
-    samples: int = 64  # texts per prompt and endpoint at temperature 1
+    Attributes:
+        max_tokens: Of a greedy text.
+        tie_gap: Nats between two tokens up to which rounding may choose either.
+        samples: Texts per prompt and endpoint at temperature 1.
+        sampled_prompts: Prompts that are sampled.
+        sampled_tokens: Of each sampled text.
+        false_alarm: Chance that a check of sampled text fails on a correct engine, over all its tests.
+        concurrency: Requests at once.
+        context: Tokens of the long-context check, at most the model's own limit.
+        seed: Of the first request.
+
+    Example:
+        >>> nextn.VerifySettings(max_tokens=16).samples
+        64
+    """
+
+    max_tokens: int = 48
+    tie_gap: float = 0.25
+    samples: int = 64
     sampled_prompts: int = 4
-    sampled_tokens: int = 8  # of each sampled text
-    false_alarm: float = 0.01  # chance that a check of sampled text fails on a correct engine, over all its tests
-    concurrency: int = 8  # requests at once
-    context: int = 8192  # tokens of the long-context check, at most the model's own limit
+    sampled_tokens: int = 8
+    false_alarm: float = 0.01
+    concurrency: int = 8
+    context: int = 8192
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from nextn.families.conventions import EngineSupport, Fp8, Missing
-from nextn.families.spec import Family
+from nextn.family_table.conventions import EngineSupport, Fp8, Missing
+from nextn.family_table.spec import Family
 
 _VLLM = "https://github.com/vllm-project/vllm/blob/main/vllm/"
 _SGLANG = "https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/"

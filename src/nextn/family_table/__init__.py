@@ -3,16 +3,15 @@
 `spec` defines a family, `rows` has the cited facts; this module looks them up.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
-from nextn.families.config_fields import lookup, lookup_count
-from nextn.families.conventions import ENGINES, FACTS, EngineSupport, Fp8, Missing, Stage, Support
-from nextn.families.rows import (
+from nextn.family_table.config_fields import lookup, lookup_count
+from nextn.family_table.conventions import ENGINES, FACTS, EngineSupport, Fp8, Missing, Stage, Support
+from nextn.family_table.rows import (
     FAMILIES,
     GEMMA4_ASSISTANT,
     GENERIC,
@@ -22,15 +21,15 @@ from nextn.families.rows import (
     READS_FUSED,
     STEP35_DRAFT,
 )
-from nextn.families.spec import MAX_COUNT, ExpertForm, Family
-from nextn.families.withheld import WITHHELD, Withheld, declared_fields, withheld
+from nextn.family_table.spec import MAX_COUNT, ExpertForm, Family
+from nextn.family_table.withheld import WITHHELD, Withheld, declared_fields, withheld
 from nextn.text_format import docs_page
 
 __all__ = [
     "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
     "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
     "Support", "Withheld", "beside", "by_config", "by_name", "declared_fields", "deviations", "disagreements", "find",
-    "fitted", "generic", "lookup", "lookup_count", "rows", "search", "separate_rows", "withheld",
+    "fitted", "generic", "lookup", "lookup_count", "rows", "separate_rows", "withheld",
 ]  # fmt: skip
 
 # The architecture by which engines know a separate draft in MiMo's layout, stored with Qwen2's model_type.
@@ -76,34 +75,6 @@ def _replaced(row: Family) -> Iterator[str]:
         names = [name for name, engine in row.runners.items() if role in engine.trunk_roles]
         if names:
             yield f"{role}: stored for each module, but {', '.join(names)} uses the trunk's"
-
-
-def search(words: str) -> tuple[tuple[Family, ...], tuple[Withheld, ...]]:
-    """Return the rows and the models without a head whose names have all these words, whatever the case and signs."""
-    wanted = [_letters(word) for word in words.split()]
-
-    def fits(*names: str) -> bool:
-        return all(any(word in _letters(name) for name in names) for word in wanted)
-
-    def names(row: Family) -> list[str]:
-        return [row.name, *_spelled(row.title), *row.models, *row.model_types, *row.draft_types, *row.trunk_types]
-
-    found = tuple(row for row in (*rows(), *separate_rows()) if fits(*names(row)))
-    return found, tuple(each for each in WITHHELD if fits(*_spelled(each.title), *each.model_types))
-
-
-def _spelled(title: str) -> Iterator[str]:
-    """Yield a title, and each name of one such as `Qwen3.5 / 3.6` or `DeepSeek-V3 / R1` in full."""
-    first, *others = title.split(" / ")
-    yield title
-    yield first
-    for other in others:
-        stem = first.split("-")[0] + "-" if other[:1].isalpha() else re.split(r"\d", first)[0]
-        yield stem + other
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
 def by_name(name: str) -> Family:

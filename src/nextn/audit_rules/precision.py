@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from nextn.audit.findings import Finding, engines, restore, verb
-from nextn.audit.layer_reference import LayerReference
+from nextn.audit_rules.findings import Finding, engines, restore, verb
+from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import PLAIN, QuantConfig, QuantSection, Storage, split_name, storage
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.errors import CheckpointError
-from nextn.families import PLAIN_IN_NVFP4, PLAIN_PROJECTION
+from nextn.family_table import PLAIN_IN_NVFP4, PLAIN_PROJECTION
 from nextn.text_format import counted, some
 
 IDS = ("quantization", "quantization-unused", "scale-missing", "precision-lower")

@@ -10,16 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from nextn.audit.findings import Finding, convert, restore, verb
-from nextn.audit.layer_reference import LayerReference
+from nextn.audit_rules.findings import Finding, convert, restore, verb
+from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
+from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.edit.convert import find_head
 from nextn.errors import CheckpointError
-from nextn.families import ExpertForm, Family, beside, declared_fields, rows, withheld
+from nextn.family_table import ExpertForm, Family, beside, declared_fields, rows, withheld
 from nextn.text_format import counted, joined, some
 
 IDS = (
@@ -336,40 +337,47 @@ def _in_form(parts: Iterable[str], form: ExpertForm) -> list[str]:
 
 
 def _experts_twice(head: HeadStructure) -> Iterator[Finding]:
-    """Report experts of one head, or of one layer of the trunk, in several forms: an engine may use any of them."""
+    """Report experts of one head, or of one layer of the trunk, in several forms."""
     inventory = head.inventory
-    layers = {
-        f"layer {index}": {inventory.running_paths[path]: info.name for path, info in layer.items()}
-        for index, layer in inventory.layers.items()
-    }
-    for what, names in {"the head": inventory.stored, **layers}.items():
-        by_form: dict[ExpertForm, str] = {}
-        for path, name in names.items():
-            if (found := expert_path(path)) is not None:
-                by_form.setdefault(found.form, name)
-        if len(by_form) > 1:
-            ways = joined(f"{form} ({name})" for form, name in by_form.items())
-            yield Finding(
-                "experts-twice", "error", next(iter(by_form.values())),
-                f"The experts of {what} are stored {ways}: which of them an engine uses depends on its load order, and "
-                "nextn loads neither.",
-                "One of them.",
-                _one_form(inventory) if what == "the head" else "Download or convert the trunk again.",
-            )  # fmt: skip
+    layers = {f"layer {index}": {inventory.running_paths[path]: info for path, info in layer.items()}
+              for index, layer in inventory.layers.items()}  # fmt: skip
+    own = {canonical: inventory.info(canonical) for canonical in inventory.stored}
+    for what, tensors in {"the head": own, **layers}.items():
+        if finding := _several_forms(inventory, what, tensors):
+            yield finding
             return
 
 
-def _one_form(inventory: Inventory) -> str:
-    """Return the fix for a head with experts in several forms: one that all of them have, or the base model's."""
+def _several_forms(inventory: Inventory, what: str, tensors: Mapping[str, TensorInfo]) -> Finding | None:
+    """Report experts of which an engine may use any form, or of which each form has a part only."""
+    names: dict[ExpertForm, str] = {}
     parts: dict[ExpertForm, set[str]] = defaultdict(set)
-    for canonical in inventory.stored:
-        if (found := expert_path(canonical)) is not None:
-            parts[found.form] |= {path for path, _ in split_view(canonical, inventory.info(canonical))}
-    every = set().union(*parts.values())
-    fixes = [f"`{convert(inventory, f'--experts {form}')}`" for form, own in parts.items() if own == every]
-    if not fixes:
-        return restore(inventory, force=True)
-    return f"Keep one: {' or '.join(fixes)} names the tensors that it leaves out."
+    for path, info in tensors.items():
+        if (found := expert_path(path)) is not None:
+            names.setdefault(found.form, info.name)
+            parts[found.form] |= {part for part, _ in split_view(path, info)}
+    if len(names) < 2:
+        return None
+    ways = joined(f"{form} ({name})" for form, name in names.items())
+    option = "experts" if what == "the head" else "trunk-experts"
+    every, place = set().union(*parts.values()), next(iter(names.values()))
+    if sum(map(len, parts.values())) == len(every):
+        return Finding(
+            "experts-form", "error" if what == "the head" else "warning", place,
+            f"The experts of {what} are stored in several forms, each with a part of them: {ways}. A loader that reads "
+            "one form misses the others.",
+            "One form.", convert(inventory, f"--{option} {'split' if 'split' in names else next(iter(names))}"),
+        )  # fmt: skip
+    keeps = [f"`{convert(inventory, f'--experts {form}')}`" for form, own in parts.items() if own == every]
+    fix = f"Keep one: {' or '.join(keeps)} names the tensors that it leaves out." if keeps else restore(
+        inventory, force=True
+    )  # fmt: skip
+    return Finding(
+        "experts-twice", "error", place,
+        f"The experts of {what} are stored {ways}: which of them an engine uses depends on its load order, and nextn "
+        "loads neither.",
+        "One of them.", fix if what == "the head" else "Download or convert the trunk again.",
+    )  # fmt: skip
 
 
 def _names_unknown(head: HeadStructure) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.families import lookup
+from nextn.family_table import lookup
 
 # Stored next to weights by some writers, and not a part of a module that could be missing.
 _AUXILIARY = re.compile(r"(.*\.)?(inv_freq|[kv]_scale|(input|output)_(scale|global_scale|zero_point))")

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nextn.families.config_fields import lookup_count
-from nextn.families.rows import FAMILIES
+from nextn.family_table.config_fields import lookup_count
+from nextn.family_table.rows import FAMILIES
 
 
 @dataclass(frozen=True)

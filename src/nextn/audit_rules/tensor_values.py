@@ -14,7 +14,7 @@ from functools import cached_property, reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from nextn.audit.norm_weights import NormValues, Values
+from nextn.audit_rules.norm_weights import NormValues, Values
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import evenly_spaced

@@ -1,6 +1,6 @@
 """`Family`: the conventions by which published models store and compute their MTP head. Imports no torch.
 
-Where an engine deviates from a family's row, its entry says so, see `families.disagreements`. Tensor names
+Where an engine deviates from a family's row, its entry says so, see `family_table.disagreements`. Tensor names
 are one table, read in both directions by `Family.published` and `Family.canonical`. The rows are in `rows`.
 """
 
@@ -12,8 +12,8 @@ from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
-from nextn.families.config_fields import field_at, lookup, with_field
-from nextn.families.conventions import Embedded, EngineSupport, Fp8, Order, Stage, TrunkKV
+from nextn.family_table.config_fields import field_at, lookup, with_field
+from nextn.family_table.conventions import Embedded, EngineSupport, Fp8, Order, Stage, TrunkKV
 
 # How a file stores a layer's experts: a tensor for each expert, as transformers' modules, or a tensor for each matrix.
 ExpertForm = Literal["split", "fused", "stacked"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nextn.audit.findings import Finding
+from nextn.audit_rules.findings import Finding
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import misfits
 

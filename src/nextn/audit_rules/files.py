@@ -5,14 +5,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from nextn.audit.findings import Finding, Severity, restore, same, verb
-from nextn.checkpoint.checkpoint import INDEX, SINGLE, Problem
+from nextn.audit_rules.findings import Finding, Severity, restore, same, verb
+from nextn.checkpoint.checkpoint import INDEX, SINGLE
 from nextn.checkpoint.file_index import FileIndex, file_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.edit.reindex import side_files
 from nextn.text_format import counted, some
 
 IDS = ("index", "side-file", "stored-twice")
+_MOST_COMPARED = 4  # tensors that two files hold
 _VALID = "Each tensor in the file that the index gives: loaders that follow it see no others."
 
 
@@ -21,9 +22,8 @@ def index(inventory: Inventory) -> Iterator[Finding]:
     checkpoint = inventory.checkpoint
     derived = file_index(checkpoint, inventory.family)
     heads = side_files(inventory)
-    unlisted = [name for name in derived.unlisted if derived.weight_map[name] not in heads]
-    if unlisted:
-        yield _index_wrong(inventory, derived, unlisted)
+    if any(derived.weight_map[name] not in heads for name in derived.unlisted):
+        yield _index_wrong(inventory, derived, derived.unlisted)
     named = _by_file(checkpoint.index or {})
     for file in sorted(named.keys() - checkpoint.headers.keys()):
         if lost := [name for name in named[file] if name not in checkpoint.tensors]:
@@ -70,23 +70,35 @@ def _absent(inventory: Inventory, file: str, found: str, lost: Sequence[str]) ->
 
 
 def _duplicates(inventory: Inventory) -> Iterator[Finding]:
-    """Report tensors in several files; a note where loaders that follow the index open one of these alone."""
+    """Report files with tensors that other files hold as well; a note where nobody gets other values by it."""
     checkpoint = inventory.checkpoint
-    twice: dict[str, list[Problem]] = defaultdict(list)
-    for problem in checkpoint.problems:
-        if problem.kind == "duplicate":
-            twice[problem.file].append(problem)
-    for file, problems in twice.items():
-        found = problems[0].message
-        if len(problems) > 1:
-            found += f"; the same for {counted(len(problems) - 1, 'more tensor')}"
-        unread = file in checkpoint.unindexed and file != SINGLE  # which transformers opens before an index
+    for file, header in checkpoint.headers.items():
+        twice = [info for name, info in header.tensors.items() if checkpoint.tensors.get(name, info).file != file]
+        if not twice:
+            continue
+        equal = all(same(checkpoint, info, checkpoint.tensors[info.name]) for info in twice[:_MOST_COMPARED])
+        reader = _reader(inventory, file)
+        used = sorted({checkpoint.tensors[info.name].file for info in twice})
         keeps = f"nextn convert {shlex.quote(checkpoint.path)} OUT --form single-file"
+        fine, are = equal or not reader, "is" if len(twice) == 1 else "are"
         yield Finding(
-            "index", "note" if unread else "warning", f"{INDEX}: {file}", f"{found}.", "Each tensor in one file.",
-            "Nothing needs to be done: no loader opens the second file." if unread
-            else f"Remove the wrong one, or run `{keeps}`, which keeps those that the index names.",
+            "index", "note" if fine else "warning", f"{INDEX}: {file}" if checkpoint.index else file,
+            f"{counted(len(twice), 'tensor')} of {some(used)} {are} in {file}, too, with "
+            f"{'equal' if equal else 'other'} values, such as {twice[0].name}: {reader or 'no loader opens it'}.",
+            "Each tensor in one file.",
+            "Nothing needs to be done." if fine
+            else f"Remove {file}, or the files that it replaces; `{keeps}` keeps the tensors in {some(used)}.",
         )  # fmt: skip
+
+
+def _reader(inventory: Inventory, file: str) -> str:
+    """Say who reads a second file of a tensor; "" if nobody does."""
+    index = inventory.checkpoint.index
+    if index is None or file in index.values():
+        return "which of them is used depends on a loader's order"
+    if file == SINGLE:
+        return "transformers opens it before any index, other loaders follow the index"
+    return "llama.cpp's converter reads every model*.safetensors" if file.startswith("model") else ""
 
 
 def side_file(inventory: Inventory) -> Iterator[Finding]:
@@ -95,12 +107,19 @@ def side_file(inventory: Inventory) -> Iterator[Finding]:
     heads: dict[str, list[str]] = defaultdict(list)
     for name in inventory.stored.values():
         heads[checkpoint.tensors[name].file].append(name)
-    for file in sorted(side_files(inventory) & heads.keys()):
+    derived, apart = file_index(checkpoint, family), side_files(inventory)
+    if any(derived.weight_map[name] not in apart for name in derived.unlisted):
+        return  # `index` reports it with the others
+    for file in sorted(apart & heads.keys()):
         readers = [name for name, engine in family.engines.items() if any(file in note for note in engine.notes)]
         published = any(file in remark for remark in family.remarks)
         severity: Severity = "note" if published else "warning" if readers else "error"
         read = f"{verb(readers, 'read')} it nevertheless" if readers else "no engine is known to read it nevertheless"
-        unnamed = "which the index does not list" if checkpoint.index else f"which no loader opens next to {SINGLE}"
+        unnamed = (
+            "which the index does not list"
+            if checkpoint.index is not None
+            else f"which no loader opens next to {SINGLE}"
+        )
         yield Finding(
             "side-file", severity, file,
             f"{counted(len(heads[file]), 'tensor')} of the head in {file}, {unnamed}; {read}.",

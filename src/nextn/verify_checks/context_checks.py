@@ -7,8 +7,8 @@ from nextn.engines.check_result import CheckResult
 from nextn.engines.endpoint import Endpoint
 from nextn.engines.metrics_formats import prefix_hits
 from nextn.errors import EngineError
-from nextn.verify.greedy_checks import compare_answers
-from nextn.verify.session import NUM_LOGPROBS, VerifySession
+from nextn.verify_checks.greedy_checks import compare_answers
+from nextn.verify_checks.session import NUM_LOGPROBS, VerifySession
 
 _PREFIX = 3000  # tokens: hybrid models cache in blocks of up to a thousand or so
 _RESERVE = 64  # tokens left free, as the length of the prompt is estimated

@@ -16,7 +16,7 @@ from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest
 from nextn.engines.check_result import CheckResult
 from nextn.engines.endpoint import Endpoint
 from nextn.text_format import counted, docs_page
-from nextn.verify.session import NUM_LOGPROBS, VerifySession
+from nextn.verify_checks.session import NUM_LOGPROBS, VerifySession
 
 TokenName = str | int
 _CHUNK = 512  # permutations at once: memory stays below a few MB

@@ -12,7 +12,7 @@ from nextn.bounded_json import short_repr
 from nextn.engines.answers import AnswerToken, EngineAnswer, common_prefix
 from nextn.engines.check_result import CheckResult
 from nextn.text_format import counted, docs_page
-from nextn.verify.session import VerifySession
+from nextn.verify_checks.session import VerifySession
 
 _DRAFTING = f"compare logits at the position named; known causes: {docs_page('reference/verify')}"
 _MAX_REPLAYS = 6  # positions per text
