@@ -37,7 +37,7 @@ from nextn.cli.offload import (
     show_cores,
     show_experts,
 )
-from nextn.cli.screen import console, figures_table, plain, print_json, print_note, print_table, progress_bars
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table, progress_bars
 from nextn.cli.streaming import GivenTextOptions, TextOptions
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan, ReferencePlan
@@ -113,7 +113,7 @@ def bench(
         return
     _show_benchmark(report)
     if rounded is not None:
-        console().print(plain(f"beside float32: {rounded[0].accuracy} of {rounded[1]}"), soft_wrap=True)
+        print_lines(f"beside float32: {rounded[0].accuracy} of {rounded[1]}")
 
 
 @expanded("device_map", "offload_folder", source="")
@@ -311,9 +311,8 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
             marked = " (repetitive)" if figures.all_repetitive else ""
             table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures, copies=copies))
         table.add_section()
-    screen = console()
     print_table(table)
-    lines = [
+    print_lines(
         "tokens/s (quartiles) and speed-up over plain decoding of the same text: medians over texts, each on its own; "
         + (
             "copied: accepted tokens of the text so far; AL and a_k are of the rounds that the head drafted"
@@ -327,9 +326,7 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
         f"{machine.versions['torch']}; a copy moves {machine.bandwidth / 1e9:.1f} GB/s; peak memory "
         f"{machine.peak_memory / 2**20:.0f} MiB",
         *_warnings(report),
-    ]
-    for line in lines:
-        screen.print(plain(line), soft_wrap=True)
+    )
 
 
 def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:
@@ -359,13 +356,12 @@ def _show_advice(advice: "Advice | OffloadAdvice") -> None:
         if not isinstance(advice, OffloadAdvice):
             figures = advice.report.figures(each.temperature, advice.report.plan.k_values[-1])
             measured = f"; measured in this run at K = {figures.num_speculative_tokens}: {figures.speedup.median:.2f} x"
-        console().print(plain(f"{_at(each.temperature)}: {each.summary}{measured}"), soft_wrap=True)
+        print_lines(f"{_at(each.temperature)}: {each.summary}{measured}")
         if not isinstance(advice, OffloadAdvice) and (speeds := advice.other_speeds(each)) is not None:
             without, with_mtp, k = speeds
-            line = f"  with --weights int8: {without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}; its text differs"
-            console().print(plain(line), soft_wrap=True)
-    for line in _warnings(advice.report):
-        console().print(plain(line), soft_wrap=True)
+            speeds_text = f"{without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}"
+            print_lines(f"  with --weights int8: {speeds_text}; its text differs")
+    print_lines(*_warnings(advice.report))
 
 
 def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:

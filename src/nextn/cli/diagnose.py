@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextn.cli.check_report import show_report
 from nextn.cli.common import (
     K_NAMES,
     AsJson,
@@ -26,7 +27,7 @@ from nextn.cli.common import (
     print_published,
     published_record,
 )
-from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars, shown
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, progress_bars, shown
 from nextn.cli.streaming import GivenTextOptions, TextOptions, engine_folder, measure_answers
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import ReferencePlan
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
-_INCONCLUSIVE = 3  # exit code
+_EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
 _MAX_FLAGS = 1024 * 1024  # bytes
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
 
@@ -114,7 +115,7 @@ def diagnose(
     if stored is not None:  # the next diagnosis is of what the engine does then
         stored.remove()
     published = diagnosis.reference.published(options.source, prompts_text(prompts_record(prompts, texts)))
-    record = diagnosis.as_record() | published_record(published)
+    record = diagnosis.to_dict() | published_record(published)
     if out is not None:
         write_json(out, record)
     if as_json:
@@ -123,7 +124,7 @@ def diagnose(
         _show_diagnosis(diagnosis)
         if published is not None:
             print_published(published)
-    raise typer.Exit(_exit_code(diagnosis))
+    raise typer.Exit(_EXIT_CODES[diagnosis.outcome])
 
 
 def _flag_texts(flags: str | None) -> list[str]:
@@ -135,10 +136,6 @@ def _flag_texts(flags: str | None) -> list[str]:
         return [path.read_bytes()[:_MAX_FLAGS].decode(errors="replace") if path.is_file() else flags]
     except (OSError, ValueError):  # longer than a path, or with NUL
         return [flags]
-
-
-def _exit_code(diagnosis: "Diagnosis") -> int:
-    return 0 if diagnosis.is_fine else _INCONCLUSIVE if diagnosis.is_inconclusive else 1
 
 
 def _check_texts(plan: ReferencePlan, source: TextOptions, *, drive: bool, own_template: bool) -> None:
@@ -205,7 +202,6 @@ def _compare(
 
 
 def _show_diagnosis(diagnosis: "Diagnosis") -> None:
-    screen = console()
     depths = range(1, diagnosis.reference.plan.num_speculative_tokens + 1)
     table = figures_table("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit")
     several = len(diagnosis.cases) > 1
@@ -223,20 +219,12 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
         rates = [f"{rate:.3f}" for rate in cause.rates]
         table.add_row(plain(cause.name), *rates, f"{cause.length:.2f}", _odds(cause), _fit(cause), style=style)
     print_table(table)
-    kind = "fine" if diagnosis.is_fine else "inconclusive" if diagnosis.is_inconclusive else "finding"
-    screen.print(plain(f"{kind}: {diagnosis.summary}", style="bold"), soft_wrap=True)
-    for fault in diagnosis.suspects:
-        screen.print(plain(f"{fault.name}: {fault.description}"), soft_wrap=True)
-        if fault.issues:
-            screen.print(plain(f"  seen in  {', '.join(fault.issues)}"), soft_wrap=True)
-        screen.print(plain(f"  to do  {fault.advice}", style="cyan"), soft_wrap=True)
+    show_report(diagnosis)
     if diagnosis.indistinguishable:
-        like = ", ".join(diagnosis.indistinguishable)
-        screen.print(plain(f"these counts do not tell it from: {like}"), soft_wrap=True)
-    for number, check in enumerate(diagnosis.checks, 1):
-        screen.print(plain(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}"), soft_wrap=True)
-    for note in diagnosis.notes:
-        screen.print(plain(f"note: {shown(note)}"), soft_wrap=True)
+        print_lines(f"these counts do not tell it from: {', '.join(diagnosis.indistinguishable)}")
+    for number, check in enumerate(diagnosis.next_checks, 1):
+        print_lines(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}")
+    print_lines(*(f"note: {shown(note)}" for note in diagnosis.notes))
 
 
 def _where(temperature: float, prompts: "tuple[int, ...] | None", *, several: bool) -> str:
