@@ -1,7 +1,6 @@
 """`audit`: check a checkpoint's config, tensors, index, quantization and values.
 
-Of a checkpoint on the hub, headers and a few small parts are read; of a local one, also all values of the head. A rule
-is a function from an `Inventory` to findings; rules are independent of each other, and none imports torch.
+A rule is a function from an `Inventory` to findings; rules are independent of each other, and none imports torch.
 """
 
 import difflib
@@ -163,7 +162,7 @@ def audit_checkpoint(
 
 
 def _family(checkpoint: Checkpoint) -> Family | None:
-    """Return the checkpoint's family; None for a model that was published without a head, and has none."""
+    """Return the checkpoint's family; None for an unknown model_type whose tensor names match no family's layout."""
     try:
         return by_config(checkpoint.config)
     except FamilyError as error:

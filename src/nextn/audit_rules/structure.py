@@ -215,7 +215,7 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
         return
     family = inventory.family
     named = bool(family.counted_in(inventory.checkpoint.config))
-    claim = f"{CONFIG} declares {counted(inventory.declared, 'module')}"
+    claim = f"{CONFIG} declares {counted(inventory.declared, 'MTP layer')}"
     if not named:
         claim = f"{CONFIG} has no {family.count_fields[0]}; its default in {family.title} is {inventory.declared}"
     listed = [name for name in inventory.checkpoint.index or {} if family.canonical(name, inventory.num_layers)]
@@ -249,7 +249,7 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             "head-elsewhere",
             "error",
             f"model.layers.{actual}",
-            f"The head's first module is stored as layer {actual}; with {expected} trunk layers, engines look for "
+            f"The head's first MTP layer is stored as layer {actual}; with {expected} trunk layers, engines look for "
             f"it as layer {expected}.",
             f"num_hidden_layers = {actual}, if the trunk has that many; else the head as model.layers.{expected}.",
             f"Set num_hidden_layers to {actual} in {CONFIG}." if contiguous else restore(inventory),
@@ -299,7 +299,7 @@ def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
         return
     yield Finding(
         "modules-missing", "error", _count_field(inventory),
-        f"{CONFIG} declares {inventory.declared} modules; of {some(missing)} no tensor is stored.",
+        f"{CONFIG} declares {inventory.declared} MTP layers; of {some(missing)} no tensor is stored.",
         f"All {inventory.declared}, or {inventory.family.count_fields[0]} = {inventory.declared - len(missing)}.",
         restore(inventory),
     )  # fmt: skip
@@ -319,7 +319,7 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
             like = f"a block like the trunk's layer {compared.layer}" if compared.layer >= 0 else "a block"
             yield Finding(
                 "head-partial", "error", names[0],
-                f"Module {module} stores {counted(len(inventory.of_module(module)), 'tensor')} and lacks "
+                f"MTP layer {module} stores {counted(len(inventory.of_module(module)), 'tensor')} and lacks "
                 f"{len(names)}: {some(names)}.",
                 f"{joined([*sorted(inventory.family.required(module) - {'block'}), like])}.",
                 restore(inventory),
@@ -451,8 +451,7 @@ def _looks(inventory: Inventory) -> str:
 
 
 def _count_field(inventory: Inventory) -> str:
-    family = inventory.family
-    return f"{CONFIG}: {[*family.counted_in(inventory.checkpoint.config), *family.count_fields][0]}"
+    return f"{CONFIG}: {inventory.family.count_field(inventory.checkpoint.config)}"
 
 
 RULES = (structure, draft_model, config_contradicts)
