@@ -27,7 +27,7 @@ def fine(*rates, texts, rounds=10.0):
 
 def diagnosis(counts, hypothesis, *, prompts=(0,)):
     seen = EngineObservation(0.0, Counters("vLLM"), prompts)
-    reference = SimpleNamespace(plan=ReferencePlan(2), origins={}, stream=None, domains=())
+    reference = SimpleNamespace(plan=ReferencePlan(2), origins={}, stream=None, domains=(), published_record=dict)
     return Diagnosis("x", reference, (ObservedCase(seen, counts, (hypothesis,), 1.0, 0),))
 
 
@@ -52,7 +52,7 @@ def test_verdicts(counts, hypothesis, prompts, named):
     found = diagnosis(counts, hypothesis, prompts=prompts)
     assert found.named == named
     assert _exit_code(found) == {(FINE,): 0, (INCONCLUSIVE,): 3}.get(named, 1)
-    assert found.as_record()["fine"] == (named == (FINE,)) if prompts is not None else True
+    assert found.to_dict()["fine"] == (named == (FINE,)) if prompts is not None else True
     assert found.suspects == []
 
 
@@ -96,7 +96,7 @@ def test_it_is_shown(capsys):
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if line.startswith("inconclusive: "))
     assert f"{found.needed.reference_tokens:,} tokens" in line
-    assert found.as_record()["needed"]["reference_tokens"] == found.needed.reference_tokens
+    assert found.to_dict()["needed"]["reference_tokens"] == found.needed.reference_tokens
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,10 @@ from nextn.evaluate.diagnose import (
     ObservedCase,
     _on_prompts,
     audit_lines,
-    diagnose,
     observed_plan,
+)
+from nextn.evaluate.diagnose import (
+    diagnose_observations as diagnose,
 )
 from nextn.evaluate.engine_run import (
     EngineObservation,
@@ -100,7 +102,7 @@ def test_a_right_engine_is_fine(diagnosed):
 
 
 def test_the_record_is_json(diagnosed):
-    record = json.loads(json.dumps(diagnosed["wrong-hidden"].as_record()))
+    record = json.loads(json.dumps(diagnosed["wrong-hidden"].to_dict()))
     assert record["named"] == ["wrong-hidden"]
     assert record["causes"][0]["ratio"] == 1
     assert record["cases"][0]["prompts"] == len(PROMPTS)
