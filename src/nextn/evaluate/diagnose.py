@@ -137,6 +137,14 @@ class Diagnosis:
         cases: One per temperature, or two if prompts are of very different length: the short ones first.
         audit_notes: Findings of the audit, one line each.
         priors: Fault -> prior odds, from what is documented of the engine.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("answer.json").write_text('{"timings": {"draft_n": 1000, "draft_n_accepted": 20}}')  # of llama.cpp
+        >>> plan = nextn.ReferencePlan(temperatures=(0.0,), max_tokens=8, backend="torch")
+        >>> found = nextn.diagnose("tiny", "answer.json", ["def add(a, b):"], plan, num_speculative_tokens=2)
+        >>> found.engine, found.is_fine
+        ('llama.cpp', False)
     """
 
     source: str
