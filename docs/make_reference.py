@@ -142,7 +142,7 @@ def python_page() -> str:
 
 def fault_page() -> str:
     rows = ((f"`{each.name}`", _cell(each.description), _cell(each.signature), _links(each.issues)) for each in FAULTS)
-    others = ((f"`{each.name}`", _cell(each.description), _links(each.issues)) for each in OTHER_CAUSES)
+    others = ((f"`{each.name}`", _cell(each.evidence), _links(each.issues)) for each in OTHER_CAUSES)
     fixes = ((f"`{each.name}`", _cell(each.advice)) for each in (*FAULTS, *OTHER_CAUSES))
     head = ("fault", "what is wrong", "what it shows", "seen in")
     return "\n".join([

@@ -288,7 +288,7 @@ def test_command_passes(nextn, engine):
 def test_command_finds(nextn, engine):
     code, out, _ = nextn(engine("one-more").url, "--check", "max-tokens", "--json")
     record = json.loads(out)
-    assert (code, record["failed"], record["whole"], record["model"]) == (1, True, True, "toy")
+    assert (code, record["outcome"], record["complete"], record["model"]) == (1, "failed", True, "toy")
     assert record["checks"][0]["outcome"] == "failed"
     code, out, _ = nextn(engine("one-more").url, "--check", "max-tokens")
     assert code == 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
-from nextn.cli.screen import plain, print_note, print_unwrapped
+from nextn.cli.screen import print_lines, print_note
 from nextn.errors import ConfigError
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
 from nextn.text_format import install_command
@@ -454,7 +454,7 @@ def first_turns(prompts: "Sequence[Prompt]") -> "list[Prompt]":
 def print_published(published: "tuple[PublishedCurve, MeasuredConditions, list[float]]") -> None:
     """Show a published curve beside the measured one, and which conditions differ."""
     curve, measured, lengths = published
-    print_unwrapped(plain(f"published, for comparison only: {curve.text(measured, lengths)}"))
+    print_lines(f"published, for comparison only: {curve.text(measured, lengths)}")
 
 
 def check_matplotlib(option: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextn.cli.check_report import show_report
 from nextn.cli.common import (
     K_NAMES,
     AsJson,
@@ -24,7 +25,7 @@ from nextn.cli.common import (
     parse_temperatures,
     print_published,
 )
-from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars, shown
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, progress_bars, shown
 from nextn.cli.streaming import GivenTextOptions, TextOptions, engine_folder, measure_answers
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import ReferencePlan
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from nextn.evaluate.likelihoods import Cause
     from nextn.evaluate.workload import Prompt
 
-_INCONCLUSIVE = 3  # exit code
+_EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
 
 
@@ -110,11 +111,7 @@ def diagnose(
         _show_diagnosis(diagnosis)
         if reference.published is not None:
             print_published(reference.published)
-    raise typer.Exit(_exit_code(diagnosis))
-
-
-def _exit_code(diagnosis: "Diagnosis") -> int:
-    return 0 if diagnosis.is_fine else _INCONCLUSIVE if diagnosis.is_inconclusive else 1
+    raise typer.Exit(_EXIT_CODES[diagnosis.outcome])
 
 
 def _check_texts(plan: ReferencePlan, source: TextOptions, *, drive: bool, own_template: bool) -> None:
@@ -176,7 +173,6 @@ def _diagnose(
 
 
 def _show_diagnosis(diagnosis: "Diagnosis") -> None:
-    screen = console()
     depths = range(1, diagnosis.reference.plan.num_speculative_tokens + 1)
     table = figures_table("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit")
     several = len(diagnosis.cases) > 1
@@ -194,20 +190,12 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
         rates = [f"{rate:.3f}" for rate in cause.rates]
         table.add_row(plain(cause.name), *rates, f"{cause.length:.2f}", _odds(cause), _fit(cause), style=style)
     print_table(table)
-    kind = "fine" if diagnosis.is_fine else "inconclusive" if diagnosis.is_inconclusive else "finding"
-    screen.print(plain(f"{kind}: {diagnosis.summary}", style="bold"), soft_wrap=True)
-    for fault in diagnosis.suspects:
-        screen.print(plain(f"{fault.name}: {fault.description}"), soft_wrap=True)
-        if fault.issues:
-            screen.print(plain(f"  seen in  {', '.join(fault.issues)}"), soft_wrap=True)
-        screen.print(plain(f"  to do  {fault.advice}", style="cyan"), soft_wrap=True)
+    show_report(diagnosis)
     if diagnosis.indistinguishable:
-        like = ", ".join(diagnosis.indistinguishable)
-        screen.print(plain(f"these counts do not tell it from: {like}"), soft_wrap=True)
-    for number, check in enumerate(diagnosis.checks, 1):
-        screen.print(plain(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}"), soft_wrap=True)
-    for note in diagnosis.notes:
-        screen.print(plain(f"note: {shown(note)}"), soft_wrap=True)
+        print_lines(f"these counts do not tell it from: {', '.join(diagnosis.indistinguishable)}")
+    for number, check in enumerate(diagnosis.next_checks, 1):
+        print_lines(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}")
+    print_lines(*(f"note: {shown(note)}" for note in diagnosis.notes))
 
 
 def _where(temperature: float, prompts: "tuple[int, ...] | None", *, several: bool) -> str:

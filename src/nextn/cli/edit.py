@@ -21,7 +21,17 @@ from nextn.cli.common import (
     shipped_option,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, figures_table, plain, print_json, print_table, progress_bars, shortened
+from nextn.cli.screen import (
+    console,
+    echo,
+    figures_table,
+    plain,
+    print_json,
+    print_lines,
+    print_table,
+    progress_bars,
+    shortened,
+)
 from nextn.errors import ConfigError
 from nextn.family_table.spec import ExpertForm
 
@@ -447,7 +457,6 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
     for file in plan.documents:
         table.add_row(*map(plain, (file, "", "", "index" if file == INDEX else "")))
     print_table(table)
-    screen = console()
     renamed, dropped = "is renamed to", "is removed"
     if plan.new_folder:
         renamed, dropped = "is copied as", "is not copied, as its tensors are written anew"
@@ -464,8 +473,7 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
     what = f"{plan.num_bytes:,} bytes of tensors" if plan.pieces else "no tensors, but the files above,"
     unchanged = f"; {plan.origin.path} is not changed" if plan.new_folder else ""
     lines.append(f"{verb} {what} in {plan.folder}{unchanged}" if plan.pieces or plan.documents else "nothing to write")
-    for line in lines:
-        screen.print(plain(line), soft_wrap=True)
+    print_lines(*lines)
 
 
 @contextmanager

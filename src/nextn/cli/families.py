@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import AsJson
-from nextn.cli.screen import plain, print_json, print_unwrapped
+from nextn.cli.screen import plain, print_json, print_lines, print_unwrapped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +30,7 @@ def families(
     if known.families:
         print_unwrapped(_table(known.families))
     for each in known.withheld:
-        print_unwrapped(plain(f"{each.title} ({', '.join(each.model_types)}): {each.sentence}"))
+        print_lines(f"{each.title} ({', '.join(each.model_types)}): {each.sentence}")
 
 
 def _table(found: "Sequence[Family]") -> "Table":

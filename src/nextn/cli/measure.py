@@ -24,7 +24,7 @@ from nextn.cli.common import (
     print_published,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, figures_table, plain, print_json, print_note, print_table, progress_bars
+from nextn.cli.screen import echo, figures_table, plain, print_json, print_lines, print_note, print_table, progress_bars
 from nextn.cli.streaming import GivenTextOptions, TextOptions, measure_acceptance
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
@@ -269,7 +269,7 @@ def _require(report: "ReferenceReport", minimum: float) -> None:
 
 def show_reference(report: "ReferenceReport") -> None:
     """Print acceptance per depth, AL over K, what the curves say, the controls and the notes."""
-    screen, largest = console(), report.plan.num_speculative_tokens
+    largest = report.plan.num_speculative_tokens
     depths = range(1, largest + 1)
     rates = figures_table("rule", "texts", *(f"a_{k}" for k in depths), left=("rule",))
     lengths = figures_table("mean acceptance length", *(f"AL@{k}" for k in depths), left=("mean acceptance length",))
@@ -285,24 +285,20 @@ def show_reference(report: "ReferenceReport") -> None:
     print_table(lengths)
     for temperature in report.plan.temperatures:
         if (curve := report.curve(temperature)) is not None:
-            screen.print(plain(f"{_label(temperature, report.rules(temperature)[0])}: {curve.summary}"), soft_wrap=True)
+            print_lines(f"{_label(temperature, report.rules(temperature)[0])}: {curve.summary}")
     if (controls := report.controls) is not None:
-        screen.print(
-            plain(
-                f"controls, greedy where measured: a_1 over all positions {controls.all_positions:.2f}; shifted "
-                f"targets {controls.shifted:.2f}, shuffled hidden states {controls.shuffled:.2f}, by chance "
-                f"{controls.chance:.2f}; median rank of the actual token {controls.median_rank:.0f} of "
-                f"{controls.vocab_size}"
-            ),
-            soft_wrap=True,
+        print_lines(
+            f"controls, greedy where measured: a_1 over all positions {controls.all_positions:.2f}; shifted targets "
+            f"{controls.shifted:.2f}, shuffled hidden states {controls.shuffled:.2f}, by chance {controls.chance:.2f}; "
+            f"median rank of the actual token {controls.median_rank:.0f} of {controls.vocab_size}"
         )
-    screen.print(plain(f"a_k at K = {largest}; AL@k of rounds of k drafts, on the same texts"), soft_wrap=True)
-    if report.text_source:
-        screen.print(plain(f"texts of {report.text_source}{_streamed(report)}"), soft_wrap=True)
     where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
-    screen.print(plain(f"{report.scoring_pass} pass, {report.family}; {where}"), soft_wrap=True)
-    for warning in report.warnings:
-        screen.print(plain(f"note: {warning}"), soft_wrap=True)
+    print_lines(
+        f"a_k at K = {largest}; AL@k of rounds of k drafts, on the same texts",
+        *([f"texts of {report.text_source}{_streamed(report)}"] if report.text_source else []),
+        f"{report.scoring_pass} pass, {report.family}; {where}",
+        *(f"note: {warning}" for warning in report.warnings),
+    )
 
 
 def _rows(
@@ -365,7 +361,7 @@ def show_probe(probed: "ProbeReport") -> None:
         accepted = f"{score.accepted_per_position():.2f}"
         table.add_row(plain(score.description), *rates, accepted, difference, style=style)
     print_table(table)
-    console().print(plain(f"probe: {probed.summary}"), soft_wrap=True)
+    print_lines(f"probe: {probed.summary}")
     if probed.ties:
         ties = "; ".join(score.description for score in probed.ties)
-        console().print(plain(f"these accept as many drafts as that convention on these texts: {ties}"), soft_wrap=True)
+        print_lines(f"these accept as many drafts as that convention on these texts: {ties}")

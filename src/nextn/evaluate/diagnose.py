@@ -7,6 +7,7 @@ from functools import cached_property
 from nextn import __version__
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, engine_priors, next_checks
 from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share
@@ -17,10 +18,9 @@ from nextn.evaluate.faults import (
     OVERRIDDEN,
     TEMPLATE,
     WEIGHTS,
-    FaultHypothesis,
+    cause_found,
     expectation,
     expectations,
-    fault_hypothesis,
 )
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import (
@@ -128,7 +128,7 @@ class ObservedCase:
 
 
 @dataclass(frozen=True, eq=False)
-class Diagnosis:
+class Diagnosis(CheckReport):
     """The likeliest causes of what an engine counted.
 
     Attributes:
@@ -235,9 +235,13 @@ class Diagnosis:
         return needed_evidence(self._evidence, driven=not any(case.other_workload for case in self.cases))
 
     @property
-    def suspects(self) -> list[FaultHypothesis]:
+    def outcome(self) -> Outcome:
+        return "passed" if self.is_fine else "inconclusive" if self.is_inconclusive else "failed"
+
+    @property
+    def checks(self) -> list[CheckResult]:
         """What to report about the named causes."""
-        return [fault_hypothesis(name) for name in self.named if name not in (FINE, INCONCLUSIVE)]
+        return [cause_found(name) for name in self.named if name not in (FINE, INCONCLUSIVE)]
 
     @property
     def reference_rate(self) -> float:
@@ -317,7 +321,7 @@ class Diagnosis:
         return f", if the engine is {' and '.join(parts)}" if parts else ""
 
     @property
-    def checks(self) -> list[str]:
+    def next_checks(self) -> list[str]:
         """What to check next, the cheapest first; none if the engine is fine or a setting decides."""
         if self.is_fine or self.is_inconclusive or self.overrides:
             return []
@@ -395,18 +399,16 @@ class Diagnosis:
             "nextn": __version__,
             "engine": self.engine,
             "definitions": DEFINITIONS,
-            "summary": self.summary,
-            "fine": self.is_fine,
+            **super().to_dict(),
             "overrides": list(self.overrides),
             "needed": None if self.needed is None else self.needed.as_record(),
             "named": list(self.named),
             "indistinguishable": list(self.indistinguishable),
-            "suspects": [suspect.as_record() for suspect in self.suspects],
             "causes": [cause.as_record() for cause in self.causes],
             "undetectable": list(self.undetectable),
             "cases": [case.as_record() for case in self.cases],
             "settings": asdict(self.reference.plan),
-            "checks": self.checks,
+            "next_checks": self.next_checks,
             "notes": self.notes,
         } | self.reference.published_record()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
-from nextn.engines.check_result import CheckResult, Outcome
+from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint, is_refusal
 from nextn.errors import BudgetError, ConfigError, EngineError
@@ -48,7 +48,7 @@ CHECKS: dict[str, Callable[[VerifySession], CheckResult]] = {
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(CheckReport):
     """The results of a run.
 
     Attributes:
@@ -73,17 +73,12 @@ class VerifyReport:
     is_complete: bool = False
 
     @property
-    def failed(self) -> bool:
-        """Whether a check failed."""
-        return any(check.outcome == "failed" for check in self.checks)
-
-    @property
     def has_inconclusive(self) -> bool:
         """Whether a check could not decide."""
         return any(check.outcome == "inconclusive" for check in self.checks)
 
     @property
-    def headline(self) -> str:
+    def summary(self) -> str:
         """What was checked and how it went, in one line."""
         counts = Counter(check.outcome for check in self.checks)
         total = ", ".join(f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
@@ -94,9 +89,8 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON of `nextn verify --json`."""
-        record = {name: getattr(self, name) for name in ("url", "model", "against")}
-        record |= {"checks": [check.as_record() for check in self.checks], "requests": self.requests}
-        return record | {"whole": self.is_complete, "failed": self.failed}
+        about = {"url": self.url, "model": self.model, "against": self.against}
+        return about | super().to_dict() | {"requests": self.requests, "complete": self.is_complete}
 
 
 def verify(
@@ -207,7 +201,6 @@ def run_checks(
         raise ConfigError(f"--against {against.url} is the endpoint under test; give the one without MTP")
     session = VerifySession(target, against, prompts, settings)
     exhausted: BudgetError | None = None
-    counter_checks.add_readings(session)
     for name in names or CHECKS:
         on_check(name)
         try:
@@ -221,7 +214,8 @@ def run_checks(
             yield CheckResult(name, "inconclusive", f"not finished: {exhausted}")
         except EngineError as error:
             yield _engine_error(name, error)
-        counter_checks.add_readings(session)
+        for span in session.counters.values():
+            span.read()
 
 
 def _engine_error(name: str, error: EngineError) -> CheckResult:

@@ -68,7 +68,7 @@ def _cache_pairs(
     cold = endpoint.answer(first)  # never sent before, as the prefix begins with a salt
     warm, hits = _answer_with_hits(endpoint, first)
     shared, shared_hits = _answer_with_hits(endpoint, second)
-    shared_cold = endpoint.answer(replace(second, cache_salt=unique_salt()))
+    shared_cold = endpoint.answer(replace(second, use_cache=False))
     return [_CachePair(warm, cold, hits), _CachePair(shared, shared_cold, shared_hits)]
 
 
@@ -96,7 +96,7 @@ def long_context(session: VerifySession) -> CheckResult:
     tokens = limit - settings.max_tokens - _RESERVE
     request = EngineRequest(_text(session, endpoint, tokens), settings.max_tokens, logprobs=NUM_LOGPROBS)
     one = endpoint.answer(request)
-    other = (session.against or endpoint).answer(replace(request, cache_salt=unique_salt()))
+    other = (session.against or endpoint).answer(replace(request, use_cache=False))
     subject = f"{one.prompt_tokens or f'about {tokens}'} prompt tokens of {limit}, "
     subject += "MTP on against off" if session.against is not None else "requested twice"
     agreement = compare_answers([(one, other)], tie_gap=settings.tie_gap)

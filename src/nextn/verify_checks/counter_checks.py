@@ -2,13 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 from nextn.engines.answers import EngineAnswer
 from nextn.engines.check_result import CheckResult
 from nextn.engines.counters import Counters
-from nextn.engines.endpoint import Endpoint, counters_in_answers, read_counters
-from nextn.errors import EngineError
+from nextn.engines.endpoint import Endpoint
 from nextn.verify_checks.session import VerifySession
 
 _EXACT = 1e-3  # nats: the same number printed twice
@@ -87,34 +85,19 @@ def _differences(ones: Sequence[EngineAnswer], others: Sequence[EngineAnswer]) -
     return differences
 
 
-def add_readings(session: VerifySession) -> None:
-    """Read the counters of each endpoint, except where the first reading failed."""
-    for endpoint in session.endpoints:
-        readings = session.readings.setdefault(endpoint.url, [])
-        if not readings or isinstance(readings[0], Counters):
-            readings.append(_reading(endpoint))
-
-
-def _reading(endpoint: Endpoint) -> Counters | str:
-    try:
-        return read_counters(endpoint)
-    except EngineError as error:
-        return str(error)
-
-
 def mtp_on(session: VerifySession) -> CheckResult:
     """Check by the engine's counters that this run drafted; otherwise no other check is about MTP."""
     for endpoint in session.endpoints:
         session.greedy(endpoint)  # there must be some requests, even if this is the only check
-    add_readings(session)
     counters = _run_counters(session, session.target)
-    if isinstance(counters, str):
-        return CheckResult("mtp-on", "inconclusive", counters, "make the engine expose its counters, or read its log")
+    if counters is None:
+        advice = "make the engine expose its counters, or read its log"
+        return CheckResult("mtp-on", "inconclusive", session.counters[session.target.url].no_counters, advice)
     figures: dict[str, object] = {"target": counters.as_record()}
     if not counters.has_drafts:
         return CheckResult("mtp-on", "failed", f"{counters.engine}: nothing was drafted in this run", _OFF, figures)
     reference = None if session.against is None else _run_counters(session, session.against)
-    if isinstance(reference, Counters) and reference.has_drafts:
+    if reference is not None and reference.has_drafts:
         both = f"the reference drafts too ({reference.num_drafts} rounds): MTP was compared with MTP"
         return CheckResult("mtp-on", "failed", both, "serve --against without speculative decoding", figures)
     return CheckResult("mtp-on", "passed", _rates(counters), "", figures)
@@ -123,15 +106,9 @@ def mtp_on(session: VerifySession) -> CheckResult:
 _OFF = "start the engine with MTP on: the checks that passed show nothing about it"
 
 
-def _run_counters(session: VerifySession, endpoint: Endpoint) -> Counters | str:
-    """The counts of this run, from the answers themselves without metrics; a string says why there are none."""
-    readings = session.readings[endpoint.url]
-    counters = [reading for reading in readings if isinstance(reading, Counters)]
-    for earlier, later in pairwise(counters):
-        later.minus(earlier)  # raises where the engine was restarted in between
-    if len(counters) > 1:
-        return counters[-1].minus(counters[0])
-    return counters_in_answers(session.greedy(endpoint)) or str(readings[0])
+def _run_counters(session: VerifySession, endpoint: Endpoint) -> Counters | None:
+    """The counts of this run."""
+    return session.counters[endpoint.url].gained(session.greedy(endpoint))
 
 
 def _rates(counters: Counters) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nextn.bounded_json import short_repr
-from nextn.engines.answers import AnswerToken, EngineAnswer
+from nextn.engines.answers import AnswerToken, EngineAnswer, common_prefix
 from nextn.engines.check_result import CheckResult
 from nextn.text_format import counted, docs_page
 from nextn.verify_checks.session import VerifySession
@@ -163,9 +163,7 @@ class Difference:
 
     def as_record(self) -> dict[str, object]:
         """Return the JSON form."""
-        return {
-            "prompt": self.prompt, "place": self.position, "one": self.one, "other": self.other, "gap": self.gap,
-        }  # fmt: skip
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -236,14 +234,12 @@ def compare_answers(
 def first_difference(prompt: int, one: EngineAnswer, other: EngineAnswer) -> Difference | None:
     """Find the first difference; None for equal answers. prompt: index of the prompt."""
     names, others = _names(one, other)
-    for position, (name, other_name) in enumerate(zip(names, others, strict=False)):
-        if name != other_name:
-            gap = _gap(_at(one, names, position), _at(other, others, position))
-            return Difference(prompt, position, name, other_name, gap)
-    if len(names) == len(others):
+    position = common_prefix(names, others)
+    if position == len(names) == len(others):
         return None
-    position = min(len(names), len(others))
-    gap = _lead(_at(one, names, position) or _at(other, others, position))
+    token, other_token = _at(one, names, position), _at(other, others, position)
+    does_end = position in (len(names), len(others))
+    gap = _lead(token or other_token) if does_end else _gap(token, other_token)
     return Difference(prompt, position, _name(names, position), _name(others, position), gap)
 
 

@@ -50,7 +50,7 @@ class Comparison:
         return float((self.sharpened > np.quantile(self.null, 1 - level)).mean())
 
     def as_record(self, level: float) -> dict[str, object]:
-        return {"p": self.p, "power": self.power(level), "place": self.worst, "distance": self.distance}
+        return {"p": self.p, "power": self.power(level), "position": self.worst, "distance": self.distance}
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nextn.engines.answers import EngineAnswer, EngineRequest, unique_salt
-from nextn.engines.counters import Counters
-from nextn.engines.endpoint import Endpoint, answer_all
+from nextn.engines.answers import EngineAnswer, EngineRequest
+from nextn.engines.ask import CounterSpan, ask
+from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, require_at_least
 from nextn.evaluate.workload import Prompt
 
@@ -58,11 +58,12 @@ class VerifySession:
     against: Endpoint | None  # the same model without MTP, if there is one
     prompts: Sequence[Prompt]
     settings: VerifySettings
-    # Per endpoint its counters before the first check and after each, or why there are none.
-    readings: dict[str, list[Counters | str]] = field(default_factory=dict)
     sampled: dict[tuple[str, int], list[EngineAnswer]] = field(default_factory=dict)
     _greedy: dict[str, list[EngineAnswer]] = field(default_factory=dict)
     _prompt_ids: dict[tuple[str, str], tuple[int, ...] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.counters = {endpoint.url: CounterSpan(endpoint) for endpoint in self.endpoints}
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -72,12 +73,12 @@ class VerifySession:
         """Return the greedy answers to all prompts, requested one at a time and only once."""
         if endpoint.url not in self._greedy:
             requests = [self.greedy_request(prompt) for prompt in self.prompts]
-            self._greedy[endpoint.url] = answer_all(endpoint, requests)
+            self._greedy[endpoint.url] = list(ask(endpoint, requests))
         return self._greedy[endpoint.url]
 
     def greedy_request(self, prompt: Prompt) -> EngineRequest:
         """Return a greedy request that bypasses any prefix cache, which has a check of its own."""
-        return EngineRequest(prompt.text, self.settings.max_tokens, logprobs=NUM_LOGPROBS, cache_salt=unique_salt())
+        return EngineRequest(prompt.text, self.settings.max_tokens, logprobs=NUM_LOGPROBS, use_cache=False)
 
     def next_token(
         self, endpoint: Endpoint, prompt: str | tuple[int, ...], answer: EngineAnswer, position: int
@@ -91,7 +92,7 @@ class VerifySession:
         if endpoint.chat or ids is None or answer.ids is None:
             return None
         context = (*ids, *answer.ids[:position])
-        return endpoint.answer(EngineRequest(context, 1, logprobs=NUM_LOGPROBS, cache_salt=unique_salt()))
+        return endpoint.answer(EngineRequest(context, 1, logprobs=NUM_LOGPROBS, use_cache=False))
 
     def _tokenize(self, endpoint: Endpoint, prompt: str) -> tuple[int, ...] | None:
         key = (endpoint.url, prompt)
@@ -101,4 +102,4 @@ class VerifySession:
 
     def answer_all(self, endpoint: Endpoint, requests: Sequence[EngineRequest]) -> list[EngineAnswer]:
         """Answer requests in order, `concurrency` at a time. Raises the first EngineError."""
-        return answer_all(endpoint, requests, concurrency=self.settings.concurrency)
+        return list(ask(endpoint, requests, concurrency=self.settings.concurrency))
