@@ -90,6 +90,11 @@ def convert(
     Raises:
         CheckpointError: Norm weights less one lose bits, or the head is partial.
         FamilyError: The two layouts do not compute the same; the message names the differences.
+
+    Example:
+        >>> plan = nextn.convert("tiny", "one-file", form="single-file")
+        >>> sorted(plan.files.weights)
+        ['model.safetensors']
     """
     given = as_checkpoint(source)
     refuse_links(given, follow=follow_links)
@@ -315,6 +320,17 @@ def extract(
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
+
+    Returns:
+        What was, or with `dry_run` would be, written.
+
+    Raises:
+        CheckpointError: There is no complete head, or `out` exists or is no .safetensors file.
+
+    Example:
+        >>> plan = nextn.extract("tiny", "head.safetensors")
+        >>> nextn.audit("tiny", head="head.safetensors").modules
+        (0,)
     """
     path = Path(out).expanduser().absolute()
     if path.suffix != ".safetensors" or os.path.lexists(path):

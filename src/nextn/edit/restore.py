@@ -71,6 +71,12 @@ def restore(
 
     Raises:
         CheckpointError, FamilyError, ConfigError: The head does not fit; the message has the reasons.
+
+    Example:
+        >>> nextn.load("tiny").trunk.model.save_pretrained("lost")  # transformers leaves the head out
+        >>> plan = nextn.restore("lost", "tiny")
+        >>> nextn.audit("lost").modules
+        (0,)
     """
     if base is None and aliases is None:
         raise ConfigError("nothing to restore: give a base that has the head, or an engine that needs copies")

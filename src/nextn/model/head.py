@@ -30,6 +30,20 @@ class Head(nn.Module):
 
     Parts that the family stores once for all MTP layers belong to layer 0, and the others share them. Embedding and
     lm_head are the trunk's and not parameters of this module, unless the family gives the head its own.
+
+    Args:
+        family: The published convention that the head follows.
+        trunk: Whose embedding and lm_head it uses.
+        num_modules: MTP layers.
+
+    Raises:
+        ConfigError: The number of MTP layers is not one that the family has.
+        FamilyError: The family's heads cannot be computed.
+
+    Example:
+        >>> head = nextn.load("tiny").head
+        >>> head.num_modules, head.family.name
+        (1, 'qwen3_5')
     """
 
     def __init__(self, family: Family, trunk: Trunk, *, num_modules: int = 1) -> None:

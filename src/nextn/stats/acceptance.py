@@ -85,6 +85,11 @@ class Acceptance:
         num_accepted: [K], those of them that accepted depth k too.
         num_rounds: Rounds that drafted.
         emitted: Tokens that these rounds emitted, bonus tokens included.
+
+    Example:
+        >>> counts = nextn.Acceptance(num_drafted=(10, 8), num_accepted=(8, 4), num_rounds=10, emitted=22)
+        >>> counts.rates, counts.length
+        ((0.8, 0.5), 2.2)
     """
 
     num_drafted: tuple[int, ...]
