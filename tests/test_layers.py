@@ -32,7 +32,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 63_400
+LINE_BUDGET = 63_700
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus",

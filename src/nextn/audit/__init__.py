@@ -10,7 +10,19 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from nextn.audit import engines, files, precision, pruned, query_heads, separate, shapes, structure, unchecked, values
+from nextn.audit import (
+    engines,
+    files,
+    precision,
+    pruned,
+    query_heads,
+    separate,
+    shapes,
+    structure,
+    trunk_layers,
+    unchecked,
+    values,
+)
 from nextn.audit.findings import SEVERITIES, Finding, Severity
 from nextn.audit.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -22,7 +34,7 @@ from nextn.families import Family, by_config, generic, rows
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (structure, pruned, files, shapes, query_heads, engines, precision, separate, values)
+_MODULES = (structure, trunk_layers, pruned, files, shapes, query_heads, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 HEAD_REQUIRED = "head-required"
