@@ -140,6 +140,26 @@ BROKEN = {
         "shape", "error", "qwen3_5_moe", {"change": lambda table: (
             drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.gate_up_proj", (4, H, 32))(table),
             put("mtp.layers.0.mlp.experts.down_proj", (4, 16, H))(table))}, r"\[16, 32\] per expert, transposed"),
+    "a matrix of a trunk layer lost": (
+        "trunk-partial", "error", "glm4_moe", {"change": drop(r"layers\.0\.self_attn\.k_proj\.weight")},
+        "lacks model.layers.0: self_attn.k_proj: no loader"),
+    "final norm lost": (
+        "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model\.(language_model\.)?norm\.")}, "the final norm"),
+    "another number of heads": (
+        "config-contradicts", "error", "glm4_moe", {"config": {"num_attention_heads": 8}},
+        "q_proj.weight has 32 rows, which num_attention_heads = 8"),
+    "another number of experts": (
+        "config-contradicts", "error", "deepseek_v3", {"config": {"n_routed_experts": 8}}, "have 4 experts, which n_"),
+    "another hidden size": (
+        "config-contradicts", "error", "glm4_moe", {"config": {"hidden_size": 2 * H}}, "has 32 columns, which hidden"),
+    "other layer types": (
+        "config-contradicts", "error", "qwen3_next", {"config": {"layer_types": ["full_attention"] * 2}},
+        "have linear_attn in layer 0 and self_attn in layer 1"),
+    "a bias of the head's norm": (
+        "names-unknown", "error", "qwen3_5", {"change": put("mtp.norm.bias", (H,))}, "engine maps: mtp.norm.bias"),
+    "counted one layer too few": (
+        "names-unknown", "warning", "qwen3_next", {"config": {"num_hidden_layers": 1}},
+        r"1 layer \(1\) beyond the trunk's 1"),
     "two counts": (
         "config-contradicts", "error", "qwen3_5",
         {"config": {"text_config": {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers": 1}},

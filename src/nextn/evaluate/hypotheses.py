@@ -184,6 +184,8 @@ def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: fl
     mean = max(means, default=0.0)
     if counted:  # positions that never accepted a draft may be left out
         counted = max(counted, math.ceil(full_share * mean - 1e-9))
+    if parts and all(each.has_drafts is False for each in parts):
+        raise ConfigError("the engine drafted nothing: check that MTP is on, and that requests were sent")
     if given is None:
         if counted or (mean and mean >= full_share * math.ceil(mean)):
             return counted or math.ceil(mean)
