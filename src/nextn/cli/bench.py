@@ -23,7 +23,7 @@ from nextn.cli.common import (
     parse_temperatures,
     use_chat,
 )
-from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
+from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.load import Against, LoadQuestion, Measured, report_by_load
 from nextn.cli.offload import (
     Cores,
@@ -66,8 +66,7 @@ def bench(
     chat: Chat = None,
     seed: int = 0,
     options: ModelOptions,
-    draft_vocab: DraftVocab = "0",
-    draft_text: DraftText = None,
+    vocabulary: DraftVocabularyOptions,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
     out: Out = None,
     as_json: AsJson = False,
@@ -85,7 +84,7 @@ def bench(
         backend=options.backend,
     )
     options, source = options.prepared(), options.source
-    texts, draftable = read_prompts(prompts), DraftVocabularyOptions.read(draft_vocab, draft_text)
+    texts, draftable = read_prompts(prompts), vocabulary.read()
     _check_out(out)
     from nextn.evaluate.benchmark import run_benchmark
 
