@@ -16,6 +16,7 @@ from nextn.cli.common import (
     EngineAccess,
     MaxTokens,
     ModelOptions,
+    NumCopyTokens,
     Prompts,
     Temperatures,
     check_matplotlib,
@@ -68,6 +69,7 @@ def bench(
     options: ModelOptions,
     vocabulary: DraftVocabularyOptions,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
+    num_copy_tokens: NumCopyTokens = 0,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -82,6 +84,7 @@ def bench(
         seed=seed,
         adaptive=adaptive,
         backend=options.backend,
+        num_copy_tokens=num_copy_tokens,
     )
     options, source = options.prepared(), options.source
     texts, draftable = read_prompts(prompts), vocabulary.read()
@@ -293,7 +296,10 @@ def _draw_costs(advice: "Advice | OffloadAdvice", folder: Path) -> None:
 def _show_benchmark(report: "BenchmarkReport") -> None:
     from nextn.evaluate.workload import by_domain
 
-    titles = ("", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K")
+    titles = ["", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K"]
+    copies = report.plan.num_copy_tokens > 0
+    if copies:  # a round that verifies copies is not in the cost curve
+        titles[5:6] = ["tokens/round", "copied"]
     table, machine, costs = figures_table(*titles, left=("", titles[-1])), report.machine, report.costs
     largest, domains = report.plan.k_values[-1], [*by_domain(report.prompts)]
     for temperature in report.plan.temperatures:
@@ -302,12 +308,16 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
             rows += [(f", {each}", report.figures(temperature, largest, each)) for each in domains]
         for label, figures in rows:
             marked = " (repetitive)" if figures.all_repetitive else ""
-            table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures))
+            table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures, copies=copies))
         table.add_section()
     print_table(table)
     print_lines(
         "tokens/s (quartiles) and speed-up over plain decoding of the same text: medians over texts, each on its own; "
-        "expected: from AL, v(m) and c",
+        + (
+            "copied: accepted tokens of the text so far; AL and a_k are of the rounds that the head drafted"
+            if copies
+            else "expected: from AL, v(m) and c"
+        ),
         f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in steps of plain decoding ("
         f"{costs.steps[0].median * 1e3:.2f} ms each; {report.plain_step_s * 1e3:.2f} ms in the texts), at context "
         f"{costs.context}",
@@ -318,14 +328,17 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
     )
 
 
-def _cells(figures: "BenchmarkFigures") -> list[str]:
+def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:
+    copied = (
+        f"{sum(figures.copied.num_accepted)} in {figures.copied.num_rounds} rounds" if figures.copied.num_rounds else ""
+    )
     acceptance, speed, share = figures.acceptance, figures.tokens_per_s, figures.share
     return [
         "auto" if figures.num_speculative_tokens < 0 else str(figures.num_speculative_tokens),
         f"{acceptance.length:.2f}" if acceptance.num_rounds else "",
         f"{speed.median:.0f} ({speed.low:.0f}-{speed.high:.0f})",
         f"{figures.speedup.median:.2f}",
-        f"{figures.expected_speedup:.2f}",
+        *([f"{figures.tokens_per_round:.2f}", copied] if copies else [f"{figures.expected_speedup:.2f}"]),
         "/".join(f"{value:.0%}" for value in share.values()),
         " ".join(f"{rate:.2f}" for rate in acceptance.rates),
     ]

@@ -23,7 +23,7 @@ from nextn.data.benchmark_prompts import (
 )
 from nextn.engines.counters import MAX_POSITIONS
 from nextn.errors import ConfigError
-from nextn.settings import Sampling
+from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
     from nextn.data.records import Record
@@ -228,8 +228,10 @@ class BenchmarkPlan:
     seed: int = 0
     adaptive: bool = False  # also as many drafts per round as pay, up to the largest K
     backend: str = "auto"  # see `backend_for`
+    num_copy_tokens: int = 0  # copied from the text in a round, at most; never in baseline decoding
 
     def __post_init__(self) -> None:
+        Settings(num_copy_tokens=self.num_copy_tokens)  # raises for an invalid number
         if not self.k_values or min(self.k_values) < 0 or not max(self.k_values):
             raise ConfigError(f"k_values = {self.k_values}; expected numbers of drafts, at least one of them above 0")
         if not self.temperatures or self.repeats < 1:
