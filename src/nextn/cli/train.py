@@ -11,7 +11,6 @@ from nextn.cli.streaming import KeepShards
 from nextn.cli.train_common import check_options, export_head, merge_settings, with_layout
 from nextn.cli.train_run import DEFAULT_RECIPE, print_result, train_head, train_joint
 from nextn.errors import ConfigError
-from nextn.train.head_parts import PARTS
 
 if TYPE_CHECKING:
     from nextn.train.run_options import RunOptions
@@ -44,12 +43,6 @@ class TrainOptions:
     ] = None
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="KEY=VALUE, overrides the defaults and --config; repeatable.")
-    ] = None
-    accumulate: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Gradient accumulation: split each batch into this many parts (less memory, same gradient)."
-        ),
     ] = None
     device: Device = "auto"
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write event files in OUT/tensorboard.")] = (
@@ -96,16 +89,6 @@ class TrainOptions:
         typer.Option(
             help="mimo: a new head that vLLM and SGLang run as a separate draft model. step35: one for llama.cpp. "
             "Default: the layout of the trunk's family, or one layer of the trunk's own class.",
-            rich_help_panel=_HEAD,
-        ),
-    ] = None
-    parts: Annotated[
-        str | None,
-        typer.Option(
-            "--train",
-            metavar="PARTS",
-            help=f"Comma-separated parts of the head to train; the others are frozen. A head has some of "
-            f"{', '.join(PARTS)}. Default: all.",
             rich_help_panel=_HEAD,
         ),
     ] = None
@@ -171,13 +154,10 @@ class TrainOptions:
         """Raises ConfigError for settings that cannot be read."""
         from nextn.train.run_options import RunOptions
 
-        own = {"accumulate": self.accumulate, "trained_parts": self.parts}  # settings with an option of their own
-        settings = merge_settings(self.config, self.set_ or [])
-        settings |= {name: value for name, value in own.items() if value is not None}
         given = {option.name: getattr(self, option.name) for option in fields(RunOptions) if option.name != "settings"}
         given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
         given |= {"data": tuple(self.data or ()), "device": None if self.device == "auto" else self.device}
-        return RunOptions(**given, settings=settings)
+        return RunOptions(**given, settings=merge_settings(self.config, self.set_ or []))
 
 
 @expanded()
@@ -245,8 +225,8 @@ def _check(options: "RunOptions") -> None:
         )  # fmt: skip
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
-                "--from, --head, --init-head, --layout, --train, --head-only, --on-policy, --cache-gb, --allow-worse, "
-                "--curve, --stream, --keep-shards, --export need --freeze-trunk"
+                "--from, --head, --init-head, --layout, --set trained_parts, --head-only, --on-policy, --cache-gb, "
+                "--allow-worse, --curve, --stream, --keep-shards, --export need --freeze-trunk"
             )
         return
     if options.trunk is None:
