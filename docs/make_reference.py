@@ -47,8 +47,9 @@ print(result.text, result.acceptance.length, result.acceptance.rates)
 ```
 """
 GROUPS = {
-    "Check": ("audit", "AuditReport", "Finding", "families", "KnownFamilies", "NextnError"),
-    "Check engines": ("verify", "VerifySettings", "VerifyReport", "CheckResult"),
+    "Check": ("audit", "AuditReport", "Finding", "families", "KnownFamilies", "measure", "ReferencePlan",
+              "ReferenceReport", "NextnError"),
+    "Check engines": ("verify", "VerifySettings", "VerifyReport", "CheckResult", "diagnose", "Diagnosis"),
     "Load and decode": ("load", "Model", "Head", "generate", "stream", "rounds", "trace", "Settings", "Sampling",
                         "Result", "Acceptance", "eos_tokens"),
     "Keep, restore, convert": ("keep_head", "KeepHead", "restore", "convert", "extract", "quantize"),

@@ -256,7 +256,9 @@ def test_a_case_with_fewer_depths_than_k(monkeypatch):
         for drafted, accepted in (((90, 60, 40), (60, 40, 20)), ((90, 60), (60, 40)))
     )
     plan = ReferencePlan(num_speculative_tokens=3)
-    diagnosis = Diagnosis("x", SimpleNamespace(plan=plan, origins={}, stream=None, domains=()), cases)
+    diagnosis = Diagnosis(
+        "x", SimpleNamespace(plan=plan, origins={}, stream=None, domains=(), published_record=dict), cases
+    )
     tables = []
     monkeypatch.setitem(_show_diagnosis.__globals__, "print_table", tables.append)
     _show_diagnosis(diagnosis)

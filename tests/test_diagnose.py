@@ -21,8 +21,10 @@ from nextn.evaluate.diagnose import (
     ObservedCase,
     _on_prompts,
     audit_lines,
-    diagnose,
     observed_plan,
+)
+from nextn.evaluate.diagnose import (
+    diagnose_observations as diagnose,
 )
 from nextn.evaluate.engine_run import (
     EngineObservation,

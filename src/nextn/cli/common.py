@@ -457,11 +457,6 @@ def print_published(published: "tuple[PublishedCurve, MeasuredConditions, list[f
     print_lines(f"published, for comparison only: {curve.text(measured, lengths)}")
 
 
-def published_record(published: "tuple[PublishedCurve, MeasuredConditions, list[float]] | None") -> dict[str, object]:
-    """Return the same for JSON reports; empty where no published curve fits."""
-    return {} if published is None else {"published": published[0].as_record(published[1])}
-
-
 def check_matplotlib(option: str) -> None:
     """Refuse an option that draws where matplotlib is missing, before anything is measured. Raises ConfigError."""
     if find_spec("matplotlib") is None:

@@ -129,18 +129,25 @@ class ObservedCase:
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis(CheckReport):
-    """The likeliest causes of what an engine counted."""
+    """The likeliest causes of what an engine counted.
 
-    source: str  # name of the checkpoint
+    Attributes:
+        source: Name of the checkpoint.
+        reference: The acceptance that its head should reach.
+        cases: One per temperature, or two if prompts are of very different length: the short ones first.
+        audit_notes: Findings of the audit, one line each.
+        priors: Fault -> prior odds, from what is documented of the engine.
+    """
+
+    source: str
     reference: ReferenceReport
-    # One per temperature, or two if prompts are of very different length: the short ones first.
     cases: tuple[ObservedCase, ...]
     audit_notes: tuple[str, ...] = ()
-    # Fault -> prior odds, from what is documented of the engine.
     priors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def engine(self) -> str:
+        """Name of the engine, by its counters."""
         return self.cases[0].observation.counters.engine
 
     @cached_property
@@ -378,7 +385,7 @@ class Diagnosis(CheckReport):
         return f" (a_1 {min(rates):.2f} to {max(rates):.2f} between the reference's domains)" if rates else ""
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON document."""
+        """Return the JSON of `nextn diagnose --json`."""
         return {
             "model": self.source,
             "nextn": __version__,
@@ -395,14 +402,14 @@ class Diagnosis(CheckReport):
             "settings": asdict(self.reference.plan),
             "next_checks": self.next_checks,
             "notes": self.notes,
-        }
+        } | self.reference.published_record()
 
 
 def _without_fault(case: ObservedCase) -> ExpectedCounts:
     return next(each for each in case.expected if each.name == FINE)
 
 
-def diagnose(
+def diagnose_observations(
     model: Model,
     prompts: Sequence[Prompt],
     observations: Sequence[EngineObservation],

@@ -262,16 +262,31 @@ class BenchmarkPlan:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """Settings of `reference_acceptance`. Raises ConfigError for invalid values."""
+    """What to measure: the texts of `measure`, and the reference of `diagnose`. Raises ConfigError for invalid values.
 
-    num_speculative_tokens: int = 4  # the largest K
+    Attributes:
+        num_speculative_tokens: The largest K.
+        temperatures: 0 = greedy.
+        max_tokens: New tokens of each continuation.
+        chat: Through the chat template; None: if the checkpoint has one.
+        seed: Of sampled texts.
+        backend: What decodes the texts: `auto`, `native` or `torch`.
+        rule: Acceptance rule of the decoder above temperature 0: `block`, `ratio` or `argmax`.
+        thinking: A variable of the chat template; None: the template's default.
+
+    Example:
+        >>> nextn.ReferencePlan(num_speculative_tokens=3, temperatures=(1.0, 0.0)).temperatures
+        (0.0, 1.0)
+    """
+
+    num_speculative_tokens: int = 4
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    max_tokens: int = 256  # new tokens of each continuation
-    chat: bool | None = None  # through the chat template; None: if the checkpoint has one
+    max_tokens: int = 256
+    chat: bool | None = None
     seed: int = 0
-    backend: str = "auto"  # what decodes the texts, see `backend_for`
-    rule: str = "block"  # acceptance rule of the decoder above temperature 0, one of DECODED
-    thinking: bool | None = None  # a variable of the chat template; None: the template's default
+    backend: str = "auto"
+    rule: str = "block"
+    thinking: bool | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in DECODED:
