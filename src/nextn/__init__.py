@@ -8,6 +8,7 @@ _HOME = {
     "Acceptance": "stats.acceptance",
     "AuditReport": "audit_rules.findings",
     "CheckResult": "engines.check_result",
+    "Corpus": "data.corpus",
     "CotrainLoss": "train.cotrain",
     "DetachedTrunk": "train.cotrain",
     "Diagnosis": "evaluate.diagnose",

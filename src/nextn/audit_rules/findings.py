@@ -32,6 +32,10 @@ class Finding:
         found: A sentence: what is wrong.
         valid: A sentence: what would be valid.
         fix: One command and nothing else, or sentences with commands in backticks.
+
+    Example:
+        >>> [finding.severity for finding in nextn.audit("tiny").findings]
+        ['note']
     """
 
     rule: str
@@ -58,6 +62,10 @@ class AuditReport:
         unchecked: Sentences about what no rule looked at.
         title: Published models of the family, in words.
         seconds: Wall time of the audit.
+
+    Example:
+        >>> nextn.audit("tiny").to_dict()["clean"]
+        True
     """
 
     path: str

@@ -32,6 +32,13 @@ def keep_head(model: PreTrainedModel, source: str | Path | None = None) -> None:
 
     Raises:
         CheckpointError: `source` has no complete head. Raised now, not after the training.
+
+    Example:
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> nextn.keep_head(model, "tiny")
+        >>> model.save_pretrained("kept")
+        >>> nextn.audit("kept").modules
+        (0,)
     """
     model = without_adapters(model)
     if isinstance(vars(model).get(_METHOD), _Saver):
@@ -68,7 +75,19 @@ def without_adapters(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class KeepHead(TrainerCallback):
-    """`keep_head` for `transformers.Trainer` and trainers based on it: `Trainer(..., callbacks=[KeepHead()])`."""
+    """Keep the head in every checkpoint that a `transformers.Trainer`, or one based on it, saves, as `keep_head` does.
+
+    Args:
+        source: The checkpoint that has the head, a folder, file or hub id; by default what the model was loaded from.
+
+    Example:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> trainer = Trainer(model, TrainingArguments("run", report_to=[]), callbacks=[nextn.KeepHead("tiny")])
+        >>> trainer.save_model("with-head")
+        >>> nextn.audit("with-head").modules
+        (0,)
+    """
 
     def __init__(self, source: str | Path | None = None) -> None:
         self.source = source

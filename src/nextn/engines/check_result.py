@@ -27,6 +27,10 @@ class CheckResult:
         fault: The fault that explains what was seen.
         issues: Public threads where the fault occurred.
         requirement: What the contract demands, where it is broken.
+
+    Example:
+        >>> nextn.CheckResult("greedy", "failed", "text 3 differs at token 12").outcome
+        'failed'
     """
 
     name: str

@@ -68,6 +68,7 @@ def diagnose(
         CheckpointError: The checkpoint cannot be read.
 
     Example:
+        >>> from pathlib import Path
         >>> _ = Path("metrics.txt").write_text(  # of a running engine: its address, such as localhost:8000
         ...     "vllm:spec_decode_num_drafts_total 500\\n"
         ...     "vllm:spec_decode_num_draft_tokens_total 1000\\n"

@@ -156,6 +156,12 @@ class ReferenceReport:
         num_mtp_layers: Of the head.
         think_tokens: Ids of the opening and the closing tag of thinking.
         prompts_source: Where the prompts came from, see `workload.prompts_record`.
+
+    Example:
+        >>> plan = nextn.ReferencePlan(num_speculative_tokens=2, temperatures=(0.0,), max_tokens=8, backend="torch")
+        >>> report = nextn.measure("tiny", ["def add(a, b):"], plan)
+        >>> report.to_dict()["model"], len(report.figures(0.0, k=1).rates)
+        ('tiny', 1)
     """
 
     plan: ReferencePlan

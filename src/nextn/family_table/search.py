@@ -17,6 +17,11 @@ class KnownFamilies:
     Attributes:
         families: Published conventions that nextn knows, in the order of the documentation.
         withheld: Models that were published without the head that their config.json declares.
+
+    Example:
+        >>> known = nextn.families("Kimi-K2")
+        >>> [each.title for each in known.withheld], [family.name for family in known.families]
+        (['Kimi-K2 / K2.5'], [])
     """
 
     families: tuple[Family, ...]

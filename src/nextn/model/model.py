@@ -28,6 +28,7 @@ from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
 from nextn.model.load_trunk import deferred_trunk, load_trunk, streamed_trunk
 from nextn.model.packed_experts import dequantize, packed_parts
 from nextn.model.trunk import Trunk
+from nextn.text_format import counted
 
 _SAMPLE_TEXT = "A text, 1 \u00e9"
 
@@ -43,6 +44,11 @@ class Model:
         tokenizer: None if the checkpoint has none.
         notes: Remarks of loading, such as a stored copy that differs from the trunk's tensor.
         trained_length: Tokens of the sequences that the head was trained on; None if unknown.
+
+    Example:
+        >>> model = nextn.load("tiny")
+        >>> model.family.name, model.trunk.vocab_size, model.trained_length
+        ('qwen3_5', 264, 256)
     """
 
     trunk: Trunk
@@ -90,7 +96,7 @@ class Model:
 
         Args:
             source: A checkpoint folder, a .safetensors file next to its config.json, a hub id ("org/name", or
-                "org/name@revision"), of which only the needed files are downloaded, or an open checkpoint.
+                "org/name@revision"), of which only the needed files are downloaded, `tiny`, or an open checkpoint.
             dtype: None: as stored. Of weights in fp8 and of 4 and 8 bits, linear layers keep the codes, which the
                 native backend decodes with, see `dequantize`.
             device: Of trunk and head, see `resolve_device`.
@@ -104,11 +110,19 @@ class Model:
             head: Use the head of this checkpoint instead: a folder, a .safetensors file next to its config.json, or a
                 hub id.
 
+        Returns:
+            The model, whose tensors are on the device.
+
         Raises:
             CheckpointError: listing every head tensor that is missing, unexpected, mis-shaped, stored twice, not
                 readable as numbers or non-finite.
             FamilyError: for a model type that is not supported.
             ConfigError: for a device that is not available.
+
+        Example:
+            >>> model = nextn.load("tiny")  # the checkpoint that comes with the package
+            >>> nextn.load("tiny", skip_head=True).head is None
+            True
         """
         torch_device = resolve_device(device)
         checkpoint = as_checkpoint(source)
@@ -241,7 +255,22 @@ def load_head(
 ) -> Head:
     """Load the head of checkpoint `source` onto a trunk, or one of class `trunk_class` around `model`, in its dtype.
 
-    Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
+    Args:
+        source: A checkpoint folder, .safetensors file, hub id, `tiny` or an open checkpoint.
+        model: A transformers model, or a trunk.
+        trunk_class: Of the trunk that is made around a transformers model, such as `DetachedTrunk`.
+
+    Returns:
+        The head, in the model's dtype and on its device.
+
+    Raises:
+        CheckpointError: The head is incomplete, damaged or does not fit the model.
+        FamilyError: The model type is not supported.
+
+    Example:
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> nextn.load_head("tiny", model).num_modules
+        1
     """
     inventory = _inventory(as_checkpoint(source), need_head=True)
     trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
@@ -299,9 +328,8 @@ def _check_runs(family: Family) -> Family:
 def _missing_head_message(inventory: Inventory) -> str:
     path, family, count = inventory.checkpoint.path, inventory.family, inventory.declared
     example = inventory.published("0.token_norm.weight")
-    declared = (
-        f"config.json declares {count} module(s)" if count else f"config.json declares no {family.count_fields[0]}"
-    )
+    what = counted(count, "MTP layer") if count else f"no {family.count_fields[0]}"
+    declared = f"config.json declares {what}"
     stored = "present" if inventory.stored else "absent"
     other = f"; {inventory.unrecognized[0]} and others are not names of this family" if inventory.unrecognized else ""
     fix = (

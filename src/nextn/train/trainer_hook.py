@@ -61,6 +61,17 @@ def train_head(
     Raises:
         ConfigError: A head cannot be trained in this Trainer.
         CheckpointError: `source` has no complete head.
+
+    Example:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> data = [{"input_ids": [*range(16)], "labels": [*range(16)]}] * 2
+        >>> settings = TrainingArguments("run", max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True)
+        >>> trainer = Trainer(model, settings, train_dataset=data)
+        >>> head = nextn.train_head(trainer, "tiny", nextn.HeadSettings(depths=2))
+        >>> trainer.train().global_step
+        {'train_runtime': ...}
+        1
     """
     settings = settings or HeadSettings()
     _check_supported(trainer)
@@ -158,6 +169,12 @@ def save_head(head: Head, folder: str | Path, *, source: str = "a training loop"
 
     Raises:
         CheckpointError: The folder has no trunk, or one that the head does not fit.
+
+    Example:
+        >>> model = nextn.load("tiny")
+        >>> model.trunk.model.save_pretrained("saved")
+        >>> nextn.save_head(model.head, "saved").num_bytes > 0
+        True
     """
     saved = CotrainedHead(head, made_by=source)
     with saved.open_base(Path(folder)) as base:

@@ -58,6 +58,11 @@ class VerifyReport(CheckReport):
         checks: The results, in the order in which the checks ran.
         requests: Requests sent to all endpoints.
         is_complete: False if the run was interrupted.
+
+    Example:
+        >>> check = nextn.CheckResult("greedy", "failed", "text 3 differs at token 12")
+        >>> nextn.VerifyReport("http://localhost:8000", "toy", None, (check,)).failed
+        True
     """
 
     url: str
