@@ -622,5 +622,5 @@ def test_audit_lines(monkeypatch):
 
 def test_nothing_drafted_is_said_before_k():
     """K is of no use where no round drafted."""
-    with pytest.raises(ConfigError, match="drafted nothing: check that MTP is on"):
+    with pytest.raises(ConfigError, match="no round that drafted; check that MTP is on"):
         engine_depth([Counters("vLLM", None, 0, 0)], None)
