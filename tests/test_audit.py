@@ -559,3 +559,19 @@ def test_packed_weights_that_no_reader_fits(tmp_path):
         (folder / "config.json").write_text(json.dumps(config))
         found = [each for each in findings(folder, "quantization") if "packed weight" in each.found]
         assert [words in each.found for each in found] == ([True] if words else [])
+
+
+def test_sizes_that_are_none(tmp_path):
+    """Of another type, negative, or lists of so many numbers that every size is the product of some."""
+    publish(tmp_path, "glm4_moe")
+    config = json.loads((tmp_path / "config.json").read_text())
+    wrong = {"n_routed_experts": (-4, 4.5, True, "4"), "hidden_size": (0, "32"), "num_attention_heads": (4.0,),
+             "intermediate_size": (-1,)}  # fmt: skip
+    for field, values_ in wrong.items():
+        for value in values_:
+            write_json(tmp_path / "config.json", config | {field: value})
+            places = [each.place for each in findings(tmp_path, "config-contradicts")]
+            assert f"config.json: {field}" in places, (field, value)
+    many = list(range(1, 100_000))
+    write_json(tmp_path / "config.json", config | {"head_dim_x": many, "x_head_dim": many, "num_x_heads": many})
+    assert not findings(tmp_path)
