@@ -41,7 +41,7 @@ CONTEXT, K = 512, 8
 
 def measured(report: ReferenceReport) -> dict[str, Any]:
     """AL with intervals by temperature, rule, domain and K, and what follows from the curves."""
-    record = report.as_record()
+    record = report.to_dict()
     rows = [
         {name: each[name] for name in ("temperature", "rule", "domain", "num_speculative_tokens", "num_texts",
                                        "acceptance", "mean_acceptance_length")}

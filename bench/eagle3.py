@@ -48,7 +48,7 @@ from nextn.cache.kv_cache import CACHE_ARGUMENT
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import Batch
 from nextn.data.byte_tokenizer import byte_tokenizer
-from nextn.families import Family, by_name, fitted
+from nextn.family_table import Family, by_name, fitted
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.mtp_layer import HeadStep

@@ -26,9 +26,10 @@ from memory import resident
 from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import write_json
+from nextn.losses.cross_entropy import IGNORE
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
-from nextn.losses.mtp_loss import IGNORE, Targets, mtp_loss
+from nextn.losses.mtp_loss import Targets, mtp_loss
 
 LAMBDA = 0.3
 

@@ -1,12 +1,12 @@
-"""Write docs/reference/families from the rows of `nextn.families`: an index and a page for each. Needs no torch."""
+"""Write docs/reference/families from the rows of `nextn.family_table`: an index and a page for each. Needs no torch."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from generated import write
 
-from nextn.families import ENGINES, WITHHELD, EngineSupport, Family, disagreements, rows, separate_rows
-from nextn.families.rows import EVERYWHERE
+from nextn.family_table import ENGINES, WITHHELD, EngineSupport, Family, disagreements, rows, separate_rows
+from nextn.family_table.rows import EVERYWHERE
 
 HERE = Path(__file__).parent
 ROWS = (*rows(), *separate_rows())
@@ -55,7 +55,7 @@ authors meant.
 
 `nextn families` lists and searches them by the names of published models: `nextn families GLM 5.3`.
 
-`make docs` generates these pages from `src/nextn/families/rows.py`. What nextn does with each family, and in which
+`make docs` generates these pages from `src/nextn/family_table/rows.py`. What nextn does with each family, and in which
 engines its files were run, is in [the support matrix](../support.md). The facts about engines were read in their code
 (vLLM 0.33.0, SGLang 0.5.23, llama.cpp 0c1e57098, transformers 5.23.0), and the tensor names in their loaders. No
 released checkpoint was opened.

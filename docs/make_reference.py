@@ -36,23 +36,31 @@ PYTHON = """\
 
 The public names are those of `nextn.__all__`; this page has all of them. They are resolved on first use, so `import
 nextn` is cheap. Everything else in the package may change between minor releases. The lines with
-`:::` are filled in when the site is built (`make site`); `help(nextn.generate)` prints the same text.
+`:::` are filled in when the site is built (`make site`); `help(nextn.generate)` prints the same text. Every name has an
+example that runs as it is: `tiny` is the checkpoint that comes with the package.
 
 ```python
 import nextn
 
-model = nextn.load("demo/model")  # a folder or a hub id
+model = nextn.load("tiny")  # or a folder, or a hub id
 result = nextn.generate(model, ["def add("], nextn.Settings(num_speculative_tokens=4, max_tokens=32))[0]
 print(result.text, result.acceptance.length, result.acceptance.rates)
+print(nextn.audit("tiny").clean, nextn.measure(model).figures(0.0).rates)
 ```
+
+Functions that check return a report and print nothing; its `to_dict()` is what the command of that name prints with
+`--json`. A mistake in what they are given raises a `nextn.NextnError`.
 """
 GROUPS = {
+    "Check": ("audit", "AuditReport", "Finding", "families", "KnownFamilies", "measure", "ReferencePlan",
+              "ReferenceReport", "NextnError"),
+    "Check engines": ("verify", "VerifySettings", "VerifyReport", "CheckResult", "diagnose", "Diagnosis"),
     "Load and decode": ("load", "Model", "Head", "generate", "stream", "rounds", "trace", "Settings", "Sampling",
                         "Result", "Acceptance", "eos_tokens"),
     "Keep, restore, convert": ("keep_head", "KeepHead", "restore", "convert", "extract", "quantize"),
     "Train": ("train_head", "save_head", "load_head", "CotrainLoss", "DetachedTrunk", "targets_of",
               "HeadSettings", "mtp_loss", "Targets", "StandaloneHead", "Trainer", "TrainConfig",
-              "JointTask"),
+              "JointTask", "Corpus"),
 }  # fmt: skip
 ALIASES = {"load": "### load\n\n`nextn.load` is [`Model.load`](#nextn.model.model.Model.load).\n"}
 FAULT_INTRO = """\
@@ -134,7 +142,7 @@ def python_page() -> str:
 
 def fault_page() -> str:
     rows = ((f"`{each.name}`", _cell(each.description), _cell(each.signature), _links(each.issues)) for each in FAULTS)
-    others = ((f"`{each.name}`", _cell(each.description), _links(each.issues)) for each in OTHER_CAUSES)
+    others = ((f"`{each.name}`", _cell(each.evidence), _links(each.issues)) for each in OTHER_CAUSES)
     fixes = ((f"`{each.name}`", _cell(each.advice)) for each in (*FAULTS, *OTHER_CAUSES))
     head = ("fault", "what is wrong", "what it shows", "seen in")
     return "\n".join([

@@ -13,8 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import nextn
-from nextn.audit import audit
-from nextn.checkpoint.checkpoint import Checkpoint
 
 
 def train(model: torch.nn.Module, out: Path, source: str) -> Trainer:
@@ -41,7 +39,7 @@ def fine_tune_with_lora(model: PreTrainedModel, source: str, out: Path) -> Path:
 def main(source: str, out: Path) -> None:
     for run in (fine_tune, fine_tune_with_lora):
         folder = run(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), source, out)
-        report = audit(Checkpoint.open(folder))
+        report = nextn.audit(folder)
         print(
             f"{folder}: {len(report.modules)} of {report.declared} modules,", "clean" if report.clean else "not clean"
         )

@@ -14,8 +14,6 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 import nextn
-from nextn.audit import audit
-from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.data.byte_tokenizer import byte_tokenizer
 
 TINY = {
@@ -48,7 +46,7 @@ def main(out: Path, source: str | None) -> None:
     trainer.train()
     print(f"on held-out answers, {trainer.evaluate()['eval_head_greedy_AL']:.2f} tokens a round")
     trainer.model.merge_and_unload().save_pretrained(out / "model")
-    report = audit(Checkpoint.open(out / "model"))
+    report = nextn.audit(out / "model")
     print(
         f"{out / 'model'}: {len(report.modules)} of {report.declared} modules,",
         "clean" if report.clean else "not clean",

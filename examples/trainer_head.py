@@ -12,8 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import nextn
-from nextn.audit import audit
-from nextn.checkpoint.checkpoint import Checkpoint
 
 TINY = {
     "model_type": "qwen3_5_text", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -42,7 +40,7 @@ def main(out: Path, source: str | None) -> None:
     trainer.train()
     print(f"on held-out rows, {trainer.evaluate()['eval_head_greedy_AL']:.2f} tokens a round")
     trainer.save_model(str(out / "model"))
-    report = audit(Checkpoint.open(out / "model"))
+    report = nextn.audit(out / "model")
     print(
         f"{out / 'model'}: {len(report.modules)} of {report.declared} modules,",
         "clean" if report.clean else "not clean",

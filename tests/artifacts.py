@@ -18,7 +18,7 @@ from parts import DIM, EXPERTS, HEADS, INNER, KV, LAYERS, H, Shapes, V
 
 from nextn.checkpoint.checkpoint import Checkpoint, write_index
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
-from nextn.families import Family, by_name
+from nextn.family_table import Family, by_name
 
 __all__ = [
     "DIM", "EXPERTS", "HEADS", "INNER", "KV", "LAYERS", "LAYOUTS", "H", "Shapes", "V", "bf16", "e4m3",

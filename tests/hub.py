@@ -31,8 +31,8 @@ class Hub:
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
-    def open(self, **options):
-        return Checkpoint.open("org/model", endpoint=self.url, **options)
+    def open(self, name="org/model", **options):
+        return Checkpoint.open(name, endpoint=self.url, **options)
 
     def asked(self, name):
         return [headers.get("Range") for path, headers in self.requests if path.endswith("/" + name)]
@@ -219,14 +219,14 @@ def own_client():
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             patch.delenv(name, raising=False)
         patch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent/token")
-        patch.setattr(constants, "HF_HUB_CACHE", "/nonexistent/cache")
         yield
     huggingface_hub.close_session()
 
 
 @pytest.fixture(autouse=True)
-def only_loopback(monkeypatch):
-    """No test may leave the machine, or wait as long as a user would."""
+def only_loopback(monkeypatch, tmp_path):
+    """No test may leave the machine, wait as long as a user would, or use the user's cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     connect = socket.socket.connect
 
     def guarded(self, address):

@@ -60,7 +60,7 @@ MUTATIONS = [
     Mutation("runtime/native/csrc/rounds.cpp", "probs[tokens[depth]] = 1;", "probs[tokens[depth]] = 0.3f;", COPIES),
     Mutation("runtime/native/csrc/rounds.cpp", "chain.limits[row] = num_copied(row) ? 0 : std::min", "chain.limits[row] = std::min", COPIES),
     # The self-check, and what a measurement says of an earlier one.
-    Mutation("runtime/self_check.py", "if not error <= _FACTOR * own[size]:", "if error > 1:", CHECK),
+    Mutation("runtime/self_check.py", "if not error <= _MAX_ERROR_RATIO * own.get(size, 0.0):", "if error > 1:", CHECK),
     Mutation("runtime/self_check.py", "if not error <= tolerance}", "}", CHECK + " test_backend.py"),
     Mutation("evaluate/acceptance_drop.py", "reached = base + min(1.0, share) * (self.ceiling - base)", "reached = self.ceiling", DROPS),
     Mutation("cache/attention_layer.py", "if (num_positions, device) not in made:", "if not made or (num_positions, device) not in made and len(made) > 9:", "test_kv_cache.py -k at_once"),
@@ -153,9 +153,9 @@ MUTATIONS = [
     Mutation("edit/restore.py", "if not force and src_parts <= dst_parts", "if not force and src_parts < dst_parts", "test_restore.py"),
     Mutation("edit/restore.py", "count = len(src.modules)", "count = dst.declared", "test_restore.py"),
     Mutation("edit/convert.py", "_refuse_different(head.family, layout, norm_weight, len(head.modules))", "()", "test_convert.py"),
-    Mutation("audit/norm_weights.py", "for offset in (2, 1):", "for offset in (1, 2):", "test_audit_values.py"),
-    Mutation("audit/shapes.py", '{"projection": [hidden, 2 * hidden]}', '{"projection": [2 * hidden, hidden]}', "test_audit_shapes.py test_audit.py"),
-    Mutation("audit/shapes.py", "if top >= min(rows.values())", "if top > min(rows.values())", "test_audit_shapes.py test_audit.py"),
+    Mutation("audit_rules/norm_weights.py", "for offset in (2, 1):", "for offset in (1, 2):", "test_audit_values.py"),
+    Mutation("audit_rules/shapes.py", '{"projection": [hidden, 2 * hidden]}', '{"projection": [2 * hidden, hidden]}', "test_audit_shapes.py test_audit.py"),
+    Mutation("audit_rules/shapes.py", "if top >= min(rows.values())", "if top > min(rows.values())", "test_audit_shapes.py test_audit.py"),
     # The server's limits.
     Mutation("serve/http_limits.py", "            if size > self._options.max_body_bytes", "            if False", "test_serve_limits.py"),
     Mutation("serve/http_limits.py", "if len(headers) > limits.max_headers or size", "if len(headers) > limits.max_headers and size", "test_serve_limits.py"),

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nextn.checkpoint.draft_models import standalone
-from nextn.families import Family, by_name, rows
+from nextn.family_table import Family, by_name, rows
 
 RECORD = Path(__file__).with_suffix(".json")
 _SGLANG_CLASS = re.compile(r"\w*(?:MTP|NextN|Eagle3?|DFlash|DSpark|Assistant)\w*")

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from test_separate_head import SETTINGS, TEXT, build, start, tokens
 from transformers import AutoModelForCausalLM
 
-from nextn.audit import audit
-from nextn.audit.gguf import audit_gguf
+from nextn.audit_rules import audit
+from nextn.audit_rules.gguf import audit_gguf
 from nextn.checkpoint import checkpoint as checkpoint_module
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory

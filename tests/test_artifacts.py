@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from nextn.audit.tensor_values import decode
+from nextn.audit_rules.tensor_values import decode
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.families import by_name, rows
+from nextn.family_table import by_name, rows
 from nextn.model.model import Model
 
 _EYES = {

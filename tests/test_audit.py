@@ -14,16 +14,16 @@ from quick import families
 from tiny import build
 from typer.main import get_command
 
-from nextn.audit import IDS, audit
-from nextn.audit.separate import IDS as SEPARATE
-from nextn.audit.values import IDS as VALUES
+from nextn.audit_rules import IDS, audit
+from nextn.audit_rules.separate import IDS as SEPARATE
+from nextn.audit_rules.values import IDS as VALUES
 from nextn.checkpoint.checkpoint import INDEX, Checkpoint
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.cli import app
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import by_name, rows
+from nextn.family_table import by_name, rows
 
 
 def findings(folder, rule=None):
@@ -93,7 +93,7 @@ def pack_trunk(table):
 # rule -> what breaks a checkpoint so, and what the finding must say
 BROKEN = {
     "dropped by save_pretrained": (
-        "head-absent", "error", "qwen3_5", {"change": drop("^mtp")}, "declares 1 module, and no tensor of it"),
+        "head-absent", "error", "qwen3_5", {"change": drop("^mtp")}, "declares 1 MTP layer, and no tensor of it"),
     "dropped, config silent": (
         "head-absent", "warning", "qwen3_next", {"change": drop("^mtp"), "config": {"mtp_num_hidden_layers": None}},
         "has no mtp_num_hidden_layers; its default in Qwen3-Next is 1"),
@@ -202,7 +202,7 @@ BROKEN = {
     "config silent": (
         "head-undeclared", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, declared: 0"),
     "one of three lost": (
-        "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 modules; of 1 no"),
+        "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 MTP layers; of 1 no"),
     "nobody's names": (
         "names-unknown", "error", "qwen3_5", {"change": rename("^mtp", "draft.mtp_head")},
         "no known engine maps: draft.mtp_head.*at mtp.layers.0"),
@@ -240,7 +240,7 @@ BROKEN = {
         "own-head-overwritten", "note", "step3p5", {}, "has its own lm_head; transformers uses the trunk's instead"),
     "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers loads .* from layer 61 only; here it is l"),
     "several modules as one": (
-        "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 modules are stored; vLLM uses 1"),
+        "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 MTP layers are stored; vLLM uses 1"),
     "a model of one expert": (
         "single-expert", "error", "glm4_moe",
         {"change": drop(r"mlp\.experts\.[123]\."), "config": {"n_routed_experts": 1, "num_experts_per_tok": 1}},
@@ -510,7 +510,7 @@ def test_what_cannot_be_judged(tmp_path):
         audit(Checkpoint.open(publish(tmp_path / "a", "glm4_moe", config={"model_type": "mine"})))
     with pytest.raises(CheckpointError, match="num_hidden_layers is needed"):
         audit(Checkpoint.open(publish(tmp_path / "b", "glm4_moe", config={"num_hidden_layers": "many"})))
-    report = audit(Checkpoint.open(tmp_path / "a"), family=by_name("glm4_moe"))
+    report = audit(Checkpoint.open(tmp_path / "a"), family="glm4_moe")
     assert (report.family, report.clean) == ("glm4_moe", True)
 
 

@@ -79,7 +79,7 @@ def test_ignore(nextn, lost):
     """A rule that is left out must not decide; a misspelt one must not be passed over."""
     assert nextn(lost, "--ignore", "head-absent")[0] == 0
     code, _, err = nextn(lost, "--ignore", "head-abscent")
-    assert (code, err) == (2, "error: --ignore head-abscent: no such rule; did you mean head-absent?\n")
+    assert (code, err) == (2, "error: ignore head-abscent: no such rule; did you mean head-absent?\n")
 
 
 def test_family(nextn, tmp_path):
@@ -165,8 +165,8 @@ def test_all_values_or_samples(nextn, tmp_path):
 
 
 def test_hub(nextn, hub):
-    """A hub id gives another verdict than the folder, or --revision is not passed on; its values are sampled."""
-    code, out, _ = nextn("org/model", "--revision", "v1")
+    """A hub id gives another verdict than the folder, or its revision is not passed on; its values are sampled."""
+    code, out, _ = nextn("org/model@v1")
     assert (code, ", values sampled" in " ".join(out.split())) == (0, True)
     assert any(path.endswith("/revision/v1") for path, _ in hub.requests)
 
@@ -205,9 +205,10 @@ def test_a_passing_fault_is_not_told(nextn, hub):
     assert nextn("org/model")[0] == 0
 
 
-def test_offline(nextn, tmp_path, hub):
+def test_offline(nextn, hub, monkeypatch):
     """A request while offline."""
-    code, _, err = nextn("org/model", "--offline", "--cache-dir", tmp_path / "cache")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, _, err = nextn("org/model")
     assert (code, "hf download org/model" in err, hub.requests) == (2, True, [])
 
 

@@ -12,7 +12,7 @@ import pytest
 from artifacts import publish
 from quick import others_slow
 
-from nextn.audit import AuditReport, audit
+from nextn.audit_rules import AuditReport, audit
 from nextn.checkpoint import checkpoint
 from nextn.checkpoint.checkpoint import INDEX, _assemble
 from nextn.errors import NextnError
@@ -234,7 +234,7 @@ def test_strangers(batch, originals):
         assert time.process_time() - started < SLOWEST, f"case {number}"
         if isinstance(report, AuditReport):
             outcomes["clean" if report.clean else "findings"] += 1
-            json.dumps(report.as_record())
+            json.dumps(report.to_dict())
         else:
             outcomes["error"] += 1
             assert len(str(report)) < 2000, f"case {number}"

@@ -14,7 +14,7 @@ import numpy as np
 from artifacts import publish
 from quick import loop
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.safetensors_file import RawTensor
 

@@ -16,7 +16,7 @@ from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.checkpoint.layout import deinterleave, interleave
 from nextn.checkpoint.safetensors_file import read_header
 from nextn.errors import ConfigError, RollbackError
-from nextn.families import disagreements
+from nextn.family_table import disagreements
 from nextn.model.family_layers import collapse_streams
 from nextn.model.model import Model
 

@@ -8,9 +8,9 @@ from artifacts import LAYERS, LAYOUTS, bf16, publish, watched
 from quick import families, loop
 from tiny import FIXTURES
 
-from nextn.audit.norm_weights import NormValues, shifts
-from nextn.audit.tensor_values import SampledValues, WholeValues, decode
-from nextn.audit.values import head_stale, values
+from nextn.audit_rules.norm_weights import NormValues, shifts
+from nextn.audit_rules.tensor_values import SampledValues, WholeValues, decode
+from nextn.audit_rules.values import head_stale, values
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint

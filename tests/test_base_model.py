@@ -7,7 +7,7 @@ import pytest
 from artifacts import load_json, publish
 from quick import loop
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.base_model import base_model, is_hub_id
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory

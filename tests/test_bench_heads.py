@@ -11,7 +11,7 @@ import torch
 from test_rollout_cache import rollout, slow
 
 from nextn.data.batches import Batch
-from nextn.families import generic
+from nextn.family_table import generic
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
 

@@ -1,6 +1,7 @@
 """Order of the runs, figures from hand-made rounds, and a complete benchmark of a fixture."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
@@ -61,6 +62,7 @@ def test_every_k_runs_at_every_position():
         ({"temperatures": ()}, "at least one of each"),
         ({"repeats": 0}, "repeats = 0"),
         ({"max_tokens": 1}, "max_tokens = 1"),
+        ({"num_copy_tokens": -1}, "num_copy_tokens = -1"),
     ],
 )
 def test_bad_plans(wrong, words):
@@ -107,6 +109,25 @@ def test_figures_by_hand():
     assert found.bytes_per_token == pytest.approx((100 + 2 * 10) / 2.5)
     assert found.bandwidth_used == pytest.approx(48 * sum(speeds) / 2 / 1e3)
     assert report(*given, prompts=two, repeats=1).figures(0.0, 2, "y").speedup.median == pytest.approx(1.5)
+
+
+def test_copies_are_counted_apart(trained):
+    """The head's acceptance with copied drafts in it; a baseline that copies; a speed-up expected from other rounds."""
+    plan = BenchmarkPlan(k_values=(2,), temperatures=(0.0,), max_tokens=48, repeats=1, num_copy_tokens=8)
+    found = run_benchmark(trained["qwen"], [Prompt((3, 1, 4, 1, 5) * 8, "x")], plan)
+    plain, mtp = (found.figures(0.0, k) for k in (0, 2))
+    rows = [each.rows[0] for run in found.runs if run.num_speculative_tokens for each in run.rounds]
+    copied = [row for row in rows if row.copied]
+    assert copied
+    assert mtp.copied.num_rounds == len(copied)
+    assert sum(mtp.copied.num_accepted) == sum(row.num_accepted for row in copied)
+    assert mtp.acceptance.num_rounds == len([row for row in rows if row.drafts and not row.copied])
+    assert mtp.tokens_per_round == pytest.approx(47 / (len(rows) - 1))
+    assert found.identical == (1, 1)
+    assert (plain.copied.num_rounds, plain.expected_speedup, plain.tokens_per_round) == (0, 1.0, 1.0)
+    assert math.isnan(mtp.expected_speedup)
+    records = strict(json.dumps(found.as_record()))["figures"]
+    assert [("copied" in each, each["expected_speedup"]) for each in records[::2]] == [(False, 1.0), (True, None)]
 
 
 def test_plain_decoding_is_the_unit():

@@ -149,9 +149,9 @@ def test_turns_are_played_with_the_models_answers(speaking, folder):
     assert texts[3].prompt == tuple(expected) == played[3].text
     assert report.figures(0.0, domain="writing").num_texts == 1
     assert report.figures(0.0).num_texts <= 3
-    hashes = report.as_record()["hashes"]["prompts"]
+    hashes = report.to_dict()["hashes"]["prompts"]
     other = reference_acceptance(speaking, prompts, replace(PLAN, max_tokens=5))
-    assert other.as_record()["hashes"]["prompts"] == hashes  # though the answers in between differ
+    assert other.to_dict()["hashes"]["prompts"] == hashes  # though the answers in between differ
 
 
 def test_conversations_need_a_template(speaking, folder):

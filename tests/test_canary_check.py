@@ -98,8 +98,8 @@ def test_an_engine_over_http(kits, trained, tmp_path, capsys):
     try:
         assert exit_code(["check", canary.folder, "--engine", server.url, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert found["drafts"] == 3
-        assert not found["failed"]
+        assert found["num_speculative_tokens"] == 3
+        assert found["outcome"] == "passed"
         salts = {body["cache_salt"] for body in server.asked[1:]}
         assert len(salts) == len(canary.prompts)
         server.model, server.contract = faulty(trained["glm"], "no-prefill")
@@ -120,11 +120,11 @@ def test_texts_that_differ(kits, trained, capsys):
     finally:
         server.stop()
     found = json.loads(capsys.readouterr().out)
-    assert found["drafts"] == 3
-    results = {each["clause"]: each for each in found["clauses"]}
-    assert results["C8"]["said"] == "broken"
+    assert found["num_speculative_tokens"] == 3
+    results = {each["name"]: each for each in found["checks"]}
+    assert results["C8"]["outcome"] == "failed"
     assert "new token 5" in results["C8"]["expected"]
-    assert results["C5"]["said"] == "untold"
+    assert results["C5"]["outcome"] == "inconclusive"
 
 
 def test_no_counters(kits, trained, capsys):
@@ -134,7 +134,7 @@ def test_no_counters(kits, trained, capsys):
     finally:
         server.stop()
     found = json.loads(capsys.readouterr().out)
-    assert [each["clause"] for each in found["clauses"] if each["said"] == "broken"] == ["C14"]
+    assert [each["name"] for each in found["checks"] if each["outcome"] == "failed"] == ["C14"]
 
 
 RULES = [("ratio", ""), ("block", ""), ("match", "exact-match"), ("argmax", "argmax-drafts")]
@@ -260,8 +260,8 @@ def test_sampled_without_an_answer(how, words, kits, trained, capsys):
     finally:
         server.stop()
     found = json.loads(capsys.readouterr().out)
-    clause = next(each for each in found["clauses"] if each["clause"] == "C13")
-    assert clause["said"] == "untold"
+    clause = next(each for each in found["checks"] if each["name"] == "C13")
+    assert clause["outcome"] == "inconclusive"
     assert words in clause["evidence"]
     assert found["sampled"]["passes"] == 2
 
@@ -504,7 +504,7 @@ class Late:
         names = {"drafts": rounds, "draft_tokens": 2 * rounds, "accepted_tokens": rounds}
         return "".join(f"vllm:spec_decode_num_{name}_total {value}\n" for name, value in names.items())
 
-    def answer(self, ask, *, chat):
+    def answer(self, ask):
         self.asked.append(ask)
         self.read = 0
         return self.given
@@ -513,7 +513,7 @@ class Late:
 @pytest.mark.parametrize(("late", "rises"), [(0, 4), (5, 4), (0, 0)])
 def test_counters_that_are_late(monkeypatch, late, rises):
     """Two equal readings are none yet while they are those from before the answer; an engine may never draft."""
-    monkeypatch.setattr("nextn.engines.endpoint._POLL_S", 0)
+    monkeypatch.setattr("nextn.engines.ask._POLL_S", 0)
     found = run_greedy(Late(EngineAnswer("ab", "length"), late=late, rises=rises), small())
     assert [(places, each.num_drafts) for places, each in found.counts] == [((0,), rises), ((1,), rises)]
 
@@ -529,7 +529,8 @@ def test_an_engine_that_returns_text_alone():
     assert found.texts == ((0xC3, 0xA9),) * 2
     assert [each.accepted for _, each in found.counts] == [3, 3]
     assert found.no_counts_reason == "no metrics here"
-    assert len({each.cache_salt for each in endpoint.asked}) == len(ticks) == 4
+    bodies = [each.body("x", chat=False, extra_fields=True) for each in endpoint.asked]
+    assert len({body["cache_salt"] for body in bodies}) == len(ticks) == 4
 
 
 def test_answers_of_a_file(tmp_path):

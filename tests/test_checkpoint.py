@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub import constants
 from test_safetensors_file import METADATA, raw_bytes, sample, theirs, u8
 
 from nextn.checkpoint import checkpoint
@@ -223,5 +224,7 @@ def test_same_bits(tmp_path):
 def test_a_wrong_path_says_how_it_was_read(tmp_path, monkeypatch):
     """A mistyped folder looks like a hub id."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match=r"hf download.*no folder out/modle here, so it was taken as a hub id"):
-        Checkpoint.open("out/modle", offline=True, cache_dir=tmp_path)
+        Checkpoint.open("out/modle")

@@ -222,20 +222,16 @@ def test_chat_template_is_applied_where_there_is_one(options, run, here, tmp_pat
     assert len(prefill) == len(encode(model, "hi", chat=options != ("--no-chat",)))
 
 
-def test_hub_options_reach_the_checkpoint(run, here, tmp_path, monkeypatch):
-    asked = {}
+def test_a_hub_id_reaches_the_checkpoint(run, here, monkeypatch):
+    asked = []
 
-    def load(source, **options):
-        asked.update(options, source=source)
+    def load(source, **_):
+        asked.append(source)
         raise ConfigError("asked")
 
     monkeypatch.setattr(Model, "load", load)
-    code, _, complaint = here(
-        *["generate", "org/model", "x", "--revision", "v1", "--cache-dir", tmp_path, "--offline"],
-    )
-    assert (code, complaint) == (2, "error: asked\n")
-    assert asked["source"] == "org/model"
-    assert (asked["revision"], asked["cache_dir"], asked["offline"]) == ("v1", tmp_path, True)
+    code, _, complaint = here("generate", "org/model@v1", "x")
+    assert (code, complaint, asked) == (2, "error: asked\n", ["org/model@v1"])
 
 
 def test_weights_of_few_bits(here):
@@ -290,8 +286,8 @@ def test_options_of_a_dataclass():
 
     app = typer.Typer()
     app.command()(command)
-    app(["m", "--revision", "r", "--threads", "2", "--as-json"], standalone_mode=False)
-    assert taken == [("p", ModelOptions("m", dtype="float32", revision="r", cache_dir=None, threads=2), True)]
+    app(["m", "--device-map", "r", "--threads", "2", "--as-json"], standalone_mode=False)
+    assert taken == [("p", ModelOptions("m", dtype="float32", device_map="r", threads=2), True)]
     with pytest.raises(SystemExit):
         app(["m", "--head", "h"])
     assert len(taken) == 1

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from nextn.cli import app
 from nextn.cli.diagnose import _show_diagnosis
+from nextn.engines.ask import read_counters
 from nextn.engines.client import Budget
 from nextn.engines.counters import Counters
-from nextn.engines.endpoint import Endpoint, read_counters
+from nextn.engines.endpoint import Endpoint
 from nextn.errors import NextnError
 from nextn.evaluate import given_texts, offloading
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
@@ -66,8 +67,8 @@ def test_a_log(tmp_path, prompts):
     log = tmp_path / "engine.log"
     log.write_text(LOG.format("0.690, 0.440, 0.250"))
     said = run(log, prompts, code=1).stdout
-    assert "finding: wrong-hidden" in said
-    assert "seen in  ggml-org/llama.cpp#24025" in said
+    assert "findings  wrong-hidden" in said
+    assert "known in  ggml-org/llama.cpp#24025" in said
     assert "to do" in said
     assert "--drive" in said
     record = json.loads(run(log, prompts, "--json", "--out", tmp_path / "out.json", code=1).stdout)
@@ -80,7 +81,7 @@ def test_a_log(tmp_path, prompts):
 def test_driving_a_running_engine(serve, prompts, trained):
     url = serve(kind=ServedModel, model=trained["glm"])
     said = run(url, prompts, "--drive", code=0).stdout
-    assert "fine: the engine shows what this head should give" in said
+    assert "no findings  the engine shows what this head should give" in said
     assert "would not show" in said
     named = json.loads(run(url, prompts, "--drive", "--json", code=0).stdout)
     assert named["cases"][0]["prompts"] == 8
@@ -99,7 +100,7 @@ def test_what_it_says_to_do_followed(tmp_path, serve, prompts, trained):
         assert BY_NAME[fault].advice in said
         assert "add --drive" not in said
     url = serve(kind=ServedModel, model=trained["glm"], contract=Contract())
-    assert "finding" not in run(url, prompts, "--drive", code=0).stdout
+    assert "no findings" in run(url, prompts, "--drive", code=0).stdout
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,7 @@ class Unseeded(ServedModel):
         return super().decode(prompt, body | {"seed": len(self.requests)}, **options)
 
 
+@pytest.mark.slow
 def test_interrupted_streaming_resumes_with_the_same_answers(serve, prompts, trained, tmp_path, monkeypatch):
     """Also sampled ones: nothing is asked twice, so that the states are of the texts; the next run asks anew."""
     url, served = serve(kind=Unseeded, model=trained["glm"]), []
@@ -254,7 +256,9 @@ def test_a_case_with_fewer_depths_than_k(monkeypatch):
         for drafted, accepted in (((90, 60, 40), (60, 40, 20)), ((90, 60), (60, 40)))
     )
     plan = ReferencePlan(num_speculative_tokens=3)
-    diagnosis = Diagnosis("x", SimpleNamespace(plan=plan, origins={}, stream=None, domains=()), cases)
+    diagnosis = Diagnosis(
+        "x", SimpleNamespace(plan=plan, origins={}, stream=None, domains=(), published_record=dict), cases
+    )
     tables = []
     monkeypatch.setitem(_show_diagnosis.__globals__, "print_table", tables.append)
     _show_diagnosis(diagnosis)

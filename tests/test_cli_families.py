@@ -7,11 +7,12 @@ from artifacts import publish
 from quick import loop
 from typer.testing import CliRunner
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.cli import app
 from nextn.errors import FamilyError
-from nextn.families import by_config, rows, search, separate_rows
+from nextn.family_table import by_config, rows, separate_rows
+from nextn.family_table.search import families
 
 
 def run(*words):
@@ -39,7 +40,7 @@ NAMES = [
 
 @loop(("words", "names"), NAMES)
 def test_names_that_people_know(words, names):
-    assert {row.name for row in search(words)[0]} == names
+    assert {row.name for row in families(words).families} == names
 
 
 def test_all_and_one():

@@ -4,11 +4,9 @@ import json
 
 import pytest
 from artifacts import load_json, publish
-from test_remote import SHA
 from test_restore import lost, snapshot, take
 from typer.testing import CliRunner
 
-from nextn.checkpoint import checkpoint
 from nextn.cli import app, main
 from nextn.edit.compatibility import absent
 from nextn.errors import ConfigError
@@ -101,21 +99,3 @@ def test_refusals(tmp_path, monkeypatch, capsys):
         assert said.startswith("error: ")
         assert reason in said
         assert len(said.splitlines()) == 1
-
-
-def test_hub_options(tmp_path, monkeypatch):
-    """Revision, cache and offline reach the hub's reader."""
-    asked = {}
-    base, target = publish(tmp_path / "base", "glm4_moe"), lost(tmp_path / "target", "glm4_moe")
-    opened = checkpoint.Checkpoint.open
-
-    def fake(place, **options):
-        if place == "org/model":
-            asked.update(options)
-            return opened(base)
-        return opened(place, **options)
-
-    monkeypatch.setattr(checkpoint.Checkpoint, "open", fake)
-    options = ["--revision", SHA, "--cache-dir", tmp_path / "cache", "--offline"]
-    assert nextn("restore", target, "--from", "org/model", *options).exit_code == 0
-    assert asked == {"revision": SHA, "cache_dir": tmp_path / "cache", "offline": True}

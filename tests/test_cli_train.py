@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from stored import tensors_of
 from tiny import build
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.model.model import Model

@@ -1,15 +1,19 @@
 """HTTP to servers that are absent, slow, broken or hostile: one clear error each, within bounds."""
 
+import random
 import socket
 import time
+from threading import Lock
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import no_key  # noqa: F401
 from raw_server import serving
 
 from nextn.engines.answers import EngineRequest
+from nextn.engines.ask import ask
 from nextn.engines.client import Budget, Client, Limits, base_url
-from nextn.engines.endpoint import Capabilities, Endpoint, ServedModel, _select_model, run_concurrently
+from nextn.engines.endpoint import Capabilities, Endpoint, ServedModel, _select_model
 from nextn.errors import BudgetError, ConfigError, EngineError
 
 QUICK = Limits(answer_s=0.6, answer_bytes=1_000_000, wait_s=1.0)
@@ -170,16 +174,32 @@ def test_limits_above_zero(name):
         Limits(**{name: 0})
 
 
-def test_run_concurrently():
-    """Results keep their order; an engine's error stands in its place; a bug of ours is raised."""
-    error = EngineError("no")
+@pytest.mark.parametrize("concurrency", [1, 3, 40])
+def test_ask(concurrency):
+    """Answers keep the requests' order, whichever is first; a failure is raised in its place, and ends the asking."""
 
-    def fail():
-        raise error
+    def asked(failure, failing):
+        sent, lock = [], Lock()
 
-    assert run_concurrently([lambda: 1, fail, lambda: 3]) == [1, error, 3]
-    with pytest.raises(ZeroDivisionError):
-        run_concurrently([lambda: 1, lambda: 1 // 0])
+        def answer(request):
+            with lock:
+                sent.append(request)
+            time.sleep(random.Random(request).random() / 500)
+            if request == failing:
+                raise failure
+            return request
+
+        return ask(SimpleNamespace(answer=answer), range(40), concurrency=concurrency), sent
+
+    assert list(asked(None, None)[0]) == list(range(40))
+    for failure in (EngineError("no"), ZeroDivisionError()):  # of the engine, and a bug of ours
+        answers, sent = asked(failure, 5)
+        assert [next(answers) for _ in range(5)] == list(range(5))
+        with pytest.raises(type(failure)):
+            next(answers)
+        time.sleep(0.02)
+        assert len(sent) == 6 if concurrency == 1 else max(sent) <= 5 + 4 * concurrency
+    assert list(ask(None, [], concurrency=concurrency)) == []
 
 
 KEY = "sk-secret/key-0123"
@@ -207,7 +227,7 @@ def test_server_that_repeats_the_key(form):
 
     with serving(answer) as url:
         client = Client(url, Budget(QUICK), key=KEY)
-        endpoint = Endpoint(client, ServedModel("m", None), Capabilities(True, True, True, 4.0))
+        endpoint = Endpoint(client, ServedModel("m", None), Capabilities(True, True, 4.0))
         said = [endpoint.answer(EngineRequest("a", 4)), endpoint.stream(EngineRequest("a", 4)), endpoint.metrics()]
         assert (said[0].text, said[0].finish_reason, said[0].raw["usage"]) == ("it is ***", "***", {"***": "***"})
         assert said[1].text == "*** ***"

@@ -17,7 +17,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.tensors import TensorReader
 from nextn.edit.quantize import quantize
-from nextn.families import by_name
+from nextn.family_table import by_name
 
 MODULE = "model.layers.0.mlp.up_proj"
 ROWS, COLUMNS = 72, 256

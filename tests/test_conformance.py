@@ -17,7 +17,7 @@ import torch
 from test_docs import DOCS
 from tiny import FIXTURES, refrain
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.conformance import expected
 from nextn.conformance.build import build

@@ -14,7 +14,7 @@ from test_checkpoint_quantization import GROUPS
 from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without
 
 import nextn
-from nextn.audit.tensor_values import decode
+from nextn.audit_rules.tensor_values import decode
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
@@ -22,7 +22,7 @@ from nextn.edit.compatibility import absent
 from nextn.edit.convert import _differences
 from nextn.edit.norm_shift import is_norm_weight, shift_fn
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import by_name
+from nextn.family_table import by_name
 
 _ = no_waiting_for_disks  # a fixture
 FORMS = ("shards", "side-file", "single-file")

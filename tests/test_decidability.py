@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nextn.cli.diagnose import _exit_code, _show_diagnosis
+from nextn.cli.diagnose import _EXIT_CODES, _show_diagnosis
 from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.errors import EngineError
 from nextn.evaluate.decidability import can_decide, needed_evidence
@@ -27,7 +27,7 @@ def fine(*rates, texts, rounds=10.0):
 
 def diagnosis(counts, hypothesis, *, prompts=(0,)):
     seen = EngineObservation(0.0, Counters("vLLM"), prompts)
-    reference = SimpleNamespace(plan=ReferencePlan(2), origins={}, stream=None, domains=())
+    reference = SimpleNamespace(plan=ReferencePlan(2), origins={}, stream=None, domains=(), published_record=dict)
     return Diagnosis("x", reference, (ObservedCase(seen, counts, (hypothesis,), 1.0, 0),))
 
 
@@ -51,9 +51,9 @@ LONG = fine(0.9, 0.8, texts=60)
 def test_verdicts(counts, hypothesis, prompts, named):
     found = diagnosis(counts, hypothesis, prompts=prompts)
     assert found.named == named
-    assert _exit_code(found) == {(FINE,): 0, (INCONCLUSIVE,): 3}.get(named, 1)
-    assert found.as_record()["fine"] == (named == (FINE,)) if prompts is not None else True
-    assert found.suspects == []
+    assert _EXIT_CODES[found.outcome] == {(FINE,): 0, (INCONCLUSIVE,): 3}.get(named, 1)
+    assert (found.to_dict()["outcome"] == "passed") == (named == (FINE,)) if prompts is not None else True
+    assert found.checks == []
 
 
 def test_the_needed_tokens_decide():
@@ -94,9 +94,9 @@ def test_it_is_shown(capsys):
     found = diagnosis(ObservedCounts((99, 89), (89, 71)), SHORT)
     _show_diagnosis(found)
     lines = capsys.readouterr().out.splitlines()
-    (line,) = (line for line in lines if line.startswith("inconclusive: "))
+    (line,) = (line for line in lines if line.startswith("inconclusive  "))
     assert f"{found.needed.reference_tokens:,} tokens" in line
-    assert found.as_record()["needed"]["reference_tokens"] == found.needed.reference_tokens
+    assert found.to_dict()["needed"]["reference_tokens"] == found.needed.reference_tokens
 
 
 @pytest.mark.parametrize(

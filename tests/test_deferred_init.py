@@ -8,7 +8,7 @@ from quick import families, loop
 from tiny import CONFIGS, MOST, build, prompt
 from torch import nn
 
-from nextn.families import generic
+from nextn.family_table import generic
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk

@@ -21,8 +21,10 @@ from nextn.evaluate.diagnose import (
     ObservedCase,
     _on_prompts,
     audit_lines,
-    diagnose,
     observed_plan,
+)
+from nextn.evaluate.diagnose import (
+    diagnose_observations as diagnose,
 )
 from nextn.evaluate.engine_run import (
     EngineObservation,
@@ -40,7 +42,7 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.settings import Contract
 
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
@@ -81,8 +83,8 @@ def test_injected_faults_are_named(diagnosed):
         assert found.named == (fault,)
         assert not found.is_fine
         assert found.summary.startswith(fault)
-        assert found.suspects[0].issues
-        assert found.suspects[0].advice
+        assert found.checks[0].issues
+        assert found.checks[0].advice
     assert "pairs-off-by-one" in {
         *diagnosed["pairs-off-by-one"].named,
         *diagnosed["pairs-off-by-one"].indistinguishable,
@@ -93,14 +95,14 @@ def test_a_right_engine_is_fine(diagnosed):
     found = diagnosed[""]
     assert found.named == (FINE,)
     assert found.is_fine
-    assert found.suspects == []
+    assert found.checks == []
     assert "head-quantized" in found.undetectable
     assert "wrong-hidden" not in found.undetectable
     assert any("would not show" in note for note in found.notes)
 
 
 def test_the_record_is_json(diagnosed):
-    record = json.loads(json.dumps(diagnosed["wrong-hidden"].as_record()))
+    record = json.loads(json.dumps(diagnosed["wrong-hidden"].to_dict()))
     assert record["named"] == ["wrong-hidden"]
     assert record["causes"][0]["ratio"] == 1
     assert record["cases"][0]["prompts"] == len(PROMPTS)
@@ -161,7 +163,7 @@ def test_low_on_long_prompts_alone(trained):
         PLAN,
     )
     assert found.named == ("context-length",)
-    assert found.suspects[0].issues
+    assert found.checks[0].issues
     right = diagnose(
         trained["glm"],
         PROMPTS,
@@ -355,10 +357,14 @@ def test_the_headline_has_the_odds_against_the_next_cause():
     found = Diagnosis("x", None, (seen,))
     assert found.named == ("head-unset",)
     assert found.summary.endswith("if the engine is greedy")
-    assert ["sha256sum" in found.checks[0], "loader" in found.checks[1], "--drive" in found.checks[-1]] == [True] * 3
+    assert [
+        "sha256sum" in found.next_checks[0],
+        "loader" in found.next_checks[1],
+        "--drive" in found.next_checks[-1],
+    ] == [True] * 3
     prior = replace(found, priors={"head-unset": 1e-90})
     assert prior.causes[0].name != "head-unset"
-    assert Diagnosis("x", None, (case((700, 350), GOOD),)).checks == []
+    assert Diagnosis("x", None, (case((700, 350), GOOD),)).next_checks == []
 
 
 def test_causes_that_the_counts_tell_apart_are_not_listed_as_like():
@@ -464,9 +470,9 @@ class Counting:
         self.answers, self.readings, self.asked, self.lock = answers, list(readings), [], Lock()
 
     def metrics(self):
-        return self.readings.pop(0)
+        return self.readings[bool(self.asked)]
 
-    def answer(self, request, *, chat=None):
+    def answer(self, request):
         with self.lock:
             self.asked.append(request)
         found = self.answers[request.prompt[0]]
@@ -478,7 +484,7 @@ class Counting:
 @pytest.fixture
 def asked(monkeypatch):
     """Ask prompts of one token each -> (observation, endpoint, number of answer callbacks)."""
-    monkeypatch.setattr("nextn.engines.endpoint.from_metrics", lambda text, model: text)
+    monkeypatch.setattr("nextn.engines.ask.from_metrics", lambda text, model: text)
 
     def run(answers, after, *, temperature=0.0, seed=3):
         endpoint, calls = (
@@ -509,7 +515,7 @@ def test_each_prompt_has_a_seed_and_a_cache_of_its_own(asked):
         assert [each.text for each in seen.answers] == [str(place) for place in range(11)]
         assert num_calls == 11
         assert sorted(ask.seed for ask in endpoint.asked) == list(range(seed, seed + 11))
-        salts += [request.cache_salt for request in endpoint.asked]
+        salts += [each.body("x", chat=False, extra_fields=True)["cache_salt"] for each in endpoint.asked]
     assert len(set(salts)) == len(salts)
 
 

@@ -10,9 +10,10 @@ from quick import loop
 from sizes import Sizes
 
 from nextn.errors import ConfigError
+from nextn.losses.cross_entropy import IGNORE, cross_entropy
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
-from nextn.losses.mtp_loss import IGNORE, Targets, cross_entropy
+from nextn.losses.mtp_loss import Targets
 
 V, H, W, T, D = 11, 5, 7, 8, 3  # W: the trunk's width, which need not be the head's
 EXACT = {"atol": 1e-10, "rtol": 0}

@@ -11,7 +11,7 @@ from pairs import Pair
 from quick import case, others_slow
 from tiny import CONFIGS, build
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import SHIPPED, Checkpoint
 from nextn.errors import ConfigError
 from nextn.model.model import Model

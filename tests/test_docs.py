@@ -14,13 +14,13 @@ from tiny import CONFIGS
 from typer.main import get_command
 
 import nextn
-from nextn.audit import IDS
+from nextn.audit_rules import IDS
 from nextn.cli import app
 from nextn.decoding.batch import Round, SequenceRound
 from nextn.decoding.generate import Chunk
 from nextn.evaluate.faults import FAULTS
-from nextn.families import disagreements, rows
-from nextn.verify import CHECKS
+from nextn.family_table import disagreements, rows
+from nextn.verify_checks import CHECKS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -10,8 +10,8 @@ from artifacts import publish
 from quick import loop
 from typer.testing import CliRunner
 
-from nextn.audit import audit
-from nextn.audit.gguf import audit_gguf
+from nextn.audit_rules import audit
+from nextn.audit_rules.gguf import audit_gguf
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.draft_models import DRAFT_MODELS, standalone, stored
 from nextn.checkpoint.head_inventory import Inventory

@@ -1,6 +1,7 @@
 """Requests as engines expect them, answers in the three shapes that they come in."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from quick import loop
@@ -39,10 +40,13 @@ def test_body_of_chat():
 
 def test_extra_fields_turn_filters_off():
     """A top_k of a generation_config would sample from another distribution than the log-probabilities."""
-    body = EngineRequest((1, 2), 5, logprobs=4, cache_salt="salt").body("m", chat=False, extra_fields=True)
+    request = EngineRequest((1, 2), 5, logprobs=4, use_cache=False)
+    body, other = (request.body("m", chat=False, extra_fields=True) for _ in range(2))
     assert (body["prompt"], body["top_k"], body["min_p"], body["repetition_penalty"]) == ([1, 2], -1, 0.0, 1.0)
     assert (body["return_token_ids"], body["return_tokens_as_token_ids"]) == (True, True)
-    assert (body["cache_salt"], body["cache_prompt"]) == ("salt", False)
+    assert body["cache_prompt"] is False
+    assert body["cache_salt"] != other["cache_salt"]
+    assert "cache_salt" not in replace(request, use_cache=True).body("m", chat=False, extra_fields=True)
 
 
 def test_parallel_lists():

@@ -10,7 +10,7 @@ from artifacts import publish
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.errors import CheckpointError, ConfigError
-from nextn.families import rows
+from nextn.family_table import rows
 from nextn.serve.engine_commands import (
     ADVICE_FILE,
     ENGINES,
@@ -95,9 +95,9 @@ def test_families_with_flags_of_their_own(checkpoints):
 
 
 def test_a_hub_checkpoint_is_downloaded_for_the_converter(checkpoints):
-    checkpoint = replace(checkpoints("qwen3_5"), path="org/name")
-    download, convert, serve = engine_commands(checkpoint, "llama.cpp", revision="v1").commands
-    (vllm,) = engine_commands(checkpoint, "vllm", revision="v1").commands
+    checkpoint = replace(checkpoints("qwen3_5"), path="org/name", ref="v1")
+    download, convert, serve = engine_commands(checkpoint, "llama.cpp").commands
+    (vllm,) = engine_commands(checkpoint, "vllm").commands
     assert download == ("hf", "download", "org/name", "--revision", "v1", "--local-dir", "name")
     assert convert[2:] == ("name", "--outfile", "name.gguf")
     assert option(serve, "-m") == "name.gguf"

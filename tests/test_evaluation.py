@@ -8,7 +8,7 @@ import torch
 from tiny import FIXTURES, build, decode, refrain
 
 from nextn.data.batches import Batch
-from nextn.families import generic
+from nextn.family_table import generic
 from nextn.losses.distillation import head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets, mtp_loss

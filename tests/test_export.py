@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from test_separate_head import SETTINGS, TEXT, build, start
 from transformers import AutoModelForCausalLM
 
-from nextn.audit import audit
+from nextn.audit_rules import audit_checkpoint
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import open_head, trunk_family
@@ -52,7 +52,7 @@ def changed(made, folder, trunk="llama", *, config=(), drop=(), trunk_config=())
 def rules(draft, trunk):
     checkpoint = Checkpoint.open(trunk)
     inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-    report = audit(open_head(draft, inventory).checkpoint, trunk=inventory)
+    report = audit_checkpoint(open_head(draft, inventory).checkpoint, trunk=inventory)
     return {each.rule for each in report.findings if each.severity != "note"}
 
 

@@ -10,7 +10,7 @@ from quick import loop
 from tiny import CONFIGS
 
 from nextn.errors import FamilyError
-from nextn.families import ENGINES, by_config, by_name, deviations, disagreements, rows
+from nextn.family_table import ENGINES, by_config, by_name, deviations, disagreements, rows
 
 ROWS = {row.name: row for row in rows()}
 LAYERS = 61
@@ -448,5 +448,5 @@ def test_facts_of_the_others():
 
 def test_no_torch():
     """Audit answers in seconds: the rows must not cost a torch import."""
-    code = "import sys, nextn.families as f; f.rows(); sys.exit('torch' in sys.modules)"
+    code = "import sys, nextn.family_table as f; f.rows(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

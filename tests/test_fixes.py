@@ -18,7 +18,7 @@ from test_audit_values import edited, floats, is_norm, of_head
 from tiny import FIXTURES, refrain
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import CheckpointError

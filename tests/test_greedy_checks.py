@@ -3,7 +3,7 @@
 import pytest
 
 from nextn.engines.answers import AnswerToken, EngineAnswer, TopLogprob
-from nextn.verify.greedy_checks import compare_answers, first_difference
+from nextn.verify_checks.greedy_checks import compare_answers, first_difference
 
 
 def token(name, **logprobs):

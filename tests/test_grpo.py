@@ -10,9 +10,10 @@ from test_trainer_hook import differing, load, state, values
 from trl import GRPOConfig, GRPOTrainer
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.losses.mtp_loss import IGNORE, Targets, mtp_loss
+from nextn.losses.cross_entropy import IGNORE
+from nextn.losses.mtp_loss import Targets, mtp_loss
 from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import load_head
 from nextn.train.cotrain import HeadSettings, model_inputs

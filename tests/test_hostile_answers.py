@@ -163,7 +163,7 @@ def attack_answers():
             head = f"HTTP/1.1 200 {KEY}\r\nContent-Length: {len(body)}\r\nX-Key: {KEY}\r\n\r\n".encode()
             with serving(lambda connection, _, data=head + body: connection.sendall(data)) as url:
                 client = Client(url, Budget(Limits()), key=KEY)
-                endpoint = Endpoint(client, ServedModel("m", None), Capabilities(True, True, True, 4.0))
+                endpoint = Endpoint(client, ServedModel("m", None), Capabilities(True, True, 4.0))
                 ask = endpoint.stream if stream else endpoint.answer
                 found.append(ends_in_an_engine_error(partial(ask, EngineRequest("a", 8)), f"{number} {body[:100]!r}"))
                 client.close()

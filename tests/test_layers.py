@@ -20,30 +20,30 @@ PACKAGE = Path(nextn.__file__).parent
 LAYERS = [
     ["errors", "text_format", "redaction"],
     ["settings", "devices", "bounded_http", "bounded_json"],
-    ["families", "stats", "data", "losses"],
+    ["family_table", "stats", "data", "losses"],
     ["checkpoint", "engines", "speculative"],
     ["cache", "edit"],
-    ["model", "audit"],
+    ["model", "audit_rules"],
     ["runtime"],
     ["decoding", "environment"],
     ["evaluate"],
-    ["train", "verify"],
+    ["train", "verify_checks"],
     ["conformance", "demo", "serve"],
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 63_700
+LINE_BUDGET = 64_450
 # fmt: off
 NO_TORCH = (
-    "errors", "redaction", "bounded_http", "bounded_json", "families", "data.byte_tokenizer", "data.corpus",
+    "errors", "redaction", "bounded_http", "bounded_json", "family_table", "data.byte_tokenizer", "data.corpus",
     "data.sources", "data.batches", "data.degeneracy", "data.chat_template", "data.records", "data.benchmark_prompts",
     "stats.acceptance", "stats.intervals", "stats.speedup", "settings", "speculative.draft_policy",
     "speculative.measured_length", "speculative.copy_choice", "speculative.copy_drafts",
     "checkpoint.remote", "checkpoint.safetensors_file", "checkpoint.checkpoint",
     "checkpoint.quantization", "checkpoint.quant_formats", "checkpoint.packed_layout",
-    "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "audit",
+    "checkpoint.head_inventory", "checkpoint.snapshot", "checkpoint.provenance", "audit_rules",
     "edit.restore", "edit.convert", "edit.export", "edit.gguf_export", "engines",
-    "evaluate.workload", "verify", "evaluate.acceptance_curve", "evaluate.exchange", "evaluate.load_advice",
+    "evaluate.workload", "verify_checks", "evaluate.acceptance_curve", "evaluate.exchange", "evaluate.load_advice",
     "evaluate.likelihoods", "evaluate.hypotheses", "conformance.check",
     "conformance.engine_run", "conformance.record", "conformance.canary_model", "conformance.acceptance_rule",
     "cli", "environment",
@@ -71,7 +71,7 @@ def _imports(path):
 
 @cache
 def _modules(path):
-    """Dotted, without our package's own name; `from nextn.train import tasks` is training.tasks."""
+    """Dotted, without our package's own name; `from nextn.train import loop` gives train.loop."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nextn"):
@@ -212,6 +212,6 @@ def test_public_names_resolve():
 
 def test_line_budget():
     """Growth is a decision: raise the number in the change that needs it, and say why in developers/architecture.md."""
-    rows = PACKAGE / "families" / "rows.py"  # facts, not code
+    rows = PACKAGE / "family_table" / "rows.py"  # facts, not code
     files = [path for path in PACKAGE.rglob("*.py") if path != rows]
     assert sum(path.read_text().count("\n") for path in files) <= LINE_BUDGET

@@ -9,7 +9,7 @@ import torch
 from quick import families, others_slow
 from tiny import CONFIGS, FIXTURES, MOST, build, refrains
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.provenance import Provenance
 from nextn.errors import CheckpointError, ConfigError, TrainingError

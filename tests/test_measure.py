@@ -188,7 +188,7 @@ def test_repetitive_texts_are_left_out(found, monkeypatch):
 
 def test_record(found):
     """JSON as the standard has it, with a definition for what is in it, and the same when measured again."""
-    record = json.loads(json.dumps(found["glm"].as_record()), parse_constant=lambda name: pytest.fail(name))
+    record = json.loads(json.dumps(found["glm"].to_dict()), parse_constant=lambda name: pytest.fail(name))
     assert {
         (each["temperature"], each["rule"], each["num_speculative_tokens"], each["domain"])
         for each in record["figures"]
@@ -212,7 +212,7 @@ def test_record(found):
 
 def test_it_repeats_to_the_last_digit(found, trained):
     again = reference_acceptance(trained["glm"], PROMPTS, PLAN)
-    assert json.dumps(again.as_record()) == json.dumps(found["glm"].as_record())
+    assert json.dumps(again.to_dict()) == json.dumps(found["glm"].to_dict())
 
 
 def test_hashes_are_of_the_weights(tmp_path, trained):

@@ -13,7 +13,7 @@ from support_record import record
 from test_restore import no_waiting_for_disks
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.edit.reindex import reindex
 from nextn.errors import NextnError

@@ -128,7 +128,6 @@ def test_what_to_give_instead(tmp_path):
     for name, says in {
         "https://huggingface.co/org/name/tree/main": "give the hub id org/name.",
         "hf.co/org/name": "give the hub id org/name.",
-        "org/name@v1": "give the hub id org/name with --revision v1.",
         str(tmp_path / "a.pt"): "torch.load",
         str(tmp_path / "a.zip"): "neither a folder",
         str(tmp_path / "config.json"): f"give the model's folder, such as {tmp_path}.",

@@ -12,7 +12,7 @@ from artifacts import load_json, publish
 from test_restore import headless
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.quant_formats import FORMATS
 from nextn.checkpoint.quantization import QuantConfig, stored_modules

@@ -37,8 +37,8 @@ def hub(folder, monkeypatch):
     served.stop()
 
 
-def streamed(tmp_path, **options):
-    return Model.load("org/model", cache_dir=tmp_path / "cache", stream=True, **options)
+def streamed(**options):
+    return Model.load("org/model", stream=True, **options)
 
 
 def downloads(model):
@@ -56,7 +56,7 @@ def is_allocated(folder):
 
 def test_same_states_each_tensor_once(hub, folder, tmp_path):
     """Adjacent tensors are one range, in pieces; no tensor comes twice; layers are gone from the disk after use."""
-    model, local = streamed(tmp_path), Model.load(folder)
+    model, local = streamed(), Model.load(folder)
     seen = []
     output = model.trunk.run(BATCHES, on_layer=lambda progress: seen.append(disk_bytes(tmp_path / "cache")))[0]
     with torch.inference_mode():
@@ -82,7 +82,7 @@ def test_same_states_each_tensor_once(hub, folder, tmp_path):
 
 def test_a_hub_that_stops_answering(hub, folder, tmp_path):
     """One error with the address, after the retries; the same call resumes after the last complete layer."""
-    model, done = streamed(tmp_path), []
+    model, done = streamed(), []
 
     def fail(progress):
         done.append(progress.index)
@@ -95,7 +95,7 @@ def test_a_hub_that_stops_answering(hub, folder, tmp_path):
     del model
     gc.collect()
     hub.num_bytes, again = 0, []
-    output = streamed(tmp_path).trunk.run(BATCHES, folder=tmp_path / "states", on_layer=again.append)[0]
+    output = streamed().trunk.run(BATCHES, folder=tmp_path / "states", on_layer=again.append)[0]
     assert [layer.resumed for layer in again] == [index in done for index in range(6)]
     with torch.inference_mode():
         assert torch.equal(output.final_hidden, Model.load(folder).trunk(BATCHES[0]).final_hidden)
@@ -105,12 +105,12 @@ def test_a_hub_that_stops_answering(hub, folder, tmp_path):
 def test_kept_shards_are_not_downloaded_again(hub, folder, tmp_path):
     """Also after an interruption; of another checkpoint, or damaged, they are refused."""
     keep = tmp_path / "shards"
-    model = streamed(tmp_path, shards=keep)
+    model = streamed(shards=keep)
     first = model.trunk.run(BATCHES)[0]
     del model
     gc.collect()
     hub.num_bytes = 0
-    model = streamed(tmp_path, shards=keep)
+    model = streamed(shards=keep)
     assert torch.equal(model.trunk.run(BATCHES)[0].final_hidden, first.final_hidden)
     assert hub.num_bytes < SMALL
     assert {path.name for path in keep.iterdir()} >= {"ranges.json", "model-00001-of-00002.safetensors"}
@@ -119,10 +119,10 @@ def test_kept_shards_are_not_downloaded_again(hub, folder, tmp_path):
     record = json.loads((keep / "ranges.json").read_text())
     (keep / "ranges.json").write_text(json.dumps(record | {"revision": "other"}))
     with pytest.raises(CheckpointError, match=r"holds shards of org/model at other, not of org/model at 0123"):
-        streamed(tmp_path, shards=keep)
+        streamed(shards=keep)
     (keep / "ranges.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"not readable: .*Remove the folder to start again"):
-        streamed(tmp_path, shards=keep)
+        streamed(shards=keep)
     with pytest.raises(CheckpointError, match="no shards to keep"):
         Model.load(folder, stream=True, shards=keep)
 
@@ -133,7 +133,7 @@ def test_packed_layers(case, tmp_path, monkeypatch):
     build("glm4_moe").save(tmp_path / "model")
     quantize_folder(tmp_path / "model", case)
     hub = serve(tmp_path / "model", monkeypatch)
-    model, local = streamed(tmp_path), Model.load(tmp_path / "model")
+    model, local = streamed(), Model.load(tmp_path / "model")
     output = model.trunk.run(BATCHES)[0]
     with torch.inference_mode():
         expected = local.trunk(BATCHES[0])
@@ -150,7 +150,7 @@ def test_a_disk_that_fills(hub, tmp_path, monkeypatch):
 
     monkeypatch.setattr(snapshot.os, "pwrite", full)
     with pytest.raises(CheckpointError, match=r"safetensors: cannot be written: No space left on device; free some"):
-        streamed(tmp_path)
+        streamed()
 
 
 def test_measure_a_hub_id(hub, folder, tmp_path, here, monkeypatch):
@@ -159,7 +159,6 @@ def test_measure_a_hub_id(hub, folder, tmp_path, here, monkeypatch):
     records = [{"prompt": prompt(5, seed=seed), "tokens": prompt(16, seed=seed + 9)} for seed in range(3)]
     texts.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = ("--texts", texts, "--temperatures", 0, "-k", 2, "--json", "--stream", "--states", tmp_path / "states")
-    options = (*options, "--cache-dir", tmp_path / "cache")
     code, out, err = here("measure", "org/model", *options, "--keep-shards", tmp_path / "shards")
     assert code == 0, err
     assert hub.num_bytes <= 1.01 * sum(info.nbytes for info in Checkpoint.open(folder).tensors.values()) + SMALL
@@ -187,7 +186,7 @@ def test_train_the_head_of_a_hub_id(tmp_path, here, monkeypatch):
     for name in "abc":
         (tmp_path / "text" / f"{name}.txt").write_text(f"{name} is a letter, and so on. " * 40)
     hub = serve(tmp_path / "model", monkeypatch)
-    remote = ("--from", "org/model", "--cache-dir", tmp_path / "cache", "--keep-shards", tmp_path / "shards")
+    remote = ("--from", "org/model", "--keep-shards", tmp_path / "shards")
     needed = sum(info.nbytes for info in Checkpoint.open(tmp_path / "model").tensors.values())
 
     def train(name, *options):

@@ -8,7 +8,7 @@ from artifacts import LAYERS, publish
 from quick import loop
 from typer.testing import CliRunner
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor
@@ -16,7 +16,7 @@ from nextn.cli import app
 from nextn.edit.convert import convert
 from nextn.edit.expert_pieces import read_expert_list
 from nextn.errors import ConfigError
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.model.model import Model
 
 KEEP = [3, 0]

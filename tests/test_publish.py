@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from test_separate_head import SETTINGS, TEXT, build, start
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import SHIPPED, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import head_fingerprint

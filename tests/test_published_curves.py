@@ -6,7 +6,7 @@ import pytest
 from tiny import FIXTURES
 
 from nextn.evaluate.acceptance_curve import MeasuredConditions, fitting_curve, published_curves
-from nextn.families.rows import FAMILIES
+from nextn.family_table.rows import FAMILIES
 
 HERE = MeasuredConditions("T=1 argmax", "org/mine", "bfloat16", None, 1.0, "built-in, 16 prompts", 256)
 

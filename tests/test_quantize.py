@@ -12,7 +12,7 @@ from quick import each_once
 from stored import contents, in_one_file, tensors_of
 from tiny import FIXTURES, build, prompt, refrain
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.gguf_blocks import take_apart
 from nextn.checkpoint.gguf_rounding import round_to_blocks

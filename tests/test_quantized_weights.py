@@ -20,7 +20,7 @@ from nextn.checkpoint.quantization import scale_of
 from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.model.load_head import head_tensors
 from nextn.model.model import Model
 from nextn.settings import Settings

@@ -20,7 +20,7 @@ from engines.referee import DEFINITIONS, Ours, compared, counts_of, rates_of
 from engines.serving import Bench, Served
 from engines.starting import Starter
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.engines.counters import Counters, sum_counters
@@ -184,7 +184,7 @@ def diagnosed(folder: Path, prompts: list[tuple[int, ...]], counts: tuple[Counte
     model = Model.load(folder, dtype=torch.float32)
     plan = ReferencePlan(num_speculative_tokens=FAULT_K, temperatures=(0.0,), max_tokens=TOKENS, backend="torch")
     seen = EngineObservation(0.0, sum_counters(counts), prompt_indices=tuple(range(len(prompts))))
-    return list(diagnosing.diagnose(model, [Prompt(each, "all") for each in prompts], [seen], plan).named)
+    return list(diagnosing.diagnose_observations(model, [Prompt(each, "all") for each in prompts], [seen], plan).named)
 
 
 def looked(folder: Path, prompts: list[tuple[int, ...]]) -> tuple[dict, dict]:

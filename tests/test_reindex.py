@@ -10,7 +10,7 @@ from test_convert import tensors
 from test_restore import bytes_of, headless, lost, own_names, take
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.edit.reindex import reindex

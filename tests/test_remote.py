@@ -50,7 +50,7 @@ def test_hub_is_as_the_folder(hub, folder):
 
 def test_opening_reads_headers_only(hub):
     """Catches an audit that downloads weights, asks twice, or fetches files it has no use for."""
-    hub.open(revision="v1")
+    hub.open("org/model@v1")
     names = sorted(path.rsplit("/", 1)[1] for path, _ in hub.requests)
     assert names == sorted({*hub.files, "v1"} - {"README.md"})
     assert hub.asked("model-1.safetensors") == [f"bytes=0-{safetensors_file.FIRST_READ - 1}"]
@@ -232,7 +232,7 @@ def test_listed_names_stay_inside(hub):
 
 
 @pytest.fixture
-def cache(folder, tmp_path):
+def cache(folder, tmp_path, monkeypatch):
     """The hub's cache with the config and one of the shards of org/model, as `hf download` lays it out."""
     at = tmp_path / "models--org--model"
     (at / "refs").mkdir(parents=True)
@@ -240,29 +240,31 @@ def cache(folder, tmp_path):
     (at / "snapshots" / SHA).mkdir(parents=True)
     for name in ("config.json", checkpoint.INDEX, "model-1.safetensors"):
         (at / "snapshots" / SHA / name).symlink_to(folder / name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     return tmp_path
 
 
 def test_cached_files_are_not_fetched(hub, cache):
     """Catches gigabytes that are downloaded although they lie in the cache, and a cache taken for complete."""
-    opened = hub.open(cache_dir=cache)
+    opened = hub.open()
     assert opened.read_bytes("a") == bytes(range(250)) * (BIG // 250)
     assert sorted(path.rsplit("/", 1)[1] for path, _ in hub.requests) == [
         "main", "model-2.safetensors", "mtp.safetensors",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("by_setting", [False, True])
-def test_offline(hub, cache, by_setting, monkeypatch):
+def test_offline(hub, cache, monkeypatch):
     """Catches a request while offline, and what the cache lacks passed over in silence."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", by_setting)
-    for revision in (None, "main", SHA):
-        opened = hub.open(cache_dir=cache, revision=revision, offline=not by_setting)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in ("org/model", "org/model@main", f"org/model@{SHA}"):
+        opened = hub.open(name)
         assert (opened.files, opened.revision) == (("model-1.safetensors",), SHA)
         assert [problem.kind for problem in opened.problems] == ["missing_file"]
-    for name, revision in [("org/model", "v1"), ("org/other", None)]:
-        with pytest.raises(CheckpointError, match=rf"{name}: offline, and .* not in the cache.*hf download"):
-            Checkpoint.open(name, cache_dir=cache, revision=revision, offline=not by_setting, endpoint=hub.url)
+    for name in ("org/model@v1", "org/other"):
+        with pytest.raises(
+            CheckpointError, match=rf"{name.split('@')[0]}: offline, and .* not in the cache.*hf download"
+        ):
+            hub.open(name)
     assert hub.requests == []
 
 

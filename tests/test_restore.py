@@ -14,7 +14,7 @@ from test_checkpoint_quantization import SECTIONS
 from test_remote import Hub
 
 import nextn
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
@@ -24,7 +24,7 @@ from nextn.edit import plan
 from nextn.edit.compatibility import absent
 from nextn.edit.plan import _differences, visible
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import by_name, rows
+from nextn.family_table import by_name, rows
 
 
 @pytest.fixture(autouse=True)

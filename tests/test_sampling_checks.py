@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nextn.verify.sampling_checks import calibrate, combine, compare, count_table, holm, position_tables
+from nextn.verify_checks.sampling_checks import calibrate, combine, compare, count_table, holm, position_tables
 
 PROBS = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 

@@ -16,8 +16,8 @@ import torch
 from engines.referee import Ours, compared, counts_of
 from test_real_engines import KS, NEAR, TOKENS, agrees, bench, put  # noqa: F401  (fixtures)
 
-from nextn.audit import audit
-from nextn.audit.gguf import audit_gguf
+from nextn.audit_rules import audit
+from nextn.audit_rules.gguf import audit_gguf
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.conformance import build, canary_model
 from nextn.data.byte_tokenizer import byte_tokenizer

@@ -14,7 +14,7 @@ from nextn.checkpoint.provenance import is_foreign, open_head, trunk_family
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import by_config, find, generic
+from nextn.family_table import by_config, find, generic
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.transformers_loading import model_from_config

@@ -15,8 +15,10 @@ from scripted_engine import EOS, TEXT, ScriptedEngine
 
 import nextn
 from nextn.decoding.generate import generate
+from nextn.engines.answers import EngineRequest
+from nextn.engines.ask import counters_in_answers
 from nextn.engines.client import Budget
-from nextn.engines.endpoint import Endpoint, counters_in_answers
+from nextn.engines.endpoint import Endpoint
 from nextn.model.model import Model
 from nextn.serve.api import create_app
 from nextn.serve.engine import ServingEngine
@@ -295,7 +297,7 @@ def test_our_own_client_reads_answers_and_metrics(server):
     endpoint = Endpoint.open(server.url, Budget())
     assert endpoint.served.name == "tiny"
     assert endpoint.served.context == 256
-    assert endpoint.capabilities.token_ids
+    assert endpoint.answer(EngineRequest(PROMPT, 2)).ids
     assert endpoint.capabilities.extra_fields
     body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "return_metrics": True}
     document = endpoint.client.json("/v1/completions", body)

@@ -280,6 +280,7 @@ def test_weights_that_change_while_they_are_served(model, tmp_path, change):
         assert events(streamed[2])[-1]["error"]["code"] == "model_files_changed"
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_prints_no_traceback(tmp_path):
     """The program itself, with a stream under way."""
     command = [sys.executable, "-m", "nextn", "serve", "tiny", "--port", "0", "--grace", "30"]

@@ -13,7 +13,7 @@ import nextn
 from nextn.model.model import Model
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions
-from nextn.verify import CHECKS
+from nextn.verify_checks import CHECKS
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 TEMPLATE = (

@@ -14,7 +14,7 @@ from tiny import decode
 from transformers import AutoConfig, DynamicCache, Gemma4ForConditionalGeneration, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
-from nextn.audit import audit
+from nextn.audit_rules import audit, audit_checkpoint
 from nextn.cache.kv_cache import CACHE_ARGUMENT
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
@@ -26,7 +26,7 @@ from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.families import by_name, deviations
+from nextn.family_table import by_name, deviations
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.serve.request import GenerationRequest
@@ -147,8 +147,8 @@ def test_a_trunk_inside_a_model_with_images(models, folders, tmp_path):
     assert (found, [each.rows[0].drafts for each in other]) == (plain, [each.rows[0].drafts for each in log])
     checkpoint = Checkpoint.open(tmp_path)
     inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-    assert audit(Checkpoint.open(assistant), trunk=inventory).clean
-    assert not audit(Checkpoint.open(folders["31B"][1]), trunk=inventory).clean
+    assert audit_checkpoint(Checkpoint.open(assistant), trunk=inventory).clean
+    assert not audit_checkpoint(Checkpoint.open(folders["31B"][1]), trunk=inventory).clean
     assert "--head" in audit(checkpoint).findings[0].fix
 
 
@@ -162,12 +162,12 @@ def test_a_config_as_published(folders, models, tmp_path):
     path.write_text(json.dumps(config))
     checkpoint = Checkpoint.open(folders["31B"][0])
     inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-    assert audit(Checkpoint.open(tmp_path / "assistant"), trunk=inventory).findings == ()
+    assert audit_checkpoint(Checkpoint.open(tmp_path / "assistant"), trunk=inventory).findings == ()
     model = Model.load(checkpoint, head=tmp_path / "assistant")
     assert model.head.read_layers == models["31B"].head.read_layers
     wrong = config | {"text_config": config["text_config"] | {"global_head_dim": 24}}
     path.write_text(json.dumps(wrong))
-    found = audit(Checkpoint.open(tmp_path / "assistant"), trunk=inventory).findings
+    found = audit_checkpoint(Checkpoint.open(tmp_path / "assistant"), trunk=inventory).findings
     assert {each.rule for each in found} == {"query-head", "draft-sizes"}
     with pytest.raises(FamilyError, match="head_dim of full_attention is 24"):
         Model.load(checkpoint, head=tmp_path / "assistant")
@@ -231,9 +231,9 @@ def test_audit(folders, tmp_path):
     """Clean as published; each absent, additional and mis-shaped tensor, and another size's trunk, is reported."""
     for size, (trunk, assistant) in folders.items():
         inventory = Inventory.of(Checkpoint.open(trunk), family=trunk_family(Checkpoint.open(trunk)))
-        report = audit(Checkpoint.open(assistant), trunk=inventory)
+        report = audit_checkpoint(Checkpoint.open(assistant), trunk=inventory)
         assert (report.clean, report.modules, report.findings) == (True, (0,), ()), size
-    other = audit(Checkpoint.open(folders["31B"][1]), trunk=Inventory.of(Checkpoint.open(folders["E2B"][0]),
+    other = audit_checkpoint(Checkpoint.open(folders["31B"][1]), trunk=Inventory.of(Checkpoint.open(folders["E2B"][0]),
                   family=trunk_family(Checkpoint.open(folders["E2B"][0]))))  # fmt: skip
     assert [each.rule for each in other.findings] == ["draft-sizes"]
     tensors = load_file(folders["E2B"][1] / "model.safetensors")

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.provenance import Provenance
 from nextn.decoding.generate import generate

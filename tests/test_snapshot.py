@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hub import SHA, only_loopback, own_client, serve  # noqa: F401  # fixtures: no other host, no token
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from stored import INDEX, set_config
 from tiny import build
@@ -43,20 +44,21 @@ def cached(cache: Path) -> set[str]:
     return {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if not path.is_dir()}
 
 
-def test_only_what_is_needed(hub, tmp_path):
+def test_only_what_is_needed(hub, tmp_path, monkeypatch):
     """An adapter, a pickle or another format's folder fetched; the head's own file left out; a second download."""
     cache = tmp_path / "cache"
-    model = Model.load("org/model", cache_dir=cache)
+    model = Model.load("org/model")
     expected = Model.load(tmp_path / "published")
     assert torch.equal(model.head.stack[0].projection.weight, expected.head.stack[0].projection.weight)
     assert model.notes == expected.notes
     needed = {"config.json", "generation_config.json", INDEX, "model-00001-of-00002.safetensors", "mtp.safetensors"}
     assert cached(cache) == needed & set(hub.files)
     hub.requests.clear()
-    Model.load("org/model", cache_dir=cache, revision="v1")
+    Model.load("org/model@v1")
     assert not [path for path, headers in hub.requests if headers.get("Range") == "all"]
     hub.stop()
-    again = Model.load("org/model", cache_dir=cache, offline=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    again = Model.load("org/model")
     assert torch.equal(again.trunk.output.weight, expected.trunk.output.weight)
 
 
@@ -64,9 +66,9 @@ def test_no_head_no_download(hub, tmp_path):
     """Hundreds of gigabytes are fetched, and only then the promised head turns out to be absent."""
     del hub.files["mtp.safetensors"]
     with pytest.raises(CheckpointError, match=r"org/model: no MTP head .*`nextn restore org/model --from BASE`"):
-        Model.load("org/model", cache_dir=tmp_path / "cache")
+        Model.load("org/model")
     assert not (tmp_path / "cache").exists()
-    assert Model.load("org/model", cache_dir=tmp_path / "cache", need_head=False).head is None
+    assert Model.load("org/model", need_head=False).head is None
 
 
 @pytest.mark.parametrize(("status", "words"), [(401, "the hub requires a token"), (403, "the token has no access")])
@@ -74,23 +76,26 @@ def test_refused_downloads(hub, tmp_path, status, words):
     """A traceback of the hub's client in place of one line that says what to do."""
     hub.faults["download"] = [status]
     with pytest.raises(CheckpointError, match=f"org/model: the download failed with HTTP {status}: {words}"):
-        Model.load("org/model", cache_dir=tmp_path / "cache")
+        Model.load("org/model")
 
 
-def test_offline_without_a_cache(tmp_path):
+def test_offline_without_a_cache(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match=r"org/model: offline, and .*`hf download org/model`"):
-        Model.load("org/model", cache_dir=tmp_path, offline=True)
+        Model.load("org/model")
 
 
-def test_a_part_of_the_cache(hub, tmp_path):
+def test_a_part_of_the_cache(hub, tmp_path, monkeypatch):
     """A cache that an interrupted download left: offline, what lacks is named; online, the rest is fetched."""
     cache = tmp_path / "cache"
-    Model.load("org/model", cache_dir=cache)
+    Model.load("org/model")
     (snapshot,) = cache.glob("models--org--model/snapshots/*")
     (snapshot / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"in model-00001-of-00002\.safetensors, which is absent"):
-        Model.load("org/model", cache_dir=cache, offline=True)
-    assert Model.load("org/model", cache_dir=cache).head is not None
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(CheckpointError, match=r"in model-00001-of-00002\.safetensors, which is absent"):
+            Model.load("org/model")
+    assert Model.load("org/model").head is not None
 
 
 def test_a_single_file(tmp_path):
@@ -115,7 +120,7 @@ def test_config_and_tokenizer_without_weights(hub, tmp_path):
     model.save(tmp_path / "with-tokenizer")
     for path in (tmp_path / "with-tokenizer").glob("*.json"):
         hub.files[path.name] = path.read_bytes()
-    read = TextInterface.read("org/model", cache_dir=tmp_path / "cache")
+    read = TextInterface.read("org/model")
     own = TextInterface.of(Model.load(tmp_path / "with-tokenizer"))
     assert (read.vocab_size, read.max_length, read.eos) == (own.vocab_size, own.max_length, own.eos)
     assert read.tokenizer("ab")["input_ids"] == own.tokenizer("ab")["input_ids"]

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from stored import in_one_file, set_config, tensors_of
 from tiny import build, prompt
 
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.gguf_blocks import KQuantWeight, take_apart
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, K_QUANTS, blocks_name
@@ -21,7 +21,7 @@ from nextn.edit.convert import convert, extract
 from nextn.edit.quantize import quantize
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.model.model import Model
 from nextn.model.packed_experts import PackedExperts, packed_parts
 from nextn.model.packed_linear import PackedLinear, StoredIntegers, StoredKQuant, packed_layers
@@ -152,7 +152,8 @@ def test_the_native_backend_decodes_with_the_codes(kind, tmp_path):
 
 
 # The kernels of each kind alone: test_vectors.py.
-@pytest.mark.parametrize("kind", others_slow([*K_QUANTS, "mixed"], "mixed"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*K_QUANTS, "mixed"])
 def test_the_native_backend_decodes_with_superblocks(kind, tmp_path, monkeypatch):
     """As torch does with activations that are rounded in the same way, whose errors random minima make large.
 

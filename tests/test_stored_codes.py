@@ -17,7 +17,7 @@ from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
 from nextn.decoding.rounds import Settings
 from nextn.errors import CheckpointError
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.model.model import Model
 from nextn.model.packed_linear import PackedLinear, StandIns, StoredFp8, StoredIntegers, packed_layers
 from nextn.runtime.backend import backend_for, unused_codes

@@ -13,7 +13,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
 from nextn.edit.export import check_export
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import by_name
+from nextn.family_table import by_name
 
 SMALL = [
     *("--set", "steps=3", "--set", "batch_size=2", "--set", "length=48", "--set", "depths=2", "--set", "warmup=0"),
@@ -81,7 +81,7 @@ REFUSED = {
     ),
     "an activation": ("gemma3", ["--export", "vllm"], "cannot have a head in MiMo's layout"),
     "a trunk without a graph": ("gemma3", ["--export", "llama.cpp"], "step35 layout cannot hold this trunk"),
-    "a revision": ("org/model", ["--export", "vllm", "--revision", "abc"], "--export with --revision abc: download"),
+    "a revision": ("org/model@abc", ["--export", "vllm"], "--export with --from org/model@abc: download"),
 }  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_what_the_trunk_alone_decides(made, tmp_path):
     """A quantized trunk, whose quantization vLLM alone gives to the draft, and several layers in a GGUF."""
     folder = shutil.copytree(made / "qwen3", tmp_path / "trunk")
     trunk = Inventory.of(Checkpoint.open(folder), family=trunk_family(Checkpoint.open(folder)))
-    with pytest.raises(FamilyError, match="2 modules; a GGUF here holds one"):
+    with pytest.raises(FamilyError, match="2 MTP layers; a GGUF here holds one"):
         check_export("llama.cpp", trunk.family, trunk, num_modules=2)
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))

@@ -11,8 +11,8 @@ from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import Prompt, read_prompts
-from nextn.verify import CHECKS, VerifySettings, verify
-from nextn.verify.format_checks import SCHEMA, misfit
+from nextn.verify_checks import CHECKS, VerifySettings, run_checks
+from nextn.verify_checks.format_checks import SCHEMA, misfit
 
 SMALL = VerifySettings(max_tokens=24, samples=64, sampled_prompts=2, sampled_tokens=6, context=600)
 PROMPTS = read_prompts()[::2]
@@ -26,7 +26,7 @@ def run(engine):
         budget = Budget(limits or Limits(answer_s=2, wait_s=0.6))
         target = Endpoint.open(engine(*faults, **options).url, budget)
         reference = None if alone else Endpoint.open(engine(*against, drafts="drafts-too" in against).url, budget)
-        return {check.name: check for check in verify(target, reference, prompts, settings, names=names)}
+        return {check.name: check for check in run_checks(target, reference, prompts, settings, names=names)}
 
     return checked
 
@@ -251,9 +251,9 @@ def test_usage(engine):
     budget = Budget()
     endpoint = Endpoint.open(engine().url, budget)
     with pytest.raises(ConfigError, match=r"no check greed; known: greedy, "):
-        next(verify(endpoint, None, PROMPTS, SMALL, names=["greed"]))
+        next(run_checks(endpoint, None, PROMPTS, SMALL, names=["greed"]))
     with pytest.raises(ConfigError, match="is the endpoint under test; give the one without MTP"):
-        next(verify(endpoint, endpoint, PROMPTS, SMALL))
+        next(run_checks(endpoint, endpoint, PROMPTS, SMALL))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_command_passes(nextn, engine):
 def test_command_finds(nextn, engine):
     code, out, _ = nextn(engine("one-more").url, "--check", "max-tokens", "--json")
     record = json.loads(out)
-    assert (code, record["failed"], record["whole"], record["model"]) == (1, True, True, "toy")
+    assert (code, record["outcome"], record["complete"], record["model"]) == (1, "failed", True, "toy")
     assert record["checks"][0]["outcome"] == "failed"
     code, out, _ = nextn(engine("one-more").url, "--check", "max-tokens")
     assert code == 1

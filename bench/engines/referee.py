@@ -24,7 +24,7 @@ from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.families import deviations
+from nextn.family_table import deviations
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Contract

@@ -13,7 +13,15 @@ NextnError
 
 
 class NextnError(Exception):
-    """Base of every error that a user can cause; never a bug of ours."""
+    """Base of every error that a user can cause, with a message that names the value, what is valid and what to do.
+
+    Example:
+        >>> try:
+        ...     nextn.load("no/such/folder")
+        ... except nextn.NextnError as error:
+        ...     print(type(error).__name__)
+        CheckpointError
+    """
 
     exit_code = 2
 

@@ -24,12 +24,16 @@ def available_cores() -> int:
 class Sampling:
     """How logits become probabilities; the defaults are greedy decoding. Raises ConfigError on a value out of range.
 
-    Args:
+    Attributes:
         temperature: 0 is greedy.
         top_k: Keep this many tokens; 0: all.
         top_p: Keep the most likely tokens that together have this probability; 1: all.
         min_p: Keep tokens with at least this share of the largest probability; 0: all.
         repetition_penalty: As in transformers; 1: none.
+
+    Example:
+        >>> nextn.Sampling(temperature=0.7, top_p=0.9).top_k
+        0
     """
 
     temperature: float = 0.0
@@ -75,7 +79,7 @@ class Contract:
 class Settings:
     """Options of decoding. Raises ConfigError on values out of range.
 
-    Args:
+    Attributes:
         num_speculative_tokens: K, the draft tokens of a round; 0: plain decoding.
         num_copy_tokens: The most tokens that a round copies from the sequence's own text as drafts; 0: none.
         p_min: A round drafts on only while the head is at least this confident.
@@ -87,6 +91,11 @@ class Settings:
         seed: Each sequence has its own generator.
         chunk: Positions per prefill pass.
         contract: How the head is run; changes of the default inject a fault.
+
+    Example:
+        >>> settings = nextn.Settings(num_speculative_tokens=3, sampling=nextn.Sampling(1.0), max_tokens=64)
+        >>> settings.sampled_drafts
+        True
     """
 
     num_speculative_tokens: int = 4

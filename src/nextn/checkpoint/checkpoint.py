@@ -9,7 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Literal
@@ -26,7 +26,15 @@ from nextn.checkpoint.other_objects import (
     source_sentence,
     training_sentence,
 )
-from nextn.checkpoint.remote import ByteSource, LocalFile, cached_folder, folder_files, readable, repo_files
+from nextn.checkpoint.remote import (
+    ByteSource,
+    LocalFile,
+    cached_folder,
+    folder_files,
+    readable,
+    repo_files,
+    split_hub_id,
+)
 from nextn.checkpoint.safetensors_file import (
     MAX_TENSORS,
     Header,
@@ -41,6 +49,7 @@ from nextn.text_format import some
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "tiny"  # the checkpoint in the package, with held-out prompts
 SHIPPED_HEAD = SHIPPED.with_name("smollm2-head")  # the head in the package, for `edit.published_model`, with prompts
+_SHIPPED_NAME = "tiny"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
@@ -64,6 +73,11 @@ def index_json(weight_map: Mapping[str, str], total_size: int) -> dict[str, obje
 def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
     """Write `index_json` to its file."""
     write_json(folder / INDEX, index_json(weight_map, total_size))
+
+
+def shipped_path(source: str | Path) -> str | Path:
+    """Return `SHIPPED` for its name, `tiny`, unless a file or folder has that name; any other source as it is."""
+    return SHIPPED if str(source) == _SHIPPED_NAME and not Path(source).exists() else source
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,27 +106,30 @@ class Checkpoint:
     problems: tuple[Problem, ...] = field(repr=False)
     sources: Mapping[str, ByteSource] = field(repr=False)  # all files by name
     revision: str | None = None  # the commit of a hub checkpoint
+    ref: str | None = None  # the branch, tag or commit that was asked for; None: the default one
 
     @classmethod
     def open(
         cls,
         path_or_id: str | Path,
         *,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        offline: bool = False,
         token: str | None = None,
         endpoint: str | None = None,
     ) -> "Checkpoint":
-        """Open a folder, a .safetensors file (with the config.json next to it, if any) or a hub id "org/name".
+        """Open a folder, a .safetensors file (with the config.json next to it, if any), a hub id "org/name" or `tiny`.
 
-        The keyword options are for hub ids. Of a hub checkpoint only headers, config and index are fetched, and nothing
-        is stored; files in the hub's cache are read there. `offline` reads that cache only.
+        A hub id may end with "@" and a branch, tag or commit. Of a hub checkpoint only headers, config and index are
+        fetched, and nothing is stored; files in the hub's cache are read there, and with HF_HUB_OFFLINE=1 no others.
+
+        Args:
+            path_or_id: What to open.
+            token: For a hub id; None: that of huggingface_hub.
+            endpoint: For a hub id; None: that of huggingface_hub.
 
         Raises:
             CheckpointError: A header or JSON file is damaged, or there is no safetensors file.
         """
-        path = Path(path_or_id).expanduser()
+        path = Path(shipped_path(path_or_id)).expanduser()
         with readable(path):
             if path.is_dir():
                 return _assemble(str(path), folder_files(path))
@@ -123,19 +140,21 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{path_or_id}: {_conversion(str(path_or_id)) if path.exists() else 'no such file'}"
                 )
-            hub_id = str(path_or_id)
-            if path.exists() or isinstance(path_or_id, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id, re.ASCII):
+            named = None if path.exists() or isinstance(path_or_id, Path) else split_hub_id(path_or_id)
+            if named is None:
                 raise CheckpointError(source_sentence(str(path_or_id)))
+        hub_id, ref = named
         try:
-            if offline or is_offline_mode():
-                folder = cached_folder(hub_id, revision=revision, cache_dir=cache_dir)
-                return _assemble(hub_id, folder_files(folder), revision=folder.name)
-            sources, commit = repo_files(hub_id, revision=revision, cache_dir=cache_dir, token=token, endpoint=endpoint)
+            if is_offline_mode():
+                folder = cached_folder(hub_id, ref)
+                sources, commit = folder_files(folder), folder.name
+            else:
+                sources, commit = repo_files(hub_id, ref, token=token, endpoint=endpoint)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error} (There is no folder {hub_id} here, so it was taken as a hub id.)"
             ) from error
-        return _assemble(hub_id, sources, revision=commit)
+        return replace(_assemble(hub_id, sources), revision=commit, ref=ref)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -197,20 +216,12 @@ class Checkpoint:
         return _load_json(self.sources[name], OTHER_LIMITS) if name in self.sources else None
 
 
-def as_checkpoint(
-    source: str | Path | Checkpoint,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-) -> Checkpoint:
+def as_checkpoint(source: str | Path | Checkpoint) -> Checkpoint:
     """Return `source`, opened if it is a path or hub id."""
-    if isinstance(source, Checkpoint):
-        return source
-    return Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+    return source if isinstance(source, Checkpoint) else Checkpoint.open(source)
 
 
-def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | None = None) -> Checkpoint:
+def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
     index = _weight_map(sources[INDEX]) if INDEX in sources else None
     named = set(index.values()) if index else set()
     # Files such as ._model.safetensors are resource forks that macOS leaves behind.
@@ -231,7 +242,7 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], *, revision: str | N
         raise CheckpointError(f"{sources[CONFIG]}: {error}.") from error
     if (found := standalone(config, tensors)) is not None:
         raise CheckpointError(f"{path}: {found.sentence}")
-    return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources, revision)
+    return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources)
 
 
 def _advice(path: str, names: Sequence[str]) -> str:

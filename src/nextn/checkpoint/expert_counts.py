@@ -6,7 +6,7 @@ from dataclasses import replace
 from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.families import lookup_count
+from nextn.family_table import lookup_count
 
 # Fields of config.json with the number of routed experts.
 COUNT_FIELDS = ("n_routed_experts", "num_experts", "moe_num_experts", "num_local_experts")

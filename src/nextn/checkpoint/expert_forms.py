@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.families.spec import ExpertForm
+from nextn.family_table.spec import ExpertForm
 
 _PATH = re.compile(
     r"(?P<stem>(?:.+\.)?experts)\.(?:(?P<number>\d{1,6})\.)?(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)"

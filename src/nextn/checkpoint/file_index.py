@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nextn.checkpoint.checkpoint import SINGLE, Checkpoint
 from nextn.checkpoint.foreign_names import foreign
-from nextn.families import Family, find, generic
+from nextn.family_table import Family, find, generic
 
 _SHARD = re.compile(r"model[-.\w]*\.safetensors")
 _Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns

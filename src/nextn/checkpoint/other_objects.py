@@ -12,7 +12,6 @@ _MAX_NAME = 200  # characters of a name from a file, in a message
 _MAX_ENTRIES = 10_000  # of a folder that is looked at
 Config = Mapping[str, object]
 _HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
-_AT_REVISION = re.compile(r"([\w.-]+/[\w.-]+)@([\w./-]+)", re.ASCII)
 PICKLES = (".bin", ".pt", ".pth")
 
 
@@ -97,13 +96,11 @@ def source_sentence(name: str) -> str:
     """Say what to give in place of a name that is neither a folder, a .safetensors file nor a hub id."""
     if found := _HUB_URL.fullmatch(name):
         return f"{name}: an address; give the hub id {found[1]}."
-    if found := _AT_REVISION.fullmatch(name):
-        return f"{name}: give the hub id {found[1]} with --revision {found[2]}."
     if Path(name).suffix in PICKLES and Path(name).is_file():
         return pickle_sentence([name])
     if Path(name).is_file():
         return f"{name}: a file, and no .safetensors: give the model's folder, such as {Path(name).parent}."
-    return f"{name}: neither a folder, a .safetensors file nor a hub id (org/name)."
+    return f"{name}: neither a folder, a .safetensors file nor a hub id (org/name, or org/name@revision)."
 
 
 def adapter_sentence(adapter: Config) -> str:

@@ -18,7 +18,7 @@ from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo, write_json
 from nextn.checkpoint.snapshot import on_disk
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import Family, by_name, find, fitted, generic, lookup, lookup_count
+from nextn.family_table import Family, by_name, find, fitted, generic, lookup, lookup_count
 from nextn.text_format import some
 
 RECORD = "nextn.json"
@@ -269,28 +269,18 @@ class Misfit:
     engines: tuple[str, ...] = _ALL
 
 
-def open_head(
-    source: str | Path,
-    trunk: Inventory,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-) -> Inventory:
+def open_head(source: str | Path, trunk: Inventory) -> Inventory:
     """Return the inventory of a head's checkpoint, with local files, in the layout that it has beside this trunk.
 
     Args:
         source: A folder, a .safetensors file or a hub id. Without a config.json it is read as the trunk's own family.
         trunk: Of the trunk's checkpoint.
-        revision: Of a hub id.
-        cache_dir: Of a hub id.
-        offline: Of a hub id: use the cache only.
 
     Raises:
         CheckpointError: It holds no head, or one for another number of trunk layers.
         FamilyError: It is the head of another family than the trunk.
     """
-    checkpoint = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+    checkpoint = Checkpoint.open(source)
     checkpoint = checkpoint if checkpoint.config else replace(checkpoint, config=trunk.checkpoint.config)
     head = Inventory.of(checkpoint, family=_family(checkpoint, trunk))
     if not head.own:
@@ -300,7 +290,7 @@ def open_head(
             f"{checkpoint.path}: its head is for a trunk of {head.num_layers} layers, {trunk.checkpoint.path} has "
             f"{trunk.num_layers}; give the trunk that the head was trained on"
         )
-    head = on_disk(head, revision=revision, cache_dir=cache_dir, offline=offline)
+    head = on_disk(head)
     return replace(head, declared=head.declared or len(head.modules))
 
 

@@ -13,7 +13,7 @@ from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.gguf_file import BLOCK_NAMES
 from nextn.checkpoint.quant_formats import FORMATS, Format, Section, quantized
 from nextn.errors import CheckpointError
-from nextn.families import lookup
+from nextn.family_table import lookup
 
 if TYPE_CHECKING:
     from nextn.checkpoint.safetensors_file import TensorInfo

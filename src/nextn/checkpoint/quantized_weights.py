@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nextn.checkpoint.packed_layout import PackedWeight, Part
 from nextn.errors import CheckpointError
-from nextn.families import Family, Fp8
+from nextn.family_table import Family, Fp8
 
 FP8_WEIGHT = "F8_E4M3"
 FP8_SCALES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "U8")  # U8: the exponents of MXFP8, as bytes

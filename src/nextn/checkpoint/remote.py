@@ -31,6 +31,7 @@ RATE = 64 * 1024  # bytes; each time this many are received, a response may take
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 _READ_AHEAD = 128 * 1024  # bytes that every Linux kernel reads ahead at once; it may ignore a part of larger requests
 MAX_LISTING = 4 * 1024 * 1024
+_HUB_ID = re.compile(r"(?P<id>[\w.-]{1,96}/[\w.-]{1,96})(?:@(?P<ref>(?!.*\.\.)\w[\w./-]{0,199}))?", re.ASCII)
 NO_RANGES = (
     "The server does not support range requests; download the files first (`hf download`) and give their folder."
 )
@@ -183,8 +184,14 @@ class RemoteFile:
         return data
 
 
+def split_hub_id(name: str) -> tuple[str, str | None] | None:
+    """Split "org/name" or "org/name@ref" into the hub id and the branch, tag or commit; None for other names."""
+    found = _HUB_ID.fullmatch(name)
+    return None if found is None else (found["id"], found["ref"])
+
+
 def repo_files(
-    repo_id: str, *, revision: str | None, cache_dir: str | Path | None, token: str | None, endpoint: str | None
+    repo_id: str, ref: str | None, *, token: str | None, endpoint: str | None
 ) -> tuple[dict[str, ByteSource], str]:
     """Return the files of a hub repository, and the commit; files in the hub's cache are local files."""
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, but not in an __all__
@@ -192,23 +199,23 @@ def repo_files(
     _check_id(repo_id)
     endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
     reader = HubReader(build_hf_headers(token=token))
-    commit, names = _list(f"{endpoint}/api/models/{repo_id}/revision/{quote(revision or 'main', safe='')}", reader)
+    commit, names = _list(f"{endpoint}/api/models/{repo_id}/revision/{quote(ref or 'main', safe='')}", reader)
     sources: dict[str, ByteSource] = {}
     for name in names:
-        cached = hub.try_to_load_from_cache(repo_id, name, cache_dir=cache_dir, revision=commit)
+        cached = hub.try_to_load_from_cache(repo_id, name, revision=commit)
         url = hub.hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint)  # all reads see one commit
         sources[name] = LocalFile(Path(cached), name) if isinstance(cached, str) else RemoteFile(url, name, reader)
     return sources, commit
 
 
-def cached_folder(repo_id: str, *, revision: str | None, cache_dir: str | Path | None) -> Path:
+def cached_folder(repo_id: str, ref: str | None) -> Path:
     """Return the hub cache's folder for that revision, without any request; CheckpointError if it has none."""
     _check_id(repo_id)
     for name in ("config.json", "model.safetensors.index.json", "model.safetensors"):
-        path = hub.try_to_load_from_cache(repo_id, name, cache_dir=cache_dir, revision=revision)
+        path = hub.try_to_load_from_cache(repo_id, name, revision=ref)
         if isinstance(path, str):
             return Path(path).parent
-    where = f"revision {revision or 'main'} is not in the cache {cache_dir or constants.HF_HUB_CACHE}"
+    where = f"revision {ref or 'main'} is not in the cache {constants.HF_HUB_CACHE}"
     raise CheckpointError(f"{repo_id}: offline, and {where}. Run `hf download {repo_id}` while online.")
 
 

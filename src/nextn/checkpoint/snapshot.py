@@ -23,9 +23,9 @@ from weakref import finalize
 import huggingface_hub as hub
 from huggingface_hub import is_offline_mode
 
-from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, shipped_path
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.remote import ADVICE, ByteSource, LocalFile, RemoteFile
+from nextn.checkpoint.remote import ADVICE, ByteSource, LocalFile, RemoteFile, split_hub_id
 from nextn.checkpoint.safetensors_file import TensorInfo, write_json
 from nextn.checkpoint.staging_folder import owned
 from nextn.errors import CheckpointError
@@ -39,18 +39,10 @@ _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of Linux
 Range = tuple[int, int]
 
 
-def on_disk(
-    inventory: Inventory, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
-) -> Inventory:
+def on_disk(inventory: Inventory) -> Inventory:
     """Return the inventory of the same checkpoint with local files; of a hub checkpoint, download those `needed`.
 
     The hub's client shows progress and resumes interrupted downloads.
-
-    Args:
-        inventory: Of an opened checkpoint.
-        revision: The one it was opened with, so that the cache can find it by that name when `offline`.
-        cache_dir: Folder of the hub's cache.
-        offline: Use the cache only.
 
     Raises:
         CheckpointError: The download failed, or the cache lacks files.
@@ -59,31 +51,31 @@ def on_disk(
         return inventory
     checkpoint = inventory.checkpoint
     patterns = [re.sub(r"([*?[])", r"[\1]", name) for name in needed(inventory)]
-    folder = _download(checkpoint.path, patterns, revision=revision, cache_dir=cache_dir, offline=offline)
+    folder = _download(checkpoint.path, checkpoint.ref, patterns)
     return Inventory.of(Checkpoint.open(folder), family=inventory.family)
 
 
-def in_parts(
-    inventory: Inventory, *, revision: str | None = None, cache_dir: str | Path | None = None, keep: Path | None = None
-) -> Inventory:
+def in_parts(inventory: Inventory, *, keep: Path | None = None) -> Inventory:
     """Return the inventory of the same checkpoint; tensors on the hub are downloaded when they are read.
+
+    With HF_HUB_OFFLINE=1 it is returned as it is.
 
     Args:
         inventory: Of an opened checkpoint.
-        revision: The one it was opened with.
-        cache_dir: Folder of the hub's cache, in which tensors are until they are forgotten.
-        keep: Folder to keep them in instead.
+        keep: Folder to keep tensors in; None: the hub's cache, where each is forgotten after use.
 
     Raises:
         CheckpointError: As `on_disk` and `PartialDownload`; for `keep` beside a local checkpoint.
     """
     checkpoint = inventory.checkpoint
+    if is_offline_mode():
+        return inventory
     if not _remote(inventory):
         if keep is not None:
             raise CheckpointError(f"{checkpoint.path}: nothing is to be downloaded, so there are no shards to keep")
         return inventory
-    folder = _download(checkpoint.path, _OTHER_FILES, revision=revision, cache_dir=cache_dir, offline=False)
-    cache = Path(cache_dir or hub.constants.HF_HUB_CACHE) / f"nextn--{checkpoint.path.replace('/', '--')}"
+    folder = _download(checkpoint.path, checkpoint.ref, _OTHER_FILES)
+    cache = Path(hub.constants.HF_HUB_CACHE) / f"nextn--{checkpoint.path.replace('/', '--')}"
     partial = PartialDownload(checkpoint, keep or cache, keep=keep is not None).checkpoint
     others = {name: LocalFile(path, name) for name in partial.sources if (path := folder / name).is_file()}
     return replace(inventory, checkpoint=replace(partial, sources={**partial.sources, **others}))
@@ -95,34 +87,26 @@ def _remote(inventory: Inventory) -> list[str]:
     return [name for name in needed(inventory) if isinstance(sources.get(name), RemoteFile)]
 
 
-def _download(
-    hub_id: str, patterns: Sequence[str], *, revision: str | None, cache_dir: str | Path | None, offline: bool
-) -> Path:
+def _download(hub_id: str, ref: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx2's; httpx's in hub 1
 
     try:
         folder = hub.snapshot_download(
-            hub_id,
-            revision=revision,
-            cache_dir=cache_dir,
-            allow_patterns=list(patterns),
-            local_files_only=offline or is_offline_mode(),
+            hub_id, revision=ref, allow_patterns=list(patterns), local_files_only=is_offline_mode()
         )
     except (HTTPError, OSError) as error:  # the hub's own errors derive from these
         raise CheckpointError(f"{hub_id}: {_reason(error)}. Completed files are kept; try again.") from error
     return Path(folder)
 
 
-def small_files(
-    source: str, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
-) -> Path:
+def small_files(source: str) -> Path:
     """Return the folder with the config and tokenizer of a local checkpoint or hub id; no weights are downloaded.
 
     Raises CheckpointError if there is none.
     """
-    if Path(source).exists():
+    if Path(shipped_path(source)).exists() or (named := split_hub_id(source)) is None:
         return folder_of(Checkpoint.open(source))
-    return _download(source, _OTHER_FILES, revision=revision, cache_dir=cache_dir, offline=offline)
+    return _download(*named, _OTHER_FILES)
 
 
 def folder_of(checkpoint: Checkpoint) -> Path:
@@ -149,7 +133,7 @@ def needed(inventory: Inventory) -> list[str]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; choose another cache with --cache-dir or HF_HOME"
+        return f"{error.filename}: {error.strerror}; choose another cache with HF_HOME"
     response = getattr(error, "response", None)
     if response is None:
         return f"the download failed: {error}"

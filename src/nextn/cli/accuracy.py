@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import AsJson, ModelOptions, RecordFile, expanded, shipped_path
-from nextn.cli.screen import console, figures_table, plain, print_json, print_note, print_table, progress_bars
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table, progress_bars
 from nextn.cli.streaming import reason_to_stream
 from nextn.errors import ConfigError
 from nextn.settings import BACKENDS, WEIGHTS
@@ -149,11 +149,10 @@ def _show(found: "Sequence[Candidate]", compared: "ComparedTexts") -> None:
         )
     print_table(table)
     first = found[0].accuracy
-    line = (
+    print_lines(
         f"{first.positions} positions of {compared.source}, beside the first model in float32 (perplexity "
         f"{first.perplexity:.2f}); KL in nats"
     )
-    console().print(plain(line), soft_wrap=True)
 
 
 def _name(options: ModelOptions) -> str:

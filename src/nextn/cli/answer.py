@@ -72,9 +72,7 @@ def answer(
     from nextn.train.self_generated import generate_answers, read_prompts
     from nextn.train.served_answers import served_answers
 
-    model_of_text = (
-        options.load(need_head=False) if asked.engine is None else TextInterface.read(options.source, **options.hub)
-    )
+    model_of_text = options.load(need_head=False) if asked.engine is None else TextInterface.read(options.source)
     chat = use_chat(model_of_text, chat)
     prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=seed, chat=chat)
     for note in notes:

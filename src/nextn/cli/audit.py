@@ -1,24 +1,18 @@
 """`nextn audit`: findings as a table with a summary, or as JSON; exit 0 clean, 1 findings, 2 nothing to audit."""
 
-import difflib
-import gc
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, HubOptions, expanded, shipped_option, shipped_path
+from nextn.cli.common import AsJson, expanded, shipped_option, shipped_path
 from nextn.cli.screen import console, plain, print_json, print_unwrapped, shortened, shown
-from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from nextn.audit import AuditReport, Finding
+    from nextn.audit_rules import AuditReport, Finding
 
 _GB = 1_000_000_000
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
@@ -38,7 +32,6 @@ def audit(
         str | None,
         typer.Option(help="Audit the head of this checkpoint, beside MODEL as its trunk.", callback=shipped_option),
     ] = None,
-    hub: HubOptions,
     family: Annotated[str | None, typer.Option(help="Family to audit by, instead of the config's model_type.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Rule to skip; repeatable.")] = None,
     sample: Annotated[
@@ -51,19 +44,11 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Check a checkpoint's MTP head against its config and what engines expect, without downloading the weights."""
-    started = time.perf_counter()
-    ignored = _check_rules(ignore or [])
-    with _no_garbage_collection():
-        if model.endswith(".gguf"):
-            if head is not None:
-                raise ConfigError(f"--head beside {model}: a trunk in GGUF; give its safetensors checkpoint")
-            report = _gguf(Path(model))
-        else:
-            report = _safetensors(model, hub, head=head, family=family, sample=sample)
-    report = (report.requiring_head() if require_head else report).without(ignored)
-    seconds = time.perf_counter() - started
+    from nextn.audit_rules import audit as run_audit
+
+    report = run_audit(model, head=head, family=family, ignore=ignore or (), sample=sample, require_head=require_head)
     if as_json:
-        print_json(report.as_record() | {"seconds": round(seconds, 3)})
+        print_json(report.to_dict())
     else:
         screen = console()
         if report.findings:
@@ -71,52 +56,10 @@ def audit(
             print_unwrapped(_table(rows))
             if more:
                 screen.print(plain(f"{more}\n"))
-        print_unwrapped(_summary(report, seconds))
+        print_unwrapped(_summary(report))
         for line in report.unchecked:
             print_unwrapped(plain(f"not checked: {shown(line)}", style="dim"))
     raise typer.Exit(0 if report.clean else 1)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collecting garbage among a checkpoint's hundreds of thousands of live entries takes a fifth of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _safetensors(model: str, hub: HubOptions, *, head: str | None, family: str | None, sample: bool) -> "AuditReport":
-    from nextn.audit import audit as run_audit
-    from nextn.checkpoint.head_inventory import Inventory
-    from nextn.checkpoint.provenance import open_head, trunk_family
-    from nextn.families import by_name
-
-    row = by_name(family) if family else None
-    checkpoint = hub.open(model)
-    if head is None:
-        return run_audit(checkpoint, family=row, sample=sample)
-    trunk = Inventory.of(checkpoint, family=row or trunk_family(checkpoint))
-    beside = open_head(head, trunk, cache_dir=hub.cache_dir, offline=hub.offline)
-    return run_audit(beside.checkpoint, family=beside.family, sample=sample, trunk=trunk)
-
-
-def _gguf(path: Path) -> "AuditReport":
-    from nextn.audit.gguf import audit_gguf
-
-    return audit_gguf(path)
-
-
-def _check_rules(rules: list[str]) -> list[str]:
-    from nextn.audit import IDS
-
-    for rule in rules:
-        if rule not in IDS:
-            near = difflib.get_close_matches(rule, IDS, n=1)
-            meant = f"did you mean {near[0]}?" if near else f"known: {', '.join(IDS)}"
-            raise ConfigError(f"--ignore {rule}: no such rule; {meant}")
-    return rules
 
 
 def _table(findings: "Sequence[Finding]") -> "Table":
@@ -138,7 +81,7 @@ def _description(finding: "Finding") -> "Text":
     return text.append("fix    ", style="dim").append(shown(finding.fix), style="cyan")
 
 
-def _summary(report: "AuditReport", seconds: float) -> "Text":
+def _summary(report: "AuditReport") -> "Text":
     counts = {severity: sum(finding.severity == severity for finding in report.findings) for severity in _STYLES}
     total = ", ".join(f"{number} {severity}{'s' * (number != 1)}" for severity, number in counts.items() if number)
     name = f"{report.family} ({report.title})" if report.title else report.family
@@ -149,5 +92,5 @@ def _summary(report: "AuditReport", seconds: float) -> "Text":
         stored += f", {'all values read' if report.values_read == 'all' else 'values sampled'}"
         stored += f" ({report.bytes_read / _GB:.1f} GB)" * (report.bytes_read >= _GB / 10)
     return text.append(
-        f"  {shown(report.path)}  {stored}  {total + '  ' if total else ''}{seconds:.1f} s", style="default"
+        f"  {shown(report.path)}  {stored}  {total + '  ' if total else ''}{report.seconds:.1f} s", style="default"
     )

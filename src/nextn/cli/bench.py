@@ -16,6 +16,7 @@ from nextn.cli.common import (
     EngineAccess,
     MaxTokens,
     ModelOptions,
+    NumCopyTokens,
     Prompts,
     Temperatures,
     check_matplotlib,
@@ -36,7 +37,7 @@ from nextn.cli.offload import (
     show_cores,
     show_experts,
 )
-from nextn.cli.screen import console, figures_table, plain, print_json, print_note, print_table, progress_bars
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table, progress_bars
 from nextn.cli.streaming import GivenTextOptions, TextOptions
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan, ReferencePlan
@@ -69,6 +70,7 @@ def bench(
     draft_vocab: DraftVocab = "0",
     draft_text: DraftText = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
+    num_copy_tokens: NumCopyTokens = 0,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -83,6 +85,7 @@ def bench(
         seed=seed,
         adaptive=adaptive,
         backend=options.backend,
+        num_copy_tokens=num_copy_tokens,
     )
     options, source = options.prepared(), options.source
     texts, draftable = read_prompts(prompts), DraftVocabularyOptions.read(draft_vocab, draft_text)
@@ -110,7 +113,7 @@ def bench(
         return
     _show_benchmark(report)
     if rounded is not None:
-        console().print(plain(f"beside float32: {rounded[0].accuracy} of {rounded[1]}"), soft_wrap=True)
+        print_lines(f"beside float32: {rounded[0].accuracy} of {rounded[1]}")
 
 
 @expanded("device_map", "offload_folder", source="")
@@ -294,7 +297,10 @@ def _draw_costs(advice: "Advice | OffloadAdvice", folder: Path) -> None:
 def _show_benchmark(report: "BenchmarkReport") -> None:
     from nextn.evaluate.workload import by_domain
 
-    titles = ("", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K")
+    titles = ["", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K"]
+    copies = report.plan.num_copy_tokens > 0
+    if copies:  # a round that verifies copies is not in the cost curve
+        titles[5:6] = ["tokens/round", "copied"]
     table, machine, costs = figures_table(*titles, left=("", titles[-1])), report.machine, report.costs
     largest, domains = report.plan.k_values[-1], [*by_domain(report.prompts)]
     for temperature in report.plan.temperatures:
@@ -303,13 +309,16 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
             rows += [(f", {each}", report.figures(temperature, largest, each)) for each in domains]
         for label, figures in rows:
             marked = " (repetitive)" if figures.all_repetitive else ""
-            table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures))
+            table.add_row(plain(f"{_at(temperature)}{label}{marked}"), *_cells(figures, copies=copies))
         table.add_section()
-    screen = console()
     print_table(table)
-    lines = [
+    print_lines(
         "tokens/s (quartiles) and speed-up over plain decoding of the same text: medians over texts, each on its own; "
-        "expected: from AL, v(m) and c",
+        + (
+            "copied: accepted tokens of the text so far; AL and a_k are of the rounds that the head drafted"
+            if copies
+            else "expected: from AL, v(m) and c"
+        ),
         f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in steps of plain decoding ("
         f"{costs.steps[0].median * 1e3:.2f} ms each; {report.plain_step_s * 1e3:.2f} ms in the texts), at context "
         f"{costs.context}",
@@ -317,19 +326,20 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
         f"{machine.versions['torch']}; a copy moves {machine.bandwidth / 1e9:.1f} GB/s; peak memory "
         f"{machine.peak_memory / 2**20:.0f} MiB",
         *_warnings(report),
-    ]
-    for line in lines:
-        screen.print(plain(line), soft_wrap=True)
+    )
 
 
-def _cells(figures: "BenchmarkFigures") -> list[str]:
+def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:
+    copied = (
+        f"{sum(figures.copied.num_accepted)} in {figures.copied.num_rounds} rounds" if figures.copied.num_rounds else ""
+    )
     acceptance, speed, share = figures.acceptance, figures.tokens_per_s, figures.share
     return [
         "auto" if figures.num_speculative_tokens < 0 else str(figures.num_speculative_tokens),
         f"{acceptance.length:.2f}" if acceptance.num_rounds else "",
         f"{speed.median:.0f} ({speed.low:.0f}-{speed.high:.0f})",
         f"{figures.speedup.median:.2f}",
-        f"{figures.expected_speedup:.2f}",
+        *([f"{figures.tokens_per_round:.2f}", copied] if copies else [f"{figures.expected_speedup:.2f}"]),
         "/".join(f"{value:.0%}" for value in share.values()),
         " ".join(f"{rate:.2f}" for rate in acceptance.rates),
     ]
@@ -346,13 +356,12 @@ def _show_advice(advice: "Advice | OffloadAdvice") -> None:
         if not isinstance(advice, OffloadAdvice):
             figures = advice.report.figures(each.temperature, advice.report.plan.k_values[-1])
             measured = f"; measured in this run at K = {figures.num_speculative_tokens}: {figures.speedup.median:.2f} x"
-        console().print(plain(f"{_at(each.temperature)}: {each.summary}{measured}"), soft_wrap=True)
+        print_lines(f"{_at(each.temperature)}: {each.summary}{measured}")
         if not isinstance(advice, OffloadAdvice) and (speeds := advice.other_speeds(each)) is not None:
             without, with_mtp, k = speeds
-            line = f"  with --weights int8: {without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}; its text differs"
-            console().print(plain(line), soft_wrap=True)
-    for line in _warnings(advice.report):
-        console().print(plain(line), soft_wrap=True)
+            speeds_text = f"{without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}"
+            print_lines(f"  with --weights int8: {speeds_text}; its text differs")
+    print_lines(*_warnings(advice.report))
 
 
 def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:

@@ -10,11 +10,11 @@ from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, get_annotations, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
-from nextn.cli.screen import plain, print_note, print_unwrapped
+from nextn.cli.screen import print_lines, print_note
 from nextn.errors import ConfigError
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
 from nextn.text_format import install_command
@@ -36,28 +36,26 @@ FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def shipped_path(name: str) -> str:
-    """Return the path of the checkpoint in the package for its name, unless a folder has the same name."""
-    if name != "tiny" or Path(name).exists():
-        return name
-    from nextn.checkpoint.checkpoint import SHIPPED
+    """Return the path of the checkpoint in the package for its name; commands show it, and look at its files."""
+    from nextn.checkpoint import checkpoint
 
-    return str(SHIPPED)
+    return str(checkpoint.shipped_path(name))
 
 
 def shipped_option(name: str | None) -> str | None:
-    """Return the same for an option that may be left out."""
+    """Return `shipped_path` of an option's name; None if it is left out."""
     return name and shipped_path(name)
 
 
 def writable(path: Path | None) -> Path | None:
-    """Return a file's path, before anything is computed that is to be written there. Raises ConfigError."""
+    """Check, before anything is computed, that a file can be written there; return its path. Raises ConfigError."""
     folder = path and next(each for each in path.absolute().parents if each.exists())
     if path and folder and (path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
         raise ConfigError(f"--out {path}: expected a file, in a folder that can be written to")
     return path
 
 
-_SOURCES = "hub id, or tiny: the one that comes with the package."
+_SOURCES = "hub id (ORG/NAME or ORG/NAME@REVISION), or tiny: the one that comes with the package."
 CheckpointName = Annotated[str, typer.Argument(help=f"Checkpoint folder, {_SOURCES}", callback=shipped_path)]
 Prompts = Annotated[
     Path | None,
@@ -131,35 +129,15 @@ def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]
     return decorate
 
 
-class HubArguments(TypedDict):
-    """How a hub id is read, as keyword arguments of `Checkpoint.open` and `Model.load`."""
+def open_checkpoint(source: str | Path) -> "Checkpoint":
+    """Open a checkpoint. Raises CheckpointError."""
+    from nextn.checkpoint.checkpoint import Checkpoint
 
-    revision: str | None
-    cache_dir: Path | None
-    offline: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubOptions:
-    """The options of every command that reads hub ids."""
-
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id. Default: main.")] = None
-    cache_dir: Annotated[Path | None, typer.Option(help="Hub cache folder. Default: that of huggingface_hub.")] = None
-    offline: Annotated[bool, typer.Option("--offline", help="Read hub ids from the cache only.")] = False
-
-    @property
-    def hub(self) -> HubArguments:
-        return {"revision": self.revision, "cache_dir": self.cache_dir, "offline": self.offline}
-
-    def open(self, source: str) -> "Checkpoint":
-        """Open a checkpoint. Raises CheckpointError."""
-        from nextn.checkpoint.checkpoint import Checkpoint
-
-        return Checkpoint.open(source, **self.hub)
+    return Checkpoint.open(source)
 
 
 @dataclass(frozen=True)
-class ModelOptions(HubOptions):
+class ModelOptions:
     """The options of every command that loads a model.
 
     `source` is a checkpoint folder or hub id; a .gguf file until `prepared`.
@@ -286,12 +264,12 @@ class ModelOptions(HubOptions):
         self._check_device_map()
 
     def _check_sources(self) -> None:
-        from nextn.checkpoint.checkpoint import Checkpoint
+        from nextn.checkpoint.remote import split_hub_id
 
-        if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.source, re.ASCII) or Path(self.source).exists():
-            Checkpoint.open(self.source)
+        if split_hub_id(self.source) is None or Path(self.source).exists():
+            open_checkpoint(self.source)
         if self.head is not None and Path(self.head).exists():
-            Checkpoint.open(self.head)
+            open_checkpoint(self.head)
 
     def _check_device_map(self) -> None:
         if self.device_map is None:
@@ -345,7 +323,6 @@ class ModelOptions(HubOptions):
             check_accelerate()
         loaded = Model.load(
             self.source,
-            **self.hub,
             dtype=self.torch_dtype,
             need_head=need_head,
             device="cpu" if self.native_only else self.device,
@@ -378,7 +355,7 @@ class ModelOptions(HubOptions):
 
         context = min(CONTEXT, loaded.trunk.max_length or CONTEXT)
         texts = compared_texts(loaded.tokenizer, num_tokens=CONTEXT, context=context).tokens
-        exact = Model.load(self.source, **self.hub, dtype=torch.float32, need_head=False, skip_head=True, stream=True)
+        exact = Model.load(self.source, dtype=torch.float32, need_head=False, skip_head=True, stream=True)
         found = choose_weights(loaded, Reference.of(exact.trunk, texts), source=self.source)
         figures = ", ".join(f"{each.weights} {each.accuracy.kl_mean:.2g}" for each in found)
         print_note(
@@ -477,12 +454,7 @@ def first_turns(prompts: "Sequence[Prompt]") -> "list[Prompt]":
 def print_published(published: "tuple[PublishedCurve, MeasuredConditions, list[float]]") -> None:
     """Show a published curve beside the measured one, and which conditions differ."""
     curve, measured, lengths = published
-    print_unwrapped(plain(f"published, for comparison only: {curve.text(measured, lengths)}"))
-
-
-def published_record(published: "tuple[PublishedCurve, MeasuredConditions, list[float]] | None") -> dict[str, object]:
-    """Return the same for JSON reports; empty where no published curve fits."""
-    return {} if published is None else {"published": published[0].as_record(published[1])}
+    print_lines(f"published, for comparison only: {curve.text(measured, lengths)}")
 
 
 def check_matplotlib(option: str) -> None:

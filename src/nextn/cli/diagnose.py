@@ -4,11 +4,11 @@ Exit codes: 0 fine, 1 findings, 2 nothing to compare, 3 too few data to decide.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextn.cli.check_report import show_report
 from nextn.cli.common import (
     K_NAMES,
     AsJson,
@@ -24,9 +24,8 @@ from nextn.cli.common import (
     first_turns,
     parse_temperatures,
     print_published,
-    published_record,
 )
-from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars, shown
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, progress_bars, shown
 from nextn.cli.streaming import GivenTextOptions, TextOptions, engine_folder, measure_answers
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import ReferencePlan
@@ -34,16 +33,13 @@ from nextn.evaluate.workload import ReferencePlan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nextn.engines.counters import Counters
     from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.diagnose import Diagnosis
-    from nextn.evaluate.engine_probe import EngineFolder
-    from nextn.evaluate.engine_run import EngineObservation
     from nextn.evaluate.likelihoods import Cause
     from nextn.evaluate.workload import Prompt
-    from nextn.model.model import Model
 
-_INCONCLUSIVE = 3  # exit code
-_MAX_FLAGS = 1024 * 1024  # bytes
+_EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
 
 
@@ -86,9 +82,7 @@ def diagnose(
 ) -> None:
     """Name the most likely causes of an engine's low acceptance, from its own counters and the checkpoint."""
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.engines.endpoint import Endpoint
-    from nextn.engines.run_settings import with_settings
-    from nextn.evaluate.workload import prompts_record, prompts_text, read_prompts
+    from nextn.evaluate.workload import prompts_record, read_prompts
 
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
     plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, seed, options.backend, rule)
@@ -97,57 +91,35 @@ def diagnose(
     texts = first_turns(texts) if drive else texts
     source = TextOptions.of(options, given, EngineAccess(engine), quiet=as_json)
     _check_texts(plan, source, drive=drive, own_template=own_template)
-    from nextn.evaluate.diagnose import observed_plan
-    from nextn.evaluate.engine_run import EngineObservation, read_engine_counters
+    from nextn.engines.endpoint import Endpoint
+    from nextn.evaluate.engine_run import read_engine_counters
 
+    target: Endpoint | Counters
     if drive:
         target = Endpoint.open(engine, budget, model=served, key_env=limits.key_env, chat=own_template)
-        loaded, observed, stored = _drive(target, options, source, plan, texts)
     else:
-        stored = None
-        counters = read_engine_counters(engine, budget, served=served, key_env=limits.key_env)
-        loaded = options.load(need_head=True)
-        observed = [EngineObservation(plan.temperatures[0], counters)]
-    observed = [replace(each, counters=with_settings(each.counters, _flag_texts(flags))) for each in observed]
-    plan = observed_plan(observed, plan, num_speculative_tokens)
-    diagnosis = _compare(loaded, options, observed, source, plan, texts)
-    if stored is not None:  # the next diagnosis is of what the engine does then
-        stored.remove()
-    published = diagnosis.reference.published(options.source, prompts_text(prompts_record(prompts, texts)))
-    record = diagnosis.as_record() | published_record(published)
+        target = read_engine_counters(engine, budget, served=served, key_env=limits.key_env)
+    diagnosis = _diagnose(target, options, source, plan, texts, num_speculative_tokens, flags)
+    reference = replace(diagnosis.reference, prompts_source=prompts_record(prompts, texts))
+    diagnosis = replace(diagnosis, reference=reference)
+    record = diagnosis.to_dict()
     if out is not None:
         write_json(out, record)
     if as_json:
         print_json(record)
     else:
         _show_diagnosis(diagnosis)
-        if published is not None:
-            print_published(published)
-    raise typer.Exit(_exit_code(diagnosis))
-
-
-def _flag_texts(flags: str | None) -> list[str]:
-    """The text of --flags, or of the file that it names."""
-    if flags is None:
-        return []
-    path = Path(flags)
-    try:
-        return [path.read_bytes()[:_MAX_FLAGS].decode(errors="replace") if path.is_file() else flags]
-    except (OSError, ValueError):  # longer than a path, or with NUL
-        return [flags]
-
-
-def _exit_code(diagnosis: "Diagnosis") -> int:
-    return 0 if diagnosis.is_fine else _INCONCLUSIVE if diagnosis.is_inconclusive else 1
+        if reference.published is not None:
+            print_published(reference.published)
+    raise typer.Exit(_EXIT_CODES[diagnosis.outcome])
 
 
 def _check_texts(plan: ReferencePlan, source: TextOptions, *, drive: bool, own_template: bool) -> None:
     """Raise ConfigError for texts that engine and reference cannot have in common."""
-    if not drive and len(plan.temperatures) > 1:
-        given = ",".join(f"{temperature:g}" for temperature in plan.temperatures)
-        raise ConfigError(
-            f"--temperatures {given}: the engine's counters are of one temperature; name it, or use --drive"
-        )
+    from nextn.evaluate.diagnose_engine import check_temperatures
+
+    if not drive:
+        check_temperatures(plan)
     if source.is_streamed and (not drive or own_template):
         raise ConfigError(
             f"a streamed trunk ({source.reason}) cannot generate, so the texts are the engine's answers to prompts of "
@@ -155,57 +127,52 @@ def _check_texts(plan: ReferencePlan, source: TextOptions, *, drive: bool, own_t
         )
 
 
-def _drive(
-    target: "Endpoint", options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
-) -> "tuple[Model, list[EngineObservation], EngineFolder | None]":
-    """Load the model, send the prompts to the engine and read its counters.
-
-    Returns also the folder of what it answered, where the trunk is streamed: that may take long, and be interrupted.
-    """
-    from nextn.evaluate.engine_run import drive_engine
-    from nextn.evaluate.reference_texts import prompt_tokens
-
-    loaded = options.load(need_head=True, stream=source.is_streamed, shards=source.shards)
-    stored = None
-    if source.is_streamed:
-        ids = [prompt_tokens(loaded, prompt, plan) for prompt in prompts]
-        settings = [*map(str, plan.temperatures), plan.max_tokens, plan.seed]
-        stored = engine_folder(target, source, ids, "diagnose", settings)
-    with progress_bars(quiet=source.quiet) as progress:
-        step = progress("requests", len(prompts) * len(plan.temperatures))
-        folder = None if stored is None else stored.path
-        return loaded, drive_engine(target, loaded, prompts, plan, on_answer=step, folder=folder), stored
-
-
-def _compare(
-    model: "Model",
+def _diagnose(
+    target: "Endpoint | Counters",
     options: ModelOptions,
-    observed: "Sequence[EngineObservation]",
     source: TextOptions,
     plan: ReferencePlan,
     prompts: "Sequence[Prompt]",
+    num_speculative_tokens: int | None,
+    flags: str | None,
 ) -> "Diagnosis":
-    """Measure the reference, on the engine's answers where the trunk is streamed, and compare the engine with it."""
-    from nextn.evaluate.diagnose import audit_lines, diagnose
-    from nextn.evaluate.faults import FAULTS
+    """Load the model, observe the engine, and compare it with the reference.
 
-    reference = measure_answers(model, observed, source, plan, prompts) if source.is_streamed else None
+    Where the trunk is streamed, the reference is measured on the engine's answers. These are stored until the end, as
+    it may take long, and be interrupted.
+    """
+    from nextn.engines.endpoint import Endpoint
+    from nextn.evaluate.diagnose import audit_lines
+    from nextn.evaluate.diagnose_engine import compare, observe
+    from nextn.evaluate.faults import FAULTS
+    from nextn.evaluate.reference_texts import prompt_tokens
+
+    loaded = options.load(need_head=True, stream=source.is_streamed, shards=source.shards)
+    stored, num_texts = None, len(prompts) * len(plan.temperatures)
+    if source.is_streamed and isinstance(target, Endpoint):
+        ids = [prompt_tokens(loaded, prompt, plan) for prompt in prompts]
+        settings = [*map(str, plan.temperatures), plan.max_tokens, plan.seed]
+        stored = engine_folder(target, source, ids, "diagnose", settings)
+    folder = None if stored is None else stored.path
     with progress_bars(quiet=source.quiet) as progress:
-        return diagnose(
-            model,
-            prompts,
-            observed,
-            plan,
-            source=options.source,
-            reference=reference,
-            audit_notes=audit_lines(options.source, **options.hub),
-            on_text=progress("reference", 0 if source.is_streamed else len(prompts) * len(plan.temperatures)),
+        step = progress("requests", num_texts)
+        observed = observe(loaded, target, prompts, plan, on_answer=step, folder=folder)
+    of_answers = None
+    if source.is_streamed:
+        of_answers = lambda observed, plan: measure_answers(loaded, observed, source, plan, prompts)  # noqa: E731
+    with progress_bars(quiet=source.quiet) as progress:
+        found = compare(
+            loaded, observed, prompts, plan, num_speculative_tokens, flags=flags, source=options.source,
+            notes=audit_lines(options.source), measure_answers=of_answers,
+            on_text=progress("reference", 0 if source.is_streamed else num_texts),
             on_fault=progress("faults", len(FAULTS)),
-        )
+        )  # fmt: skip
+    if stored is not None:  # the next diagnosis is of what the engine does then
+        stored.remove()
+    return found
 
 
 def _show_diagnosis(diagnosis: "Diagnosis") -> None:
-    screen = console()
     depths = range(1, diagnosis.reference.plan.num_speculative_tokens + 1)
     table = figures_table("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit")
     several = len(diagnosis.cases) > 1
@@ -223,20 +190,12 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
         rates = [f"{rate:.3f}" for rate in cause.rates]
         table.add_row(plain(cause.name), *rates, f"{cause.length:.2f}", _odds(cause), _fit(cause), style=style)
     print_table(table)
-    kind = "fine" if diagnosis.is_fine else "inconclusive" if diagnosis.is_inconclusive else "finding"
-    screen.print(plain(f"{kind}: {diagnosis.summary}", style="bold"), soft_wrap=True)
-    for fault in diagnosis.suspects:
-        screen.print(plain(f"{fault.name}: {fault.description}"), soft_wrap=True)
-        if fault.issues:
-            screen.print(plain(f"  seen in  {', '.join(fault.issues)}"), soft_wrap=True)
-        screen.print(plain(f"  to do  {fault.advice}", style="cyan"), soft_wrap=True)
+    show_report(diagnosis)
     if diagnosis.indistinguishable:
-        like = ", ".join(diagnosis.indistinguishable)
-        screen.print(plain(f"these counts do not tell it from: {like}"), soft_wrap=True)
-    for number, check in enumerate(diagnosis.checks, 1):
-        screen.print(plain(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}"), soft_wrap=True)
-    for note in diagnosis.notes:
-        screen.print(plain(f"note: {shown(note)}"), soft_wrap=True)
+        print_lines(f"these counts do not tell it from: {', '.join(diagnosis.indistinguishable)}")
+    for number, check in enumerate(diagnosis.next_checks, 1):
+        print_lines(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}")
+    print_lines(*(f"note: {shown(note)}" for note in diagnosis.notes))
 
 
 def _where(temperature: float, prompts: "tuple[int, ...] | None", *, several: bool) -> str:

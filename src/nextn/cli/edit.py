@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,16 +14,26 @@ from nextn.cli.common import (
     K_NAMES,
     AsJson,
     CheckpointName,
-    HubOptions,
     MaxTokens,
     Prompts,
     expanded,
+    open_checkpoint,
     shipped_option,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, figures_table, plain, print_json, print_table, progress_bars, shortened
+from nextn.cli.screen import (
+    console,
+    echo,
+    figures_table,
+    plain,
+    print_json,
+    print_lines,
+    print_table,
+    progress_bars,
+    shortened,
+)
 from nextn.errors import ConfigError
-from nextn.families.spec import ExpertForm
+from nextn.family_table.spec import ExpertForm
 
 if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
@@ -37,7 +47,7 @@ _NUM_PROMPTS = 16  # of the built-in set, about, for `--head-bits auto`
 
 
 @dataclass(frozen=True, kw_only=True)
-class EditOptions(HubOptions):
+class EditOptions:
     """The options of every command that edits a checkpoint."""
 
     follow_links: Annotated[
@@ -70,7 +80,7 @@ def restore(
     """Restore a lost head, byte for byte. From a hub, only the head is downloaded."""
     from nextn.edit.restore import restore as restore_head
 
-    source = None if base is None else options.open(base)
+    source = None if base is None else open_checkpoint(base)
     edit = partial(restore_head, target, source, out=out, aliases=add_aliases, family=family, force=force)
     _run(edit, options, as_json=as_json)
 
@@ -146,7 +156,7 @@ def convert(
         _refuse(of_head | of_gguf, "--reindex changes the index alone; run it first, then convert with")
         from nextn.edit.reindex import reindex as write_index
 
-        _run(partial(write_index, options.open(source), out), options, as_json=as_json)
+        _run(partial(write_index, open_checkpoint(source), out), options, as_json=as_json)
         return
     if out is None:
         raise typer.BadParameter(
@@ -167,7 +177,7 @@ def convert(
     from nextn.edit.expert_pieces import read_expert_list
 
     edit = partial(
-        convert_head, options.open(source), out, to=to, now=now, form=form, norm_weight=norm_weights,
+        convert_head, open_checkpoint(source), out, to=to, now=now, form=form, norm_weight=norm_weights,
         experts=experts, trunk_experts=trunk_experts,
         keep_experts=None if keep_experts is None else read_expert_list(keep_experts),
     )  # fmt: skip
@@ -186,7 +196,7 @@ def extract(
     """Write the head alone to one file, from which it can be restored."""
     from nextn.edit.convert import extract as extract_head
 
-    checkpoint = options.open(model)
+    checkpoint = open_checkpoint(model)
     _run(partial(extract_head, checkpoint, out, copies=copies), options, as_json=as_json)
 
 
@@ -218,7 +228,6 @@ def export(
     as_adopted: Annotated[
         bool, typer.Option("--adopt", help="Write trunk and head in GLM-4.5's layout, as `nextn adopt` does.")
     ] = False,
-    hub: HubOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write a head that was added to a model for an engine, and print the command that serves it with the trunk."""
@@ -230,52 +239,48 @@ def export(
     write = partial(export_head, tokenizer=tokenizer, num_speculative_tokens=num_speculative_tokens)
     if as_adopted and engine != "llama.cpp":
         _refuse({"--tokenizer": tokenizer}, "--adopt writes a folder with the trunk's own tokenizer: leave out")
-        _export_adopted(head, out, engine, model, num_speculative_tokens, hub, as_json=as_json)
+        _export_adopted(head, out, engine, model, num_speculative_tokens, as_json=as_json)
         return
-    made = (
-        _adopted_gguf(head, out, model, hub, write) if as_adopted else write(head, out, engine, trunk=model, **hub.hub)
-    )
+    made = _adopted_gguf(head, out, model, write) if as_adopted else write(head, out, engine, trunk=model)
     if as_json:
         print_json(asdict(made) | {"path": str(made.path)})
     else:
         echo(as_text(made))
 
 
-def _export_adopted(
-    head: str, out: Path, engine: str, model: str | None, k: int | None, hub: HubOptions, *, as_json: bool
-) -> None:
+def _export_adopted(head: str, out: Path, engine: str, model: str | None, k: int | None, *, as_json: bool) -> None:
     """Write the model with the head in the layout of a family that the engine runs, and print the commands."""
     from nextn.serve.engine_commands import ENGINES, as_script, engine_commands
 
     if engine not in ENGINES:
         raise ConfigError(f"--for {engine} --adopt; expected one of {', '.join(ENGINES)}")
-    folder = _adopted(head, out, model, hub)
-    made = engine_commands(replace(hub, revision=None).open(str(folder)), engine, num_speculative_tokens=k)
+    folder = _adopted(head, out, model)
+    made = engine_commands(open_checkpoint(folder), engine, num_speculative_tokens=k)
     if as_json:
         print_json({"path": str(folder), "engine": engine, "commands": made.commands, "notes": made.notes})
     else:
         echo(as_script(made))
 
 
-def _adopted_gguf(head: str, out: Path, model: str | None, hub: HubOptions, write: "Callable[..., Export]") -> "Export":
+def _adopted_gguf(head: str, out: Path, model: str | None, write: "Callable[..., Export]") -> "Export":
     """Write the same into one file, by way of a folder beside it."""
     from nextn.edit.gguf_export import refuse_file
 
     refuse_file(out)
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as folder:
-        return write(_adopted(head, Path(folder) / out.stem, model, hub), out, "llama.cpp")
+        return write(_adopted(head, Path(folder) / out.stem, model), out, "llama.cpp")
 
 
-def _adopted(head: str, out: Path, model: str | None, hub: HubOptions) -> Path:
+def _adopted(head: str, out: Path, model: str | None) -> Path:
     from nextn.edit.adopt import LAYOUTS
     from nextn.edit.adopt import adopt as adopt_model
     from nextn.edit.export import trunk_path
 
-    opened = hub.open(head)
+    opened = open_checkpoint(head)
     trunk = trunk_path(opened, model)
     alone = head if str(trunk) != opened.path else None
-    source = replace(hub, revision=None).open(str(trunk)) if alone else opened
+    source = open_checkpoint(trunk) if alone else opened
     return adopt_model(source, out, layout=LAYOUTS[0], head=alone).folder
 
 
@@ -298,7 +303,7 @@ def adopt(
     """Write a model without an MTP family (Llama, Mistral, Qwen2, Qwen3) in the layout of one that engines run."""
     from nextn.edit.adopt import adopt as adopt_model
 
-    checkpoint = options.open(model)
+    checkpoint = open_checkpoint(model)
     edit = partial(adopt_model, checkpoint, out, layout=layout, head=head)
     _run(edit, options, as_json=as_json)
 
@@ -347,7 +352,7 @@ def quantize(
         )
     if head_bits == "auto" and options.dry_run:
         raise ConfigError("--dry-run writes nothing, so that nothing can be measured; give --head-bits 16, 8 or 4")
-    checkpoint = options.open(model)
+    checkpoint = open_checkpoint(model)
     importance = None if calibrate is None or options.dry_run else _importance(checkpoint, calibrate, quiet=as_json)
     if head_bits != "auto":
         edit = partial(
@@ -452,7 +457,6 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
     for file in plan.documents:
         table.add_row(*map(plain, (file, "", "", "index" if file == INDEX else "")))
     print_table(table)
-    screen = console()
     renamed, dropped = "is renamed to", "is removed"
     if plan.new_folder:
         renamed, dropped = "is copied as", "is not copied, as its tensors are written anew"
@@ -469,8 +473,7 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
     what = f"{plan.num_bytes:,} bytes of tensors" if plan.pieces else "no tensors, but the files above,"
     unchanged = f"; {plan.origin.path} is not changed" if plan.new_folder else ""
     lines.append(f"{verb} {what} in {plan.folder}{unchanged}" if plan.pieces or plan.documents else "nothing to write")
-    for line in lines:
-        screen.print(plain(line), soft_wrap=True)
+    print_lines(*lines)
 
 
 @contextmanager

@@ -1,37 +1,32 @@
 """Commands that check other engines: `nextn verify` tests live endpoints, `nextn canary build|check` conformance.
 
-Exit codes: 0 passed or no clause broken, 1 findings, 2 usage error.
+Exit codes: 0 nothing failed, 1 findings, 2 usage error.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nextn.cli.check_report import show_report
 from nextn.cli.common import K_NAMES, AsJson, Device, Prompts, RecordFile, RequestLimits, expanded, first_turns
-from nextn.cli.screen import console, figures_table, plain, print_json, print_table, progress_bars, shown
+from nextn.cli.screen import console, figures_table, plain, print_json, print_lines, print_table, progress_bars
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from nextn.conformance.engine_run import ConformanceRun, SampledRun
     from nextn.conformance.record import Canary
-    from nextn.engines.check_result import CheckReport, CheckResult
     from nextn.engines.client import Budget
 
-_STYLES = {"passed": "bold green", "failed": "bold red", "inconclusive": "yellow"}
 canary_app = typer.Typer(
     no_args_is_help=True, help="A tiny trained checkpoint, and the counters that an engine must show when serving it."
 )
 
 _EPILOG = f"Documentation: {docs_page('reference/contract')}"
-_CLAUSE_WORDS = {"passed": "held", "failed": "broken"}
 
 
 @expanded()
@@ -64,35 +59,28 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check that a server's output is the same with MTP on and off: greedy, sampled, cached, JSON, tools, stops."""
-    from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.workload import read_prompts
-    from nextn.verify import VerifyReport, VerifySettings
-    from nextn.verify import verify as run_checks
+    from nextn.verify_checks import VerifySettings, verify_reports
 
     settings = VerifySettings(
         max_tokens=max_tokens, tie_gap=tie_gap, samples=samples, concurrency=concurrency, context=context, seed=seed
     )
-    texts = first_turns(read_prompts(prompts))
-    budget = limits.budget()
-    connect = partial(Endpoint.open, budget=budget, model=model, key_env=limits.key_env, chat=chat)
-    target, reference = connect(url), connect(against) if against else None
-    results: list[CheckResult] = []
-    is_complete = False
+    texts, budget = first_turns(read_prompts(prompts)), limits.budget()
     with _progress(budget, quiet=as_json) as progress:
-        try:
-            for result in run_checks(target, reference, texts, settings, names=check or (), on_check=progress):
-                results.append(result)
-            is_complete = True
-        except KeyboardInterrupt:
-            pass  # the results so far are reported below
-    other = None if reference is None else reference.url
-    report = VerifyReport(target.url, target.served.name, other, tuple(results), budget.used, is_complete)
+        reports = verify_reports(
+            url, against, prompts=texts, checks=check or (), settings=settings, model=model, chat=chat, budget=budget,
+            key_env=limits.key_env, on_check=progress,
+        )  # fmt: skip
+        report = next(reports)
+        with suppress(KeyboardInterrupt):  # the results so far are reported below
+            for report in reports:  # noqa: B007
+                pass
     if as_json:
-        print_json(report.as_record())
+        print_json(report.to_dict())
     else:
-        _show(report)
+        show_report(report)
     has_findings = report.failed or (strict and report.has_inconclusive)
-    raise typer.Exit(1 if has_findings else 0 if is_complete else 130)
+    raise typer.Exit(1 if has_findings else 0 if report.is_complete else 130)
 
 
 @contextmanager
@@ -110,34 +98,6 @@ def _progress(budget: "Budget", *, quiet: bool) -> Iterator[Callable[[str], None
     with Progress(*columns, console=screen, disable=quiet or not screen.is_terminal, transient=True) as bar:
         task = bar.add_task("verify", total=None)
         yield lambda name: bar.update(task, description=name)
-
-
-def _show(report: "CheckReport", *, words: Mapping[str, str] | None = None) -> None:
-    """Print a line for each check and one for the report; `words` replaces the names of outcomes."""
-    screen = console()
-    if report.checks:
-        screen.print(_table(report.checks, words or {}))
-    text = plain("findings" if report.failed else "no findings", style=_STYLES["failed" if report.failed else "passed"])
-    screen.print(text.append(f"  {shown(report.headline)}", style="default"))
-
-
-def _table(checks: Sequence["CheckResult"], words: Mapping[str, str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    has_titles = any(check.title for check in checks)
-    for _ in range(3 if has_titles else 2):
-        table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for check in checks:
-        evidence = plain(shown(check.evidence))
-        width = max((len(label) for label, _ in check.details), default=0)
-        for label, line in check.details:
-            evidence.append(f"\n{label:<{width}}  {shown(line)}", style="cyan" if label == "to do" else "default")
-        title = [plain(check.title)] if has_titles else []
-        outcome = plain(words.get(check.outcome, check.outcome), style=_STYLES[check.outcome])
-        table.add_row(outcome, plain(check.name), *title, evidence)
-    return table
 
 
 @canary_app.command(epilog=_EPILOG)
@@ -162,8 +122,7 @@ def build(
         return
     _show_canary(Canary.read(out), out)
     if record["looping"]:
-        warning = f"{record['looping']} of its texts are repetitive, which hides faults: try another --seed"
-        console().print(plain(warning, style="yellow"), soft_wrap=True)
+        print_lines(f"{record['looping']} of its texts are repetitive, which hides faults: try another --seed")
 
 
 @canary_app.command(epilog=_EPILOG)
@@ -207,11 +166,11 @@ def check(
         run, sampled_run = _drive(known, engine, model, limits, passes=passes if sampled else 0, quiet=as_json)
     report = check_run(known, run, num_speculative_tokens=num_speculative_tokens, sampled_run=sampled_run)
     if out is not None:
-        write_json(out, report.as_record())
+        write_json(out, report.to_dict())
     if as_json:
-        print_json(report.as_record())
+        print_json(report.to_dict())
     else:
-        _show(report, words=_CLAUSE_WORDS)
+        show_report(report)
     raise typer.Exit(1 if report.failed else 0)
 
 
@@ -239,4 +198,4 @@ def _show_canary(canary: "Canary", out: Path) -> None:
         table.add_row(plain(reading.name), *(f"{canary.length(reading, k):.2f}" for k in canary.k_values))
     print_table(table)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    console().print(plain(f"{canary.family} in {out}: {len(canary.prompts)} prompts, {size:.1f} MB"), soft_wrap=True)
+    print_lines(f"{canary.family} in {out}: {len(canary.prompts)} prompts, {size:.1f} MB")

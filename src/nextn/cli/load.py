@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import EngineAccess, first_turns
-from nextn.cli.screen import figures_table, plain, print_json, print_table, print_unwrapped, progress_bars
+from nextn.cli.screen import figures_table, print_json, print_lines, print_table, progress_bars
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,12 +111,10 @@ def show_by_load(advice: "LoadAdvice") -> None:
         cells = (measured, f"{point.length:.2f}", f"{point.round_cost:.2f}", *speedups)
         table.add_row(str(point.streams), *speeds, *cells, str(point.best(advice.rates) or "off"))
     print_table(table)
-    lines = [
+    print_lines(
         f"T={advice.temperature:g}, {advice.engine}: {advice.summary}",
         f"round costs: a round of {len(advice.rates)} drafts, in rounds without; MTP gains where AL is above it. K=1, "
         "...: expected speed-up, each draft of a round costing the same.",
         *(f"note: {note}" for note in advice.notes),
         *(f"  {name}: {value}" for name, value in advice.settings.items()),
-    ]
-    for line in lines:
-        print_unwrapped(plain(line))
+    )

@@ -22,16 +22,14 @@ from nextn.cli.common import (
     first_turns,
     parse_temperatures,
     print_published,
-    published_record,
     shipped_path,
 )
-from nextn.cli.screen import console, echo, figures_table, plain, print_json, print_note, print_table, progress_bars
-from nextn.cli.streaming import GivenTextOptions, TextOptions, measure_acceptance, opened
+from nextn.cli.screen import echo, figures_table, plain, print_json, print_lines, print_note, print_table, progress_bars
+from nextn.cli.streaming import GivenTextOptions, TextOptions, measure_acceptance
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
 from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.workload import ReferencePlan
-from nextn.settings import WEIGHT_BITS
 from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def measure(
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.evaluate.workload import prompts_record, prompts_text, read_prompts
+    from nextn.evaluate.workload import prompts_record, read_prompts
 
     texts, engine = given_texts.texts, asked.engine
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
@@ -148,33 +146,29 @@ def measure(
     quiet = as_json or model_card or form is not None
     source = TextOptions.of(options, given_texts, asked, quiet=quiet)
     if against is not None:  # first, so that one model is in memory at a time
-        other = replace(options, source=shipped_path(against), head=None, revision=None).prepared()
-        earlier = _measure(other, source, plan, to_answer)[1].as_record()
+        other = replace(options, source=shipped_path(against), head=None).prepared()
+        earlier = _measure(other, source, plan, to_answer)[1].to_dict()
     loaded, report = _measure(options, source, plan, to_answer)
+    report = replace(report, prompts_source={} if texts is not None else prompts_record(prompts, to_answer))
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     if long := loaded.length_note(report.num_positions):
         print_note(long)
-    origin = {} if texts is not None else prompts_record(prompts, to_answer)
-    prompts_words = prompts_text(origin) if origin else str(texts)
-    published = report.published(options.source, prompts_words)
-    record = (
-        report.as_record()
-        | ({"prompts": origin} if origin else {})
-        | published_record(published)
-        | ({} if probed is None else {"probe": probed.as_record()})
-    )
+    record = report.to_dict() | ({} if probed is None else {"probe": probed.as_record()})
     if out is not None:
         write_json(out, record)
     if figure is not None:
         draw_curves(report, figure)
     if form is not None:
-        echo(exchange_text(report, form, source=options.source, prompts=prompts_words).rstrip("\n"))
-        if form == "inferencex" and (difference := inferencex_note(report, origin.get("category"))) is not None:
+        echo(exchange_text(report, form, source=report.source, prompts=report.prompts_text).rstrip("\n"))
+        if (
+            form == "inferencex"
+            and (difference := inferencex_note(report, report.prompts_source.get("category"))) is not None
+        ):
             print_note(difference)
     elif not as_json:
         (_show_model_card if model_card else show_reference)(report)
-    if published is not None and not quiet:
-        print_published(published)
+    if report.published is not None and not quiet:
+        print_published(report.published)
     if probed is not None and not quiet:
         show_probe(probed)
     compared = None
@@ -192,13 +186,15 @@ def measure(
 def _measure(
     options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
 ) -> "tuple[Model, ReferenceReport]":
-    from nextn.evaluate.decoding_costs import Machine
-    from nextn.evaluate.reference_report import checkpoint_hashes
+    from nextn.evaluate.measure import measure, with_checkpoint
 
-    loaded, report = measure_acceptance(options, source, plan, prompts)
-    hashes = checkpoint_hashes(opened(loaded, options.source), head=options.head, **options.hub)
-    machine = Machine.of(loaded, weight_bits=WEIGHT_BITS[loaded.trunk.weights])
-    return loaded, replace(report, source=options.source, hashes=hashes, machine=machine)
+    if source.has_texts:
+        loaded, report = measure_acceptance(options, source, plan, prompts)
+        return loaded, with_checkpoint(report, loaded, options.source, head=options.head)
+    loaded = options.load(need_head=True)
+    with progress_bars(quiet=source.quiet) as progress:
+        step = progress("texts", len(prompts) * len(plan.temperatures))
+        return loaded, measure(loaded, prompts, plan, source=options.source, head=options.head, on_text=step)
 
 
 def _show_model_card(report: "ReferenceReport") -> None:
@@ -209,6 +205,7 @@ def _show_model_card(report: "ReferenceReport") -> None:
 
 def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":
     from nextn.evaluate.conventions import stored_copies
+    from nextn.evaluate.measure import stored_in
     from nextn.evaluate.probe import probe, truncate_texts
     from nextn.evaluate.reference_texts import generate_texts
 
@@ -221,7 +218,7 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
     generated = sampled[0] if sampled else generate_texts(model, prompts, report.plan, 1.0)
     with progress_bars(quiet=quiet) as progress:
         step = progress("conventions", None)
-        copies = {} if options.head is not None else stored_copies(opened(model, report.source), model, **options.hub)
+        copies = {} if options.head is not None else stored_copies(stored_in(model, report.source), model)
         return probe(
             model, truncate_texts(generated.texts), report.plan.num_speculative_tokens, copies=copies, on_score=step
         )
@@ -247,7 +244,9 @@ def _show_comparison(compared: AcceptanceChange, *, quiet: bool) -> None:
             changed = 0.0 - drop.value  # not -0.0
             low, high = changed - drop.half_width, changed + drop.half_width
             change = f"{changed:+.1%} ({low:+.1%} to {high:+.1%})"
-            values = (f"{drop.before:.3f}", f"{drop.now:.3f}", change, f"{drop.ceiling:.3f}")
+            # Of later drafts it is on other positions: those where the head's own earlier drafts were accepted.
+            ceiling = f"{drop.ceiling:.3f}" if drop.figure in ("a_1", "AL") else ""
+            values = (f"{drop.before:.3f}", f"{drop.now:.3f}", change, ceiling)
             table.add_row(plain(drop.label), *values, "fell" if drop in compared.fallen else "")
         print_table(table)
         for temperature in set(compared.degenerate) - {drop.temperature for drop in compared.drops}:
@@ -270,7 +269,7 @@ def _require(report: "ReferenceReport", minimum: float) -> None:
 
 def show_reference(report: "ReferenceReport") -> None:
     """Print acceptance per depth, AL over K, what the curves say, the controls and the notes."""
-    screen, largest = console(), report.plan.num_speculative_tokens
+    largest = report.plan.num_speculative_tokens
     depths = range(1, largest + 1)
     rates = figures_table("rule", "texts", *(f"a_{k}" for k in depths), left=("rule",))
     lengths = figures_table("mean acceptance length", *(f"AL@{k}" for k in depths), left=("mean acceptance length",))
@@ -286,24 +285,20 @@ def show_reference(report: "ReferenceReport") -> None:
     print_table(lengths)
     for temperature in report.plan.temperatures:
         if (curve := report.curve(temperature)) is not None:
-            screen.print(plain(f"{_label(temperature, report.rules(temperature)[0])}: {curve.summary}"), soft_wrap=True)
+            print_lines(f"{_label(temperature, report.rules(temperature)[0])}: {curve.summary}")
     if (controls := report.controls) is not None:
-        screen.print(
-            plain(
-                f"controls, greedy where measured: a_1 over all positions {controls.all_positions:.2f}; shifted "
-                f"targets {controls.shifted:.2f}, shuffled hidden states {controls.shuffled:.2f}, by chance "
-                f"{controls.chance:.2f}; median rank of the actual token {controls.median_rank:.0f} of "
-                f"{controls.vocab_size}"
-            ),
-            soft_wrap=True,
+        print_lines(
+            f"controls, greedy where measured: a_1 over all positions {controls.all_positions:.2f}; shifted targets "
+            f"{controls.shifted:.2f}, shuffled hidden states {controls.shuffled:.2f}, by chance {controls.chance:.2f}; "
+            f"median rank of the actual token {controls.median_rank:.0f} of {controls.vocab_size}"
         )
-    screen.print(plain(f"a_k at K = {largest}; AL@k of rounds of k drafts, on the same texts"), soft_wrap=True)
-    if report.text_source:
-        screen.print(plain(f"texts of {report.text_source}{_streamed(report)}"), soft_wrap=True)
     where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
-    screen.print(plain(f"{report.scoring_pass} pass, {report.family}; {where}"), soft_wrap=True)
-    for warning in report.warnings:
-        screen.print(plain(f"note: {warning}"), soft_wrap=True)
+    print_lines(
+        f"a_k at K = {largest}; AL@k of rounds of k drafts, on the same texts",
+        *([f"texts of {report.text_source}{_streamed(report)}"] if report.text_source else []),
+        f"{report.scoring_pass} pass, {report.family}; {where}",
+        *(f"note: {warning}" for warning in report.warnings),
+    )
 
 
 def _rows(
@@ -366,7 +361,7 @@ def show_probe(probed: "ProbeReport") -> None:
         accepted = f"{score.accepted_per_position():.2f}"
         table.add_row(plain(score.description), *rates, accepted, difference, style=style)
     print_table(table)
-    console().print(plain(f"probe: {probed.summary}"), soft_wrap=True)
+    print_lines(f"probe: {probed.summary}")
     if probed.ties:
         ties = "; ".join(score.description for score in probed.ties)
-        console().print(plain(f"these accept as many drafts as that convention on these texts: {ties}"), soft_wrap=True)
+        print_lines(f"these accept as many drafts as that convention on these texts: {ties}")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import ModelOptions
-from nextn.cli.screen import console, figures_table, plain, print_table
+from nextn.cli.common import ModelOptions, open_checkpoint
+from nextn.cli.screen import figures_table, plain, print_lines, print_table
 from nextn.cli.streaming import TextOptions, measure_acceptance
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import ReferencePlan
@@ -80,11 +80,11 @@ def advise_offloaded(
     from nextn.evaluate.decoding_costs import Machine
     from nextn.evaluate.offloading import Bandwidths, ExpertRouting, OffloadAdvice, StoredWeights
 
-    checkpoint = options.open(options.source)
+    checkpoint = open_checkpoint(options.source)
     trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
     head = trunk
     if options.head is not None:
-        head = open_head(options.head, trunk, cache_dir=options.cache_dir, offline=options.offline)
+        head = open_head(options.head, trunk)
     weights = StoredWeights.of(trunk, head)
     routing = ExpertRouting(
         {index: each.num_experts for index, each in weights.experts.items()}, plan.num_speculative_tokens + 1
@@ -114,12 +114,11 @@ def show_experts(advice: "OffloadAdvice") -> None:
     print_table(table)
     rates, weights = advice.bandwidths, advice.weights
     costs = advice.forecasts[0].costs
-    line = (
+    print_lines(
         f"experts of {num_layers} layers at {rates.offload / 1e9:.3g} GB/s, {weights.trunk_bytes / 1e9:.3g} GB of "
         f"other weights at {rates.memory / 1e9:.3g} GB/s: {costs.steps[0].median * 1e3:.3g} ms per baseline step, c "
         f"{costs.c:.2f}; one sequence, and no expert is kept from one pass to the next"
     )
-    console().print(plain(line), soft_wrap=True)
 
 
 def check_cores(cores: Sequence[int], bandwidth: float | None) -> None:
@@ -146,10 +145,7 @@ def show_cores(scaling: "CoreScaling") -> None:
             cells.append(cell)
         table.add_row(str(each.cores), *cells)
     print_table(table)
-    console().print(
-        plain(
-            f"predicted (measured): one core's time over the cores, but no less than reading "
-            f"{scaling.step_bytes / 1e6:.0f} MB at {scaling.bandwidth / 1e9:.1f} GB/s; without barriers and NUMA"
-        ),
-        soft_wrap=True,
+    print_lines(
+        "predicted (measured): one core's time over the cores, but no less than reading "
+        f"{scaling.step_bytes / 1e6:.0f} MB at {scaling.bandwidth / 1e9:.1f} GB/s; without barriers and NUMA"
     )

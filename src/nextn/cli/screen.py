@@ -65,6 +65,12 @@ def echo(text: str, *, err: bool = False) -> None:
     print(visible(text, lines=True), file=sys.stderr if err else sys.stdout, flush=True)
 
 
+def print_lines(*lines: str) -> None:
+    """Print lines to standard output, each escaped as a name is, and none wrapped."""
+    for line in lines:
+        echo(visible(line))
+
+
 def print_error(error: Exception) -> None:
     """Print `error: ...` to standard error; further lines are indented, so that none looks like output of our own."""
     echo(re.sub(r"\n(?! )", "\n  ", f"error: {error}"), err=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, ModelOptions, NumCopyTokens, expanded
+from nextn.cli.common import K_NAMES, ModelOptions, NumCopyTokens, expanded, open_checkpoint
 from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
 from nextn.cli.screen import echo, flush_streams, print_note
 from nextn.errors import ConfigError
@@ -164,10 +164,10 @@ def _print_command(engine: str, model: ModelOptions, k: int | None, advice: Path
         out = "OUT.gguf" if engine == "llama.cpp" else "OUT"
         command = f"nextn export {shlex.quote(model.head)} {out} --model {shlex.quote(model.source)} --for {engine}"
         raise ConfigError(f"--print with --head: `{command}` writes it for the engine, and prints the command")
-    checkpoint = model.open(model.source)
+    checkpoint = open_checkpoint(model.source)
     if k is None and advice is not None:
         k = advised_num_speculative_tokens(advice)
-    echo(as_script(engine_commands(checkpoint, engine, num_speculative_tokens=k, revision=model.revision)))
+    echo(as_script(engine_commands(checkpoint, engine, num_speculative_tokens=k)))
 
 
 def _default_name(source: str) -> str:

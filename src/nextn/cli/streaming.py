@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nextn.cli.common import EngineAccess, ModelOptions, user_cache
+from nextn.cli.common import EngineAccess, ModelOptions, open_checkpoint, user_cache
 from nextn.cli.screen import console, print_note, progress_bars
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.engine_probe import EngineFolder, EngineProbe
     from nextn.evaluate.engine_run import EngineObservation
@@ -49,7 +48,7 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
     from nextn.devices import resolve_device
     from nextn.evaluate import offloading
 
-    checkpoint = options.open(options.source)
+    checkpoint = open_checkpoint(options.source)
     return offloading.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
 
 
@@ -320,13 +319,6 @@ def _run_trunk(
     if source.states is None:
         remove_states(folder)
     return outputs, stream_record(layers, estimate)
-
-
-def opened(model: "Model", source: str) -> "str | Checkpoint":
-    """Return the checkpoint of a streamed trunk, whose downloaded tensors need no second download; else the source."""
-    from nextn.model.streamed_trunk import StreamedTrunk
-
-    return model.trunk.checkpoint if isinstance(model.trunk, StreamedTrunk) else source
 
 
 def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Path, *, quiet: bool) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nextn.cli.common import AsJson, Device, HubOptions, ModelOptions, check_device, expanded, shipped_option
+from nextn.cli.common import AsJson, Device, ModelOptions, check_device, expanded, shipped_option
 from nextn.cli.streaming import KeepShards
 from nextn.cli.train_common import check_options, export_head, merge_settings, with_layout
 from nextn.cli.train_run import DEFAULT_RECIPE, print_result, train_head, train_joint
@@ -168,7 +168,6 @@ def train(
             rich_help_panel=_HEAD,
         ),
     ] = False,
-    hub: HubOptions,
     as_json: AsJson = False,
 ) -> None:
     """Train trunk and MTP head from scratch, or only a head with --freeze-trunk. Ctrl-C saves, --resume continues."""
@@ -190,10 +189,7 @@ def train(
         layout=layout,
         head_only=head_only,
         on_policy=on_policy,
-        revision=hub.revision,
         cache_gb=cache_gb,
-        cache_dir=_text(hub.cache_dir),
-        offline=hub.offline,
         follow_links=follow_links,
         allow_worse=allow_worse,
         curve=curve,
@@ -271,7 +267,7 @@ def _check(options: "RunOptions") -> None:
     ModelOptions(options.trunk).check()
     if options.export is not None:
         check_options(options)
-    if options.stream and not (options.head_only or options.offline or Path(options.trunk).exists()):
+    if options.stream and not (options.head_only or Path(options.trunk).exists()):
         raise ConfigError(
             f"--stream: of {options.trunk}, only what is needed is downloaded, so the trained head is written alone; "
             "add --head-only, or download the model, and give its folder"

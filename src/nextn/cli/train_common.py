@@ -172,9 +172,9 @@ def check_options(options: "RunOptions") -> None:
 
     if options.export not in ENGINES:
         raise ConfigError(f"--export {options.export}; expected {', '.join(ENGINES)}")
-    is_local = options.trunk is not None and Path(options.trunk).exists()
-    if not is_local and (options.revision is not None or options.stream):
-        given = "--stream" if options.stream else f"--revision {options.revision}"
+    trunk = options.trunk or ""
+    if not Path(trunk).exists() and ("@" in trunk or options.stream):
+        given = "--stream" if options.stream else f"--from {trunk}"
         raise ConfigError(f"--export with {given}: download {options.trunk}, and give its folder with --from")
 
 
@@ -185,7 +185,7 @@ def with_layout(options: "RunOptions") -> "RunOptions":
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.edit.export import layout_for
 
-    trunk = Checkpoint.open(options.trunk, cache_dir=options.cache_dir, offline=options.offline)
+    trunk = Checkpoint.open(options.trunk)
     return replace(options, layout=layout_for(options.export, trunk.config))
 
 
@@ -214,7 +214,5 @@ def export_head(out: Path, head: Path, options: "RunOptions") -> tuple[dict[str,
     if options.export == "llama.cpp":
         target.mkdir(exist_ok=True)
         target = target / "model.gguf"
-    made = export(
-        head, target, options.export, trunk=options.trunk, cache_dir=options.cache_dir, offline=options.offline
-    )
+    made = export(head, target, options.export, trunk=options.trunk)
     return asdict(made) | {"path": str(made.path)}, f"wrote {made.path}\n{as_text(made)}"

@@ -6,13 +6,14 @@ change. Texts above temperature 0 are random: only the acceptance rule is inferr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from nextn.conformance.acceptance_rule import check_acceptance_rule
 from nextn.conformance.engine_run import ConformanceRun, SampledRun
 from nextn.conformance.record import CLAUSES, Canary, Clause, Range, RecordedReading, clause_of
-from nextn.engines.check_result import CheckResult
+from nextn.engines.answers import common_prefix
+from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
 from nextn.evaluate.hypotheses import engine_depth
@@ -23,8 +24,6 @@ _TOLERANCE, _MIN_TOLERANCE = 0.03, 2
 _MIN_RATIO = 4
 # The fact of a family that an engine's convention changes -> the clause that it is about.
 _FACTS = {"embedded": "C2", "hidden": "C3", "position0": "C4", "next_hidden": "C7", "order": "C11"}
-# The outcome of a clause in JSON.
-_RECORDED = {"passed": "held", "failed": "broken", "inconclusive": "untold"}
 _BY_TEXT, _BY_COUNTS, _SAMPLED = "C8", "C14", "C13"
 
 
@@ -44,13 +43,9 @@ class TextDifference:
     position: int
     is_near_tie: bool
 
-    def as_record(self) -> dict[str, object]:
-        """Return the JSON form."""
-        return {"prompt": self.prompt, "place": self.position, "near": self.is_near_tie}
-
 
 @dataclass(frozen=True)
-class ConformanceReport:
+class ConformanceReport(CheckReport):
     """The results of one check."""
 
     canary: Canary
@@ -89,12 +84,15 @@ class ConformanceReport:
         return tuple(check for check in self.checks if check.outcome == "failed")
 
     @property
-    def failed(self) -> bool:
-        return bool(self.broken) or (bool(self.fits) and not self.explanations)
+    def outcome(self) -> Outcome:
+        return "failed" if self.broken or (self.fits and not self.explanations) else "passed"
 
     @property
     def summary(self) -> str:
-        """The result in one sentence."""
+        return f"{self.canary.family}, K = {self.num_speculative_tokens}: {self._result}"
+
+    @property
+    def _result(self) -> str:
         if self.broken:
             return "breaks " + ", ".join(f"{check.name} ({check.title})" for check in self.broken)
         if self.fits and not self.explanations:
@@ -105,25 +103,19 @@ class ConformanceReport:
             )
         return "conforms to every clause that these counts can show"
 
-    @property
-    def headline(self) -> str:
-        return f"{self.canary.family}, K = {self.num_speculative_tokens}: {self.summary}"
-
-    def as_record(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """Return the JSON document."""
         counts = [counters.as_record() | {"prompts": list(prompts)} for prompts, counters in self.run.counts]
         return {
             "canary": self.canary.folder,
             "family": self.canary.family,
-            "drafts": self.num_speculative_tokens,
-            "summary": self.summary,
-            "failed": self.failed,
-            "fits": [fit.reading.name for fit in self.fits if fit.reading in self.explanations],
-            "clauses": [_clause_record(check) for check in self.checks],
+            "num_speculative_tokens": self.num_speculative_tokens,
+            **super().to_dict(),
+            "explanations": [fit.reading.name for fit in self.fits if fit.reading in self.explanations],
             "expected": self.expected_counts(self.canary.right),
             "seen": counts,
-            "off": {fit.reading.name: fit.distance for fit in self.fits},
-            "texts": [difference.as_record() for difference in self.differences],
+            "distances": {fit.reading.name: fit.distance for fit in self.fits},
+            "texts": [asdict(difference) for difference in self.differences],
             "sampled": None if self.sampled_run is None else self.sampled_run.as_record(),
         }
 
@@ -271,13 +263,6 @@ def check(
     return ConformanceReport(canary, run, k, differences, ordered, tolerance, sampled_run)
 
 
-def _clause_record(check: CheckResult) -> dict[str, object]:
-    """The JSON form of the result for a clause."""
-    details = {name: getattr(check, name) for name in ("evidence", "expected", "seen", "fault")}
-    clause = {"clause": check.name, "name": check.title, "said": _RECORDED[check.outcome]}
-    return {**clause, **details, "issues": list(check.issues)}
-
-
 def clauses(reading: RecordedReading) -> tuple[str, ...]:
     """Return the ids of the clauses that a reading breaks."""
     clause = clause_of(reading.name)
@@ -295,8 +280,7 @@ def _difference(canary: Canary, index: int, text: Sequence[int]) -> TextDifferen
     expected = prompt.tokens[: canary.max_tokens]
     if tuple(text) == expected:
         return None
-    pairs = zip(expected, text, strict=False)
-    position = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(text)))
+    position = common_prefix(expected, text)
     is_near_tie = position < len(text) and position < len(expected) and prompt.gaps[position] <= canary.tie
     return TextDifference(index, min(position, len(expected) - 1), is_near_tie)
 

@@ -1,18 +1,18 @@
 """Run a canary's prompts through an engine over HTTP, or read the answers from files. Imports no torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nextn.bounded_json import loads, short_repr, string
 from nextn.conformance.record import Canary
 from nextn.engines import counter_formats
-from nextn.engines.answers import EngineAnswer, EngineRequest, token_ids, unique_salt
-from nextn.engines.counters import Counters, fill_in_derived
-from nextn.engines.endpoint import Endpoint, answer_all, counters_in_answers, settled_counters
+from nextn.engines.answers import EngineAnswer, EngineRequest, token_ids
+from nextn.engines.ask import ask_counted
+from nextn.engines.counters import Counters
+from nextn.engines.endpoint import Endpoint
 from nextn.engines.json_formats import from_json
-from nextn.engines.metrics_formats import without_first_tokens
-from nextn.errors import ConfigError, EngineError
+from nextn.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ def run_greedy(endpoint: Endpoint, canary: Canary, *, on_prompt: Callable[[], No
     counts: list[tuple[tuple[int, ...], Counters]] = []
     reason = ""
     for index, prompt in enumerate(canary.prompts):
-        request = EngineRequest(prompt.ids, canary.max_tokens, cache_salt=unique_salt())
-        (text,), counters, reason = _send(endpoint, [request], on_prompt)
-        texts.append(text)
-        if counters is not None:
-            counts.append(((index,), counters))
+        request = EngineRequest(prompt.ids, canary.max_tokens, use_cache=False)
+        found = ask_counted(endpoint, [request], on_answer=on_prompt)
+        texts.append(_tokens(found.answers[0]))
+        reason = found.no_counters
+        if found.counters is not None:
+            counts.append(((index,), found.counters))
     return ConformanceRun(tuple(texts), tuple(counts), reason)
 
 
@@ -68,36 +69,16 @@ def run_sampled(
             canary.max_tokens,
             canary.sampled.temperature,
             seed=number * count + index,
-            cache_salt=unique_salt(),
+            use_cache=False,
             ignore_eos=True,
         )
         for number in range(passes)
         for index, prompt in enumerate(canary.prompts)
     ]
-    texts, counters, reason = _send(endpoint, requests, on_prompt)
+    found = ask_counted(endpoint, requests, on_answer=on_prompt)
+    texts = [_tokens(answer) for answer in found.answers]
     by_pass = tuple(tuple(texts[start : start + count]) for start in range(0, len(texts), count))
-    return SampledRun(by_pass, counters, reason)
-
-
-def _send(
-    endpoint: Endpoint, requests: Sequence[EngineRequest], on_prompt: Callable[[], None]
-) -> tuple[list[tuple[int, ...]], Counters | None, str]:
-    """Return the texts, the counts over all of them, and why there are none."""
-    before, reason = _read_counters(endpoint)
-    answers = answer_all(endpoint, requests, chat=False, on_answer=on_prompt)
-    if before is None:
-        counters = counters_in_answers(answers)
-    else:
-        after, reason = _read_counters(endpoint, before=before)
-        counters = None if after is None else without_first_tokens(after.minus(before), len(requests))
-    return [_tokens(answer) for answer in answers], None if counters is None else fill_in_derived(counters), reason
-
-
-def _read_counters(endpoint: Endpoint, *, before: Counters | None = None) -> tuple[Counters | None, str]:
-    try:
-        return settled_counters(endpoint, before=before), ""
-    except EngineError as error:
-        return None, str(error)
+    return SampledRun(by_pass, found.counters, found.no_counters)
 
 
 def from_files(canary: Canary, answers: Path, counters: Path | None) -> ConformanceRun:

@@ -33,7 +33,7 @@ from nextn.evaluate.teacher_forced import (
     trunk_outputs,
 )
 from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.families import ENGINES, deviations
+from nextn.family_table import ENGINES, deviations
 from nextn.model.model import Model
 from nextn.settings import Contract, Sampling, Settings
 from nextn.stats.intervals import proportion

@@ -123,15 +123,30 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents end to end, each ending with one eos."""
+    """Documents end to end, each ending with one eos.
 
-    ids: Ids  # [N] uint16 or int32
-    starts: NDArray[np.int64]  # [documents]: the index of each document's first token
+    Attributes:
+        ids: Token ids [N], uint16 or int32.
+        starts: Index of each document's first token [documents], int64.
+        names: Of the documents.
+        eos: The token id that ends each of them.
+        newline: The token id that ends a line; None if the tokenizer has none.
+        mask: Which tokens are labels [N], bool; None: all.
+        notes: Remarks on the data, to be shown to the user.
+
+    Example:
+        >>> corpus = nextn.Corpus.from_texts([("a", "1 2 3")], lambda texts: [[1, 2, 3] for _ in texts], eos=0)
+        >>> corpus.ids.tolist(), corpus.num_labels
+        ([1, 2, 3, 0], 4)
+    """
+
+    ids: Ids
+    starts: NDArray[np.int64]
     names: tuple[str, ...]
     eos: int
-    newline: int | None  # the id that ends a line, None if the tokenizer has none
-    mask: NDArray[np.bool_] | None = None  # [N]: tokens that are labels; None = all
-    notes: tuple[str, ...] = ()  # remarks on the data, to be shown to the user
+    newline: int | None
+    mask: NDArray[np.bool_] | None = None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_documents(

@@ -58,6 +58,12 @@ class Result:
         prefill_s: Wall seconds of the whole batch's prefill.
         draft_s: Wall seconds of drafting, of the whole batch.
         verify_s: Wall seconds of verification, of the whole batch.
+
+    Example:
+        >>> model, settings = nextn.load("tiny"), nextn.Settings(num_speculative_tokens=2, max_tokens=8)
+        >>> results = nextn.generate(model, ["def add(", "import "], settings, backend="torch")
+        >>> [len(result.tokens) for result in results], nextn.Acceptance.of(results).num_rounds > 0
+        ([8, 8], True)
     """
 
     text: str
@@ -115,7 +121,18 @@ def encode(
 
 
 def eos_tokens(model: Model) -> tuple[int, ...]:
-    """Return the token ids that end a text, from the generation config, the config or the tokenizer, in this order."""
+    """Return the token ids that end a text.
+
+    Args:
+        model: With the tokenizer and config of its checkpoint.
+
+    Returns:
+        Those of the generation config, else of the config, else of the tokenizer; empty if none has any.
+
+    Example:
+        >>> nextn.eos_tokens(nextn.load("tiny"))
+        (257,)
+    """
     return TextInterface.of(model).eos
 
 
@@ -134,6 +151,7 @@ def stream(
     """Decode prompts as one batch and yield a Chunk per sequence and round, as soon as the round is over.
 
     Args:
+        model: With a head, unless settings.num_speculative_tokens is 0.
         prompts: Texts or token ids.
         settings: How to decode; eos=None uses `eos_tokens` of the checkpoint.
         stop: Strings that end a sequence; the text ends before them.
@@ -142,6 +160,18 @@ def stream(
         length: Policy for the number of drafts per round, see `rounds`.
         observer: Called for each pass, see `rounds`.
         on_round: Called with each Round before its chunks are yielded.
+
+    Yields:
+        Chunks; those of one sequence add up to its text.
+
+    Raises:
+        ConfigError: A prompt or the settings cannot be used with this model.
+
+    Example:
+        >>> model, settings = nextn.load("tiny"), nextn.Settings(num_speculative_tokens=2, max_tokens=8)
+        >>> chunks = list(nextn.stream(model, ["def add("], settings, backend="torch"))
+        >>> chunks[-1].finish, "".join(chunk.text for chunk in chunks) != ""
+        ('length', True)
     """
     eos = eos_tokens(model) if settings.eos is None else settings.eos
     settings = replace(settings, eos=eos)
@@ -172,7 +202,30 @@ def generate(
     length: DraftLength | None = None,
     observer: Observer | None = None,
 ) -> list[Result]:
-    """Decode prompts as one batch to the end, see `stream`. Raises ConfigError for unusable prompts or settings."""
+    """Decode prompts as one batch to the end.
+
+    Args:
+        model: With a head, unless settings.num_speculative_tokens is 0.
+        prompts: Texts or token ids.
+        settings: How to decode; eos=None uses `eos_tokens` of the checkpoint.
+        stop: Strings that end a sequence; the text ends before them.
+        chat: Apply the chat template to text prompts.
+        backend: `auto`, `native` or `torch`.
+        length: Policy for the number of drafts per round, see `rounds`.
+        observer: Called for each pass, see `rounds`.
+
+    Returns:
+        A result for each prompt, in order.
+
+    Raises:
+        ConfigError: A prompt or the settings cannot be used with this model.
+
+    Example:
+        >>> model, settings = nextn.load("tiny"), nextn.Settings(num_speculative_tokens=2, max_tokens=8)
+        >>> result = nextn.generate(model, ["def add("], settings, backend="torch")[0]
+        >>> len(result.tokens), result.finish
+        (8, 'length')
+    """
     log: list[Round] = []
     texts, finishes = [""] * len(prompts), [""] * len(prompts)
     sequence_rounds: list[list[SequenceRound]] = [[] for _ in prompts]

@@ -52,9 +52,18 @@ def rounds(
         seed_offsets: Per prompt, what is added to the seed of its random numbers; None: its index.
         make_drafter: Factory for the drafter; called like `Drafter`.
 
+    Yields:
+        A Round for each pass of the trunk; sequences that are over are no longer in its rows.
+
     Raises:
         ConfigError: for an empty prompt, one that does not fit the context, token ids outside the vocabulary, or drafts
             without a head.
+
+    Example:
+        >>> model, settings = nextn.load("tiny"), nextn.Settings(num_speculative_tokens=2, max_tokens=4)
+        >>> log = list(nextn.rounds(model.trunk, model.head, [[100, 101, 102]], settings))
+        >>> sum(len(each.rows[0].emitted) for each in log)
+        4
     """
     passes: DecodingTrunk = TorchTrunk(trunk) if isinstance(trunk, Trunk) else trunk
     head_passes: DecodingHead | None = TorchHead(head) if isinstance(head, Head) else head

@@ -27,7 +27,24 @@ class TraceRow:
 
 
 def trace(model: Model, prompt: str | list[int], settings: Settings) -> Iterator[TraceRow]:
-    """Decode one prompt and yield the rows of each round as soon as it is over."""
+    """Decode one prompt in torch and yield the rows of each round as soon as it is over.
+
+    Args:
+        model: With a head, unless settings.num_speculative_tokens is 0.
+        prompt: Text or token ids.
+        settings: How to decode.
+
+    Yields:
+        A row for each position of each pass of trunk and head: cache slot, token, hidden state, result.
+
+    Raises:
+        ConfigError: The prompt or the settings cannot be used with this model.
+
+    Example:
+        >>> model, settings = nextn.load("tiny"), nextn.Settings(num_speculative_tokens=2, max_tokens=4)
+        >>> next(nextn.trace(model, "def add(", settings)).phase
+        'prefill'
+    """
     events: list[Event] = []
     ids = encode(model, prompt)
     for number, result in enumerate(rounds(model.trunk, model.head, [ids], settings, observer=events.append)):

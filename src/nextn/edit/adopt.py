@@ -33,7 +33,7 @@ from nextn.edit.plan import (
     visible,
 )
 from nextn.errors import CheckpointError, ConfigError, FamilyError, NextnError
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.text_format import some
 
 LAYOUTS = ("glm4_moe",)

@@ -12,7 +12,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import QuantConfig, declared, stored_modules, unpacked
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError
-from nextn.families import Family, lookup, lookup_count
+from nextn.family_table import Family, lookup, lookup_count
 from nextn.text_format import counted, some
 
 # Config fields that determine the head's shapes.

@@ -35,7 +35,7 @@ from nextn.edit.plan import (
 )
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import ExpertForm, Family, by_name, rows
+from nextn.family_table import ExpertForm, Family, by_name, rows
 from nextn.text_format import some
 
 Form = Literal["shards", "side-file", "single-file"]
@@ -90,6 +90,11 @@ def convert(
     Raises:
         CheckpointError: Norm weights less one lose bits, or the head is partial.
         FamilyError: The two layouts do not compute the same; the message names the differences.
+
+    Example:
+        >>> plan = nextn.convert("tiny", "one-file", form="single-file")
+        >>> sorted(plan.files.weights)
+        ['model.safetensors']
     """
     given = as_checkpoint(source)
     refuse_links(given, follow=follow_links)
@@ -205,8 +210,8 @@ def _one_form(head: Inventory, form: ExpertForm | None) -> tuple[Inventory, list
         forms = sorted(set(own.values()))
         if len(forms) > 1 and form not in forms:
             raise CheckpointError(
-                f"{head.checkpoint.path}: the experts of module {module} are stored {' and '.join(forms)}. Say which "
-                f"to keep: {' or '.join(f'--experts {each}' for each in forms)}."
+                f"{head.checkpoint.path}: the experts of MTP layer {module} are stored {' and '.join(forms)}. Say "
+                f"which to keep: {' or '.join(f'--experts {each}' for each in forms)}."
             )
         parts = {canonical: {part for part, _ in split_view(canonical, head.info(canonical))} for canonical in own}
         kept = set().union(*(parts[canonical] for canonical, each in own.items() if each == form))
@@ -315,6 +320,17 @@ def extract(
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
+
+    Returns:
+        What was, or with `dry_run` would be, written.
+
+    Raises:
+        CheckpointError: There is no complete head, or `out` exists or is no .safetensors file.
+
+    Example:
+        >>> plan = nextn.extract("tiny", "head.safetensors")
+        >>> nextn.audit("tiny", head="head.safetensors").modules
+        (0,)
     """
     path = Path(out).expanduser().absolute()
     if path.suffix != ".safetensors" or os.path.lexists(path):

@@ -16,7 +16,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError, ConfigError
-from nextn.families import ExpertForm, lookup
+from nextn.family_table import ExpertForm, lookup
 from nextn.text_format import some
 
 _SCALES = (".weight_scale_inv", ".scale")  # one per block of rows and columns

@@ -22,7 +22,7 @@ from nextn.edit.gguf_tokenizer import writable_tokenizer
 from nextn.edit.plan import EditPlan, Files, Piece, execute, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import Family, find, lookup
+from nextn.family_table import Family, find, lookup
 
 ENGINES = {
     "vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23",
@@ -65,9 +65,6 @@ def export(
     trunk: str | Path | None = None,
     tokenizer: Path | None = None,
     num_speculative_tokens: int | None = None,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
 ) -> Export:
     """Write the head `source` into the new folder `out`, as `engine` loads it.
 
@@ -80,9 +77,6 @@ def export(
         trunk: Folder of the trunk; None: the one that the head was trained on, if it is still there, or is inside.
         tokenizer: For llama.cpp, a GGUF with the trunk's tokenizer, if nextn cannot write it.
         num_speculative_tokens: K of the command.
-        revision: Of a hub id of the head.
-        cache_dir: Of hub ids.
-        offline: Of hub ids: use the cache only.
 
     Raises:
         ConfigError: The engine is unknown, or cannot run the head.
@@ -93,16 +87,16 @@ def export(
         raise ConfigError(f"--for {engine}; expected {', '.join(ENGINES)}")
     if tokenizer is not None and engine != "llama.cpp":
         raise ConfigError(f"--tokenizer {tokenizer}: only for llama.cpp, whose file has the trunk's tokenizer")
-    found = Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+    found = Checkpoint.open(source)
     path = trunk_path(found, trunk)
-    checkpoint = Checkpoint.open(path, cache_dir=cache_dir, offline=offline)
+    checkpoint = Checkpoint.open(path)
     base = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-    head = open_head(source, base, revision=revision, cache_dir=cache_dir, offline=offline)
+    head = open_head(source, base)
     _refuse(head, base, engine)
     if engine == "transformers":
         return _for_transformers(head, base, Path(out))
     if engine == "llama.cpp":
-        base = on_disk(base, cache_dir=cache_dir, offline=offline)
+        base = on_disk(base)
         with _naming_adoption(head, base, engine):
             refuse_trunk(base.checkpoint, head.family)
         write_gguf(base, head, Path(out), tokenizer=tokenizer)

@@ -14,8 +14,8 @@ from nextn.checkpoint.gguf_file import GgufFile
 from nextn.edit.gguf_layout import CORRECTION, HY_V3, LAYER, LAYER_GLM4_MOE, STEP35
 from nextn.edit.gguf_metadata import MOST_ROWS, Config, Metadata, rope_parameters
 from nextn.errors import CheckpointError, FamilyError
-from nextn.families import LAYOUT_FIELD
-from nextn.families.rows import STEP35_DRAFT
+from nextn.family_table import LAYOUT_FIELD
+from nextn.family_table.rows import STEP35_DRAFT
 
 _MROPE = (11, 11, 10)  # the default of Qwen3.5
 

@@ -26,7 +26,7 @@ from nextn.edit.gguf_layout import (
 from nextn.edit.gguf_tokenizer import add_tokenizer, copy_tokenizer
 from nextn.edit.llama_like import full_config
 from nextn.errors import ConfigError, FamilyError
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.text_format import install_command
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def refuse_file(path: Path) -> None:
 def refuse_modules(path: str, count: int) -> None:
     """Raise FamilyError for a head of several modules."""
     if count != 1:
-        raise FamilyError(f"{path}: {count} modules; a GGUF here holds one, for all drafts")
+        raise FamilyError(f"{path}: {count} MTP layers; a GGUF here holds one, for all drafts")
 
 
 def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path | None = None) -> None:

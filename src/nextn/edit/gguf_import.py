@@ -32,7 +32,7 @@ from nextn.edit.gguf_tokenizer import write_tokenizer
 from nextn.edit.plan import EditPlan, Files, Piece, Progress, execute, index_document, into_new_folder, quiet
 from nextn.edit.quantize import Rounding, is_linear, quantization_config
 from nextn.errors import CheckpointError, ConfigError
-from nextn.families import Family, find
+from nextn.family_table import Family, find
 from nextn.text_format import counted, some
 
 DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

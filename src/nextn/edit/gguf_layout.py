@@ -14,7 +14,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.edit.llama_like import BIASES, MODEL_TYPES, head_dim, layer_paths, windows
 from nextn.errors import CheckpointError
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.text_format import some
 
 Value = str | bool | int | float | list[bool]

@@ -198,7 +198,7 @@ def quantize(
     Embedding, lm_head, norms, routers, convolutions and the head's projections keep their dtype.
 
     Args:
-        source: A folder, .safetensors file, hub id or opened checkpoint, not quantized.
+        source: A folder, .safetensors file, hub id, `tiny` or opened checkpoint, not quantized.
         out: A new folder.
         weights: `int8`: one scale per output channel; `int4`: one per group of input channels; `q4_1`: blocks of GGUF
             in Q4_1, those of attention values (v_proj) in Q8_0, which nextn alone reads.
@@ -216,6 +216,11 @@ def quantize(
     Raises:
         ConfigError: For other weights, bits or group sizes.
         CheckpointError: The checkpoint is quantized already, or holds no weights that can be rounded.
+
+    Example:
+        >>> plan = nextn.quantize("tiny", "tiny-int8", weights="int8")
+        >>> nextn.load("tiny-int8").head.num_modules
+        1
     """
     if weights not in (*BITS, BLOCKS) or head_bits not in (16, 8, 4) or group_size < 8 or group_size % 8:
         raise ConfigError(

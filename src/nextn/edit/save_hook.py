@@ -13,7 +13,7 @@ from typing import Protocol
 
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
+from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint, shipped_path
 from nextn.checkpoint.staging_folder import named_after, owned
 from nextn.edit.convert import extract
 from nextn.edit.restore import restore
@@ -22,24 +22,31 @@ from nextn.errors import CheckpointError
 _METHOD = "save_pretrained"
 
 
-def keep_head(model: PreTrainedModel, source: str | Path | None = None, *, revision: str | None = None) -> None:
+def keep_head(model: PreTrainedModel, source: str | Path | None = None) -> None:
     """Make `model.save_pretrained` also write the head of `source`; a second call changes nothing.
 
     Args:
         model: The model or its PEFT wrapper: adapters are saved as they are, a merged model gets its head.
-        source: The checkpoint that has the head, a folder, file or hub id; by default what the model was loaded from.
-        revision: Of a hub id; by default the one that the model was loaded from.
+        source: The checkpoint that has the head, a folder, file or hub id; by default what the model was loaded from,
+            in that revision.
 
     Raises:
         CheckpointError: `source` has no complete head. Raised now, not after the training.
+
+    Example:
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> nextn.keep_head(model, "tiny")
+        >>> model.save_pretrained("kept")
+        >>> nextn.audit("kept").modules
+        (0,)
     """
     model = without_adapters(model)
     if isinstance(vars(model).get(_METHOD), _Saver):
         return
-    source = source or model.config._name_or_path
+    source = source or _loaded_from(model)
     if not source:
         raise CheckpointError("the model was built, not loaded; give keep_head the checkpoint that has the head")
-    base = _base(source, revision or getattr(model.config, "_commit_hash", None))
+    base = _base(source)
     with tempfile.TemporaryDirectory() as folder:  # stays empty
         extract(base, Path(folder) / "head.safetensors", dry_run=True, follow_links=True)
     save_with(model, _Stored(base))
@@ -68,17 +75,29 @@ def without_adapters(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class KeepHead(TrainerCallback):
-    """`keep_head` for `transformers.Trainer` and trainers based on it: `Trainer(..., callbacks=[KeepHead()])`."""
+    """Keep the head in every checkpoint that a `transformers.Trainer`, or one based on it, saves, as `keep_head` does.
 
-    def __init__(self, source: str | Path | None = None, *, revision: str | None = None) -> None:
-        self.source, self.revision = source, revision
+    Args:
+        source: The checkpoint that has the head, a folder, file or hub id; by default what the model was loaded from.
+
+    Example:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> trainer = Trainer(model, TrainingArguments("run", report_to=[]), callbacks=[nextn.KeepHead("tiny")])
+        >>> trainer.save_model("with-head")
+        >>> nextn.audit("with-head").modules
+        (0,)
+    """
+
+    def __init__(self, source: str | Path | None = None) -> None:
+        self.source = source
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         model = kwargs["model"]
         assert isinstance(model, PreTrainedModel) or hasattr(model, "get_base_model")
-        keep_head(model, self.source, revision=self.revision)
+        keep_head(model, self.source)
 
 
 class _Stored:
@@ -124,10 +143,16 @@ class _Saver:
             self.model.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 
 
-def _base(source: str | Path, revision: str | None) -> Path | Checkpoint:
+def _loaded_from(model: PreTrainedModel) -> str:
+    """Return the folder or hub id, with its commit, that the model was loaded from; "" if it was built."""
+    name, commit = str(model.config._name_or_path), getattr(model.config, "_commit_hash", None)
+    return name if commit is None or Path(name).exists() else f"{name}@{commit}"
+
+
+def _base(source: str | Path) -> Path | Checkpoint:
     """Return a path for a local base, opened at each save, as it may change; a hub id is opened now."""
-    path = Path(source).expanduser()
-    return path.resolve() if path.exists() else Checkpoint.open(source, revision=revision)
+    path = Path(shipped_path(source)).expanduser()
+    return path.resolve() if path.exists() else Checkpoint.open(source)
 
 
 def _drop_old_index(folder: Path) -> None:

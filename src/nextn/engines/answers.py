@@ -6,7 +6,7 @@ llama.cpp's completions: the shape of chat, with token ids.
 
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nextn.bounded_json import loads, logprob, optional_count, short_repr, string, token_id
@@ -31,7 +31,9 @@ class EngineRequest:
     schema: Mapping[str, object] | None = None  # a JSON schema that the text must fit
     tools: tuple[Mapping[str, object], ...] = ()  # OpenAI's function tools
     tool_choice: str | None = None  # the name of a tool that must be called
-    cache_salt: str | None = None  # unique text, so that nothing comes from a prefix cache (vLLM, SGLang)
+    # Whether a prefix cache may hold a part of the prompt; else a unique salt keeps all that was sent before out of it
+    # (vLLM, SGLang), or the cache is off (llama.cpp).
+    use_cache: bool = True
     ignore_eos: bool = False  # continue after an end-of-text token, up to max_tokens (vLLM, SGLang, llama.cpp)
 
     @property
@@ -63,13 +65,13 @@ class EngineRequest:
             body |= {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
             body |= {"return_token_ids": True}
             body |= {"return_tokens_as_token_ids": True} if self.logprobs else {}
-            body |= {"cache_salt": self.cache_salt, "cache_prompt": False} if self.cache_salt else {}
+            body |= {} if self.use_cache else {"cache_salt": unique_salt(), "cache_prompt": False}
             body |= {"ignore_eos": True} if self.ignore_eos else {}
         return body
 
 
 def unique_salt() -> str:
-    """Return a text that no request has had as cache_salt: nothing of an earlier run is in a prefix cache under it."""
+    """Return a text that no request has begun with: nothing of an earlier run is in a prefix cache under it."""
     return uuid.uuid4().hex
 
 
@@ -135,6 +137,12 @@ class EngineAnswer:
     def names(self) -> tuple[str | int, ...]:
         """What can be compared: token ids or texts; without either, the characters of the text."""
         return tuple(token.name for token in self.tokens) or tuple(self.text)
+
+
+def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many tokens or characters two texts have in common before the first difference."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((position for position, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def parse_answer(document: Mapping[str, object], url: str) -> EngineAnswer:

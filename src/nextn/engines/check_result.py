@@ -1,30 +1,49 @@
-"""What a check of an engine showed: one check of `nextn verify`, or one clause of the contract in `nextn canary check`.
+"""What a check of an engine showed: one of `nextn verify`, a clause of `canary check`, a cause that `diagnose` names.
 
 Imports no torch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 Outcome = Literal["passed", "failed", "inconclusive"]
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check."""
+    """The result of one check; the field names are keys of `--json`.
 
-    name: str  # of the check, or the id of a clause
+    Attributes:
+        name: Of the check, the id of a clause of the contract, or a cause that was found.
+        outcome: `passed`, `failed` or `inconclusive`.
+        evidence: What was observed.
+        advice: What to do; empty for nothing.
+        figures: Numbers by name, for JSON.
+        title: Of a clause.
+        expected: Counts or texts, where they differ from those seen.
+        seen: Counts or texts of the engine.
+        fault: The fault that explains what was seen.
+        issues: Public threads where the fault occurred.
+        requirement: What the contract demands, where it is broken.
+
+    Example:
+        >>> nextn.CheckResult("greedy", "failed", "text 3 differs at token 12").outcome
+        'failed'
+    """
+
+    name: str
     outcome: Outcome
-    evidence: str  # what was observed
-    advice: str = ""  # what to do; "" for nothing
-    figures: dict[str, object] = field(default_factory=dict)  # for JSON
-    title: str = ""  # of a clause
-    expected: str = ""  # counts or texts, where they differ from those seen
+    evidence: str
+    advice: str = ""
+    figures: dict[str, object] = field(default_factory=dict)
+    title: str = ""
+    expected: str = ""
     seen: str = ""
-    fault: str = ""  # the fault that explains what was seen
-    issues: tuple[str, ...] = ()  # public threads where the fault occurred
-    requirement: str = ""  # what the contract demands, where it is broken
+    fault: str = ""
+    issues: tuple[str, ...] = ()
+    requirement: str = ""
 
     @property
     def details(self) -> list[tuple[str, str]]:
@@ -33,20 +52,30 @@ class CheckResult:
         others = [("known in", ", ".join(self.issues)), ("contract", self.requirement), ("to do", self.advice)]
         return seen + [(label, text) for label, text in others if text]
 
-    def as_record(self) -> dict[str, object]:
-        """Return the JSON form of a check of `nextn verify`."""
-        return {name: getattr(self, name) for name in ("name", "outcome", "evidence", "advice", "figures")}
 
-
-class CheckReport(Protocol):
+class CheckReport(ABC):
     """The results of a run of checks."""
 
     @property
+    @abstractmethod
     def checks(self) -> Sequence[CheckResult]: ...
 
     @property
-    def failed(self) -> bool: ...
+    @abstractmethod
+    def summary(self) -> str:
+        """How it went, in one line."""
 
     @property
-    def headline(self) -> str:
-        """What was checked and how it went, in one line."""
+    def outcome(self) -> Outcome:
+        """`failed` if a check failed."""
+        return "failed" if any(check.outcome == "failed" for check in self.checks) else "passed"
+
+    @property
+    def failed(self) -> bool:
+        """Whether there are findings."""
+        return self.outcome == "failed"
+
+    def to_dict(self) -> dict[str, object]:
+        """Return what the JSON of all commands that check engines has."""
+        checks = [vars(check) | {"issues": list(check.issues)} for check in self.checks]
+        return {"outcome": self.outcome, "summary": self.summary, "checks": checks}

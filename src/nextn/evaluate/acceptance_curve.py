@@ -151,7 +151,7 @@ class PublishedCurve:
     """AL at K = 1, 2, ... of one model in one mode, with the conditions and the source."""
 
     model: str
-    family: str | None  # of `nextn.families`; None for a model whose drafts are of no MTP head
+    family: str | None  # of `nextn.family_table`; None for a model whose drafts are of no MTP head
     draft: str  # MTP, or another kind of drafter
     precision: str | None  # of the checkpoint, where the source says so
     thinking: bool

@@ -32,7 +32,9 @@ DEFINITIONS = {
     "num_speculative_tokens": "K; -1: as many as pay in each round (draft_policy.AdaptiveLength), up to the largest",
     "tokens_per_s": "new tokens per second of one prompt after the prefill and its token; median and quartiles",
     "speedup": "tokens/s of MTP over baseline decoding of the same prompt in the same turn; median and quartiles",
+    "tokens_per_round": "new tokens per pass of the trunk after the prefill, whatever was drafted",
     "acceptance": acceptance.DEFINITION + "; 95 % Wilson intervals",
+    "copied": "the same of rounds whose drafts were copied from the text; not part of acceptance",
     "expected_speedup": DEFINITION + "; here o = 0, with the AL that was measured at this K",
     "achieved": "speedup / expected_speedup",
     "plain_step": "seconds per baseline step, median: while decoding the texts, and in the cost curve, whose steps are "
@@ -103,13 +105,16 @@ def benchmark_runs(
     if plan.adaptive:  # one per temperature, as confidences are calibrated differently
         limit, backend = plan.k_values[-1], plan.backend
         lengths = {
-            temperature: adaptive_length(model, limit=limit, context=len(ids[0]), backend=backend)
+            temperature: adaptive_length(
+                model, limit=limit, num_copy_tokens=plan.num_copy_tokens, context=len(ids[0]), backend=backend
+            )
             for temperature in plan.temperatures
         }
     for repeat, prompt, temperature, order in plan.order(len(prompts)):
         for k in order:
             settings = Settings(
                 num_speculative_tokens=plan.k_values[-1] if k == ADAPTIVE else k,
+                num_copy_tokens=plan.num_copy_tokens if k else 0,
                 sampling=Sampling(temperature),
                 max_tokens=plan.max_tokens,
                 eos=eos,
@@ -144,7 +149,9 @@ class BenchmarkFigures:
     all_repetitive: bool
     tokens_per_s: Spread
     speedup: Spread
+    tokens_per_round: float
     acceptance: Acceptance
+    copied: Acceptance
     share: dict[str, float]
     expected_speedup: float
     overhead: float
@@ -153,7 +160,8 @@ class BenchmarkFigures:
 
     def as_record(self) -> dict[str, object]:
         """Return the figures for JSON reports, with null for nan."""
-        acceptance = {name: value for name, value in self.acceptance.as_record().items() if name != "definition"}
+        acceptance, copied = self.acceptance.as_record(), self.copied.as_record()
+        del acceptance["definition"], copied["definition"]
         numbers = {
             "expected_speedup": self.expected_speedup,
             "achieved": self.speedup.median / self.expected_speedup,
@@ -168,7 +176,9 @@ class BenchmarkFigures:
             "only_repetitive": self.all_repetitive,
             "tokens_per_s": self.tokens_per_s.as_record(),
             "speedup": self.speedup.as_record(),
+            "tokens_per_round": None if math.isnan(self.tokens_per_round) else self.tokens_per_round,
             **acceptance,
+            **({"copied": copied} if self.copied.num_rounds else {}),
             "share": self.share,
             **{name: None if math.isnan(value) else value for name, value in numbers.items()},
         }
@@ -272,9 +282,13 @@ class BenchmarkReport:
         pairs = [(run, baselines[run.prompt, run.repeat]) for run in mtp]
         # A repeated greedy text is the same text: it counts once.
         counts = Acceptance.of(each for run in mtp if run.temperature or not run.repeat for each in run.rounds)
-        drafted = [len(each.rows[0].drafts) for run in mtp for each in run.rounds[1:]]
-        if k == ADAPTIVE:
-            length = _tokens_per_round(mtp)
+        rows = [each.rows[0] for run in mtp for each in run.rounds[1:]]
+        drafted = [0 if row.copied else len(row.drafts) for row in rows]
+        tokens_per_round = _tokens_per_round(mtp)
+        if k and self.plan.num_copy_tokens:
+            length, cost = tokens_per_round, math.nan  # rounds that verify copies are not in the cost curve
+        elif k == ADAPTIVE:
+            length = tokens_per_round
             cost = statistics.mean(map(self.costs.round_cost, drafted)) if drafted else self.costs.round_cost(0)
         else:
             length, cost = counts.length if k else 1.0, self.costs.round_cost(k)
@@ -288,7 +302,9 @@ class BenchmarkReport:
             all_repetitive=indices <= self.repetitive[temperature],
             tokens_per_s=speed,
             speedup=Spread.of(_without_nan([run.tokens_per_s / other.tokens_per_s for run, other in pairs])),
+            tokens_per_round=tokens_per_round,
             acceptance=counts,
+            copied=Acceptance.of((each for run in mtp for each in run.rounds), copied=True),
             share=_time_shares(mtp),
             expected_speedup=length / cost,
             overhead=Spread.of(_without_nan([run.round_s / other.round_s for run, other in pairs])).median - cost,

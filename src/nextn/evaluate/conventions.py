@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import permutations
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,7 @@ from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.snapshot import on_disk
 from nextn.checkpoint.tensors import TensorReader
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.model.head import Head
 from nextn.model.layer_types import LayerType
 from nextn.model.model import Model
@@ -126,17 +125,9 @@ def _windows_everywhere(head: SharedKVHead) -> None:
     head.windows = dict.fromkeys(head.windows, max(window for window in head.windows.values() if window))
 
 
-def stored_copies(
-    source: str | Checkpoint,
-    model: Model,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-) -> dict[str, Tensor]:
+def stored_copies(source: str | Checkpoint, model: Model) -> dict[str, Tensor]:
     """Return copies of the trunk's tensors inside a checkpoint's head that differ from them, by canonical name."""
-    checkpoint = as_checkpoint(source, revision=revision, cache_dir=cache_dir, offline=offline)
-    inventory = on_disk(Inventory.of(checkpoint), revision=revision, cache_dir=cache_dir, offline=offline)
+    inventory = on_disk(Inventory.of(as_checkpoint(source)))
     copies = {}
     with TensorReader(inventory) as weights:
         inventory = weights.inventory

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
 from nextn import __version__
-from nextn.audit import audit
+from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, engine_priors, next_checks
 from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share
@@ -18,10 +18,9 @@ from nextn.evaluate.faults import (
     OVERRIDDEN,
     TEMPLATE,
     WEIGHTS,
-    FaultHypothesis,
+    cause_found,
     expectation,
     expectations,
-    fault_hypothesis,
 )
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import (
@@ -50,7 +49,9 @@ DEFINITIONS = {
     "ratio": "of likelihoods: this cause's for what the engine counted, to that of the likeliest cause",
     "p_value": "probability of counts as far off as these if the cause holds",
     "named": "fine unless a fault is 100 times likelier; else the faults that the likeliest does not beat ten times; "
-    "[] = even the likeliest does not fit (p_value below 0.001); inconclusive = fine is the likeliest or near it, but "
+    "[] = even the likeliest does not fit (p_value below 0.001); acceptance-overridden = a "
+    "setting of the engine decides; weights = the counts are as expected, but the head is poor; context-length = only "
+    "long prompts fall short; inconclusive = fine is the likeliest or near it, but "
     "the counts or the reference are too few to tell it from half of the drafts lost, see needed",
     "needed": "what would decide, about: new tokens and texts of the reference, rounds of the engine (null: those "
     "that it counted are enough); null = decided, or no amount of it decides",
@@ -124,24 +125,39 @@ class ObservedCase:
             "counters": self.observation.counters.as_record(),
             "observed": self.counts.as_record(),
             "diverged_share": self.diverged_share,
-            "workload": self.other_workload,
+            "other_workload": self.other_workload,
         }
 
 
 @dataclass(frozen=True, eq=False)
-class Diagnosis:
-    """The likeliest causes of what an engine counted."""
+class Diagnosis(CheckReport):
+    """The likeliest causes of what an engine counted.
 
-    source: str  # name of the checkpoint
+    Attributes:
+        source: Name of the checkpoint.
+        reference: The acceptance that its head should reach.
+        cases: One per temperature, or two if prompts are of very different length: the short ones first.
+        audit_notes: Findings of the audit, one line each.
+        priors: Fault -> prior odds, from what is documented of the engine.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("answer.json").write_text('{"timings": {"draft_n": 1000, "draft_n_accepted": 20}}')  # of llama.cpp
+        >>> plan = nextn.ReferencePlan(temperatures=(0.0,), max_tokens=8, backend="torch")
+        >>> found = nextn.diagnose("tiny", "answer.json", ["def add(a, b):"], plan, num_speculative_tokens=2)
+        >>> found.engine, found.is_fine
+        ('llama.cpp', False)
+    """
+
+    source: str
     reference: ReferenceReport
-    # One per temperature, or two if prompts are of very different length: the short ones first.
     cases: tuple[ObservedCase, ...]
     audit_notes: tuple[str, ...] = ()
-    # Fault -> prior odds, from what is documented of the engine.
     priors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def engine(self) -> str:
+        """Name of the engine, by its counters."""
         return self.cases[0].observation.counters.engine
 
     @cached_property
@@ -221,9 +237,13 @@ class Diagnosis:
         return needed_evidence(self._evidence, driven=not any(case.other_workload for case in self.cases))
 
     @property
-    def suspects(self) -> list[FaultHypothesis]:
+    def outcome(self) -> Outcome:
+        return "passed" if self.is_fine else "inconclusive" if self.is_inconclusive else "failed"
+
+    @property
+    def checks(self) -> list[CheckResult]:
         """What to report about the named causes."""
-        return [fault_hypothesis(name) for name in self.named if name not in (FINE, INCONCLUSIVE)]
+        return [cause_found(name) for name in self.named if name not in (FINE, INCONCLUSIVE)]
 
     @property
     def reference_rate(self) -> float:
@@ -303,7 +323,7 @@ class Diagnosis:
         return f", if the engine is {' and '.join(parts)}" if parts else ""
 
     @property
-    def checks(self) -> list[str]:
+    def next_checks(self) -> list[str]:
         """What to check next, the cheapest first; none if the engine is fine or a setting decides."""
         if self.is_fine or self.is_inconclusive or self.overrides:
             return []
@@ -354,8 +374,8 @@ class Diagnosis:
             )
         if self.priors and not self.is_fine:
             notes.append(
-                f"{self.engine}'s code was read for this family and does not have these faults, which count "
-                f"{DOCUMENTED_PRIOR:g} times: {', '.join(self.priors)}"
+                f"{self.engine}'s published code for this family does not have these faults, so their likelihoods are "
+                f"multiplied by {DOCUMENTED_PRIOR:g}: {', '.join(self.priors)}"
             )
         best = self.causes[0]
         if better := [each.name for each in self.causes[1:] if each.p_value > max(0.05, 2 * best.p_value)]:
@@ -374,34 +394,32 @@ class Diagnosis:
         rates = [self.reference.figures(temperature, domain=domain).rates[0].value for domain in domains]
         return f" (a_1 {min(rates):.2f} to {max(rates):.2f} between the reference's domains)" if rates else ""
 
-    def as_record(self) -> dict[str, object]:
-        """Return the JSON document."""
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON of `nextn diagnose --json`."""
         return {
             "model": self.source,
             "nextn": __version__,
             "engine": self.engine,
             "definitions": DEFINITIONS,
-            "summary": self.summary,
-            "fine": self.is_fine,
+            **super().to_dict(),
             "overrides": list(self.overrides),
             "needed": None if self.needed is None else self.needed.as_record(),
             "named": list(self.named),
             "indistinguishable": list(self.indistinguishable),
-            "suspects": [suspect.as_record() for suspect in self.suspects],
             "causes": [cause.as_record() for cause in self.causes],
             "undetectable": list(self.undetectable),
             "cases": [case.as_record() for case in self.cases],
             "settings": asdict(self.reference.plan),
-            "checks": self.checks,
+            "next_checks": self.next_checks,
             "notes": self.notes,
-        }
+        } | self.reference.published_record()
 
 
 def _without_fault(case: ObservedCase) -> ExpectedCounts:
     return next(each for each in case.expected if each.name == FINE)
 
 
-def diagnose(
+def diagnose_observations(
     model: Model,
     prompts: Sequence[Prompt],
     observations: Sequence[EngineObservation],
@@ -491,9 +509,7 @@ def _on_prompts(
     return tuple(each.select(indices) for each in expected)
 
 
-def audit_lines(
-    source: str, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
-) -> list[str]:
+def audit_lines(source: str) -> list[str]:
     """Return the errors and warnings that `audit` finds in the checkpoint, one line each."""
-    findings = audit(Checkpoint.open(source, revision=revision, cache_dir=cache_dir, offline=offline)).findings
+    findings = audit(Checkpoint.open(source)).findings
     return [f"audit: {each.severity}, {each.rule}: {each.found}" for each in findings if each.severity != "note"]

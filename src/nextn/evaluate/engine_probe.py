@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.engines.answers import EngineRequest
+from nextn.engines.answers import EngineRequest, common_prefix
 from nextn.engines.endpoint import Endpoint
 from nextn.evaluate.given_texts import token_logprobs
 from nextn.evaluate.teacher_forced import ReferenceText
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.model.trunk import Trunk, TrunkOutput
 
 _NUM_TOKENS = 32  # of the greedy answer
@@ -69,18 +69,13 @@ class EngineProbe:
         if self.prompt != other.prompt or not (self.logprobs and other.logprobs):
             return (self.prompt, self.text, self.ids) == (other.prompt, other.text, other.ids)
         # Where the texts part at a near tie, the two tokens have almost the same log-probability.
-        common = _common_prefix(self.ids, other.ids)
+        common = common_prefix(self.ids, other.ids)
         is_complete = common == len(self.ids) == len(other.ids)
         compared = common if is_complete else common + 1
         if not is_complete and (compared < _MIN_COMPARED or compared > min(len(self.ids), len(other.ids))):
             return False
         pairs = list(zip(self.logprobs[:compared], other.logprobs[:compared], strict=True))
         return abs(pairs[-1][0] - pairs[-1][1]) <= 4 * _MAX_CHANGE and _mean_difference(pairs) <= _MAX_CHANGE
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    differs = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differs, min(len(one), len(other)))
 
 
 def _mean_difference(pairs: Sequence[tuple[float, float]]) -> float:

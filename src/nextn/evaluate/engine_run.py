@@ -3,17 +3,18 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest, unique_salt
+from nextn.engines.answers import EngineAnswer, EngineRequest, common_prefix, parse_answer
+from nextn.engines.ask import ask_counted, read_counters
 from nextn.engines.client import Budget
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import Counters
-from nextn.engines.endpoint import Endpoint, answer_all, fetch_metrics, read_counters
-from nextn.engines.metrics_formats import from_metrics, without_first_tokens
+from nextn.engines.endpoint import Endpoint, fetch_metrics
+from nextn.engines.metrics_formats import from_metrics
 from nextn.errors import CheckpointError, ConfigError, EngineError
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import prompt_tokens
@@ -111,8 +112,8 @@ def drive_engine(
 
 def _store_observation(file: Path, observation: EngineObservation, totals: Counters) -> None:
     """Write an observation, and the engine's counters after it, which a restart of the engine resets."""
-    answers = tuple(replace(answer, raw={}) for answer in observation.answers)
-    write_json(file, {"totals": asdict(totals), "observation": asdict(replace(observation, answers=answers))})
+    counters = {"totals": totals.as_record(), "counters": observation.counters.as_record()}
+    write_json(file, vars(observation) | counters | {"answers": [answer.raw for answer in observation.answers]})
 
 
 def _stored_observation(file: Path, endpoint: Endpoint) -> EngineObservation | None:
@@ -121,16 +122,11 @@ def _stored_observation(file: Path, endpoint: Endpoint) -> EngineObservation | N
         return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        totals, fields = _to_counters(record["totals"]), record["observation"]
-        answers = tuple(map(_to_answer, fields["answers"]))
-        observation = EngineObservation(
-            fields["temperature"],
-            _to_counters(fields["counters"]),
-            tuple(fields["prompt_indices"]),
-            answers,
-            fields["exclusive"],
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        totals, counters = (_to_counters(record.pop(name)) for name in ("totals", "counters"))
+        answers = tuple(parse_answer(document, endpoint.url) for document in record.pop("answers"))
+        indices = tuple(record.pop("prompt_indices"))
+        observation = EngineObservation(counters=counters, answers=answers, prompt_indices=indices, **record)
+    except (OSError, ValueError, KeyError, TypeError, EngineError) as error:
         raise CheckpointError(f"{file}: not readable: {error}; remove it") from error
     try:
         read_counters(endpoint).minus(totals)
@@ -142,13 +138,6 @@ def _stored_observation(file: Path, endpoint: Endpoint) -> EngineObservation | N
 def _to_counters(record: dict[str, Any]) -> Counters:
     tuples = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
     return Counters(**(record | tuples))
-
-
-def _to_answer(record: dict[str, Any]) -> EngineAnswer:
-    """An answer with the names, ids and log-probabilities of its tokens; no list of the likeliest, no tool calls."""
-    tokens = tuple(AnswerToken(token["text"], token["id"], token["logprob"]) for token in record["tokens"])
-    prompt_ids = None if record["prompt_ids"] is None else tuple(record["prompt_ids"])
-    return EngineAnswer(**(record | {"tokens": tokens, "prompt_ids": prompt_ids, "tool_calls": ()}))
 
 
 def ask_prompts(
@@ -165,15 +154,14 @@ def ask_prompts(
 
     Raises EngineError if the engine counts no drafts, its counters were reset meanwhile, or it refuses a prompt.
     """
-    # The salts keep this run from using what an earlier one left in the prefix cache.
     requests = [
-        EngineRequest(prompts[place], max_tokens, temperature, seed=seed + place, cache_salt=unique_salt())
-        for place in indices
+        EngineRequest(prompts[place], max_tokens, temperature, seed=seed + place, use_cache=False) for place in indices
     ]
-    before = read_counters(endpoint)
-    answers = answer_all(endpoint, requests, concurrency=_CONCURRENCY, on_answer=on_answer)
-    gained = without_first_tokens(read_counters(endpoint).minus(before), len(indices))
-    return EngineObservation(temperature, gained, tuple(indices), tuple(answers), _is_exclusive(gained, answers))
+    found = ask_counted(endpoint, requests, concurrency=_CONCURRENCY, required=True, on_answer=on_answer)
+    if found.counters is None:
+        raise EngineError(found.no_counters)
+    is_exclusive = _is_exclusive(found.counters, found.answers)
+    return EngineObservation(temperature, found.counters, tuple(indices), found.answers, is_exclusive)
 
 
 def _is_exclusive(counters: Counters, answers: Sequence[EngineAnswer]) -> bool:
@@ -197,7 +185,7 @@ def diverged_text_share(observation: EngineObservation, reference: ReferenceRepo
     generated = reference.generated[observation.temperature].texts
     texts = [generated[index].new for index in observation.prompt_indices or ()]
     pairs = zip(texts, observation.answers, strict=True)
-    return 1 - sum(_common_prefix(text, answer.ids or ()) for text, answer in pairs) / max(1, sum(map(len, texts)))
+    return 1 - sum(common_prefix(text, answer.ids or ()) for text, answer in pairs) / max(1, sum(map(len, texts)))
 
 
 def count_retokenized(observation: EngineObservation, reference: ReferenceReport) -> int:
@@ -208,8 +196,3 @@ def count_retokenized(observation: EngineObservation, reference: ReferenceReport
         answer.prompt_ids is not None and answer.prompt_ids != prompt
         for prompt, answer in zip(prompts, observation.answers, strict=False)
     )
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

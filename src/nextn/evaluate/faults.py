@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from nextn.engines.check_result import CheckResult
 from nextn.evaluate.conventions import Variant, apply_variants, variants
 from nextn.evaluate.hypotheses import ExpectedCounts
 from nextn.evaluate.likelihoods import FINE
@@ -231,61 +232,52 @@ NOTHING, WEIGHTS, CONTEXT, TEMPLATE = "nothing-accepted", "weights", "context-le
 OVERRIDDEN = "acceptance-overridden"
 
 
-@dataclass(frozen=True)
-class FaultHypothesis:
-    """What to report about a cause besides its figures."""
-
-    name: str
-    description: str
-    advice: str
-    issues: tuple[str, ...] = ()
-
-    def as_record(self) -> dict[str, object]:
-        """Return the fields for JSON reports."""
-        return {"name": self.name, "does": self.description, "advice": self.advice, "issues": list(self.issues)}
-
-
-def fault_hypothesis(name: str) -> FaultHypothesis:
-    """Return the hypothesis with this name."""
+def cause_found(name: str) -> CheckResult:
+    """Return what to report about this cause besides its figures."""
     fault = next((each for each in FAULTS if each.name == name), None)
-    return _OTHERS[name] if fault is None else FaultHypothesis(name, fault.description, fault.advice, fault.issues)
+    if fault is None:
+        return next(cause for cause in OTHER_CAUSES if cause.name == name)
+    return CheckResult(name, "failed", fault.description, fault.advice, issues=fault.issues)
 
 
 # Causes that are not injected.
-_OTHERS = {
-    FINE: FaultHypothesis(FINE, "the engine gets the acceptance that this head allows", ""),
-    NOTHING: FaultHypothesis(
+OTHER_CAUSES = (
+    CheckResult(
         NOTHING,
+        "failed",
         "no draft is ever accepted, not even by accident: empty or NaN weights, or drafts that do not reach the "
         "verifier",
         "look for tensors that the loader skipped (`nextn audit` on the same folder), and for NaN in the head's logits",
-        ("vllm-project/vllm#35548", "vllm-project/vllm#37667"),
+        issues=("vllm-project/vllm#35548", "vllm-project/vllm#37667"),
     ),
-    WEIGHTS: FaultHypothesis(
+    CheckResult(
         WEIGHTS,
+        "failed",
         "the head drafts badly even in the reference: the cause is in the weights, not in the engine",
         "`nextn measure --probe` tries other conventions, `nextn audit` checks the file; else train the head",
     ),
-    TEMPLATE: FaultHypothesis(
+    CheckResult(
         TEMPLATE,
+        "failed",
         "prompts with the chat template where the reference has none, or without",
         "ask the engine's chat route, or give the reference --no-chat; then compare again",
-        ("ROCm/ATOM#609",),
+        issues=("ROCm/ATOM#609",),
     ),
-    OVERRIDDEN: FaultHypothesis(
+    CheckResult(
         OVERRIDDEN,
+        "failed",
         "a setting of the engine accepts drafts that the trunk did not sample: the counts say nothing about the head, "
         "and the text is not the trunk's",
         "remove the setting, then compare again; it is for benchmarks of speed, whose texts must not be used",
     ),
-    CONTEXT: FaultHypothesis(
+    CheckResult(
         CONTEXT,
+        "failed",
         "acceptance falls with length: positions, their scaling, or a sliding window that the head does not have",
         "give the head the trunk's RoPE scaling and its full context",
-        ("vllm-project/vllm#37435", "kekzl/imp#897"),
+        issues=("vllm-project/vllm#37435", "kekzl/imp#897"),
     ),
-}
-OTHER_CAUSES = tuple(each for name, each in _OTHERS.items() if name != FINE)
+)
 
 
 def expectations(

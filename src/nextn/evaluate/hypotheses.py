@@ -14,7 +14,7 @@ import numpy as np
 
 from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.errors import ConfigError, EngineError
-from nextn.stats.acceptance import conditional_rates, expected_length
+from nextn.stats.acceptance import conditional_rates, expected_length, length_of_drafts
 from nextn.stats.intervals import student_t
 
 # Standard deviations of log(a / (1 - a)) between workloads: the least, and the one where the reference has no domains.
@@ -225,7 +225,9 @@ def _check_possible(counters: Counters, k: int) -> None:
 
     Up to K + 2 where the first token of each request, which comes from no round, is among the counted ones.
     """
-    counted = 1 + counters.accepted / counters.num_drafts if counters.num_drafts and counters.accepted else None
+    counted = (
+        length_of_drafts(counters.accepted, counters.num_drafts) if counters.num_drafts and counters.accepted else None
+    )
     most = k + 2 if FIRST_TOKENS in counters.notes else k + 1
     for length, limit in ((counted, most), (counters.length, k + 1)):
         if length is not None and not 1 <= length <= limit * (1 + _ROUNDING_SHARE):

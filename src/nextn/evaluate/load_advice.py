@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nextn.bounded_json import JsonLimits, count, parse_json
-from nextn.engines.answers import EngineRequest, unique_salt
+from nextn.engines.answers import EngineRequest
+from nextn.engines.ask import CounterSpan, ask, ask_counted
 from nextn.engines.counters import Counters, sum_counters
-from nextn.engines.endpoint import Endpoint, iter_answers, read_counters, settled_counters
-from nextn.engines.metrics_formats import without_first_tokens
+from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
-from nextn.stats.acceptance import expected_length
+from nextn.stats.acceptance import expected_length, length_of_drafts
 from nextn.stats.speedup import Spread, uniform_rate
 
 DEFINITIONS = {
@@ -237,18 +237,20 @@ def measure_loads(
 
     Raises:
         ConfigError: The plain server drafts, or the other does not.
-        EngineError: As `read_counters`, or an engine refuses a request.
+        EngineError: As `CounterSpan`, or an engine refuses a request.
     """
     points, counted = [], []
     for streams in sorted(set(loads)):
         asked = list(islice(cycle(prompts), max(2 * streams, min(len(prompts), _PROMPTS))))
         speeds: dict[Endpoint, list[float]] = {engine: [], plain: []}
-        before = read_counters(engine)
+        span = CounterSpan(engine, required=True)
         for turn in range(repeats):
             for server in (plain, engine) if turn % 2 == 0 else (engine, plain):
                 speeds[server].append(_tokens_per_s(server, asked, streams, temperature, max_tokens, seed))
                 on_pass()
-        gained = without_first_tokens(settled_counters(engine, before=before).minus(before), repeats * len(asked))
+        gained = span.gained(num_requests=repeats * len(asked))
+        if gained is None:
+            raise EngineError(span.no_counters)
         counted.append(gained)
         ratios = [one / other for one, other in zip(speeds[engine], speeds[plain], strict=True)]
         without, with_mtp, speedup = map(Spread.of, (speeds[plain], speeds[engine], ratios))
@@ -260,12 +262,8 @@ def measure_loads(
 
 def refuse_drafts(plain: Endpoint, prompt: str | tuple[int, ...]) -> None:
     """Ask one prompt. Raises ConfigError if the server that should be without MTP counts drafts for it."""
-    try:
-        before = read_counters(plain)
-    except EngineError:
-        return  # A server without speculation has no counters of drafts.
-    plain.answer(EngineRequest(prompt, 16, cache_salt=unique_salt()))
-    if settled_counters(plain, before=before).minus(before).has_drafts:
+    counters = ask_counted(plain, [EngineRequest(prompt, 16, use_cache=False)]).counters
+    if counters is not None and counters.has_drafts:
         raise ConfigError(f"--against {plain.url}: this server drafts, too; start it without MTP")
 
 
@@ -273,11 +271,11 @@ def _tokens_per_s(
     server: Endpoint, prompts: Sequence[str | tuple[int, ...]], streams: int, temperature: float, most: int, seed: int
 ) -> float:
     requests = [
-        EngineRequest(prompt, most, temperature, seed=seed + place, cache_salt=unique_salt())
+        EngineRequest(prompt, most, temperature, seed=seed + place, use_cache=False)
         for place, prompt in enumerate(prompts)
     ]
     start = time.perf_counter()
-    tokens = [answer.completion_tokens for answer in iter_answers(server, requests, concurrency=streams)]
+    tokens = [answer.completion_tokens for answer in ask(server, requests, concurrency=streams)]
     seconds = time.perf_counter() - start
     if None in tokens or not sum(filter(None, tokens)):
         raise EngineError(f"{server.url}: answers without usage.completion_tokens, so their speed is not known")
@@ -290,7 +288,7 @@ def _length(counters: Counters) -> float:
         raise ConfigError(
             f"--engine: {counters.engine} counted no drafts; start it with MTP, at the largest K to consider"
         )
-    return 1 + counters.accepted / counters.num_drafts
+    return length_of_drafts(counters.accepted, counters.num_drafts)
 
 
 def _drafts(counters: Counters) -> float:

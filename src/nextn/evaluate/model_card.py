@@ -51,7 +51,7 @@ def _card_lines(reference: ReferenceReport, command: str) -> Iterator[str]:
 
 
 def _conditions(reference: ReferenceReport, command: str) -> Iterator[str]:
-    digests = reference.as_record()["hashes"]
+    digests = reference.to_dict()["hashes"]
     assert isinstance(digests, dict)
     hashes = ", ".join(f"{name} `{digest[:12]}`" for name, digest in digests.items())
     is_own = all(origin.is_own for origin in reference.origins.values())

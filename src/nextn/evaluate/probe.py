@@ -25,7 +25,7 @@ from torch import Tensor
 from nextn.errors import ConfigError
 from nextn.evaluate.conventions import Variant, apply_variants, norm_roles, set_norms, variants
 from nextn.evaluate.teacher_forced import PERFECT, ReferenceText, ScoredText, score_texts, trunk_outputs
-from nextn.families import Stage
+from nextn.family_table import Stage
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput

@@ -29,7 +29,7 @@ from nextn.evaluate.engine_probe import EngineCheck
 from nextn.evaluate.given_texts import TextOrigin, ThinkTokens, part_counts
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import PERFECT, RULES, ScoredText
-from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without
+from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without, prompts_text
 from nextn.settings import Contract
 from nextn.stats.acceptance import DEFINITION
 from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
@@ -66,19 +66,11 @@ DEFINITIONS = {
 }
 
 
-def checkpoint_hashes(
-    source: str | Checkpoint,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    offline: bool = False,
-    head: str | None = None,
-) -> dict[str, str]:
+def checkpoint_hashes(source: str | Checkpoint, *, head: str | Path | None = None) -> dict[str, str]:
     """Return fingerprints of a checkpoint's trunk and head (or those of `head`), which identify what was measured."""
-    checkpoint = as_checkpoint(source, revision=revision, cache_dir=cache_dir, offline=offline)
-    inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-    inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
-    own = inventory if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
+    checkpoint = as_checkpoint(source)
+    inventory = on_disk(Inventory.of(checkpoint, family=trunk_family(checkpoint)))
+    own = inventory if head is None else open_head(head, inventory)
     return {"head": head_fingerprint(own), "trunk": trunk_fingerprint(inventory)}
 
 
@@ -144,25 +136,52 @@ class AcceptanceFigures:
 
 @dataclass(frozen=True, eq=False)
 class ReferenceReport:
-    """One reference measurement, from which all figures follow."""
+    """One measurement of acceptance, from which all figures follow.
+
+    Attributes:
+        plan: What was measured.
+        contract: Conventions of the head in decoding.
+        prompts: With later turns as they were played.
+        generated: Texts, with what the decoder counted, by temperature.
+        scoring_pass: `parallel`, `stepped` or `decoder`, see `DEFINITIONS`.
+        controls: Negative controls; None if nothing was scored.
+        source: Name of the checkpoint.
+        family: Name of its family.
+        hashes: SHA-256 of the head and of samples of the trunk.
+        machine: Where it was measured.
+        text_source: Of texts that were not generated here.
+        origins: Of such texts, by temperature.
+        engine: The engine that wrote them.
+        stream: What streaming the trunk took, see `offloading.stream_record`.
+        num_mtp_layers: Of the head.
+        think_tokens: Ids of the opening and the closing tag of thinking.
+        prompts_source: Where the prompts came from, see `workload.prompts_record`.
+
+    Example:
+        >>> plan = nextn.ReferencePlan(num_speculative_tokens=2, temperatures=(0.0,), max_tokens=8, backend="torch")
+        >>> report = nextn.measure("tiny", ["def add(a, b):"], plan)
+        >>> report.to_dict()["model"], len(report.figures(0.0, k=1).rates)
+        ('tiny', 1)
+    """
 
     plan: ReferencePlan
     contract: Contract
     prompts: tuple[Prompt, ...]
-    generated: Mapping[float, GeneratedTexts]  # by temperature
+    generated: Mapping[float, GeneratedTexts]
     scored: Mapping[float, tuple[ScoredText, ...]] = field(repr=False)  # empty for a contract that can only be decoded
-    scoring_pass: str  # parallel, stepped or decoder, see `DEFINITIONS`
+    scoring_pass: str
     controls: Controls | None = None
     source: str = ""
     family: str = ""
     hashes: Mapping[str, str] = field(default_factory=dict)
     machine: Machine | None = None
-    text_source: str = ""  # of texts that were not generated here
-    origins: Mapping[float, TextOrigin] = field(default_factory=dict)  # of such texts, by temperature
-    engine: EngineCheck | None = None  # of an engine that wrote them
-    stream: Mapping[str, object] | None = None  # of a streamed trunk: see `offloading.stream_record`
-    num_mtp_layers: int = 1  # of the head
+    text_source: str = ""
+    origins: Mapping[float, TextOrigin] = field(default_factory=dict)
+    engine: EngineCheck | None = None
+    stream: Mapping[str, object] | None = None
+    num_mtp_layers: int = 1
     think_tokens: ThinkTokens | None = None
+    prompts_source: Mapping[str, object] = field(default_factory=dict)
 
     def figures(
         self, temperature: float, *, rule: str | None = None, k: int | None = None, domain: str = "all"
@@ -310,11 +329,11 @@ class ReferenceReport:
                     rows += [self.figures(temperature, rule=rule, k=k, domain=domain) for k in choices]
         return rows
 
-    def as_record(self) -> dict[str, object]:
-        """Return the JSON document."""
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON of `nextn measure --json`."""
         texts = self.generated[self.plan.temperatures[0]].texts
         prompts = [prompt.turns or text.prompt for prompt, text in zip(self.prompts, texts, strict=True)]
-        return {
+        record: dict[str, object] = {
             "model": self.source,
             "family": self.family,
             "nextn": __version__,
@@ -340,7 +359,9 @@ class ReferenceReport:
             },
             "controls": None if self.controls is None else self.controls.as_record(),
             "warnings": self.warnings,
-        } | self.given_record()
+        }
+        prompts_record = {"prompts": dict(self.prompts_source)} if self.prompts_source else {}
+        return record | self.given_record() | prompts_record | self.published_record()
 
     def given_record(self) -> dict[str, object]:
         """Return what is known of texts that were not generated here, and of a streamed trunk."""
@@ -351,26 +372,36 @@ class ReferenceReport:
         record |= {} if self.engine is None else {"engine": self.engine.as_record()}
         return record if self.stream is None else record | {"stream": dict(self.stream)}
 
-    def published(self, source: str, prompts: str) -> tuple[PublishedCurve, MeasuredConditions, list[float]] | None:
-        """Return the published curve that fits this checkpoint, the conditions here, and AL here at K = 1, 2, ...
+    @property
+    def prompts_text(self) -> str:
+        """What the prompts are, in words."""
+        return prompts_text(self.prompts_source) if self.prompts_source else self.text_source
 
-        prompts: What the prompts are. Greedy drafts, the default of engines, are compared. None without scores.
+    def published_record(self) -> dict[str, object]:
+        """Return the published curve for JSON reports; empty where none fits."""
+        return {} if self.published is None else {"published": self.published[0].as_record(self.published[1])}
+
+    @cached_property
+    def published(self) -> tuple[PublishedCurve, MeasuredConditions, list[float]] | None:
+        """The published curve that fits this checkpoint, the conditions here, and AL here at K = 1, 2, ...
+
+        Greedy drafts, the default of engines, are compared. None without scores.
         """
         scored = [temperature for temperature in self.plan.temperatures if temperature in self.scored]
         if not scored:
             return None
-        curve = fitting_curve(source, self.family, thinking=self.plan.thinking, temperature=scored[-1])
+        curve = fitting_curve(self.source, self.family, thinking=self.plan.thinking, temperature=scored[-1])
         if curve is None:
             return None
         temperature = min(scored, key=lambda each: abs(each - curve.temperature))
         rule = "argmax" if temperature else "greedy"
         measured = MeasuredConditions(
             name=rule if not temperature else f"T={temperature:g} {rule}",
-            source=source,
+            source=self.source,
             precision="not stated" if self.machine is None else self.machine.dtype,
             thinking=self.plan.thinking,
             temperature=temperature,
-            prompts=prompts,
+            prompts=self.prompts_text,
             max_tokens=self.plan.max_tokens,
         )
         ks = range(1, self.plan.num_speculative_tokens + 1)

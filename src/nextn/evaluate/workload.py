@@ -23,7 +23,7 @@ from nextn.data.benchmark_prompts import (
 )
 from nextn.engines.counters import MAX_POSITIONS
 from nextn.errors import ConfigError
-from nextn.settings import Sampling
+from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
     from nextn.data.records import Record
@@ -74,6 +74,10 @@ class Prompt:
         return tuple(encode(model, self.text, chat=chat, variables=variables))
 
 
+# Of a function of the Python API: a file or benchmark, see `read_prompts`; None: the built-in ones; texts or token ids.
+PromptSource = str | Path | Sequence[str | Sequence[int] | Prompt] | None
+
+
 def read_prompts(source: Path | str | None = None) -> list[Prompt]:
     """Read the prompts of a file, or of a benchmark (`benchmark_prompts.split_name`), or the built-in ones.
 
@@ -95,17 +99,39 @@ def read_prompts(source: Path | str | None = None) -> list[Prompt]:
     return prompts
 
 
+def take_prompts(given: PromptSource) -> tuple[list[Prompt], dict[str, object]]:
+    """Return the prompts that a function of the Python API is given, and their `prompts_record`.
+
+    Raises ConfigError as `read_prompts`, and for none.
+    """
+    if given is None or isinstance(given, str | Path):
+        prompts = read_prompts(given)
+        return prompts, prompts_record(given, prompts)
+    prompts = [
+        each if isinstance(each, Prompt) else Prompt(each if isinstance(each, str) else tuple(each), "own")
+        for each in given
+    ]
+    if not prompts:
+        raise ConfigError(f"no prompts are given; expected texts or lists of token ids, or {_FORMATS}")
+    return prompts, _origin("given", None, None, prompts)
+
+
 def prompts_record(source: Path | str | None, prompts: Sequence[Prompt]) -> dict[str, object]:
     """Return where prompts came from for JSON reports, with the SHA-256 of a file, else of their texts."""
     name, subset, category = split_name(str(source or _BUILT_IN))
     file = _question_path(name)
-    if file.is_file():
-        digest = hashlib.sha256(file.read_bytes())
-    else:
-        digest = hashlib.sha256(json.dumps([[prompt.text, *prompt.later] for prompt in prompts]).encode())
+    data = file.read_bytes() if file.is_file() else None
+    return _origin("built-in" if source is None else name, subset, category, prompts, data)
+
+
+def _origin(
+    name: str, subset: str | None, category: str | None, prompts: Sequence[Prompt], data: bytes | None = None
+) -> dict[str, object]:
+    texts = json.dumps([[prompt.text, *prompt.later] for prompt in prompts]).encode()
+    digest = hashlib.sha256(texts if data is None else data)
     turns = sum(1 + len(prompt.later) for prompt in prompts)
     return {
-        "source": "built-in" if source is None else name,
+        "source": name,
         "subset": subset,
         "category": category,
         "sha256": digest.hexdigest(),
@@ -202,8 +228,10 @@ class BenchmarkPlan:
     seed: int = 0
     adaptive: bool = False  # also as many drafts per round as pay, up to the largest K
     backend: str = "auto"  # see `backend_for`
+    num_copy_tokens: int = 0  # copied from the text in a round, at most; never in baseline decoding
 
     def __post_init__(self) -> None:
+        Settings(num_copy_tokens=self.num_copy_tokens)  # raises for an invalid number
         if not self.k_values or min(self.k_values) < 0 or not max(self.k_values):
             raise ConfigError(f"k_values = {self.k_values}; expected numbers of drafts, at least one of them above 0")
         if not self.temperatures or self.repeats < 1:
@@ -234,16 +262,31 @@ class BenchmarkPlan:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """Settings of `reference_acceptance`. Raises ConfigError for invalid values."""
+    """What to measure: the texts of `measure`, and the reference of `diagnose`. Raises ConfigError for invalid values.
 
-    num_speculative_tokens: int = 4  # the largest K
+    Attributes:
+        num_speculative_tokens: The largest K.
+        temperatures: 0 = greedy.
+        max_tokens: New tokens of each continuation.
+        chat: Through the chat template; None: if the checkpoint has one.
+        seed: Of sampled texts.
+        backend: What decodes the texts: `auto`, `native` or `torch`.
+        rule: Acceptance rule of the decoder above temperature 0: `block`, `ratio` or `argmax`.
+        thinking: A variable of the chat template; None: the template's default.
+
+    Example:
+        >>> nextn.ReferencePlan(num_speculative_tokens=3, temperatures=(1.0, 0.0)).temperatures
+        (0.0, 1.0)
+    """
+
+    num_speculative_tokens: int = 4
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    max_tokens: int = 256  # new tokens of each continuation
-    chat: bool | None = None  # through the chat template; None: if the checkpoint has one
+    max_tokens: int = 256
+    chat: bool | None = None
     seed: int = 0
-    backend: str = "auto"  # what decodes the texts, see `backend_for`
-    rule: str = "block"  # acceptance rule of the decoder above temperature 0, one of DECODED
-    thinking: bool | None = None  # a variable of the chat template; None: the template's default
+    backend: str = "auto"
+    rule: str = "block"
+    thinking: bool | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in DECODED:

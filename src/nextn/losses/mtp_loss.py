@@ -12,19 +12,23 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.losses.chunked import Objective, SelectedRows, check_chunk, weighted_sum, wide_dtype
-
-IGNORE = -100
+from nextn.losses.chunked import wide_dtype
+from nextn.losses.cross_entropy import IGNORE, cross_entropy
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
     """The labels of a batch, each tensor [B, T].
 
-    Args:
-        tokens: Token ids.
+    Attributes:
+        tokens: Token ids, int64.
         documents: Document ids; None: a row is one document.
         mask: bool, True where a token counts as a label; None: everywhere.
+
+    Example:
+        >>> import torch
+        >>> nextn.Targets(torch.tensor([[5, 6, 7]])).labels(depth=1).tolist()  # t_{i+2}, or none
+        [[7, -100]]
     """
 
     tokens: Tensor
@@ -108,6 +112,7 @@ def mtp_loss(
         hiddens: final_hidden [B, T-k, H] of the trunk (k = 0) and each depth. Depths are scored even at lambda 0: pass
             hiddens[:1] to skip them.
         weight: The lm_head weight [V, H] of all, or one for each.
+        targets: The labels of the batch.
         lam: The lambda of the MTP terms.
         depth_weights: w_k; None: all 1.
         denominator: What the summed cross-entropy L_k is divided by: the depth's own number of labels ("valid",
@@ -115,6 +120,20 @@ def mtp_loss(
             sequences), or a tensor [D+1]. With Targets.counts summed over micro-batches (and averaged over ranks where
             gradients are averaged), the losses of the parts add up to that of the whole.
         chunk: Rows of logits that exist at a time; None: about 64 MB.
+
+    Returns:
+        The scalar loss, with its parts by depth and their numbers of labels.
+
+    Raises:
+        ConfigError: Shapes or weights do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> targets, weight = nextn.Targets(torch.randint(0, 100, (2, 8))), torch.randn(100, 64)
+        >>> hiddens = [torch.randn(2, 8 - k, 64) for k in range(3)]  # of the trunk and of two depths
+        >>> report = nextn.mtp_loss(hiddens, weight, targets, lam=0.3)
+        >>> tuple(report.total.shape), report.counts.tolist()
+        ((), [14, 12, 10])
     """
     depths = len(hiddens) - 1
     weights_by_depth = (1.0,) * depths if depth_weights is None else tuple(depth_weights)
@@ -165,43 +184,3 @@ def _check_shapes(hiddens: Sequence[Tensor], labels: Sequence[Tensor], weights_b
             raise ConfigError(
                 f"hidden of depth {k} is {tuple(hidden.shape)}; [B, T-{k}] = {tuple(label.shape)} is needed."
             )
-
-
-def cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    row_weights: Tensor | None = None,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of row_weights * nll over the rows of hidden [N, H], and nll [N], detached; weight is [V, H].
-
-    Both are fp32 (fp64 for fp64). Rows labeled IGNORE cost nothing and have nll 0. Gradients of hidden and weight, if
-    required, are computed in the forward pass; no more than `chunk` rows of logits exist at a time.
-    """
-    if labels.shape != hidden.shape[:1] or (row_weights is not None and row_weights.shape != labels.shape):
-        raise ConfigError(
-            f"labels {tuple(labels.shape)} and row weights need one number per row of hidden {tuple(hidden.shape)}."
-        )
-    check_chunk(chunk)
-    rows = (labels != IGNORE).nonzero()[:, 0]
-    scale = torch.ones_like(rows) if row_weights is None else row_weights[rows]
-    scale = scale[:, None].to(wide_dtype(hidden, weight))
-    selected = SelectedRows(rows=rows, scale=scale, objective=_label_nll(labels[rows]), chunk=chunk)
-    total, values = weighted_sum(hidden, weight, selected)
-    return total, values.new_zeros(len(hidden)).index_copy(0, rows, values[:, 0])
-
-
-def _label_nll(labels: Tensor) -> Objective:
-    def objective(logits: Tensor, rows: slice, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-        label = labels[rows, None]
-        chosen = logits.gather(1, label)
-        top = logits.amax(-1, keepdim=True)
-        mass = logits.sub_(top).exp_().sum(-1, keepdim=True)
-        nll = mass.log() + (top - chosen)
-        if not wants_grad:
-            return nll, None
-        return nll, logits.div_(mass).scatter_add_(1, label, torch.full_like(chosen, -1))
-
-    return objective

@@ -19,7 +19,7 @@ from nextn.checkpoint.layout import concat_gate_up, deinterleave, fuse_experts, 
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_activation_scale, is_finite
 from nextn.errors import CheckpointError
-from nextn.families import lookup
+from nextn.family_table import lookup
 from nextn.model.head import Head
 from nextn.model.packed_experts import can_keep_codes, pack_experts
 from nextn.model.packed_linear import StandIns

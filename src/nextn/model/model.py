@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, write_index
+from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, as_checkpoint, write_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import is_foreign, open_head, trained_length, trunk_family
 from nextn.checkpoint.quantized_weights import fp8_section, quantize_tensors
@@ -22,13 +21,14 @@ from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import Family, by_config
+from nextn.family_table import Family, by_config
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
 from nextn.model.load_trunk import deferred_trunk, load_trunk, streamed_trunk
 from nextn.model.packed_experts import dequantize, packed_parts
 from nextn.model.trunk import Trunk
+from nextn.text_format import counted
 
 _SAMPLE_TEXT = "A text, 1 \u00e9"
 
@@ -44,6 +44,11 @@ class Model:
         tokenizer: None if the checkpoint has none.
         notes: Remarks of loading, such as a stored copy that differs from the trunk's tensor.
         trained_length: Tokens of the sequences that the head was trained on; None if unknown.
+
+    Example:
+        >>> model = nextn.load("tiny")
+        >>> model.family.name, model.trunk.vocab_size, model.trained_length
+        ('qwen3_5', 264, 256)
     """
 
     trunk: Trunk
@@ -78,9 +83,6 @@ class Model:
         cls,
         source: str | Path | Checkpoint,
         *,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        offline: bool = False,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         need_head: bool = True,
@@ -93,10 +95,8 @@ class Model:
         """Load a model.
 
         Args:
-            source: A checkpoint folder, a .safetensors file next to its config.json, a hub id, or an open checkpoint.
-            revision: Of a hub id. Only the needed files are downloaded.
-            cache_dir: Of a hub id.
-            offline: Of a hub id: use the cache only.
+            source: A checkpoint folder, a .safetensors file next to its config.json, a hub id ("org/name", or
+                "org/name@revision"), of which only the needed files are downloaded, `tiny`, or an open checkpoint.
             dtype: None: as stored. Of weights in fp8 and of 4 and 8 bits, linear layers keep the codes, which the
                 native backend decodes with, see `dequantize`.
             device: Of trunk and head, see `resolve_device`.
@@ -110,25 +110,33 @@ class Model:
             head: Use the head of this checkpoint instead: a folder, a .safetensors file next to its config.json, or a
                 hub id.
 
+        Returns:
+            The model, whose tensors are on the device.
+
         Raises:
             CheckpointError: listing every head tensor that is missing, unexpected, mis-shaped, stored twice, not
                 readable as numbers or non-finite.
             FamilyError: for a model type that is not supported.
             ConfigError: for a device that is not available.
+
+        Example:
+            >>> model = nextn.load("tiny")  # the checkpoint that comes with the package
+            >>> nextn.load("tiny", skip_head=True).head is None
+            True
         """
         torch_device = resolve_device(device)
-        checkpoint = _open(source, revision=revision, cache_dir=cache_dir, offline=offline)
+        checkpoint = as_checkpoint(source)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
-        beside = None if head is None else open_head(head, inventory, cache_dir=cache_dir, offline=offline)
+        beside = None if head is None else open_head(head, inventory)
         if beside is not None and beside.family.trunk_kv and (stream or defer):
             raise FamilyError(
                 f"{beside.family.title} read the trunk's keys, which a trunk that is loaded layer by layer does not "
                 "keep; load the whole model (--no-stream)"
             )
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
-        if stream and not offline:
-            inventory = in_parts(inventory, revision=revision, cache_dir=cache_dir, keep=shards)
-        inventory = on_disk(inventory, revision=revision, cache_dir=cache_dir, offline=offline)
+        if stream:
+            inventory = in_parts(inventory, keep=shards)
+        inventory = on_disk(inventory)
         folder = folder_of(inventory.checkpoint)
         with ExitStack() as files:
             weights = TensorReader(inventory)
@@ -243,16 +251,30 @@ def load_head(
     source: str | Path | Checkpoint,
     model: PreTrainedModel | Trunk,
     *,
-    revision: str | None = None,
     trunk_class: type[Trunk] = Trunk,
 ) -> Head:
     """Load the head of checkpoint `source` onto a trunk, or one of class `trunk_class` around `model`, in its dtype.
 
-    Raises CheckpointError if the head is incomplete, damaged or does not fit the model.
+    Args:
+        source: A checkpoint folder, .safetensors file, hub id, `tiny` or an open checkpoint.
+        model: A transformers model, or a trunk.
+        trunk_class: Of the trunk that is made around a transformers model, such as `DetachedTrunk`.
+
+    Returns:
+        The head, in the model's dtype and on its device.
+
+    Raises:
+        CheckpointError: The head is incomplete, damaged or does not fit the model.
+        FamilyError: The model type is not supported.
+
+    Example:
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> nextn.load_head("tiny", model).num_modules
+        1
     """
-    inventory = _inventory(_open(source, revision=revision), need_head=True)
+    inventory = _inventory(as_checkpoint(source), need_head=True)
     trunk = model if isinstance(model, Trunk) else trunk_class(model, stage=inventory.family.hidden)
-    return read_head(on_disk(inventory, revision=revision), trunk)
+    return read_head(on_disk(inventory), trunk)
 
 
 def read_head(inventory: Inventory, trunk: Trunk) -> Head:
@@ -262,10 +284,6 @@ def read_head(inventory: Inventory, trunk: Trunk) -> Head:
         weights.download(weights.inventory.stored.values())
         load_tensors(head, weights)
     return head
-
-
-def _open(source: str | Path | Checkpoint, **hub: Any) -> Checkpoint:
-    return source if isinstance(source, Checkpoint) else Checkpoint.open(source, **hub)
 
 
 def live_trunk(model: PreTrainedModel, *, trunk_class: type[Trunk] = Trunk) -> tuple[Family, Trunk]:
@@ -310,9 +328,8 @@ def _check_runs(family: Family) -> Family:
 def _missing_head_message(inventory: Inventory) -> str:
     path, family, count = inventory.checkpoint.path, inventory.family, inventory.declared
     example = inventory.published("0.token_norm.weight")
-    declared = (
-        f"config.json declares {count} module(s)" if count else f"config.json declares no {family.count_fields[0]}"
-    )
+    what = counted(count, "MTP layer") if count else f"no {family.count_fields[0]}"
+    declared = f"config.json declares {what}"
     stored = "present" if inventory.stored else "absent"
     other = f"; {inventory.unrecognized[0]} and others are not names of this family" if inventory.unrecognized else ""
     fix = (

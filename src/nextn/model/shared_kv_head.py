@@ -18,7 +18,7 @@ from nextn.cache.family_caches import TrunkKV
 from nextn.cache.kv_cache import KVCache
 from nextn.cache.rollout_cache import RolloutCache
 from nextn.errors import FamilyError
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.model.head import Head, check_depths
 from nextn.model.layer_types import LayerType
 from nextn.model.logits import logits_of

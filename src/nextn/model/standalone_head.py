@@ -2,13 +2,28 @@
 
 from dataclasses import replace
 
-from nextn.families import by_name
+from nextn.family_table import by_name
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
 
 
 class StandaloneHead(Head):
-    """A head with its own embedding and tied lm_head: MTP for any model that exposes its hidden states."""
+    """A head with its own embedding and tied lm_head: MTP for any model that exposes its hidden states.
+
+    Args:
+        vocab_size: V.
+        hidden_size: H, of the model's hidden states [B, T, H]; a multiple of num_heads.
+        num_modules: MTP layers.
+        num_heads: Attention heads of each.
+        max_length: Positions of a row.
+
+    Example:
+        >>> import torch
+        >>> head = nextn.StandaloneHead(vocab_size=100, hidden_size=64)
+        >>> tokens, hidden = torch.randint(0, 100, (2, 8)), torch.randn(2, 8, 64)
+        >>> [tuple(each.shape) for each in head.teacher_forced_hidden(tokens, hidden, 2)]
+        [(2, 7, 64), (2, 6, 64)]
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, num_modules: int = 1, num_heads: int = 4, max_length: int = 4096

@@ -26,7 +26,7 @@ from nextn.checkpoint.mapped_memory import return_freed_memory, slices_released_
 from nextn.checkpoint.tensors import StoredTensor, TensorReader
 from nextn.devices import free_cached_memory, is_out_of_memory
 from nextn.errors import ConfigError, NextnError
-from nextn.families import Stage
+from nextn.family_table import Stage
 from nextn.model.layer_loader import LayerLoader
 from nextn.model.layer_states import LayerProgress, StateFolder, StatesInMemory, hash_batches, join_rows, take_rows
 from nextn.model.logits import float_linear

@@ -1,7 +1,6 @@
 """What a model's prompts and texts must fit, which is known without its weights."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
@@ -27,11 +26,9 @@ class TextInterface:
         return cls(model.tokenizer, model.trunk.vocab_size, model.trunk.max_length, eos)
 
     @classmethod
-    def read(
-        cls, source: str, *, revision: str | None = None, cache_dir: str | Path | None = None, offline: bool = False
-    ) -> "TextInterface":
+    def read(cls, source: str) -> "TextInterface":
         """Read that of a checkpoint folder or hub id. Raises ConfigError for an unusable tokenizer or config."""
-        folder = small_files(source, revision=revision, cache_dir=cache_dir, offline=offline)
+        folder = small_files(source)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config(decoder=True)
             has_generation = (folder / "generation_config.json").is_file()

@@ -24,7 +24,7 @@ from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
 from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import ConfigError, FamilyError
-from nextn.families import Stage
+from nextn.family_table import Stage
 from nextn.model.family_layers import ResidualBlock, remove_unused_experts
 from nextn.model.layer_types import (
     LayerType,

@@ -1,6 +1,6 @@
 """The commands that serve a checkpoint's head in another engine, with the pitfalls of its family and its files.
 
-The facts are the family's row (`nextn.families`) and what `nextn audit` finds in the files.
+The facts are the family's row (`nextn.family_table`) and what `nextn audit` finds in the files.
 """
 
 import json
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nextn.audit import Finding, audit
-from nextn.audit.engines import IDS as ENGINE_RULES
+from nextn.audit_rules import Finding, audit
+from nextn.audit_rules.engines import IDS as ENGINE_RULES
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.edit.adopt import engines_after_adopting
 from nextn.errors import CheckpointError, ConfigError
-from nextn.families import EngineSupport
+from nextn.family_table import EngineSupport
 from nextn.text_format import joined
 
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}  # as in --print -> as in the family rows
@@ -56,7 +56,7 @@ class EngineCommands:
 
 
 def engine_commands(
-    checkpoint: Checkpoint, engine: str, *, num_speculative_tokens: int | None = None, revision: str | None = None
+    checkpoint: Checkpoint, engine: str, *, num_speculative_tokens: int | None = None
 ) -> EngineCommands:
     """Return the commands that serve the checkpoint with its head.
 
@@ -64,7 +64,6 @@ def engine_commands(
         checkpoint: A folder or a hub checkpoint.
         engine: One of `ENGINES`.
         num_speculative_tokens: K; None: 3, or for a head of several MTP layers, their number.
-        revision: Branch, tag or commit of a hub checkpoint.
 
     Raises:
         ConfigError: The engine is unknown, or does not run the head.
@@ -90,7 +89,7 @@ def engine_commands(
     if engine == "vllm" and k > modules > 1 and k % modules:
         raise ConfigError(f"K = {k}: above the {modules} MTP layers of this head, vLLM needs a multiple of {modules}")
     make = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llamacpp}[engine]
-    pinned = ("--revision", revision) if revision is not None else ()
+    pinned = ("--revision", checkpoint.ref) if checkpoint.ref is not None else ()
     notes = [
         f"Flags as of {NAMES[engine]} {VERSIONS[engine]}, read in its code; not run with this model.",
         *_notes(inventory, support, engine, k),

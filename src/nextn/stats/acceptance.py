@@ -1,6 +1,8 @@
 """Acceptance figures from drafted and accepted tokens. Imports no torch.
 
-The only place that defines a_k (`conditional_rates`) and AL (`mean_length` from counts, `expected_length` from rates).
+The only place that defines a_k (`conditional_rates`) and AL: `mean_length` from emitted tokens, `length_of_drafts` from
+counts of drafts, `expected_length` from rates. The first two differ by rounds that the end of a text cuts: they emit no
+bonus token, which counts of drafts do not show.
 """
 
 import math
@@ -64,6 +66,11 @@ def mean_length(emitted: float, num_rounds: float, *, no_rounds: float = math.na
     return emitted / num_rounds if num_rounds else no_rounds
 
 
+def length_of_drafts(num_accepted: float, num_rounds: float, *, no_rounds: float = math.nan) -> float:
+    """Return AL as engines report it: a bonus token and the accepted drafts of a round; `no_rounds` without rounds."""
+    return mean_length(num_rounds + num_accepted, num_rounds, no_rounds=no_rounds)
+
+
 def _parts(decoded: "DecodedRound | DecodedText | DecodedSequence") -> "Iterable[DecodedSequence]":
     """Return the rounds of single sequences of which a round of a batch, or a result, consists."""
     return getattr(decoded, "rows", getattr(decoded, "rounds", (cast(DecodedSequence, decoded),)))
@@ -78,6 +85,11 @@ class Acceptance:
         num_accepted: [K], those of them that accepted depth k too.
         num_rounds: Rounds that drafted.
         emitted: Tokens that these rounds emitted, bonus tokens included.
+
+    Example:
+        >>> counts = nextn.Acceptance(num_drafted=(10, 8), num_accepted=(8, 4), num_rounds=10, emitted=22)
+        >>> counts.rates, counts.length
+        ((0.8, 0.5), 2.2)
     """
 
     num_drafted: tuple[int, ...]

@@ -52,6 +52,10 @@ class TrainConfig:
         save_every: Steps between checkpoints, 0 = only at the end.
         eval_every: Steps between evaluations, 0 = only at the end.
         eval_batches: Batches of an evaluation.
+
+    Example:
+        >>> nextn.TrainConfig(steps=100, batch_size=4, length=256, depths=2).optimizer
+        'adamw'
     """
 
     steps: int

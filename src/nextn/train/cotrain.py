@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
+from nextn.losses.cross_entropy import IGNORE, cross_entropy
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
-from nextn.losses.mtp_loss import IGNORE, Targets, cross_entropy, depth_weights
+from nextn.losses.mtp_loss import Targets, depth_weights
 from nextn.model.head import Head
 from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
@@ -41,6 +42,10 @@ class HeadSettings:
         unrolled: Depths attend to the keys that decoding gives them (`Head.rollout_hidden`).
         lr: Of the head, on the Trainer's schedule; None = the Trainer's.
         num_modules: Of a fresh head, initialized from the trunk; 0 = load the head.
+
+    Example:
+        >>> nextn.HeadSettings(joint=True, depths=3, lam=0.3).objective
+        'ce'
     """
 
     joint: bool = False
@@ -63,7 +68,14 @@ class HeadSettings:
 
 
 class DetachedTrunk(Trunk):
-    """A trunk that no gradient of the head reaches: the head uses embed_tokens and lm_head detached."""
+    """A trunk that no gradient of the head reaches: the head uses embed_tokens and lm_head detached.
+
+    Example:
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> head = nextn.load_head("tiny", model, trunk_class=nextn.DetachedTrunk)
+        >>> head.trunk.lm_head.requires_grad
+        False
+    """
 
     def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
         return super().embed(tokens, raw=raw).detach()
@@ -79,9 +91,27 @@ class DetachedTrunk(Trunk):
 
 
 class CotrainLoss:
-    """Computes the loss of a head on the trunk's states; depths that a batch is too short for are skipped.
+    """Compute the loss of a head on the trunk's states; depths that a batch is too short for are skipped.
 
-    autocast: returns the context in which states and losses are computed.
+    Args:
+        head: The head, on a trunk whose hidden states are given to `states`.
+        settings: Depths, objective and weights.
+        autocast: Returns the context in which states and losses are computed.
+
+    Raises:
+        ConfigError: The head's trunk or the settings cannot be trained with.
+
+    Example:
+        >>> import torch
+        >>> model = nextn.load("tiny", dtype=torch.float32)
+        >>> cotrain = nextn.CotrainLoss(model.head, nextn.HeadSettings(depths=2))
+        >>> tokens = torch.randint(0, 256, (2, 8))
+        >>> targets = nextn.targets_of({"input_ids": tokens, "labels": tokens})
+        >>> states = cotrain.states(tokens, targets, model.trunk(tokens))
+        >>> loss, sums = cotrain.loss(states, targets, cotrain.counts(targets))
+        >>> loss.backward()
+        >>> [tuple(state.shape) for state in states], tuple(sums.shape)
+        ([(2, 8, 128), (2, 7, 128), (2, 6, 128)], (2,))
     """
 
     def __init__(
@@ -234,10 +264,24 @@ def model_inputs(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def targets_of(inputs: Mapping[str, object]) -> Targets:
-    """Convert a batch to targets; documents [B, T] come from its marking of packed rows, -1 on padding.
+    """Convert a batch of a transformers Trainer to targets.
 
-    The head has the trunk's labels: none where they are -100, nor on padding. Raises ConfigError for a batch with more
-    than text, without labels, or with a marking as `document_indices`.
+    Args:
+        inputs: `input_ids` and `labels` [B, T] int64; where rows hold several documents, also what marks them:
+            `position_ids` that restart, a numbered `attention_mask`, `cu_seq_lens_q` or `seq_idx`.
+
+    Returns:
+        The trunk's labels: none where they are -100, nor on padding. Documents [B, T] are those of packed rows, -1 on
+        padding.
+
+    Raises:
+        ConfigError: The batch has more than text, no labels, or a marking of packed rows that is not known.
+
+    Example:
+        >>> import torch
+        >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[-100, 6, 7, 8]])}
+        >>> nextn.targets_of(batch).counts(depths=1).tolist()  # of the trunk and of depth 1
+        [3, 2]
     """
     tokens, labels = inputs.get("input_ids"), inputs.get("labels")
     unsupported = next((name for name in _UNSUPPORTED if inputs.get(name) is not None), None)

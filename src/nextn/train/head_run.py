@@ -26,7 +26,7 @@ from nextn.edit.links import refuse_links
 from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
-from nextn.families import by_config, by_name, find, fitted
+from nextn.family_table import by_config, by_name, find, fitted
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress
@@ -59,14 +59,11 @@ def hide_layers(trunk: Trunk, folder: Path) -> AbstractContextManager[Callable[[
 class StartingPoint:
     """The trunk to train on, and its initial head: the checkpoint's own, that of another file, or a fresh one."""
 
-    model: str | Path  # this, revision, cache_dir and offline are passed to `Model.load`
+    model: str | Path
     head: Path | None = None  # a file to take the head from
     fresh: bool = False
     num_modules: int | None = None  # of a fresh head
     layout: str | None = None  # of a fresh head, see `LAYOUTS`; None: the family's
-    revision: str | None = None
-    cache_dir: Path | None = None
-    offline: bool = False
     follow_links: bool = False  # follow links that lead out of the trunk's folder
     stream: bool = False  # the trunk runs once, layer by layer, see `HeadTask.stream_trunk`
     shards: Path | None = None  # keep what is downloaded of a streamed trunk, see `Model.load`
@@ -239,15 +236,14 @@ def load_starting_point(
         near: A folder for temporary files while loading.
         ranks: The processes; several load the trunk's decoder layers when they are sharded.
     """
-    revision, cache, offline = start.revision, start.cache_dir, start.offline
-    checkpoint = Checkpoint.open(start.model, revision=revision, cache_dir=cache, offline=offline)
+    checkpoint = Checkpoint.open(start.model)
     is_added = start.head is not None and find(checkpoint.config) is None  # to a model without a family
     family = trunk_family(checkpoint) if start.fresh or is_added else by_config(checkpoint.config)
     origin = Inventory.of(checkpoint, family=family)
     origin.refuse_draft_model(adding=start.fresh or start.head is not None)
-    if start.stream and not offline:
-        origin = in_parts(origin, revision=revision, cache_dir=cache, keep=start.shards if ranks.is_first else None)
-    origin = on_disk(origin, revision=revision, cache_dir=cache, offline=offline)
+    if start.stream:
+        origin = in_parts(origin, keep=start.shards if ranks.is_first else None)
+    origin = on_disk(origin)
     refuse_links(origin.checkpoint, follow=start.follow_links)
     if start.stream or not ranks.is_alone:
         model = _load_by_layer(start, origin)
@@ -268,7 +264,7 @@ def _load_by_layer(start: StartingPoint, origin: Inventory) -> Model:
     if start.head is None:
         model.head = load_head(origin.checkpoint, model.trunk)
         return model
-    head = open_head(start.head, origin, cache_dir=start.cache_dir, offline=start.offline)
+    head = open_head(start.head, origin)
     model.family, model.trunk.stage = head.family, head.family.hidden
     model.head = read_head(head, model.trunk)
     return model

@@ -25,7 +25,7 @@ from nextn.data.corpus import Corpus
 from nextn.edit.convert import small_config
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.families import LAYOUT_FIELD, MIMO_ARCHITECTURE
+from nextn.family_table import LAYOUT_FIELD, MIMO_ARCHITECTURE
 from nextn.losses.distillation import HeadLoss, head_loss
 from nextn.losses.divergences import SampledVocabulary, Teacher
 from nextn.losses.mtp_loss import Targets, depth_weights

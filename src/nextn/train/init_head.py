@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nextn.errors import ConfigError, FamilyError
-from nextn.families import Family
+from nextn.family_table import Family
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress

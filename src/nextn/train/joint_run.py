@@ -15,7 +15,7 @@ from nextn.data.corpus import Corpus
 from nextn.data.sources import load_corpora
 from nextn.devices import training_dtype
 from nextn.errors import ConfigError
-from nextn.families import lookup_count
+from nextn.family_table import lookup_count
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.model import Model, read_tokenizer
 from nextn.train.config import HeadConfig, TrainConfig

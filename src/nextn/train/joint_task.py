@@ -95,10 +95,28 @@ class Task(Protocol):
 
 
 class JointTask:
-    """Trains trunk and head on the same text, from scratch or from their current weights.
+    """Train trunk and head on the same text, from scratch or from their current weights.
 
-    depths = 0 trains the trunk alone. The prompts are decoded at the end, for figures of real decoding, if there is
-    only one process.
+    Args:
+        model: Is trained in place.
+        corpus: Text to train on.
+        config: Settings; depths = 0 trains the trunk alone.
+        held_out: Text to evaluate on; None: the corpus.
+        prompts: Token ids that are decoded at the end, for figures of real decoding, if there is only one process.
+        ranks: The processes that train together.
+
+    Raises:
+        ConfigError: The settings do not fit the model or the corpus.
+
+    Example:
+        >>> from pathlib import Path
+        >>> model, text = nextn.load("tiny"), Path("text.py")
+        >>> _ = text.write_text("def add(a, b):\\n    return a + b\\n" * 20)
+        >>> corpus = nextn.Corpus.from_files([text], model.tokenizer)
+        >>> config = nextn.TrainConfig(steps=1, batch_size=2, length=16, depths=2, dtype="float32")
+        >>> task = nextn.JointTask(model, corpus, config)
+        >>> task.loss(task.example(0), 0.3).counts.tolist()  # labels of the trunk and of two depths
+        [30, 28, 26]
     """
 
     has_baseline, fingerprint = False, ""

@@ -37,6 +37,17 @@ class Trainer:
         task: What is trained, and its settings.
         out: The run's folder, for checkpoints and the log.
         clock: Returns seconds, for tokens/s and time budgets.
+
+    Example:
+        >>> from pathlib import Path
+        >>> model, text = nextn.load("tiny"), Path("text.py")
+        >>> _ = text.write_text("def add(a, b):\\n    return a + b\\n" * 20)
+        >>> corpus = nextn.Corpus.from_files([text], model.tokenizer)
+        >>> config = nextn.TrainConfig(steps=1, batch_size=2, length=16, depths=2, dtype="float32")
+        >>> trainer = nextn.Trainer(nextn.JointTask(model, corpus, config), out=Path("run"))
+        >>> records = list(trainer.run())
+        >>> trainer.step
+        1
     """
 
     def __init__(self, task: Task, *, out: Path, clock: Callable[[], float] = time.perf_counter) -> None:

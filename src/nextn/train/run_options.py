@@ -13,8 +13,6 @@ FILE = "run.json"
 # Options that change how a step is computed or what is reported, but not the result: a resumed run may change them.
 _FREE = (
     "cache_gb",
-    "cache_dir",
-    "offline",
     "follow_links",
     "allow_worse",
     "curve",
@@ -25,7 +23,7 @@ _FREE = (
     "export",
 )
 _FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
-_PATHS = ("tokenizer", "model", "trunk", "head", "cache_dir", "keep_shards")
+_PATHS = ("tokenizer", "model", "trunk", "head", "keep_shards")
 _NAMES = {"trunk": "--from"}
 
 
@@ -47,10 +45,7 @@ class RunOptions:
     layout: str | None = None
     head_only: bool = False
     on_policy: bool = False
-    revision: str | None = None
     cache_gb: float | None = None
-    cache_dir: str | None = None
-    offline: bool = False
     follow_links: bool = False
     allow_worse: bool = False
     curve: bool = False

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from nextn.data.degeneracy import degeneracy
 from nextn.data.sources import HEADER_KEY
 from nextn.engines.answers import EngineAnswer, EngineRequest
-from nextn.engines.endpoint import Endpoint, iter_answers
+from nextn.engines.ask import ask
+from nextn.engines.endpoint import Endpoint
 from nextn.errors import EngineError
 from nextn.settings import Settings
 from nextn.train.self_generated import AnswerProgress, GeneratedAnswer, append_answers, resume_answers
@@ -51,7 +52,7 @@ def served_answers(
         EngineRequest(tuple(prompt), settings.max_tokens, settings.sampling.temperature, seed=settings.seed + index)
         for index, prompt in enumerate(prompts)
     ]
-    answers = iter_answers(endpoint, requests[first:], concurrency=concurrency, should_stop=should_stop)
+    answers = ask(endpoint, requests[first:], concurrency=concurrency, should_stop=should_stop)
     for index, answer in enumerate(answers, start=first):
         generated = to_generated(answer, prompts[index], tokenizer, eos, where=f"{endpoint.url}: prompt {index}")
         append_answers(out, [generated])

@@ -44,8 +44,6 @@ def train_head(
     trainer: Trainer,
     source: str | Path | None = None,
     settings: HeadSettings | None = None,
-    *,
-    revision: str | None = None,
 ) -> Head:
     """Make `trainer` also train, log, save and resume a head of its model.
 
@@ -56,7 +54,6 @@ def train_head(
         trainer: The Trainer of the fine-tune.
         source: The checkpoint with the head, a folder, file or hub id; None = the one that the model was loaded from.
         settings: How the head trains.
-        revision: Of a hub id.
 
     Returns:
         The head.
@@ -64,6 +61,17 @@ def train_head(
     Raises:
         ConfigError: A head cannot be trained in this Trainer.
         CheckpointError: `source` has no complete head.
+
+    Example:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> data = [{"input_ids": [*range(16)], "labels": [*range(16)]}] * 2
+        >>> settings = TrainingArguments("run", max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True)
+        >>> trainer = Trainer(model, settings, train_dataset=data)
+        >>> head = nextn.train_head(trainer, "tiny", nextn.HeadSettings(depths=2))
+        >>> trainer.train().global_step
+        {'train_runtime': ...}
+        1
     """
     settings = settings or HeadSettings()
     _check_supported(trainer)
@@ -74,7 +82,7 @@ def train_head(
         if settings.num_modules:
             head = fresh_head(trainer, model, num_modules=settings.num_modules, trunk_class=trunk_class)
         else:
-            head = load_head(_source(model, source), model, revision=revision, trunk_class=trunk_class)
+            head = load_head(_source(model, source), model, trunk_class=trunk_class)
     head.float().to(trainer.args.device)
     if trainer.args.gradient_checkpointing:
         checkpoint_layers(head.layers)
@@ -161,6 +169,12 @@ def save_head(head: Head, folder: str | Path, *, source: str = "a training loop"
 
     Raises:
         CheckpointError: The folder has no trunk, or one that the head does not fit.
+
+    Example:
+        >>> model = nextn.load("tiny")
+        >>> model.trunk.model.save_pretrained("saved")
+        >>> nextn.save_head(model.head, "saved").num_bytes > 0
+        True
     """
     saved = CotrainedHead(head, made_by=source)
     with saved.open_base(Path(folder)) as base:

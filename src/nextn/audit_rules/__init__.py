@@ -1,0 +1,197 @@
+"""`audit`: check a checkpoint's config, tensors, index, quantization and values.
+
+A rule is a function from an `Inventory` to findings; rules are independent of each other, and none imports torch.
+"""
+
+import difflib
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+from nextn.audit_rules import (
+    engines,
+    files,
+    precision,
+    pruned,
+    query_heads,
+    separate,
+    shapes,
+    structure,
+    trunk_layers,
+    unchecked,
+    values,
+)
+from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity
+from nextn.audit_rules.tensor_values import WholeValues, is_local
+from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
+from nextn.checkpoint.foreign_names import with_plain_names
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import open_head, trunk_family
+from nextn.errors import ConfigError, FamilyError
+from nextn.family_table import Family, by_config, by_name, generic, rows
+
+__all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit", "audit_checkpoint"]
+
+Rule = Callable[[Inventory], Iterable[Finding]]
+_MODULES = (structure, trunk_layers, pruned, files, shapes, query_heads, engines, precision, separate, values)
+RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
+IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
+_MAX_NAMES = 2000  # to match against every family's layout
+
+
+def audit(
+    source: str | Path | Checkpoint,
+    *,
+    head: str | Path | None = None,
+    family: str | None = None,
+    ignore: Collection[str] = (),
+    sample: bool = False,
+    require_head: bool = False,
+) -> AuditReport:
+    """Check a checkpoint's MTP head against its config and what engines expect.
+
+    Of a checkpoint on the hub, headers and a few small parts are read; of a local one, also all values of the head.
+
+    Args:
+        source: A checkpoint folder, .safetensors or .gguf file, hub id, `tiny` or an opened checkpoint.
+        head: Audit the head of this checkpoint, beside `source` as its trunk.
+        family: Name of the family to audit by, instead of that of the config's model_type.
+        ignore: Ids of rules whose findings are left out.
+        sample: Read samples of a local head's values only, as of a hub id.
+        require_head: Report a checkpoint that neither declares nor stores a head as an error.
+
+    Returns:
+        The findings, worst first, and what was looked at.
+
+    Raises:
+        ConfigError: There is no such rule, or `head` is beside a GGUF file.
+        FamilyError: No family is known for the model_type; the message names those that the tensor names match.
+        CheckpointError: The config does not say where the head begins, or a file cannot be read.
+
+    Example:
+        >>> report = nextn.audit("tiny")
+        >>> report.clean, report.family, report.values_read
+        (True, 'qwen3_5', 'all')
+    """
+    started = perf_counter()
+    _check_rules(ignore)
+    with _no_garbage_collection():
+        if isinstance(source, str | Path) and str(source).endswith(".gguf"):
+            if head is not None:
+                raise ConfigError(f"a head beside {source}: a trunk in GGUF; give its safetensors checkpoint")
+            from nextn.audit_rules.gguf import audit_gguf  # here, as it imports numpy
+
+            report = audit_gguf(Path(source))
+        else:
+            checkpoint = as_checkpoint(source)
+            row, trunk = by_name(family) if family else None, None
+            if head is not None:
+                trunk = Inventory.of(checkpoint, family=row or trunk_family(checkpoint))
+                beside = open_head(str(head), trunk)
+                checkpoint, row = beside.checkpoint, beside.family
+            report = audit_checkpoint(checkpoint, family=row, sample=sample, trunk=trunk)
+    report = (report.requiring_head() if require_head else report).without(ignore)
+    return replace(report, seconds=round(perf_counter() - started, 3))
+
+
+def _check_rules(rules: Collection[str]) -> None:
+    for rule in rules:
+        if rule not in IDS:
+            near = difflib.get_close_matches(rule, IDS, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"known: {', '.join(IDS)}"
+            raise ConfigError(f"ignore {rule}: no such rule; {meant}")
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collecting garbage among a checkpoint's hundreds of thousands of live entries takes a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def audit_checkpoint(
+    checkpoint: Checkpoint, *, family: Family | None = None, sample: bool = False, trunk: Inventory | None = None
+) -> AuditReport:
+    """Run every rule on an opened checkpoint.
+
+    Args:
+        checkpoint: What to check.
+        family: Overrides the family of the config's model_type.
+        sample: Read samples of the head's values only, as of a checkpoint on the hub, although its files are local.
+        trunk: The trunk beside which the head of `checkpoint` is to run.
+
+    Raises:
+        FamilyError, CheckpointError: As `audit`.
+    """
+    family = family or _family(checkpoint)
+    if family is None:
+        return _without_family(checkpoint)
+    named = list(structure.names_foreign(Inventory.of(checkpoint, family=family)))
+    # What such names stand for is audited under the names that it should have: one cause, one finding.
+    inventory = Inventory.of(with_plain_names(checkpoint) if named else checkpoint, family=family)
+    whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
+    alike = pruned.comparable(inventory)
+    bound: dict[Rule, Rule] = {
+        structure.structure: lambda _: structure.structure(alike),
+        shapes.shape: lambda _: shapes.shape(alike),
+        values.values: partial(values.values, whole=whole),
+        separate.separate: partial(separate.separate, trunk=trunk),
+    }
+    rules = [bound.get(rule, rule) for rule in RULES]
+    findings = named + [finding for rule in rules for finding in rule(inventory)]
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return AuditReport(
+        checkpoint.path,
+        inventory.family.name,
+        inventory.declared,
+        inventory.modules,
+        tuple(findings),
+        values_read="none" if not inventory.modules else "samples" if whole is None else "all",
+        bytes_read=0 if whole is None else whole.num_bytes,
+        unchecked=tuple(unchecked.unchecked(inventory)),
+        title=inventory.family.title,
+    )
+
+
+def _family(checkpoint: Checkpoint) -> Family | None:
+    """Return the checkpoint's family; None for an unknown model_type whose tensor names match no family's layout."""
+    try:
+        return by_config(checkpoint.config)
+    except FamilyError as error:
+        names = list(checkpoint.tensors)[-_MAX_NAMES:]
+        matches = [row.name for row in rows() if any(_is_norm(row.canonical(name, 0)) for name in names)]
+        if not matches and isinstance(checkpoint.config.get("model_type"), str):
+            return None
+        if not matches:
+            raise
+        raise FamilyError(
+            f"{error}. Its tensor names match the layout of {', '.join(matches)}: try --family NAME."
+        ) from error
+
+
+def _without_family(checkpoint: Checkpoint) -> AuditReport:
+    """Audit a model whose type nextn knows no head of: its files, and whether anything in them looks like one."""
+    inventory = Inventory.of(checkpoint, family=replace(generic(checkpoint.config), default_count=0))
+    names = [*inventory.stored.values(), *inventory.unrecognized]
+    model_type = str(checkpoint.config["model_type"])[:80]
+    found = [*structure.names_foreign(inventory), *files.index(inventory), *structure.draft_model(inventory)]
+    if names:
+        found.append(structure.foreign_head(model_type, names))
+    elif inventory.draft_model is None:
+        found.append(structure.withheld_head(inventory) or structure.no_head(model_type, checkpoint.config))
+    found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    left = ("everything but names and files, as there is no head",)
+    return AuditReport(checkpoint.path, model_type, 0, (), tuple(found), unchecked=left)
+
+
+def _is_norm(canonical: str | None) -> bool:
+    return canonical is not None and canonical.split(".")[1] in ("token_norm", "hidden_norm")

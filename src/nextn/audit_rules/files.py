@@ -1,0 +1,152 @@
+"""Compare the index with the files: what index-based loaders miss, side files, and tensors stored twice."""
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from nextn.audit_rules.findings import Finding, Severity, restore, same, verb
+from nextn.checkpoint.checkpoint import INDEX, SINGLE
+from nextn.checkpoint.file_index import FileIndex, file_index
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.edit.reindex import side_files
+from nextn.text_format import counted, some
+
+IDS = ("index", "side-file", "stored-twice")
+_MOST_COMPARED = 4  # tensors that two files hold
+_VALID = "Each tensor in the file that the index gives: loaders that follow it see no others."
+
+
+def index(inventory: Inventory) -> Iterator[Finding]:
+    """Report an index that does not lead to the files' tensors, files that are absent, and tensors in several files."""
+    checkpoint = inventory.checkpoint
+    derived = file_index(checkpoint, inventory.family)
+    heads = side_files(inventory)
+    if any(derived.weight_map[name] not in heads for name in derived.unlisted):
+        yield _index_wrong(inventory, derived, derived.unlisted)
+    named = _by_file(checkpoint.index or {})
+    for file in sorted(named.keys() - checkpoint.headers.keys()):
+        if lost := [name for name in named[file] if name not in checkpoint.tensors]:
+            yield _absent(
+                inventory, file, f"The index puts {counted(len(lost), 'tensor')} in {file}, which is absent", lost
+            )
+    is_head = partial(inventory.family.canonical, num_layers=inventory.num_layers)
+    for file in sorted(named.keys() & checkpoint.headers.keys()):
+        # What the head lacks is a finding of its own, wherever the index puts it.
+        if lost := [name for name in named[file] if name not in checkpoint.tensors and is_head(name) is None]:
+            found = f"The index puts {some(lost)} in {file}, which does not hold {'it' if len(lost) == 1 else 'them'}"
+            yield _absent(inventory, file, found, lost)
+    yield from _duplicates(inventory)
+
+
+def _index_wrong(inventory: Inventory, derived: FileIndex, unlisted: Sequence[str]) -> Finding:
+    checkpoint, own = inventory.checkpoint, inventory.checkpoint.index
+    files = sorted({derived.weight_map[name] for name in unlisted})
+    heads = sum(inventory.family.canonical(name, inventory.num_layers) is not None for name in unlisted)
+    where = f"{counted(len(unlisted), 'tensor')} in {some(files)}, such as {some(unlisted[:1])}"
+    if own is None:
+        found = f"There is no index, and loaders do not find {where}"
+    else:
+        gone = sorted(set(own.values()) - checkpoint.headers.keys())
+        elsewhere = sum(name in own for name in unlisted)
+        which = {0: "does not list", len(unlisted): "names other files for"}.get(elsewhere, "lists not or elsewhere")
+        found = f"The index {which} {where}: loaders that follow it miss them"
+        found += (
+            f". It names {counted(len(gone), 'file')} that {'is' if len(gone) == 1 else 'are'} absent" if gone else ""
+        )
+    if heads:
+        found += f"; {counted(heads, 'tensor')} of the head among them"
+    path = shlex.quote(checkpoint.path)
+    return Finding("index", "error", INDEX, f"{found}.", _VALID, f"nextn convert {path} --reindex")
+
+
+def _absent(inventory: Inventory, file: str, found: str, lost: Sequence[str]) -> Finding:
+    if heads := sum(inventory.family.canonical(name, inventory.num_layers) is not None for name in lost):
+        found += f"; {counted(heads, 'tensor')} of the head among them"
+    return Finding(
+        "index", "error", f"{INDEX}: {file}", f"{found}.", "Every tensor that the index lists, in its file.",
+        f"Download {file} again (`hf download`), or run `{restore(inventory)}` if only the head is missing.",
+    )  # fmt: skip
+
+
+def _duplicates(inventory: Inventory) -> Iterator[Finding]:
+    """Report files with tensors that other files hold as well; a note where nobody gets other values by it."""
+    checkpoint = inventory.checkpoint
+    for file, header in checkpoint.headers.items():
+        twice = [info for name, info in header.tensors.items() if checkpoint.tensors.get(name, info).file != file]
+        if not twice:
+            continue
+        equal = all(same(checkpoint, info, checkpoint.tensors[info.name]) for info in twice[:_MOST_COMPARED])
+        reader = _reader(inventory, file)
+        used = sorted({checkpoint.tensors[info.name].file for info in twice})
+        keeps = f"nextn convert {shlex.quote(checkpoint.path)} OUT --form single-file"
+        fine, are = equal or not reader, "is" if len(twice) == 1 else "are"
+        yield Finding(
+            "index", "note" if fine else "warning", f"{INDEX}: {file}" if checkpoint.index else file,
+            f"{counted(len(twice), 'tensor')} of {some(used)} {are} in {file}, too, with "
+            f"{'equal' if equal else 'other'} values, such as {twice[0].name}: {reader or 'no loader opens it'}.",
+            "Each tensor in one file.",
+            "Nothing needs to be done." if fine
+            else f"Remove {file}, or the files that it replaces; `{keeps}` keeps the tensors in {some(used)}.",
+        )  # fmt: skip
+
+
+def _reader(inventory: Inventory, file: str) -> str:
+    """Say who reads a second file of a tensor; "" if nobody does."""
+    index = inventory.checkpoint.index
+    if index is None or file in index.values():
+        return "which of them is used depends on a loader's order"
+    if file == SINGLE:
+        return "transformers opens it before any index, other loaders follow the index"
+    return "llama.cpp's converter reads every model*.safetensors" if file.startswith("model") else ""
+
+
+def side_file(inventory: Inventory) -> Iterator[Finding]:
+    """Report files that hold tensors of the head and that index-based loaders do not open."""
+    family, checkpoint = inventory.family, inventory.checkpoint
+    heads: dict[str, list[str]] = defaultdict(list)
+    for name in inventory.stored.values():
+        heads[checkpoint.tensors[name].file].append(name)
+    derived, apart = file_index(checkpoint, family), side_files(inventory)
+    if any(derived.weight_map[name] not in apart for name in derived.unlisted):
+        return  # `index` reports it with the others
+    for file in sorted(apart & heads.keys()):
+        readers = [name for name, engine in family.engines.items() if any(file in note for note in engine.notes)]
+        published = any(file in remark for remark in family.remarks)
+        severity: Severity = "note" if published else "warning" if readers else "error"
+        read = f"{verb(readers, 'read')} it nevertheless" if readers else "no engine is known to read it nevertheless"
+        unnamed = (
+            "which the index does not list"
+            if checkpoint.index is not None
+            else f"which no loader opens next to {SINGLE}"
+        )
+        yield Finding(
+            "side-file", severity, file,
+            f"{counted(len(heads[file]), 'tensor')} of the head in {file}, {unnamed}; {read}.",
+            "As it is: the family is published with this file." if published else f"{file} in the index's weight_map.",
+            "Nothing needs to be done." if published
+            else f"nextn convert {shlex.quote(checkpoint.path)} --reindex",
+        )  # fmt: skip
+
+
+def stored_twice(inventory: Inventory) -> Iterator[Finding]:
+    """Report tensors of the head stored under several names."""
+    for names in inventory.duplicates.values():
+        equal = all(same(inventory.checkpoint, names[0], other) for other in names[1:])
+        yield Finding(
+            "stored-twice", "note" if equal else "warning", names[0],
+            f"The same tensor of the head is stored as {some(names)}, with {'equal' if equal else 'different'} values.",
+            "Only one of them: which one an engine uses depends on its load order.",
+            restore(inventory, force=True) if not equal else "Nothing needs to be done.",
+        )  # fmt: skip
+
+
+def _by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return file -> the tensors that the index assigns to it."""
+    names_by_file: dict[str, list[str]] = defaultdict(list)
+    for name, file in weight_map.items():
+        names_by_file[file].append(name)
+    return names_by_file
+
+
+RULES = (index, side_file, stored_twice)

@@ -1,0 +1,157 @@
+"""What an audit returns, and what its rules share: engine names, the commands they propose, and `same`."""
+
+import shlex
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.text_format import joined
+
+# error: the head will not work in at least one engine. warning: it may not. note: worth knowing, not a fault.
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "transformers": "transformers"}
+ROLES = {"embedding": "embedding", "output": "lm_head"}
+
+HEAD_REQUIRED = "head-required"
+_BLOCK_BYTES, _NUM_BLOCKS = 4096, 8  # what `same` reads of each tensor
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of one rule; the field names are keys of `nextn audit --json`.
+
+    Attributes:
+        rule: Id, such as `head-absent`.
+        severity: `error`: the head will not work in at least one engine; `warning`: it may not; `note`: no fault.
+        place: The file, tensor or config field concerned.
+        found: A sentence: what is wrong.
+        valid: A sentence: what would be valid.
+        fix: One command and nothing else, or sentences with commands in backticks.
+
+    Example:
+        >>> [finding.severity for finding in nextn.audit("tiny").findings]
+        ['note']
+    """
+
+    rule: str
+    severity: Severity
+    place: str
+    found: str
+    valid: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The result of an audit.
+
+    Attributes:
+        path: The checkpoint: folder, file or hub id.
+        family: Name of the family by which it was audited; the model_type of a model without one.
+        declared: Number of MTP layers that the config declares.
+        modules: Indices of the MTP layers that are stored.
+        findings: Worst first.
+        values_read: How much of the head's values was read: `all` float tensors of a local head, else `samples`;
+            `none` without a head.
+        bytes_read: Bytes of the values, where all were read.
+        unchecked: Sentences about what no rule looked at.
+        title: Published models of the family, in words.
+        seconds: Wall time of the audit.
+
+    Example:
+        >>> nextn.audit("tiny").to_dict()["clean"]
+        True
+    """
+
+    path: str
+    family: str
+    declared: int
+    modules: tuple[int, ...]
+    findings: tuple[Finding, ...] = field(default=())
+    values_read: Literal["all", "samples", "none"] = "none"
+    bytes_read: int = 0
+    unchecked: tuple[str, ...] = ()
+    title: str = ""
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def clean(self) -> bool:
+        """Whether there is nothing to fix; notes are allowed."""
+        return all(finding.severity == "note" for finding in self.findings)
+
+    def without(self, rules: Collection[str]) -> "AuditReport":
+        """Return the report without the findings of these rules."""
+        return replace(self, findings=tuple(finding for finding in self.findings if finding.rule not in rules))
+
+    def requiring_head(self) -> "AuditReport":
+        """Return the report with an error if the checkpoint neither declares nor stores a head."""
+        if self.declared or self.modules or any(finding.rule == HEAD_REQUIRED for finding in self.findings):
+            return self
+        missing = Finding(
+            HEAD_REQUIRED, "error", self.path, "No MTP head is declared, and none is stored.", "A head.",
+            f"nextn restore {shlex.quote(self.path)} --from BASE",
+        )  # fmt: skip
+        return replace(self, findings=(missing, *self.findings))
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON of `nextn audit --json`."""
+        return asdict(self) | {"clean": self.clean}
+
+
+def engines(names: Iterable[str]) -> str:
+    """Join engine names, spelled as their projects spell them."""
+    return joined(ENGINES[name] for name in names)
+
+
+def verb(names: Sequence[str], stem: str) -> str:
+    """Return engine names with a verb that agrees in number: `vLLM reads`, `vLLM and SGLang read`."""
+    return f"{engines(names)} {stem}{'s' if len(names) == 1 else ''}"
+
+
+def restore(inventory: Inventory, *, force: bool = False) -> str:
+    """Return the command that restores the head from the base model; `force`: it replaces a complete head."""
+    return inventory.restore_command(force=force)
+
+
+def aliases(inventory: Inventory, engine: str) -> str:
+    """Return the command that copies the trunk's embedding and lm_head into the modules, as `engine` needs them."""
+    return f"nextn restore {_path(inventory)} --add-aliases {engine}"
+
+
+def convert(inventory: Inventory, option: str) -> str:
+    """Return the `nextn convert` command with `option`."""
+    return f"nextn convert {_path(inventory)} OUT {option}"
+
+
+def against_base(inventory: Inventory) -> str:
+    """Return the command that compares the head's acceptance with that of the base model."""
+    return f"nextn measure {_path(inventory)} --against BASE"
+
+
+def _path(inventory: Inventory) -> str:
+    return shlex.quote(inventory.checkpoint.path)
+
+
+def same(checkpoint: Checkpoint, a: str | TensorInfo, b: str | TensorInfo) -> bool:
+    """Compare two tensors by dtype, shape and 8 blocks of 4 KiB spread evenly from the first to the last byte.
+
+    Tensors are given by name, or as a file has them. Those of up to 32 KiB are compared completely; in larger ones a
+    difference between the blocks goes unnoticed.
+    """
+    infos = [each if isinstance(each, TensorInfo) else checkpoint.info(each) for each in (a, b)]
+    if infos[0].form != infos[1].form:
+        return False
+    offsets = _offsets(infos[0].nbytes)
+    blocks = checkpoint.read_blocks([(info, offset) for info in infos for offset in offsets], _BLOCK_BYTES)
+    return blocks[: len(offsets)] == blocks[len(offsets) :]
+
+
+def _offsets(nbytes: int) -> list[int]:
+    if nbytes <= _NUM_BLOCKS * _BLOCK_BYTES:
+        return list(range(0, nbytes, _BLOCK_BYTES))
+    return [(nbytes - _BLOCK_BYTES) * index // (_NUM_BLOCKS - 1) for index in range(_NUM_BLOCKS)]

@@ -1,0 +1,267 @@
+"""Compare how the head is stored with the quantization config, with what engines build, and with the trunk.
+
+Reads names, dtypes and shapes only; how good quantized weights are, only a measurement of the acceptance can show.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from nextn.audit_rules.findings import Finding, engines, restore, verb
+from nextn.audit_rules.layer_reference import LayerReference
+from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.packed_layout import PackedWeight, with_whole_weights
+from nextn.checkpoint.quantization import PLAIN, QuantConfig, QuantSection, Storage, split_name, storage
+from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
+from nextn.errors import CheckpointError
+from nextn.family_table import PLAIN_IN_NVFP4, PLAIN_PROJECTION
+from nextn.text_format import counted, some
+
+IDS = ("quantization", "quantization-unused", "scale-missing", "precision-lower")
+_NARROW = 16  # bits; with fewer, heads stored below the trunk's precision are known to fail
+# Methods that engines also apply to unquantized files when they load them, and MLX, whose tensors decide.
+_APPLIED_ON_LOAD = frozenset({"bitsandbytes", "torchao", "mlx"})
+_NEVER_PACKED = PLAIN | {"I64", "BOOL"}  # dtypes; the integers are buffers
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix of the head."""
+
+    module: str  # name without ".weight"
+    role: str
+    storage: Storage
+    counterpart: str  # the trunk's module of the same path; "" without one
+
+
+def precision(inventory: Inventory) -> Iterator[Finding]:
+    """Run every rule on how the head's matrices are stored."""
+    reference = LayerReference(inventory)
+    parts = _parts(inventory, reference)
+    unused = list(_quantization_unused(inventory))
+    yield from unused or _quantization(inventory, parts)
+    yield from () if unused else _unreadable(inventory)
+    yield from _built_plain(inventory, parts)
+    yield from _scale_missing(inventory, parts)
+    bare = {f"{part.module}.weight" for part in parts if part.storage == "fp8-bare"}
+    yield from _precision_lower(inventory, reference, bare)
+
+
+def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
+    """Report matrices that the quantization config covers and that are stored unquantized, or the reverse."""
+    try:
+        config = QuantConfig.of(inventory.checkpoint)
+        mismatches = _mismatches(inventory, config, parts)
+    except CheckpointError as error:
+        yield Finding(
+            "quantization", "error", f"{CONFIG}: quantization_config", f"{error}",
+            "A section that engines can read.", "Take the quantization config of the model's own release.",
+        )  # fmt: skip
+        return
+    place = _place(config) if config else f"{CONFIG}: quantization_config"
+    method = config.method if config else "no quantization"
+    for (covered, kind, failing), names in mismatches.items():
+        claim = "quantized" if covered else "unquantized"
+        effect = "find no scales, and fail or draft noise" if covered else "read packed values without their scales"
+        yield Finding(
+            "quantization", "warning" if failing else "error", place,
+            f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, {_describe(kind)}, and the "
+            f"config ({method}) has {engines(failing) if failing else 'engines'} build them {claim}: they {effect}.",
+            f"The head in {method}'s list of unquantized modules." if covered else f"A config that declares {kind}.",
+            restore(inventory, force=True),
+        )  # fmt: skip
+
+
+def _unreadable(inventory: Inventory) -> Iterator[Finding]:
+    """Report packed weights of trunk and head whose sizes are not the config's, or of a variant that nextn cannot read.
+
+    Scales that the head lacks are `scale-missing`.
+    """
+    try:
+        _, packed = with_whole_weights(inventory.checkpoint)
+    except CheckpointError:  # which `_quantization` reports
+        return
+    heads = {split_name(name, inventory.checkpoint.tensors)[0] for name in inventory.stored.values()}
+    groups: dict[str, list[PackedWeight]] = defaultdict(list)
+    for weight in packed.values():
+        kind = (weight.problem or "").partition(":")[0]
+        if kind and not (kind.startswith("without") and weight.module in heads):
+            groups[kind].append(weight)
+    for kind, weights in groups.items():
+        variant = kind == "unsupported"
+        yield Finding(
+            "quantization", "warning" if variant else "error", weights[0].module,
+            f"{counted(len(weights), 'packed weight')}, such as {weights[0].module}: {weights[0].problem}.",
+            "A variant that nextn reads too: it loads no other, and no rule has looked at these weights." if variant
+            else "Weights with the sizes that the config declares.",
+            "Load the unquantized model to measure or train." if variant
+            else "Correct the quantization config, or take the complete checkpoint.",
+        )  # fmt: skip
+
+
+def _quantization_unused(inventory: Inventory) -> Iterator[Finding]:
+    """Report a quantization config of a checkpoint, trunk and head, that stores nothing quantized."""
+    try:
+        config = QuantConfig.of(inventory.checkpoint)
+        if config is None or not _nothing_packed(inventory) or not _is_trunk_covered(inventory, config):
+            return
+    except CheckpointError:  # `_quantization` reports it
+        return
+    sections = [f"the key {'.'.join(each.keys)} from {each.file}" for each in config.sections]
+    yield Finding(
+        "quantization-unused", "error", _place(config),
+        f"The config declares {config.method}, and no tensor of trunk or head is quantized: engines look for scales "
+        "that do not exist, and fail or multiply by values that were never set.",
+        f"A config without {'.'.join(config.sections[0].keys)}, as the weights are unquantized.",
+        f"Remove {' and '.join(sections)}. If the weights were meant to be {config.method}, take the files of that "
+        "release instead.",
+    )  # fmt: skip
+
+
+def _nothing_packed(inventory: Inventory) -> bool:
+    """Whether trunk layers are stored, and all matrices of the checkpoint are unquantized."""
+    tensors = inventory.checkpoint.tensors.values()
+    return bool(inventory.layers) and all(info.dtype in _NEVER_PACKED for info in tensors if len(info.shape) > 1)
+
+
+def _is_trunk_covered(inventory: Inventory, config: QuantConfig) -> bool:
+    """Whether engines that follow the config build a stored matrix of the trunk's layers from quantized values."""
+    if any(section.form in _APPLIED_ON_LOAD for section in config.sections):
+        return False
+    matrices = (info.name for layer in inventory.layers.values() for info in layer.values() if _is_matrix(info))
+    return any(config.covers(name.removesuffix(".weight")) for name in matrices)
+
+
+def _place(config: QuantConfig) -> str:
+    return f"{config.sections[0].file}: {'.'.join(config.sections[0].keys)}"
+
+
+def _built_plain(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
+    """Report quantized matrices that an engine builds unquantized, whatever the config says."""
+    for role in sorted({part.role for part in parts if part.storage != "plain"}):
+        names = [part.module for part in parts if part.role == role and part.storage != "plain"]
+        stored = _describe(storage(inventory.checkpoint.tensors, names[0]) or "unknown")
+        builders = [name for name, engine in inventory.family.engines.items() if role in engine.unquantized]
+        if builders:
+            yield Finding(
+                "quantization", "error", names[0],
+                f"The head stores {some(names)} {stored}; "
+                f"{verb(builders, 'build')} the {role} unquantized, and would read it without its scales.",
+                f"The {role} in bf16.", restore(inventory, force=True),
+            )  # fmt: skip
+
+
+def _scale_missing(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
+    """Report fp8 matrices without a scale."""
+    names = [part.module for part in parts if part.storage == "fp8-bare"]
+    if names:
+        scale = inventory.family.fp8.scale if inventory.family.fp8 else "weight_scale"
+        yield Finding(
+            "scale-missing", "error", f"{names[0]}.weight",
+            f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in fp8 without a scale.",
+            f"{names[0]}.{scale} for each weight: without its scale it is off by orders of magnitude.",
+            restore(inventory, force=True),
+        )  # fmt: skip
+
+
+def _precision_lower(inventory: Inventory, reference: LayerReference, bare: Collection[str]) -> Iterator[Finding]:
+    """Report matrices of the head's block, but the `bare` ones, with fewer bits than the trunk's of the same path."""
+    trunk = {path: max(map(_bits, forms.values())) for path, forms in reference.forms.items()}
+    fewer: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for block in reference.of_head.values():
+        for path, info in block.items():
+            # Unquantized dtypes are not compared: programs save routers in fp32, with the same values.
+            if info.name not in bare and len(info.shape) > 1 and 0 < _bits(info) < min(_NARROW, trunk.get(path, 0)):
+                fewer[_bits(info), trunk[path]].append(info.name)
+    for (bits, trunk_bits), names in fewer.items():
+        yield Finding(
+            "precision-lower", "warning", names[0],
+            f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, in {bits} bits, the trunk in "
+            f"{trunk_bits}.",
+            f"The trunk's {trunk_bits} bits: fewer can cost the head its acceptance, without an error.",
+            f"Measure the acceptance; if it is low, take the head of a release that stores it in {trunk_bits} bits, as "
+            f"BASE: `{inventory.restore_command(force=True, base='BASE')}`.",
+        )  # fmt: skip
+
+
+def _mismatches(
+    inventory: Inventory, config: QuantConfig | None, parts: list[Part]
+) -> dict[tuple[bool, Storage, tuple[str, ...]], list[str]]:
+    """Return (covered by the config, storage, engines) -> the head's matrices for which the two disagree.
+
+    Engines are those that follow the config where another one builds the matrix unquantized anyway; empty: all do.
+    What the config covers and the trunk also stores unquantized, engines are known to build so, such as small routers.
+    """
+    covers: Callable[[str], bool | None] = config.covers if config else lambda module: False
+    mismatches: dict[tuple[bool, Storage, tuple[str, ...]], list[str]] = defaultdict(list)
+    plain, tensors = _never_quantized(inventory, config), inventory.checkpoint.tensors
+    builders = {name: _built_unquantized(inventory, name, config) for name in ("vllm", "sglang")
+                if name in inventory.family.runners}  # fmt: skip
+    for part in parts:
+        if part.role not in plain and part.storage not in ("unknown", "fp8-bare"):
+            covered = covers(part.module)
+            other = part.counterpart
+            known = covered and other and storage(tensors, other) == "plain" and covers(other)
+            followers = tuple(name for name, roles in builders.items() if part.role not in roles)
+            if covered and part.storage == "plain" and builders and not followers:
+                continue
+            if covered is not None and covered == (part.storage == "plain") and not known:
+                some_only = followers if covered and len(followers) < len(builders) else ()
+                mismatches[covered, part.storage, some_only].append(part.module)
+    for covered, kind, failing in [*mismatches]:  # one cause, one finding
+        if failing and (covered, kind, ()) in mismatches:
+            mismatches[covered, kind, ()] += mismatches.pop((covered, kind, failing))
+    return mismatches
+
+
+def _built_unquantized(inventory: Inventory, engine: str, config: QuantConfig | None) -> tuple[str, ...]:
+    """Return the roles that an engine builds unquantized in this checkpoint, whatever the config says."""
+    name = inventory.family.name
+    roles: tuple[str, ...] = ("projection",) if name in PLAIN_PROJECTION[engine] else ()
+    if config is not None and any(_is_nvfp4(section) for section in config.sections):
+        roles += PLAIN_IN_NVFP4[engine].get(name, ())
+    return roles
+
+
+def _is_nvfp4(section: QuantSection) -> bool:
+    """Whether it is ModelOpt's, in NVFP4 or mixed with it."""
+    algorithm = str(section.format.section.get("quant_algo")).upper()
+    return section.form.startswith("modelopt") and algorithm in ("NVFP4", "MIXED_PRECISION")
+
+
+def _never_quantized(inventory: Inventory, config: QuantConfig | None) -> set[str]:
+    """Return the roles of copies, and those that the family's fp8 release keeps unquantized."""
+    family = inventory.family
+    roles = {*family.copies, *family.own}
+    return roles | set(family.fp8.unquantized if family.fp8 and config and config.method == "fp8" else ())
+
+
+def _parts(inventory: Inventory, reference: LayerReference) -> list[Part]:
+    tensors = inventory.checkpoint.tensors
+    trunk = {path: next(iter(forms.values())).name for path, forms in reference.forms.items()}
+    like = {info.name: trunk.get(path, "") for block in reference.of_head.values() for path, info in block.items()}
+    parts: dict[str, Part] = {}
+    for canonical, name in inventory.stored.items():
+        module = split_name(name, tensors)[0]
+        kind = storage(tensors, module)
+        if kind is not None and (kind != "plain" or _is_matrix(tensors.get(f"{module}.weight"))):
+            same = split_name(like.get(name, ""), tensors)[0]
+            parts.setdefault(module, Part(module, inventory.role(canonical), kind, same))
+    return list(parts.values())
+
+
+def _is_matrix(info: TensorInfo | None) -> bool:
+    return info is not None and len(info.shape) == 2
+
+
+def _bits(info: TensorInfo) -> int:
+    """Return the bits per value; 0 for packed integers, whose dtype does not show it."""
+    return DTYPES[info.dtype] if info.dtype in PLAIN or info.dtype.startswith(("F8", "I8")) else 0
+
+
+def _describe(kind: Storage) -> str:
+    return "unquantized" if kind == "plain" else f"as {kind}"
+
+
+RULES = (precision,)

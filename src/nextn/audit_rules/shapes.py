@@ -1,0 +1,136 @@
+"""Compare the head's shapes with config.json and the trunk's layers, and the vocabulary sizes with each other.
+
+A block is of the trunk's own layer class, so the reference is the layer that resembles it most. Where none does, as in
+families with a block of their own, nothing is reported.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from nextn.audit_rules.findings import Finding, Severity, restore
+from nextn.audit_rules.layer_reference import LayerReference
+from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.packed_layout import with_whole_weights
+from nextn.checkpoint.quantization import unpacked
+from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.errors import CheckpointError
+from nextn.family_table import lookup_count
+from nextn.text_format import counted, joined, some
+
+IDS = ("shape", "vocabulary")
+TOKENIZER = "tokenizer.json"
+
+
+def shape(inventory: Inventory) -> Iterator[Finding]:
+    """Report tensors of the head whose shape differs from the config's or from that of the trunk's layers."""
+    inventory, reported = _of_whole_weights(inventory), set[str]()
+    for info, expected, because in (*_against_config(inventory), *_against_trunk(inventory)):
+        if info.name in reported:  # for another expert in it
+            continue
+        reported.add(info.name)
+        swapped = len(info.shape) == 2 and str([*reversed(info.shape)]) == expected
+        yield Finding(
+            "shape", "error", info.name,
+            f"{info.name} is {list(info.shape)}{_of_expert(inventory, info)}{', transposed' if swapped else ''}.",
+            f"{expected}, {because}.",
+            f"Run `{restore(inventory, force=True)}`, from a model of the same size.",
+        )  # fmt: skip
+
+
+def _of_expert(inventory: Inventory, info: TensorInfo) -> str:
+    return " per expert" if info.form != inventory.checkpoint.tensors[info.name].form else ""
+
+
+def vocabulary(inventory: Inventory) -> Iterator[Finding]:
+    """Report vocab_size, the rows of embedding and lm_head, and the tokenizer's ids where they disagree."""
+    infos = {role: inventory.checkpoint.tensors[name] for role, name in inventory.shared.items()}
+    rows = {info.name: info.shape[0] for info in infos.values() if len(info.shape) == 2 and unpacked(info)}
+    size = lookup_count(inventory.checkpoint.config, "vocab_size")
+    wrong = [name for name, count in rows.items() if size not in (None, count)]
+    if wrong:
+        found = f"vocab_size is {size}, the rows are {joined(f'{rows[name]} of {name}' for name in wrong)}."
+        yield _vocabulary("error", f"{CONFIG}: vocab_size", found, rows[wrong[0]])
+    if not rows:
+        return
+    try:
+        top = _top_id(inventory.checkpoint.read_json(TOKENIZER) or {})
+    except CheckpointError as error:
+        yield _vocabulary("warning", TOKENIZER, f"{error}", min(rows.values()))
+        return
+    if top >= min(rows.values()):
+        found = f"{TOKENIZER} has ids up to {top}, the embedding has {counted(min(rows.values()), 'row')}."
+        yield _vocabulary("error", TOKENIZER, found, min(rows.values()))
+
+
+def _vocabulary(severity: Severity, place: str, found: str, rows: int) -> Finding:
+    valid = f"One size: vocab_size = {rows}, and token ids below it."
+    return Finding("vocabulary", severity, place, found, valid, "Take config, tokenizer and weights of one model.")
+
+
+def _against_config(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
+    hidden = lookup_count(inventory.checkpoint.config, "hidden_size")
+    embedding = inventory.checkpoint.tensors.get(inventory.shared.get("embedding", ""))
+    if hidden and embedding and len(embedding.shape) == 2 and unpacked(embedding):
+        hidden = embedding.shape[1]  # another number in the config is another finding
+    if hidden is None or inventory.family.trunk_kv:  # see `query_heads`
+        return
+    expected = {role: [hidden] for role in ("token_norm", "hidden_norm", "final_norm")}
+    expected |= {"projection": [hidden, 2 * hidden]}
+    expected |= {"token_projection": [hidden, hidden], "hidden_projection": [hidden, hidden]}
+    if inventory.family.hidden == "streams":
+        del expected["hidden_norm"]  # one family normalizes all its streams at once
+    for canonical, name in inventory.stored.items():
+        _, role, *rest = canonical.split(".", 2)
+        info = inventory.checkpoint.tensors[name]
+        if rest == ["weight"] and unpacked(info) and list(info.shape) != expected.get(role, list(info.shape)):
+            yield info, str(expected[role]), f"as hidden_size is {hidden}"
+    yield from _against_trunk_vocabulary(inventory)
+
+
+def _against_trunk_vocabulary(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
+    """Compare the head's own embedding and lm_head with the trunk's."""
+    for canonical, name in inventory.stored.items():
+        role, info = inventory.role(canonical), inventory.checkpoint.tensors[name]
+        trunk = inventory.checkpoint.tensors.get(inventory.shared.get(role, ""))
+        if role in inventory.family.own and trunk and unpacked(info) and unpacked(trunk) and info.shape != trunk.shape:
+            yield info, str(list(trunk.shape)), f"as {trunk.name} is"
+
+
+def _against_trunk(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
+    if inventory.family.own_block:
+        return
+    reference = LayerReference(inventory)
+    for tensors in reference.of_head.values():
+        for path, info in tensors.items():
+            likes = [like for like in reference.forms.get(path, {}).values() if _comparable(info, like)]
+            if likes and all(like.shape != info.shape for like in likes):
+                yield info, some([str(list(like.shape)) for like in likes]), f"as {likes[0].name} is"
+
+
+def _of_whole_weights(inventory: Inventory) -> Inventory:
+    """Return the inventory with one tensor for each packed weight, as trunk and head may have different bits."""
+    try:
+        checkpoint, packed = with_whole_weights(inventory.checkpoint)
+    except CheckpointError:  # of the quantization config, see `precision`
+        return inventory
+    return Inventory.of(checkpoint, family=inventory.family) if packed else inventory
+
+
+def _comparable(info: TensorInfo, like: TensorInfo) -> bool:
+    """Whether both are stored alike; packed weights have other shapes."""
+    if 0 in (*info.shape, *like.shape):  # of packed weights that cannot be read
+        return False
+    return like.dtype == info.dtype or (unpacked(like) and unpacked(info))
+
+
+def _top_id(tokenizer: Mapping[str, object]) -> int:
+    """Return the highest token id of a tokenizer.json, added tokens included; -1 if it has none."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    ids: list[object] = [len(vocab) - 1] if isinstance(vocab, list) else []
+    ids += vocab.values() if isinstance(vocab, Mapping) else ()
+    ids += (each.get("id") for each in added if isinstance(each, Mapping)) if isinstance(added, list) else ()
+    return max((each for each in ids if isinstance(each, int)), default=-1)
+
+
+RULES = (shape, vocabulary)

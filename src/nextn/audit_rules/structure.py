@@ -1,0 +1,470 @@
+"""Compare the head that config.json declares with the one that is stored: absent, partial, elsewhere, or undeclared.
+
+Where a head is stored elsewhere, the rules that look for its parts under the declared names report nothing: one cause,
+one finding.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from nextn.audit_rules.findings import Finding, convert, restore, verb
+from nextn.audit_rules.layer_reference import LayerReference
+from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.expert_forms import expert_path, split_view
+from nextn.checkpoint.foreign_names import foreign
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.quantization import split_name
+from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.edit.convert import find_head
+from nextn.errors import CheckpointError
+from nextn.family_table import ExpertForm, Family, beside, declared_fields, rows, withheld
+from nextn.text_format import counted, joined, some
+
+IDS = (
+    "head-absent", "head-elsewhere", "head-undeclared", "modules-missing", "head-partial", "names-unknown",
+    "names-foreign", "experts-twice", "config-contradicts", "head-none",
+    "draft-model-stored", "draft-model-absent", "head-withheld",
+)  # fmt: skip
+_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
+_MAX_KINDS = 1000  # names, equal up to numbers, to match against all families
+
+
+@dataclass(frozen=True)
+class HeadStructure:
+    """Where the head of one checkpoint is stored, by its tensor names."""
+
+    inventory: Inventory
+
+    @cached_property
+    def roles(self) -> Mapping[int, frozenset[str]]:
+        """Return module -> its stored roles, without copies of the trunk's tensors."""
+        roles: dict[int, set[str]] = defaultdict(set)
+        for canonical in self.inventory.stored:
+            module, role, *_ = canonical.split(".", 2)
+            if role not in self.inventory.family.copies:
+                roles[int(module)].add(role)
+        return {module: frozenset(roles[module]) for module in sorted(roles)}
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Return the modules that belong to a head, and are not trunk layers beyond the config's count."""
+        appended = "{layer}" in self.inventory.family.names["block"]
+        return tuple(module for module, roles in self.roles.items() if roles != {"block"} or not appended)
+
+    @cached_property
+    def counted_as_trunk(self) -> Mapping[int, list[str]]:
+        """Return trunk layer -> the head's own paths in it, where num_hidden_layers includes the head."""
+        names, copies = self.inventory.family.names, self.inventory.family.copies
+        if "{layer}" not in names["block"]:
+            return {}
+        root = names["block"] + "."
+        own = {
+            path.removeprefix(root)
+            for role, path in names.items()
+            if role not in ("block", *copies) and path.startswith(root)
+        }
+        layers = sorted(self.inventory.layers.items())
+        matches = {index: sorted(path for path in own if f"{path}.weight" in layer) for index, layer in layers}
+        return {index: paths for index, paths in matches.items() if paths}
+
+    @cached_property
+    def other_layout(self) -> tuple[tuple[Family, ...], tuple[str, ...]]:
+        """Return the families whose layout matches most unrecognized names, as several may, and those names."""
+        kinds = {re.sub(r"\d+", "0", name): name for name in reversed(self.inventory.unrecognized)}
+        candidates = list(kinds.values())[:_MAX_KINDS]
+        best: tuple[list[Family], list[str]] = [], []
+        for family in rows():
+            canonicals = {name: family.canonical(name, self.inventory.num_layers) for name in candidates}
+            matches = [name for name, canonical in canonicals.items() if canonical]
+            if not any(canonical and canonical.split(".")[1] != "block" for canonical in canonicals.values()):
+                continue
+            if len(matches) > len(best[1]):
+                best = [family], matches
+            elif matches and matches == best[1]:
+                best[0].append(family)
+        return tuple(best[0]), tuple(sorted(best[1]))
+
+    @property
+    def layer_offset(self) -> int:
+        """By how many layers the head is stored after the layer index that the config implies."""
+        appended = "{layer}" in self.inventory.family.names["block"]
+        return self.heads[0] if self.heads and appended else 0
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether the head is stored elsewhere than the config implies."""
+        return bool(self.counted_as_trunk or self.layer_offset or (self.other_layout[1] and not self.heads))
+
+
+def structure(inventory: Inventory) -> Iterator[Finding]:
+    """Run every rule that compares the config with the names."""
+    head = HeadStructure(inventory)
+    for rule in (_absent, _elsewhere, _undeclared, _modules_missing, _partial, _names_unknown, _experts_twice):
+        yield from rule(head)
+
+
+def names_foreign(inventory: Inventory) -> Iterator[Finding]:
+    """Report names that programs have while they run, by what wrote them."""
+    # The head's names without what the family publishes around them, which may be a running program's elsewhere.
+    known = {name: canonical for canonical in inventory.stored for name in inventory.spellings([canonical])}
+    checked = {
+        known.get(name, name): name
+        for name in sorted(inventory.checkpoint.tensors)
+        if name.rpartition(".")[2] not in inventory.family.runtime_names
+    }
+    for kind, keys in foreign(checked):
+        names = [checked[key] for key in keys]
+        yield Finding(
+            "names-foreign", "error", names[0],
+            f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: no loader of "
+            "checkpoints maps them.",
+            "The names under which the family's checkpoints are published.", kind.remedy,
+        )  # fmt: skip
+
+
+def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
+    """Report counts of modules, and sizes, that config.json has twice with different values."""
+    config, family = inventory.checkpoint.config, inventory.family
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    places = {field: (config, inner) for field in (*family.count_fields, *_SIZES) if "." not in field}
+    fields = {f"{level}{field}": part[field]
+            for field, parts in places.items() for level, part in zip(("", "text_config."), parts, strict=True)
+            if part.get(field) is not None}  # fmt: skip
+    counts = {name: value for name, value in fields.items() if name.rpartition(".")[2] in family.count_fields}
+    groups = [counts, *({name: value for name, value in fields.items() if name.rpartition(".")[2] == size}
+                        for size in _SIZES)]  # fmt: skip
+    for group in groups:
+        if len({str(value) for value in group.values()}) > 1:
+            yield Finding(
+                "config-contradicts", "error", f"{CONFIG}: {next(iter(group))}",
+                f"{CONFIG} says {joined(f'{name} = {value}' for name, value in group.items())}: engines differ in "
+                "which of them they read.",
+                "One value.", f"Correct {CONFIG}: {counted(len(inventory.modules), 'MTP layer')} "
+                f"{'is' if len(inventory.modules) == 1 else 'are'} stored, after {inventory.num_layers} trunk layers.",
+            )  # fmt: skip
+
+
+def draft_model(inventory: Inventory) -> Iterator[Finding]:
+    """Report a draft model of another kind inside the checkpoint, or one that config.json alone declares."""
+    other = inventory.draft_model
+    if other is None:
+        return
+    if other.names:
+        yield Finding(
+            "draft-model-stored", "note", min(other.names), f"{other.found}, and no MTP head. {other.kind.run_by}.",
+            "As it is: not every tensor under mtp. is of an MTP head.",
+            "Nothing needs to be done: nextn keeps it in every edit, and neither reads, trains nor replaces it.",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            "draft-model-absent", "warning", f"{CONFIG}: {other.fields}", f"{other.found[0].upper()}{other.found[1:]}.",
+            f"Its tensors, as the published model stores them: {other.kind.run_by}.",
+            "Take the files that hold them from the published model, and list them with `nextn convert --reindex`.",
+        )  # fmt: skip
+
+
+def no_head(model_type: str, config: Mapping[str, object] = {}) -> Finding:
+    """Return the note on a model that was published without a head in its own files."""
+    make = "make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`"
+    own = beside(config)
+    return Finding(
+        "head-none", "note", f"{CONFIG}: model_type", f"{model_type} has no head, and no tensor looks like one.",
+        "As it is: it decodes without drafts.",
+        f"To draft, {make if own is None else f'give its own with --head: {joined(own.models)}'}.",
+    )  # fmt: skip
+
+
+def withheld_head(inventory: Inventory) -> Finding | None:
+    """Return the note on a model whose config may declare a head, and whose vendor published none."""
+    models, config = withheld(inventory.checkpoint.config), inventory.checkpoint.config
+    fields = declared_fields(config)
+    if models is None and not fields:
+        return None
+    declares = f"has {joined(fields)}" if fields else "declares no head"
+    unknown = "no tensor of a head is stored, and nextn knows none that was published with this model_type"
+    return Finding(
+        "head-withheld", "note", f"{CONFIG}: model_type",
+        f"{CONFIG} {declares}, and {models.sentence if models else unknown}.",
+        "As it is: it decodes without drafts, and every engine must be started without MTP.",
+        "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`; or serve a draft model that "
+        "others trained for it, such as an EAGLE-3 one.",
+    )  # fmt: skip
+
+
+def foreign_head(model_type: str, names: list[str]) -> Finding:
+    """Return the finding on tensors like a head's in a model whose type nextn knows no head of."""
+    return Finding(
+        "names-unknown", "warning", names[0],
+        f"{counted(len(names), 'tensor')} like a head's, such as {some(names)}, and nextn knows no head of "
+        f"{model_type}: they were not checked.",
+        "A model_type whose head nextn knows.", "If it is stored as a known family's, give that with --family.",
+    )  # fmt: skip
+
+
+def _absent(head: HeadStructure) -> Iterator[Finding]:
+    """Report a config that declares modules of which no tensor is stored."""
+    inventory = head.inventory
+    if not inventory.declared or head.roles or head.misplaced or inventory.unrecognized:
+        return
+    if withheld(inventory.checkpoint.config) and (note := withheld_head(inventory)):
+        yield note
+        return
+    family = inventory.family
+    named = bool(family.counted_in(inventory.checkpoint.config))
+    claim = f"{CONFIG} declares {counted(inventory.declared, 'MTP layer')}"
+    if not named:
+        claim = f"{CONFIG} has no {family.count_fields[0]}; its default in {family.title} is {inventory.declared}"
+    listed = [name for name in inventory.checkpoint.index or {} if family.canonical(name, inventory.num_layers)]
+    if listed:
+        files = sorted({inventory.checkpoint.index[name] for name in listed if inventory.checkpoint.index})
+        count = counted(len(listed), "tensor")
+        found = f"{claim}, and the index puts {count} of it in {some(files)}, which does not hold them."
+        fix = f"Download {some(files)} again, or run `{restore(inventory)}`."
+    else:
+        found, fix = f"{claim}, and no tensor of it is stored.", restore(inventory)
+    valid = f"Tensors such as {some(_own_names(inventory))}, or {family.count_fields[0]} = 0."
+    yield Finding("head-absent", "error" if named or listed else "warning", _count_field(inventory), found, valid, fix)
+
+
+def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
+    """Report a head under another layer index, or in another family's layout, than the config implies."""
+    inventory = head.inventory
+    if head.counted_as_trunk:
+        first, paths = next(iter(head.counted_as_trunk.items()))
+        yield Finding(
+            "head-elsewhere", "error", f"{CONFIG}: num_hidden_layers",
+            f"Layer {first} holds the head's {joined(paths)}, and the config counts it as one of the trunk's "
+            f"{inventory.num_layers} layers.",
+            f"num_hidden_layers = {first}: the head's layers come after the trunk's.",
+            f"Set num_hidden_layers to {first} in {CONFIG}.",
+        )  # fmt: skip
+    elif head.layer_offset:
+        actual, expected = inventory.num_layers + head.layer_offset, inventory.num_layers
+        contiguous = all(module in head.roles for module in range(head.layer_offset))
+        yield Finding(
+            "head-elsewhere",
+            "error",
+            f"model.layers.{actual}",
+            f"The head's first MTP layer is stored as layer {actual}; with {expected} trunk layers, engines look for "
+            f"it as layer {expected}.",
+            f"num_hidden_layers = {actual}, if the trunk has that many; else the head as model.layers.{expected}.",
+            f"Set num_hidden_layers to {actual} in {CONFIG}." if contiguous else restore(inventory),
+        )
+    families, names = head.other_layout
+    if names:
+        family_names = joined(family.name for family in families[:4])
+        yield Finding(
+            "head-elsewhere", "warning" if head.heads else "error", names[0],
+            f"{counted(len(names), 'kind')} of tensor, such as {some(names)}, in the layout of {family_names}; "
+            f"{_looks(inventory)}.",
+            f"Names such as {some(_own_names(inventory))}.",
+            _renamed_or_restored(inventory),
+        )  # fmt: skip
+
+
+def _renamed_or_restored(inventory: Inventory) -> str:
+    """Return the fix for a head under names of another layout, which can be converted only if it is complete."""
+    try:
+        find_head(inventory, inventory.family)
+    except CheckpointError:
+        return f"Run `{restore(inventory, force=True)}`, which removes these tensors: they are no complete head."
+    return convert(inventory, f"--to {inventory.family.name}")
+
+
+def _undeclared(head: HeadStructure) -> Iterator[Finding]:
+    """Report stored modules that the config does not declare."""
+    inventory = head.inventory
+    extra = [module for module in head.heads if module >= inventory.declared]
+    if not extra or head.layer_offset or head.counted_as_trunk:
+        return
+    field = inventory.family.count_fields[0]
+    count = len(head.heads)
+    yield Finding(
+        "head-undeclared", "warning", _count_field(inventory),
+        f"Modules stored: {count}, declared: {inventory.declared}; engines ignore the others, or refuse to load them.",
+        f"{field} = {count}.",
+        inventory.declaration(count),
+    )  # fmt: skip
+
+
+def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
+    """Report declared modules of which nothing is stored, while others are."""
+    inventory = head.inventory
+    missing = [str(module) for module in range(inventory.declared) if module not in head.roles]
+    if not missing or not head.roles or head.misplaced:
+        return
+    yield Finding(
+        "modules-missing", "error", _count_field(inventory),
+        f"{CONFIG} declares {inventory.declared} MTP layers; of {some(missing)} no tensor is stored.",
+        f"All {inventory.declared}, or {inventory.family.count_fields[0]} = {inventory.declared - len(missing)}.",
+        restore(inventory),
+    )  # fmt: skip
+
+
+def _partial(head: HeadStructure) -> Iterator[Finding]:
+    """Report modules that lack some of their tensors."""
+    inventory, reference = head.inventory, LayerReference(head.inventory)
+    if head.misplaced or inventory.family.trunk_kv:  # see `query_heads`
+        return
+    if _beyond(head) and "{layer}" not in inventory.family.names["block"]:
+        return  # the layers that the block is like may be among those
+    for module in (index for index in head.roles if index < inventory.declared):
+        missing = sorted(inventory.family.required(module) - head.roles[module])
+        compared = reference.compare(module)
+        paths = _in_form(compared.missing, inventory.family.experts)
+        names = [inventory.published(f"{module}.{each}") for each in [*missing, *(f"block.{path}" for path in paths)]]
+        if names:
+            like = f"a block like the trunk's layer {compared.layer}" if compared.layer >= 0 else "a block"
+            yield Finding(
+                "head-partial", "error", names[0],
+                f"MTP layer {module} stores {counted(len(inventory.of_module(module)), 'tensor')} and lacks "
+                f"{len(names)}: {some(names)}.",
+                f"{joined([*sorted(inventory.family.required(module) - {'block'}), like])}.",
+                restore(inventory),
+            )  # fmt: skip
+
+
+def _in_form(parts: Iterable[str], form: ExpertForm) -> list[str]:
+    """Return these parts as a head with experts in this form names them."""
+    found = {part: expert_path(f"{part}.weight") for part in parts}
+    gated = any(path is not None and path.part == "gate_proj" for path in found.values())
+    return list(dict.fromkeys(
+        part if path is None or form == "split" else path.all_in(form, gated=gated).removesuffix(".weight")
+        for part, path in found.items()
+    ))  # fmt: skip
+
+
+def _experts_twice(head: HeadStructure) -> Iterator[Finding]:
+    """Report experts of one head, or of one layer of the trunk, in several forms."""
+    inventory = head.inventory
+    layers = {f"layer {index}": {inventory.running_paths[path]: info for path, info in layer.items()}
+              for index, layer in inventory.layers.items()}  # fmt: skip
+    own = {canonical: inventory.info(canonical) for canonical in inventory.stored}
+    for what, tensors in {"the head": own, **layers}.items():
+        if finding := _several_forms(inventory, what, tensors):
+            yield finding
+            return
+
+
+def _several_forms(inventory: Inventory, what: str, tensors: Mapping[str, TensorInfo]) -> Finding | None:
+    """Report experts of which an engine may use any form, or of which each form has a part only."""
+    names: dict[ExpertForm, str] = {}
+    parts: dict[ExpertForm, set[str]] = defaultdict(set)
+    for path, info in tensors.items():
+        if (found := expert_path(path)) is not None:
+            names.setdefault(found.form, info.name)
+            parts[found.form] |= {part for part, _ in split_view(path, info)}
+    if len(names) < 2:
+        return None
+    ways = joined(f"{form} ({name})" for form, name in names.items())
+    option = "experts" if what == "the head" else "trunk-experts"
+    every, place = set().union(*parts.values()), next(iter(names.values()))
+    if sum(map(len, parts.values())) == len(every):
+        return Finding(
+            "experts-form", "error" if what == "the head" else "warning", place,
+            f"The experts of {what} are stored in several forms, each with a part of them: {ways}. A loader that reads "
+            "one form misses the others.",
+            "One form.", convert(inventory, f"--{option} {'split' if 'split' in names else next(iter(names))}"),
+        )  # fmt: skip
+    keeps = [f"`{convert(inventory, f'--experts {form}')}`" for form, own in parts.items() if own == every]
+    fix = f"Keep one: {' or '.join(keeps)} names the tensors that it leaves out." if keeps else restore(
+        inventory, force=True
+    )  # fmt: skip
+    return Finding(
+        "experts-twice", "error", place,
+        f"The experts of {what} are stored {ways}: which of them an engine uses depends on its load order, and nextn "
+        "loads neither.",
+        "One of them.", fix if what == "the head" else "Download or convert the trunk again.",
+    )  # fmt: skip
+
+
+def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
+    """Report tensors that look like a head's, or lie in its block, and that no known engine maps."""
+    inventory = head.inventory
+    known = {re.sub(r"\d+", "0", name) for name in head.other_layout[1]}
+    names = [name for name in inventory.unrecognized if re.sub(r"\d+", "0", name) not in known]
+    inside = [] if head.misplaced or _beyond(head) else [*_unknown_rests(inventory), *_unknown_parts(head)]
+    layers = _beyond(head)
+    names = [name for name in names if inventory.family.trunk_layer(name) is None]
+    if layers:
+        yield Finding(
+            "names-unknown", "warning", f"{CONFIG}: num_hidden_layers",
+            f"{counted(len(layers), 'layer')} ({some(layers)}) beyond the trunk's {inventory.num_layers}, without a "
+            "head's norms.",
+            "num_hidden_layers equal to the number of trunk layers; the head's come after them.",
+            f"Correct num_hidden_layers in {CONFIG}.",
+        )  # fmt: skip
+    if names := list(dict.fromkeys([*names, *inside])):
+        complete = _is_complete(head) and not inside
+        yield Finding(
+            "names-unknown", "warning" if complete or (head.roles and not inside) else "error", names[0],
+            f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
+            f"{_looks(inventory)}.",
+            f"Names such as {some(_own_names(inventory))}.",
+            f"Rename them, or run `{restore(inventory, force=True)}`, which removes them.",
+        )  # fmt: skip
+
+
+def _beyond(head: HeadStructure) -> list[str]:
+    """Return the layers beyond the config's number that are no head's."""
+    inventory = head.inventory
+    if "{layer}" in inventory.family.names["block"]:
+        modules = [module for module in head.roles if module not in head.heads and module >= inventory.declared]
+        return [] if head.layer_offset else [str(inventory.num_layers + module) for module in modules]
+    found = filter(None, map(inventory.family.trunk_layer, inventory.unrecognized))
+    return [str(layer) for layer in sorted({layer for layer, _ in found})]
+
+
+def _unknown_parts(head: HeadStructure) -> Iterator[str]:
+    """Yield tensors of the declared modules' blocks that no layer of the trunk has."""
+    reference = LayerReference(head.inventory)
+    for module in (index for index in head.roles if index < head.inventory.declared):
+        yield from reference.compare(module).unknown
+
+
+def _unknown_rests(inventory: Inventory) -> Iterator[str]:
+    """Yield tensors of norms and projections that are neither their weight nor their bias, nor a part of these.
+
+    A role may have more where the trunk's own modules have, such as gated norms.
+    """
+    names = inventory.checkpoint.tensors
+    paths = {path for layer in inventory.layers.values() for path in layer} | names.keys()
+    for canonical, name in inventory.stored.items():
+        module, role, *rest = canonical.split(".", 2)
+        if role == "block" or role.startswith("collapse"):
+            continue
+        part = split_name(canonical, inventory.stored)[0].removeprefix(f"{module}.{role}").removeprefix(".")
+        norms = "norm" in role and part == "bias" and any(path.endswith("norm.bias") for path in paths - {name})
+        if not part or norms or any(path.endswith(f".{rest[0]}") for path in paths - {name}):
+            continue
+        yield name
+
+
+def _is_complete(head: HeadStructure) -> bool:
+    family, declared = head.inventory.family, range(head.inventory.declared)
+    return all(family.required(module) <= head.roles.get(module, frozenset()) for module in declared)
+
+
+def _own_names(inventory: Inventory) -> list[str]:
+    """Return the names under which engines look for the first module."""
+    family = inventory.family
+    roles = [role for role in family.names if role not in family.copies and role != "block"]
+    return [inventory.published(f"0.{role}") for role in roles]
+
+
+def _looks(inventory: Inventory) -> str:
+    family = inventory.family
+    readers = [name for name, engine in family.engines.items() if engine.support in ("runs", "loads")]
+    what = family.names["block"].format(module=0, layer=inventory.num_layers)
+    return f"{verb(readers, 'look')} for {family.name}'s head at {what}" if readers else "no engine runs this head"
+
+
+def _count_field(inventory: Inventory) -> str:
+    return f"{CONFIG}: {inventory.family.count_field(inventory.checkpoint.config)}"
+
+
+RULES = (structure, draft_model, config_contradicts)

@@ -1,0 +1,160 @@
+"""`diagnose`: read or drive an engine, and compare what it counted with the head's reference."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nextn.engines.client import Budget, Limits
+from nextn.engines.counters import Counters
+from nextn.engines.endpoint import Endpoint
+from nextn.engines.run_settings import with_settings
+from nextn.errors import ConfigError
+from nextn.evaluate.diagnose import Diagnosis, audit_lines, diagnose_observations, observed_plan
+from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
+from nextn.evaluate.measure import open_model
+from nextn.evaluate.reference_report import ReferenceReport
+from nextn.evaluate.workload import Prompt, PromptSource, ReferencePlan, take_prompts
+from nextn.model.model import Model
+
+_MAX_FLAGS = 1024 * 1024  # bytes
+
+Step = Callable[[], None]
+MeasureAnswers = Callable[[Sequence[EngineObservation], ReferencePlan], ReferenceReport]
+
+
+def diagnose(
+    model: str | Path | Model,
+    engine: str,
+    prompts: PromptSource = None,
+    plan: ReferencePlan | None = None,
+    *,
+    drive: bool = False,
+    num_speculative_tokens: int | None = None,
+    flags: str | None = None,
+    own_template: bool = False,
+    served: str | None = None,
+    max_requests: int = 2000,
+    max_seconds: float = 900.0,
+    timeout: float = 120.0,
+    key_env: str | None = None,
+    source: str = "",
+    head: str | Path | None = None,
+) -> Diagnosis:
+    """Name the most likely causes of an engine's low acceptance, from its own counters and the checkpoint.
+
+    Args:
+        model: The checkpoint that the engine serves, as a folder, hub id or `tiny`, or loaded.
+        engine: Address of a running engine, or a file with its metrics, log or JSON counters.
+        prompts: Of the reference, as for `measure`; with `drive`, the first turn of each is sent to the engine.
+        plan: How to measure the reference; None: greedy. Its K is replaced by the engine's.
+        drive: Send the prompts to the engine and read its counters; otherwise, read what it counted so far.
+        num_speculative_tokens: K; None: from the engine's counters or `flags`, if they show it.
+        flags: The engine's command line and environment, or a file with them: K, and settings that force acceptance.
+        own_template: With `drive`, send text through the engine's own chat template.
+        served: Model name, if the engine serves several.
+        max_requests: Requests that may be sent to the engine.
+        max_seconds: Seconds that they may take together.
+        timeout: Seconds that one of them may take.
+        key_env: Environment variable with the API key; None: OPENAI_API_KEY.
+        source: The checkpoint that a loaded model came from; without it, none is audited.
+        head: The checkpoint that the head comes from, if another one.
+
+    Returns:
+        The causes, the likeliest first, and what to do about those that are named.
+
+    Raises:
+        ConfigError: There is no head, or the prompts, the plan or the counters cannot be used.
+        EngineError: The engine does not answer, or counts no drafts.
+        CheckpointError: The checkpoint cannot be read.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("metrics.txt").write_text(  # of a running engine: its address, such as localhost:8000
+        ...     "vllm:spec_decode_num_drafts_total 500\\n"
+        ...     "vllm:spec_decode_num_draft_tokens_total 1000\\n"
+        ...     "vllm:spec_decode_num_accepted_tokens_total 20\\n"
+        ... )
+        >>> plan = nextn.ReferencePlan(temperatures=(0.0,), max_tokens=8, backend="torch")
+        >>> found = nextn.diagnose("tiny", "metrics.txt", ["def add(a, b):"], plan)
+        >>> found.is_fine, len(found.causes) > 10
+        (False, True)
+    """
+    plan = plan or ReferencePlan(temperatures=(0.0,), rule="ratio")
+    texts, origin = take_prompts(prompts)
+    budget = Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
+    target: Endpoint | Counters
+    if drive:
+        texts = [replace(prompt, later=()) for prompt in texts]
+        target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
+    else:
+        check_temperatures(plan)
+        target = read_engine_counters(engine, budget, served=served, key_env=key_env)
+    loaded, source = open_model(model, source, head)
+    notes = audit_lines(source) if source else []
+    observed = observe(loaded, target, texts, plan)
+    found = compare(loaded, observed, texts, plan, num_speculative_tokens, flags=flags, source=source, notes=notes)
+    return replace(found, reference=replace(found.reference, prompts_source=origin))
+
+
+def check_temperatures(plan: ReferencePlan) -> None:
+    """Raise ConfigError for several temperatures, which counters that are there already are not of."""
+    if len(plan.temperatures) > 1:
+        given = ",".join(f"{temperature:g}" for temperature in plan.temperatures)
+        raise ConfigError(
+            f"--temperatures {given}: the engine's counters are of one temperature; name it, or use --drive"
+        )
+
+
+def observe(
+    model: Model,
+    target: Endpoint | Counters,
+    prompts: Sequence[Prompt],
+    plan: ReferencePlan,
+    *,
+    on_answer: Step = lambda: None,
+    folder: Path | None = None,
+) -> list[EngineObservation]:
+    """Return what an engine counted so far, or what it counts while it is asked the prompts, see `drive_engine`."""
+    if isinstance(target, Counters):
+        return [EngineObservation(plan.temperatures[0], target)]
+    return drive_engine(target, model, prompts, plan, on_answer=on_answer, folder=folder)
+
+
+def compare(
+    model: Model,
+    observed: Sequence[EngineObservation],
+    prompts: Sequence[Prompt],
+    plan: ReferencePlan,
+    num_speculative_tokens: int | None,
+    *,
+    flags: str | None,
+    source: str,
+    notes: Sequence[str],
+    measure_answers: MeasureAnswers | None = None,
+    on_text: Step = lambda: None,
+    on_fault: Step = lambda: None,
+) -> Diagnosis:
+    """Compare observations with the reference at the engine's K, by its counters and flags.
+
+    measure_answers: Measures a reference on the engine's answers, for a model that cannot generate.
+    """
+    texts = flag_texts(flags)
+    observed = [replace(each, counters=with_settings(each.counters, texts)) for each in observed]
+    plan = observed_plan(observed, plan, num_speculative_tokens)
+    reference = None if measure_answers is None else measure_answers(observed, plan)
+    found = diagnose_observations(
+        model, prompts, observed, plan, source=source, reference=reference, audit_notes=notes, on_text=on_text,
+        on_fault=on_fault,
+    )  # fmt: skip
+    return replace(found, reference=replace(found.reference, source=source))
+
+
+def flag_texts(flags: str | None) -> list[str]:
+    """Return an engine's command line, given as text or as the file that it is in."""
+    if flags is None:
+        return []
+    path = Path(flags)
+    try:
+        return [path.read_bytes()[:_MAX_FLAGS].decode(errors="replace") if path.is_file() else flags]
+    except (OSError, ValueError):  # longer than a path, or with NUL
+        return [flags]

@@ -1,0 +1,162 @@
+"""Families: how each published model stores and computes its MTP head. Imports no torch.
+
+`spec` defines a family, `rows` has the cited facts; this module looks them up.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from reprlib import repr as brief
+from typing import Literal
+
+from nextn.errors import FamilyError
+from nextn.family_table.config_fields import lookup, lookup_count
+from nextn.family_table.conventions import ENGINES, FACTS, EngineSupport, Fp8, Missing, Stage, Support
+from nextn.family_table.rows import (
+    FAMILIES,
+    GEMMA4_ASSISTANT,
+    GENERIC,
+    MIMO_DRAFT,
+    PLAIN_IN_NVFP4,
+    PLAIN_PROJECTION,
+    READS_FUSED,
+    STEP35_DRAFT,
+)
+from nextn.family_table.spec import MAX_COUNT, ExpertForm, Family
+from nextn.family_table.withheld import WITHHELD, Withheld, declared_fields, withheld
+from nextn.text_format import docs_page
+
+__all__ = [
+    "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
+    "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
+    "Support", "Withheld", "beside", "by_config", "by_name", "declared_fields", "deviations", "disagreements", "find",
+    "fitted", "generic", "lookup", "lookup_count", "rows", "separate_rows", "withheld",
+]  # fmt: skip
+
+# The architecture by which engines know a separate draft in MiMo's layout, stored with Qwen2's model_type.
+MIMO_ARCHITECTURE = "MiMoForCausalLM"
+# The field of config.json by which a head alone says that it is in another layout than its trunk's: a row's name.
+LAYOUT_FIELD = "mtp_layout"
+# Models without a family whose RMSNorm multiplies by 1 + w.
+_ONE_PLUS = {"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"}
+
+
+def rows() -> tuple[Family, ...]:
+    """Return every row, in the order of the documentation."""
+    return FAMILIES
+
+
+def separate_rows() -> tuple[Family, ...]:
+    """Return the rows of published heads in repositories of their own, which `rows` does not have."""
+    return (GEMMA4_ASSISTANT,)
+
+
+def deviations(row: Family, engine: str) -> dict[str, object]:
+    """Return the facts in which an engine is documented to deviate from a row, with the engine's values."""
+    facts = {fact: getattr(row.engines[engine], fact) for fact in FACTS}
+    return {fact: value for fact, value in facts.items() if value not in (None, getattr(row, fact))}
+
+
+def disagreements(row: Family) -> tuple[str, ...]:
+    """Return where engines that run the head differ from its row or from each other, and further remarks."""
+    return (*(line for fact in FACTS for line in _differing(row, fact)), *_replaced(row), *row.remarks)
+
+
+def _differing(row: Family, fact: str) -> Iterator[str]:
+    own_value = getattr(row, fact)
+    engines: dict[str, list[str]] = {}
+    for name, engine in row.runners.items():
+        engines.setdefault(getattr(engine, fact) or own_value, []).append(name)
+    if set(engines) - {own_value}:
+        yield f"{fact}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in engines.items())
+
+
+def _replaced(row: Family) -> Iterator[str]:
+    for role in row.own:
+        names = [name for name, engine in row.runners.items() if role in engine.trunk_roles]
+        if names:
+            yield f"{role}: stored for each module, but {', '.join(names)} uses the trunk's"
+
+
+def by_name(name: str) -> Family:
+    """Return the row called `name`; FamilyError with the known names if there is none."""
+    for family in (*rows(), *separate_rows(), GENERIC, MIMO_DRAFT, STEP35_DRAFT):
+        if family.name == name:
+            return family
+    raise FamilyError(f"unknown family {name!r}; known: {', '.join(sorted(row.name for row in rows()))}")
+
+
+def find(config: Mapping[str, object]) -> Family | None:
+    """Return the row for a config.json, by its `model_type` or that of its text model; None if there is none.
+
+    A draft model's own type (`deepseek_mtp`, ...) also counts. A draft in MiMo's layout, and a model of another type
+    that declares `num_mtp_layers`, have a head that was added to a model without a family.
+    """
+    if config.get("architectures") == [MIMO_ARCHITECTURE] and config.get("model_type") == MIMO_DRAFT.layer_model:
+        return MIMO_DRAFT
+    if config.get(LAYOUT_FIELD) == STEP35_DRAFT.name:
+        return fitted(STEP35_DRAFT, config)
+    table = {
+        name: family for family in (*rows(), *separate_rows()) for name in (*family.model_types, *family.draft_types)
+    }
+    row = next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
+    if row is not None and row.trunk_kv:
+        absent = {role for role, path in row.optional.items() if not lookup(config, path)}
+        return replace(row, names={role: path for role, path in row.names.items() if role not in absent})
+    return generic(config) if row is None and lookup_count(config, GENERIC.count_fields[0]) else row
+
+
+def by_config(config: Mapping[str, object]) -> Family:
+    """Return the same; FamilyError with what to do where there is no row."""
+    family = find(config)
+    if family is not None:
+        return family
+    if (own := beside(config)) is not None:
+        raise FamilyError(
+            f"model_type {brief(_types(config)[0])}: its head is in a repository of its own ({', '.join(own.models)}): "
+            "give that with --head; `nextn generate -k 0` needs none"
+        )
+    if (models := withheld(config)) is not None:
+        raise FamilyError(f"model_type {brief(_types(config)[0])}: {models.sentence}, `nextn generate -k 0` needs none")
+    raise FamilyError(
+        f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read or convert. "
+        "`nextn train --freeze-trunk --init-head` makes one, `nextn generate -k 0` needs none. "
+        f"Families (deepseek_v3, glm4_moe, ...): {docs_page('reference/families/index')}; "
+        "`nextn audit` and `nextn restore` take --family NAME for a head stored as that family's"
+    )
+
+
+def _types(config: Mapping[str, object]) -> list[object]:
+    text = config.get("text_config")
+    return [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
+
+
+def beside(config: Mapping[str, object]) -> Family | None:
+    """Return the row of heads in repositories of their own that run beside this model; None if there is none."""
+    types = {str(name) for name in _types(config)}
+    return next((row for row in separate_rows() if types & {*row.trunk_types}), None)
+
+
+def generic(config: Mapping[str, object]) -> Family:
+    """Return the layout of a head for a trunk whose model was published without one.
+
+    Raises FamilyError for an encoder-decoder model.
+    """
+    return fitted(GENERIC, config)
+
+
+def fitted(family: Family, config: Mapping[str, object]) -> Family:
+    """Return the row of a head that was added to a model, with what depends on the trunk's config.json.
+
+    Raises FamilyError for an encoder-decoder model.
+    """
+    if family.layer_model:  # its block depends on the sizes alone
+        return family
+    if lookup(config, "is_encoder_decoder"):
+        raise FamilyError(
+            f"model_type {brief(_types(config)[0])} is an encoder-decoder model; heads, and decoding here, need a "
+            "decoder-only causal language model, such as Llama or Qwen"
+        )
+    layer_types, full = lookup(config, "layer_types"), "full_attention"
+    block = {"layer_types": [full]} if isinstance(layer_types, list) and full in layer_types else {}
+    norm_weight: Literal["w", "1+w"] = "1+w" if _ONE_PLUS & {str(name) for name in _types(config)} else "w"
+    return replace(family, block=block, norm_weight=norm_weight)

@@ -1,0 +1,100 @@
+"""Find families by the names of published models, with what nextn does with each. Imports no torch."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nextn.errors import FamilyError
+from nextn.family_table import WITHHELD, Family, Withheld, rows, separate_rows
+
+_FILES = "audit, restore, convert"
+
+
+@dataclass(frozen=True)
+class KnownFamilies:
+    """Families by the names of their models.
+
+    Attributes:
+        families: Published conventions that nextn knows, in the order of the documentation.
+        withheld: Models that were published without the head that their config.json declares.
+
+    Example:
+        >>> known = nextn.families("Kimi-K2")
+        >>> [each.title for each in known.withheld], [family.name for family in known.families]
+        (['Kimi-K2 / K2.5'], [])
+    """
+
+    families: tuple[Family, ...]
+    withheld: tuple[Withheld, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON of `nextn families --json`."""
+        return {"families": [_record(row) for row in self.families], "withheld": [each.title for each in self.withheld]}
+
+
+def families(search: str = "") -> KnownFamilies:
+    """List the published models whose MTP heads are known.
+
+    Args:
+        search: Words of a model's name or model_type, such as `GLM 5.3`; empty: all.
+
+    Returns:
+        The families, and the models without a head, whose names have all these words, whatever the case and signs.
+
+    Raises:
+        FamilyError: No known model has this name.
+
+    Example:
+        >>> [family.name for family in nextn.families("DeepSeek R1").families]
+        ['deepseek_v3']
+    """
+    wanted = [_letters(word) for word in search.split()]
+
+    def fits(*names: str) -> bool:
+        return all(any(word in _letters(name) for name in names) for word in wanted)
+
+    def names(row: Family) -> list[str]:
+        return [row.name, *_spelled(row.title), *row.models, *row.model_types, *row.draft_types, *row.trunk_types]
+
+    found = tuple(row for row in (*rows(), *separate_rows()) if fits(*names(row)))
+    without = tuple(each for each in WITHHELD if fits(*_spelled(each.title), *each.model_types))
+    if not found and not without:
+        raise FamilyError(
+            f"{search}: no known model has this name; `nextn families` lists all, and `nextn audit` of the checkpoint "
+            "says what its tensors look like"
+        )
+    return KnownFamilies(found, without)
+
+
+def works(row: Family) -> str:
+    """Return what nextn does with a family's heads."""
+    if row.trunk_kv:
+        return "audit, measure, decode in torch"
+    return f"{_FILES}, measure, train, decode" if row.runs else _FILES
+
+
+def _record(row: Family) -> dict[str, object]:
+    return {
+        "name": row.name,
+        "title": row.title,
+        "models": row.models,
+        "model_types": row.model_types,
+        "layout": row.names["block"],
+        "works": works(row).split(", "),
+        "why_not_run": row.cannot_run,
+        "engines": {name: engine.support for name, engine in row.engines.items()},
+    }
+
+
+def _spelled(title: str) -> Iterator[str]:
+    """Yield a title, and each name of one such as `Qwen3.5 / 3.6` or `DeepSeek-V3 / R1` in full."""
+    first, *others = title.split(" / ")
+    yield title
+    yield first
+    for other in others:
+        stem = first.split("-")[0] + "-" if other[:1].isalpha() else re.split(r"\d", first)[0]
+        yield stem + other
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.lower())

@@ -1,0 +1,263 @@
+"""`Family`: the conventions by which published models store and compute their MTP head. Imports no torch.
+
+Where an engine deviates from a family's row, its entry says so, see `family_table.disagreements`. Tensor names
+are one table, read in both directions by `Family.published` and `Family.canonical`. The rows are in `rows`.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from reprlib import repr as brief
+from typing import Literal
+
+from nextn.errors import FamilyError
+from nextn.family_table.config_fields import field_at, lookup, with_field
+from nextn.family_table.conventions import Embedded, EngineSupport, Fp8, Order, Stage, TrunkKV
+
+# How a file stores a layer's experts: a tensor for each expert, as transformers' modules, or a tensor for each matrix.
+ExpertForm = Literal["split", "fused", "stacked"]
+
+MAX_COUNT = 1000  # modules; published heads have at most eight
+
+
+@dataclass(frozen=True)
+class Family:
+    """One published convention.
+
+    A role is `token_norm`, `hidden_norm`, `projection` (or `token_projection` and `hidden_projection`, whose results
+    are added), `final_norm`, `block`, `embedding` and `output` where the file stores them, or specific to one family.
+    """
+
+    name: str
+    title: str
+    model_types: tuple[str, ...]
+    count_fields: tuple[str, ...]  # config fields with the number of modules
+    default_count: int
+    # Role -> module path in the checkpoint, with `{layer}` (counted on from the trunk's layers) or `{module}` (counted
+    # from 0). A path with neither belongs to the whole head and counts as module 0's.
+    names: Mapping[str, str]
+    sources: tuple[str, ...]  # what was read besides the engines' code
+    engines: Mapping[str, EngineSupport]
+    concat: Literal["embedding_first", "hidden_first"] = "embedding_first"  # eh_proj input order
+    embedded: Embedded = "normed"
+    hidden: Stage = "post"
+    next_hidden: Stage = "post"
+    norm_weight: Literal["w", "1+w"] = "w"
+    position0: Literal["keep", "zero"] = "keep"
+    order: Order = "recursive"
+    projection_bias: str = ""  # the config field that gives the projection a bias
+    # How the trunk's config differs for the head's block; a list has one entry for each decoder layer of a module.
+    block: Mapping[str, object] = field(default_factory=dict)
+    # transformers' path in the decoder layer -> published path in the block; longer paths first, `{expert}` = a number.
+    block_renames: Mapping[str, str] = field(default_factory=dict)
+    # Path in the trunk's files as transformers writes them -> published path; the first match counts.
+    trunk_renames: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)  # role -> config field without which the head lacks it
+    interleaved_gate_up: tuple[str, ...] = ()  # block paths whose gate_proj and up_proj are stored as alternating rows
+    separate_gate_up: tuple[str, ...] = ()  # block paths stored separately, and concatenated in transformers
+    experts: ExpertForm = "split"  # of the head; an inventory's family has the form that the file has
+    max_modules: int | None = None
+    spare_count: bool = False  # the config may declare one module more than there are
+    own_block: bool = False  # the block's matrices may have other shapes than a trunk layer's
+    runtime_names: tuple[str, ...] = ()  # ends of published names that in other families are of an engine's dump
+    trunk_experts: tuple[ExpertForm, ...] = ("split", "fused")  # the forms in which transformers loads the trunk's
+    block_lacks: tuple[str, ...] = ()  # beginnings of paths that trunk layers have and the block has not
+    block_adds: tuple[str, ...] = ()  # the same that the block has and trunk layers have not, each with a final dot
+    # transformers' model_type whose decoder layer the block is, with the trunk's sizes; "" = the trunk's own layers.
+    layer_model: str = ""
+    has_scaled_rotary: bool = True  # the block's rotary embeddings are scaled where the trunk's are
+    separate: bool = False  # the head is a checkpoint of its own beside the trunk's, never inside it
+    # The layers have queries only, at the position of a pair's token or hidden state, and read the keys and values of
+    # the trunk's last layers that store any, of their own type; "" = they have keys and values of their own.
+    trunk_kv: TrunkKV = ""
+    # What depths beyond the last MTP layer attend to: also their own keys, at positions that go on; or those that the
+    # layer's first run has stored, all at its position, and they store none (Megatron-LM#6472).
+    repeated_kv: Literal["own", "first"] = "own"
+    # Part of a plain residual block -> its path in a trunk layer, where the block is made of such parts.
+    parts: Mapping[str, str] = field(default_factory=dict)
+    draft_types: tuple[str, ...] = ()
+    trunk_types: tuple[str, ...] = ()  # model_types of the trunks beside which a head of its own repository runs
+    models: tuple[str, ...] = ()  # published models by which people look for the row, beside those of the title
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other spellings, read and never written
+    orders: tuple[str, ...] = ()  # roles that hold each token id once, as integers
+    own: tuple[str, ...] = ()  # stored roles that are the head's own; other embeddings and outputs are copies
+    read_only_copies: tuple[str, ...] = ()  # copies that are read and never written
+    # Where the trunk keeps embedding and lm_head.
+    trunk: Mapping[str, str] = field(default_factory=lambda: {"embedding": "model.embed_tokens", "output": "lm_head"})
+    wrappers: Mapping[str, str] = field(default_factory=dict)  # prefix that some checkpoints have -> what it replaces
+    fp8: Fp8 | None = None
+    cannot_run: str = ""  # why `Head` does not compute it
+    remarks: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()  # what none of the sources could settle
+
+    @property
+    def runs(self) -> bool:
+        """Whether `Head` computes it; if not, `cannot_run` says why."""
+        return not self.cannot_run
+
+    @cached_property
+    def copies(self) -> tuple[str, ...]:
+        """The roles of the trunk's tensors that the file stores again inside each module."""
+        return tuple(role for role in ("embedding", "output") if role in self.names and role not in self.own)
+
+    @property
+    def stored_once(self) -> tuple[str, ...]:
+        """The roles of which all modules share one tensor, in a layout for several modules."""
+        return () if self.max_modules == 1 else tuple(role for role, path in self.names.items() if "{" not in path)
+
+    @property
+    def runners(self) -> dict[str, EngineSupport]:
+        """The engines that run the head."""
+        return {name: engine for name, engine in self.engines.items() if engine.support == "runs"}
+
+    def required(self, module: int) -> frozenset[str]:
+        """Return the roles of a complete module, without copies; what all modules share counts as the first's."""
+        return frozenset(r for r, path in self.names.items() if r not in self.copies and (module == 0 or "{" in path))
+
+    def published(self, name: str, num_layers: int, *, wrapper: str = "") -> str:
+        """Return the tensor name in the checkpoint.
+
+        Args:
+            name: Canonical name `<module>.<role>[.<rest>]`.
+            num_layers: The trunk's number of layers.
+            wrapper: One of `wrappers`, for a checkpoint that uses it.
+
+        Raises:
+            FamilyError: The tensor is a later module's, and the layout stores one for all modules.
+        """
+        module, role, *rest = name.split(".", 2)
+        path = self.names[role].format(module=module, layer=num_layers + int(module))
+        if module != "0" and path == self.names[role]:
+            raise FamilyError(f"{name}: {self.name} stores {path} once, for all modules")
+        if role == "block":
+            rest = [_renamed(each, self.block_renames) for each in rest]
+        return _wrapped(".".join([path, *rest]), wrapper, self.wrappers)
+
+    def trunk_name(self, name: str) -> str:
+        """Return the published name of a trunk tensor that transformers saved under `name`."""
+        return _renamed(name, self.trunk_renames).removeprefix(".")
+
+    def canonical(self, name: str, num_layers: int) -> str | None:
+        """Invert `published`, with any wrapper; None for a tensor that is not the head's."""
+        name = _unwrapped(name, self.wrappers)
+        for role, pattern in self._patterns:
+            match = pattern.fullmatch(name)
+            module = None if match is None else _module_index(match, num_layers)
+            if match is not None and module is not None:
+                rest = match["rest"]
+                if rest and role == "block":
+                    rest = _renamed(rest, self._inverse_renames)
+                return f"{module}.{role}" + (f".{rest}" if rest else "")
+        return None
+
+    def wrapper(self, names: Collection[str]) -> str:
+        """Return the one of `wrappers` that these names of a checkpoint have, else ""."""
+        return next((each for each in self.wrappers if any(name.startswith(each) for name in names)), "")
+
+    def shared_role(self, name: str) -> str | None:
+        """Return `embedding` or `output` if the trunk stores it under this name, with any wrapper; else None."""
+        name = _unwrapped(name, self.wrappers)
+        return next((role for role, path in self.trunk.items() if name == f"{path}.weight"), None)
+
+    def shared_name(self, role: str, *, wrapper: str = "") -> str:
+        """Invert `shared_role`; `wrapper` is one of `wrappers`, for a checkpoint whose trunk uses it."""
+        return _wrapped(f"{self.trunk[role]}.weight", wrapper, self.wrappers)
+
+    def trunk_layer(self, name: str) -> tuple[int, str] | None:
+        """Return layer index and path inside the layer, with any wrapper; None for a tensor outside the layers.
+
+        The layers appended for the head have the indices after the trunk's.
+        """
+        root = self.trunk["embedding"].rpartition(".")[0]
+        match = _layer_pattern(f"{root}.layers" if root else "layers").fullmatch(_unwrapped(name, self.wrappers))
+        return (int(match[1]), match[2]) if match else None
+
+    def num_modules(self, config: Mapping[str, object]) -> int:
+        """Return how many modules a config.json declares, at its top or in `text_config`.
+
+        Raises FamilyError for a count that is not an integer or that the family cannot have.
+        """
+        count = next((lookup(config, path) for path in self.counted_in(config)), self.default_count)
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
+            where = self.count_field(config)
+            raise FamilyError(f"{self.name}: {where} = {brief(count)}; expected a whole number from 0 to {MAX_COUNT}")
+        if self.spare_count and count > 1:
+            count -= 1
+        if self.max_modules is not None and count > self.max_modules:
+            raise FamilyError(
+                f"{self.name}: the config declares {count} MTP layers, the layout has at most {self.max_modules}"
+            )
+        return count
+
+    def count_field(self, config: Mapping[str, object]) -> str:
+        """Return the field that declares the number of modules: the first that the config has, else the family's."""
+        return next(iter(self.counted_in(config)), self.count_fields[0])
+
+    def counted_in(self, config: Mapping[str, object]) -> list[str]:
+        """Return those of `count_fields` that the config has."""
+        return [path for path in self.count_fields if lookup(config, path) is not None]
+
+    def with_count(self, config: Mapping[str, object], count: int) -> dict[str, object]:
+        """Return the config with `count` modules declared, in the fields it has, else in the family's first one."""
+        count += self.spare_count and count > 1
+        out = dict(config)
+        for path in self.counted_in(config) or self.count_fields[:1]:
+            inner = out.get("text_config")
+            if isinstance(inner, Mapping) and "." not in path and field_at(out, path) is None:
+                out["text_config"] = with_field(inner, path, count)
+            else:
+                out = with_field(out, path, count)
+        return out
+
+    @cached_property
+    def _patterns(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
+        """The pattern of each role; the block's last, as in some layouts its path is a prefix of all others."""
+        paths = [(role, path) for role, path in self.names.items() if role != "block"]
+        paths += [(role, path) for role, others in self.aliases.items() for path in others]
+        paths += [(role, path) for role, path in self.names.items() if role == "block"]
+        return tuple((role, _pattern(path)) for role, path in paths)
+
+    @cached_property
+    def _inverse_renames(self) -> Mapping[str, str]:
+        return {stored: run for run, stored in self.block_renames.items()}
+
+
+def _renamed(path: str, table: Mapping[str, str]) -> str:
+    for old, new in table.items():
+        match = _pattern(old).fullmatch(path)
+        if match is not None:
+            fields = match.groupdict()
+            rest = fields.pop("rest")
+            return new.format(**fields) + (f".{rest}" if rest else "")
+    return path
+
+
+def _wrapped(name: str, wrapper: str, table: Mapping[str, str]) -> str:
+    return wrapper + name.removeprefix(table[wrapper]) if wrapper and name.startswith(table[wrapper]) else name
+
+
+def _unwrapped(name: str, table: Mapping[str, str]) -> str:
+    for wrapper, path in table.items():
+        if name.startswith(wrapper):
+            return path + name.removeprefix(wrapper)
+    return name
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    path = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d{1,6})", re.escape(template))
+    return re.compile(path + r"(?:\.(?P<rest>.+))?", re.ASCII)
+
+
+@cache
+def _layer_pattern(root: str) -> re.Pattern[str]:
+    return re.compile(re.escape(root) + r"\.(\d{1,6})\.(.+)")
+
+
+def _module_index(match: re.Match[str], num_layers: int) -> int | None:
+    groups = match.groupdict()
+    if "layer" in groups:
+        index = int(groups["layer"]) - num_layers
+        return index if index >= 0 else None
+    return int(groups["module"]) if "module" in groups else 0

@@ -1,0 +1,47 @@
+"""Models whose config.json declares an MTP head that the vendor never published. Facts only; imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nextn.family_table.config_fields import lookup_count
+from nextn.family_table.rows import FAMILIES
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """Published models without the head that was trained with them."""
+
+    title: str
+    model_types: tuple[str, ...]
+    sources: tuple[str, ...]  # where users looked for it
+
+    @property
+    def sentence(self) -> str:
+        """What was published, and what to do."""
+        return (
+            f"the vendor of {self.title} published no MTP head, so none was lost and none can be restored; "
+            "`nextn train --freeze-trunk --init-head` makes one"
+        )
+
+
+WITHHELD: tuple[Withheld, ...] = (
+    Withheld(
+        "MiniMax-M2 / M2.1 / M2.5 / M2.7", ("minimax_m2",),
+        ("https://github.com/MiniMax-AI/MiniMax-M2/issues/47", "https://github.com/MiniMax-AI/MiniMax-M2.5/issues/8",
+         "https://github.com/MiniMax-AI/MiniMax-M2.7/issues/16"),
+    ),
+    Withheld("Kimi-K2 / K2.5", ("kimi_k2", "kimi_k25"), ("https://github.com/ROCm/ATOM/issues/553",)),
+)  # fmt: skip
+
+
+def withheld(config: Mapping[str, object]) -> Withheld | None:
+    """Return the models of a config.json's `model_type`, or of its text model's, whose head was never published."""
+    text = config.get("text_config")
+    kinds = [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
+    return next((each for each in WITHHELD if any(kind in each.model_types for kind in kinds)), None)
+
+
+def declared_fields(config: Mapping[str, object]) -> list[str]:
+    """Return the fields by which any family's config declares MTP layers and that have a number above 0 here."""
+    counts = {field: lookup_count(config, field) for row in FAMILIES for field in row.count_fields}
+    return [f"{field} = {count}" for field, count in counts.items() if count]
