@@ -92,7 +92,9 @@ class FakeEngine:
             wrong = drafted and ("wrong" in self.faults or (long and "wrong-when-long" in self.faults))
             return int(logits.argsort()[-4 if wrong and row % 5 == 0 else -1])
         sharp = "sharp" in self.faults or (drafted and "sharp-drafts" in self.faults)
-        chances = np.exp(probs * (2 if sharp else 1))
+        ignored = "hot" in self.faults or (drafted and "hot-drafts" in self.faults)
+        used = 1 if ignored else 0.5 if drafted and "warm-drafts" in self.faults and temperature < 0.5 else temperature
+        chances = np.exp(probs * (2 if sharp else 1) / used)
         if drafted and "garbage-drafts" in self.faults and rng.random() < 0.15:
             chances = np.ones(NUM)
         return int(rng.choice(NUM, p=chances / chances.sum()))

@@ -43,6 +43,7 @@ CHECKS: dict[str, Callable[[VerifySession], CheckResult]] = {
     "tool-calls": format_checks.tool_calls,
     "sampled-distribution": sampling_checks.sampled_distribution,
     "sampled-logprobs": sampling_checks.sampled_calibration,
+    "temperature": sampling_checks.temperature,
     "mtp-on": counter_checks.mtp_on,
 }
 

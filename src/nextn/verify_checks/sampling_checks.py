@@ -1,4 +1,4 @@
-"""Checks of text at temperature 1: one distribution with MTP on and off, and that which the engine itself states.
+"""Checks of sampled text: one distribution with MTP on and off, that which the engine states, and the temperature's.
 
 The first token comes from prefill; later ones are drafted, then accepted or replaced. They are tested separately: two
 sets of texts are compared by permutation, which is exact for small counts, too.
@@ -29,6 +29,10 @@ _NO_LOGPROBS = "llama.cpp returns none for drafted tokens (llama.cpp#27972)"
 # Seeds of the two endpoints never coincide: equal seeds would give equal texts, and hide a difference.
 _SEED_STRIDE = 1_000_003
 _OUTSIDE = "outside the list"
+_SHARPER = 0.5  # temperature of one side for which the power of other comparisons is told
+_LOW = 0.2  # a temperature at which text is far more certain than at 1
+_LOW_SHARE, _LOW_SEEDS = 2, 500_000  # a half of the samples suffices for it; its seeds are others
+_SURE = 0.995  # power from which the temperature is called ignored: a correct engine would show it
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Comparison:
 
     statistic: float
     null: NDArray[np.float64]  # the statistic when texts are exchanged at random
-    sharpened: NDArray[np.float64]  # the same if one distribution had temperature 0.5 (shares squared, renormalized)
+    sharpened: NDArray[np.float64]  # the same if one distribution had a lower temperature (powers of shares)
     worst: int  # index of the table where the sets differ most
     distance: float  # total variation there: half the sum of the differences of shares, noise included
 
@@ -115,7 +119,7 @@ def _result(tests: Sequence[_Test], session: VerifySession, level: float) -> Che
     smallest = min(test.comparison.p for test in tests)
     evidence = f"{counted(len(tests), 'test')} of {settings.samples} against {settings.samples} texts; "
     evidence += f"smallest p {smallest:.2g}, false alarms {settings.false_alarm:g} over all; "
-    evidence += f"power {power:.2f} to detect a distribution sharpened to temperature 0.5"
+    evidence += f"power {power:.2f} to detect a distribution sharpened to temperature {_SHARPER:g}"
     wrong = [test for test, is_failure in zip(tests, failures, strict=True) if is_failure]
     for test in sorted(wrong, key=lambda test: test.comparison.p)[:4]:
         evidence += f"; {test.describe()}"
@@ -186,6 +190,43 @@ def sampled_calibration(session: VerifySession) -> CheckResult:
     return CheckResult("sampled-logprobs", outcome, evidence, _ADVICE if any(failures) else "", figures)  # type: ignore[arg-type]
 
 
+def temperature(session: VerifySession) -> CheckResult:
+    """Compare texts at a low temperature with those at 1, and with the second endpoint's at the low one.
+
+    A path that accepts or replaces drafts by probabilities of another temperature gives the first two one distribution,
+    or the last two different ones.
+    """
+    name, level = "temperature", session.settings.false_alarm / 2
+    own = _combined(session, [(session.target, _LOW), (session.target, 1.0)], level)
+    power = own.power(level)
+    evidence = f"temperature {_LOW} against 1: p {own.p:.2g} over all prompts' later tokens"
+    figures: dict[str, object] = {"low_against_1": own.as_record(level)}
+    if own.p > level:
+        detectable = f"; power {power:.2f} to detect the difference"
+        if power < _SURE:
+            advice = "use more --samples, or prompts with less certain continuations"
+            return CheckResult(name, "inconclusive", evidence + detectable, advice, figures)
+        return CheckResult(name, "failed", f"{evidence}{detectable}: it seems to be ignored", _ADVICE, figures)
+    if session.against is None:
+        return CheckResult(name, "passed", evidence, "", figures)
+    both = _combined(session, [(endpoint, _LOW) for endpoint in session.endpoints], level)
+    evidence += f"; MTP on against off at {_LOW}: p {both.p:.2g}, total variation {both.distance:.2f}"
+    figures["on_against_off"] = both.as_record(level)
+    differs = both.p <= level
+    return CheckResult(name, "failed" if differs else "passed", evidence, _ADVICE if differs else "", figures)
+
+
+def _combined(session: VerifySession, sides: Sequence[tuple[Endpoint, float]], level: float) -> Comparison:
+    """Compare the later tokens of two sets of texts, each of one endpoint at one temperature, over all prompts."""
+    parts = []
+    for prompt in range(_num_prompts(session)):
+        first, second = (_texts(session, endpoint, prompt, temperature=each) for endpoint, each in sides)
+        tables = _tables([*first, *second], session.settings.sampled_tokens)
+        shifted = tables.get("ranks of later", tables["later"])
+        parts.append(compare(shifted, len(first), level=level, seed=session.settings.seed + prompt, sharper=_LOW))
+    return combine(parts)
+
+
 def _likeliest(token: AnswerToken) -> tuple[bool, float]:
     return token.name == token.top_logprobs[0].name, math.exp(min(0.0, token.top_logprobs[0].logprob))
 
@@ -203,18 +244,23 @@ def _num_prompts(session: VerifySession) -> int:
     return min(session.settings.sampled_prompts, len(session.prompts))
 
 
-def _texts(session: VerifySession, endpoint: Endpoint, prompt: int) -> list[EngineAnswer]:
-    """`samples` texts at temperature 1, each with its own seed; requested once."""
-    key = (endpoint.url, prompt)
+def _texts(session: VerifySession, endpoint: Endpoint, prompt: int, *, temperature: float = 1.0) -> list[EngineAnswer]:
+    """`samples` texts, each with its own seed, fewer at the low temperature; requested once."""
+    key = (endpoint.url, prompt, temperature)
     if key not in session.sampled:
         settings = session.settings
         start = settings.seed + _SEED_STRIDE * (
             1 + prompt + (0 if endpoint is session.target else _num_prompts(session))
         )
+        num, start = (
+            (settings.samples // _LOW_SHARE, start + _LOW_SEEDS) if temperature == _LOW else (settings.samples, start)
+        )
         text = _sampled_prompts(session)[prompt].text
         requests = [
-            EngineRequest(text, settings.sampled_tokens, temperature=1.0, seed=start + index, logprobs=NUM_LOGPROBS)
-            for index in range(settings.samples)
+            EngineRequest(
+                text, settings.sampled_tokens, temperature=temperature, seed=start + index, logprobs=NUM_LOGPROBS
+            )
+            for index in range(num)
         ]
         session.sampled[key] = session.answer_all(endpoint, requests)
     return session.sampled[key]
@@ -253,11 +299,12 @@ def count_table(texts: Sequence[Sequence[TokenName]]) -> Table:
     return table
 
 
-def compare(tables: Sequence[Table], num: int, *, level: float, seed: int) -> Comparison:
+def compare(tables: Sequence[Table], num: int, *, level: float, seed: int, sharper: float = _SHARPER) -> Comparison:
     """Compare the first `num` texts with the others by a permutation test on chi-square, summed over tables.
 
     Complete texts are exchanged, so neither the tables nor the tokens of a text need be independent. level: of this one
-    test; the number of permutations is such that p can fall well below it.
+    test; the number of permutations is such that p can fall well below it. sharper: temperature of one side for which
+    the power is simulated.
     """
     rng = np.random.default_rng(seed)
     is_first = np.arange(len(tables[0])) < num
@@ -266,7 +313,9 @@ def compare(tables: Sequence[Table], num: int, *, level: float, seed: int) -> Co
     sums = [tables[worst][rows].sum(axis=0) for rows in (is_first, ~is_first)]
     distance = np.abs(sums[0] / max(sums[0].sum(), 1) - sums[1] / max(sums[1].sum(), 1)).sum() / 2
     null = _permuted(tables, num, rounds=max(999, math.ceil(4 / level)), rng=rng)
-    return Comparison(float(statistics.sum()), null, _sharpened(tables, num, rng=rng), worst, float(distance))
+    return Comparison(
+        float(statistics.sum()), null, _sharpened(tables, num, 1 / sharper, rng=rng), worst, float(distance)
+    )
 
 
 def _chi_square(table: Table, labels: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -287,7 +336,7 @@ def _permuted(tables: Sequence[Table], num: int, *, rounds: int, rng: np.random.
     return np.concatenate(sums)
 
 
-def _sharpened(tables: Sequence[Table], num: int, *, rng: np.random.Generator) -> NDArray[np.float64]:
+def _sharpened(tables: Sequence[Table], num: int, exponent: float, *, rng: np.random.Generator) -> NDArray[np.float64]:
     """By simulation from the pooled shares of each table, as if its samples were independent."""
     rounds, share = 200, num / len(tables[0])
     sums = np.zeros(rounds)
@@ -295,7 +344,9 @@ def _sharpened(tables: Sequence[Table], num: int, *, rng: np.random.Generator) -
         probs = table.sum(axis=0, dtype=np.float64)
         num_samples, probs = round(probs.sum()), probs / probs.sum()
         ones = rng.multinomial(round(share * num_samples), probs, size=rounds)
-        others = rng.multinomial(num_samples - round(share * num_samples), probs**2 / (probs**2).sum(), size=rounds)
+        others = rng.multinomial(
+            num_samples - round(share * num_samples), probs**exponent / (probs**exponent).sum(), size=rounds
+        )
         total = ones + others
         expected = np.maximum(share * (1 - share) * total, 1e-12)
         sums += np.where(total > 0, (ones - share * total) ** 2 / expected, 0).sum(axis=1)

@@ -19,7 +19,7 @@ class VerifySettings:
     Attributes:
         max_tokens: Of a greedy text.
         tie_gap: Nats between two tokens up to which rounding may choose either.
-        samples: Texts per prompt and endpoint at temperature 1.
+        samples: Texts per prompt and endpoint at temperature 1; half as many at 0.2.
         sampled_prompts: Prompts that are sampled.
         sampled_tokens: Of each sampled text.
         false_alarm: Chance that a check of sampled text fails on a correct engine, over all its tests.
@@ -58,7 +58,7 @@ class VerifySession:
     against: Endpoint | None  # the same model without MTP, if there is one
     prompts: Sequence[Prompt]
     settings: VerifySettings
-    sampled: dict[tuple[str, int], list[EngineAnswer]] = field(default_factory=dict)
+    sampled: dict[tuple[str, int, float], list[EngineAnswer]] = field(default_factory=dict)
     _greedy: dict[str, list[EngineAnswer]] = field(default_factory=dict)
     _prompt_ids: dict[tuple[str, str], tuple[int, ...] | None] = field(default_factory=dict)
 
