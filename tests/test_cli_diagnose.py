@@ -97,7 +97,7 @@ def test_what_it_says_to_do_followed(tmp_path, serve, prompts, trained):
         model, contract = faulty(trained["glm"], fault)
         url = serve(kind=ServedModel, model=model, contract=contract)
         said = run(url, prompts, "--drive", code=1).stdout
-        assert BY_NAME[fault].advice in said
+        assert BY_NAME[fault].advice in " ".join(said.split())
         assert "add --drive" not in said
     url = serve(kind=ServedModel, model=trained["glm"], contract=Contract())
     assert "no findings" in run(url, prompts, "--drive", code=0).stdout
@@ -204,7 +204,7 @@ def test_counters_of_a_running_engine_as_they_are(serve, prompts, trained):
     """Without --drive nothing is asked of it but its metrics; none yet are none."""
     url = serve(kind=ServedModel, model=trained["glm"])
     error = run(url, prompts).exception
-    assert "counts no round that drafted" in str(error)
+    assert "the engine drafted nothing" in str(error)
 
 
 @pytest.mark.parametrize(
