@@ -3,11 +3,15 @@
 import json
 import re
 import shlex
+import shutil
 
 import numpy as np
 import pytest
+import torch
 from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, values
+from packed import Case, quantize_folder
 from quick import families
+from tiny import build
 from typer.main import get_command
 
 from nextn.audit_rules import IDS, audit
@@ -541,3 +545,33 @@ def test_no_family_has_names_of_running_programs():
         places = [stem.format(layer=61, module=0) for stem in family.names.values()]
         found = foreign(f"_orig_mod.{place}.weight" for place in (*places, f"{family.names['block']}.mlp.down_proj"))
         assert [kind.what for kind, _ in found] == ["a wrapper of torch (compile, FSDP or activation checkpointing)"]
+
+
+def test_packed_weights_that_no_reader_fits(tmp_path):
+    """Sizes that the config contradicts, and variants that are not read, in trunk and head: what is clean loads."""
+    build("glm4_moe").save(tmp_path / "plain", dtype=torch.bfloat16)
+    changes = {"": {}, "wrong group size": {"group_size": 64}, "unsupported": {"checkpoint_format": "gptq_p"}}
+    for place, (words, fields) in enumerate(changes.items()):
+        folder = shutil.copytree(tmp_path / "plain", tmp_path / str(place))
+        quantize_folder(folder, Case("gptq", group=32))
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= fields
+        (folder / "config.json").write_text(json.dumps(config))
+        found = [each for each in findings(folder, "quantization") if "packed weight" in each.found]
+        assert [words in each.found for each in found] == ([True] if words else [])
+
+
+def test_sizes_that_are_none(tmp_path):
+    """Of another type, negative, or lists of so many numbers that every size is the product of some."""
+    publish(tmp_path, "glm4_moe")
+    config = json.loads((tmp_path / "config.json").read_text())
+    wrong = {"n_routed_experts": (-4, 4.5, True, "4"), "hidden_size": (0, "32"), "num_attention_heads": (4.0,),
+             "intermediate_size": (-1,)}  # fmt: skip
+    for field, values_ in wrong.items():
+        for value in values_:
+            write_json(tmp_path / "config.json", config | {field: value})
+            places = [each.place for each in findings(tmp_path, "config-contradicts")]
+            assert f"config.json: {field}" in places, (field, value)
+    many = list(range(1, 100_000))
+    write_json(tmp_path / "config.json", config | {"head_dim_x": many, "x_head_dim": many, "num_x_heads": many})
+    assert not findings(tmp_path)

@@ -11,6 +11,7 @@ from nextn.audit_rules.findings import Finding, engines, restore, verb
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.packed_layout import PackedWeight, with_whole_weights
 from nextn.checkpoint.quantization import PLAIN, QuantConfig, QuantSection, Storage, split_name, storage
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.errors import CheckpointError
@@ -40,6 +41,7 @@ def precision(inventory: Inventory) -> Iterator[Finding]:
     parts = _parts(inventory, reference)
     unused = list(_quantization_unused(inventory))
     yield from unused or _quantization(inventory, parts)
+    yield from () if unused else _unreadable(inventory)
     yield from _built_plain(inventory, parts)
     yield from _scale_missing(inventory, parts)
     bare = {f"{part.module}.weight" for part in parts if part.storage == "fp8-bare"}
@@ -68,6 +70,33 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             f"config ({method}) has {engines(failing) if failing else 'engines'} build them {claim}: they {effect}.",
             f"The head in {method}'s list of unquantized modules." if covered else f"A config that declares {kind}.",
             restore(inventory, force=True),
+        )  # fmt: skip
+
+
+def _unreadable(inventory: Inventory) -> Iterator[Finding]:
+    """Report packed weights of trunk and head whose sizes are not the config's, or of a variant that nextn cannot read.
+
+    Scales that the head lacks are `scale-missing`.
+    """
+    try:
+        _, packed = with_whole_weights(inventory.checkpoint)
+    except CheckpointError:  # which `_quantization` reports
+        return
+    heads = {split_name(name, inventory.checkpoint.tensors)[0] for name in inventory.stored.values()}
+    groups: dict[str, list[PackedWeight]] = defaultdict(list)
+    for weight in packed.values():
+        kind = (weight.problem or "").partition(":")[0]
+        if kind and not (kind.startswith("without") and weight.module in heads):
+            groups[kind].append(weight)
+    for kind, weights in groups.items():
+        variant = kind == "unsupported"
+        yield Finding(
+            "quantization", "warning" if variant else "error", weights[0].module,
+            f"{counted(len(weights), 'packed weight')}, such as {weights[0].module}: {weights[0].problem}.",
+            "A variant that nextn reads too: it loads no other, and no rule has looked at these weights." if variant
+            else "Weights with the sizes that the config declares.",
+            "Load the unquantized model to measure or train." if variant
+            else "Correct the quantization config, or take the complete checkpoint.",
         )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 
 from nextn.audit_rules.findings import Finding
 from nextn.audit_rules.layer_reference import LayerReference
+from nextn.bounded_json import short_repr
 from nextn.checkpoint.checkpoint import CONFIG
-from nextn.checkpoint.expert_counts import declared_experts, trunk_experts, uniform
+from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts, trunk_experts, uniform
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import unpacked
@@ -32,14 +33,22 @@ _OTHER_HEADS = re.compile(r".*(?:linear|mamba|swa|sliding).*heads")
 _SHARED = re.compile(r".*shared?_?experts?|.*shared?.*(?:size|dim)s?")
 _FIELDS = {"query": _HEADS, "key": _KEY_HEADS, "width": _WIDTH, "shared": _SHARED}
 _NUM_SHARED = re.compile(r".*shared?_?experts?(?:_num)?")
-_MAX_VALUES = 200  # of a config, per kind of size
+_SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers")
+_MAX_VALUES = 100  # of a config, per kind of size
 
 
-def trunk_partial(inventory: Inventory) -> Iterator[Finding]:
+def trunk_layers(inventory: Inventory) -> Iterator[Finding]:
+    """Run every rule on the trunk's layers."""
+    reference = LayerReference(inventory)
+    yield from _partial(inventory, reference)
+    yield from _config_sizes(inventory, reference)
+
+
+def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Finding]:
     """Report a trunk without its final norm, and layers without tensors that layers like them have."""
     if not inventory.layers or len(inventory.layers) < inventory.num_layers:
         return  # a head alone; `trunk-missing`
-    missing = [f"model.layers.{index}: {part}" for index, part in _missing_parts(inventory)]
+    missing = [f"model.layers.{index}: {part}" for index, part in _missing_parts(inventory, reference)]
     if not any(name.endswith(FINAL_NORMS) and inventory.family.trunk_layer(name) is None
                for name in inventory.checkpoint.tensors.keys() - set(inventory.stored.values())):  # fmt: skip
         missing.append("the final norm")
@@ -52,10 +61,10 @@ def trunk_partial(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _missing_parts(inventory: Inventory) -> Iterator[tuple[int, str]]:
+def _missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[tuple[int, str]]:
     """Yield layer and part of what a component of a layer lacks and most of the same type have, beside its siblings."""
     groups: dict[tuple[object, str], dict[int, frozenset[str]]] = defaultdict(dict)
-    for index, parts in LayerReference(inventory).parts_of_layers.items():
+    for index, parts in reference.parts_of_layers.items():
         components: dict[str, set[str]] = defaultdict(set)
         for part in parts:
             components[part.partition(".")[0]].add(part)
@@ -71,11 +80,12 @@ def _missing_parts(inventory: Inventory) -> Iterator[tuple[int, str]]:
                     yield index, part
 
 
-def config_sizes(inventory: Inventory) -> Iterator[Finding]:
+def _config_sizes(inventory: Inventory, reference: LayerReference) -> Iterator[Finding]:
     """Report matrices of the trunk whose size no numbers of config.json give, and another number of experts."""
     config = inventory.checkpoint.config
     if inventory.family.trunk_kv or not inventory.layers:
         return
+    yield from _no_sizes(_both_levels(config))
     numbers = dict(_numbers(_both_levels(config)))
     for kind, name, rows in _unexplained(inventory, _expected(numbers)):
         fields = [field for field in numbers if _FIELDS[kind].fullmatch(field)]
@@ -89,14 +99,25 @@ def config_sizes(inventory: Inventory) -> Iterator[Finding]:
     if embedding and unpacked(embedding) and hidden and embedding.shape[1:] not in ((), (hidden,)):
         yield _contradiction({"hidden_size": hidden}, ["hidden_size"],
                              f"{embedding.name} has {embedding.shape[1]} columns")  # fmt: skip
-    yield from _mixed_types(inventory)
+    yield from _mixed_types(inventory, reference)
 
 
-def _mixed_types(inventory: Inventory) -> Iterator[Finding]:
+def _no_sizes(config: Mapping[str, object]) -> Iterator[Finding]:
+    """Report sizes that are no whole numbers, which configuration classes refuse or take for something else."""
+    for field in (*_SIZES, *COUNT_FIELDS, "intermediate_size", "moe_intermediate_size", "head_dim"):
+        value, least = config.get(field), int(field in _SIZES)
+        if value is not None and not isinstance(value, list) and (type(value) is not int or value < least):
+            yield Finding(
+                "config-contradicts", "error", f"{CONFIG}: {field}", f"{field} = {short_repr(value)} in {CONFIG}.",
+                f"A whole number from {least}.", f"Correct {CONFIG}.",
+            )  # fmt: skip
+
+
+def _mixed_types(inventory: Inventory, reference: LayerReference) -> Iterator[Finding]:
     """Report layers of one declared type of which some have attention and some a recurrent mixer."""
     types = lookup(inventory.checkpoint.config, "layer_types")
     mixers: dict[str, dict[frozenset[str], int]] = defaultdict(dict)
-    for index, parts in LayerReference(inventory).parts_of_layers.items():
+    for index, parts in reference.parts_of_layers.items():
         mixer = frozenset(part.partition(".")[0] for part in parts) & {"self_attn", "linear_attn"}
         if isinstance(types, list) and index < len(types) and mixer:
             mixers[str(types[index])].setdefault(mixer, index)
@@ -174,8 +195,8 @@ def _values(numbers: Mapping[str, object], pattern: re.Pattern[str]) -> set[int]
     found: set[int] = set()
     for field, value in numbers.items():
         if pattern.fullmatch(field) and len(found) < _MAX_VALUES:
-            found |= {*value} if isinstance(value, list) else {int(str(value))}
-    return found
+            found |= {*value[:_MAX_VALUES]} if isinstance(value, list) else {int(str(value))}
+    return {*sorted(found)[:_MAX_VALUES]}
 
 
-RULES = (trunk_partial, config_sizes)
+RULES = (trunk_layers,)
