@@ -111,10 +111,10 @@ def summary(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
         ("`audit`, `restore`, `convert`", f"{len(rows())} of {len(rows())}", "synthetic files of each", "not needed"),
         ("`measure`, `train`, `generate` (torch)", f"{len(running)}", "a tiny model of each, on CPUs", gpu),
         ("`generate` (native C++)", f"{native}", "a tiny model of each, on CPUs", "CPU only"),
-        ("logits equal to transformers'", f"{len(CHECKED)}", ", ".join(sorted(CHECKED)), "not compared there"),
-        ("counters equal to an engine's", f"{len(runs)}", "; ".join(engines), "engines on CPUs; SGLang not run"),
+        ("logits equal to transformers'", f"{len(CHECKED)}", ", ".join(sorted(CHECKED)), "not compared on GPUs"),
+        ("draft counts equal to an engine's", f"{len(runs)}", "; ".join(engines), "engines on CPUs; SGLang not run"),
     ]  # fmt: skip
-    return table(("what", "families", "run with", "GPU"), lines)
+    return table(("what", "families", "tested with", "GPU"), lines)
 
 
 def serving() -> str:
@@ -142,7 +142,7 @@ def _limits(row: Family) -> Iterator[str]:
         if engine.layers:
             yield f"{title}: trunks of {' or '.join(map(str, engine.layers))} layers"
         if engine.hidden or engine.next_hidden:
-            yield f"{title}: another hidden state than the family's, which may cost acceptance"
+            yield f"{title}: passes a different hidden state from the family's; acceptance may be lower"
 
 
 def _by_engine(runs: dict[str, dict[str, str]]) -> Iterator[tuple[str, list[str]]]:

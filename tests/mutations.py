@@ -60,7 +60,7 @@ MUTATIONS = [
     Mutation("runtime/native/csrc/rounds.cpp", "probs[tokens[depth]] = 1;", "probs[tokens[depth]] = 0.3f;", COPIES),
     Mutation("runtime/native/csrc/rounds.cpp", "chain.limits[row] = num_copied(row) ? 0 : std::min", "chain.limits[row] = std::min", COPIES),
     # The self-check, and what a measurement says of an earlier one.
-    Mutation("runtime/self_check.py", "if not error <= _FACTOR * own[size]:", "if error > 1:", CHECK),
+    Mutation("runtime/self_check.py", "if not error <= _MAX_ERROR_RATIO * own.get(size, 0.0):", "if error > 1:", CHECK),
     Mutation("runtime/self_check.py", "if not error <= tolerance}", "}", CHECK + " test_backend.py"),
     Mutation("evaluate/acceptance_drop.py", "reached = base + min(1.0, share) * (self.ceiling - base)", "reached = self.ceiling", DROPS),
     Mutation("cache/attention_layer.py", "if (num_positions, device) not in made:", "if not made or (num_positions, device) not in made and len(made) > 9:", "test_kv_cache.py -k at_once"),

@@ -89,7 +89,7 @@ def pack_trunk(table):
 # rule -> what breaks a checkpoint so, and what the finding must say
 BROKEN = {
     "dropped by save_pretrained": (
-        "head-absent", "error", "qwen3_5", {"change": drop("^mtp")}, "declares 1 module, and no tensor of it"),
+        "head-absent", "error", "qwen3_5", {"change": drop("^mtp")}, "declares 1 MTP layer, and no tensor of it"),
     "dropped, config silent": (
         "head-absent", "warning", "qwen3_next", {"change": drop("^mtp"), "config": {"mtp_num_hidden_layers": None}},
         "has no mtp_num_hidden_layers; its default in Qwen3-Next is 1"),
@@ -140,6 +140,26 @@ BROKEN = {
         "shape", "error", "qwen3_5_moe", {"change": lambda table: (
             drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.gate_up_proj", (4, H, 32))(table),
             put("mtp.layers.0.mlp.experts.down_proj", (4, 16, H))(table))}, r"\[16, 32\] per expert, transposed"),
+    "a matrix of a trunk layer lost": (
+        "trunk-partial", "error", "glm4_moe", {"change": drop(r"layers\.0\.self_attn\.k_proj\.weight")},
+        "lacks model.layers.0: self_attn.k_proj: no loader"),
+    "final norm lost": (
+        "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model\.(language_model\.)?norm\.")}, "the final norm"),
+    "another number of heads": (
+        "config-contradicts", "error", "glm4_moe", {"config": {"num_attention_heads": 8}},
+        "q_proj.weight has 32 rows, which num_attention_heads = 8"),
+    "another number of experts": (
+        "config-contradicts", "error", "deepseek_v3", {"config": {"n_routed_experts": 8}}, "have 4 experts, which n_"),
+    "another hidden size": (
+        "config-contradicts", "error", "glm4_moe", {"config": {"hidden_size": 2 * H}}, "has 32 columns, which hidden"),
+    "other layer types": (
+        "config-contradicts", "error", "qwen3_next", {"config": {"layer_types": ["full_attention"] * 2}},
+        "have linear_attn in layer 0 and self_attn in layer 1"),
+    "a bias of the head's norm": (
+        "names-unknown", "error", "qwen3_5", {"change": put("mtp.norm.bias", (H,))}, "engine maps: mtp.norm.bias"),
+    "counted one layer too few": (
+        "names-unknown", "warning", "qwen3_next", {"config": {"num_hidden_layers": 1}},
+        r"1 layer \(1\) beyond the trunk's 1"),
     "two counts": (
         "config-contradicts", "error", "qwen3_5",
         {"config": {"text_config": {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers": 1}},
@@ -178,7 +198,7 @@ BROKEN = {
     "config silent": (
         "head-undeclared", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, declared: 0"),
     "one of three lost": (
-        "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 modules; of 1 no"),
+        "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 MTP layers; of 1 no"),
     "nobody's names": (
         "names-unknown", "error", "qwen3_5", {"change": rename("^mtp", "draft.mtp_head")},
         "no known engine maps: draft.mtp_head.*at mtp.layers.0"),
@@ -216,7 +236,7 @@ BROKEN = {
         "own-head-overwritten", "note", "step3p5", {}, "has its own lm_head; transformers uses the trunk's instead"),
     "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers loads .* from layer 61 only; here it is l"),
     "several modules as one": (
-        "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 modules are stored; vLLM uses 1"),
+        "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 MTP layers are stored; vLLM uses 1"),
     "a model of one expert": (
         "single-expert", "error", "glm4_moe",
         {"change": drop(r"mlp\.experts\.[123]\."), "config": {"n_routed_experts": 1, "num_experts_per_tok": 1}},

@@ -252,7 +252,7 @@ def test_no_head_beside_a_gguf(tmp_path, here):
     """It would be left out of the audit without a word."""
     code, _, err = here("audit", tmp_path / "model.gguf", "--head", tmp_path / "head")
     assert code == 2
-    assert "--head beside" in err
+    assert "a head beside" in err
 
 
 def offsets(path):

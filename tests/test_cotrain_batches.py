@@ -92,6 +92,10 @@ MARKINGS = {
     "cu_seqlens": ENDS.tolist(),
     "seq_idx": (NUMBERS - 1).int(),
     "seq_lengths": [[3, 2, 3]],
+    "packed_seq_lengths": torch.tensor([3, 2, 3], dtype=torch.int32),
+    "position_ids of one dimension": ids(0, 1, 2, 0, 1, 0, 1, 2)[0],
+    "seq_idx of one dimension": NUMBERS[0],
+    "input_pos": ids(0, 1, 2, 0, 1, 0, 1, 2),
 }
 
 
@@ -161,3 +165,20 @@ def test_markings_that_are_refused(marking, words):
     tokens = torch.arange(4)[None]
     with pytest.raises(ConfigError, match=words):
         targets_of({"input_ids": tokens, "labels": tokens} | marking)
+
+
+def test_names_that_look_like_markings():
+    """Refused by name where they have more than one document a row, unless another marking says where these begin."""
+    tokens, positions = torch.arange(4)[None], {"position_ids": ids(0, 1, 0, 1)}
+    many = {"packed_seq_lens": [2, 2], "seqlens": torch.tensor([2, 2]), "cu_seqlens_padded": [0, 2, 4],
+            "sub_seq_lens": [[2, 2]], "_packed_seq_ids": ids(1, 1, 2, 2), "sample_ids": ids(0, 0, 1, 1),
+            "mask": BLOCKS[:, 0, :4, :4], "boundaries": [0, 2]}  # fmt: skip
+    for name, value in many.items():
+        batch = {"input_ids": tokens, "labels": tokens, name: value}
+        with pytest.raises(ConfigError, match=f"by {name}, which train_head does not know"):
+            targets_of(batch)
+        assert targets_of(batch | positions).documents.tolist() == [[0, 0, 1, 1]]
+    one = {"seq_len": [4], "sample_ids": [7], "document_ids_": ids(1, 1, 1, 1), "cu_seqlens_padded": [0, 4],
+           "max_seqlen": 4, "num_sequences": 1, "loss_mask": ids(0, 1, 1, 1), "token_type_ids": ids(0, 0, 1, 1),
+           "assistant_masks": ids(0, 1, 0, 1), "segment_idx": ids(3, 3, 3, 3)}  # fmt: skip
+    assert targets_of({"input_ids": tokens, "labels": tokens} | one).documents.tolist() == [[0, 0, 0, 0]]

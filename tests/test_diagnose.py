@@ -618,3 +618,9 @@ def test_audit_lines(monkeypatch):
     monkeypatch.setattr("nextn.evaluate.diagnose.Checkpoint", SimpleNamespace(open=lambda source, **_: source))
     monkeypatch.setattr("nextn.evaluate.diagnose.audit", lambda _: SimpleNamespace(findings=findings))
     assert audit_lines("x") == ["audit: error, r: a error", "audit: warning, r: a warning"]
+
+
+def test_nothing_drafted_is_said_before_k():
+    """K is of no use where no round drafted."""
+    with pytest.raises(ConfigError, match="drafted nothing: check that MTP is on"):
+        engine_depth([Counters("vLLM", None, 0, 0)], None)

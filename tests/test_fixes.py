@@ -72,8 +72,8 @@ EDITED = ("tied, with an lm_head of its own", "counted as a layer", "config sile
           "int4 config, bf16 weights")  # fmt: skip
 ADVICE = {
     "experts-twice", "config-contradicts", "names-foreign", "names-unknown", "vocabulary", "trunk-missing",
-    "own-head-overwritten", "layer-index", "too-many-modules", "single-expert", "engine-ignores", "engine-drops",
-    "engine-refuses", "engine-loads", "engine-absent", "quantization",
+    "trunk-partial", "own-head-overwritten", "layer-index", "too-many-modules", "single-expert", "engine-ignores",
+    "engine-drops", "engine-refuses", "engine-loads", "engine-absent", "quantization",
 }  # fmt: skip
 CASES = {name: (rule, family, options) for name, (rule, _, family, options, _) in BROKEN.items()} | VALUES
 

@@ -340,7 +340,7 @@ def test_what_cannot_be_exported(made, tmp_path):
         )
     base, head = _inventories(made / "qwen3", made / "qwen3-head")
     two = replace(head, stored={**head.stored, "1.projection.weight": head.stored["0.projection.weight"]})
-    with pytest.raises(FamilyError, match="2 modules; a GGUF here holds one"):
+    with pytest.raises(FamilyError, match="2 MTP layers; a GGUF here holds one"):
         write_gguf(base, two, tmp_path / "out.gguf")
     assert not [*tmp_path.glob("*out*")]
 
@@ -393,7 +393,7 @@ def test_experts_that_the_graph_does_not_compute(tmp_path):
         FamilyError, match=r"glm4moe layout.*glm4-moe\.cpp:211 .*trunk that was adopted.*--layout step35"
     ):
         export(folder, tmp_path / "out.gguf", "llama.cpp")
-    with pytest.raises(FamilyError, match="2 modules; a GGUF here holds one"):
+    with pytest.raises(FamilyError, match="2 MTP layers; a GGUF here holds one"):
         export(glm4_moe(tmp_path / "two", modules=2), tmp_path / "out.gguf", "llama.cpp")
     with pytest.raises(FamilyError, match=r"family glm4_moe is served as it is"):
         export(folder, tmp_path / "out", "vllm")

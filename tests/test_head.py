@@ -139,7 +139,7 @@ def test_own_embedding_and_output(name, own):
 
 
 def test_logits_are_scaled_as_the_trunks_are():
-    """Cohere2-MoE: unscaled drafts win no greedy comparison less, but their law is another one, and so is the loss."""
+    """Cohere2-MoE: the scale leaves greedy drafts as they are, but changes their distribution and the loss."""
     tokens, hidden = torch.randint(0, 64, (1, 9)), torch.randn(1, 9, 32)
     with torch.no_grad():
         scaled, plain = (build("cohere2_moe", logit_scale=each).head(tokens, hidden) for each in (0.25, 1.0))

@@ -32,7 +32,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 64_074
+LINE_BUDGET = 64336
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "family_table", "data.byte_tokenizer", "data.corpus",
@@ -71,7 +71,7 @@ def _imports(path):
 
 @cache
 def _modules(path):
-    """Dotted, without our package's own name; `from nextn.train import tasks` is training.tasks."""
+    """Dotted, without our package's own name; `from nextn.train import loop` gives train.loop."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nextn"):

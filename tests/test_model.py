@@ -503,7 +503,7 @@ def test_no_head(tmp_path):
     """The head is promised and absent: an error that says so; plain decoding is still possible."""
     model = build("glm4_moe")
     model.trunk.model.save_pretrained(tmp_path / "model")
-    with pytest.raises(CheckpointError, match=r"no MTP head \(glm4_moe\): config.json declares 1 module"):
+    with pytest.raises(CheckpointError, match=r"no MTP head \(glm4_moe\): config.json declares 1 MTP layer"):
         Model.load(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"`nextn audit .*`nextn restore .*model --from BASE`"):
         Model.load(tmp_path / "model")

@@ -56,6 +56,13 @@ CASES = {
     "TensorFlow": (dict(names=["tf_model.h5"], config={"model_type": "llama"}), "TensorFlow", "safetensors"),
     "DVC": (dict(names=["model.safetensors.dvc"], config={"model_type": "llama"}), "DVC", "dvc pull"),
     "hub cache": (dict(names=["blobs/aa", "refs/main", "snapshots/ab/config.json"]), "Hugging Face cache", "hub id"),
+    "verl": (dict(names=["actor/model_world_size_8_rank_0.pt", "actor/huggingface/config.json"]), "verl", "model_merger"),
+    "a trainer's folder": (dict(names=["checkpoint-100/model.safetensors", "runs/x"]), "training run", "checkpoint-500"),
+    "a trainer's adapters": (dict(names=["checkpoint-100/adapter_model.safetensors"]), "training run", "such as checkpoi"),
+    "half a download": (dict(names=["model-00001-of-00002.safetensors.incomplete"], config={}), "incomplete download",
+                        "run it again"),
+    "aria2's half": (dict(names=["model.safetensors.aria2"], config={}), "incomplete download", "run it again"),
+    "llamafile": (dict(names=["m.llamafile"]), "a llamafile", "unzip"),
     "TensorRT": (dict(names=["rank0.engine"], config={"pretrained_config": {}}), "TensorRT engine", "built from"),
 }  # fmt: skip
 
@@ -117,11 +124,13 @@ def test_names_are_unique():
 def test_what_to_give_instead(tmp_path):
     """Addresses, revisions and pickles: the error names what works. An index without its files: what is missing."""
     (tmp_path / "a.pt").write_bytes(b"x")
+    (tmp_path / "config.json").write_text("{}")
     for name, says in {
         "https://huggingface.co/org/name/tree/main": "give the hub id org/name.",
         "hf.co/org/name": "give the hub id org/name.",
         str(tmp_path / "a.pt"): "torch.load",
         str(tmp_path / "a.zip"): "neither a folder",
+        str(tmp_path / "config.json"): f"give the model's folder, such as {tmp_path}.",
     }.items():
         with pytest.raises(CheckpointError, match=re.escape(says)):
             Checkpoint.open(name)

@@ -378,3 +378,41 @@ def test_text_of_a_packed_model(backend, tmp_path):
     ]
     assert runs[0].tokens == runs[1].tokens
     assert len(runs[1].tokens) == 16
+
+
+def test_files_of_gptqmodel(tmp_path):
+    """Its config has the format under two names, of which old files have one, and may ask for work that is not done."""
+    common = {"method": "gptq", "pack_dtype": "int32", "lm_head": False, "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
+
+    def problem(place, case, **fields):
+        def change(_, section):
+            section.pop("checkpoint_format", None)
+            section.update(common | fields)
+
+        weights, values = reader(tmp_path / str(place), case, 24, 48, change)
+        name = f"{NAME}.weight"
+        if (text := weights.problem(name)) is None:
+            assert torch.equal(weights.read(name), values.weight())
+        return text
+
+    for place, case in enumerate((Case("gptq", group=32), Case("gptq", group=32, version=2))):
+        variant = "gptq_v2" if case.version == 2 else "gptq"
+        assert problem(2 * place, case, format=variant) is None
+        assert problem(2 * place + 1, case, format=variant, checkpoint_format=variant) is None
+    assert problem(4, Case("awq", group=32, symmetric=False), format="gemm", checkpoint_format="gemm") is None
+    assert "has format gptq_p; valid are gptq, gptq_v2" in problem(5, Case("gptq"), format="gptq_p")
+    assert "gemv_fast; valid are gemm" in problem(6, Case("awq", symmetric=False), format="gemv_fast")
+    assert "rotation hadamard: inputs of down_proj are rotated" in problem(7, Case("gptq"), rotation="hadamard")
+
+
+def test_inputs_narrower_than_a_group(tmp_path):
+    """One group, or a last one that is cut off, in every layout."""
+    for place, (layout, columns, group) in enumerate(
+        (layout, *sizes)
+        for layout in ("gptq", "awq", "pack-quantized", "int-quantized")
+        for sizes in ((16, 32), (40, 32))
+    ):
+        for auto_round in (False, True) if layout in ("gptq", "awq") else (False,):
+            case = Case(layout, 8 if layout == "int-quantized" else 4, group, symmetric=False, auto_round=auto_round)
+            weights, values = reader(tmp_path / f"{place}-{auto_round}", case, 32, columns)
+            assert torch.equal(weights.read(f"{NAME}.weight"), values.weight()), case

@@ -700,6 +700,26 @@ def test_a_failure_of_one_request_ends_no_other(trained, monkeypatch, part, kind
     assert answers.scheduler.stats().cache_positions == 0
 
 
+def test_a_failure_between_the_chunks_of_a_prompt_ends_no_other(trained, monkeypatch):
+    """The sequence has left its batch, which must not wait for the next chunk."""
+    model, store = trained["glm_two"], PrefixCache.store
+
+    def broken(self, batch):
+        if batch.sequences[0] is answers.sequences["bad"]:
+            raise MemoryError
+        store(self, batch)
+
+    monkeypatch.setattr(PrefixCache, "store", broken)
+    monkeypatch.setattr(scheduler_module, "_AHEAD_S", 10.0)  # all prompts in one step
+    good = GenerationRequest(prompt=tuple(prompt(20, vocab_size=40)), max_tokens=12)
+    expected, answers = alone(model, {0: good}), Answers(scheduler_of(model, prefix_bytes=10**8))
+    answers.add("bad", replace(good, prompt=tuple(prompt(200, vocab_size=40))))
+    answers.add(0, good)
+    found = answers.run()
+    assert {0: found[0]} == expected
+    assert answers.chunks["bad"][-1].error == "internal error: MemoryError"
+
+
 def test_a_failure_of_a_batch_ends_no_other_batch(trained, monkeypatch, caplog):
     """Where it cannot be told whose it is, it is that of the sequences that shared the pass."""
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)

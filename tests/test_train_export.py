@@ -119,7 +119,7 @@ def test_what_the_trunk_alone_decides(made, tmp_path):
     """A quantized trunk, whose quantization vLLM alone gives to the draft, and several layers in a GGUF."""
     folder = shutil.copytree(made / "qwen3", tmp_path / "trunk")
     trunk = Inventory.of(Checkpoint.open(folder), family=trunk_family(Checkpoint.open(folder)))
-    with pytest.raises(FamilyError, match="2 modules; a GGUF here holds one"):
+    with pytest.raises(FamilyError, match="2 MTP layers; a GGUF here holds one"):
         check_export("llama.cpp", trunk.family, trunk, num_modules=2)
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))

@@ -1,7 +1,6 @@
 """`audit`: check a checkpoint's config, tensors, index, quantization and values.
 
-Of a checkpoint on the hub, headers and a few small parts are read; of a local one, also all values of the head. A rule
-is a function from an `Inventory` to findings; rules are independent of each other, and none imports torch.
+A rule is a function from an `Inventory` to findings; rules are independent of each other, and none imports torch.
 """
 
 import difflib
@@ -22,6 +21,7 @@ from nextn.audit_rules import (
     separate,
     shapes,
     structure,
+    trunk_layers,
     unchecked,
     values,
 )
@@ -37,7 +37,7 @@ from nextn.family_table import Family, by_config, by_name, generic, rows
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit", "audit_checkpoint"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (structure, pruned, files, shapes, query_heads, engines, precision, separate, values)
+_MODULES = (structure, trunk_layers, pruned, files, shapes, query_heads, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 _MAX_NAMES = 2000  # to match against every family's layout
@@ -163,7 +163,7 @@ def audit_checkpoint(
 
 
 def _family(checkpoint: Checkpoint) -> Family | None:
-    """Return the checkpoint's family; None for a model that was published without a head, and has none."""
+    """Return the checkpoint's family; None for an unknown model_type whose tensor names match no family's layout."""
     try:
         return by_config(checkpoint.config)
     except FamilyError as error:

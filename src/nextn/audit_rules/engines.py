@@ -90,7 +90,7 @@ def shared_missing(inventory: Inventory) -> Iterator[Finding]:
     yield Finding(
         "shared-missing", "warning" if skipped else "note", names[0],
         f"The {joined(ROLES[role] for role in roles)} {'are' if len(roles) > 1 else 'is'} stored as {shared} "
-        "only, not inside the module: "
+        "only, not inside the MTP layer: "
         f"{'; '.join(_unset(name, engine, roles) for name, engine in runners.items())}.",
         f"{joined(names)}, equal to {shared}.",
         aliases(inventory, next(name for name, engine in runners.items() if engine in affected[roles[0]])),
@@ -134,8 +134,8 @@ def own_head_overwritten(inventory: Inventory) -> Iterator[Finding]:
         if names and replacing:
             yield Finding(
                 "own-head-overwritten", "note", names[0],
-                f"Each module has its own {ROLES[role]}; {verb(replacing, 'use')} the trunk's instead.",
-                f"An engine that uses the module's own: {_others(inventory, replacing)}.",
+                f"Each MTP layer has its own {ROLES[role]}; {verb(replacing, 'use')} the trunk's instead.",
+                f"An engine that uses the MTP layer's own: {_others(inventory, replacing)}.",
                 f"Expect lower acceptance in {engines(replacing)}, or use another engine.",
             )  # fmt: skip
 
@@ -163,7 +163,7 @@ def too_many_modules(inventory: Inventory) -> Iterator[Finding]:
         usage = joined(f"{ENGINES[name]} uses {limit}" for name, limit in fewer.items())
         yield Finding(
             "too-many-modules", "note", f"{CONFIG}: {inventory.family.count_fields[0]}",
-            f"{count} modules are stored; {usage}, and applies it again at later depths.",
+            f"{count} MTP layers are stored; {usage}, and applies it again at later depths.",
             f"An engine that runs them all: {_others(inventory, [*fewer])}.",
             "The checkpoint needs no change; expect lower acceptance at the later depths.",
         )  # fmt: skip

@@ -136,11 +136,11 @@ def _block_names(indices: Iterable[int]) -> str:
 def _declaration(gguf: GgufHead) -> Iterator[Finding]:
     key = f"{gguf.arch}.nextn_predict_layers"
     declared, heads = set(gguf.declared), set(gguf.heads)
-    count, where = counted(len(declared), "module"), f"blk.N.nextn.* in {_block_names(declared)}."
+    count, where = counted(len(declared), "MTP layer"), f"blk.N.nextn.* in {_block_names(declared)}."
     if heads and not declared:
         yield Finding(
             "head-undeclared", "error", key,
-            f"A head in {_block_names(heads)}, and no count of modules: llama.cpp treats its blocks as the trunk's.",
+            f"A head in {_block_names(heads)}, and no count of MTP layers: llama.cpp treats its blocks as the trunk's.",
             f"{key} = {len(heads)}.", CONVERT,
         )  # fmt: skip
     elif declared and not heads:

@@ -99,9 +99,9 @@ class LayerReference:
         kinds = frozenset(map(_kind, parts))
         best = max(self._candidates, key=lambda index: self._similarity(self._kinds[index], kinds))
         if kinds <= self._kinds[best]:
-            return best, self._layers[best]
+            return best, self.parts_of_layers[best]
         own = frozenset(map(_component, parts))
-        expected = frozenset(part for part in self._layers[best] if _component(part) not in own)
+        expected = frozenset(part for part in self.parts_of_layers[best] if _component(part) not in own)
         return best, expected.union(*(self._component(name, parts) for name in own))
 
     def _component(self, name: str, parts: frozenset[str]) -> frozenset[str]:
@@ -114,7 +114,8 @@ class LayerReference:
         if kinds and kinds <= _DENSE:
             return _DENSE
         others = [
-            _of_component(name, self._layers[index]) for index in dict.fromkeys([*self._candidates, *self._layers])
+            _of_component(name, self.parts_of_layers[index])
+            for index in dict.fromkeys([*self._candidates, *self.parts_of_layers])
         ]
         best = max(others, key=lambda other: self._similarity(frozenset(map(_kind, other)), kinds))
         return own if best and not kinds & frozenset(map(_kind, best)) else best
@@ -135,7 +136,7 @@ class LayerReference:
         return None if path.startswith(family.block_lacks) else path
 
     @cached_property
-    def _layers(self) -> Mapping[int, frozenset[str]]:
+    def parts_of_layers(self) -> Mapping[int, frozenset[str]]:
         """Return trunk layer -> its parts, as a block names them."""
         cache: dict[tuple[str, tuple[int, ...]], frozenset[str]] = {}
         running = self.inventory.running_paths
@@ -155,8 +156,8 @@ class LayerReference:
     @cached_property
     def _kinds(self) -> Mapping[int, frozenset[str]]:
         """Return trunk layer -> its parts, all experts as one, so that a block that lost most experts still matches."""
-        kind = {part: _kind(part) for parts in self._layers.values() for part in parts}
-        return {index: frozenset(map(kind.__getitem__, parts)) for index, parts in self._layers.items()}
+        kind = {part: _kind(part) for parts in self.parts_of_layers.values() for part in parts}
+        return {index: frozenset(map(kind.__getitem__, parts)) for index, parts in self.parts_of_layers.items()}
 
     @cached_property
     def _candidates(self) -> list[int]:

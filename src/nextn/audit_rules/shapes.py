@@ -69,6 +69,9 @@ def _vocabulary(severity: Severity, place: str, found: str, rows: int) -> Findin
 
 def _against_config(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]]:
     hidden = lookup_count(inventory.checkpoint.config, "hidden_size")
+    embedding = inventory.checkpoint.tensors.get(inventory.shared.get("embedding", ""))
+    if hidden and embedding and len(embedding.shape) == 2 and unpacked(embedding):
+        hidden = embedding.shape[1]  # another number in the config is another finding
     if hidden is None or inventory.family.trunk_kv:  # see `query_heads`
         return
     expected = {role: [hidden] for role in ("token_norm", "hidden_norm", "final_norm")}

@@ -215,7 +215,7 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
         return
     family = inventory.family
     named = bool(family.counted_in(inventory.checkpoint.config))
-    claim = f"{CONFIG} declares {counted(inventory.declared, 'module')}"
+    claim = f"{CONFIG} declares {counted(inventory.declared, 'MTP layer')}"
     if not named:
         claim = f"{CONFIG} has no {family.count_fields[0]}; its default in {family.title} is {inventory.declared}"
     listed = [name for name in inventory.checkpoint.index or {} if family.canonical(name, inventory.num_layers)]
@@ -249,7 +249,7 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             "head-elsewhere",
             "error",
             f"model.layers.{actual}",
-            f"The head's first module is stored as layer {actual}; with {expected} trunk layers, engines look for "
+            f"The head's first MTP layer is stored as layer {actual}; with {expected} trunk layers, engines look for "
             f"it as layer {expected}.",
             f"num_hidden_layers = {actual}, if the trunk has that many; else the head as model.layers.{expected}.",
             f"Set num_hidden_layers to {actual} in {CONFIG}." if contiguous else restore(inventory),
@@ -299,7 +299,7 @@ def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
         return
     yield Finding(
         "modules-missing", "error", _count_field(inventory),
-        f"{CONFIG} declares {inventory.declared} modules; of {some(missing)} no tensor is stored.",
+        f"{CONFIG} declares {inventory.declared} MTP layers; of {some(missing)} no tensor is stored.",
         f"All {inventory.declared}, or {inventory.family.count_fields[0]} = {inventory.declared - len(missing)}.",
         restore(inventory),
     )  # fmt: skip
@@ -310,6 +310,8 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
     inventory, reference = head.inventory, LayerReference(head.inventory)
     if head.misplaced or inventory.family.trunk_kv:  # see `query_heads`
         return
+    if _beyond(head) and "{layer}" not in inventory.family.names["block"]:
+        return  # the layers that the block is like may be among those
     for module in (index for index in head.roles if index < inventory.declared):
         missing = sorted(inventory.family.required(module) - head.roles[module])
         compared = reference.compare(module)
@@ -319,7 +321,7 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
             like = f"a block like the trunk's layer {compared.layer}" if compared.layer >= 0 else "a block"
             yield Finding(
                 "head-partial", "error", names[0],
-                f"Module {module} stores {counted(len(inventory.of_module(module)), 'tensor')} and lacks "
+                f"MTP layer {module} stores {counted(len(inventory.of_module(module)), 'tensor')} and lacks "
                 f"{len(names)}: {some(names)}.",
                 f"{joined([*sorted(inventory.family.required(module) - {'block'}), like])}.",
                 restore(inventory),
@@ -385,10 +387,10 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
     inventory = head.inventory
     known = {re.sub(r"\d+", "0", name) for name in head.other_layout[1]}
     names = [name for name in inventory.unrecognized if re.sub(r"\d+", "0", name) not in known]
-    inside = [] if head.misplaced else [*_unknown_rests(inventory), *_unknown_parts(head)]
-    beyond = [module for module in head.roles if module not in head.heads and module >= inventory.declared]
-    if beyond and not head.layer_offset:
-        layers = [str(inventory.num_layers + module) for module in beyond]
+    inside = [] if head.misplaced or _beyond(head) else [*_unknown_rests(inventory), *_unknown_parts(head)]
+    layers = _beyond(head)
+    names = [name for name in names if inventory.family.trunk_layer(name) is None]
+    if layers:
         yield Finding(
             "names-unknown", "warning", f"{CONFIG}: num_hidden_layers",
             f"{counted(len(layers), 'layer')} ({some(layers)}) beyond the trunk's {inventory.num_layers}, without a "
@@ -405,6 +407,16 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
             f"Names such as {some(_own_names(inventory))}.",
             f"Rename them, or run `{restore(inventory, force=True)}`, which removes them.",
         )  # fmt: skip
+
+
+def _beyond(head: HeadStructure) -> list[str]:
+    """Return the layers beyond the config's number that are no head's."""
+    inventory = head.inventory
+    if "{layer}" in inventory.family.names["block"]:
+        modules = [module for module in head.roles if module not in head.heads and module >= inventory.declared]
+        return [] if head.layer_offset else [str(inventory.num_layers + module) for module in modules]
+    found = filter(None, map(inventory.family.trunk_layer, inventory.unrecognized))
+    return [str(layer) for layer in sorted({layer for layer, _ in found})]
 
 
 def _unknown_parts(head: HeadStructure) -> Iterator[str]:
@@ -426,7 +438,8 @@ def _unknown_rests(inventory: Inventory) -> Iterator[str]:
         if role == "block" or role.startswith("collapse"):
             continue
         part = split_name(canonical, inventory.stored)[0].removeprefix(f"{module}.{role}").removeprefix(".")
-        if part in ("", "bias") or any(path.endswith(f".{rest[0]}") for path in paths - {name}):
+        norms = "norm" in role and part == "bias" and any(path.endswith("norm.bias") for path in paths - {name})
+        if not part or norms or any(path.endswith(f".{rest[0]}") for path in paths - {name}):
             continue
         yield name
 
@@ -451,8 +464,7 @@ def _looks(inventory: Inventory) -> str:
 
 
 def _count_field(inventory: Inventory) -> str:
-    family = inventory.family
-    return f"{CONFIG}: {[*family.counted_in(inventory.checkpoint.config), *family.count_fields][0]}"
+    return f"{CONFIG}: {inventory.family.count_field(inventory.checkpoint.config)}"
 
 
 RULES = (structure, draft_model, config_contradicts)

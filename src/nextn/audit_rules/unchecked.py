@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 
 from nextn.audit_rules.layer_reference import LayerReference
+from nextn.audit_rules.trunk_layers import FINAL_NORMS
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import QuantConfig, stored_modules
 from nextn.errors import CheckpointError
 from nextn.text_format import counted, some
-
-_OUTSIDE = ("norm.weight", "norm_f.weight", "final_layernorm.weight")  # the trunk's final norm
 
 
 def unchecked(inventory: Inventory) -> Iterator[str]:
@@ -38,7 +37,7 @@ def _others(inventory: Inventory) -> list[str]:
     known = inventory.spellings(inventory.stored) | set(inventory.shared.values()) | set(inventory.unrecognized)
     known |= set() if inventory.draft_model is None else inventory.draft_model.names
     known |= {info.name for layer in inventory.layers.values() for info in layer.values()}
-    return [name for name in inventory.checkpoint.tensors if name not in known and not name.endswith(_OUTSIDE)]
+    return [name for name in inventory.checkpoint.tensors if name not in known and not name.endswith(FINAL_NORMS)]
 
 
 def _unknown_method(inventory: Inventory) -> str:

@@ -284,7 +284,7 @@ def _identical(samples: SampledValues) -> Iterator[Finding]:
         if len(modules) > 1:
             yield Finding(
                 "modules-identical", "warning", f"modules {', '.join(map(str, modules))}",
-                f"{counted(len(modules), 'module')} with the same dtypes, shapes and sampled values.",
+                f"{counted(len(modules), 'MTP layer')} with the same dtypes, shapes and sampled values.",
                 "Different values for each depth.",
                 f"Run `{restore(inventory, force=True)}`; if one was copied on purpose, declare it alone: "
                 f"{inventory.family.count_fields[0]} = 1.",

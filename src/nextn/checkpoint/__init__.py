@@ -1,1 +1,1 @@
-"""The files of a model: what they hold of a head, how it is stored, whose it is."""
+"""The files of a model: which tensors of a head they hold, how these are stored, and whose head it is."""

@@ -252,7 +252,8 @@ def _advice(path: str, names: Sequence[str]) -> str:
         return f"It has {pickle_sentence(pickles)}"
     if INDEX in names:
         return f"The files that {INDEX} names are missing: the download or copy is incomplete. Get them as well."
-    return f"It has {', '.join(names[:5]) or 'no files'}. Give the folder or hub id that holds the weights."
+    what = "config or tokenizer without weights: " if {CONFIG, "tokenizer.json"} & set(names) else ""
+    return f"It has {what}{', '.join(names[:5]) or 'no files'}. Give the folder or hub id that holds the weights."
 
 
 def _conversion(gguf: str) -> str:

@@ -30,9 +30,9 @@ class Inventory:
     checkpoint: Checkpoint = field(repr=False)
     family: Family = field(repr=False)
     num_layers: int  # of the trunk
-    declared: int  # number of modules that the config declares
+    declared: int  # number of modules that the config declares; 0 where it counts the stages of another draft model
     stored: Mapping[str, str] = field(repr=False)  # canonical name -> tensor name
-    # Canonical name -> all its tensor names, where there are several; `stored` has the published one.
+    # Canonical name -> all its tensor names, where there are several; `stored` has the published one if it is there.
     duplicates: Mapping[str, tuple[str, ...]] = field(repr=False)
     shared: Mapping[str, str] = field(repr=False)  # `embedding` and `output` -> the trunk's tensor, where it has one
     layers: Mapping[int, Mapping[str, TensorInfo]] = field(repr=False)  # of the trunk: index -> path in it -> tensor
@@ -85,7 +85,7 @@ class Inventory:
     def declaration(self, count: int) -> str:
         """Return the edit of config.json that declares this number of stored modules, as a sentence."""
         spare = int(self.family.spare_count and count > 1)
-        return f"Set {self.family.count_fields[0]} to {count + spare} in {CONFIG}."
+        return f"Set {self.family.count_field(self.checkpoint.config)} to {count + spare} in {CONFIG}."
 
     def restore_command(self, *, force: bool = False, base: str | None = None) -> str:
         """Return the command that restores the head from the base model, or from BASE if that is unknown.
@@ -117,7 +117,7 @@ class Inventory:
         return self.checkpoint.tensors[self.stored[canonical]]
 
     def published(self, canonical: str) -> str:
-        """Return the name that this checkpoint uses, or would use, for that tensor of the head."""
+        """Return the name that the family publishes for that tensor of the head, with this checkpoint's wrapper."""
         return self.family.published(canonical, self.num_layers, wrapper=self.wrapper)
 
     def spellings(self, canonicals: Iterable[str]) -> set[str]:

@@ -45,6 +45,21 @@ TRAINING: tuple[Object, ...] = (
         "a distributed training checkpoint (FSDP, DCP): `accelerate merge-weights FOLDER OUT` writes safetensors, to "
         "which config.json and the tokenizer are copied",
     ),
+    Object(
+        "verl", _has_file(r"model_world_size_\d+_rank_\d+\.pt"),
+        "a training checkpoint of verl, sharded over ranks: `python -m verl.model_merger merge --backend fsdp` writes "
+        "safetensors",
+    ),
+    Object(
+        "training run", _has_file(r"checkpoint-\d+"),
+        "the folder of a training run: give one of its checkpoints, such as checkpoint-500 in it",
+    ),
+    Object(
+        "incomplete download", _has_file(r".*\.(?:safetensors|bin|gguf)\.(?:incomplete|aria2|part|crdownload|tmp)"),
+        "an incomplete download: run it again (`hf download` resumes) until no such files are left",
+    ),
+    Object("llamafile", _has_file(r".*\.llamafile"),
+           "a llamafile: `unzip` takes out the GGUF file in it, which is converted first"),
     Object("ONNX", _has_file(r".*\.onnx(?:_data|\.data)?"),
            "an ONNX export, whose weights are in a graph: give the checkpoint that it was exported from"),
     Object("MLX", _has_file(r"weights(?:\.\d+)?\.npz"),
@@ -83,6 +98,8 @@ def source_sentence(name: str) -> str:
         return f"{name}: an address; give the hub id {found[1]}."
     if Path(name).suffix in PICKLES and Path(name).is_file():
         return pickle_sentence([name])
+    if Path(name).is_file():
+        return f"{name}: a file, and no .safetensors: give the model's folder, such as {Path(name).parent}."
     return f"{name}: neither a folder, a .safetensors file nor a hub id (org/name, or org/name@revision)."
 
 

@@ -155,16 +155,23 @@ def _weight(weight: PackedWeight, section: QuantSection, checkpoint: Checkpoint)
 
 def _zero_offset(section: QuantSection) -> int:
     """Return what is added to stored zero points; ValueError for a variant of the method that is not read."""
-    key, known = {
-        "gptq": ("checkpoint_format", ("gptq", "gptq_v2")),
-        "awq": ("version", ("gemm",)),
-        "compressed-tensors": ("format", ()),
-    }.get(section.form, ("packing_format", ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq")))
-    variant = section.format.section.get(key)
+    keys, known = {
+        "gptq": (("checkpoint_format", "format"), ("gptq", "gptq_v2")),  # GPTQModel writes both
+        "awq": (("version", "checkpoint_format", "format"), ("gemm",)),
+        "compressed-tensors": (("format",), ()),
+    }.get(section.form, (("packing_format",), ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq")))
+    fields = section.format.section
+    key = next((each for each in keys if fields.get(each) is not None), keys[0])
+    variant = fields.get(key)
     if known and variant is not None and str(variant).lower() not in known:
         raise ValueError(
             f"unsupported: {section.file} has {key} {variant}; valid are {', '.join(known)}: save the model in one of "
             "them, or load the unquantized one"
+        )
+    if rotation := fields.get("rotation"):
+        raise ValueError(
+            f"unsupported: {section.file} has rotation {rotation}: inputs of down_proj are rotated while it runs; "
+            "quantize without a rotation, or load the unquantized model"
         )
     return 1 if section.form in _GPTQ and variant != "gptq_v2" else 0
 

@@ -43,12 +43,12 @@ def shipped_path(name: str) -> str:
 
 
 def shipped_option(name: str | None) -> str | None:
-    """Return the same for an option that may be left out."""
+    """Return `shipped_path` of an option's name; None if it is left out."""
     return name and shipped_path(name)
 
 
 def writable(path: Path | None) -> Path | None:
-    """Return a file's path, before anything is computed that is to be written there. Raises ConfigError."""
+    """Check, before anything is computed, that a file can be written there; return its path. Raises ConfigError."""
     folder = path and next(each for each in path.absolute().parents if each.exists())
     if path and folder and (path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
         raise ConfigError(f"--out {path}: expected a file, in a folder that can be written to")

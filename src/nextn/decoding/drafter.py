@@ -64,7 +64,7 @@ class Drafter:
 
     @property
     def chain(self) -> DraftChain | None:
-        """The native draft chain for whole native rounds; None where a fault is injected between them."""
+        """The native draft chain for whole native rounds; None if the contract injects a fault."""
         return self._chain if self.contract == Contract() else None
 
     @property
@@ -97,10 +97,8 @@ class Drafter:
         num_pending = list(map(len, self.pending))
         if self._chain is None:
             return self._draft_in_torch(plan, limits, tokens, numbers, seen)
-        head_input = [row[end - width + 1 :] for row, end, width in zip(tokens, self.ends, num_pending, strict=True)]
-        drafts, confidences, num_steps = self._chain.run(
-            head_input, self.pending, plan, limits=limits, uniforms=numbers
-        )
+        inputs = [row[end - width + 1 :] for row, end, width in zip(tokens, self.ends, num_pending, strict=True)]
+        drafts, confidences, num_steps = self._chain.run(inputs, self.pending, plan, limits=limits, uniforms=numbers)
         distributions, longest = self._chain.distributions, max(map(len, drafts))
         q = None if distributions is None or not longest else distributions[:longest].transpose(0, 1)
         return DraftResult(drafts, confidences, q, num_steps)
@@ -109,7 +107,7 @@ class Drafter:
         """After verification, roll the head's caches back to the positions that saw true states and tokens only.
 
         Returns:
-            Per sequence, how many accepted positions keep what drafting wrote: none, unless that fault is injected.
+            Per sequence, how many accepted positions keep what drafting wrote: none, unless the contract injects this.
         """
         if not num_steps:
             return [0] * len(num_accepted)

@@ -75,7 +75,10 @@ class TorchRounds:
         return self.verifier(predicted.logits, drafted.distributions, drafted.drafts, uniforms, seen=self.seen)
 
     def _draft_limits(self, most: int) -> list[int]:
-        """The largest number of drafts of this round, per sequence, within its remaining tokens and the context."""
+        """The largest number of drafts of this round, per sequence.
+
+        Each keeps to its own remaining tokens, and all to the context that the longest has left.
+        """
         limit = self._within_block(most)
         if self.trunk.max_length is not None:
             limit = min(limit, self.trunk.max_length - max(map(len, self._tokens)))

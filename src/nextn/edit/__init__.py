@@ -1,1 +1,1 @@
-"""Heads between checkpoints: a plan first, then files."""
+"""Move heads between checkpoints: plan, then write."""

@@ -210,8 +210,8 @@ def _one_form(head: Inventory, form: ExpertForm | None) -> tuple[Inventory, list
         forms = sorted(set(own.values()))
         if len(forms) > 1 and form not in forms:
             raise CheckpointError(
-                f"{head.checkpoint.path}: the experts of module {module} are stored {' and '.join(forms)}. Say which "
-                f"to keep: {' or '.join(f'--experts {each}' for each in forms)}."
+                f"{head.checkpoint.path}: the experts of MTP layer {module} are stored {' and '.join(forms)}. Say "
+                f"which to keep: {' or '.join(f'--experts {each}' for each in forms)}."
             )
         parts = {canonical: {part for part, _ in split_view(canonical, head.info(canonical))} for canonical in own}
         kept = set().union(*(parts[canonical] for canonical, each in own.items() if each == form))

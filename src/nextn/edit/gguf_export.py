@@ -72,7 +72,7 @@ def refuse_file(path: Path) -> None:
 def refuse_modules(path: str, count: int) -> None:
     """Raise FamilyError for a head of several modules."""
     if count != 1:
-        raise FamilyError(f"{path}: {count} modules; a GGUF here holds one, for all drafts")
+        raise FamilyError(f"{path}: {count} MTP layers; a GGUF here holds one, for all drafts")
 
 
 def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path | None = None) -> None:

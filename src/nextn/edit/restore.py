@@ -1,6 +1,6 @@
 """Restore the head of a checkpoint that lost it, byte for byte; add the copies of shared tensors that engines need.
 
-Checks names, shapes and configs, never values; those are for `audit`.
+Reads no values of the head, which are for `audit`; compares stored copies with the trunk's tensors byte for byte.
 """
 
 from collections.abc import Collection, Mapping
@@ -49,8 +49,9 @@ def restore(
 ) -> EditPlan:
     """Write the head of `base` into the folder `target`.
 
-    Of a hub base only the head and samples of the trunk are read. Copies are not taken from `base`: every engine can
-    use the trunk's, which may have been fine-tuned. After any failure the target is unchanged.
+    Of a hub base only the head and samples of the trunk are read. Copies of embedding and lm_head are not
+    taken from `base`: they are written from the target's trunk, which may have been fine-tuned, for `aliases` and where
+    an engine needs the copies that the base has. After any failure the target is unchanged.
 
     Args:
         target: A local checkpoint folder.
@@ -85,6 +86,7 @@ def restore(
     for each in (dst, src):
         if each is not None:
             refuse_links(each.checkpoint, follow=follow_links)
+    # A head in an unlisted file of the target may be the base itself.
     if src is not None and Path(dst.checkpoint.path) not in (source := Path(src.checkpoint.path), source.parent):
         _refuse_complete(whole, src, force=force)
     plan = _plan(dst, src, aliases, force=force)
@@ -158,7 +160,7 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
         fresh = {dst.published(name): Piece(src.checkpoint, src.stored[name]) for name in src.own}
         count = len(src.modules)
     if engine is None and src is not None and (engine := _skipping_engine(src)) is not None:
-        notes.append(f"writes copies of the target's tensors inside the modules, as the base has: {engine} needs them")
+        notes.append(f"writes copies of the target's tensors into the MTP layers, as the base has: {engine} needs them")
     if engine is not None:
         copies = _copies(dst, count, engine, notes)
         gone |= {name for canonical, name in dst.copies.items() if dst.published(canonical) in copies}
@@ -166,7 +168,7 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
     elif src is not None and src.copies:
         size = sum(src.checkpoint.tensors[name].nbytes for name in src.copies.values())
         notes.append(
-            f"left out: the base's copies of {' and '.join(family.copies)} inside the modules ({size:,} bytes), as "
+            f"left out: the base's copies of {' and '.join(family.copies)} inside the MTP layers ({size:,} bytes), as "
             "engines use the trunk's. --add-aliases ENGINE writes them from the target's trunk"
         )
     documents = _configs(dst, src, fresh, count) if src is not None else {}
@@ -195,8 +197,8 @@ def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:
             else ""
         )
         raise CheckpointError(
-            f"{dst.checkpoint.path}: already has a complete head ({len(dst.modules)} modules){where}. --force replaces "
-            "it."
+            f"{dst.checkpoint.path}: already has a complete head ({counted(len(dst.modules), 'MTP layer')}){where}. "
+            "--force replaces it."
         )
 
 
@@ -259,8 +261,8 @@ def _configs(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece], count: 
     """Return the JSON files to change, so that engines look for the head and read it as it is stored."""
     edited = quantized_without(dst, src, fresh)
     config: Mapping[str, object] = edited.pop(CONFIG, dst.checkpoint.config)
-    counted = dst.family.count_fields if dst.family.counted_in(config) else ()
-    config = _with_fields(config, src.checkpoint.config, counted)
+    count_fields = dst.family.count_fields if dst.family.counted_in(config) else ()
+    config = _with_fields(config, src.checkpoint.config, count_fields)
     if dst.family.num_modules(config) != count:
         config = dst.family.with_count(config, count)
     return {**edited, **with_config(dst.checkpoint, config)}

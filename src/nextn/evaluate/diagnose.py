@@ -49,7 +49,9 @@ DEFINITIONS = {
     "ratio": "of likelihoods: this cause's for what the engine counted, to that of the likeliest cause",
     "p_value": "probability of counts as far off as these if the cause holds",
     "named": "fine unless a fault is 100 times likelier; else the faults that the likeliest does not beat ten times; "
-    "[] = even the likeliest does not fit (p_value below 0.001); inconclusive = fine is the likeliest or near it, but "
+    "[] = even the likeliest does not fit (p_value below 0.001); acceptance-overridden = a "
+    "setting of the engine decides; weights = the counts are as expected, but the head is poor; context-length = only "
+    "long prompts fall short; inconclusive = fine is the likeliest or near it, but "
     "the counts or the reference are too few to tell it from half of the drafts lost, see needed",
     "needed": "what would decide, about: new tokens and texts of the reference, rounds of the engine (null: those "
     "that it counted are enough); null = decided, or no amount of it decides",
@@ -123,7 +125,7 @@ class ObservedCase:
             "counters": self.observation.counters.as_record(),
             "observed": self.counts.as_record(),
             "diverged_share": self.diverged_share,
-            "workload": self.other_workload,
+            "other_workload": self.other_workload,
         }
 
 
@@ -372,8 +374,8 @@ class Diagnosis(CheckReport):
             )
         if self.priors and not self.is_fine:
             notes.append(
-                f"{self.engine}'s code was read for this family and does not have these faults, which count "
-                f"{DOCUMENTED_PRIOR:g} times: {', '.join(self.priors)}"
+                f"{self.engine}'s published code for this family does not have these faults, so their likelihoods are "
+                f"multiplied by {DOCUMENTED_PRIOR:g}: {', '.join(self.priors)}"
             )
         best = self.causes[0]
         if better := [each.name for each in self.causes[1:] if each.p_value > max(0.05, 2 * best.p_value)]:

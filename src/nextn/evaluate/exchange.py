@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from nextn import __version__
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import by_domain
+from nextn.stats.acceptance import length_of_drafts
 
 if TYPE_CHECKING:
     from nextn.evaluate.reference_report import ReferenceReport
@@ -79,7 +80,7 @@ def request_record(steps: Steps, k: int) -> dict[str, object]:
     """Return vLLM's `metrics.speculative_decoding` of one request, at its detailed level; k: the configured K."""
     drafted, accepted = sum(step[0] for step in steps), sum(step[1] for step in steps)
     record: dict[str, object] = {
-        "mean_acceptance_length": 1 + accepted / len(steps) if steps else 1.0,
+        "mean_acceptance_length": length_of_drafts(accepted, len(steps), no_rounds=1.0),
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
         "acceptance_histogram": [sum(step[1] == count for step in steps) for count in range(k + 1)],
         "num_spec_steps": len(steps),
@@ -120,7 +121,10 @@ def _aiperf_records(report: "ReferenceReport") -> Iterator[dict[str, object]]:
 def _matrix(report: "ReferenceReport", name: str) -> str:
     """AL by category, 1 + accepted drafts / rounds, and the mean of them: as AIPerf defines `Overall`."""
     by_category = _steps_by_domain(report)
-    lengths = [1 + sum(accepted for _, accepted in steps) / max(1, len(steps)) for steps in by_category.values()]
+    lengths = [
+        length_of_drafts(sum(accepted for _, accepted in steps), len(steps), no_rounds=1.0)
+        for steps in by_category.values()
+    ]
     lengths.append(sum(lengths) / len(lengths))
     return _csv([["Model", *by_category, "Overall"], [name, *(f"{length:.2f}" for length in lengths)]])
 

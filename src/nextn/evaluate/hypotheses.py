@@ -14,7 +14,7 @@ import numpy as np
 
 from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.errors import ConfigError, EngineError
-from nextn.stats.acceptance import conditional_rates, expected_length
+from nextn.stats.acceptance import conditional_rates, expected_length, length_of_drafts
 from nextn.stats.intervals import student_t
 
 # Standard deviations of log(a / (1 - a)) between workloads: the least, and the one where the reference has no domains.
@@ -184,6 +184,8 @@ def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: fl
     mean = max(means, default=0.0)
     if counted:  # positions that never accepted a draft may be left out
         counted = max(counted, math.ceil(full_share * mean - 1e-9))
+    if parts and all(each.has_drafts is False for each in parts):
+        raise ConfigError("the engine drafted nothing: check that MTP is on, and that requests were sent")
     if given is None:
         if counted or (mean and mean >= full_share * math.ceil(mean)):
             return counted or math.ceil(mean)
@@ -223,7 +225,9 @@ def _check_possible(counters: Counters, k: int) -> None:
 
     Up to K + 2 where the first token of each request, which comes from no round, is among the counted ones.
     """
-    counted = 1 + counters.accepted / counters.num_drafts if counters.num_drafts and counters.accepted else None
+    counted = (
+        length_of_drafts(counters.accepted, counters.num_drafts) if counters.num_drafts and counters.accepted else None
+    )
     most = k + 2 if FIRST_TOKENS in counters.notes else k + 1
     for length, limit in ((counted, most), (counters.length, k + 1)):
         if length is not None and not 1 <= length <= limit * (1 + _ROUNDING_SHARE):

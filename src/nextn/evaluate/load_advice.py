@@ -18,7 +18,7 @@ from nextn.engines.ask import CounterSpan, ask, ask_counted
 from nextn.engines.counters import Counters, sum_counters
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
-from nextn.stats.acceptance import expected_length
+from nextn.stats.acceptance import expected_length, length_of_drafts
 from nextn.stats.speedup import Spread, uniform_rate
 
 DEFINITIONS = {
@@ -288,7 +288,7 @@ def _length(counters: Counters) -> float:
         raise ConfigError(
             f"--engine: {counters.engine} counted no drafts; start it with MTP, at the largest K to consider"
         )
-    return 1 + counters.accepted / counters.num_drafts
+    return length_of_drafts(counters.accepted, counters.num_drafts)
 
 
 def _drafts(counters: Counters) -> float:

@@ -103,7 +103,7 @@ _LOST = ("embedding",)
 
 _PLAIN = "builds the projection unquantized: a quantized one would be read without its scales (vllm#48492)"
 _ONE = "raises unless num_nextn_predict_layers is 1"
-_STATEFUL = "generate refuses use_mtp for a recurrent trunk"
+_STATEFUL = "model.generate rejects use_mtp for this family"
 _NO_FIELD = "no num_mtp_layers in the config class, so use_mtp raises; the tensors are skipped on load"
 _ASSUMED_BF16 = "that the released fp8 keeps the projection in bf16: inferred from engines that build it unquantized"
 _FP8_UNKNOWN = "which head tensors the fp8 release keeps in bf16"

@@ -60,7 +60,7 @@ class Family:
     max_modules: int | None = None
     spare_count: bool = False  # the config may declare one module more than there are
     own_block: bool = False  # the block's matrices may have other shapes than a trunk layer's
-    runtime_names: tuple[str, ...] = ()  # ends of published names that elsewhere are an engine's, in memory
+    runtime_names: tuple[str, ...] = ()  # ends of published names that in other families are of an engine's dump
     trunk_experts: tuple[ExpertForm, ...] = ("split", "fused")  # the forms in which transformers loads the trunk's
     block_lacks: tuple[str, ...] = ()  # beginnings of paths that trunk layers have and the block has not
     block_adds: tuple[str, ...] = ()  # the same that the block has and trunk layers have not, each with a final dot
@@ -180,16 +180,19 @@ class Family:
         """
         count = next((lookup(config, path) for path in self.counted_in(config)), self.default_count)
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
-            raise FamilyError(
-                f"{self.name}: {self.count_fields[0]} = {brief(count)}; expected a whole number from 0 to {MAX_COUNT}"
-            )
+            where = self.count_field(config)
+            raise FamilyError(f"{self.name}: {where} = {brief(count)}; expected a whole number from 0 to {MAX_COUNT}")
         if self.spare_count and count > 1:
             count -= 1
         if self.max_modules is not None and count > self.max_modules:
             raise FamilyError(
-                f"{self.name}: the config declares {count} modules, the layout has at most {self.max_modules}"
+                f"{self.name}: the config declares {count} MTP layers, the layout has at most {self.max_modules}"
             )
         return count
+
+    def count_field(self, config: Mapping[str, object]) -> str:
+        """Return the field that declares the number of modules: the first that the config has, else the family's."""
+        return next(iter(self.counted_in(config)), self.count_fields[0])
 
     def counted_in(self, config: Mapping[str, object]) -> list[str]:
         """Return those of `count_fields` that the config has."""

@@ -1,7 +1,7 @@
 """The MTP head: per MTP layer two norms, a projection and the trunk's own decoder layer; applied depth by depth.
 
-At position i, an MTP layer takes the embedding of token t_{i+1} and the hidden state h_i, and predicts t_{i+2}. Depth k
-takes token t_{i+k} and the hidden state of depth k-1 at position i.
+At position i, depth k takes the embedding of token t_{i+k} and the hidden state of depth k-1 (depth 0: the trunk's),
+and predicts t_{i+k+1}.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from nextn.model.mtp_layer import HeadStep, MTPLayer
 from nextn.model.trunk import Trunk, packed
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 
-# Positions that a head's cache can drop, where that takes memory: more than any round drafts.
+# Positions that a head's cache can drop, where that takes memory (convolutions); rounds of more drafts are refused.
 _MAX_ROLLBACK = 128
 
 
@@ -100,7 +100,7 @@ class Head(nn.Module):
         return self._at(index).layer_types
 
     def cache(self, batch_size: int, trunk_cache: KVCache | None = None) -> KVCache:
-        """Return an empty cache with slots for the decoder layers of all MTP layers; each MTP layer uses its own.
+        """Return an empty cache for one MTP layer; it has slots for those of all, which take no memory until used.
 
         trunk_cache: The trunk's, of the same sequences, for a head that reads it.
         """

@@ -311,7 +311,8 @@ class _HeadTensors:
             and name not in scale_names
         }
         known = {*self.expected, *self.copies}
-        self.unexpected = [name for key, name in stored.items() if key not in known and name not in self.scales]
+        self.unexpected = [name for key, name in stored.items() if key not in known and name not in self.scales
+                           and not name.endswith(".rotary_emb.inv_freq")]  # fmt: skip
         self.duplicates = [*self._duplicates()]
 
     def problems(self) -> Iterator[str]:

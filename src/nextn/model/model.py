@@ -28,6 +28,7 @@ from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
 from nextn.model.load_trunk import deferred_trunk, load_trunk, streamed_trunk
 from nextn.model.packed_experts import dequantize, packed_parts
 from nextn.model.trunk import Trunk
+from nextn.text_format import counted
 
 _SAMPLE_TEXT = "A text, 1 \u00e9"
 
@@ -327,9 +328,8 @@ def _check_runs(family: Family) -> Family:
 def _missing_head_message(inventory: Inventory) -> str:
     path, family, count = inventory.checkpoint.path, inventory.family, inventory.declared
     example = inventory.published("0.token_norm.weight")
-    declared = (
-        f"config.json declares {count} module(s)" if count else f"config.json declares no {family.count_fields[0]}"
-    )
+    what = counted(count, "MTP layer") if count else f"no {family.count_fields[0]}"
+    declared = f"config.json declares {what}"
     stored = "present" if inventory.stored else "absent"
     other = f"; {inventory.unrecognized[0]} and others are not names of this family" if inventory.unrecognized else ""
     fix = (

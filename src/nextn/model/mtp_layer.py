@@ -1,6 +1,7 @@
 """One MTP layer: two norms, a projection of embedding and hidden state, and a decoder layer of the trunk.
 
-At position i, it takes the embedding of token t_{i+1} and the hidden state h_i, and predicts t_{i+2}.
+At position i, the layer of depth k takes the embedding of token t_{i+k} and the hidden state of depth k-1 (depth 0: the
+trunk's), and predicts t_{i+k+1}.
 """
 
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class MTPLayer(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | RolloutCache | None = None,
     ) -> HeadStep:
-        """Run the layer over embeddings and hidden states [B, T, H] at positions [B, T]."""
+        """Run the layer over embeddings [B, T, H] and hidden states [B, T, *hidden_shape] at positions [B, T]."""
         if self.family.position0 == "zero":
             embedded = embedded.masked_fill((positions == 0)[..., None], 0)
         states = self._project_inputs(embedded, hidden)

@@ -102,8 +102,8 @@ class TorchRecursion:
 
     def step(self, tokens: Sequence[int]) -> Prediction:
         index = self._head.num_modules - 1
-        head_input = torch.tensor(tokens, device=self._state.device)[:, None]
-        step = self._head.repeat(index, head_input, self._state[:, None], cache=self._cache)
+        inputs = torch.tensor(tokens, device=self._state.device)[:, None]
+        step = self._head.repeat(index, inputs, self._state[:, None], cache=self._cache)
         self._cache.commit([1] * len(tokens))
         self._state = step.next_hidden[:, 0]
         return Prediction(self._head.logits(index, step.final_hidden[:, 0]))

@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from nextn.decoding.records import SequenceRound
 from nextn.serve.request import EngineStats, GenerationChunk
+from nextn.stats.acceptance import length_of_drafts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -162,7 +163,7 @@ def _shared_metrics(drafted: Sequence[SequenceRound]) -> dict[str, object]:
     num_accepted = sum(one.num_accepted for one in drafted)
     counts = range(depth + 1) if drafted else ()
     return {
-        "mean_acceptance_length": 1 + num_accepted / len(drafted) if drafted else None,
+        "mean_acceptance_length": length_of_drafts(num_accepted, len(drafted)) if drafted else None,
         "draft_acceptance_rate": num_accepted / num_draft_tokens if drafted else None,
         "acceptance_histogram": [sum(one.num_accepted == count for one in drafted) for count in counts],
         "num_draft_tokens": num_draft_tokens,

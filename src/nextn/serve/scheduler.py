@@ -51,8 +51,8 @@ class SchedulerLimits:
     max_num_seqs: int = 16  # sequences that are prefilled or decoded at once
     max_model_len: int = 4096  # positions of a sequence, including the prompt
     num_speculative_tokens: int = 4  # K of requests that do not set it
-    num_copy_tokens: int = 0  # the most tokens that a round of these copies from a sequence's own text
-    adaptive: bool = True  # draft fewer tokens for these if that is faster
+    num_copy_tokens: int = 0  # the most tokens that a round of such requests copies from a sequence's own text
+    adaptive: bool = True  # draft fewer tokens for such requests if that is faster
     prefix_bytes: int = 0  # memory for the prefix cache; 0: no prefix cache
     cache_bytes: float = math.inf  # memory for the caches of sequences
 
@@ -287,7 +287,7 @@ class Scheduler:
         fitting = [size for size in sizes if not self._running or self._chunk_s[size] <= budget]
         size = max(fitting, default=min(sizes))
         started, is_whole = self._clock(), batch.num_prefilled + size <= len(batch.sequences[0].tokens)
-        is_over = True
+        is_over = False
         with batch.isolated():
             is_over = batch.prefill_chunk(size)
             if self.prefix_cache is not None:
@@ -296,7 +296,7 @@ class Scheduler:
             # Times of other sizes decay, so that a size that was slow once is tried again later.
             self._chunk_s = {each: seconds * _CHUNK_TIME_DECAY for each, seconds in self._chunk_s.items()}
             self._chunk_s[size] = self._clock() - started
-        return is_over
+        return is_over or not batch.sequences  # which left where something failed
 
     def _start(self, batch: ServedBatch) -> None:
         """Emit the first token, then let the sequence join the batch of its group."""

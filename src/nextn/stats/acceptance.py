@@ -1,6 +1,8 @@
 """Acceptance figures from drafted and accepted tokens. Imports no torch.
 
-The only place that defines a_k (`conditional_rates`) and AL (`mean_length` from counts, `expected_length` from rates).
+The only place that defines a_k (`conditional_rates`) and AL: `mean_length` from emitted tokens, `length_of_drafts` from
+counts of drafts, `expected_length` from rates. The first two differ by rounds that the end of a text cuts: they emit no
+bonus token, which counts of drafts do not show.
 """
 
 import math
@@ -62,6 +64,11 @@ def expected_length(rates: Sequence[float]) -> float:
 def mean_length(emitted: float, num_rounds: float, *, no_rounds: float = math.nan) -> float:
     """Return AL from the tokens that rounds emitted, bonus tokens included; `no_rounds` without rounds."""
     return emitted / num_rounds if num_rounds else no_rounds
+
+
+def length_of_drafts(num_accepted: float, num_rounds: float, *, no_rounds: float = math.nan) -> float:
+    """Return AL as engines report it: a bonus token and the accepted drafts of a round; `no_rounds` without rounds."""
+    return mean_length(num_rounds + num_accepted, num_rounds, no_rounds=no_rounds)
 
 
 def _parts(decoded: "DecodedRound | DecodedText | DecodedSequence") -> "Iterable[DecodedSequence]":

@@ -2,11 +2,13 @@
 
 transformers' DataCollatorWithFlattening: restarting `position_ids`, `cu_seq_lens_q`, `seq_idx`. TRL: `position_ids`,
 from `seq_lengths` of its packed data sets. LLaMA-Factory: an attention mask that numbers the documents, or the mask of
-four dimensions made of it. Axolotl: a numbered attention mask, with or without restarting positions. Several markings
+four dimensions made of it. Axolotl: a numbered attention mask, with or without restarting positions. Unsloth:
+`packed_seq_lengths`. Several markings
 at once mean the union of their boundaries: nobody sees that a head learns across documents; a boundary too many costs
 one label.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
@@ -25,7 +27,12 @@ _REFUSED = (
     "block_mask",
     "packed_seq_params",
 )
-_ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+_ENDS = ("cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+# Names that look like a marking. A batch with one of them is refused where nothing else marks more than one document.
+_LIKE_MARKING = re.compile(
+    r"(?!max_|num_).*(?:cu_?seq|seq_?len|packed|boundar).*|mask|.*(?:attn|attention|block|diag)_?masks?"
+    r"|.*(?:sample|example|segment|document|doc|seq|sequence)_(?:ids?|idx|index)"
+)
 
 
 def document_indices(inputs: Mapping[str, object], tokens: Tensor) -> Tensor:
@@ -33,24 +40,47 @@ def document_indices(inputs: Mapping[str, object], tokens: Tensor) -> Tensor:
 
     Raises ConfigError for a marking that is not known, or that does not fit the tokens.
     """
-    refused = next((name for name in _REFUSED if inputs.get(name) is not None), None)
-    if refused is not None:
-        raise ConfigError(
-            f"the batch marks packed rows by {refused}, which train_head does not know: mark documents by position_ids "
-            "that restart, a numbered attention_mask, cu_seq_lens_q or seq_idx"
-        )
+    for name in _REFUSED:
+        if inputs.get(name) is not None:
+            raise _unknown(name)
     starts, is_padding = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
     for name, value in inputs.items():
         reader = _READERS.get(name)
         if reader is not None and value is not None:
             new_starts, new_padding = reader(name, value, tokens)
             starts, is_padding = starts | new_starts, is_padding | new_padding
+    if not starts[:, 1:].any():
+        _refuse_unread(inputs, tokens)
     return starts.cumsum(-1).masked_fill(is_padding, -1)
+
+
+def _refuse_unread(inputs: Mapping[str, object], tokens: Tensor) -> None:
+    """Raise ConfigError for a value that looks like a marking and has more entries than one document a row needs."""
+    for name, value in inputs.items():
+        if name in _READERS or value is None or not _LIKE_MARKING.fullmatch(name):
+            continue
+        numbers = value if isinstance(value, Tensor) else torch.tensor(_flat(value))
+        constant = numbers.ndim == 2 and numbers.shape == tokens.shape and not numbers.diff(dim=-1).any()
+        if numbers.numel() > len(tokens) + int("cu" in name) and not constant:
+            raise _unknown(name)
+
+
+def _flat(value: object) -> list[int]:
+    inner = [_flat(each) for each in value] if isinstance(value, list | tuple) else []
+    return [number for each in inner for number in each] if isinstance(value, list | tuple) else [0]
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(
+        f"the batch marks packed rows by {name}, which train_head does not know: mark documents by position_ids that "
+        "restart, a numbered attention_mask, cu_seq_lens_q or seq_idx"
+    )
 
 
 def _from_positions(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
     positions = _tensor(name, value)
     positions = positions[0] if positions.ndim == 3 else positions  # time, height, width: the same for text
+    positions = positions[None] if positions.ndim == 1 else positions
     if positions.shape[-1] != tokens.shape[-1]:
         raise _misfit(name, positions, tokens)
     jumps = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1  # as transformers detects packed rows
@@ -62,6 +92,7 @@ def _from_numbers(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Ten
     numbers = _tensor(name, value)
     if name == "attention_mask" and numbers.ndim == 4:
         return _from_mask(numbers, tokens)
+    numbers = numbers[None] if numbers.ndim == 1 else numbers
     if numbers.shape != tokens.shape:
         raise _misfit(name, numbers, tokens)
     changes = numbers.diff(dim=-1, prepend=numbers[:, :1]) != 0
@@ -114,6 +145,12 @@ def _from_ends(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Tensor
     return starts[:-1].view_as(tokens), (index >= ends[-1]).view_as(tokens)
 
 
+def _from_flat_lengths(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The lengths of the documents of a flattened batch, as Unsloth's collators give them."""
+    lengths = _tensor(name, value).flatten().long()
+    return _from_ends(name, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), tokens)
+
+
 def _from_lengths(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The lengths of the documents of each row, as in TRL's packed data sets; what follows them is padding."""
     rows = value.tolist() if isinstance(value, Tensor) else value
@@ -132,9 +169,11 @@ def _from_lengths(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Ten
 
 _READERS: dict[str, Callable[[str, object, Tensor], tuple[Tensor, Tensor]]] = {
     "position_ids": _from_positions,
+    "input_pos": _from_positions,  # torchtune's
     "attention_mask": _from_numbers,
     "seq_idx": _from_numbers,
     "seq_lengths": _from_lengths,
+    "packed_seq_lengths": _from_flat_lengths,
     **dict.fromkeys(_ENDS, _from_ends),
 }
 
