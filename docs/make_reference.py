@@ -1,4 +1,4 @@
-"""Write the pages that follow from the code: command line, Python API, faults, formats of draft counts, layers."""
+"""Write what follows from the code: pages of commands, Python API, faults, draft counts and layers, and a stub."""
 
 import ast
 import re
@@ -63,6 +63,7 @@ GROUPS = {
               "JointTask", "Corpus"),
 }  # fmt: skip
 ALIASES = {"load": "### load\n\n`nextn.load` is [`Model.load`](#nextn.model.model.Model.load).\n"}
+STUB = "__version__: str\n__all__: list[str]\n_HOME: dict[str, str]\n"
 FAULT_INTRO = """\
 # Faults
 
@@ -138,6 +139,13 @@ def python_page() -> str:
         lines.append(f"## {title}\n")
         lines += [ALIASES.get(name, f"::: nextn.{nextn._HOME[name]}.{name}\n") for name in names]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def stub() -> str:
+    """Return the types of the public names, which are resolved on first use, for type checkers and editors."""
+    homes = sorted((home, name) for name, home in nextn._HOME.items())
+    names = (f"from nextn.{home} import {name} as {name}\n" for home, name in homes)
+    return f'"""Types of the public names. `make docs` writes this file."""\n\n{"".join(names)}\n{STUB}'
 
 
 def fault_page() -> str:
@@ -218,6 +226,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "python.md": python_page(),
         REFERENCE / "faults.md": fault_page(),
         REFERENCE / "counter-formats.md": formats_page(),
+        PACKAGE / "__init__.pyi": stub(),
     }
 
 

@@ -12,6 +12,7 @@ from served import ServedModel
 from tiny import FIXTURES, refrain
 from typer.testing import CliRunner
 
+import nextn
 from nextn.cli import app
 from nextn.cli.diagnose import _show_diagnosis
 from nextn.engines.ask import read_counters
@@ -83,8 +84,10 @@ def test_driving_a_running_engine(serve, prompts, trained):
     said = run(url, prompts, "--drive", code=0).stdout
     assert "no findings  the engine shows what this head should give" in said
     assert "would not show" in said
-    named = json.loads(run(url, prompts, "--drive", "--json", code=0).stdout)
-    assert named["cases"][0]["prompts"] == 8
+    plan = ReferencePlan(temperatures=(0.0,), max_tokens=20, rule="ratio", backend="torch")
+    found = nextn.diagnose(trained["glm"], url, prompts, plan, drive=True)
+    assert (found.outcome, found.to_dict()["cases"][0]["prompts"]) == ("passed", 8)
+    assert (found.audit_notes, found.reference.prompts_source["num"]) == ((), 8)
 
 
 @pytest.mark.slow

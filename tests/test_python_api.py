@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
 from typer.testing import CliRunner
 
 import nextn
@@ -98,6 +99,18 @@ def test_measure_and_diagnose_give_the_json_of_the_commands(tmp_path):
     diagnosis = nextn.diagnose("tiny", str(counters), prompts, plan, num_speculative_tokens=2)
     assert as_json(diagnosis, model=source) == printed("diagnose", "tiny", "--engine", counters, *same)
     assert nextn.measure(nextn.load("tiny"), ["def add(a, b):"], plan).hashes == {}  # weights may have been changed
+
+
+def test_verify_gives_the_json_of_the_command():
+    engine = FakeEngine("one-more")
+    try:
+        report = nextn.verify(engine.url, checks=["max-tokens"])
+        assert report.failed
+        assert as_json(report) == printed("verify", engine.url, "--check", "max-tokens")
+        with pytest.raises(nextn.NextnError, match="no check greed"):
+            nextn.verify(engine.url, checks=["greed"])
+    finally:
+        engine.stop()
 
 
 def test_docs_and_examples_use_public_names():

@@ -26,7 +26,7 @@ _BLOCKWISE = "minimax_m3_sparse"  # an indexer that selects blocks of positions,
 _RECURRENT = ("linear_attention", "conv")
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 # Arguments that transformers passes to attention and that do not change its result beyond the mask.
-IGNORABLE_ARGUMENTS = {
+IGNORABLE_ARGUMENTS: set[str] = {
     "position_ids",
     "position_embeddings",
     "cache_position",

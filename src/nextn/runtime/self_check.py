@@ -25,7 +25,7 @@ from nextn.runtime.native.weight_packing import PackedWeights
 
 # Shaped like prefills, baseline steps and verifications: several of each, as in bf16 a near-tie of a MoE router may
 # send single tokens to another expert.
-BLOCK_SIZES = (26, 1, 3, 1, 3, 1, 3, 26)
+BLOCK_SIZES: tuple[int, ...] = (26, 1, 3, 1, 3, 1, 3, 26)
 _LM_HEAD_ROWS = 4096  # of which logits are compared, at most
 # Errors relative to the norm of the states that need no comparison: far above accumulated rounding, far below the error
 # of a wrong position.

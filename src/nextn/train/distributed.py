@@ -129,7 +129,7 @@ class Ranks:
             ) from error
 
 
-ALONE = Ranks()
+ALONE: Ranks = Ranks()
 
 
 @contextmanager

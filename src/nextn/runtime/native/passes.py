@@ -23,7 +23,7 @@ from nextn.runtime.native.weight_packing import PackedWeights
 
 # Block sizes: one more than usual numbers of drafts (and 16, because products process 16 rows at once), then the sizes
 # of prompt chunks.
-BLOCK_SIZES = (1, 2, 3, 5, 7, 9, 11, 12, 14, 16, 17, 24, 32, 64, 128)
+BLOCK_SIZES: tuple[int, ...] = (1, 2, 3, 5, 7, 9, 11, 12, 14, 16, 17, 24, 32, 64, 128)
 # A block runs on a larger existing replay, instead of one recorded for its size, if that has at most this many rows
 # over all sequences: these cost little more than one row.
 _MAX_PADDED = 17
