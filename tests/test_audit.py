@@ -507,6 +507,20 @@ def test_copies_are_compared_beyond_the_first_bytes(tmp_path):
     assert [each.place for each in found] == ["model.layers.2.embed_tokens.weight"]
 
 
+def test_sizes_that_the_config_names_otherwise(tmp_path):
+    """Step-3.5's released config.json: key heads under another name, and those of some layers in an inner object."""
+    path = publish(tmp_path, "step3p5") / "config.json"
+    config = json.loads(path.read_text())
+    config["num_attention_groups"] = config.pop("num_key_value_heads")
+    config["num_attention_heads"] *= 2  # of the other layers
+    config.pop("moe_intermediate_size")  # its class has a default
+    for inner in ({}, {"attention_other_setting": {"num_attention_heads": 4, "head_dim": 8}}):
+        path.write_text(json.dumps(config | inner))
+        rules = {finding.rule: finding.found for finding in audit(Checkpoint.open(tmp_path)).findings}
+        assert ("config-contradicts" in rules) == (inner == {}), rules
+        assert "q_proj" in rules.get("config-contradicts", "q_proj")
+
+
 def test_what_cannot_be_judged(tmp_path):
     """No row or no layer count: an error that names what is missing and, where it can, the families that would fit."""
     with pytest.raises(FamilyError, match=r"names match the layout of deepseek_v3, .*glm4_moe.*try --family NAME"):

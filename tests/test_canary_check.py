@@ -234,7 +234,7 @@ def test_sampled_over_http(kits, trained, capsys):
     """A request for each prompt and pass, seeds differ, texts do not end before; one clause breaks and is named."""
     canary, server = kits("glm"), Server(trained["glm"], rule="match")
     try:
-        assert exit_code(["check", canary.folder, "--engine", server.url, "--sampled", "--passes", "2"]) == 1
+        assert exit_code(["check", canary.folder, "--engine", server.url, "--sampled", "2"]) == 1
     finally:
         server.stop()
     output = " ".join(capsys.readouterr().out.split())
@@ -256,7 +256,7 @@ def test_sampled_over_http(kits, trained, capsys):
 def test_sampled_without_an_answer(how, words, kits, trained, capsys):
     canary, server = kits("glm"), Server(trained["glm"], **how)
     try:
-        exit_code(["check", canary.folder, "--engine", server.url, "--sampled", "--passes", "2", "-k", "3", "--json"])
+        exit_code(["check", canary.folder, "--engine", server.url, "--sampled", "2", "-k", "3", "--json"])
     finally:
         server.stop()
     found = json.loads(capsys.readouterr().out)
@@ -405,7 +405,7 @@ def test_what_counts_can_show():
     assert results["C2"] == ("inconclusive", "norm-offset-missing gives the same counts at K = 2")
     assert results["C3"] == ("inconclusive", "this head cannot show it")
     assert results["C5"] == ("passed", "no-prefill would be 9 accepted drafts away")
-    assert results["C13"] == ("inconclusive", "greedy texts do not show it; --sampled requests others")
+    assert results["C13"] == ("inconclusive", "greedy texts do not show it; --sampled 8 requests others")
     found = report_with_distances({"right": 2, "wrong-hidden": 1, "no-prefill": 2, "pairs-off-by-one": 3})
     results = {each.name: each.outcome for each in found.checks}
     assert (results["C1"], results["C3"], results["C5"]) == ("passed", "inconclusive", "inconclusive")
@@ -574,7 +574,7 @@ def test_the_last_round(accepted, rounds, positions):
         ([], "--engine URL"),
         (["--engine", "localhost:1", "--counters", "x"], "--counters belongs to --answers"),
         (["--answers", "absent.jsonl"], "cannot be read"),
-        (["--answers", "absent.jsonl", "--sampled"], "--sampled needs --engine"),
+        (["--answers", "absent.jsonl", "--sampled", "8"], "--sampled needs --engine"),
         (["--engine", "localhost:1"], "nothing answers"),
     ],
 )

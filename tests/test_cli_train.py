@@ -85,7 +85,7 @@ def test_a_head_is_trained_on_a_packed_trunk(given, tmp_path, nextn):
 
 
 def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):
-    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--accumulate", "2"]
+    how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--set", "accumulate=2"]
     code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse", "--curve")
     assert code == 0, err
     told = json.loads(out)
@@ -159,12 +159,12 @@ def wrong(options, given, out, nextn):
         (["--from", "@model"], "need --freeze-trunk"),
         (["--init-head"], "need --freeze-trunk"),
         (["--cache-gb", "0"], "need --freeze-trunk"),
-        (["--train", "norms"], "need --freeze-trunk"),
+        (["--set", "trained_parts=norms"], "need --freeze-trunk"),
         ([*MODEL, "--recipe", "code"], "--model and --recipe build a trunk"),
         ([*MODEL, "--modules", "2"], "modules = 2"),
         ([*MODEL, *TEXT, *SMALL, "--resume"], "holds no checkpoint"),
         ([*MODEL, *TEXT, *SMALL, "--cache-gb", "1e-9"], "the limit is 1e-09 GB"),
-        ([*MODEL, *TEXT, "--accumulate", "3"], "accumulate = 3; expected a divisor of batch_size = 8"),
+        ([*MODEL, *TEXT, "--set", "accumulate=3"], "accumulate = 3; expected a divisor of batch_size = 8"),
         (["--freeze-trunk", "--from", "@other", "--tokenizer", "@model", *TEXT, "--init-head", "--modules", "3"],
          "modules = 3; qwen3_5 allows at most 1"),
     ],

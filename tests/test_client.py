@@ -64,7 +64,7 @@ def test_down():
     [
         ("html", "an HTML page titled 'Log in, please'"),
         ("foreign", "lists no model"),
-        ("two-models", "serves one, two: choose one with --model"),
+        ("two-models", "serves one, two: choose one with --served"),
     ],
 )
 def test_no_engine(engine, fault, words):

@@ -179,7 +179,7 @@ def test_observed_counts():
     assert observed_counts(replace(whole, per_position=()), 3) == ObservedCounts(length=2.2, rounds=100)
     assert observed_counts(Counters("llama.cpp", None, 300, 120), 3) == ObservedCounts(length=2.2, rounds=100)
     assert observed_counts(Counters("SGLang", length=2.5), 3) == ObservedCounts(length=2.5)
-    with pytest.raises(EngineError, match="is MTP on"):
+    with pytest.raises(EngineError, match="check that MTP is on"):
         observed_counts(Counters("vLLM", 0, 0, 0), 3)
 
 
@@ -622,5 +622,5 @@ def test_audit_lines(monkeypatch):
 
 def test_nothing_drafted_is_said_before_k():
     """K is of no use where no round drafted."""
-    with pytest.raises(ConfigError, match="drafted nothing: check that MTP is on"):
+    with pytest.raises(ConfigError, match="no round that drafted; check that MTP is on"):
         engine_depth([Counters("vLLM", None, 0, 0)], None)

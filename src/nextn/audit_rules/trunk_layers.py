@@ -32,7 +32,10 @@ _HEADS = re.compile(r".*(?:num|n)_.*heads|n_heads?")
 _KEY_HEADS = re.compile(r".*(?:key_value|kv).*heads|multi_query_group_num")
 _OTHER_HEADS = re.compile(r".*(?:linear|mamba|swa|sliding).*heads")
 _SHARED = re.compile(r".*shared?_?experts?|.*shared?.*(?:size|dim)s?")
-_FIELDS = {"query": _HEADS, "key": _KEY_HEADS, "width": _WIDTH, "shared": _SHARED}
+_FIELDS = {"query": _HEADS, "key": _KEY_HEADS, "width": _WIDTH, "experts": _WIDTH, "shared": _SHARED}
+_EXPERT_WIDTH = re.compile(r".*(?:moe|expert).*(?:size|dim)s?")
+_ENCODER = re.compile("vision|visual|audio|image|speech|video")
+_INNER_SIZE = re.compile(r".*(?:heads|groups|head_dim|intermediate_size)")
 _NUM_SHARED = re.compile(r".*shared?_?experts?(?:_num)?")
 _SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers")
 _MAX_VALUES = 100  # of a config, per kind of size
@@ -106,7 +109,8 @@ def _config_sizes(inventory: Inventory, reference: LayerReference) -> Iterator[F
         return
     yield from _no_sizes(_both_levels(config))
     numbers = dict(_numbers(_both_levels(config)))
-    for kind, name, rows in _unexplained(inventory, _expected(numbers)):
+    expected = {} if _has_inner_sizes(config) else _expected(numbers)
+    for kind, name, rows in _unexplained(inventory, expected):
         fields = [field for field in numbers if _FIELDS[kind].fullmatch(field)]
         yield _contradiction(numbers, fields, f"{name} has {counted(rows, 'row')}{' per expert' * ('experts' in name)}")
     experts, declared = trunk_experts(inventory), declared_experts(config)
@@ -146,18 +150,36 @@ def _mixed_types(inventory: Inventory, reference: LayerReference) -> Iterator[Fi
             yield _contradiction({"layer_types": [layer_type]}, ["layer_types"], f"layers have {listed}")
 
 
-def _unexplained(inventory: Inventory, expected: Mapping[str, set[int]]) -> list[tuple[str, str, int]]:
-    """Return the first matrix of each kind whose number of rows is none of those expected, and that number."""
-    wrong: dict[str, tuple[str, int]] = {}
+def _unexplained(inventory: Inventory, expected: Mapping[str, set[int]]) -> Iterator[tuple[str, str, int]]:
+    """Yield kind, name and number of rows of the first matrix of each kind whose rows are none of those expected.
+
+    Where some layers' numbers of heads are as expected, others may come from fields that are not known here.
+    """
+    found: dict[str, dict[int, str]] = defaultdict(dict)
     for layer in inventory.layers.values():
         for path, info in layer.items():
             for view, part in split_view(inventory.running_paths[path], info):
-                match = None if "index" in view else _PROJECTION.fullmatch(view)
-                kind = "shared" if match and match["width"] and "shared" in view else (match and match.lastgroup) or ""
-                plain = len(part.shape) == 2 and unpacked(info)
-                if plain and expected.get(kind) and part.shape[0] not in expected[kind]:
-                    wrong.setdefault(kind, (info.name, part.shape[0]))
-    return [(kind, *found) for kind, found in wrong.items()]
+                if (kind := _kind(view)) and len(part.shape) == 2 and unpacked(info):
+                    found[kind].setdefault(part.shape[0], info.name)
+    for kind, names in found.items():
+        wrong = [rows for rows in names if expected.get(kind) and rows not in expected[kind]]
+        if wrong and (kind not in ("query", "key") or len(wrong) == len(names)):
+            yield kind, names[wrong[0]], wrong[0]
+
+
+def _kind(path: str) -> str:
+    """Return which of the config's sizes gives the rows of the matrix at this path in a layer; "" for none."""
+    match = None if "index" in path else _PROJECTION.fullmatch(path)
+    if match is None or not match["width"]:
+        return "" if match is None else str(match.lastgroup)
+    return "shared" if "shared" in path else "experts" if "expert" in path else "width"
+
+
+def _has_inner_sizes(config: Mapping[str, object]) -> bool:
+    """Whether some layers have sizes of their own in an inner object, as Step-3.5's `attention_other_setting`."""
+    inner = (value for field, value in _both_levels(config).items()
+             if isinstance(value, Mapping) and field != "text_config" and not _ENCODER.match(field))  # fmt: skip
+    return any(_INNER_SIZE.fullmatch(str(field)) for each in inner for field in each)
 
 
 def _both_levels(config: Mapping[str, object]) -> dict[str, object]:
@@ -203,8 +225,9 @@ def _expected(numbers: Mapping[str, object]) -> dict[str, set[int]]:
     num_shared = _values(numbers, _NUM_SHARED)
     return {
         "query": {count * dim * gate for count in heads for dim in dims for gate in (1, 2)},
-        "key": {count * dim for count in (key_heads | _values(numbers, _OTHER_HEADS) or heads) for dim in dims},
+        "key": {count * dim for count in key_heads | _values(numbers, _OTHER_HEADS) for dim in dims},
         "width": width,
+        "experts": width if any(_EXPERT_WIDTH.fullmatch(field) for field in numbers) else set(),
         "shared": {size * count for size in width for count in num_shared}
         | _values(numbers, re.compile(r".*shared?.*(?:size|dim)s?")),
     }

@@ -9,25 +9,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import (
-    K_NAMES,
     AsJson,
     Chat,
     EngineAccess,
-    MaxTokens,
     ModelOptions,
     expanded,
     stop_flag,
     use_chat,
 )
+from nextn.cli.decode import DecodingOptions
 from nextn.cli.screen import console, echo, print_json, print_note
 from nextn.errors import ConfigError
-from nextn.settings import Sampling, Settings
+from nextn.settings import Sampling
 
 if TYPE_CHECKING:
     from nextn.train.self_generated import AnswerProgress
 
 
-@expanded("exact_head", "head")
+@expanded(
+    "num_copy_tokens", "min_p", "repetition_penalty", "argmax_drafts", "p_min", "exact_head", "head",
+    temperature=1.0, max_tokens=512,
+)  # fmt: skip
 def answer(
     *,
     out: Annotated[Path, typer.Argument(help="Output .jsonl; an existing file is resumed.")],
@@ -42,27 +44,17 @@ def answer(
         typer.Option(help="Number of prompts: records first, then cut from text files. Default: all."),
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of each prompt that is cut from a text file.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
-    max_tokens: MaxTokens = 512,
-    num_speculative_tokens: Annotated[
-        int, typer.Option(*K_NAMES, help="Draft tokens per round, if the model has a head.")
-    ] = 4,
+    decoding: DecodingOptions,
     batch: Annotated[int, typer.Option(help="Prompts per batch.")] = 8,
-    seed: int = 0,
     chat: Chat = None,
     options: ModelOptions,
     asked: EngineAccess,
     as_json: AsJson = False,
 ) -> None:
     """Generate training data with the trunk, locally or through an engine; the same command resumes."""
-    sampling = Sampling(temperature, top_k, top_p)
+    settings = decoding.settings
     if asked.engine is not None:
-        _check_engine(sampling, options.device_map)
-    settings = Settings(
-        num_speculative_tokens=num_speculative_tokens, sampling=sampling, max_tokens=max_tokens, seed=seed
-    )
+        _check_engine(settings.sampling, options.device_map)
     options = options.prepared()
     from nextn.data.benchmark_prompts import is_benchmark
     from nextn.data.sources import check_sources
@@ -74,7 +66,7 @@ def answer(
 
     model_of_text = options.load(need_head=False) if asked.engine is None else TextInterface.read(options.source)
     chat = use_chat(model_of_text, chat)
-    prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=seed, chat=chat)
+    prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=settings.seed, chat=chat)
     for note in notes:
         print_note(note)
     with stop_flag() as stopped, _progress(quiet=as_json) as show:

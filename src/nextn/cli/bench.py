@@ -24,7 +24,7 @@ from nextn.cli.common import (
     parse_temperatures,
     use_chat,
 )
-from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
+from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.load import Against, LoadQuestion, Measured, report_by_load
 from nextn.cli.offload import (
     Cores,
@@ -67,8 +67,7 @@ def bench(
     chat: Chat = None,
     seed: int = 0,
     options: ModelOptions,
-    draft_vocab: DraftVocab = "0",
-    draft_text: DraftText = None,
+    vocabulary: DraftVocabularyOptions,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
     num_copy_tokens: NumCopyTokens = 0,
     out: Out = None,
@@ -88,7 +87,7 @@ def bench(
         num_copy_tokens=num_copy_tokens,
     )
     options, source = options.prepared(), options.source
-    texts, draftable = read_prompts(prompts), DraftVocabularyOptions.read(draft_vocab, draft_text)
+    texts, draftable = read_prompts(prompts), vocabulary.read()
     _check_out(out)
     from nextn.evaluate.benchmark import run_benchmark
 

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 from nextn.cli.common import (
     Chat,
-    MaxTokens,
     ModelOptions,
-    NumCopyTokens,
-    NumSpeculativeTokens,
     expanded,
     stop_flag,
     use_chat,
 )
-from nextn.cli.decode import MinP, Temperature, TopK, TopP, acceptance_line, speed
+from nextn.cli.decode import DecodingOptions, acceptance_line, speed
 from nextn.cli.screen import (
     Marks,
     console,
@@ -29,7 +26,7 @@ from nextn.cli.screen import (
     read_lines,
 )
 from nextn.errors import ConfigError
-from nextn.settings import Sampling, Settings
+from nextn.settings import Settings
 
 if TYPE_CHECKING:
     from nextn.decoding.records import Round
@@ -45,17 +42,10 @@ _HELP = """\
 Ctrl-C stops an answer. A \\ at the end of a line continues the message on the next one."""
 
 
-@expanded("device_map", "offload_folder")
+@expanded("repetition_penalty", "argmax_drafts", "p_min", "device_map", "offload_folder", max_tokens=512)
 def chat(
     *,
-    num_speculative_tokens: NumSpeculativeTokens = 4,
-    num_copy_tokens: NumCopyTokens = 0,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: int = 0,
+    decoding: DecodingOptions,
     chat: Chat = None,
     options: ModelOptions,
 ) -> None:
@@ -64,16 +54,8 @@ def chat(
     Text of rounds that accepted drafts is green, or in brackets without colors; speed and acceptance follow each
     answer. A model without a chat template continues the text.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p)
-    settings = Settings(
-        num_speculative_tokens=num_speculative_tokens,
-        num_copy_tokens=num_copy_tokens,
-        sampling=sampling,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
-    options = options.prepared()
-    loaded = options.load(need_head=num_speculative_tokens > 0)
+    settings, options = decoding.settings, options.prepared()
+    loaded = options.load(need_head=settings.num_speculative_tokens > 0)
     for note in loaded.notes:
         print_note(note)
     _run(_Conversation(loaded, settings, options.backend, use_chat(loaded, chat)))

@@ -368,6 +368,9 @@ class ModelOptions:
 class EngineAccess:
     """The options of commands whose texts an engine writes."""
 
+    # A run may take days, and is resumable: each request is limited, their number is that of the prompts.
+    max_requests, max_seconds = 10**9, 10.0**9
+
     engine: Annotated[
         str | None,
         typer.Option(
@@ -390,28 +393,24 @@ class EngineAccess:
 
     def open(self, *, chat: bool = False) -> "Endpoint":
         """Connect to the engine. chat: through its chat template. Raises EngineError if it does not answer."""
-        from nextn.engines.client import Budget, Limits
         from nextn.engines.endpoint import Endpoint
 
-        # A run may take days, and is resumable: each request is limited, their number is that of the prompts.
-        budget = Budget(Limits(requests=10**9, seconds=10**9, answer_s=self.timeout))
-        return Endpoint.open(self.url, budget, model=self.served, key_env=self.key_env, chat=chat)
-
-
-@dataclass(frozen=True)
-class RequestLimits:
-    """The options of commands that send requests to an engine to test it."""
-
-    max_requests: Annotated[int, typer.Option(help="Maximum number of requests.")] = 2000
-    max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900
-    timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120
-    key_env: KeyEnv = None
+        return Endpoint.open(self.url, self.budget(), model=self.served, key_env=self.key_env, chat=chat)
 
     def budget(self) -> "Budget":
         """The budget that all endpoints of a run share."""
         from nextn.engines.client import Budget, Limits
 
         return Budget(Limits(requests=self.max_requests, seconds=self.max_seconds, answer_s=self.timeout))
+
+
+@dataclass(frozen=True)
+class EngineTest(EngineAccess):
+    """The options of commands that send requests to an engine to test it."""
+
+    max_requests: Annotated[int, typer.Option(help="Maximum number of requests.")] = 2000
+    max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900
+    timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120
 
 
 def user_cache(name: str, *, option: str) -> Path:

@@ -29,64 +29,93 @@ if TYPE_CHECKING:
     from nextn.model.model import Model
     from nextn.speculative.draft_policy import DraftLength
 
-Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
-TopK = Annotated[int, typer.Option(help="0 = off.")]
-TopP = Annotated[float, typer.Option(help="1 = off.")]
-MinP = Annotated[float, typer.Option(help="0 = off.")]
 _MIN_REPETITIVE = 64  # tokens; a shorter text may repeat a few of them without being degenerate
-DraftVocab = Annotated[
-    str,
-    typer.Option(
-        help="Draft only from the N most frequent tokens of --draft-text; auto = the N that is fastest; 0 = from all."
-    ),
-]
-DraftText = Annotated[Path | None, typer.Option(help="Text file similar to the text that will be generated.")]
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """The options of commands that decode texts."""
+
+    num_speculative_tokens: NumSpeculativeTokens = 4
+    num_copy_tokens: NumCopyTokens = 0
+    max_tokens: MaxTokens = 256
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0
+    top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="0 = off.")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="1 = off.")] = 1.0
+    argmax_drafts: Annotated[
+        bool, typer.Option("--argmax-drafts", help="Draft the head's most likely token instead of a sampled one.")
+    ] = False
+    p_min: Annotated[
+        float, typer.Option(help="Stop drafting in a round when the head's probability drops below this.")
+    ] = 0.0
+    seed: int = 0
+
+    @property
+    def settings(self) -> Settings:
+        """Raises ConfigError for a value that cannot be used."""
+        return Settings(
+            num_speculative_tokens=self.num_speculative_tokens,
+            num_copy_tokens=self.num_copy_tokens,
+            p_min=self.p_min,
+            sampling=Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty),
+            sampled_drafts=not self.argmax_drafts,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class DraftVocabularyOptions:
+    """The options of commands that can draft from a part of the vocabulary."""
+
+    draft_vocab: Annotated[
+        str,
+        typer.Option(
+            help="Draft only from the N most frequent tokens of --draft-text; auto = the N that is fastest; 0 = all."
+        ),
+    ] = "0"
+    draft_text: Annotated[Path | None, typer.Option(help="Text file similar to the text that will be generated.")] = (
+        None
+    )
+
+    def read(self) -> "DraftableText":
+        """Check the options and read the text. Raises ConfigError."""
+        vocab, file = self.draft_vocab, self.draft_text
+        if vocab != "auto" and not vocab.isdecimal():
+            raise ConfigError(f"--draft-vocab {vocab!r}; expected a number of tokens, auto, or 0 for all tokens")
+        size = None if vocab == "auto" else int(vocab)
+        if (size == 0) != (file is None):
+            raise ConfigError(
+                "--draft-vocab N|auto and --draft-text FILE belong together: drafts are the frequent tokens of FILE"
+            )
+        try:
+            return DraftableText(size, "" if file is None else file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--draft-text {file}: not a readable text: {error}") from error
 
 
 @expanded()
 def generate(
     *,
     prompt: Annotated[str, typer.Argument(help="Text to continue or question to answer; - reads standard input.")],
-    num_speculative_tokens: NumSpeculativeTokens = 4,
-    num_copy_tokens: NumCopyTokens = 0,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
-    argmax_drafts: Annotated[
-        bool, typer.Option("--argmax-drafts", help="Draft the head's most likely token instead of a sampled one.")
-    ] = False,
-    p_min: Annotated[
-        float, typer.Option(help="Stop drafting in a round when the head's probability drops below this.")
-    ] = 0.0,
+    decoding: DecodingOptions,
     adaptive: Annotated[
         bool, typer.Option("--adaptive", help="Draft as many tokens per round as pay off, -k at most.")
     ] = False,
-    draft_vocab: DraftVocab = "0",
-    draft_text: DraftText = None,
+    vocabulary: DraftVocabularyOptions,
     options: ModelOptions,
-    seed: int = 0,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
     chat: Chat = None,
     as_json: AsJson = False,
 ) -> None:
     """Decode one prompt with MTP. Text of rounds that accepted drafts is green, or in brackets without colors."""
-    settings = Settings(
-        num_speculative_tokens=num_speculative_tokens,
-        num_copy_tokens=num_copy_tokens,
-        p_min=p_min,
-        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
-        sampled_drafts=not argmax_drafts,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
-    options = options.prepared()
+    settings, options = decoding.settings, options.prepared()
     text = read_stdin() if prompt == "-" else prompt
-    draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
-    loaded = options.load(need_head=num_speculative_tokens > 0)
-    draftable.apply(loaded, num_speculative_tokens=num_speculative_tokens, backend=options.backend)
+    draftable, k = vocabulary.read(), settings.num_speculative_tokens
+    loaded = options.load(need_head=k > 0)
+    draftable.apply(loaded, num_speculative_tokens=k, backend=options.backend)
     length = _adaptive(loaded, settings, options.backend) if adaptive else None
     request = _Request(text, settings, tuple(stop or ()), use_chat(loaded, chat), options.backend, length)
     if as_json:
@@ -246,28 +275,11 @@ def _is_repetitive(tokens: "Sequence[int]") -> bool:
 
 
 @dataclass(frozen=True)
-class DraftVocabularyOptions:
-    """--draft-vocab and its text; size None: auto, 0: off."""
+class DraftableText:
+    """The text whose `size` most frequent tokens are drafted; None: the number that is fastest, 0: all tokens."""
 
     size: int | None
-    text: str = ""
-
-    @classmethod
-    def read(cls, vocab: str, text: Path | None) -> "DraftVocabularyOptions":
-        """Check the options and read the text. Raises ConfigError."""
-        if vocab != "auto" and not vocab.isdecimal():
-            raise ConfigError(f"--draft-vocab {vocab!r}; expected a number of tokens, auto, or 0 for all tokens")
-        size = None if vocab == "auto" else int(vocab)
-        if size == 0 and text is None:
-            return cls(0)
-        if size == 0 or text is None:
-            raise ConfigError(
-                "--draft-vocab N|auto and --draft-text FILE belong together: drafts are the frequent tokens of FILE"
-            )
-        try:
-            return cls(size, text.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--draft-text {text}: not a readable text: {error}") from error
+    text: str
 
     def apply(self, model: "Model", *, num_speculative_tokens: int, backend: str = "auto") -> None:
         """Restrict what the head drafts from. Raises ConfigError if that is impossible.

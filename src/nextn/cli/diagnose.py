@@ -13,12 +13,11 @@ from nextn.cli.common import (
     K_NAMES,
     AsJson,
     Chat,
-    EngineAccess,
+    EngineTest,
     MaxTokens,
     ModelOptions,
     Prompts,
     RecordFile,
-    RequestLimits,
     Temperatures,
     expanded,
     first_turns,
@@ -43,7 +42,10 @@ _EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
 
 
-@expanded("exact_head", "weights", "threads", "kv_cache_dtype", "device_map", "offload_folder", "texts")
+@expanded(
+    "exact_head", "weights", "threads", "kv_cache_dtype", "device_map", "offload_folder", "texts", "engine",
+    "concurrency",
+)  # fmt: skip
 def diagnose(
     *,
     engine: Annotated[
@@ -72,10 +74,9 @@ def diagnose(
     own_template: Annotated[
         bool, typer.Option("--own-template", help="With --drive: send text through the engine's own chat template.")
     ] = False,
-    served: Annotated[str | None, typer.Option(help="Model name, if the engine serves several.")] = None,
     seed: int = 0,
     options: ModelOptions,
-    limits: RequestLimits,
+    asked: EngineTest,
     given: GivenTextOptions,
     out: RecordFile = None,
     as_json: AsJson = False,
@@ -87,18 +88,17 @@ def diagnose(
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
     plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, seed, options.backend, rule)
     options = options.prepared()
-    texts, budget = read_prompts(prompts), limits.budget()
+    texts, asked = read_prompts(prompts), replace(asked, engine=engine)
     texts = first_turns(texts) if drive else texts
-    source = TextOptions.of(options, given, EngineAccess(engine), quiet=as_json)
+    source = TextOptions.of(options, given, asked, quiet=as_json)
     _check_texts(plan, source, drive=drive, own_template=own_template)
-    from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.engine_run import read_engine_counters
 
     target: Endpoint | Counters
     if drive:
-        target = Endpoint.open(engine, budget, model=served, key_env=limits.key_env, chat=own_template)
+        target = asked.open(chat=own_template)
     else:
-        target = read_engine_counters(engine, budget, served=served, key_env=limits.key_env)
+        target = read_engine_counters(engine, asked.budget(), served=asked.served, key_env=asked.key_env)
     diagnosis = _diagnose(target, options, source, plan, texts, num_speculative_tokens, flags)
     reference = replace(diagnosis.reference, prompts_source=prompts_record(prompts, texts))
     diagnosis = replace(diagnosis, reference=reference)

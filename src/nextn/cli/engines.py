@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.check_report import show_report
-from nextn.cli.common import K_NAMES, AsJson, Device, Prompts, RecordFile, RequestLimits, expanded, first_turns
+from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, RecordFile, expanded, first_turns
 from nextn.cli.screen import console, figures_table, plain, print_json, print_lines, print_table, progress_bars
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
@@ -29,12 +29,11 @@ canary_app = typer.Typer(
 _EPILOG = f"Documentation: {docs_page('reference/contract')}"
 
 
-@expanded()
+@expanded("engine")
 def verify(
     *,
     url: Annotated[str, typer.Argument(help="OpenAI-compatible endpoint with MTP on, such as localhost:8000.")],
     against: Annotated[str | None, typer.Option(help="The same model served without MTP.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model name, if an endpoint serves several.")] = None,
     check: Annotated[list[str] | None, typer.Option(help="Check to run; repeatable. Default: all.")] = None,
     prompts: Prompts = None,
     chat: Annotated[
@@ -50,8 +49,7 @@ def verify(
     tie_gap: Annotated[float, typer.Option(help="Log-probability gap (nats) below which tokens are tied.")] = 0.25,
     samples: Annotated[int, typer.Option(help="Sampled texts per prompt and endpoint.")] = 64,
     context: Annotated[int, typer.Option(help="Maximum number of tokens of the long-context check.")] = 8192,
-    concurrency: Annotated[int, typer.Option(help="Concurrent requests.")] = 8,
-    limits: RequestLimits,
+    asked: EngineTest,
     seed: int = 0,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 also if a check is inconclusive (for CI).")
@@ -62,14 +60,13 @@ def verify(
     from nextn.evaluate.workload import read_prompts
     from nextn.verify_checks import VerifySettings, verify_reports
 
-    settings = VerifySettings(
-        max_tokens=max_tokens, tie_gap=tie_gap, samples=samples, concurrency=concurrency, context=context, seed=seed
-    )
-    texts, budget = first_turns(read_prompts(prompts)), limits.budget()
+    sizes = {"max_tokens": max_tokens, "samples": samples, "concurrency": asked.concurrency, "context": context}
+    settings = VerifySettings(**sizes, tie_gap=tie_gap, seed=seed)
+    texts, budget = first_turns(read_prompts(prompts)), asked.budget()
     with _progress(budget, quiet=as_json) as progress:
         reports = verify_reports(
-            url, against, prompts=texts, checks=check or (), settings=settings, model=model, chat=chat, budget=budget,
-            key_env=limits.key_env, on_check=progress,
+            url, against, prompts=texts, checks=check or (), settings=settings, model=asked.served, chat=chat,
+            budget=budget, key_env=asked.key_env, on_check=progress,
         )  # fmt: skip
         report = next(reports)
         with suppress(KeyboardInterrupt):  # the results so far are reported below
@@ -126,20 +123,17 @@ def build(
 
 
 @canary_app.command(epilog=_EPILOG)
-@expanded("max_requests")
+@expanded("concurrency", "max_requests")
 def check(
     *,
     canary: Annotated[Path, typer.Argument(help="Folder written by `canary build`.")],
-    engine: Annotated[str | None, typer.Option(help="OpenAI-compatible endpoint that serves it, with MTP on.")] = None,
     answers: Annotated[Path | None, typer.Option(help="Instead of an endpoint: a JSON line per prompt.")] = None,
     counters: Annotated[Path | None, typer.Option(help="Counters over --answers: metrics, log or JSON.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(*K_NAMES, help="K. Default: from the counters.")] = None,
     sampled: Annotated[
-        bool, typer.Option("--sampled", help="Also sample above temperature 0, to check C13, the acceptance rule.")
-    ] = False,
-    passes: Annotated[int, typer.Option(min=1, help="Passes over the prompts for --sampled, seeds differ.")] = 8,
-    model: Annotated[str | None, typer.Option(help="Model name, if the endpoint serves several.")] = None,
-    limits: RequestLimits,
+        int, typer.Option(min=0, help="Passes over the prompts above temperature 0, such as 8: they show C13.")
+    ] = 0,
+    asked: EngineTest,
     out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -150,20 +144,19 @@ def check(
     from nextn.conformance.record import Canary
 
     known = Canary.read(canary)
-    if (engine is None) == (answers is None):
+    if (asked.engine is None) == (answers is None):
         raise ConfigError("give --engine URL, or --answers FILE with --counters FILE")
-    if engine is not None and counters is not None:
+    if asked.engine is not None and counters is not None:
         raise ConfigError(
             "--counters belongs to --answers: an endpoint's counters are read before and after each prompt"
         )
-    if engine is None and sampled:
+    if asked.engine is None and sampled:
         raise ConfigError("--sampled needs --engine: it requests texts above temperature 0")
     sampled_run = None
     if answers is not None:
         run = from_files(known, answers, counters)
     else:
-        assert engine is not None
-        run, sampled_run = _drive(known, engine, model, limits, passes=passes if sampled else 0, quiet=as_json)
+        run, sampled_run = _drive(known, asked, passes=sampled, quiet=as_json)
     report = check_run(known, run, num_speculative_tokens=num_speculative_tokens, sampled_run=sampled_run)
     if out is not None:
         write_json(out, report.to_dict())
@@ -175,15 +168,13 @@ def check(
 
 
 def _drive(
-    canary: "Canary", url: str, model: str | None, limits: RequestLimits, *, passes: int, quiet: bool
+    canary: "Canary", asked: EngineTest, *, passes: int, quiet: bool
 ) -> "tuple[ConformanceRun, SampledRun | None]":
     """Run the prompts greedily, then `passes` times above temperature 0."""
     from nextn.conformance.engine_run import run_greedy, run_sampled
-    from nextn.engines.endpoint import Endpoint
 
     count = len(canary.prompts)
-    budget = replace(limits, max_requests=(100 + 10 * passes) * count).budget()
-    endpoint = Endpoint.open(url, budget, model=model, key_env=limits.key_env)
+    endpoint = replace(asked, max_requests=(100 + 10 * passes) * count).open()
     with progress_bars(quiet=quiet) as progress:
         step = progress("prompts", count * (1 + passes))
         run = run_greedy(endpoint, canary, on_prompt=step)

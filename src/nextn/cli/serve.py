@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import K_NAMES, ModelOptions, NumCopyTokens, expanded, open_checkpoint
-from nextn.cli.decode import DraftText, DraftVocab, DraftVocabularyOptions
+from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.screen import echo, flush_streams, print_note
 from nextn.errors import ConfigError
 from nextn.text_format import install_command
@@ -81,8 +81,7 @@ def serve(
         Path | None,
         typer.Option(help="With --print and without -k: file or folder of `nextn advise --out` with the K to use."),
     ] = None,
-    draft_vocab: DraftVocab = "0",
-    draft_text: DraftText = None,
+    vocabulary: DraftVocabularyOptions,
     source: ModelOptions,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
@@ -100,7 +99,7 @@ def serve(
     numbers = checked_numbers(request_timeout=request_timeout, max_body_mb=max_body_mb, grace=grace)
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     source, name = source.prepared(), source.source
-    draftable = DraftVocabularyOptions.read(draft_vocab, draft_text)
+    draftable = vocabulary.read()
     engine_options = EngineOptions(
         backend=source.backend,
         max_num_seqs=max_num_seqs,

@@ -1,5 +1,6 @@
 """`nextn train`: trunk and head from scratch, or a head on a frozen trunk."""
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,6 @@ from nextn.cli.streaming import KeepShards
 from nextn.cli.train_common import check_options, export_head, merge_settings, with_layout
 from nextn.cli.train_run import DEFAULT_RECIPE, print_result, train_head, train_joint
 from nextn.errors import ConfigError
-from nextn.train.head_parts import PARTS
 
 if TYPE_CHECKING:
     from nextn.train.run_options import RunOptions
@@ -18,66 +18,56 @@ if TYPE_CHECKING:
 _JOINT, _HEAD = "Trunk and head from scratch", "A head on a frozen trunk"
 
 
-@expanded()
-def train(
-    *,
-    out: Annotated[Path, typer.Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of a run, which its folder keeps for `--resume`."""
+
     data: Annotated[
         list[str] | None,
         typer.Option(
             help="Text files, folders, .jsonl, .parquet, or a data set as org/name[:config][:split]; repeatable. "
             "Default: Python's standard library."
         ),
-    ] = None,
+    ] = None
     all_tokens: Annotated[
         bool, typer.Option("--all-tokens", help="Also train on prompts and user turns, not only on answers.")
-    ] = False,
+    ] = False
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of a tokenizer. Default: bytes, or the trunk's own.")
-    ] = None,
+    ] = None
     modules: Annotated[
         int | None, typer.Option(min=1, help="Number of MTP layers of a new head; deeper drafts reuse the last one.")
-    ] = None,
+    ] = None
     config: Annotated[
         Path | None, typer.Option(help="JSON file with training settings; the documentation lists them.")
-    ] = None,
+    ] = None
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="KEY=VALUE, overrides the defaults and --config; repeatable.")
-    ] = None,
-    accumulate: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Gradient accumulation: split each batch into this many parts (less memory, same gradient)."
-        ),
-    ] = None,
-    device: Device = "auto",
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Resume from the newest checkpoint in OUT, with the options of its start."),
-    ] = False,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write event files in OUT/tensorboard.")
-    ] = False,
+    ] = None
+    device: Device = "auto"
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write event files in OUT/tensorboard.")] = (
+        False
+    )
     recipe: Annotated[
         str | None,
         typer.Option(help=f"Named workload that sets the defaults. Default: {DEFAULT_RECIPE}.", rich_help_panel=_JOINT),
-    ] = None,
+    ] = None
     model: Annotated[
         Path | None,
         typer.Option(help="config.json (transformers format) of a trunk to build.", rich_help_panel=_JOINT),
-    ] = None,
+    ] = None
     freeze_trunk: Annotated[
         bool,
         typer.Option(
             "--freeze-trunk", help="Train only the head, on the frozen trunk of --from.", rich_help_panel=_HEAD
         ),
-    ] = False,
-    from_: Annotated[
+    ] = False
+    trunk: Annotated[
         str | None,
         typer.Option(
             "--from", help="Trunk: checkpoint folder or hub id.", rich_help_panel=_HEAD, callback=shipped_option
         ),
-    ] = None,
+    ] = None
     head: Annotated[
         str | None,
         typer.Option(
@@ -85,7 +75,7 @@ def train(
             rich_help_panel=_HEAD,
             callback=shipped_option,
         ),
-    ] = None,
+    ] = None
     init_head: Annotated[
         bool,
         typer.Option(
@@ -93,7 +83,7 @@ def train(
             help="Start from a new head, initialized from the trunk's last layers.",
             rich_help_panel=_HEAD,
         ),
-    ] = False,
+    ] = False
     layout: Annotated[
         str | None,
         typer.Option(
@@ -101,21 +91,11 @@ def train(
             "Default: the layout of the trunk's family, or one layer of the trunk's own class.",
             rich_help_panel=_HEAD,
         ),
-    ] = None,
-    parts: Annotated[
-        str | None,
-        typer.Option(
-            "--train",
-            metavar="PARTS",
-            help=f"Comma-separated parts of the head to train; the others are frozen. A head has some of "
-            f"{', '.join(PARTS)}. Default: all.",
-            rich_help_panel=_HEAD,
-        ),
-    ] = None,
+    ] = None
     head_only: Annotated[
         bool,
         typer.Option("--head-only", help="Write OUT/head/head.safetensors, no model.", rich_help_panel=_HEAD),
-    ] = False,
+    ] = False
     on_policy: Annotated[
         bool,
         typer.Option(
@@ -124,7 +104,7 @@ def train(
             "settings' temperature.",
             rich_help_panel=_HEAD,
         ),
-    ] = False,
+    ] = False
     export: Annotated[
         str | None,
         typer.Option(
@@ -133,24 +113,24 @@ def train(
             "and print the serve command. Sets --layout of a new head, if it is not given.",
             rich_help_panel=_HEAD,
         ),
-    ] = None,
+    ] = None
     allow_worse: Annotated[
         bool,
         typer.Option("--allow-worse", help="Save the head even if held-out acceptance dropped.", rich_help_panel=_HEAD),
-    ] = False,
+    ] = False
     curve: Annotated[
         bool,
         typer.Option(
             "--curve", help="At the end, report mean acceptance lengths for K = 1 to 8.", rich_help_panel=_HEAD
         ),
-    ] = False,
+    ] = False
     cache_gb: Annotated[
         float | None,
         typer.Option(
             help="Cache the trunk's hidden states of an epoch in OUT/hidden, up to this many GB (1e9 bytes).",
             rich_help_panel=_HEAD,
         ),
-    ] = None,
+    ] = None
     stream: Annotated[
         bool,
         typer.Option(
@@ -158,8 +138,8 @@ def train(
             help="Read the trunk layer by layer, once, to cache its hidden states; it need not fit into memory.",
             rich_help_panel=_HEAD,
         ),
-    ] = False,
-    keep_shards: KeepShards = None,
+    ] = False
+    keep_shards: KeepShards = None
     follow_links: Annotated[
         bool,
         typer.Option(
@@ -167,39 +147,32 @@ def train(
             help="Follow links that lead out of the folder of --from.",
             rich_help_panel=_HEAD,
         ),
+    ] = False
+
+    @property
+    def run(self) -> "RunOptions":
+        """Raises ConfigError for settings that cannot be read."""
+        from nextn.train.run_options import RunOptions
+
+        given = {option.name: getattr(self, option.name) for option in fields(RunOptions) if option.name != "settings"}
+        given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
+        given |= {"data": tuple(self.data or ()), "device": None if self.device == "auto" else self.device}
+        return RunOptions(**given, settings=merge_settings(self.config, self.set_ or []))
+
+
+@expanded()
+def train(
+    *,
+    out: Annotated[Path, typer.Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
+    options: TrainOptions,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Resume from the newest checkpoint in OUT, with the options of its start."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train trunk and MTP head from scratch, or only a head with --freeze-trunk. Ctrl-C saves, --resume continues."""
-    from nextn.train.run_options import RunOptions
-
-    own = {"accumulate": accumulate, "trained_parts": parts}  # settings with an option of their own
-    options = RunOptions(
-        data=tuple(data or ()),
-        all_tokens=all_tokens,
-        tokenizer=_text(tokenizer),
-        modules=modules,
-        settings=merge_settings(config, set_ or []) | {name: value for name, value in own.items() if value is not None},
-        recipe=recipe,
-        model=_text(model),
-        freeze_trunk=freeze_trunk,
-        trunk=from_,
-        head=head,
-        init_head=init_head,
-        layout=layout,
-        head_only=head_only,
-        on_policy=on_policy,
-        cache_gb=cache_gb,
-        follow_links=follow_links,
-        allow_worse=allow_worse,
-        curve=curve,
-        tensorboard=tensorboard,
-        device=None if device == "auto" else device,
-        stream=stream,
-        keep_shards=_text(keep_shards),
-        export=export,
-    )
-    _start(out, options, resume=resume, as_json=as_json)
+    _start(out, options.run, resume=resume, as_json=as_json)
 
 
 def _start(out: Path, given: "RunOptions", *, resume: bool, as_json: bool) -> None:
@@ -233,10 +206,6 @@ def _finished(out: Path, options: "RunOptions", result: dict[str, Any], *, as_js
     print_result(record, message, as_json=as_json)
 
 
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
 def _check(options: "RunOptions") -> None:
     """Raise ConfigError for options that exclude each other and for missing files, before torch is imported."""
     from nextn.data.sources import check_sources
@@ -256,8 +225,8 @@ def _check(options: "RunOptions") -> None:
         )  # fmt: skip
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
-                "--from, --head, --init-head, --layout, --train, --head-only, --on-policy, --cache-gb, --allow-worse, "
-                "--curve, --stream, --keep-shards, --export need --freeze-trunk"
+                "--from, --head, --init-head, --layout, --set trained_parts, --head-only, --on-policy, --cache-gb, "
+                "--allow-worse, --curve, --stream, --keep-shards, --export need --freeze-trunk"
             )
         return
     if options.trunk is None:

@@ -78,7 +78,7 @@ def _outcome(clause: Clause, canary: Canary, observed: ObservedCounts, causes: S
     odds = f"{best.ratio_text(rival)} likelier than with {rules[rival.name].fault or rival.name}"
     if best.ratio_to(rival) < MIN_NAMED_RATIO:
         both = " and ".join(sorted(rules[cause.name].fault or cause.name for cause in (best, rival)))
-        evidence = f"{both} cannot be distinguished in this many rounds ({seen}): raise --passes"
+        evidence = f"{both} cannot be distinguished in this many rounds ({seen}): raise --sampled"
         return clause.result("inconclusive", evidence)
     if not rules[best.name].fault:
         return clause.result("passed", f"counts as with {best.name}, {odds}: {seen}; expected {_expected(best)}")

@@ -152,7 +152,7 @@ class ConformanceReport(CheckReport):
     def _check_sampling(self, clause: Clause) -> CheckResult:
         """A fault that greedy counts show would change those of sampled texts, too."""
         if self.sampled_run is None:
-            return clause.result("inconclusive", "greedy texts do not show it; --sampled requests others")
+            return clause.result("inconclusive", "greedy texts do not show it; --sampled 8 requests others")
         if self.fits and not self.is_right:
             return clause.result("inconclusive", "the greedy counts are wrong, so those above temperature 0 are, too")
         return check_acceptance_rule(clause, self.canary, self.num_speculative_tokens, self.sampled_run)

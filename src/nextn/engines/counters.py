@@ -22,6 +22,7 @@ SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, .
 ROUNDED = "from rates rounded in the log: counts are approximate"
 FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
 SOME_POSITIONS = "acceptance of the last positions is missing: only the totals are compared"
+NOTHING_DRAFTED = "counts no round that drafted; check that MTP is on, and that requests were sent"
 # Limits of a page of Prometheus text.
 MAX_BYTES = 16 * 1024 * 1024
 MAX_LINES = 50_000
@@ -102,9 +103,7 @@ class Counters:
         """
         if not self.num_drafts:
             own = f"; its own acceptance length is {self.length:.2f}" if self.length is not None else ""
-            raise EngineError(
-                f"{self.engine}: counts no round that drafted{own}; check that MTP is on, and that requests were sent"
-            )
+            raise EngineError(f"{self.engine}: {NOTHING_DRAFTED}{own}")
         offered = tuple(_offered(self, depth) for depth in range(len(self.per_position)))
         accepted = tuple(map(min, self.per_position, offered))
         emitted = self.emitted if self.emitted is not None else self.num_drafts + (self.accepted or 0)

@@ -143,7 +143,7 @@ def _select_model(client: Client, model: str | None) -> ServedModel:
         raise EngineError(f"{client.url}/v1/models: lists no model; not an OpenAI-compatible engine, or none is loaded")
     names = [candidate.name for candidate in served]
     if model is None and len(served) > 1:
-        raise ConfigError(f"{client.url} serves {some(names, 10)}: choose one with --model")
+        raise ConfigError(f"{client.url} serves {some(names, 10)}: choose one with --served")
     for candidate in served:
         if model in (None, candidate.name):
             return candidate

@@ -18,6 +18,7 @@ from nextn.errors import EngineError
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
 _MAX_LINE = 64 * 1024
 _MAX_ENTRY = 8 * 1024  # characters
+_MAX_UNREADABLE = 1000  # entries of a format, after which those in one line are not told apart
 _MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
 _NUM = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
 _THOUSANDS = r"[0-9]{1,3}(?:[.,'’ ][0-9]{3})+"
@@ -287,6 +288,7 @@ class _Reader:
     last: Counters | None = None
     end: int = -1  # of the last entry, in the text at hand
     missing: str = ""  # field of an entry that could not be read
+    num_unreadable: int = 0
 
     @cached_property
     def marker(self) -> re.Pattern[str]:
@@ -298,8 +300,8 @@ class _Reader:
 
     def add(self, entry: str) -> None:
         fields = {name: pattern.findall(entry) for name, pattern in self.patterns.items()}
-        self.missing = next((name for name in self.format.required if not fields[name]), self.missing)
-        if any(not fields[name] for name in self.format.required):
+        if missing := next((name for name in self.format.required if not fields[name]), ""):
+            self.missing, self.num_unreadable = missing, self.num_unreadable + 1
             return
         counters = self.format.counters(fields)
         if counters is None:
@@ -374,14 +376,18 @@ def _markers(indices: tuple[int, ...]) -> re.Pattern[str]:
 def _entry(text: str, start: int, reader: _Reader) -> tuple[str, int]:
     """The entry's text, up to the next one of its format, and where that may begin."""
     limit = min(start + _MAX_ENTRY, len(text))
-    line_end = text.find("\n", start)
-    line_end = len(text) if line_end < 0 else line_end
     if reader.format.num_lines == 1:
-        limit = min(limit, line_end)
-    following = reader.marker.search(text, start + 1, limit)
+        limit = _line_end(text, start, limit)
+    following = reader.num_unreadable < _MAX_UNREADABLE and reader.marker.search(text, start + 1, limit)
     stop = following.start() if following else limit
     lines = text[start:stop].split("\n", reader.format.num_lines)
-    return "\n".join(lines[: reader.format.num_lines]), min(line_end, stop) if following else line_end
+    # Of many entries in one line, none looks for the end of that line beyond the next entry.
+    return "\n".join(lines[: reader.format.num_lines]), _line_end(text, start, stop if following else len(text))
+
+
+def _line_end(text: str, start: int, limit: int) -> int:
+    end = text.find("\n", start, limit)
+    return limit if end < 0 else end
 
 
 class _SglangDepth:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from nextn.engines.counters import FIRST_TOKENS, Counters
+from nextn.engines.counters import FIRST_TOKENS, NOTHING_DRAFTED, Counters
 from nextn.errors import ConfigError, EngineError
 from nextn.stats.acceptance import conditional_rates, expected_length, length_of_drafts
 from nextn.stats.intervals import student_t
@@ -185,7 +185,7 @@ def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: fl
     if counted:  # positions that never accepted a draft may be left out
         counted = max(counted, math.ceil(full_share * mean - 1e-9))
     if parts and all(each.has_drafts is False for each in parts):
-        raise ConfigError("the engine drafted nothing: check that MTP is on, and that requests were sent")
+        raise ConfigError(f"{parts[0].engine}: {NOTHING_DRAFTED}")
     if given is None:
         if counted or (mean and mean >= full_share * math.ceil(mean)):
             return counted or math.ceil(mean)
@@ -212,12 +212,12 @@ def observed_counts(counters: Counters, k: int, *, full_share: float = _FULL_SHA
         return ObservedCounts(acceptance.num_drafted, acceptance.num_accepted)
     rounds = counters.num_drafts or (counters.draft_tokens or 0) // k
     if rounds and counters.accepted is not None:
-        return ObservedCounts(length=1 + counters.accepted / rounds, rounds=rounds)
+        return ObservedCounts(length=length_of_drafts(counters.accepted, rounds), rounds=rounds)
     if rounds and counters.emitted is not None:
         return ObservedCounts(length=counters.emitted / rounds, rounds=rounds)
     if counters.length is not None:
         return ObservedCounts(length=counters.length)
-    raise EngineError(f"{counters.engine}: counts no round that drafted; is MTP on, and was anything asked?")
+    raise EngineError(f"{counters.engine}: {NOTHING_DRAFTED}")
 
 
 def _check_possible(counters: Counters, k: int) -> None:

@@ -37,5 +37,7 @@ def frozen_parameters(names: Iterable[str], trained_parts: str) -> list[str]:
     trained = {part.strip() for part in trained_parts.split(",")} if trained_parts else set(by_part)
     if unknown := sorted(trained - by_part.keys()):
         parts = ", ".join(part for part in PARTS if part in by_part)
-        raise ConfigError(f"--train {trained_parts}: this head has no part {unknown[0]!r}; its parts are {parts}")
+        raise ConfigError(
+            f"trained_parts = {trained_parts}: this head has no part {unknown[0]!r}; its parts are {parts}"
+        )
     return [name for part, own in by_part.items() if part not in trained for name in own]
