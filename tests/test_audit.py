@@ -164,6 +164,9 @@ BROKEN = {
     "counted one layer too few": (
         "names-unknown", "warning", "qwen3_next", {"config": {"num_hidden_layers": 1}},
         r"1 layer \(1\) beyond the trunk's 1"),
+    "a trunk under another path": (
+        "names-unknown", "error", "qwen3_5", {"change": rename(r"^model\.(language_model\.)?", "transformer.")},
+        "of layers under another path, such as transformer.layers.0"),
     "two counts": (
         "config-contradicts", "error", "qwen3_5",
         {"config": {"text_config": {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers": 1}},

@@ -21,6 +21,7 @@ from nextn.text_format import counted, joined, some
 
 IDS = ("trunk-partial",)
 FINAL_NORMS = ("norm.weight", "norm_f.weight", "final_layernorm.weight")
+_LAYER = re.compile(r"^(?!.*(?:visi|visual|audio)).*(?:layers|blocks|\bh)\.[0-9]+\.")
 _MATRIX = re.compile(r".*(?:proj|norm)")
 _PROJECTION = re.compile(
     r"(?:.*\.)?(?:(?P<query>q_proj)|(?P<key>[kv]_proj)|(?:mlp|\w*experts?(?:\.[0-9]+)?)\.(?P<width>(?:gate|up)_proj))\.weight"
@@ -42,9 +43,27 @@ _MAX_VALUES = 100  # of a config, per kind of size
 
 def trunk_layers(inventory: Inventory) -> Iterator[Finding]:
     """Run every rule on the trunk's layers."""
+    yield from _renamed(inventory)
     reference = LayerReference(inventory)
     yield from _partial(inventory, reference)
     yield from _config_sizes(inventory, reference)
+
+
+def _renamed(inventory: Inventory) -> Iterator[Finding]:
+    """Report layers under a path that is not the family's, in a checkpoint that has none under that one."""
+    known = set(inventory.stored.values()) | set(inventory.unrecognized)
+    known |= set() if inventory.draft_model is None else inventory.draft_model.names
+    names = [] if inventory.layers or inventory.family.trunk_kv else [
+        name for name in inventory.checkpoint.tensors if _LAYER.search(name) and name not in known
+    ]  # fmt: skip
+    if names:
+        root = inventory.family.trunk["embedding"].rpartition(".")[0]
+        yield Finding(
+            "names-unknown", "error", names[0],
+            f"{counted(len(names), 'tensor')} of layers under another path, such as {names[0]}: loaders of "
+            f"{inventory.family.name} do not find the trunk.",
+            f"Names such as {root + '.' if root else ''}layers.0.", "Rename them, or save the trunk again.",
+        )  # fmt: skip
 
 
 def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Finding]:

@@ -154,7 +154,7 @@ class Inventory:
 
 def count_layers(checkpoint: Checkpoint) -> int:
     """Return the number of the trunk's decoder layers by its config, or by that of its text model."""
-    for key in ("num_hidden_layers", "num_layers", "n_layer"):
+    for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"):
         if count := lookup_count(checkpoint.config, key):
             return count
     for key in ("layers_block_type", "hybrid_override_pattern"):  # Nemotron-H: one entry, or one letter, per layer
