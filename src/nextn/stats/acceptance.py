@@ -109,10 +109,9 @@ class Acceptance:
             The counts. The prefill's first token and rounds without drafts do not count.
 
         Example:
-            >>> from nextn.decoding.batch import SequenceRound
-            >>> rounds = [SequenceRound(0, (5, 7), 1, (5, 8)), SequenceRound(0, (9, 9), 2, (9, 9, 3))]
-            >>> Acceptance.of(rounds).length
-            2.5
+            >>> results = nextn.generate(nextn.load("tiny"), ["def add("], nextn.Settings(max_tokens=16))
+            >>> nextn.Acceptance.of(results) == results[0].acceptance
+            True
         """
         drafted = (part for each in decoded for part in _parts(each) if part.drafts)
         parts = [part for part in drafted if getattr(part, "copied", False) == copied]
