@@ -508,17 +508,15 @@ def test_copies_are_compared_beyond_the_first_bytes(tmp_path):
 
 
 def test_sizes_that_the_config_names_otherwise(tmp_path):
-    """Step-3.5's released config.json: key heads under another name, and those of some layers in an inner object."""
-    path = publish(tmp_path, "step3p5") / "config.json"
+    """Step-3.5's released config.json: key heads under another name, and more heads in some layers than in others."""
+    path = publish(tmp_path, "step3p5", change=put("model.layers.1.self_attn.q_proj.weight", (64, H))) / "config.json"
     config = json.loads(path.read_text())
-    config["num_attention_groups"] = config.pop("num_key_value_heads")
-    config["num_attention_heads"] *= 2  # of the other layers
-    config.pop("moe_intermediate_size")  # its class has a default
-    for inner in ({}, {"attention_other_setting": {"num_attention_heads": 4, "head_dim": 8}}):
-        path.write_text(json.dumps(config | inner))
-        rules = {finding.rule: finding.found for finding in audit(Checkpoint.open(tmp_path)).findings}
-        assert ("config-contradicts" in rules) == (inner == {}), rules
-        assert "q_proj" in rules.get("config-contradicts", "q_proj")
+    own = {"num_attention_groups": config.pop("num_key_value_heads")}
+    own["attention_other_setting"] = {"num_attention_heads": 8, "num_attention_groups": 2, "head_dim": 8}
+    for changed, is_wrong in ((own, False), ({"num_key_value_heads": 4}, True)):
+        path.write_text(json.dumps(config | changed))
+        found = [each.found for each in audit(Checkpoint.open(tmp_path)).findings if each.rule == "config-contradicts"]
+        assert [("k_proj.weight has 16 rows" in each) for each in found] == [True] * is_wrong, found
 
 
 def test_what_cannot_be_judged(tmp_path):

@@ -1,12 +1,13 @@
 """Compare the trunk's tensors with config.json, and its layers with each other: what loaders would miss or refuse.
 
-Knows no family's layers. A size is looked for among the config's own numbers, and a tensor among layers of the same
-type, so that only what neither explains is reported.
+Knows no family's layers: a tensor is looked for among layers of the same type, and sizes are compared with fields of
+the usual names, where all layers agree.
 """
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from math import prod
 
 from nextn.audit_rules.findings import Finding
 from nextn.audit_rules.layer_reference import LayerReference
@@ -23,22 +24,14 @@ IDS = ("trunk-partial",)
 FINAL_NORMS = ("norm.weight", "norm_f.weight", "final_layernorm.weight")
 _LAYER = re.compile(r"^(?!.*(?:visi|visual|audio)).*(?:layers|blocks|\bh)\.[0-9]+\.")
 _MATRIX = re.compile(r".*(?:proj|norm)")
-_PROJECTION = re.compile(
-    r"(?:.*\.)?(?:(?P<query>q_proj)|(?P<key>[kv]_proj)|(?:mlp|\w*experts?(?:\.[0-9]+)?)\.(?P<width>(?:gate|up)_proj))\.weight"
-)
-_WIDTH = re.compile(r".*(?:inter|ffn|inner|expert|shared?).*(?:size|dim)s?")
-_HEAD_DIM = re.compile(r".*head.*dim|qk_.*dim|v_head_dim|d_head|kv_channels")
-_HEADS = re.compile(r".*(?:num|n)_.*heads|n_heads?")
-_KEY_HEADS = re.compile(r".*(?:key_value|kv).*heads|multi_query_group_num")
-_OTHER_HEADS = re.compile(r".*(?:linear|mamba|swa|sliding).*heads")
-_SHARED = re.compile(r".*shared?_?experts?|.*shared?.*(?:size|dim)s?")
-_FIELDS = {"query": _HEADS, "key": _KEY_HEADS, "width": _WIDTH, "experts": _WIDTH, "shared": _SHARED}
-_EXPERT_WIDTH = re.compile(r".*(?:moe|expert).*(?:size|dim)s?")
-_ENCODER = re.compile("vision|visual|audio|image|speech|video")
-_INNER_SIZE = re.compile(r".*(?:heads|groups|head_dim|intermediate_size)")
-_NUM_SHARED = re.compile(r".*shared?_?experts?(?:_num)?")
+# Path in a layer -> the fields of config.json whose product is the number of rows.
+_ROWS = {
+    "self_attn.q_proj.weight": ("num_attention_heads", "head_dim"),
+    "self_attn.k_proj.weight": ("num_key_value_heads", "head_dim"),
+    "mlp.gate_proj.weight": ("intermediate_size",),
+    "mlp.experts.0.gate_proj.weight": ("moe_intermediate_size",),
+}
 _SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers")
-_MAX_VALUES = 100  # of a config, per kind of size
 
 
 def trunk_layers(inventory: Inventory) -> Iterator[Finding]:
@@ -103,16 +96,12 @@ def _missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[
 
 
 def _config_sizes(inventory: Inventory, reference: LayerReference) -> Iterator[Finding]:
-    """Report matrices of the trunk whose size no numbers of config.json give, and another number of experts."""
+    """Report sizes of the trunk, and numbers of its experts, that are not those of config.json."""
     config = inventory.checkpoint.config
     if inventory.family.trunk_kv or not inventory.layers:
         return
     yield from _no_sizes(_both_levels(config))
-    numbers = dict(_numbers(_both_levels(config)))
-    expected = {} if _has_inner_sizes(config) else _expected(numbers)
-    for kind, name, rows in _unexplained(inventory, expected):
-        fields = [field for field in numbers if _FIELDS[kind].fullmatch(field)]
-        yield _contradiction(numbers, fields, f"{name} has {counted(rows, 'row')}{' per expert' * ('experts' in name)}")
+    yield from _row_counts(inventory, _both_levels(config))
     experts, declared = trunk_experts(inventory), declared_experts(config)
     count = uniform(experts)
     if count and declared and count not in declared.values():
@@ -150,36 +139,27 @@ def _mixed_types(inventory: Inventory, reference: LayerReference) -> Iterator[Fi
             yield _contradiction({"layer_types": [layer_type]}, ["layer_types"], f"layers have {listed}")
 
 
-def _unexplained(inventory: Inventory, expected: Mapping[str, set[int]]) -> Iterator[tuple[str, str, int]]:
-    """Yield kind, name and number of rows of the first matrix of each kind whose rows are none of those expected.
+def _row_counts(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Finding]:
+    """Report matrices whose numbers of rows are not those that the config's fields of the usual names give.
 
-    Where some layers' numbers of heads are as expected, others may come from fields that are not known here.
+    Only where all layers have the same number: else some follow fields that are not known here, as in Step-3.5. With
+    latent attention, head_dim is that of a part of the queries; beside experts, dense layers have widths of many names.
     """
-    found: dict[str, dict[int, str]] = defaultdict(dict)
+    rows: dict[str, dict[int, str]] = defaultdict(dict)
     for layer in inventory.layers.values():
         for path, info in layer.items():
             for view, part in split_view(inventory.running_paths[path], info):
-                if (kind := _kind(view)) and len(part.shape) == 2 and unpacked(info):
-                    found[kind].setdefault(part.shape[0], info.name)
-    for kind, names in found.items():
-        wrong = [rows for rows in names if expected.get(kind) and rows not in expected[kind]]
-        if wrong and (kind not in ("query", "key") or len(wrong) == len(names)):
-            yield kind, names[wrong[0]], wrong[0]
-
-
-def _kind(path: str) -> str:
-    """Return which of the config's sizes gives the rows of the matrix at this path in a layer; "" for none."""
-    match = None if "index" in path else _PROJECTION.fullmatch(path)
-    if match is None or not match["width"]:
-        return "" if match is None else str(match.lastgroup)
-    return "shared" if "shared" in path else "experts" if "expert" in path else "width"
-
-
-def _has_inner_sizes(config: Mapping[str, object]) -> bool:
-    """Whether some layers have sizes of their own in an inner object, as Step-3.5's `attention_other_setting`."""
-    inner = (value for field, value in _both_levels(config).items()
-             if isinstance(value, Mapping) and field != "text_config" and not _ENCODER.match(field))  # fmt: skip
-    return any(_INNER_SIZE.fullmatch(str(field)) for each in inner for field in each)
+                if view in _ROWS and len(part.shape) == 2 and unpacked(info):
+                    rows[view].setdefault(part.shape[0], info.name)
+    for view, found in rows.items():
+        fields, (count, name) = _ROWS[view], next(iter(found.items()))
+        sizes = [size for field in fields if type(size := config.get(field)) is int]
+        is_latent, is_dense = "head_dim" in fields and "kv_lora_rank" in config, fields == ("intermediate_size",)
+        is_known = len(sizes) == len(fields) and not is_latent and not (is_dense and declared_experts(config))
+        # Queries may come with as many gates.
+        if is_known and len(found) == 1 and count not in (prod(sizes), prod(sizes) * (1 + ("q_proj" in view))):
+            what = f"{name} has {counted(count, 'row')}{' per expert' * ('experts' in name)}"
+            yield _contradiction(config, [*fields], what)
 
 
 def _both_levels(config: Mapping[str, object]) -> dict[str, object]:
@@ -204,41 +184,6 @@ def _contradiction(numbers: Mapping[str, object], fields: list[str], found: str)
         f"{'es' if len(fields) == 1 else ''} not give: loaders refuse it.",
         "Sizes of the weights that are stored.", f"Correct {CONFIG}, or take config and weights of one model.",
     )  # fmt: skip
-
-
-def _numbers(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the fields of a config that are a size, or a list of sizes."""
-    for field, value in config.items():
-        values = value if isinstance(value, list) else [value]
-        if values and all(type(each) is int and 0 < each < 2**31 for each in values):
-            yield field, value
-
-
-def _expected(numbers: Mapping[str, object]) -> dict[str, set[int]]:
-    """Return kind of matrix -> the numbers of rows that the config's numbers give; empty where they say nothing.
-
-    A config may leave out what its class has as a default, so nothing is derived from a field that is absent.
-    """
-    width, dims, key_heads = (_values(numbers, pattern) for pattern in (_WIDTH, _HEAD_DIM, _KEY_HEADS))
-    heads = _values({field: each for field, each in numbers.items() if not _KEY_HEADS.fullmatch(field)}, _HEADS)
-    dims |= {first + second for first in dims for second in dims}  # parts with and without positions
-    num_shared = _values(numbers, _NUM_SHARED)
-    return {
-        "query": {count * dim * gate for count in heads for dim in dims for gate in (1, 2)},
-        "key": {count * dim for count in key_heads | _values(numbers, _OTHER_HEADS) for dim in dims},
-        "width": width,
-        "experts": width if any(_EXPERT_WIDTH.fullmatch(field) for field in numbers) else set(),
-        "shared": {size * count for size in width for count in num_shared}
-        | _values(numbers, re.compile(r".*shared?.*(?:size|dim)s?")),
-    }
-
-
-def _values(numbers: Mapping[str, object], pattern: re.Pattern[str]) -> set[int]:
-    found: set[int] = set()
-    for field, value in numbers.items():
-        if pattern.fullmatch(field) and len(found) < _MAX_VALUES:
-            found |= {*value[:_MAX_VALUES]} if isinstance(value, list) else {int(str(value))}
-    return {*sorted(found)[:_MAX_VALUES]}
 
 
 RULES = (trunk_layers,)
