@@ -509,7 +509,7 @@ def test_copies_are_compared_beyond_the_first_bytes(tmp_path):
 
 def test_sizes_that_the_config_names_otherwise(tmp_path):
     """Step-3.5's released config.json: key heads under another name, and more heads in some layers than in others."""
-    path = publish(tmp_path, "step3p5", change=put("model.layers.1.self_attn.q_proj.weight", (64, H))) / "config.json"
+    path = publish(tmp_path, "step3p5", change=put("model.layers.0.self_attn.q_proj.weight", (96, H))) / "config.json"
     config = json.loads(path.read_text())
     own = {"num_attention_groups": config.pop("num_key_value_heads")}
     own["attention_other_setting"] = {"num_attention_heads": 8, "num_attention_groups": 2, "head_dim": 8}

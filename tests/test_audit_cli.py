@@ -165,7 +165,7 @@ def test_all_values_or_samples(nextn, tmp_path):
 
 
 def test_hub(nextn, hub):
-    """A hub id gives another verdict than the folder, or its revision is not passed on; its values are sampled."""
+    """A hub id gives another result than the folder, or its revision is not passed on; its values are sampled."""
     code, out, _ = nextn("org/model@v1")
     assert (code, ", values sampled" in " ".join(out.split())) == (0, True)
     assert any(path.endswith("/revision/v1") for path, _ in hub.requests)

@@ -16,16 +16,9 @@ from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.conventions import apply_variants
-from nextn.evaluate.diagnose import (
-    Diagnosis,
-    ObservedCase,
-    _on_prompts,
-    audit_lines,
-    observed_plan,
-)
-from nextn.evaluate.diagnose import (
-    diagnose_observations as diagnose,
-)
+from nextn.evaluate.diagnose import Diagnosis, ObservedCase, _on_prompts, observed_plan
+from nextn.evaluate.diagnose import diagnose_observations as diagnose
+from nextn.evaluate.diagnose_engine import audit_lines
 from nextn.evaluate.engine_run import (
     EngineObservation,
     ask_prompts,
@@ -615,8 +608,7 @@ def test_the_other_template_is_a_cause(plans, chat, template, prompt, places, ot
 
 def test_audit_lines(monkeypatch):
     findings = [SimpleNamespace(severity=each, rule="r", found=f"a {each}") for each in ("error", "warning", "note")]
-    monkeypatch.setattr("nextn.evaluate.diagnose.Checkpoint", SimpleNamespace(open=lambda source, **_: source))
-    monkeypatch.setattr("nextn.evaluate.diagnose.audit", lambda _: SimpleNamespace(findings=findings))
+    monkeypatch.setattr("nextn.evaluate.diagnose_engine.audit", lambda _: SimpleNamespace(findings=findings))
     assert audit_lines("x") == ["audit: error, r: a error", "audit: warning, r: a warning"]
 
 

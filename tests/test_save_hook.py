@@ -62,6 +62,16 @@ def test_without_the_hook_it_is_lost(base, tmp_path):
     assert "head-absent" in {finding.rule for finding in audit(found.checkpoint).findings}
 
 
+def test_the_base_is_that_of_the_loaded_commit(base, monkeypatch):
+    """The head of a later commit beside this one's trunk."""
+    model, opened = AutoModelForCausalLM.from_pretrained(base), Checkpoint.open
+    asked = []
+    monkeypatch.setattr(Checkpoint, "open", lambda source, **_: asked.append(source) or opened(base))
+    model.config._name_or_path, model.config._commit_hash = "org/model", "0" * 40
+    keep_head(model)
+    assert asked[0] == f"org/model@{'0' * 40}"
+
+
 @pytest.mark.parametrize("shard", ["5GB", "40KB"])
 def test_save_pretrained(base, tmp_path, shard):
     """A whole head behind save_pretrained, single file and sharded, twice into one folder."""

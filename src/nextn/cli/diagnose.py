@@ -142,8 +142,7 @@ def _diagnose(
     it may take long, and be interrupted.
     """
     from nextn.engines.endpoint import Endpoint
-    from nextn.evaluate.diagnose import audit_lines
-    from nextn.evaluate.diagnose_engine import compare, observe
+    from nextn.evaluate.diagnose_engine import audit_lines, compare, observe
     from nextn.evaluate.faults import FAULTS
     from nextn.evaluate.reference_texts import prompt_tokens
 

@@ -1,4 +1,4 @@
-"""The one way to send an engine many requests, and to learn what its draft counters gain meanwhile."""
+"""The one way to send an engine many requests, and to learn how much its draft counters grow meanwhile."""
 
 import threading
 import time
@@ -97,7 +97,7 @@ def ask_counted(
 
 
 class CounterSpan:
-    """What an engine's counters gain from now on.
+    """How much an engine's counters grow from now on.
 
     Attributes:
         no_counters: Why /metrics has none; "" where it has.

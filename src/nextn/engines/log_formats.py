@@ -18,7 +18,7 @@ from nextn.errors import EngineError
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
 _MAX_LINE = 64 * 1024
 _MAX_ENTRY = 8 * 1024  # characters
-_MAX_UNREADABLE = 1000  # entries of a format, after which those in one line are not told apart
+_MAX_UNREADABLE = 1000  # entries of a format, after which several in one line are read as one
 _MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
 _NUM = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
 _THOUSANDS = r"[0-9]{1,3}(?:[.,'’ ][0-9]{3})+"

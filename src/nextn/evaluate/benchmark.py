@@ -34,7 +34,7 @@ DEFINITIONS = {
     "speedup": "tokens/s of MTP over baseline decoding of the same prompt in the same turn; median and quartiles",
     "tokens_per_round": "new tokens per pass of the trunk after the prefill, whatever was drafted",
     "acceptance": acceptance.DEFINITION + "; 95 % Wilson intervals",
-    "copied": "the same of rounds whose drafts were copied from the text; not part of acceptance",
+    "copied": "acceptance in rounds whose drafts were copied from the text, which `acceptance` leaves out",
     "expected_speedup": DEFINITION + "; here o = 0, with the AL that was measured at this K",
     "achieved": "speedup / expected_speedup",
     "plain_step": "seconds per baseline step, median: while decoding the texts, and in the cost curve, whose steps are "

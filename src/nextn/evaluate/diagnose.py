@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from nextn import __version__
-from nextn.audit_rules import audit
-from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, engine_priors, next_checks
@@ -507,9 +505,3 @@ def _on_prompts(
     if indices is None:
         indices = tuple(sorted(reference.text_indices(observation.temperature)))
     return tuple(each.select(indices) for each in expected)
-
-
-def audit_lines(source: str) -> list[str]:
-    """Return the errors and warnings that `audit` finds in the checkpoint, one line each."""
-    findings = audit(Checkpoint.open(source)).findings
-    return [f"audit: {each.severity}, {each.rule}: {each.found}" for each in findings if each.severity != "note"]

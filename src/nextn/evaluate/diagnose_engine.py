@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nextn.audit_rules import audit
 from nextn.engines.client import Budget, Limits
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.engines.run_settings import with_settings
 from nextn.errors import ConfigError
-from nextn.evaluate.diagnose import Diagnosis, audit_lines, diagnose_observations, observed_plan
+from nextn.evaluate.diagnose import Diagnosis, diagnose_observations, observed_plan
 from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
 from nextn.evaluate.measure import open_model
 from nextn.evaluate.reference_report import ReferenceReport
@@ -158,3 +159,9 @@ def flag_texts(flags: str | None) -> list[str]:
         return [path.read_bytes()[:_MAX_FLAGS].decode(errors="replace") if path.is_file() else flags]
     except (OSError, ValueError):  # longer than a path, or with NUL
         return [flags]
+
+
+def audit_lines(source: str) -> list[str]:
+    """Return the errors and warnings that `audit` finds in the checkpoint, one line each."""
+    findings = audit(source).findings
+    return [f"audit: {each.severity}, {each.rule}: {each.found}" for each in findings if each.severity != "note"]

@@ -29,7 +29,7 @@ _NO_LOGPROBS = "llama.cpp returns none for drafted tokens (llama.cpp#27972)"
 # Seeds of the two endpoints never coincide: equal seeds would give equal texts, and hide a difference.
 _SEED_STRIDE = 1_000_003
 _OUTSIDE = "outside the list"
-_SHARPER = 0.5  # temperature of one side for which the power of other comparisons is told
+_SHARPER = 0.5  # temperature of one side for which the power of other comparisons is reported
 _LOW = 0.2  # a temperature at which text is far more certain than at 1
 _LOW_SHARE, _LOW_SEEDS = 2, 500_000  # a half of the samples suffices for it; its seeds are others
 _SURE = 0.995  # power from which the temperature is called ignored: a correct engine would show it
