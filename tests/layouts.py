@@ -169,19 +169,23 @@ def _mixed() -> Iterator[tuple[str, Layout]]:
         config("ernie4_5_moe", ernie, {"tie_word_embeddings": True}),
         (plain | dense(), plain | moe(bias="") | statics), plain | dense(), tied=True,
     )  # fmt: skip
+    yield "ernie4_5_vl_moe", Layout(
+        config("ernie4_5_moe_vl", ernie), (plain | dense(), plain | moe(bias="") | statics), plain | dense(),
+    )  # fmt: skip
     shortcut: Shapes = {}
     for half in ("0", "1"):
         shortcut |= norms(f"input_layernorm.{half}", f"post_attention_layernorm.{half}")
         shortcut |= mla(root=f"self_attn.{half}") | dense(f"mlps.{half}")
     router = {"mlp.router.classifier.weight": (EXPERTS + 2, H), "mlp.router.e_score_correction_bias": (EXPERTS + 2,)}
     shortcut |= router | {name: shape for name, shape in moe(shared="").items() if ".experts." in name}
-    yield "longcat_flash", Layout(
-        config("longcat_flash", LATENT, {
-            "num_hidden_layers": None, "num_layers": LAYERS, "ffn_hidden_size": 2 * H, "expert_ffn_hidden_size": INNER,
-            "moe_topk": 2, "n_routed_experts": EXPERTS, "zero_expert_num": 2,
-        }),
-        (shortcut, shortcut), norms() | mla() | dense("transformer_layer.mlp"),
-    )  # fmt: skip
+    for name in ("longcat_flash", "longcat_flash_ngram"):
+        yield name, Layout(
+            config(name, LATENT, {
+                "num_hidden_layers": None, "num_layers": LAYERS, "ffn_hidden_size": 2 * H,
+                "expert_ffn_hidden_size": INNER, "moe_topk": 2, "n_routed_experts": EXPERTS, "zero_expert_num": 2,
+            }),
+            (shortcut, shortcut), norms() | mla() | dense("transformer_layer.mlp"),
+        )  # fmt: skip
     mamba: Shapes = {
         "norm.weight": (H,), "mixer.A_log": (4,), "mixer.D": (4,), "mixer.dt_bias": (4,), "mixer.conv1d.bias": (64,),
         "mixer.conv1d.weight": (64, 1, 4), "mixer.in_proj.weight": (100, H), "mixer.norm.weight": (32,),
@@ -190,14 +194,17 @@ def _mixed() -> Iterator[tuple[str, Layout]]:
     attention, squared = norms("norm") | gqa(root="mixer"), norms("norm") | {
         name: shape for name, shape in moe(root="mixer").items() if "gate_proj" not in name
     }  # fmt: skip
-    yield "nemotron_h", Layout(
-        config("nemotron_h", ROUTED, {
-            "hybrid_override_pattern": "M*", "mtp_hybrid_override_pattern": "*E", "ssm_state_size": 8,
-            "mamba_n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 8,
-            "moe_shared_expert_intermediate_size": INNER,
-        }),
-        (mamba, attention), under("0", attention) | under("1", squared), norm="norm_f",
-    )  # fmt: skip
+    sizes = {"ssm_state_size": 8, "mamba_n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 8,
+             "moe_shared_expert_intermediate_size": INNER}  # fmt: skip
+    puzzle = [{"block_type": "attention"}, {"block_type": "moe", "n_routed_experts": EXPERTS}]
+    for name, patterns in (
+        ("nemotron_h", {"hybrid_override_pattern": "M*", "mtp_hybrid_override_pattern": "*E"}),
+        ("nemotron_h_puzzle", {"block_configs": [{"block_type": "mamba"}, puzzle[0]], "mtp_block_configs": puzzle}),
+    ):
+        yield name, Layout(
+            config(name, ROUTED, sizes, patterns),
+            (mamba, attention), under("0", attention) | under("1", squared), norm="norm_f",
+        )  # fmt: skip
     # The head is dense, as moe_layers_enum ends with the trunk; its sliding layers have more heads than the others.
     gated = norms() | gqa(qk=True) | {"self_attn.g_proj.weight": (HEADS, H)}
     stacked: Shapes = {"moe.gate.weight": (EXPERTS, H), "moe.router_bias": (EXPERTS,)} | dense("share_expert", INNER)
@@ -249,15 +256,11 @@ def _ling() -> Iterator[tuple[str, Layout]]:
     for stem in ("hc_attn_layer", "hc_mlp_layer"):
         ihc |= hyper(f"{stem}.hc_pre.hc", width=2 * STREAMS, scales=2)
     # Gate and sink in the head's attention, as in the trunk's: another loader (rtp-llm) reads both there.
-    yield (
-        "hy_v4",
-        Layout(
-            config("hy_v4", ROUTED, LATENT, SPLIT, INDEX, {"hc_mult": STREAMS}),
-            (four | dense() | ihc, four | fused(moe()) | ihc),
-            four | fused(moe()),
-            extra=collapse("hc_head.hc_head"),
-        ),
-    )
+    for name in ("hy_v4", "hy_v4_vl"):
+        yield name, Layout(
+            config(name, ROUTED, LATENT, SPLIT, INDEX, {"hc_mult": STREAMS}),
+            (four | dense() | ihc, four | fused(moe()) | ihc), four | fused(moe()), extra=collapse("hc_head.hc_head"),
+        )  # fmt: skip
     exaone = norms() | gqa(qk=True)
     yield (
         "exaone_moe",
@@ -343,6 +346,11 @@ def _single_engine() -> Iterator[tuple[str, Layout]]:
         extra={"merge_mhc_module.phi": (STREAMS, STREAMS * H), "merge_mhc_module.branch_alpha_pre": (1,)},
     )  # fmt: skip
     gated = {"norm.weight": (H,), "W_down.weight": (4, H), "W_up.weight": (H, 4)}
+    mixed = hyper("attn_hc.hc") | hyper("ffn_hc.hc")
+    yield "xing4_0", Layout(
+        config("xing4_0", ROUTED, LATENT, FIRST, {"hc_mult": STREAMS}),
+        (DEEPSEEK[0] | mixed, DEEPSEEK[1] | mixed), DEEPSEEK[1] | mixed,
+    )  # fmt: skip
     attention = {name: shape for name, shape in SPARSE[1].items() if name.startswith("self_attn.")}
     attention |= {"self_attn.q_b_proj.weight": (HEADS * 24, 2 * RANK)}  # of queries and gates
     attention |= under("input_layernorm", gated)

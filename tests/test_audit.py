@@ -257,6 +257,7 @@ BROKEN = {
     "refused": ("engine-refuses", "note", "bailing_hybrid", {}, "transformers refuses"),
     "kept without a graph": ("engine-loads", "note", "glm_ocr", {}, "llama.cpp stores the head and cannot"),
     "unknown to engines": ("engine-absent", "note", "mellum", {}, "vLLM, SGLang and llama.cpp lack this fam"),
+    "not run here": ("not-run", "note", "nemotron_h_puzzle", {}, "transformers has no trunk of this type"),
     "packed trunk, plain head, int4": (
         "quantization", "error", "qwen3_5", {"change": pack_trunk, "config": INT4},
         r"stores 8 matrices, such as mtp.*, unquantized, .*\(compressed-tensors\) has engines build"),

@@ -81,8 +81,8 @@ def test_what_was_never_published(tmp_path_factory, kind):
 
 
 def test_a_count_in_an_unknown_model(tmp_path):
-    """Sarvam's and others' configs declare a head that nobody has seen."""
-    config = {"model_type": "sarvam_moe", "num_nextn_predict_layers": 1}
+    """A config declares a head that nobody has seen."""
+    config = {"model_type": "unseen_moe", "num_nextn_predict_layers": 1}
     report = audit(Checkpoint.open(publish(tmp_path, "deepseek_v3", modules=0, config=config)))
     assert [each.rule for each in report.findings] == ["head-withheld"]
     assert "nextn knows none that was published" in report.findings[0].found

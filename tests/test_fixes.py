@@ -73,7 +73,7 @@ EDITED = ("tied, with an lm_head of its own", "counted as a layer", "config sile
 ADVICE = {
     "experts-twice", "config-contradicts", "names-foreign", "names-unknown", "vocabulary", "trunk-missing",
     "trunk-partial", "own-head-overwritten", "layer-index", "too-many-modules", "single-expert", "engine-ignores",
-    "engine-drops", "engine-refuses", "engine-loads", "engine-absent", "quantization",
+    "engine-drops", "engine-refuses", "engine-loads", "engine-absent", "not-run", "quantization",
 }  # fmt: skip
 CASES = {name: (rule, family, options) for name, (rule, _, family, options, _) in BROKEN.items()} | VALUES
 

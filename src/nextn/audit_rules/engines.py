@@ -19,7 +19,7 @@ IDS = (
     "trunk-missing", "tied-differs", "shared-missing",
     "copy-differs", "own-head-overwritten", "layer-index", "too-many-modules",
     "single-expert", "experts-form", "engine-loads", "engine-ignores", "engine-drops", "engine-refuses",
-    "engine-absent",
+    "engine-absent", "not-run",
 )  # fmt: skip
 _UNSUPPORTED: dict[Support, tuple[str, str]] = {
     "loads": ("store", "the head and cannot run it"),
@@ -215,7 +215,13 @@ def _trunk_form(inventory: Inventory) -> Iterator[Finding]:
 
 
 def engine_support(inventory: Inventory) -> Iterator[Finding]:
-    """Report engines that do not run this family's head at all."""
+    """Report engines that do not run this family's head at all, and whether Nextn does not."""
+    if inventory.stored and not inventory.family.runs:
+        yield Finding(
+            "not-run", "note", inventory.family.name,
+            f"Nextn audits, restores and converts its files, and does not run it: {inventory.family.cannot_run}.",
+            f"An engine that runs it: {_others(inventory, [])}.", "The checkpoint needs no change.",
+        )  # fmt: skip
     for support, (stem, what) in _UNSUPPORTED.items():
         names = [name for name, engine in inventory.family.engines.items() if engine.support == support]
         if names and inventory.stored:

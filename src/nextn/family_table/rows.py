@@ -157,6 +157,7 @@ def _ignores(path: str, note: str = _NO_FIELD) -> EngineSupport:
 
 
 _NONE = EngineSupport("absent", "")
+_UNRUN = dict.fromkeys(("vllm", "sglang", "llamacpp", "transformers"), _NONE)
 
 # fmt: off
 _DEEPSEEK_V3 = Family(
@@ -529,9 +530,15 @@ _NEMOTRON_H = Family(
     remarks=(
         "final norm: LayerNorm in llamacpp, RMSNorm in vllm and sglang",
         "mtp_hybrid_override_pattern says which layers a module has; these names are those of the pattern *E",
-        "the Puzzle variant stores its head by mtp_block_configs, in mtp.safetensors: not this layout",
     ),
     unverified=("which final norm the authors' code has",),
+)
+_NEMOTRON_PUZZLE = replace(
+    _NEMOTRON_H, name="nemotron_h_puzzle", title="Nemotron-H Puzzle", model_types=("nemotron_h_puzzle",),
+    draft_types=(), models=("NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B",),
+    engines=_UNRUN | {"sglang": _sglang("nemotron_h_mtp.py")}, sources=(_SGLANG + "configs/nemotron_h.py",),
+    cannot_run="transformers has no trunk of this type",
+    remarks=("mtp_block_configs says which layers the head has, and their sizes; the file is mtp.safetensors",),
 )
 _STEP = Family(
     name="step3p5", title="Step-3.5-Flash / Step-3.7", model_types=("step3p5", "step3p7"),
@@ -827,11 +834,46 @@ _PANGU_V2 = replace(
 )
 _AXK2 = replace(
     _DEEPSEEK_V32, name="axk2", title="A.X-K2", model_types=("axk2",), count_fields=_NEXTN, default_count=0, block={},
-    fp8=None, engines=dict.fromkeys(("vllm", "sglang", "llamacpp", "transformers"), _NONE),
+    fp8=None, engines=_UNRUN,
     sources=("https://github.com/ggml-org/llama.cpp/pull/26757", _HM + "axk2/modeling_axk2.py"),
     cannot_run="no public code runs this head, so that its conventions are not known",
     remarks=("a pull request for llama.cpp adds it; A.X-K1 has no head",),
     unverified=("which of the head's own norms are gated, as those of the trunk's layers are",),
+)
+_XING4 = replace(
+    _DEEPSEEK_V3, name="xing4_0", title="Xing4.0 (XingChen4)", model_types=("xing4_0", "xingchen4"), draft_types=(),
+    count_fields=_NEXTN, default_count=0, block={}, fp8=None, engines=_UNRUN, own_block=True,
+    models=("Xing4.0-29B-A4B",),
+    sources=("https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/xing4_0/language.py",),
+    cannot_run="transformers has no trunk of this type",
+    remarks=("mlx-vlm 0.7.10 loads the trunk and drops the head",),
+    unverified=("whether the head's block has hyper-connections (attn_hc, ffn_hc), as the trunk's layers have",),
+)
+_LONGCAT_NGRAM = replace(
+    _LONGCAT, name="longcat_flash_ngram", title="LongCat-Flash with n-gram embeddings (Lite), and sparse",
+    model_types=("longcat_flash_ngram", "longcat_flash_sparse"), draft_types=(), engines=_UNRUN,
+    models=("LongCat-Flash-Lite",),
+    sources=(
+        "https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/longcat_flash_ngram/language.py",
+        "https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/longcat_flash_sparse/language.py",
+    ),
+    cannot_run="transformers has no trunk of this type",
+    remarks=("mlx-vlm 0.7.10 loads the trunk and drops model.mtp.",),
+    unverified=("whether the head embeds n-grams, as the trunk does",),
+)
+_ERNIE_VL = replace(
+    _ERNIE, name="ernie4_5_vl_moe", title="ERNIE-4.5-VL (mixture of experts)",
+    model_types=("ernie4_5_moe_vl", "ernie4_5_vl_moe"), draft_types=(), engines=_UNRUN, wrappers=_TEXT, own_block=True,
+    sources=("https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/ernie4_5_moe_vl/language.py",),
+    cannot_run="the trunk routes tokens of images to experts of their own, which nextn does not do",
+    remarks=("mlx-vlm 0.7.10 drops mtp_block, mtp_linear_proj, mtp_hidden_norm and mtp_emb_norm wherever they stand",),
+    unverified=("which releases hold a head",),
+)
+_HY_V4_VL = replace(
+    _HY_V4, name="hy_v4_vl", title="Hunyuan V4 VL (HY-V4-VL)", model_types=("hy_v4_vl", "hy_v4_vl_text"),
+    draft_types=(), engines=_UNRUN | {"transformers": _ignores("hy_v4_vl/modeling_hy_v4_vl.py")}, wrappers=_TEXT,
+    sources=(_HF + "conversion_mapping.py",),
+    cannot_run="transformers has a trunk of this type from 5.24 on, and nextn has not been run on it",
 )
 _IQUEST_Q1 = Family(
     name="iquest_q1", title="IQuest-Q1", model_types=("iquest_q1",), draft_types=("iquest_q1_mtp",),
@@ -983,8 +1025,9 @@ GEMMA4_ASSISTANT = Family(
 
 FAMILIES: tuple[Family, ...] = (
     _DEEPSEEK_V3, _DEEPSEEK_V32, _DEEPSEEK_V4, _GLM4_MOE, _GLM4V_MOE, _GLM4_MOE_LITE, _GLM_MOE_DSA, _GLM5_NEXT,
-    _GLM_OCR, _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN4_EXP, _INTERNS2_MOBIUS, _MIMO, _MIMO_V2, _ERNIE, _LONGCAT,
-    _NEMOTRON_H, _STEP, _STEP5, _BAILING_V2, _BAILING_HYBRID, _HY_V3, _HY_V4, _EXAONE_MOE, _EXAONE4_5, _INKLING,
-    _MELLUM, _MINIMAX_M3, _KIMI_K3, _PANGU, _PANGU_V2, _AXK2, _IQUEST_Q1, _DOTS3_NOTE, _GIGACHAT, _COHERE2_MOE,
+    _GLM_OCR, _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN4_EXP, _INTERNS2_MOBIUS, _MIMO, _MIMO_V2, _ERNIE, _ERNIE_VL,
+    _LONGCAT, _LONGCAT_NGRAM, _NEMOTRON_H, _NEMOTRON_PUZZLE, _STEP, _STEP5, _BAILING_V2, _BAILING_HYBRID, _HY_V3,
+    _HY_V4, _HY_V4_VL, _EXAONE_MOE, _EXAONE4_5, _INKLING, _MELLUM, _MINIMAX_M3, _KIMI_K3, _PANGU, _PANGU_V2, _XING4,
+    _AXK2, _IQUEST_Q1, _DOTS3_NOTE, _GIGACHAT, _COHERE2_MOE,
 )
 # fmt: on

@@ -31,6 +31,11 @@ WITHHELD: tuple[Withheld, ...] = (
          "https://github.com/MiniMax-AI/MiniMax-M2.7/issues/16"),
     ),
     Withheld("Kimi-K2 / K2.5", ("kimi_k2", "kimi_k25"), ("https://github.com/ROCm/ATOM/issues/553",)),
+    Withheld(
+        "Sarvam-MoE / MLA", ("sarvam_moe", "sarvam_mla"),
+        ("https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/models/sarvam_mla/"
+         "configuration_sarvam_mla.py",),
+    ),
 )  # fmt: skip
 
 

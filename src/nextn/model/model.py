@@ -321,7 +321,10 @@ def _runnable(checkpoint: Checkpoint, *, need_head: bool) -> Family:
 
 def _check_runs(family: Family) -> Family:
     if not family.runs:
-        raise FamilyError(family.cannot_run)
+        raise FamilyError(
+            f"{family.title} ({family.name}) cannot be run: {family.cannot_run}. "
+            "Its files can be audited, restored and converted."
+        )
     return family
 
 
