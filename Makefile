@@ -26,7 +26,7 @@ ATEN    ?= default
 MARCH   ?= x86-64
 THREADS ?= 1
 MASKED  := scheduler rounds rounds_decode generate draft_chain batch session backend native_sampling mtp_loss distillation \
-	likelihoods teacher_forced kv_cache kv_buffers streamed_trunk
+	likelihoods teacher_forced kv_cache kv_buffers streamed_trunk precision self_check
 test-masked: $(VENV)/.ready
 	ATEN_CPU_CAPABILITY=$(ATEN) ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NEXTN_NATIVE_MARCH=$(MARCH) \
 	NEXTN_TEST_THREADS=$(THREADS) $(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal \

@@ -109,7 +109,11 @@ def relative(found, expected):
 
 @pytest.mark.parametrize("name", ["glm_one", "qwen"])
 def test_logits_of_a_trained_model(name, monkeypatch):
-    """In bf16 beside float32 of the same weights and a KV cache in bf16: where kernels widen, nothing else rounds."""
+    """In bf16 beside float32 of the same weights and a KV cache in bf16: where kernels widen, nothing else rounds.
+
+    Where they multiply bf16 (AVX512-BF16, AMX), inputs of products are rounded, too, which hides what rounding the sums
+    would add: there the logits are nearer than those of torch's modules.
+    """
     model, exact = (Model.load(FIXTURES / name, dtype=HALF) for _ in range(2))
     exact.trunk.float()
     tokens = torch.arange(3, 35)[None] % model.trunk.vocab_size
@@ -124,11 +128,15 @@ def test_logits_of_a_trained_model(name, monkeypatch):
         return relative(logits, expected), relative(logits.bfloat16(), expected)
 
     found, with_rounded_logits = error()
+    if not load().takes_floats(1):
+        with torch.inference_mode():
+            assert found < 0.8 * relative(model.trunk.logits(model.trunk(tokens).final_hidden), expected)
+        return
     monkeypatch.setattr(program, "widen", _without_residual_stream)
     with_rounded_sums, _ = error()
     assert found < 0.6 * with_rounded_sums
     assert found < 0.8 * with_rounded_logits
-    assert found < (2**-9 if load().takes_floats(1) else 2**-8)
+    assert found < 2**-9
 
 
 def _logits_with_rounded_cache(model, tokens, monkeypatch):

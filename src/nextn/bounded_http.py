@@ -55,9 +55,10 @@ def _left(timeout: float | None, over: type[Exception]) -> float | None:
     """Return the seconds that one operation may take; raises `over` after the deadline."""
     if not isinstance(timeout, Deadline):
         return timeout
-    if timeout.remaining <= 0:
+    left = timeout.remaining  # once, as it may run out between two looks
+    if left <= 0:
         raise over("the time for the whole exchange is over")
-    return timeout.remaining
+    return left
 
 
 class _Stream(httpcore2.NetworkStream):
