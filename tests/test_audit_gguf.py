@@ -277,3 +277,18 @@ def test_tensors_that_share_bytes(tmp_path):
         (tmp_path / "m.gguf").write_bytes(data)
         with pytest.raises(CheckpointError, match=message):
             audit_gguf(tmp_path / "m.gguf")
+
+
+def test_empty_and_unknown_tensors(tmp_path):
+    """A dimension of 0, and a type of a fork: IQ4_K of ik_llama.cpp, in which heads of GLM-4.5 are published."""
+    whole = write(tmp_path / "whole.gguf")
+    place = offsets(whole)["blk.0.attn_q.weight"]
+    for at, value, message in (
+        (place - 20, 0, r"dimensions \(0, 32\), none may be 0"),
+        (place - 4, 139, "has type 139"),
+    ):
+        data = bytearray(whole.read_bytes())
+        data[at : at + 4] = value.to_bytes(4, "little")
+        (tmp_path / "m.gguf").write_bytes(data)
+        with pytest.raises(CheckpointError, match=message):
+            audit_gguf(tmp_path / "m.gguf")

@@ -17,11 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nextn.checkpoint import layout
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.tensors import TensorReader
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import by_name
 from nextn.model.load_head import head_tensors
+from nextn.model.load_trunk import check_runs
 from nextn.model.model import Model, read_tokenizer
 from nextn.settings import Settings
 
@@ -167,6 +169,17 @@ def test_a_trunk_that_cannot_be_read(tmp_path):
         CheckpointError, match=r"up_proj.weight_packed and others\), of which single layers cannot be read"
     ):
         Model.load(tmp_path / "model", stream=True)
+
+
+def test_layers_of_a_library_that_do_not_run(saved):
+    """Such as bitsandbytes' for a matrix of few rows: the error comes when the model is loaded."""
+    folder = saved[0]
+    model, weights = Model.load(folder), TensorReader(Inventory.of(Checkpoint.open(folder)))
+    model.trunk.model.hf_quantizer = object()
+    check_runs(weights, model.trunk)
+    model.trunk.decoder.layers[0].self_attn.forward = None
+    with pytest.raises(CheckpointError, match="transformers cannot run the trunk: TypeError"):
+        check_runs(weights, model.trunk)
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])

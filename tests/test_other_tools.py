@@ -5,10 +5,11 @@ results of `restore` and `convert` in the same layouts.
 """
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
-from artifacts import load_json, publish
+from artifacts import EXPERTS, load_json, publish
 from test_restore import headless
 
 import nextn
@@ -118,3 +119,43 @@ def test_an_explicit_list_gets_nothing_more():
         section = {"quant_method": method, key: ["model.layers.0.mlp"], "load_in_4bit": True}
         new = FORMATS[method](section).without(["mtp.fc"], {"lm_head": False, "model.layers.0.self_attn.q_proj": True})
         assert "lm_head" not in new[key]
+
+
+def in_mlx(table, *, packed):
+    """The trunk as mlx_lm.convert writes it: one tensor for all experts of a matrix, and codes in words of 32 bits."""
+    headless(NAME)(table)
+    for name in [each for each in table if ".experts.0." in each]:
+        stem, part = name.split(".experts.0.")
+        parts = [table.pop(name.replace(".0.", f".{number}.") if number else name) for number in range(EXPERTS)]
+        data = b"".join(each.data for each in parts)
+        table[f"{stem}.switch_mlp.{part}"] = RawTensor("BF16", (EXPERTS, *parts[0].shape), data)
+    for name in [each for each in table if each.endswith(("_proj.weight", "lm_head.weight"))] if packed else ():
+        *outer, columns = table.pop(name).shape
+        size = int(np.prod(outer)) * columns
+        table[name] = RawTensor("U32", (*outer, columns // 8), bytes(size // 2))
+        for part in ("scales", "biases"):
+            table[name.replace("weight", part)] = RawTensor("BF16", (*outer, columns // 16), bytes(size // 8))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mlx(packed, tmp_path):
+    """Experts under MLX's name are the layer's own; unpacked ones become what transformers loads, bit for bit."""
+    base, section = publish(tmp_path / "base", NAME), {"group_size": 16, "bits": 4, "mode": "affine"}
+    target = publish(
+        tmp_path / "mlx",
+        NAME,
+        change=partial(in_mlx, packed=packed),
+        config={"quantization": section} if packed else {},
+    )
+    nextn.restore(target, base)
+    report = audit(Checkpoint.open(target))
+    serious = [each.rule for each in report.findings if each.severity != "note"]
+    assert serious == ([] if packed else ["experts-form"])
+    assert report.unchecked == ()
+    assert ("engine-loads" in [each.rule for each in report.findings]) is packed
+    if not packed:
+        nextn.convert(target, tmp_path / "out", trunk_experts="split")
+        out, old = Checkpoint.open(tmp_path / "out"), Checkpoint.open(base)
+        assert all(out.read_bytes(name) == old.read_bytes(name) for name in out.tensors)
+        assert audit(out).clean
+        assert "head-stale" not in [each.rule for each in audit(out).findings]

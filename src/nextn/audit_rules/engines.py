@@ -203,6 +203,15 @@ def experts_form(inventory: Inventory) -> Iterator[Finding]:
 def _trunk_form(inventory: Inventory) -> Iterator[Finding]:
     running, forms = inventory.running_paths, inventory.family.trunk_experts
     for layer in inventory.layers.values():
+        if any(info.dtype == "U32" for info in layer.values()):
+            yield Finding(
+                "engine-loads", "note", "the trunk",
+                "Its weights are in MLX's packed layout: mlx-lm, mlx-vlm and what is built on them load it, no other "
+                "engine and not nextn.",
+                "An engine on MLX.",
+                "For others, take the model that was converted, or run `mlx_lm.convert --dequantize`.",
+            )  # fmt: skip
+            return
         for path, info in layer.items():
             if (found := expert_path(running[path])) is not None and found.form not in forms:
                 yield Finding(

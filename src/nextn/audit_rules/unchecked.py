@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.audit_rules.trunk_layers import FINAL_NORMS
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import QuantConfig, stored_modules
+from nextn.checkpoint.quantization import QuantConfig, split_name, stored_modules
 from nextn.errors import CheckpointError
 from nextn.text_format import counted, some
 
@@ -37,7 +37,10 @@ def _others(inventory: Inventory) -> list[str]:
     known = inventory.spellings(inventory.stored) | set(inventory.shared.values()) | set(inventory.unrecognized)
     known |= set() if inventory.draft_model is None else inventory.draft_model.names
     known |= {info.name for layer in inventory.layers.values() for info in layer.values()}
-    return [name for name in inventory.checkpoint.tensors if name not in known and not name.endswith(FINAL_NORMS)]
+    tensors = inventory.checkpoint.tensors
+    parts = {split_name(name, tensors)[0] for name in inventory.shared.values()}  # and of packed ones, scales
+    names = (name for name in tensors if name not in known and not name.endswith(FINAL_NORMS))
+    return [name for name in names if split_name(name, tensors)[0] not in parts]
 
 
 def _unknown_method(inventory: Inventory) -> str:

@@ -2,7 +2,8 @@
 
 `split`: `experts.<e>.{gate,up,down}_proj.weight`, one tensor per expert and matrix. `fused`: `experts.gate_up_proj`
 [E, 2I, H] and `experts.down_proj` [E, H, I], the parameters of transformers' modules; without gates `experts.up_proj`
-[E, I, H]. `stacked`: `experts.{gate,up,down}_proj.weight` [E, ...]. Trunk and head may have different forms.
+[E, I, H]. `stacked`: `experts.{gate,up,down}_proj.weight` [E, ...], in MLX `switch_mlp.*`. Trunk and head may have
+different forms.
 """
 
 import re
@@ -13,7 +14,7 @@ from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.family_table.spec import ExpertForm
 
 _PATH = re.compile(
-    r"(?P<stem>(?:.+\.)?experts)\.(?:(?P<number>\d{1,6})\.)?(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)"
+    r"(?P<stem>(?:.+\.)?(?:experts|switch_mlp))\.(?:(?P<number>\d{1,6})\.)?(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)"
     r"(?P<suffix>|[._].+)"
 )
 _MAX_EXPERTS = 65_536  # of one tensor; published models have at most 1,024
@@ -57,6 +58,7 @@ def expert_path(path: str) -> ExpertPath | None:
     if match is None:
         return None
     stem, number, part, suffix = match.group("stem", "number", "part", "suffix")
+    stem = stem.replace("switch_mlp", "experts")
     if number is not None:
         return None if part == "gate_up_proj" else ExpertPath(stem, int(number), part, suffix, "split")
     if suffix.startswith("."):

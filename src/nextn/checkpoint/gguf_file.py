@@ -235,8 +235,15 @@ class _HeaderReader:
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> GgufTensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+        if kind not in GGML_QUANT_SIZES:
+            raise CheckpointError(
+                f"{self.path}: tensor {brief(name)} has type {kind}, which the gguf package does not know: one of a "
+                "fork, such as ik_llama.cpp, or a newer one. Quantize with llama.cpp, or update gguf."
+            )
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         count = int(np.prod(shape, dtype=object))
+        if not count:
+            raise ValueError(f"tensor {brief(name)} has dimensions {shape}, none may be 0")
         if shape and shape[0] % block:
             raise ValueError(f"tensor {brief(name)} has rows of {shape[0]}, not a multiple of the block size {block}")
         begin, nbytes = start + offset, count // block * size

@@ -5,6 +5,7 @@ The trunk's fingerprint is of samples, so it needs only a few small reads for a 
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ _VALUES = 1024  # of each, from its middle
 _OF_VALUES = "v2-"  # what a fingerprint begins with that is not of bytes
 
 _MAX_LENGTH = 2**31
+_EXPERTS = re.compile(r"\.(?:experts|switch_mlp)\.")
 
 T = TypeVar("T")
 GENERIC = by_name("generic").name
@@ -246,7 +248,7 @@ def _sampled(inventory: Inventory) -> Iterator[str]:
     yield from (inventory.shared[role] for role in sorted(inventory.shared))
     for index in evenly_spaced(sorted(inventory.layers), _LAYERS):
         layer = inventory.layers[index]
-        paths = sorted(path for path, info in layer.items() if len(info.shape) > 1 and ".experts." not in path)
+        paths = sorted(path for path, info in layer.items() if len(info.shape) > 1 and not _EXPERTS.search(path))
         yield from (layer[path].name for path in evenly_spaced(paths, _WEIGHTS))
 
 

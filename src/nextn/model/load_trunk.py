@@ -20,6 +20,7 @@ from nextn.model.load_head import trunk_state
 from nextn.model.packed_experts import can_keep_codes, pack_experts, weights_with_codes
 from nextn.model.stored_experts import EXPERT
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
+from nextn.model.transformers_loading import transformers_errors
 from nextn.model.trunk import Trunk
 
 
@@ -41,6 +42,19 @@ def load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk,
             else:
                 trunk = Trunk.from_pretrained(folder, state=state, packed=linear, stage=family.hidden, dtype=dtype)
     return trunk, [*notes, *_check_trunk(checkpoint, trunk)]
+
+
+def check_runs(weights: TensorReader, trunk: Trunk) -> None:
+    """Raise CheckpointError if layers that a library packed do not run here, as its kernels lack their sizes."""
+    if getattr(trunk.model, "hf_quantizer", None) is None:
+        return
+    packed = weights.unreadable(trunk_state(weights)[0])
+    with (
+        _loading_reasons(weights.checkpoint, weights, packed),
+        transformers_errors(folder_of(weights.checkpoint), "run"),
+        torch.no_grad(),
+    ):
+        trunk(torch.zeros(1, 2, dtype=torch.long))
 
 
 def deferred_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
@@ -122,7 +136,7 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
         yield
     except CheckpointError as error:
         reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
-        if weights.method == "mlx":
+        if weights.method == "mlx" or any(each.metadata.get("format") == "mlx" for each in checkpoint.headers.values()):
             reasons.append(
                 "its weights are in MLX's layout, which mlx-lm and mlx-vlm load, and neither transformers nor nextn: "
                 "give the model that was converted, or the result of `mlx_lm.convert --dequantize`; `nextn audit` "

@@ -25,7 +25,7 @@ from nextn.family_table import Family, by_config
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
-from nextn.model.load_trunk import deferred_trunk, load_trunk, streamed_trunk
+from nextn.model.load_trunk import check_runs, deferred_trunk, load_trunk, streamed_trunk
 from nextn.model.packed_experts import dequantize, packed_parts
 from nextn.model.trunk import Trunk
 from nextn.text_format import counted
@@ -144,6 +144,7 @@ class Model:
                 files.enter_context(weights)
             trunk, notes = (streamed_trunk if stream else deferred_trunk if defer else load_trunk)(weights, dtype)
             loaded: Head | None = None
+            of_trunk = weights
             if beside is not None:
                 family = beside.family
                 trunk.stage = family.hidden
@@ -157,7 +158,9 @@ class Model:
             if any(packed_parts(*filter(None, (trunk, loaded)))):
                 files.pop_all()  # the layers read them
         length = trained_length(beside or inventory)
-        return cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes), length).to(torch_device)
+        model = cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes), length).to(torch_device)
+        check_runs(of_trunk, trunk)
+        return model
 
     def length_note(self, num_positions: int) -> str | None:
         """Return a note if texts of `num_positions` tokens are longer than what the head was trained on, else None."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Protocol
 
 import torch
@@ -120,15 +121,15 @@ def check_complete(folder: Path, incomplete: Collection[object]) -> None:
 
 
 @contextmanager
-def transformers_errors(folder: Path) -> Iterator[None]:
-    """Turn what transformers raises into a CheckpointError, and silence its messages."""
+def transformers_errors(folder: Path, what: str = "load") -> Iterator[None]:
+    """Turn what transformers raises while it does `what` into a CheckpointError, and silence its messages."""
     with _quiet():
         try:
             yield
         except NextnError:
             raise
         except Exception as error:  # an untrusted config is passed to any of hundreds of classes
-            raise CheckpointError(f"{folder}: transformers cannot load the trunk: {_reason(error)}") from error
+            raise CheckpointError(f"{folder}: transformers cannot {what} the trunk: {_reason(error)}") from error
 
 
 def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, list[str]]]:
@@ -176,7 +177,7 @@ def _config(folder: Path) -> PreTrainedConfig:
 
 
 def _reason(error: Exception) -> str:
-    message = " ".join(str(error).split())
+    message = shorten(str(error), 600, placeholder=" ...")  # some quote a value of the config, whatever its length
     if "trust_remote_code" in message:
         return "it has no model of this type, and code in a checkpoint is never run"
     return message if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {message}"
