@@ -138,6 +138,9 @@ def test_conclusion():
     kept = AcceptanceChange.of(record(), record(), source="old.json", limit=0.05)
     assert kept.conclusion.startswith("keep the head: no figure fell by more than 5.0% beyond its interval; training: ")
     assert not kept.fallen
+    unknown = AcceptanceChange.of(record(width=0.3), record(width=0.3), source="old.json", limit=0.05)
+    assert unknown.conclusion.startswith("undecided: no figure fell")
+    assert "24 texts are too few" in unknown.conclusion
 
 
 def test_read_record(tmp_path):

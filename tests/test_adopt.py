@@ -1,6 +1,8 @@
 """A trunk without a family in GLM-4.5's layout: the same logits, its head with it, and what is refused."""
 
 import json
+import re
+import shlex
 
 import pytest
 import torch
@@ -258,10 +260,14 @@ def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path):
     for engine, name in outs.items():
         code, _, err = here("export", head, tmp_path / name, "--for", engine)
         assert (code, "train --layout" in err or "train with --layout" in err, "--adopt" in err) == (2, True, True), err
-        code, _, err = here("serve", *((head,) if inside else (trunk, "--head", head)), "--print", engine)
+        code, _, err = here("serve", *((head,) if inside else (trunk, "--head", head)), "--print", engine, "-k", 2)
         route = f"nextn adopt {head} OUT --as glm4_moe" if inside else f"nextn export {head} OUT"
         assert (code, route in err) == (2, True)
-        assert inside or f"--model {trunk} --for {engine}`" in err
+        if not inside:
+            command = re.search("`nextn (export .+?)`", err)[1].replace(" OUT", f" {tmp_path / 'told'}")
+            code, out, _ = here(*shlex.split(command))
+            assert (code, f" {tmp_path / 'told'}" in out) == (0, True)
+            assert re.search(r"tokens\D+2|n-max 2", out)
     code, _, err = here("export", head, tmp_path / "out", "--for", "vllm", "--adopt", "--tokenizer", "m.gguf")
     assert (code, "leave out --tokenizer" in err, (tmp_path / "out").exists()) == (2, True, False)
     assert here("export", head, tmp_path / "out", "--for", "llama.cpp", "--adopt")[0] == 2  # not the name of a file

@@ -10,7 +10,7 @@ from tiny import FIXTURES
 from typer.testing import CliRunner
 
 from nextn.cli import app
-from nextn.cli.bench import _show_advice
+from nextn.cli.bench import _show_advice, serving
 from nextn.errors import NextnError
 from nextn.evaluate import advice, decoding_costs
 from nextn.evaluate.advice import Advice, forecast
@@ -38,6 +38,17 @@ def test_mtp_that_pays():
     assert found.pays
     assert found.summary.startswith("turn it on: 1.64 x expected")
     assert found.as_record()["best_num_speculative_tokens"] == 2
+
+
+def test_how_to_serve_it(here):
+    """The command prints another engine's; nothing is said where MTP is to be left off."""
+    gain, loss = (forecast(drafted(rate), costs([1, 1.1], 0.1), temperature=0.0) for rate in (0.9, 0.01))
+    (line,) = serving("tiny", None, [loss, gain])
+    command = re.search("`nextn (.+)`", line)[1].split()
+    code, out, _ = here(*command, "--print", "vllm", *re.search("-k 1", line)[0].split())
+    assert (code, '"num_speculative_tokens": 1' in out) == (0, True)
+    assert serving("tiny", None, [loss]) == []
+    assert "`nextn serve 'my model' --head x` " in serving("my model", "x", [gain])[0]
 
 
 def test_mtp_that_costs():

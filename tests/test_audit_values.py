@@ -11,9 +11,10 @@ from tiny import FIXTURES
 from nextn.audit_rules.norm_weights import NormValues, shifts
 from nextn.audit_rules.tensor_values import SampledValues, WholeValues, decode
 from nextn.audit_rules.values import head_stale, values
+from nextn.checkpoint.base_model import RECORD
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import RECORD, Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 

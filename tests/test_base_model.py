@@ -8,7 +8,7 @@ from artifacts import load_json, publish
 from quick import loop
 
 from nextn.audit_rules import audit
-from nextn.checkpoint.base_model import base_model, is_hub_id
+from nextn.checkpoint.base_model import RECORD, base_model, is_hub_id
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import write_json
@@ -21,8 +21,10 @@ def folder(tmp_path):
     ])  # fmt: skip
 
 
-def named(folder, *, config=None, card=None):
-    """What the fix restores from, with this `_name_or_path` and this card."""
+def named(folder, *, config=None, card=None, source=None):
+    """What the fix restores from, with this `_name_or_path`, card and source in nextn.json."""
+    if source is not None:
+        write_json(folder / RECORD, {"source": source})
     if config is not None:
         write_json(folder / "config.json", load_json(folder / "config.json") | {"_name_or_path": config})
     if card is not None:
@@ -85,6 +87,11 @@ def test_the_config_comes_first(folder):
     assert named(folder, config="org/from-config", card="---\nbase_model: org/from-card\n---\n") == "org/from-config"
     assert named(folder, config="not an id") == "org/from-card"
     assert named(folder, config=["org/base"]) == "org/from-card"
+    (folder / "README.md").unlink()
+    assert named(folder, source="nextn train runs/tiny") is None  # what trained the head is no model
+    assert named(folder, source="org/restored-from") == "org/restored-from"
+    (folder / RECORD).write_text("{")
+    assert named(folder) is None
 
 
 def test_folders(folder, tmp_path, monkeypatch):

@@ -112,6 +112,10 @@ def test_totals_alone(trained, counters):
     assert "no-prefill" in low.named
     assert fine.is_fine
     assert any("counts no positions" in note for note in low.notes)
+    adapted = replace(counters["no-prefill"], draft_tokens=2 * counters["no-prefill"].num_drafts)
+    shorter = diagnose(trained["glm"], PROMPTS, [EngineObservation(0.0, adapted, tuple(range(12)))], PLAN)
+    assert not [note for note in shorter.notes if "counts no positions" in note]
+    assert [note for note in shorter.notes if "fewer than K tokens" in note]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tiny import FIXTURES, refrain
 
 import nextn
 from nextn.audit_rules import audit
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import SHIPPED, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import CheckpointError
 
@@ -267,3 +267,37 @@ def test_fixes_of_measure_followed(here, tmp_path):
     glm(swapped, without())
     code, said, _ = here(*low, "--probe")
     assert (code, "--probe tries other conventions" in said) == (0, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names_base", [True, False])
+def test_the_fix_for_a_stale_head_followed(names_base, here, tmp_path):
+    """The command as it is printed runs; where nextn.json names the base, there is nothing to fill in."""
+    folder = tmp_path / "tuned model"
+    model = nextn.load("tiny")
+    with torch.no_grad():
+        model.trunk.model.lm_head.weight.mul_(0.5)
+    model.trunk.model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text((SHIPPED / "tokenizer.json").read_text())
+    nextn.restore(folder, "tiny")
+    if not names_base:
+        record = json.loads((folder / "nextn.json").read_text()) | {"source": "gone"}
+        (folder / "nextn.json").write_text(json.dumps(record))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (fix,) = (each.fix for each in nextn.audit(folder).findings if each.rule == "head-stale")
+    words = shlex.split(re.search("`nextn (.+?)`", fix)[1])
+    assert words == ["measure", str(folder), "--against", str(SHIPPED) if names_base else "BASE"]
+    (tmp_path / "prompts.txt").write_text("import os\n\ndef add(\n\nclass A:")
+    quick = ("-k", 1, "--max-tokens", 12, "--backend", "torch", "--prompts", tmp_path / "prompts.txt")
+    code, said, err = here(*(word.replace("BASE", "tiny") for word in words), *quick)
+    assert code in (0, 1), err
+    assert re.search("^(keep|train) the head|^undecided", said, re.MULTILINE)  # what the fix promises
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trunk_cast_without_loss_is_not_stale(dtype, tmp_path):
+    model = nextn.load("tiny")
+    model.trunk.model.to(dtype).save_pretrained(tmp_path / "cast")
+    nextn.restore(tmp_path / "cast", "tiny")
+    assert "head-stale" not in {each.rule for each in nextn.audit(tmp_path / "cast").findings}

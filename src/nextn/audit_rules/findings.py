@@ -130,7 +130,7 @@ def convert(inventory: Inventory, option: str) -> str:
 
 def against_base(inventory: Inventory) -> str:
     """Return the command that compares the head's acceptance with that of the base model."""
-    return f"nextn measure {_path(inventory)} --against BASE"
+    return f"nextn measure {_path(inventory)} --against {inventory.base_word}"
 
 
 def _path(inventory: Inventory) -> str:

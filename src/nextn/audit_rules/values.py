@@ -11,8 +11,9 @@ import numpy as np
 from nextn.audit_rules.findings import Finding, Severity, against_base, convert, restore
 from nextn.audit_rules.norm_weights import NormShift, NormValues, Values, shifts
 from nextn.audit_rules.tensor_values import SampledValues, TensorSummary, WholeValues, is_matrix
+from nextn.checkpoint.base_model import RECORD
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import RECORD, Provenance, is_head, is_trunk
+from nextn.checkpoint.provenance import Provenance, is_head, is_trunk
 from nextn.checkpoint.remote import LocalFile
 from nextn.errors import CheckpointError
 from nextn.family_table import lookup

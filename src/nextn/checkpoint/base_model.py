@@ -1,6 +1,6 @@
-"""The model that a checkpoint was made from, by its config.json or model card, for commands that restore from it.
+"""The model that a checkpoint was made from, by its config.json, model card or nextn.json, for commands that name it.
 
-Both are untrusted text, and the name becomes a part of a command that users copy into a shell: only the hub's own
+All are untrusted text, and the name becomes a part of a command that users copy into a shell: only the hub's own
 grammar of ids and existing folders are accepted, and the name is quoted.
 """
 
@@ -11,6 +11,7 @@ from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.errors import CheckpointError
 
 _CARD = "README.md"
+RECORD = "nextn.json"
 _CARD_BYTES = 64 * 1024
 _MAX_PATH = 1024  # characters
 # huggingface_hub/utils/_validators.py, with the namespace that every id of the hub's models now has.
@@ -21,12 +22,9 @@ _BASE_MODEL = re.compile(r"^base_model:([^\n]*(?:\n[ \t]*-[ \t][^\n]*)*)", re.MU
 
 
 def base_model(checkpoint: Checkpoint) -> str | None:
-    """Return the hub id or folder of the model that this one was made from; None if neither file names one."""
-    name = checkpoint.config.get("_name_or_path")
-    if isinstance(name, str) and _is_usable(name, checkpoint):
-        return name
-    name = _card_base(checkpoint)
-    return name if name is not None and _is_usable(name, checkpoint) else None
+    """Return the hub id or folder of the model that this one was made from; None if no file names one."""
+    names = checkpoint.config.get("_name_or_path"), _card_base(checkpoint), _recorded_source(checkpoint)
+    return next((name for name in names if isinstance(name, str) and _is_usable(name, checkpoint)), None)
 
 
 def _is_usable(name: str, checkpoint: Checkpoint) -> bool:
@@ -59,6 +57,13 @@ def _is_checkpoint_folder(name: str) -> bool:
         return (Path(name) / CONFIG).is_file()
     except OSError:
         return False
+
+
+def _recorded_source(checkpoint: Checkpoint) -> object:
+    try:
+        return (checkpoint.read_json(RECORD) or {}).get("source")
+    except CheckpointError:  # `audit` reports it
+        return None
 
 
 def _card_base(checkpoint: Checkpoint) -> str | None:

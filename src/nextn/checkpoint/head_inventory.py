@@ -82,19 +82,24 @@ class Inventory:
         """The model that the checkpoint was made from, see `base_model.base_model`."""
         return base_model(self.checkpoint)
 
+    @property
+    def base_word(self) -> str:
+        """It, as a word of a printed command; BASE if it is unknown."""
+        return shlex.quote(self.base_model or "BASE")
+
     def declaration(self, count: int) -> str:
         """Return the edit of config.json that declares this number of stored modules, as a sentence."""
         spare = int(self.family.spare_count and count > 1)
         return f"Set {self.family.count_field(self.checkpoint.config)} to {count + spare} in {CONFIG}."
 
     def restore_command(self, *, force: bool = False, base: str | None = None) -> str:
-        """Return the command that restores the head from the base model, or from BASE if that is unknown.
+        """Return the command that restores the head from the base model.
 
         Args:
             force: It replaces a complete head.
             base: Another model to restore it from.
         """
-        origin = base or shlex.quote(self.base_model or "BASE")
+        origin = base or self.base_word
         return f"nextn restore {shlex.quote(self.checkpoint.path)} --from {origin}{' --force' if force else ''}"
 
     def refuse_draft_model(self, *, adding: bool = False) -> None:

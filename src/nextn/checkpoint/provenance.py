@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from nextn import __version__
+from nextn.checkpoint.base_model import RECORD
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
@@ -22,7 +23,6 @@ from nextn.errors import CheckpointError, FamilyError
 from nextn.family_table import Family, by_name, find, fitted, generic, lookup, lookup_count
 from nextn.text_format import some
 
-RECORD = "nextn.json"
 # The trunk's samples: this many layers, evenly spaced, and this many weights of each.
 _LAYERS, _WEIGHTS = 8, 16
 _VALUES = 1024  # of each, from its middle
@@ -206,9 +206,11 @@ def trained_with(inventory: Inventory) -> str:
         if fingerprint := header.metadata.get("trained_with"):  # an extracted head
             return fingerprint
     record = Provenance.read(checkpoint)
-    if record is not None:
+    has_trunk = bool(inventory.shared and inventory.layers)
+    # A fingerprint of bytes becomes one of values while its trunk is at hand.
+    if record is not None and not (has_trunk and is_trunk(record.trained_with, inventory)):
         return record.trained_with
-    return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
+    return trunk_fingerprint(inventory) if has_trunk else ""
 
 
 def trained_length(inventory: Inventory) -> int | None:

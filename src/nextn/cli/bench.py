@@ -1,5 +1,6 @@
 """Speed: `nextn bench` and `nextn advise`. Files are written after all measurements, or not at all."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -195,11 +196,16 @@ def advise(
         reference = ReferencePlan(num_speculative_tokens, plan.temperatures, max_tokens, chat, seed, options.backend)
         rates = parse_bandwidth("--offload-bandwidth", offload_bandwidth), memory_rate
         advice = advise_offloaded(options, texts, reference, to_decode, *rates)
-    _report_advice(advice, scaling, out, as_json=as_json)
+    _report_advice(advice, scaling, options, out, as_json=as_json)
 
 
 def _report_advice(
-    advice: "Advice | OffloadAdvice", scaling: "CoreScaling | None", out: Path | None, *, as_json: bool
+    advice: "Advice | OffloadAdvice",
+    scaling: "CoreScaling | None",
+    options: ModelOptions,
+    out: Path | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Write the record into the folder `out`, if there is one, and print advice and scaling."""
     record = advice.as_record() | ({} if scaling is None else {"cores": scaling.as_record()})
@@ -211,6 +217,7 @@ def _report_advice(
         print_json(record)
         return
     _show_advice(advice)
+    print_lines(*serving(options.source, options.head, advice.headlines))
     if scaling is not None:
         show_cores(scaling)
 
@@ -361,6 +368,15 @@ def _show_advice(advice: "Advice | OffloadAdvice") -> None:
             speeds_text = f"{without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}"
             print_lines(f"  with --weights int8: {speeds_text}; its text differs")
     print_lines(*_warnings(advice.report))
+
+
+def serving(source: str, head: str | None, forecasts: "Sequence[Forecast]") -> list[str]:
+    """Return the line that says how to serve the model; none where no forecast advises MTP."""
+    lengths = [each.best.num_speculative_tokens for each in forecasts if each.pays]
+    beside = "" if head is None else f" --head {shlex.quote(head)}"
+    command = f"nextn serve {shlex.quote(source)}{beside}"
+    more = "chooses K by the load; --print vllm, sglang or llama.cpp: another engine's command"
+    return [f"serve it: `{command}` {more}, with -k {lengths[0]}"] if lengths else []
 
 
 def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:

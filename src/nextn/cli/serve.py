@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -159,13 +158,14 @@ def _check_extra() -> None:
 def _print_command(engine: str, model: ModelOptions, k: int | None, advice: Path | None) -> None:
     from nextn.serve.engine_commands import advised_num_speculative_tokens, as_script, engine_commands
 
-    if model.head is not None:
-        out = "OUT.gguf" if engine == "llama.cpp" else "OUT"
-        command = f"nextn export {shlex.quote(model.head)} {out} --model {shlex.quote(model.source)} --for {engine}"
-        raise ConfigError(f"--print with --head: `{command}` writes it for the engine, and prints the command")
-    checkpoint = open_checkpoint(model.source)
     if k is None and advice is not None:
         k = advised_num_speculative_tokens(advice)
+    if model.head is not None:
+        from nextn.edit.export import export_command
+
+        command = export_command(model.head, model.source, engine, k)
+        raise ConfigError(f"--print with --head: `{command}` writes it for the engine, and prints the command")
+    checkpoint = open_checkpoint(model.source)
     echo(as_script(engine_commands(checkpoint, engine, num_speculative_tokens=k)))
 
 

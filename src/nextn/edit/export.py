@@ -87,18 +87,12 @@ def export(
         raise ConfigError(f"--for {engine}; expected {', '.join(ENGINES)}")
     if tokenizer is not None and engine != "llama.cpp":
         raise ConfigError(f"--tokenizer {tokenizer}: only for llama.cpp, whose file has the trunk's tokenizer")
-    found = Checkpoint.open(source)
-    path = trunk_path(found, trunk)
-    checkpoint = Checkpoint.open(path)
-    base = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-    head = open_head(source, base)
+    head, base = _opened(source, trunk)
     _refuse(head, base, engine)
     if engine == "transformers":
         return _for_transformers(head, base, Path(out))
     if engine == "llama.cpp":
         base = on_disk(base)
-        with _naming_adoption(head, base, engine):
-            refuse_trunk(base.checkpoint, head.family)
         write_gguf(base, head, Path(out), tokenizer=tokenizer)
         command = _llamacpp(str(out), num_speculative_tokens or _K, has_window=layout_of(head.family) == STEP35)
         return Export(Path(out), ENGINES[engine], command, notes=tuple(_notes(base, engine)))
@@ -118,6 +112,31 @@ def export(
     execute(plan)
     command = draft_command(engine, base.checkpoint.path, str(out), num_speculative_tokens or _K)
     return Export(plan.folder, ENGINES[engine], command, notes=tuple(_notes(base, engine)))
+
+
+def export_command(source: str, trunk: str, engine: str, k: int | None) -> str:
+    """Return the command that writes this head for an engine, with --adopt where that is the only way.
+
+    Raises the errors of `export` where there is none.
+    """
+    head, base = _opened(source, trunk)
+    adoption = ""
+    try:
+        _refuse(head, base, engine)
+    except FamilyError:
+        if engine not in engines_after_adopting(base.checkpoint, source):
+            raise
+        adoption = " --adopt"
+    out = "OUT.gguf" if engine == "llama.cpp" else "OUT"
+    options = adoption + ("" if k is None else f" -k {k}")
+    return f"nextn export {shlex.quote(source)} {out} --model {shlex.quote(trunk)} --for {engine}{options}"
+
+
+def _opened(source: str | Path, trunk: str | Path | None) -> tuple[Inventory, Inventory]:
+    """Return the head and its trunk."""
+    checkpoint = Checkpoint.open(trunk_path(Checkpoint.open(source), trunk))
+    base = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    return open_head(source, base), base
 
 
 def trunk_path(head: Checkpoint, trunk: str | Path | None) -> str | Path:
@@ -162,6 +181,8 @@ def _refuse(head: Inventory, trunk: Inventory, engine: str) -> None:
     path = head.checkpoint.path
     with _naming_adoption(head, trunk, engine):
         _refuse_family(head.family, trunk, engine, path)
+        if engine == "llama.cpp":
+            refuse_trunk(trunk.checkpoint, head.family)
     listed = [f"{each} is missing" for each in absent(head)]
     listed += [f"{each.found} {each.fix}" for each in misfits(head, trunk) if engine in each.engines]
     if listed:

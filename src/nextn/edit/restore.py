@@ -79,7 +79,9 @@ def restore(
         (0,)
     """
     if base is None and aliases is None:
-        raise ConfigError("nothing to restore: give a base that has the head, or an engine that needs copies")
+        raise ConfigError(
+            "nothing to restore: give a base with the head (--from), or an engine that needs copies (--add-aliases)"
+        )
     row = by_name(family) if family else None
     dst, whole, repairs = _target(target, row)
     src = None if base is None else _base(base, dst, row)

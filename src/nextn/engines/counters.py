@@ -22,7 +22,10 @@ SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, .
 ROUNDED = "from rates rounded in the log: counts are approximate"
 FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
 SOME_POSITIONS = "acceptance of the last positions is missing: only the totals are compared"
-NOTHING_DRAFTED = "counts no round that drafted; check that MTP is on, and that requests were sent"
+NOTHING_DRAFTED = (
+    "counts no round that drafted; check that MTP is on, and that requests were sent (`nextn serve` stops drafting "
+    "where it does not pay, unless --fixed-k is given)"
+)
 # Limits of a page of Prometheus text.
 MAX_BYTES = 16 * 1024 * 1024
 MAX_LINES = 50_000

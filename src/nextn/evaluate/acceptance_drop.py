@@ -113,7 +113,7 @@ class AcceptanceChange:
 
     @property
     def conclusion(self) -> str:
-        """Keep or train, the improvement that can be expected, and how many texts would show a drop of the limit."""
+        """Keep, train or undecided, the expected improvement, and how many texts would show a drop of the limit."""
         names = ", ".join(drop.label for drop in self.fallen)
         if self.drops[0].temperature in self.degenerate:
             others = "" if any(self.degenerate) else ", or --temperatures 1"
@@ -126,9 +126,8 @@ class AcceptanceChange:
         perfect = f"{best.label}; a perfect head: {best.ceiling / best.now - 1:.1%}"
         expected = f"expected improvement {best.improvement:.1%} ({perfect})"
         if not names:
-            choice = (
-                f"keep the head: no figure fell by more than {self.limit:.1%} beyond its interval; training: {expected}"
-            )
+            known = "undecided" if self._noise else "keep the head"
+            choice = f"{known}: no figure fell by more than {self.limit:.1%} beyond its interval; training: {expected}"
         elif max(drop.improvement for drop in self.fallen) <= self.limit:
             choice = (
                 f"keep the head, though {names} fell by more than {self.limit:.1%}: this trunk is less sure of its "

@@ -367,9 +367,9 @@ class Diagnosis(CheckReport):
             decoded = ", ".join(fault.name for fault in FAULTS if fault.contract)
             notes.append(f"would show in decoding only, which a streamed trunk cannot do: {decoded}")
         if not self.cases[0].counts.num_drafted:
-            notes.append(
-                f"{self.engine} counts no positions, so there is one figure only: causes are hard to distinguish"
-            )
+            shorter = "drafts fewer than K tokens in some rounds, so its counts by position do not compare; fix its K"
+            why = shorter if self.cases[0].observation.counters.per_position else "counts no positions"
+            notes.append(f"{self.engine} {why}: there is one figure only, and causes are hard to distinguish")
         if self.priors and not self.is_fine:
             notes.append(
                 f"{self.engine}'s published code for this family does not have these faults, so their likelihoods are "

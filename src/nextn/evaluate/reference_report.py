@@ -166,8 +166,8 @@ class ReferenceReport:
 
     plan: ReferencePlan
     contract: Contract
-    prompts: tuple[Prompt, ...]
-    generated: Mapping[float, GeneratedTexts]
+    prompts: tuple[Prompt, ...] = field(repr=False)
+    generated: Mapping[float, GeneratedTexts] = field(repr=False)
     scored: Mapping[float, tuple[ScoredText, ...]] = field(repr=False)  # empty for a contract that can only be decoded
     scoring_pass: str
     controls: Controls | None = None

@@ -53,7 +53,7 @@ class Model:
 
     trunk: Trunk
     head: Head | None
-    family: Family
+    family: Family = field(repr=False)
     tokenizer: PreTrainedTokenizerBase | None = None
     notes: tuple[str, ...] = ()
     trained_length: int | None = None
