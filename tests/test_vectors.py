@@ -182,7 +182,7 @@ def test_no_number_stays_none(kind, given):
     assert found[2][7] == found[3][7] == given[1, 7]
 
 
-@pytest.fixture(scope="module", params=others_slow(HERE, *HERE[:2]))
+@pytest.fixture(scope="module", params=others_slow(HERE, HERE[0]))
 def products(request):
     """The products of rows [13, K] with packed weights [70, K], by the kernels for one kind of processor.
 
