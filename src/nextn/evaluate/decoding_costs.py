@@ -31,6 +31,8 @@ from nextn.stats.speedup import Costs, Spread
 Clock = Callable[[], float]
 Pass = Callable[[], object]
 _CHUNK = 512  # tokens per prefill pass
+# Short passes are repeated for so long: among seven of them, those that another process interrupts may be the median.
+_MIN_S, _MOST_REPEATS = 0.2, 10  # seconds; in `repeats`
 
 
 class TimedPasses(Protocol):
@@ -58,7 +60,7 @@ def measure_costs(
 
     Each is timed right after the pass that precedes it in decoding, as that decides what is in the processor's caches:
     a baseline step after another one, a verification after its drafts, drafts after a verification. Each ends with its
-    argmax on the host, as in decoding. One repetition before the `repeats` does not count.
+    argmax on the host, as in decoding. One repetition before the `repeats`, more of short passes, does not count.
 
     Raises:
         ConfigError: The model has no head, or these sizes do not fit it.
@@ -82,7 +84,10 @@ def time_passes(
     # (pass before, timed pass)
     pairs = [(verify[1], verify[1]), *zip(chains[1:], verify[2:], strict=True), (verify[-1], chains[-1])]
     times: list[list[float]] = [[] for _ in pairs]
-    for repeat in range(repeats + 1):
+    began = clock()
+    for repeat in range(_MOST_REPEATS * repeats + 1):
+        if repeat > repeats and clock() - began >= _MIN_S:
+            break
         for index in rotate(range(len(pairs)), repeat):
             before, timed = pairs[index]
             before()
