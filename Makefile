@@ -21,16 +21,18 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal
 
 # Decoding, scheduler, losses and caches as on another processor: what torch, oneDNN and MKL may use, what the native runtime
-# is built for, and threads. `make test-masked ATEN=avx2 MARCH=x86-64-v3 THREADS=2` is another one.
+# is built for, and threads. `make test-masked ATEN=avx2 MARCH=x86-64-v3 THREADS=2` is another one; `BUILD=bf16` rounds as
+# processors do that multiply bf16 (AVX512-BF16, AMX).
 ATEN    ?= default
 MARCH   ?= x86-64
 THREADS ?= 1
+BUILD   ?= release
 MASKED  := scheduler rounds rounds_decode generate draft_chain batch session backend native_sampling mtp_loss distillation \
-	likelihoods teacher_forced kv_cache kv_buffers streamed_trunk precision self_check
+	likelihoods teacher_forced kv_cache kv_buffers streamed_trunk precision self_check stored_codes
 test-masked: $(VENV)/.ready
 	ATEN_CPU_CAPABILITY=$(ATEN) ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NEXTN_NATIVE_MARCH=$(MARCH) \
-	NEXTN_TEST_THREADS=$(THREADS) $(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal \
-	$(MASKED:%=tests/test_%.py)
+	NEXTN_NATIVE_BUILD=$(BUILD) NEXTN_TEST_THREADS=$(THREADS) \
+	$(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal $(MASKED:%=tests/test_%.py)
 
 # With the newest transformers that pyproject.toml admits, as users install it, and its deprecations as errors; in a .venv of its
 # own: `make test-newest VENV=.venv-newest`.

@@ -220,6 +220,7 @@ def test_instruction_sets_that_are_not_here(sources, tmp_path, monkeypatch, mach
 
 def test_a_build_of_each_kind_is_a_library_of_its_own(sources, tmp_path, monkeypatch):
     """With its flags; what is no source changes nothing."""
+    monkeypatch.delenv("NEXTN_NATIVE_BUILD", raising=False)
     libraries = [build_library(sources, tmp_path)]
     (sources / "README.md").write_text("Not compiled.")
     for kind in ("release", "debug"):
@@ -229,7 +230,7 @@ def test_a_build_of_each_kind_is_a_library_of_its_own(sources, tmp_path, monkeyp
         assert ("-DNEXTN_DEBUG" in native_build._flags()) == (kind == "debug")
     assert libraries[0] == libraries[1] != libraries[2]
     monkeypatch.setenv("NEXTN_NATIVE_BUILD", "fast")
-    with pytest.raises(ConfigError, match="'fast': it can be release, debug, asan, tsan, or unset for release"):
+    with pytest.raises(ConfigError, match="'fast': it can be release, bf16, debug, asan, tsan, or unset for release"):
         build_library(sources, tmp_path)
 
 

@@ -25,12 +25,13 @@ from nextn.errors import ConfigError
 
 # No -ffast-math: masked scores are -inf.
 _FLAGS = ("-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
-# What NEXTN_NATIVE_BUILD may be, for developers: all but `release` check views, indices and sizes (csrc/check.h). The
-# libraries of sanitizers must be loaded before Python, and their options say whether a finding ends the process: see
-# the Makefile.
+# What NEXTN_NATIVE_BUILD may be, for developers. `bf16` rounds the inputs of products as processors do that multiply
+# bf16; `debug` and those after it check views, indices and sizes (csrc/check.h). The libraries of sanitizers must be
+# loaded before Python, and their options say whether a finding ends the process: see the Makefile.
 _CHECKED = ("-O1", "-g1", "-fno-omit-frame-pointer", "-DNEXTN_DEBUG")
 _BUILDS = {
     "release": ("-O3",),
+    "bf16": ("-O3", "-DNEXTN_MULTIPLY_HALVES"),
     "debug": _CHECKED,
     "asan": (*_CHECKED, "-fsanitize=address,undefined", "-fsanitize-recover=address,undefined"),
     "tsan": (*_CHECKED, "-fsanitize=thread"),

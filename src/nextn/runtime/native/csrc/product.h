@@ -57,7 +57,7 @@ inline int64_t values_per_group(int64_t type) {
 inline bool rounds_rows(int64_t type) { return is_grouped(type) || is_kquant(type); }
 
 // Whether bf16 is multiplied as such. Otherwise it is widened to fp32, so activations may be in fp32, too.
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__) || defined(NEXTN_MULTIPLY_HALVES)
 constexpr bool kMultipliesHalves = true;
 #else
 constexpr bool kMultipliesHalves = false;
