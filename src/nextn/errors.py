@@ -64,9 +64,9 @@ class TrainingError(NextnError):
     exit_code = 1
 
 
-def require_at_least(settings: object, **least: int) -> None:
-    """Raise ConfigError for the first of these fields that is smaller than its least value."""
+def require_at_least(settings: object, most: int = 2**31 - 1, **least: int) -> None:
+    """Raise ConfigError for the first of these fields that is below its least value, or above `most`."""
     for name, low in least.items():
         value = getattr(settings, name)
-        if value < low:
-            raise ConfigError(f"{name} = {value}; expected a whole number >= {low}")
+        if not low <= value <= most:
+            raise ConfigError(f"{name} = {value!s:.40}; expected a whole number >= {low}, at most {most}")

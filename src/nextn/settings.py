@@ -46,7 +46,7 @@ class Sampling:
         rules = {
             # below 1e-4, logits / temperature can overflow float32
             "temperature": (self.temperature == 0 or 1e-4 <= self.temperature < inf, "0 (greedy) or at least 1e-4"),
-            "top_k": (isinstance(self.top_k, int) and self.top_k >= 0, "0 (off) or a positive whole number"),
+            "top_k": (isinstance(self.top_k, int) and 0 <= self.top_k < 2**31, "0 (off) or a positive whole number"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
             "repetition_penalty": (0 < self.repetition_penalty < inf, "above 0 and finite (1 is off)"),
@@ -62,6 +62,9 @@ class Sampling:
     @property
     def needs_seen(self) -> bool:
         return self.repetition_penalty != 1
+
+
+_MAX_DRAFTS = 1024  # of one round: passes are compiled and buffers made for each number of them
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class Settings:
     contract: Contract = field(default_factory=Contract)
 
     def __post_init__(self) -> None:
-        require_at_least(self, num_speculative_tokens=0, num_copy_tokens=0, max_tokens=1, chunk=1)
+        require_at_least(self, _MAX_DRAFTS, num_speculative_tokens=0, num_copy_tokens=0)
+        require_at_least(self, max_tokens=1, chunk=1)
+        require_at_least(self, 2**63 - 1, seed=-(2**63))
         if self.contract.offset not in (0, -1):
             raise ConfigError(f"contract.offset = {self.contract.offset}; expected 0 or -1")

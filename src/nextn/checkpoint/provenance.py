@@ -102,10 +102,13 @@ def trunk_fingerprint(inventory: Inventory) -> str:
     Values count, as in `head_fingerprint`.
     """
     infos = [inventory.checkpoint.info(name) for name in _sampled(inventory)]
-    digest = hashlib.sha256()
-    for info, data in zip(infos, _middles(inventory.checkpoint, infos), strict=True):
-        digest.update(json.dumps([value_dtype(info.dtype), info.shape]).encode() + as_float32(data, info.dtype))
-    return _OF_VALUES + digest.hexdigest()
+    samples = zip(infos, _middles(inventory.checkpoint, infos), strict=True)
+    values = (
+        json.dumps([value_dtype(info.dtype), info.shape]).encode() + as_float32(data, info.dtype)
+        for info, data in samples
+    )
+    # Each once, as a tied lm_head is stored or not.
+    return _OF_VALUES + hashlib.sha256(b"".join(dict.fromkeys(values))).hexdigest()
 
 
 def is_head(recorded: str, inventory: Inventory) -> bool:
@@ -138,16 +141,15 @@ def value_dtype(dtype: str) -> str:
 
 
 def as_float32(data: bytes, dtype: str) -> bytes:
-    """Return the bytes of stored floats as float32; those of other dtypes as they are."""
-    if dtype == "BF16":
-        import numpy as np
+    """Return the bytes of stored floats as float32, with 0 for -0; those of other dtypes as they are."""
+    if value_dtype(dtype) != "F32":
+        return data
+    import numpy as np
 
-        return (np.frombuffer(data, "<u2").astype("<u4") << 16).tobytes()
-    if dtype == "F16":
-        import numpy as np
-
-        return np.frombuffer(data, "<f2").astype("<f4").tobytes()
-    return data
+    stored = np.frombuffer(data, {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}[dtype])
+    values = (stored.astype("<u4") << 16).view("<f4") if dtype == "BF16" else stored.astype("<f4")
+    with np.errstate(invalid="ignore"):  # NaN
+        return (values + np.float32(0)).tobytes()
 
 
 def _head_bytes(inventory: Inventory) -> str:
