@@ -19,6 +19,7 @@ from nextn.evaluate.reference import reference_acceptance, rescore
 from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes
 from nextn.evaluate.reference_texts import Controls
 from nextn.evaluate.workload import Prompt, ReferencePlan
+from nextn.model.model import Model
 from nextn.settings import Contract
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -170,6 +171,14 @@ CONTROLS = Controls(0.8, 0.0, 0.0, 0.02, 0, 40, 1000)
 def test_warnings_of_controls(change, words):
     assert CONTROLS.warnings == []
     assert any(words in each for each in replace(CONTROLS, **change).warnings)
+
+
+def test_a_flat_trunk_is_noted(found):
+    """Of an untrained model, sampled drafts are accepted whatever the head."""
+    model = Model.build(json.loads((FIXTURES / "qwen" / "config.json").read_text()))
+    plan = ReferencePlan(num_speculative_tokens=1, temperatures=(1.0,), max_tokens=6, backend="torch")
+    for measured, notes in ((reference_acceptance(model, PROMPTS[:2], plan), 1), (found["glm"], 0)):
+        assert len([each for each in measured.warnings if "likeliest token" in each]) == notes
 
 
 def test_repetitive_texts_are_left_out(found, monkeypatch):

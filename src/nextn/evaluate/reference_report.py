@@ -34,6 +34,7 @@ from nextn.settings import Contract
 from nextn.stats.acceptance import DEFINITION
 from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
 
+_FLAT = 0.05  # mean probability of the likeliest token, below that of any trained model
 DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",
     "mean_acceptance_length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round, with the bonus token",
@@ -313,6 +314,13 @@ class ReferenceReport:
             warnings += degeneracy_notes(
                 temperature, len(generated.texts), degenerate=repetitive, short=num_short, measured=self.generated
             )
+        for temperature, perfect in self.perfect.items():
+            if temperature and perfect.rates and perfect.rates[0].value < _FLAT:
+                warnings.append(
+                    f"temperature {temperature:g}: the trunk's likeliest token has a probability of "
+                    f"{perfect.rates[0].value:.3f} on average: any head that is as undecided is accepted by the rules "
+                    "`ratio` and `block`"
+                )
         if len(self.prompts) < 8:
             warnings.append(
                 f"{len(self.prompts)} texts: intervals of this few are wide, and assume that texts are similar"
