@@ -264,9 +264,9 @@ def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path):
         route = f"nextn adopt {head} OUT --as glm4_moe" if inside else f"nextn export {head} OUT"
         assert (code, route in err) == (2, True)
         if not inside:
-            command = re.search("`nextn (export .+?)`", err)[1].replace(" OUT", f" {tmp_path / 'told'}")
+            command = re.search("`nextn (export .+?)`", err)[1].replace(" OUT", f" {tmp_path / 'named'}")
             code, out, _ = here(*shlex.split(command))
-            assert (code, f" {tmp_path / 'told'}" in out) == (0, True)
+            assert (code, f" {tmp_path / 'named'}" in out) == (0, True)
             assert re.search(r"tokens\D+2|n-max 2", out)
     code, _, err = here("export", head, tmp_path / "out", "--for", "vllm", "--adopt", "--tokenizer", "m.gguf")
     assert (code, "leave out --tokenizer" in err, (tmp_path / "out").exists()) == (2, True, False)

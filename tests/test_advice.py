@@ -42,13 +42,13 @@ def test_mtp_that_pays():
 
 def test_how_to_serve_it(here):
     """The command prints another engine's; nothing is said where MTP is to be left off."""
-    gain, loss = (forecast(drafted(rate), costs([1, 1.1], 0.1), temperature=0.0) for rate in (0.9, 0.01))
-    (line,) = serving("tiny", None, [loss, gain])
+    faster, slower = (forecast(drafted(rate), costs([1, 1.1], 0.1), temperature=0.0) for rate in (0.9, 0.01))
+    (line,) = serving("tiny", None, [slower, faster])
     command = re.search("`nextn (.+)`", line)[1].split()
     code, out, _ = here(*command, "--print", "vllm", *re.search("-k 1", line)[0].split())
     assert (code, '"num_speculative_tokens": 1' in out) == (0, True)
-    assert serving("tiny", None, [loss]) == []
-    assert "`nextn serve 'my model' --head x` " in serving("my model", "x", [gain])[0]
+    assert serving("tiny", None, [slower]) == []
+    assert "`nextn serve 'my model' --head x` " in serving("my model", "x", [faster])[0]
 
 
 def test_mtp_that_costs():

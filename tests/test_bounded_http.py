@@ -11,13 +11,25 @@ import pytest
 from quick import loop, others_slow
 from raw_server import DRIPS, drip, serving
 
-from nextn.bounded_http import Deadline, client
+from nextn.bounded_http import Deadline, _left, client
 from nextn.engines.client import Budget, Client, Limits
 from nextn.errors import BudgetError, EngineError
 from nextn.redaction import Redactor
 
 SLACK = 3.0  # seconds, for a machine that is busy
 KEY = 'sk-a/b+c"\\d&<e>'
+
+
+def test_a_deadline_that_passes_between_two_looks():
+    """A negative timeout is a ValueError of the socket."""
+    looks = iter([1e-9, -1e-9])
+
+    class Ending(Deadline):
+        remaining = property(lambda self: next(looks))
+
+    assert _left(Ending(1), TimeoutError) > 0
+    with pytest.raises(TimeoutError):
+        _left(Ending(1), TimeoutError)
 
 
 @pytest.mark.parametrize("part", others_slow(DRIPS, "headers", "body"))

@@ -130,11 +130,11 @@ def in_mlx(table, *, packed):
         data = b"".join(each.data for each in parts)
         table[f"{stem}.switch_mlp.{part}"] = RawTensor("BF16", (EXPERTS, *parts[0].shape), data)
     for name in [each for each in table if each.endswith(("_proj.weight", "lm_head.weight"))] if packed else ():
-        *outer, columns = table.pop(name).shape
-        size = int(np.prod(outer)) * columns
-        table[name] = RawTensor("U32", (*outer, columns // 8), bytes(size // 2))
+        *outer, size_in = table.pop(name).shape
+        size = int(np.prod(outer)) * size_in
+        table[name] = RawTensor("U32", (*outer, size_in // 8), bytes(size // 2))
         for part in ("scales", "biases"):
-            table[name.replace("weight", part)] = RawTensor("BF16", (*outer, columns // 16), bytes(size // 8))
+            table[name.replace("weight", part)] = RawTensor("BF16", (*outer, size_in // 16), bytes(size // 8))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -130,7 +130,7 @@ def test_logits_of_a_trained_model(name, monkeypatch):
     found, with_rounded_logits = error()
     if not load().takes_floats(1):
         with torch.inference_mode():
-            assert found < 0.8 * relative(model.trunk.logits(model.trunk(tokens).final_hidden), expected)
+            assert found < 0.7 * relative(model.trunk.logits(model.trunk(tokens).final_hidden), expected)
         return
     monkeypatch.setattr(program, "widen", _without_residual_stream)
     with_rounded_sums, _ = error()

@@ -237,8 +237,9 @@ def test_weights_are_dequantized_for_the_self_check_alone(tmp_path, monkeypatch)
     model = packed_model(tmp_path, CASES[0])
     assert not names
     backend_for(model, "native")
-    # Twice where products round their inputs: torch's own error is measured, too.
     assert set(names) == {layer.codes.name for layer in packed_layers(model.trunk, model.head)}
+    # Twice where products round their inputs: torch's own error is measured, too.
+    assert max(map(names.count, names)) <= 2
     names.clear()
     generate(model, [prompt(9)], Settings(num_speculative_tokens=3, max_tokens=8), backend="native")
     assert not names

@@ -866,7 +866,7 @@ _ERNIE_VL = replace(
     model_types=("ernie4_5_moe_vl", "ernie4_5_vl_moe"), draft_types=(), engines=_UNRUN, wrappers=_TEXT, own_block=True,
     sources=("https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/ernie4_5_moe_vl/language.py",),
     cannot_run="the trunk routes tokens of images to experts of their own, which nextn does not do",
-    remarks=("mlx-vlm 0.7.10 drops mtp_block, mtp_linear_proj, mtp_hidden_norm and mtp_emb_norm wherever they stand",),
+    remarks=("mlx-vlm 0.7.10 drops mtp_block, mtp_linear_proj, mtp_hidden_norm and mtp_emb_norm at any depth",),
     unverified=("which releases hold a head",),
 )
 _HY_V4_VL = replace(
