@@ -20,7 +20,7 @@ from nextn.engines.client import Budget
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import NextnError
-from nextn.evaluate import given_texts, offloading
+from nextn.evaluate import given_texts, streaming_plan
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
 from nextn.evaluate.engine_run import EngineObservation, _store_observation, _stored_observation, ask_prompts
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
@@ -170,7 +170,7 @@ def test_interrupted_streaming_resumes_with_the_same_answers(serve, prompts, tra
     (folder,) = (tmp_path / "states").glob("diagnose-*")
     served.append(serve.running[0].num)
     streamed = []
-    monkeypatch.setattr(offloading, "stream_record", lambda layers, _: streamed.append(list(layers)) or {})
+    monkeypatch.setattr(streaming_plan, "stream_record", lambda layers, _: streamed.append(list(layers)) or {})
     result = run(url, prompts, *options)
     assert json.loads(result.stdout)["cases"][0]["prompts"] == 8
     served.append(serve.running[0].num)

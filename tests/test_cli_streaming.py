@@ -9,7 +9,7 @@ from packed import Case, quantize_folder
 from tiny import FIXTURES, refrain
 
 from nextn.errors import CheckpointError
-from nextn.evaluate import given_texts, offloading, reference_texts
+from nextn.evaluate import given_texts, reference_texts, streaming_plan
 from nextn.evaluate.workload import ReferencePlan
 from nextn.model import stored_experts
 from nextn.model.model import Model
@@ -141,7 +141,7 @@ def test_packed_layers_are_streamed(answers, here, tmp_path):
 def test_streams_by_itself_what_does_not_fit(answers, here, monkeypatch):
     """With the reason; never what fits, and not with --no-stream."""
     assert "stream" not in measure(here, answers[0.0])[0]
-    monkeypatch.setattr(offloading, "available_bytes", lambda device: 100_000)
+    monkeypatch.setattr(streaming_plan, "available_bytes", lambda device: 100_000)
     record, err = measure(here, answers[0.0])
     assert record["stream"]["num_bytes"] > 0
     assert "the trunk is streamed (the model takes 0.0 GB, and 0.0 GB are available): " in err

@@ -7,8 +7,8 @@ from tiny import build
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.devices import available_bytes
-from nextn.evaluate import offloading
-from nextn.evaluate.offloading import StreamEstimate, loaded_bytes, reason_to_stream
+from nextn.evaluate import streaming_plan
+from nextn.evaluate.streaming_plan import StreamEstimate, loaded_bytes, reason_to_stream
 from nextn.model import stored_experts
 from nextn.model.model import Model
 
@@ -43,7 +43,7 @@ def test_reason_to_stream(tmp_path, monkeypatch):
     checkpoint, cpu = Checkpoint.open(tmp_path / "model"), torch.device("cpu")
     needed = loaded_bytes(checkpoint, None)
     for available, is_streamed in ((needed * 2, False), (needed, True), (None, False)):
-        monkeypatch.setattr(offloading, "available_bytes", lambda device, available=available: available)
+        monkeypatch.setattr(streaming_plan, "available_bytes", lambda device, available=available: available)
         assert (reason_to_stream(checkpoint, None, cpu) is not None) == is_streamed
 
 

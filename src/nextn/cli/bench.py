@@ -27,28 +27,13 @@ from nextn.cli.common import (
 )
 from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.load import Against, LoadQuestion, Measured, report_by_load
-from nextn.cli.offload import (
-    Cores,
-    MemoryBandwidth,
-    OffloadBandwidth,
-    advise_offloaded,
-    check_cores,
-    check_needs_offloading,
-    parse_bandwidth,
-    show_cores,
-    show_experts,
-)
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table, progress_bars
-from nextn.cli.streaming import GivenTextOptions, TextOptions
 from nextn.errors import ConfigError
-from nextn.evaluate.workload import BenchmarkPlan, ReferencePlan
+from nextn.evaluate.workload import BenchmarkPlan
 
 if TYPE_CHECKING:
     from nextn.evaluate.advice import Advice, Forecast
     from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport
-    from nextn.evaluate.core_scaling import CoreScaling
-    from nextn.evaluate.offloading import OffloadAdvice
-    from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
@@ -128,13 +113,9 @@ def advise(
     chat: Chat = None,
     seed: int = 0,
     options: ModelOptions,
-    offload_bandwidth: OffloadBandwidth = None,
-    memory_bandwidth: MemoryBandwidth = None,
-    cores: Cores = None,
     asked: EngineAccess,
     against: Against = None,
     measured: Measured = None,
-    given: GivenTextOptions,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -143,8 +124,6 @@ def advise(
 
     sizes = _integers(batches, "--batches", minimum=1)
     lengths = _integers(contexts, "--contexts", minimum=1) if contexts else ()
-    numbers = _integers(cores, "--cores", minimum=1) if cores is not None else ()
-    memory_rate = None if memory_bandwidth is None else parse_bandwidth("--memory-bandwidth", memory_bandwidth)
     plan = BenchmarkPlan(
         (num_speculative_tokens,),
         parse_temperatures(temperatures),
@@ -167,48 +146,19 @@ def advise(
             "no MODEL: give a checkpoint folder, .gguf file or hub id, or for a live engine --engine and --against"
         )
     options, source = options.prepared(), options.source
-    advice: Advice | OffloadAdvice
-    scaling: CoreScaling | None = None
-    if offload_bandwidth is None:
-        check_needs_offloading(
-            {
-                "--memory-bandwidth": None if numbers else memory_bandwidth,
-                "--engine": asked.engine,
-                "--texts": given.texts,
-                "--stream": given.stream,
-                "--states": given.states,
-                "--keep-shards": given.keep_shards,
-            }
+    if asked.engine:
+        raise ConfigError(
+            f"--engine {asked.engine}: only with --against; with MODEL, decoding is timed on this machine"
         )
-        if numbers:
-            check_cores(numbers, memory_rate)
-        loaded = options.load(need_head=True)
-        plan = replace(plan, chat=use_chat(loaded, chat))
-        advice = _advise_loaded(loaded, to_decode, plan, sizes, lengths, source=source, quiet=as_json)
-        if numbers:
-            from nextn.evaluate.core_scaling import scale_cores
-
-            scaling = scale_cores(loaded, numbers, num_speculative_tokens=num_speculative_tokens, bandwidth=memory_rate)
-    elif numbers:
-        raise ConfigError("--cores is for models whose experts are in memory; leave it or --offload-bandwidth out")
-    else:
-        texts = TextOptions.of(options, given, asked, quiet=as_json)
-        reference = ReferencePlan(num_speculative_tokens, plan.temperatures, max_tokens, chat, seed, options.backend)
-        rates = parse_bandwidth("--offload-bandwidth", offload_bandwidth), memory_rate
-        advice = advise_offloaded(options, texts, reference, to_decode, *rates)
-    _report_advice(advice, scaling, options, out, as_json=as_json)
+    loaded = options.load(need_head=True)
+    plan = replace(plan, chat=use_chat(loaded, chat))
+    advice = _advise_loaded(loaded, to_decode, plan, sizes, lengths, source=source, quiet=as_json)
+    _report_advice(advice, options, out, as_json=as_json)
 
 
-def _report_advice(
-    advice: "Advice | OffloadAdvice",
-    scaling: "CoreScaling | None",
-    options: ModelOptions,
-    out: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Write the record into the folder `out`, if there is one, and print advice and scaling."""
-    record = advice.as_record() | ({} if scaling is None else {"cores": scaling.as_record()})
+def _report_advice(advice: "Advice", options: ModelOptions, out: Path | None, *, as_json: bool) -> None:
+    """Write the record into the folder `out`, if there is one, and print the advice."""
+    record = advice.as_record()
     if out is not None:
         from nextn.serve.engine_commands import ADVICE_FILE
 
@@ -218,8 +168,6 @@ def _report_advice(
         return
     _show_advice(advice)
     print_lines(*serving(options.source, options.head, advice.headlines))
-    if scaling is not None:
-        show_cores(scaling)
 
 
 def _advise_loaded(
@@ -294,7 +242,7 @@ def _draw(report: "BenchmarkReport", folder: Path) -> None:
     plots.costs(folder / "costs.png", [report.costs])
 
 
-def _draw_costs(advice: "Advice | OffloadAdvice", folder: Path) -> None:
+def _draw_costs(advice: "Advice", folder: Path) -> None:
     from nextn.stats import plots
 
     plots.costs(folder / "costs.png", [each.costs for each in advice.forecasts])
@@ -351,19 +299,13 @@ def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:
     ]
 
 
-def _show_advice(advice: "Advice | OffloadAdvice") -> None:
-    from nextn.evaluate.offloading import OffloadAdvice
-
+def _show_advice(advice: "Advice") -> None:
     _show_forecasts(advice.forecasts)
-    if isinstance(advice, OffloadAdvice):
-        show_experts(advice)
     for each in advice.headlines:
-        measured = ""
-        if not isinstance(advice, OffloadAdvice):
-            figures = advice.report.figures(each.temperature, advice.report.plan.k_values[-1])
-            measured = f"; measured in this run at K = {figures.num_speculative_tokens}: {figures.speedup.median:.2f} x"
+        figures = advice.report.figures(each.temperature, advice.report.plan.k_values[-1])
+        measured = f"; measured in this run at K = {figures.num_speculative_tokens}: {figures.speedup.median:.2f} x"
         print_lines(f"{_at(each.temperature)}: {each.summary}{measured}")
-        if not isinstance(advice, OffloadAdvice) and (speeds := advice.other_speeds(each)) is not None:
+        if (speeds := advice.other_speeds(each)) is not None:
             without, with_mtp, k = speeds
             speeds_text = f"{without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}"
             print_lines(f"  with --weights int8: {speeds_text}; its text differs")
@@ -396,7 +338,7 @@ def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:
     print_table(table)
 
 
-def _warnings(report: "BenchmarkReport | ReferenceReport") -> list[str]:
+def _warnings(report: "BenchmarkReport") -> list[str]:
     return [f"note: {warning}" for warning in report.warnings]
 
 

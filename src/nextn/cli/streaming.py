@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from nextn.evaluate.engine_probe import EngineFolder, EngineProbe
     from nextn.evaluate.engine_run import EngineObservation
     from nextn.evaluate.given_texts import GivenTexts
-    from nextn.evaluate.offloading import ExpertRouting
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.teacher_forced import ReferenceText
     from nextn.evaluate.workload import Prompt, ReferencePlan
@@ -46,10 +45,10 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
     if stream is not None:
         return "--stream" if stream else None
     from nextn.devices import resolve_device
-    from nextn.evaluate import offloading
+    from nextn.evaluate import streaming_plan
 
     checkpoint = open_checkpoint(options.source)
-    return offloading.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
+    return streaming_plan.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
 
 
 KeepShards = Annotated[
@@ -147,39 +146,21 @@ class TextOptions:
 
 
 def measure_acceptance(
-    options: ModelOptions,
-    source: TextOptions,
-    plan: "ReferencePlan",
-    prompts: "Sequence[Prompt]",
-    *,
-    routing: "ExpertRouting | None" = None,
+    options: ModelOptions, source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
 ) -> "tuple[Model, ReferenceReport]":
-    """Load the model, and measure its head on given texts, or on the model's own continuations of the prompts.
-
-    `routing` counts the experts that the texts take.
-    """
+    """Load the model, and measure its head on given texts, or on the model's own continuations of the prompts."""
     if source.has_texts:
-        return _measure_texts(options, source, plan, prompts, routing)
-    from nextn.evaluate.given_texts import whole_text_outputs
+        return _measure_texts(options, source, plan, prompts)
     from nextn.evaluate.reference import reference_acceptance
 
     loaded = options.load(need_head=True)
     with progress_bars(quiet=source.quiet) as progress:
         step = progress("texts", len(prompts) * len(plan.temperatures))
-        report = reference_acceptance(loaded, prompts, plan, on_text=step)
-    if routing is not None:
-        texts = [text for generated in report.generated.values() for text in generated.texts]
-        with routing.watch(loaded.trunk, texts):
-            whole_text_outputs(loaded.trunk, texts)
-    return loaded, report
+        return loaded, reference_acceptance(loaded, prompts, plan, on_text=step)
 
 
 def _measure_texts(
-    options: ModelOptions,
-    source: TextOptions,
-    plan: "ReferencePlan",
-    prompts: "Sequence[Prompt]",
-    routing: "ExpertRouting | None",
+    options: ModelOptions, source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
 ) -> "tuple[Model, ReferenceReport]":
     """Measure on texts of a file, or on an engine's continuations of the prompts.
 
@@ -198,9 +179,8 @@ def _measure_texts(
     else:
         given, probe = _ask_engine(loaded, source, plan, prompts)
     texts = [text for each in given for text in each.texts]
-    with nullcontext() if routing is None else routing.watch(loaded.trunk, texts):
-        all_texts = texts + ([] if probe is None else [probe.reference_text])
-        outputs, record = _run_trunk(loaded, all_texts, source, routing, num_drafts=plan.num_speculative_tokens)
+    all_texts = texts + ([] if probe is None else [probe.reference_text])
+    outputs, record = _run_trunk(loaded, all_texts, source, num_drafts=plan.num_speculative_tokens)
     check = None if probe is None else check_engine(source.engine.url, probe, loaded.trunk, outputs.pop())
     parts = iter(outputs)
     report = acceptance_on_texts(loaded, given, [[next(parts) for _ in each.texts] for each in given], plan)
@@ -285,17 +265,12 @@ def measure_answers(
 
 
 def _run_trunk(
-    model: "Model",
-    texts: "Sequence[ReferenceText]",
-    source: TextOptions,
-    routing: "ExpertRouting | None" = None,
-    *,
-    num_drafts: int,
+    model: "Model", texts: "Sequence[ReferenceText]", source: TextOptions, *, num_drafts: int
 ) -> "tuple[list[TrunkOutput], dict[str, object] | None]":
     """The states of all texts, in one pass of the trunk, and what streaming took."""
     from nextn.checkpoint.mapped_memory import return_freed_memory
     from nextn.evaluate.given_texts import run_name, whole_text_outputs
-    from nextn.evaluate.offloading import StreamEstimate, stream_record
+    from nextn.evaluate.streaming_plan import StreamEstimate, stream_record
     from nextn.model.layer_states import remove_states
     from nextn.model.streamed_trunk import StreamedTrunk
 
@@ -307,15 +282,9 @@ def _run_trunk(
     print_note(f"the trunk is streamed ({source.reason}): {estimate}")
     return_freed_memory()  # of checking the head
     layers: list[LayerProgress] = []
-    name, options = run_name(trunk, texts), dict[str, Any]()
-    if routing is not None:
-        name, options = f"{name}-experts-{routing.max_positions}", {"observe": routing.counts}
-    folder = source.folder / name
+    folder = source.folder / run_name(trunk, texts)
     with _layer_bar(trunk, folder, layers, quiet=source.quiet) as show:
-        outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show, **options)
-    for layer in layers:
-        if routing is not None:
-            routing.restore(layer.index, layer.observed)
+        outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show)
     if source.states is None:
         remove_states(folder)
     return outputs, stream_record(layers, estimate)
@@ -323,7 +292,7 @@ def _run_trunk(
 
 def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Path, *, quiet: bool) -> None:
     """Run the trunk of a task over all texts of a training run."""
-    from nextn.evaluate.offloading import StreamEstimate
+    from nextn.evaluate.streaming_plan import StreamEstimate
 
     trunk: Any = task.model.trunk
     if task.ranks.is_first:

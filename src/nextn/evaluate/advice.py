@@ -111,30 +111,11 @@ class Forecast:
 def forecast(
     counts: Acceptance, costs: Costs, *, temperature: float, overhead: float = 0.0, all_repetitive: bool = False
 ) -> Forecast:
-    """Compute the expected speed-up of every K from the acceptance of runs at the largest K, as `forecast_rates`."""
-    return forecast_rates(
-        counts.rates,
-        counts.intervals(),
-        costs,
-        temperature=temperature,
-        overhead=overhead,
-        all_repetitive=all_repetitive,
-    )
-
-
-def forecast_rates(
-    rates: Sequence[float],
-    bounds: Sequence[tuple[float, float]],
-    costs: Costs,
-    *,
-    temperature: float,
-    overhead: float = 0.0,
-    all_repetitive: bool = False,
-) -> Forecast:
-    """Compute the expected speed-up of every K from acceptances a_1.. and their intervals.
+    """Compute the expected speed-up of every K from the acceptance of runs at the largest K.
 
     `overhead` is the o of `DEFINITION`, in baseline steps. Raises ConfigError if no round had drafts.
     """
+    rates, bounds = counts.rates, counts.intervals()
     if not bounds:
         raise ConfigError("no text was long enough for a round with drafts; give other prompts, or more max_tokens")
     low, high = ([bound[end] for bound in bounds] for end in (0, 1))

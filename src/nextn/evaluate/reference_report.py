@@ -153,7 +153,7 @@ class ReferenceReport:
         text_source: Of texts that were not generated here.
         origins: Of such texts, by temperature.
         engine: The engine that wrote them.
-        stream: What streaming the trunk took, see `offloading.stream_record`.
+        stream: What streaming the trunk took, see `streaming_plan.stream_record`.
         num_mtp_layers: Of the head.
         think_tokens: Ids of the opening and the closing tag of thinking.
         prompts_source: Where the prompts came from, see `workload.prompts_record`.

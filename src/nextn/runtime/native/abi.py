@@ -6,8 +6,7 @@ It knows no model: tensors are passed as views and ops by name. csrc/layout.cpp 
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -243,22 +242,6 @@ class Runtime:
         if self._process != os.getpid():
             self._process, self._team = os.getpid(), self.library.nextn_team(self.num_threads)
         return self._team
-
-    @contextmanager
-    def with_threads(self, number: int) -> Iterator[None]:
-        """Run with another number of threads for a while. Programs keep their bits; the lock is held for replacing."""
-        before = self.num_threads
-        self._set_threads(number)
-        try:
-            yield
-        finally:
-            self._set_threads(before)
-
-    def _set_threads(self, number: int) -> None:
-        with self.lock:
-            old, self.num_threads = self.team, number
-            self.library.nextn_team_free(old)
-            self._team = self.library.nextn_team(number)
 
     @property
     def has_bf16_pair_products(self) -> bool:
