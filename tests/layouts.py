@@ -154,7 +154,9 @@ def _qwen() -> Iterator[tuple[str, Layout]]:
     sink = {"self_attn.attention_sink_bias": (HEADS,)}
     local = norms("input_layernorm", "pre_mlp_layernorm") | gqa(kv=HEADS) | sink | dense()
     yield "mimo_v2", Layout(
-        config("mimo_v2_flash", ROUTED, {"layer_types": ["full_attention", "sliding_attention"], "v_head_dim": 8}),
+        config("mimo_v2_flash", ROUTED, {
+            "n_shared_experts": None, "layer_types": ["full_attention", "sliding_attention"], "v_head_dim": 8,
+        }),
         (norms() | gqa() | dense(), norms() | gqa(kv=HEADS) | sink | moe(shared="")), local,
     )  # fmt: skip
 

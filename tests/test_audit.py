@@ -151,11 +151,11 @@ BROKEN = {
         "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model\.(language_model\.)?norm\.")}, "the final norm"),
     "another number of heads": (
         "config-contradicts", "error", "glm4_moe", {"config": {"num_attention_heads": 8}},
-        "q_proj.weight has 32 rows, which num_attention_heads = 8"),
+        "q_proj.weight has 32 rows; num_attention_heads = 8"),
     "another number of experts": (
-        "config-contradicts", "error", "deepseek_v3", {"config": {"n_routed_experts": 8}}, "have 4 experts, which n_"),
+        "config-contradicts", "error", "deepseek_v3", {"config": {"n_routed_experts": 8}}, "have 4 experts; n_"),
     "another hidden size": (
-        "config-contradicts", "error", "glm4_moe", {"config": {"hidden_size": 2 * H}}, "has 32 columns, which hidden"),
+        "config-contradicts", "error", "glm4_moe", {"config": {"hidden_size": 2 * H}}, "has 32 columns; hidden"),
     "other layer types": (
         "config-contradicts", "error", "qwen3_next", {"config": {"layer_types": ["full_attention"] * 2}},
         "have linear_attn in layer 0 and self_attn in layer 1"),
@@ -241,7 +241,7 @@ BROKEN = {
         r"BF16 \[56, 32\] against BF16 \[64, 32\]"),
     "own head replaced": (
         "own-head-overwritten", "note", "step3p5", {}, "has its own lm_head; transformers uses the trunk's instead"),
-    "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers loads .* from layer 61 only; here it is l"),
+    "no layer 61": ("layer-index", "note", "deepseek_v3", {}, "transformers loads .* as layer 61 only; here it is l"),
     "several modules as one": (
         "too-many-modules", "note", "mimo_v2", {"modules": 3}, "3 MTP layers are stored; vLLM uses 1"),
     "a model of one expert": (

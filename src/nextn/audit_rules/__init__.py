@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter
 
 from nextn.audit_rules import (
+    config_claims,
     engines,
     files,
     precision,
@@ -37,7 +38,19 @@ from nextn.family_table import Family, by_config, by_name, generic, rows
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit", "audit_checkpoint"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (structure, trunk_layers, pruned, files, shapes, query_heads, engines, precision, separate, values)
+_MODULES = (
+    structure,
+    trunk_layers,
+    config_claims,
+    pruned,
+    files,
+    shapes,
+    query_heads,
+    engines,
+    precision,
+    separate,
+    values,
+)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 _MAX_NAMES = 2000  # to match against every family's layout

@@ -145,10 +145,10 @@ def layer_index(inventory: Inventory) -> Iterator[Finding]:
     index = inventory.num_layers
     for name, engine in inventory.family.runners.items():
         if inventory.stored and engine.layers and index not in engine.layers:
-            supported = joined(map(str, engine.layers))
+            supported = " or ".join(map(str, engine.layers))
             yield Finding(
                 "layer-index", "note", f"model.layers.{index}",
-                f"{ENGINES[name]} loads this family's head from layer {supported} only; here it is layer {index}.",
+                f"{ENGINES[name]} loads this family's head as layer {supported} only; here it is layer {index}.",
                 f"A trunk of {supported} layers, or another engine: {_others(inventory, [name])}.",
                 "The checkpoint needs no change.",
             )  # fmt: skip

@@ -1,0 +1,204 @@
+"""Compare what config.json says of the trunk's layers with the tensors that they have: parts, experts and sizes.
+
+Each claim is a row of a table: a field, and the tensors that it gives or withholds. Where fields of the usual names do
+not describe a family's layers, the layers have other names, and nothing is reported.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from nextn.audit_rules.findings import Finding
+from nextn.audit_rules.layer_reference import LayerReference
+from nextn.bounded_json import short_repr
+from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts, trunk_experts, uniform
+from nextn.checkpoint.expert_forms import split_view
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.quantization import unpacked
+from nextn.family_table import lookup, lookup_count
+from nextn.text_format import counted, joined
+
+Claim = tuple[Mapping[str, object], str]  # fields of config.json, and what is stored against them
+IDS: tuple[str, ...] = ()  # `config-contradicts` is one of `structure`'s
+_KEYS, _VALUES = 2 * ("linear_num_key_heads*linear_key_head_dim",), "linear_num_value_heads*linear_value_head_dim"
+# Path in a layer -> the fields of config.json whose products, added, are the number of rows.
+_ROWS = {
+    "self_attn.q_proj.weight": "num_attention_heads*head_dim",
+    "self_attn.k_proj.weight": "num_key_value_heads*head_dim",
+    "self_attn.q_a_proj.weight": "q_lora_rank",
+    "self_attn.kv_a_proj_with_mqa.weight": "kv_lora_rank + qk_rope_head_dim",
+    "self_attn.kv_b_proj.weight": "num_attention_heads*qk_nope_head_dim + num_attention_heads*v_head_dim",
+    "self_attn.indexer.wq_b.weight": "index_n_heads*index_head_dim",
+    "linear_attn.in_proj_qkv.weight": " + ".join((*_KEYS, _VALUES)),
+    "linear_attn.in_proj_qkvz.weight": " + ".join((*_KEYS, _VALUES, _VALUES)),
+    "mlp.gate_proj.weight": "intermediate_size",
+    "mlp.experts.0.gate_proj.weight": "moe_intermediate_size",
+    "mlp.shared_expert.gate_proj.weight": "shared_expert_intermediate_size",
+    "mlp.shared_experts.gate_proj.weight": "n_shared_experts*moe_intermediate_size",
+}
+# Field -> what layers have if it is true, or not 0: in words, their tensors, and those beside which they would be.
+_PARTS = {
+    "use_qk_norm": (
+        "norms of queries and keys", r"\w+\.(q|k|query|key)_(layer)?norm\.weight", r"\w+\.(k_proj|query_key_value)\..+",
+    ),
+    "attention_bias": (
+        "biases of attention's inputs", r"\w+\.(q|k|v|q_a|kv_a)_proj\w*\.bias",
+        r"(self_attn|mixer)\.(k_proj|q_a_proj|kv_a_proj_with_mqa)\.weight",
+    ),
+    "q_lora_rank": ("q_a_proj", r"self_attn\.q_a_proj\..+", r"self_attn\.kv_a_proj_with_mqa\..+"),
+    "n_shared_experts": ("shared experts", r"(.+\.)?shared?_(experts?|mlp)\..+", r"\w+\.experts\..+"),
+    "add_swa_attention_sink_bias": (
+        "sinks of attention", r"self_attn\.(sinks|attention_sink_bias)", r"self_attn\.\w+\.weight",
+    ),
+}  # fmt: skip
+_SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers")
+# Lists with one entry for each layer; those of some releases also have entries for the head.
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_layer_freq")
+
+
+def config_claims(inventory: Inventory) -> Iterator[Finding]:
+    """Report what config.json says of the trunk and its files do not hold."""
+    config = both_levels(inventory.checkpoint.config)
+    if inventory.family.trunk_kv or not inventory.layers:
+        return
+    yield from _no_sizes(config)
+    reported: set[str] = set()
+    for fields, found in (*_parts(inventory, config), *_row_counts(inventory, config), *_experts(inventory, config),
+                          *_layers(inventory, config)):  # fmt: skip
+        if not reported & fields.keys():  # one wrong number contradicts every matrix that has it
+            yield _contradiction(fields, found)
+        reported |= fields.keys()
+
+
+def _no_sizes(config: Mapping[str, object]) -> Iterator[Finding]:
+    """Report sizes that are no whole numbers, which configuration classes refuse or take for something else."""
+    for field in (*_SIZES, *COUNT_FIELDS, "intermediate_size", "moe_intermediate_size", "head_dim"):
+        value, least = config.get(field), int(field in _SIZES)
+        if value is not None and not isinstance(value, list) and (type(value) is not int or value < least):
+            yield Finding(
+                "config-contradicts", "error", f"{CONFIG}: {field}", f"{field} = {short_repr(value)} in {CONFIG}.",
+                f"A whole number from {least}.", f"Correct {CONFIG}.",
+            )  # fmt: skip
+
+
+def _layers(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Claim]:
+    """Yield another number of layers, or of columns, and layers of one declared type with different mixers."""
+    for field in _OF_LAYERS:
+        if isinstance(entries := config.get(field), list) and len(entries) < inventory.num_layers:
+            yield {f"length of {field}": len(entries)}, f"the trunk has {inventory.num_layers} layers"
+    embedding = inventory.checkpoint.tensors.get(inventory.shared.get("embedding", ""))
+    hidden = lookup_count(config, "hidden_size")
+    if embedding and unpacked(embedding) and hidden and embedding.shape[1:] not in ((), (hidden,)):
+        yield {"hidden_size": hidden}, f"{embedding.name} has {embedding.shape[1]} columns"
+    types = lookup(inventory.checkpoint.config, "layer_types")
+    mixers: dict[str, dict[frozenset[str], int]] = defaultdict(dict)
+    for index, parts in LayerReference(inventory).parts_of_layers.items():
+        mixer = frozenset(part.partition(".")[0] for part in parts) & {"self_attn", "linear_attn"}
+        if isinstance(types, list) and index < len(types) and mixer:
+            mixers[str(types[index])].setdefault(mixer, index)
+    for layer_type, found in mixers.items():
+        if len(found) > 1:
+            listed = joined(f"{'.'.join(sorted(mixer))} in layer {index}" for mixer, index in found.items())
+            yield {"layer_types": [layer_type]}, f"layers have {listed}"
+
+
+def _row_counts(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Claim]:
+    """Yield matrices whose numbers of rows are not those that the config's fields of the usual names give.
+
+    Only where all layers have the same number: else some follow fields that are not known here, as in Step-3.5. With
+    latent attention, head_dim is that of a part of the queries; beside experts, dense layers have widths of many names.
+    """
+    rows: dict[str, dict[int, str]] = defaultdict(dict)
+    for layer in inventory.layers.values():
+        for path, info in layer.items():
+            for view, part in split_view(inventory.running_paths[path], info):
+                if view in _ROWS and len(part.shape) == 2 and unpacked(info):
+                    rows[view].setdefault(part.shape[0], info.name)
+    gate = config.get("attn_output_gate")
+    for view, found in rows.items():
+        terms, (count, name) = [term.split("*") for term in _ROWS[view].split(" + ")], next(iter(found.items()))
+        fields: dict[str, Any] = {field: config.get(field) for term in terms for field in term}
+        is_latent, is_dense = "head_dim" in fields and "kv_lora_rank" in config, "intermediate_size" in fields
+        is_known = all(type(size) is int for size in fields.values()) and not (is_dense and declared_experts(config))
+        if not is_known or is_latent or len(found) > 1:
+            continue
+        times = {1}
+        if "q_proj" in view:  # queries may come with as many gates
+            fields |= {"attn_output_gate": gate} if isinstance(gate, bool) else {}
+            times = {1 + gate} if isinstance(gate, bool) else {1, 2}
+        if count not in {each * sum(prod(map(fields.__getitem__, term)) for term in terms) for each in times}:
+            yield fields, f"{name} has {counted(count, 'row')}{' per expert' * ('experts.0' in view)}"
+
+
+def _parts(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Claim]:
+    """Yield parts of layers that a field of config.json gives and no layer has, or withholds and one has."""
+    paths = {inventory.running_paths[path]: info.name for layer in inventory.layers.values()
+             for path, info in layer.items()}  # fmt: skip
+    for field, (words, part, beside) in _PARTS.items():
+        value, found = config.get(field, paths), [name for path, name in paths.items() if re.fullmatch(part, path)]
+        has_neighbor = any(re.fullmatch(beside, path) for path in paths)
+        if value is paths or not has_neighbor or bool(value) == bool(found):
+            continue
+        what = f"{found[0]} is stored" if found else f"no layer has {words}"
+        yield {field: value}, what
+
+
+def _experts(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Claim]:
+    """Yield numbers of experts, and layers with experts, that are not those of config.json."""
+    experts, declared = trunk_experts(inventory), declared_experts(config)
+    count, chosen = uniform(experts), lookup_count(config, "num_experts_per_tok")
+    if count and declared and count not in declared.values():
+        yield declared, f"the trunk's layers have {count} experts"
+    elif count and chosen and chosen > count:
+        yield {"num_experts_per_tok": chosen}, f"the trunk's layers have {count} experts"
+    for fields, sparse in _sparse_layers(config, inventory.num_layers) if experts else ():
+        for index in inventory.layers:
+            if (index in sparse) != (index in experts):
+                has = "has experts" if index in experts else "is dense"
+                yield {field: config[field] for field in fields}, f"layer {index} of the trunk {has}"
+                break
+
+
+def _sparse_layers(config: Mapping[str, object], num_layers: int) -> Iterator[tuple[list[str], set[int]]]:
+    """Yield fields of config.json and the trunk layers to which they give experts."""
+    layers = range(num_layers)
+    first, every, types = map(config.get, ("first_k_dense_replace", "moe_layer_freq", "mlp_layer_types"))
+    if isinstance(every, list):
+        yield ["moe_layer_freq"], {index for index, entry in zip(layers, every, strict=False) if entry}
+    elif type(first) is int and type(every) in (int, type(None)):
+        fields = ["first_k_dense_replace"] + ["moe_layer_freq"] * (every is not None)
+        yield fields, {index for index in layers if index >= first and index % (every or 1) == 0}  # type: ignore[operator]
+    if isinstance(types, list) and {*map(str, types)} <= {"dense", "sparse"}:
+        yield ["mlp_layer_types"], {index for index, entry in zip(layers, types, strict=False) if entry == "sparse"}
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+    fields = [field for field in ("decoder_sparse_step", "mlp_only_layers") if field in config]
+    if fields and type(step) is int and step > 0 and isinstance(dense, list):
+        yield fields, {index for index in layers if index not in dense and (index + 1) % step == 0}
+
+
+def both_levels(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields of config.json with those of its text model, which come first."""
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, Mapping) else {})}
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else short_repr(value)
+
+
+def _contradiction(fields: Mapping[str, object], found: str) -> Finding:
+    listed = joined([f"{field} = {_as_json(value)}" for field, value in fields.items()][:5])
+    contradict = f"contradict{'s' * (len(fields) == 1)}"
+    return Finding(
+        "config-contradicts", "error", f"{CONFIG}: {next(iter(fields)).rpartition(' ')[2]}",
+        f"{found[0].upper() if found.startswith(('the', 'no ')) else found[0]}{found[1:]}; {listed} in {CONFIG} "
+        f"{contradict} that: loaders refuse the weights, or leave some out.",
+        "What is stored.", f"Correct {CONFIG}, or take config and weights of one model.",
+    )  # fmt: skip
+
+
+RULES = (config_claims,)

@@ -1,0 +1,35 @@
+"""What config.json says of the trunk's layers, against the tensors that are there."""
+
+import pytest
+from artifacts import publish
+
+import nextn
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("glm4_moe", "use_qk_norm", False),
+        ("glm4_moe", "attention_bias", False),
+        ("deepseek_v3", "attention_bias", True),
+        ("glm4_moe", "first_k_dense_replace", 2),
+        ("glm4_moe_lite", "mlp_layer_types", ["sparse", "sparse"]),
+        ("mimo_v2", "moe_layer_freq", [1, 1]),
+        ("qwen3_next", "mlp_only_layers", [1]),
+        ("qwen3_next", "decoder_sparse_step", 2),
+        ("qwen3_5", "layer_types", ["linear_attention"]),
+        ("qwen3_5", "attn_output_gate", False),
+        ("deepseek_v3", "q_lora_rank", None),
+        ("glm4_moe", "n_shared_experts", 0),
+        ("glm4_moe", "n_shared_experts", 2),
+        ("deepseek_v3", "qk_rope_head_dim", 16),
+        ("qwen3_next", "linear_num_key_heads", 7),
+        ("glm4_moe", "num_experts_per_tok", 9),
+    ],
+)
+def test_a_claim_that_no_tensor_supports(family, field, value, tmp_path):
+    """Clean although loaders refuse the weights, or one finding for each matrix of one wrong number."""
+    found = nextn.audit(publish(tmp_path, family, config={field: value})).findings
+    assert [(each.rule, field in each.found) for each in found if each.severity != "note"] == [
+        ("config-contradicts", True)
+    ]
