@@ -103,7 +103,7 @@ def main() -> None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "smollm2"
-        adopt(smollm2(), checkpoint, layout="glm4_moe", head=SHIPPED_HEAD)
+        adopt(smollm2(), checkpoint, head=SHIPPED_HEAD)
         model = Model.load(checkpoint, dtype=torch.float32)
         plan = ReferencePlan(K, (0.0, *args.temperatures), args.tokens, chat=True)
         prompts = read_prompts("humaneval")

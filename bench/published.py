@@ -3,7 +3,7 @@
     python bench/published.py prompts.jsonl --engine llama.cpp --engine transformers --engine vllm --out FILE
     python bench/published.py prompts.jsonl --faults --out FILE
 
-Trunk and head are written as one checkpoint for all three engines (`nextn adopt --as glm4_moe`). With --faults, our
+Trunk and head are written as one checkpoint for all three engines (`nextn adopt`). With --faults, our
 own decoder and llama.cpp run the intact head, then a faulty one, llama.cpp where the fault is in the files; each trial
 diagnoses the counts of another half of the prompts. Prompts are asked through the chat template
 (`examples/smollm2/humaneval.py` writes HumanEval's).
@@ -165,7 +165,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Starter(args.engines, args.threads), Path(folder), CONTEXT)
         checkpoint = Path(folder) / "smollm2"
-        adopt(smollm2(), checkpoint, layout="glm4_moe", head=SHIPPED_HEAD)
+        adopt(smollm2(), checkpoint, head=SHIPPED_HEAD)
         model = Model.load(checkpoint, need_head=False, skip_head=True)
         prompts = read_prompts(args.prompts)
         prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]

@@ -18,7 +18,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, trunk_fingerprint
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit.adopt import EXPERTS, adopt, engines_after_adopting, part_width
-from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.errors import CheckpointError, FamilyError
 from nextn.model.model import Model
 from nextn.train.head_run import prepare_head_run
 
@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_trunk(name, tmp_path, monkeypatch):
     trunk = trunk_of(tmp_path / "trunk", kind, **changes)
     monkeypatch.setattr(checkpoint_module, "CHUNK", 1000)
     monkeypatch.setattr("nextn.edit.adopt.CHUNK", 1000)
-    plan = adopt(trunk, tmp_path / "out", layout="glm4_moe")
+    plan = adopt(trunk, tmp_path / "out")
     model_class, theirs = logits(tmp_path / "out")
     assert model_class == "Glm4MoeForCausalLM"
     torch.testing.assert_close(theirs, logits(trunk)[1], atol=2e-6, rtol=0)
@@ -89,7 +89,7 @@ def test_logits_in_bfloat16_differ_by_rounding(name, tmp_path):
     """The new layout is as far from the trunk's logits in float32 as the trunk itself is in bfloat16."""
     kind, changes = TRUNKS[name]
     trunk = in_bfloat16(trunk_of(tmp_path / "trunk", kind, **changes))
-    adopt(trunk, tmp_path / "out", layout="glm4_moe")
+    adopt(trunk, tmp_path / "out")
     exact = logits(trunk)[1]
     own, theirs = (logits(folder, torch.bfloat16)[1].float() - exact for folder in (trunk, tmp_path / "out"))
     assert 0 < own.abs().max() < 0.02 * exact.abs().max()
@@ -100,7 +100,7 @@ def test_logits_in_bfloat16_differ_by_rounding(name, tmp_path):
 def test_what_the_folder_has(tmp_path):
     """The fields that engines read without a default; an lm_head; other weights as they were; the tokenizer."""
     trunk = trunk_of(tmp_path / "trunk", "qwen2", tie_word_embeddings=True, eos_token_id=7)
-    adopt(trunk, tmp_path / "out", layout="glm4_moe")
+    adopt(trunk, tmp_path / "out")
     out, old = Checkpoint.open(tmp_path / "out"), load_file(trunk / "model.safetensors")
     expected = {
         "model_type": "glm4_moe", "head_dim": 16, "attention_bias": True, "use_qk_norm": False, "eos_token_id": 7,
@@ -137,7 +137,7 @@ def trained(folder, trunk, text, **options):
 def test_a_head_is_trained_in_the_new_layout(text, tmp_path):
     """One command from the folder to a clean checkpoint of the family, which decodes the old trunk's text."""
     trunk = trunk_of(tmp_path / "trunk", "qwen3")
-    adopt(trunk, tmp_path / "out", layout="glm4_moe")
+    adopt(trunk, tmp_path / "out")
     folder = trained(tmp_path / "run", tmp_path / "out", text)
     model = Model.load(folder)
     assert model.family.name == "glm4_moe"
@@ -153,7 +153,7 @@ def adopted(folder, kind, **changes):
     """A random trunk in the new layout, with the head that it got in its own."""
     (folder / "text.txt").write_text(TEXT)
     head = trained(folder / "run", trunk_of(folder / "trunk", kind, **changes), folder / "text.txt")
-    adopt(head, folder / "adopted", layout="glm4_moe")
+    adopt(head, folder / "adopted")
     return folder / "adopted"
 
 
@@ -163,7 +163,7 @@ def test_a_head_goes_with_its_trunk(kind, inside, text, tmp_path):
     trunk = trunk_of(tmp_path / "trunk", kind)
     head = trained(tmp_path / "run", trunk, text, head_only=not inside)
     source, apart = (head, None) if inside else (trunk, head)
-    adopt(source, tmp_path / "out", layout="glm4_moe", head=apart)
+    adopt(source, tmp_path / "out", head=apart)
     old, new = Model.load(source, head=apart), Model.load(tmp_path / "out")
     assert (new.family.name, new.notes) == ("glm4_moe", ())
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_a_trunk_that_the_layout_cannot_compute(words, tmp_path):
     trunk = build(tmp_path / "trunk", kind, **{key: each for key, each in changes.items() if key.endswith("_bias")})
     _edit(trunk / "config.json", **changes)
     with pytest.raises(FamilyError, match=f"cannot compute this trunk: {words}"):
-        adopt(trunk, tmp_path / "out", layout="glm4_moe")
+        adopt(trunk, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -223,7 +223,7 @@ def test_a_trunk_whose_tensors_are_not_its_configs(words, tmp_path):
         weights |= {} if shape is None else {name: torch.ones(shape)}
     save_file(weights, trunk / "model.safetensors")
     with pytest.raises(CheckpointError, match=words):
-        adopt(trunk, tmp_path / "out", layout="glm4_moe")
+        adopt(trunk, tmp_path / "out")
 
 
 def test_other_heads_are_refused(text, tmp_path):
@@ -231,13 +231,11 @@ def test_other_heads_are_refused(text, tmp_path):
     run = prepare_head_run(tmp_path / "mimo", start(trunk, "mimo"), data=[text], settings=SETTINGS)
     list(run.trainer.run())
     with pytest.raises(FamilyError, match=r"1 MTP layers of mimo_draft.*without --layout"):
-        adopt(trunk, tmp_path / "out", layout="glm4_moe", head=run.write(allow_worse=True).parent)
+        adopt(trunk, tmp_path / "out", head=run.write(allow_worse=True).parent)
     head = trained(tmp_path / "run", trunk, text, head_only=True)
     other = trunk_of(tmp_path / "other", "qwen2", initializer_range=0.02)
     with pytest.raises(CheckpointError, match="trained on another trunk"):
-        adopt(other, tmp_path / "out", layout="glm4_moe", head=head)
-    with pytest.raises(ConfigError, match="--as qwen3_next; expected glm4_moe"):
-        adopt(trunk, tmp_path / "out", layout="qwen3_next")
+        adopt(other, tmp_path / "out", head=head)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +259,7 @@ def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path):
         code, _, err = here("export", head, tmp_path / name, "--for", engine)
         assert (code, "train --layout" in err or "train with --layout" in err, "--adopt" in err) == (2, True, True), err
         code, _, err = here("serve", *((head,) if inside else (trunk, "--head", head)), "--print", engine, "-k", 2)
-        route = f"nextn adopt {head} OUT --as glm4_moe" if inside else f"nextn export {head} OUT"
+        route = f"nextn adopt {head} OUT" if inside else f"nextn export {head} OUT"
         assert (code, route in err) == (2, True)
         if not inside:
             command = re.search("`nextn (export .+?)`", err)[1].replace(" OUT", f" {tmp_path / 'named'}")
@@ -291,10 +289,10 @@ def test_no_route_where_the_engine_computes_another_model(text, tmp_path):
 
 def test_command(tmp_path, here):
     trunk = trunk_of(tmp_path / "trunk", "llama")
-    code, out, _ = here("adopt", trunk, tmp_path / "out", "--as", "glm4_moe", "--dry-run")
+    code, out, _ = here("adopt", trunk, tmp_path / "out", "--dry-run")
     assert (code, (tmp_path / "out").exists()) == (0, False)
-    code, out, _ = here("adopt", trunk, tmp_path / "out", "--as", "glm4_moe")
+    code, out, _ = here("adopt", trunk, tmp_path / "out")
     assert code == 0
     assert "model_type: 'llama' -> 'glm4_moe'" in out
     assert "note: it has no head yet: `nextn train RUN --freeze-trunk --init-head --from`" in out
-    assert here("adopt", trunk, tmp_path / "out", "--as", "glm4_moe")[0] != 0
+    assert here("adopt", trunk, tmp_path / "out")[0] != 0

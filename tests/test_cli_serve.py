@@ -29,8 +29,6 @@ TINY = Path(nextn.__file__).parent / "assets" / "tiny"
         (["--tool-call-parser", "gpt"], "tool-call parser 'gpt'; expected one of qwen_xml, glm_xml, hermes"),
         (["--request-timeout", "-1"], "--request-timeout -1; expected 0 to"),
         (["--request-timeout", "nan"], "--request-timeout nan; expected 0 to"),
-        (["--max-body-mb", "inf"], "--max-body-mb inf; expected 0.001 to 1,000 MB"),
-        (["--max-body-mb", "-5"], "--max-body-mb -5; expected 0.001 to"),
         (["--grace", "nan"], "--grace nan; expected 0 to"),
         (["--grace", "1e300"], "--grace 1e+300; expected 0 to"),
         (["--cache-gb", "nan", "--port", "0"], "cache_gb = nan; expected"),

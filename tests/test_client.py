@@ -130,21 +130,19 @@ def test_redirects_are_not_followed():
 
 
 def test_key(engine, monkeypatch):
-    """The key is sent, comes from the variable named, and stands in no message, even if the engine repeats it."""
+    """The key is sent, comes from the environment, and stands in no message, even if the engine repeats it."""
     made = engine("key")
-    with pytest.raises(EngineError, match="set OPENAI_API_KEY, or name another variable with --key-env"):
+    with pytest.raises(EngineError, match="the environment: set OPENAI_API_KEY"):
         Endpoint.open(made.url, Budget(QUICK))
     monkeypatch.setenv("OPENAI_API_KEY", "wrong-key")
     with pytest.raises(EngineError, match=r"bad key Bearer \*\*\*") as raised:
         Endpoint.open(made.url, Budget(QUICK))
     assert "wrong-key" not in str(raised.value)
-    monkeypatch.setenv("MINE", "secret-key")
-    assert Endpoint.open(made.url, Budget(QUICK), key_env="MINE").served.name == "toy"
-    with pytest.raises(ConfigError, match="--key-env OTHER: that variable is not set"):
-        Endpoint.open(made.url, Budget(QUICK), key_env="OTHER")
-    monkeypatch.setenv("MINE", "two\nlines")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    assert Endpoint.open(made.url, Budget(QUICK)).served.name == "toy"
+    monkeypatch.setenv("OPENAI_API_KEY", "two\nlines")
     with pytest.raises(ConfigError, match="no HTTP header can carry") as raised:
-        Endpoint.open(made.url, Budget(QUICK), key_env="MINE")
+        Endpoint.open(made.url, Budget(QUICK))
     assert "two" not in str(raised.value)
 
 
@@ -210,7 +208,7 @@ STREAM += 'data: {"choices": [{"text": "ret/key-0123 KEY"}]}\n\ndata: [DONE]\n\n
 
 
 @pytest.mark.parametrize("form", [KEY, ESCAPED, "sk%2Dsecret%2fkey%2d0123"])
-def test_server_that_repeats_the_key(form):
+def test_server_that_repeats_the_key(form, monkeypatch):
     """In a good answer, a stream, its model's name, its metrics, a redirect: it never becomes data of ours."""
     bodies = {
         "/v1/models": '{"data": [{"id": "KEY"}, {"id": "KEY too"}]}',
@@ -226,7 +224,8 @@ def test_server_that_repeats_the_key(form):
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
 
     with serving(answer) as url:
-        client = Client(url, Budget(QUICK), key=KEY)
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        client = Client(url, Budget(QUICK))
         endpoint = Endpoint(client, ServedModel("m", None), Capabilities(True, True, 4.0))
         said = [endpoint.answer(EngineRequest("a", 4)), endpoint.stream(EngineRequest("a", 4)), endpoint.metrics()]
         assert (said[0].text, said[0].finish_reason, said[0].raw["usage"]) == ("it is ***", "***", {"***": "***"})

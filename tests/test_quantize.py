@@ -276,7 +276,7 @@ def test_command(here, tmp_path):
     assert (code, (tmp_path / "out").exists()) == (0, False), err
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": list(each.text)}) + "\n" for each in PROMPTS))
-    auto = (*options, "--head-bits", "auto", "--prompts", prompts, "--max-tokens", 16)
+    auto = (*options, "--head-bits", "auto", "--prompts", prompts)
     code, out, err = here("quantize", tmp_path / "model", tmp_path / "out", *auto)
     assert code == 0, err
     record = json.loads(out)

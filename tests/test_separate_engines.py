@@ -152,7 +152,7 @@ ADOPTED = {"vllm": KS, "transformers": (1,), "llama.cpp": KS}
 def adopted(trunk, tmp_path_factory):
     """The trunk in GLM-4.5's layout, with a head that was trained in it."""
     folder = tmp_path_factory.mktemp("adopted")
-    adopt(trunk, folder / "trunk", layout="glm4_moe")
+    adopt(trunk, folder / "trunk")
     model = trained_head(folder / "run", folder / "trunk").rename(folder / trunk.name)
     assert audit(Checkpoint.open(model)).clean
     return model

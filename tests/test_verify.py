@@ -315,7 +315,6 @@ def test_strict_command_fails_on_an_inconclusive_check(nextn, engine):
         (["ftp://x"], "not an HTTP address"),
         (["http://127.0.0.1:9", "--max-requests", "0"], "limit requests = 0"),
         (["http://127.0.0.1:9", "--samples", "1"], "samples = 1; expected a whole number >= 8"),
-        (["http://127.0.0.1:9", "--key-env", "NOT_SET_ANYWHERE"], "that variable is not set"),
     ],
 )
 def test_command_usage(nextn, args, words):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TOKENS = 1536
 
 
-@expanded("exact_head", "backend", "weights", "kv_cache_dtype", "device", "device_map", "offload_folder", "head")
+@expanded("exact_head", "backend", "weights", "kv_cache_dtype", "device", "device_map", "head")
 def accuracy(
     *,
     others: Annotated[

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
 
 
-@expanded("device_map", "offload_folder")
+@expanded("device_map")
 def bench(
     *,
     num_speculative_tokens: Annotated[
@@ -51,7 +51,6 @@ def bench(
     max_tokens: MaxTokens = 256,
     repeats: Annotated[int, typer.Option(help="Runs of each prompt at each K and temperature.")] = 3,
     chat: Chat = None,
-    seed: int = 0,
     options: ModelOptions,
     vocabulary: DraftVocabularyOptions,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
@@ -67,7 +66,6 @@ def bench(
         parse_temperatures(temperatures),
         max_tokens,
         repeats,
-        seed=seed,
         adaptive=adaptive,
         backend=options.backend,
         num_copy_tokens=num_copy_tokens,
@@ -101,7 +99,7 @@ def bench(
         print_lines(f"beside float32: {rounded[0].accuracy} of {rounded[1]}")
 
 
-@expanded("device_map", "offload_folder", source="")
+@expanded("exact_head", "device_map", source="")
 def advise(
     *,
     num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="The largest K to consider.")] = 8,
@@ -111,7 +109,6 @@ def advise(
     temperatures: Temperatures = "0,1",
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
-    seed: int = 0,
     options: ModelOptions,
     asked: EngineAccess,
     against: Against = None,
@@ -129,14 +126,13 @@ def advise(
         parse_temperatures(temperatures),
         max_tokens,
         repeats=1,
-        seed=seed,
         backend=options.backend,
     )
     to_decode = read_prompts(prompts)
     by_load = against is not None or measured is not None
     _check_out(out, has_figures=not by_load)
     if by_load:
-        question = LoadQuestion(to_decode, sizes, plan.temperatures, max_tokens, chat is not False, seed)
+        question = LoadQuestion(to_decode, sizes, plan.temperatures, max_tokens, chat is not False)
         report_by_load(
             question.answer(options.source or None, asked, against, measured, quiet=as_json), out, as_json=as_json
         )

@@ -82,7 +82,6 @@ Chat = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
-KeyEnv = Annotated[str | None, typer.Option(help="Environment variable with the API key. Default: OPENAI_API_KEY.")]
 _SERVED = "With a served copy of the model"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -194,9 +193,6 @@ class ModelOptions:
             "cuda:0,cuda:1,cpu,disk, or a .json file of names and places."
         ),
     ] = None
-    offload_folder: Annotated[
-        Path | None, typer.Option(help="Folder for layers on disk, removed at the end. Default: in the user's cache.")
-    ] = None
     head: Annotated[
         str | None,
         typer.Option(
@@ -236,7 +232,7 @@ class ModelOptions:
         from nextn.edit.gguf_cache import converted_gguf
         from nextn.edit.gguf_layout import HEAD_FOLDER
 
-        cache = user_cache("gguf", option="XDG_CACHE_HOME")
+        cache = user_cache("gguf")
         folder = converted_gguf(Path(self.source), cache, version=__version__, note=print_note)
         head = folder / HEAD_FOLDER
         return replace(self, source=str(folder), head=str(head) if self.head is None and head.is_dir() else self.head)
@@ -272,11 +268,7 @@ class ModelOptions:
             open_checkpoint(self.head)
 
     def _check_device_map(self) -> None:
-        if self.device_map is None:
-            if self.offload_folder is not None:
-                raise ConfigError(f"--offload-folder {self.offload_folder}: only --device-map places layers on disk")
-            return
-        if self.backend == "native" or self.native_only:
+        if self.device_map is not None and (self.backend == "native" or self.native_only):
             raise ConfigError(
                 f"--device-map {self.device_map} excludes {' and '.join(self.native_only) or '--backend native'}: the "
                 "native backend has all layers in memory"
@@ -341,8 +333,7 @@ class ModelOptions:
         if in_torch or self.backend == "torch" or self.device_map is not None:
             loaded.dequantize()
         if self.device_map is not None:
-            folder = self.offload_folder or user_cache("offload", option="--offload-folder")
-            print_note(f"decoder layers: {spread_layers(loaded.trunk, self.device_map, folder)}")
+            print_note(f"decoder layers: {spread_layers(loaded.trunk, self.device_map, user_cache('offload'))}")
         loaded.notes += tuple(unused_codes(loaded))
         return loaded
 
@@ -384,7 +375,6 @@ class EngineAccess:
         int, typer.Option(min=1, help="Requests to the engine at a time.", rich_help_panel=_SERVED)
     ] = 8
     timeout: Annotated[float, typer.Option(help="Seconds per request.", rich_help_panel=_SERVED)] = 600
-    key_env: KeyEnv = None
 
     @property
     def url(self) -> str:
@@ -395,7 +385,7 @@ class EngineAccess:
         """Connect to the engine. chat: through its chat template. Raises EngineError if it does not answer."""
         from nextn.engines.endpoint import Endpoint
 
-        return Endpoint.open(self.url, self.budget(), model=self.served, key_env=self.key_env, chat=chat)
+        return Endpoint.open(self.url, self.budget(), model=self.served, chat=chat)
 
     def budget(self) -> "Budget":
         """The budget that all endpoints of a run share."""
@@ -413,12 +403,12 @@ class EngineTest(EngineAccess):
     timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120
 
 
-def user_cache(name: str, *, option: str) -> Path:
-    """Return a folder in the user's cache. Raises ConfigError, naming the option that replaces it, if there is none."""
+def user_cache(name: str) -> Path:
+    """Return a folder in the user's cache. Raises ConfigError if there is none."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nextn" / name
     except RuntimeError as error:
-        raise ConfigError(f"no cache folder: {error}; give one with {option}") from error
+        raise ConfigError(f"no cache folder: {error}; set XDG_CACHE_HOME to one") from error
 
 
 @contextmanager

@@ -124,9 +124,7 @@ def generate(
         _show(loaded, request)
 
 
-@expanded(
-    "exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map", "offload_folder", dtype="float32"
-)
+@expanded("exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map", dtype="float32")
 def trace(
     *,
     prompt: Annotated[str, typer.Argument(help="A short prompt: each of its tokens becomes a line.")],

@@ -43,8 +43,7 @@ _MAX_CAUSES = 6  # shown in the table, besides all that are named
 
 
 @expanded(
-    "exact_head", "weights", "threads", "kv_cache_dtype", "device_map", "offload_folder", "texts", "engine",
-    "concurrency",
+    "exact_head", "weights", "threads", "kv_cache_dtype", "device_map", "texts", "engine", "concurrency",
 )  # fmt: skip
 def diagnose(
     *,
@@ -74,7 +73,6 @@ def diagnose(
     own_template: Annotated[
         bool, typer.Option("--own-template", help="With --drive: send text through the engine's own chat template.")
     ] = False,
-    seed: int = 0,
     options: ModelOptions,
     asked: EngineTest,
     given: GivenTextOptions,
@@ -86,7 +84,7 @@ def diagnose(
     from nextn.evaluate.workload import prompts_record, read_prompts
 
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
-    plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, seed, options.backend, rule)
+    plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, 0, options.backend, rule)
     options = options.prepared()
     texts, asked = read_prompts(prompts), replace(asked, engine=engine)
     texts = first_turns(texts) if drive else texts
@@ -98,7 +96,7 @@ def diagnose(
     if drive:
         target = asked.open(chat=own_template)
     else:
-        target = read_engine_counters(engine, asked.budget(), served=asked.served, key_env=asked.key_env)
+        target = read_engine_counters(engine, asked.budget(), served=asked.served)
     diagnosis = _diagnose(target, options, source, plan, texts, num_speculative_tokens, flags)
     reference = replace(diagnosis.reference, prompts_source=prompts_record(prompts, texts))
     diagnosis = replace(diagnosis, reference=reference)

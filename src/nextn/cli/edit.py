@@ -14,7 +14,6 @@ from nextn.cli.common import (
     K_NAMES,
     AsJson,
     CheckpointName,
-    MaxTokens,
     Prompts,
     expanded,
     open_checkpoint,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 Form = Literal["single-file", "side-file", "shards"]
 _MAX_CHANGES = 12
 _NUM_PROMPTS = 16  # of the built-in set, about, for `--head-bits auto`
+_AUTO_K, _AUTO_TOKENS = 4, 128  # drafts per round, and tokens of a text, that it measures with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +273,6 @@ def _adopted_gguf(head: str, out: Path, model: str | None, write: "Callable[...,
 
 
 def _adopted(head: str, out: Path, model: str | None) -> Path:
-    from nextn.edit.adopt import LAYOUTS
     from nextn.edit.adopt import adopt as adopt_model
     from nextn.edit.export import trunk_path
 
@@ -281,7 +280,7 @@ def _adopted(head: str, out: Path, model: str | None) -> Path:
     trunk = trunk_path(opened, model)
     alone = head if str(trunk) != opened.path else None
     source = open_checkpoint(trunk) if alone else opened
-    return adopt_model(source, out, layout=LAYOUTS[0], head=alone).folder
+    return adopt_model(source, out, head=alone).folder
 
 
 @expanded()
@@ -289,7 +288,6 @@ def adopt(
     *,
     model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="New folder for the result.")],
-    layout: Annotated[str, typer.Option("--as", help="Family whose layout the model gets: glm4_moe.")],
     head: Annotated[
         str | None,
         typer.Option(
@@ -300,11 +298,11 @@ def adopt(
     options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model without an MTP family (Llama, Mistral, Qwen2, Qwen3) in the layout of one that engines run."""
+    """Write a model without an MTP family (Llama, Mistral, Qwen2, Qwen3) in GLM-4.5's layout, which engines run."""
     from nextn.edit.adopt import adopt as adopt_model
 
     checkpoint = open_checkpoint(model)
-    edit = partial(adopt_model, checkpoint, out, layout=layout, head=head)
+    edit = partial(adopt_model, checkpoint, out, head=head)
     _run(edit, options, as_json=as_json)
 
 
@@ -329,9 +327,7 @@ def quantize(
         int,
         typer.Option(help="8: int8 with activations of 8 bits per token (W8A8), which vLLM runs on CPUs. 16: W8A16."),
     ] = 16,
-    num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, min=1, help="K that auto measures at.")] = 4,
     prompts: Prompts = None,
-    max_tokens: MaxTokens = 128,
     options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -366,7 +362,7 @@ def quantize(
 
     texts = read_prompts(prompts)
     texts = texts if prompts is not None else texts[:: -(-len(texts) // _NUM_PROMPTS)]
-    plan = ReferencePlan(num_speculative_tokens, (0.0,), max_tokens)
+    plan = ReferencePlan(_AUTO_K, (0.0,), _AUTO_TOKENS)
     with _bytes_bar(quiet=as_json) as on_bytes:
         made, precision = quantize_measured(
             checkpoint, out, texts, plan, weights=weights, group_size=group_size, importance=importance,

@@ -46,11 +46,9 @@ def verify(
         ),
     ] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens per greedy text.")] = 48,
-    tie_gap: Annotated[float, typer.Option(help="Log-probability gap (nats) below which tokens are tied.")] = 0.25,
     samples: Annotated[int, typer.Option(help="Sampled texts per prompt and endpoint.")] = 64,
     context: Annotated[int, typer.Option(help="Maximum number of tokens of the long-context check.")] = 8192,
     asked: EngineTest,
-    seed: int = 0,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 also if a check is inconclusive (for CI).")
     ] = False,
@@ -60,13 +58,12 @@ def verify(
     from nextn.evaluate.workload import read_prompts
     from nextn.verify_checks import VerifySettings, verify_reports
 
-    sizes = {"max_tokens": max_tokens, "samples": samples, "concurrency": asked.concurrency, "context": context}
-    settings = VerifySettings(**sizes, tie_gap=tie_gap, seed=seed)
+    settings = VerifySettings(max_tokens=max_tokens, samples=samples, concurrency=asked.concurrency, context=context)
     texts, budget = first_turns(read_prompts(prompts)), asked.budget()
     with _progress(budget, quiet=as_json) as progress:
         reports = verify_reports(
             url, against, prompts=texts, checks=check or (), settings=settings, model=asked.served, chat=chat,
-            budget=budget, key_env=asked.key_env, on_check=progress,
+            budget=budget, on_check=progress,
         )  # fmt: skip
         report = next(reports)
         with suppress(KeyboardInterrupt):  # the results so far are reported below

@@ -41,14 +41,6 @@ def demo(
         float,
         typer.Option(min=0, help="Time budget of the training; 0 = only decode trained models."),
     ] = 4.0,
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--num-speculative-tokens",
-            "-k",
-            help=f"Draft tokens per round. Default: {_PUBLISHED_K}; of the small models, {_SMALL_K}.",
-        ),
-    ] = None,
     download: Annotated[
         bool, typer.Option("--download/--no-download", help="Fetch the model if it is not there.")
     ] = True,
@@ -60,9 +52,7 @@ def demo(
     possible, a byte-level model of code that comes with the package is decoded instead. The first part takes about a
     minute. Ctrl-C stops the training; the same command resumes it.
     """
-    if num_speculative_tokens is not None and num_speculative_tokens < 1:
-        raise ConfigError(f"--num-speculative-tokens {num_speculative_tokens}; expected at least 1 draft per round")
-    record = _decode_trained_model(folder, num_speculative_tokens, offline=not download, quiet=as_json)
+    record = _decode_trained_model(folder, offline=not download, quiet=as_json)
     from nextn.demo import decode_trained, train_demo
 
     if minutes:
@@ -74,7 +64,7 @@ def demo(
             options = ("" if folder == Path("demo") else f" --folder {folder}") + f" --minutes {minutes:g}"
             say_stopped(folder / "run", f"nextn demo{options}")
             return
-        report = decode_trained(trained, num_speculative_tokens=num_speculative_tokens or _SMALL_K)
+        report = decode_trained(trained, num_speculative_tokens=_SMALL_K)
         record |= report.as_record()
         if not as_json:
             _show_report(report)
@@ -82,7 +72,7 @@ def demo(
         print_json(record)
 
 
-def _decode_trained_model(folder: Path, k: int | None, *, offline: bool, quiet: bool) -> dict[str, object]:
+def _decode_trained_model(folder: Path, *, offline: bool, quiet: bool) -> dict[str, object]:
     """Decode the published model, or the one in the package, and show it; return the results."""
     from nextn.demo import decode_published
 
@@ -93,7 +83,7 @@ def _decode_trained_model(folder: Path, k: int | None, *, offline: bool, quiet: 
     try:
         answers = decode_published(
             folder / "smollm2",
-            num_speculative_tokens=k or _PUBLISHED_K,
+            num_speculative_tokens=_PUBLISHED_K,
             offline=offline,
             on_download=lambda: announce("SmolLM2-135M-Instruct is downloaded once: 93 MB ..."),
             on_build=lambda: announce("The native runtime is compiled once: 20 to 60 s ..."),
@@ -101,8 +91,8 @@ def _decode_trained_model(folder: Path, k: int | None, *, offline: bool, quiet: 
     except CheckpointError as error:
         print_note(f"the small model of the package, as SmolLM2-135M-Instruct is not there: {error}")
         if not quiet:
-            _introduce(k or _SMALL_K)
-        return {"shipped": _decode_shipped(folder / "shipped", k or _SMALL_K, quiet=quiet)}
+            _introduce()
+        return {"shipped": _decode_shipped(folder / "shipped", quiet=quiet)}
     if not quiet:
         _show_answers(answers, folder / "smollm2")
     return {"smollm2": {answers.decoded.backend: answers.decoded.as_record()}}
@@ -136,13 +126,13 @@ def _show_answers(answers: "Answers", folder: Path) -> None:
     screen.print(plain(f"To try it: {command}"))
 
 
-def _introduce(k: int) -> None:
+def _introduce() -> None:
     screen = console()
     screen.rule("[bold]1. A trained model, decoded without and with its MTP head")
-    screen.print(_INTRODUCTION.format(k=k, marked=Marks.of(screen).words))
+    screen.print(_INTRODUCTION.format(k=_SMALL_K, marked=Marks.of(screen).words))
 
 
-def _decode_shipped(folder: Path, k: int, *, quiet: bool) -> dict[str, object]:
+def _decode_shipped(folder: Path, *, quiet: bool) -> dict[str, object]:
     """Decode the shipped checkpoint and show it; return the results of each backend."""
     from nextn.demo import decode_shipped, plot_decoded
 
@@ -152,7 +142,7 @@ def _decode_shipped(folder: Path, k: int, *, quiet: bool) -> dict[str, object]:
         if not quiet:
             screen.print("\nNow with the native runtime, which is compiled once: 20 to 60 s.")
 
-    for decoded in decode_shipped(folder, num_speculative_tokens=k, on_build=announce_build):
+    for decoded in decode_shipped(folder, num_speculative_tokens=_SMALL_K, on_build=announce_build):
         records[decoded.backend] = decoded.as_record()
         if quiet:
             continue

@@ -40,7 +40,6 @@ class LoadQuestion:
     temperatures: Sequence[float]
     max_tokens: int
     chat: bool
-    seed: int
 
     def answer(
         self, model: str | None, access: EngineAccess, against: str | None, measured: Path | None, *, quiet: bool
@@ -76,7 +75,6 @@ class LoadQuestion:
                     self.loads,
                     temperature=temperature,
                     max_tokens=self.max_tokens,
-                    seed=self.seed,
                     on_pass=progress(f"T={temperature:g}", 2 * REPEATS * len(set(self.loads))),
                 )
                 for temperature in self.temperatures

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _DEFAULT_K = 4
 
 
-@expanded("device_map", "offload_folder")
+@expanded("device_map")
 def serve(
     *,
     host: Annotated[
@@ -46,7 +46,6 @@ def serve(
             help="Tokens of a prompt and its completion. Default: the model's context, or what --cache-gb holds."
         ),
     ] = None,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; further ones get status 429.")] = 128,
     cache_gb: Annotated[float, typer.Option(help="Memory for the caches of sequences and prefixes, in GB.")] = 2.0,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the key that clients must send. Default: no key.")
@@ -55,7 +54,6 @@ def serve(
         list[str] | None, typer.Option(help="Origin whose web pages may call the API; repeatable. Default: none.")
     ] = None,
     request_timeout: Annotated[float, typer.Option(help="Seconds after which an answer is ended with an error.")] = 600,
-    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MB.")] = 2,
     grace: Annotated[float, typer.Option(help="Seconds for running answers to end when the server is stopped.")] = 30,
     reference: Annotated[
         Path | None, typer.Option(help="Record of `nextn measure --out`: the page compares acceptance with it.")
@@ -95,14 +93,13 @@ def serve(
 
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
     k = _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
-    numbers = checked_numbers(request_timeout=request_timeout, max_body_mb=max_body_mb, grace=grace)
+    numbers = checked_numbers(request_timeout=request_timeout, grace=grace)
     key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
     source, name = source.prepared(), source.source
     draftable = vocabulary.read()
     engine_options = EngineOptions(
         backend=source.backend,
         max_num_seqs=max_num_seqs,
-        max_queue=max_queue,
         max_model_len=max_model_len,
         cache_gb=cache_gb,
         num_speculative_tokens=k,

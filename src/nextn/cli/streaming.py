@@ -142,7 +142,7 @@ class TextOptions:
 
     @property
     def folder(self) -> Path:
-        return self.states or user_cache("states", option="--states")
+        return self.states or user_cache("states")
 
 
 def measure_acceptance(

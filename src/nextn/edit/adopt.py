@@ -32,11 +32,11 @@ from nextn.edit.plan import (
     quiet,
     visible,
 )
-from nextn.errors import CheckpointError, ConfigError, FamilyError, NextnError
+from nextn.errors import CheckpointError, FamilyError, NextnError
 from nextn.family_table import by_name
 from nextn.text_format import some
 
-LAYOUTS = ("glm4_moe",)
+_LAYOUT = "glm4_moe"
 EXPERTS = 8  # SGLang shards experts over at most as many GPUs (glm4_moe.py: "Tensor parallel size")
 _FILE = "model-glm4_moe.safetensors"  # llama.cpp's converter reads model*.safetensors only
 _MLP = {"gate": 0, "up": 0, "down": 1}  # projection -> the dimension that is cut
@@ -126,19 +126,17 @@ def adopt(
     source: "str | Path | Checkpoint",
     out: str | Path,
     *,
-    layout: str,
     head: str | Path | None = None,
     follow_links: bool = False,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
 ) -> EditPlan:
-    """Write the model `source` into the new folder `out` in a family's layout that computes the same.
+    """Write the model `source` into the new folder `out` in GLM-4.5's layout, where it computes the same.
 
     Args:
         source: A folder, hub id or opened checkpoint of a model without a family. A head of the trunk's own layer in
             it is kept.
         out: A new folder.
-        layout: One of `LAYOUTS`.
         head: A folder or file with such a head alone; None: the one in `source`, if there is one.
         follow_links: See `restore`.
         dry_run: Write nothing.
@@ -149,11 +147,8 @@ def adopt(
 
     Raises:
         CheckpointError: A tensor has no place in the layout, or the head is incomplete or of another trunk.
-        ConfigError: The layout is unknown.
         FamilyError: The layout cannot compute the same; the message names the fields of the config.
     """
-    if layout not in LAYOUTS:
-        raise ConfigError(f"--as {layout}; expected {', '.join(LAYOUTS)}")
     checkpoint = visible(as_checkpoint(source))
     refuse_links(checkpoint, follow=follow_links)
     config = _config(checkpoint)
@@ -233,7 +228,7 @@ def _plan(trunk: Inventory, head: Inventory | None, config: Mapping[str, Any]) -
     new = {**_same(config), **_layout(config, width, num_modules=int(head is not None))}
     documents = {CONFIG: new, **index_document(files, checkpoint)}
     notes, lines = tuple(_notes(config, has_head=head is not None)), changes(checkpoint, documents)
-    return EditPlan(checkpoint, Path(), LAYOUTS[0], files, documents, changes=lines, notes=notes)
+    return EditPlan(checkpoint, Path(), _LAYOUT, files, documents, changes=lines, notes=notes)
 
 
 def _refuse_misshapen(trunk: Inventory, head: Inventory | None, config: Mapping[str, Any]) -> None:
@@ -283,7 +278,7 @@ def _parts(source: Checkpoint, stem: str, target: str, width: int) -> dict[str, 
 
 
 def _head_pieces(head: Inventory, width: int) -> dict[str, Piece]:
-    row, count = by_name(LAYOUTS[0]), head.num_layers
+    row, count = by_name(_LAYOUT), head.num_layers
     mlp = {f"0.block.mlp.{name}_proj.weight" for name in _MLP}
     pieces = {row.published(canonical, count): Piece(head.checkpoint, head.stored[canonical])
               for canonical in head.own if canonical not in mlp}  # fmt: skip

@@ -3,6 +3,7 @@
 Every failure is one EngineError. Knows nothing of what an answer contains.
 """
 
+import os
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.redaction import MASK, Redactor
 
 KEY_ENV = "OPENAI_API_KEY"
+_KEY_ADVICE = f"the key comes from the environment: set {KEY_ENV}"
 _BUSY = frozenset({429, 503})
 _FIRST_WAIT = 0.5  # seconds, doubled at each attempt
 _MAX_QUOTED = 300  # characters of the engine's own text in a message
@@ -82,7 +84,7 @@ def base_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{_shown_url(url)}: not an HTTP address; expected one such as http://localhost:8000")
     if parts.username or parts.password or parts.query:
-        raise ConfigError(f"{_shown_url(url)}: no user, password or query in the address; {_key_advice(KEY_ENV)}")
+        raise ConfigError(f"{_shown_url(url)}: no user, password or query in the address; {_KEY_ADVICE}")
     path = re.sub(r"/v1$", "", parts.path.rstrip("/"))
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
 
@@ -91,23 +93,20 @@ def _shown_url(url: str) -> str:
     return re.sub(r"//[^/@]*@", "//***@", url).split("?")[0][:200]
 
 
-def _key_advice(name: str) -> str:
-    return f"keys come from the environment: set {name}, or name another variable with --key-env"
-
-
 class Client:
-    """One server. `key`, read from the variable `key_env`, is sent in the Authorization header only.
+    """One server. The key of the environment variable `KEY_ENV` is sent in the Authorization header only.
 
     Where the server repeats the key, it is replaced by ***.
     """
 
-    def __init__(self, url: str, budget: Budget, *, key: str | None = None, key_env: str = KEY_ENV) -> None:
+    def __init__(self, url: str, budget: Budget) -> None:
+        key = os.environ.get(KEY_ENV, "").strip()
         self.url, self.budget = base_url(url), budget
-        self._key, self._key_env, self._redactor = key, key_env, Redactor(key)
+        self._key, self._redactor = key, Redactor(key)
         headers = {"Accept-Encoding": "identity"}  # so that the byte limits apply to the decoded body
         if key and not re.fullmatch(r"[\x21-\x7e]+", key):
             raise ConfigError(
-                f"the key in {key_env} has spaces, line breaks or letters that no HTTP header can carry; set it again"
+                f"the key in {KEY_ENV} has spaces, line breaks or letters that no HTTP header can carry; set it again"
             )
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -229,8 +228,8 @@ class Client:
                 f"{prefix}: the engine is busy: {message}", status=status, wait=_retry_after(response.headers)
             )
         advice = {
-            401: f"it requires a key, or another one; {_key_advice(self._key_env)}",
-            403: f"the key has no permission for this; {_key_advice(self._key_env)}",
+            401: f"it requires a key, or another one; {_KEY_ADVICE}",
+            403: f"the key has no permission for this; {_KEY_ADVICE}",
             404: "not found; check the address (it ends before /v1) and the model's name",
         }.get(status, "the engine failed; see its log" if status >= 500 else "the engine refuses the request")
         return EngineError(f"{prefix}: {advice}. Its message: {message}", status=status)

@@ -3,13 +3,12 @@
 vLLM, SGLang and llama.cpp's server are treated alike: only what they return makes a difference.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nextn.bounded_json import MAX_COUNT
 from nextn.engines.answers import EngineAnswer, EngineRequest, parse_answer, parse_stream, token_ids
-from nextn.engines.client import KEY_ENV, Budget, Client
+from nextn.engines.client import Budget, Client
 from nextn.errors import ConfigError, EngineError
 from nextn.text_format import some
 
@@ -42,14 +41,12 @@ class Endpoint:
         self.client, self.served, self.capabilities, self.chat = client, served, capabilities, chat
 
     @classmethod
-    def open(
-        cls, url: str, budget: Budget, *, model: str | None = None, key_env: str | None = None, chat: bool = False
-    ) -> "Endpoint":
+    def open(cls, url: str, budget: Budget, *, model: str | None = None, chat: bool = False) -> "Endpoint":
         """Find the model and the engine's capabilities, by a few short requests.
 
         Raises EngineError for an engine that is down, a model it does not serve, or an answer unlike OpenAI's.
         """
-        client = Client(url, budget, key=_key(key_env), key_env=key_env or KEY_ENV)
+        client = Client(url, budget)
         served = _select_model(client, model)
         return cls(client, served, _probe_capabilities(client, served, chat=chat), chat=chat)
 
@@ -95,9 +92,9 @@ class Endpoint:
         return _metrics(self.client)
 
 
-def fetch_metrics(url: str, budget: Budget, *, key_env: str | None = None) -> str:
+def fetch_metrics(url: str, budget: Budget) -> str:
     """Return the metrics at an address, without any other request to it."""
-    client = Client(url, budget, key=_key(key_env), key_env=key_env or KEY_ENV)
+    client = Client(url, budget)
     try:
         return _metrics(client)
     finally:
@@ -123,13 +120,6 @@ def is_refusal(error: EngineError) -> bool:
 
 def _path(chat: bool) -> str:
     return "/v1/chat/completions" if chat else "/v1/completions"
-
-
-def _key(name: str | None) -> str | None:
-    key = os.environ.get(name or KEY_ENV, "").strip()
-    if name and not key:
-        raise ConfigError(f"--key-env {name}: that variable is not set; export the key under this name")
-    return key or None
 
 
 def _select_model(client: Client, model: str | None) -> ServedModel:

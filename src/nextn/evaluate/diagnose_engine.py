@@ -37,7 +37,6 @@ def diagnose(
     max_requests: int = 2000,
     max_seconds: float = 900.0,
     timeout: float = 120.0,
-    key_env: str | None = None,
     source: str = "",
     head: str | Path | None = None,
 ) -> Diagnosis:
@@ -56,7 +55,6 @@ def diagnose(
         max_requests: Requests that may be sent to the engine.
         max_seconds: Seconds that they may take together.
         timeout: Seconds that one of them may take.
-        key_env: Environment variable with the API key; None: OPENAI_API_KEY.
         source: The checkpoint that a loaded model came from; without it, none is audited.
         head: The checkpoint that the head comes from, if another one.
 
@@ -86,10 +84,10 @@ def diagnose(
     target: Endpoint | Counters
     if drive:
         texts = [replace(prompt, later=()) for prompt in texts]
-        target = Endpoint.open(engine, budget, model=served, key_env=key_env, chat=own_template)
+        target = Endpoint.open(engine, budget, model=served, chat=own_template)
     else:
         check_temperatures(plan)
-        target = read_engine_counters(engine, budget, served=served, key_env=key_env)
+        target = read_engine_counters(engine, budget, served=served)
     loaded, source = open_model(model, source, head)
     notes = audit_lines(source) if source else []
     observed = observe(loaded, target, texts, plan)

@@ -52,9 +52,7 @@ def split_by_length(ids: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return [tuple(sorted(short)), tuple(sorted(long))]
 
 
-def read_engine_counters(
-    engine: str, budget: Budget, *, served: str | None = None, key_env: str | None = None
-) -> Counters:
+def read_engine_counters(engine: str, budget: Budget, *, served: str | None = None) -> Counters:
     """Read what an engine has counted so far, from a file (metrics, log or JSON) or the /metrics of a running engine.
 
     `served` is the model name, if the engine serves several. Raises ConfigError if `engine` is neither a file nor an
@@ -64,7 +62,7 @@ def read_engine_counters(
         return read(Path(engine), model=served)
     if "://" not in engine and not re.fullmatch(r"[\w.-]+:\d+(/.*)?|localhost", engine):
         raise ConfigError(f"--engine {engine}: no such file, and not an address such as localhost:8000")
-    return from_metrics(fetch_metrics(engine, budget, key_env=key_env), model=served)
+    return from_metrics(fetch_metrics(engine, budget), model=served)
 
 
 def drive_engine(

@@ -182,11 +182,11 @@ def _offload_folder(trunk: Trunk, layers: Sequence[nn.Module], folder: Path) -> 
         if (free := shutil.disk_usage(folder).free) < num_bytes:
             raise ConfigError(
                 f"{folder}: {free / 1e9:.1f} GB are free, and the layers on disk take {num_bytes / 1e9:.1f} GB; name "
-                "another folder with --offload-folder"
+                "another folder with XDG_CACHE_HOME"
             )
         made = Path(tempfile.mkdtemp(prefix="layers-", dir=folder))
     except OSError as error:
-        raise ConfigError(f"--offload-folder {folder}: {error}") from error
+        raise ConfigError(f"{folder}: {error}; name another folder with XDG_CACHE_HOME") from error
     weakref.finalize(trunk, shutil.rmtree, made, ignore_errors=True)
     return made
 
@@ -198,7 +198,7 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, index: dict[str, object]
         for name, value in tensors.items():
             offload_weight(value, name, folder, index)
     except OSError as error:
-        raise ConfigError(f"{folder}: {error}; name another folder with --offload-folder") from error
+        raise ConfigError(f"{folder}: {error}; name another folder with XDG_CACHE_HOME") from error
 
 
 def _run_offloaded(name: str, layer: nn.Module, trunk: DeferredTrunk) -> None:

@@ -80,7 +80,7 @@ def engine_commands(
             raise
         verb = f"{joined(NAMES[each] for each in engines)} run this model with this head"
         raise ConfigError(
-            f"{error}. In GLM-4.5's layout {verb}: `nextn adopt {shlex.quote(checkpoint.path)} OUT --as glm4_moe`, "
+            f"{error}. In GLM-4.5's layout {verb}: `nextn adopt {shlex.quote(checkpoint.path)} OUT`, "
             f"then `nextn serve OUT --print {engine}`"
         ) from error
     _check_head(inventory)

@@ -12,7 +12,6 @@ MAX_SPECULATIVE_TOKENS = 16  # K of a server, the most that its requests may ask
 MAX_COPY_TOKENS = 32
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_SECONDS = 30 * 24 * 3600
-_MAX_BODY_MB = 1000
 _MAX_REFERENCE = 16 * 1024 * 1024  # bytes
 
 
@@ -86,21 +85,16 @@ class ServerOptions:
         require_at_least(self, max_model_len=2, max_body_bytes=1024, request_s=0, grace_s=0)
 
 
-def checked_numbers(*, request_timeout: float, max_body_mb: float, grace: float) -> dict[str, float]:
+def checked_numbers(*, request_timeout: float, grace: float) -> dict[str, float]:
     """Return the options of the command line as fields of `ServerOptions`, checked before a model loads.
 
     Raises:
         ConfigError: A number is not finite, or out of range.
     """
-    ranges = {
-        "--request-timeout": (request_timeout, 0, _MAX_SECONDS, "seconds"),
-        "--max-body-mb": (max_body_mb, 0.001, _MAX_BODY_MB, "MB"),
-        "--grace": (grace, 0, _MAX_SECONDS, "seconds"),
-    }
-    for name, (value, least, most, unit) in ranges.items():
-        if not least <= value <= most:  # false for nan
-            raise ConfigError(f"{name} {value:g}; expected {least:g} to {most:,} {unit}")
-    return {"request_s": request_timeout, "max_body_bytes": max(1024, int(max_body_mb * 1e6)), "grace_s": grace}
+    for name, value in {"--request-timeout": request_timeout, "--grace": grace}.items():
+        if not 0 <= value <= _MAX_SECONDS:  # false for nan
+            raise ConfigError(f"{name} {value:g}; expected 0 to {_MAX_SECONDS:,} seconds")
+    return {"request_s": request_timeout, "grace_s": grace}
 
 
 def allowed_hosts(host: str) -> tuple[str, ...] | None:

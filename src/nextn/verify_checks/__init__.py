@@ -106,7 +106,6 @@ def verify(
     max_requests: int = 2000,
     max_seconds: float = 900.0,
     timeout: float = 120.0,
-    key_env: str | None = None,
     on_check: Callable[[str], None] = lambda name: None,
 ) -> VerifyReport:
     """Check that a server's output is the same with MTP on and off.
@@ -123,7 +122,6 @@ def verify(
         max_requests: Requests that the run may send to both endpoints.
         max_seconds: Seconds that they may take together.
         timeout: Seconds that one of them may take.
-        key_env: Environment variable with the API key; None: OPENAI_API_KEY.
         on_check: Called with the name of each check before it runs.
 
     Returns:
@@ -143,7 +141,7 @@ def verify(
     budget = Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
     *_, report = verify_reports(
         url, against, prompts=prompts, checks=checks, settings=settings, model=model, chat=chat, budget=budget,
-        key_env=key_env, on_check=on_check,
+        on_check=on_check,
     )  # fmt: skip
     return report
 
@@ -158,11 +156,10 @@ def verify_reports(
     model: str | None,
     chat: bool,
     budget: Budget,
-    key_env: str | None,
     on_check: Callable[[str], None],
 ) -> Iterator[VerifyReport]:
     """Connect, then yield the report so far, at first and after each check; arguments and errors are of `verify`."""
-    connect = partial(Endpoint.open, budget=budget, model=model, key_env=key_env, chat=chat)
+    connect = partial(Endpoint.open, budget=budget, model=model, chat=chat)
     target, reference = connect(url), connect(against) if against else None
     texts = [replace(prompt, later=()) for prompt in take_prompts(prompts)[0]]
     report = VerifyReport(target.url, target.served.name, None if reference is None else reference.url)
