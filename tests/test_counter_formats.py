@@ -3,6 +3,7 @@ left out. Shapes are those of public reports and sources, listed in docs/develop
 
 # ruff: noqa: E501  lines of logs are as long as they are
 
+import gzip
 import json
 
 import pytest
@@ -161,6 +162,19 @@ TEXTS = {
                              ("SGLang", None, None, None, ())),
     "LM Studio": (json.dumps({"stats": {"total_draft_tokens_count": 120, "accepted_draft_tokens_count": 60}}),
                   ("LM Studio", None, 120, 60, ())),
+    "llama.cpp's mtp-bench.py": (
+        "  code_python        pred= 192 draft= 144 acc= 118 rate=0.819 tok/s=13.3\n"
+        "  explain_concept    pred= 100 draft=   0 acc=   0 rate=n/a tok/s=12.8\n", ("llama.cpp", 73, 144, 118, ())),
+    "ik_llama.cpp's llama-spec-bench": (
+        "| task | stage | runs | tok/s mean/std | rate mean/std | a.len mean/std |\n|---|---|---|---|---|---|\n"
+        "| code | mtp   |    5 |     37.42/1.48 |  92.15%/1.84% |      3.76/0.06 |\n",
+        ("ik_llama.cpp", None, None, None, ())),
+    "another engine": ("MTP ACTIVE (draft=3)\nspeculation: 1.60 tokens/forward | MTP acceptance 20% (3/15)\n",
+                       ("an engine", None, 15, 3, ())),
+    "another engine, in words": ("[mtp] accepted 312 of 400 drafts\n", ("an engine", None, 400, 312, ())),
+    "vllm-mlx's status": (json.dumps({"mtp": {"effective_draft_tokens": 1, "attempts": 400, "accepted": 310}}),
+                          ("vllm-mlx", 400, 400, 310, (310,))),
+    "vLLM, cut before the last position": (VLLM.split(", 0.788")[0], ("vLLM", 99, 198, 169, (91, 78))),
     "a stream": ('data: {"choices": []}\n\ndata: {"choices": [], "timings": {"draft_n": 78, "draft_n_accepted": 60, '
                  '"predicted_n": 100}}\n\ndata: [DONE]\n', ("llama.cpp", 39, 78, 60, ())),
 }  # fmt: skip
@@ -207,6 +221,10 @@ METRICS = {
                                   'tgi_request_skipped_tokens_bucket{le="0"} 40\ntgi_request_skipped_tokens_sum 90\n'
                                   'tgi_request_skipped_tokens_count 100\n',
                                   ("text-generation-inference", 100, None, 90, ())),
+    "copied from Prometheus' page": ('    vllm:spec_decode_num_drafts_total{engine="0"} | 100\n'
+                                     '    vllm:spec_decode_num_draft_tokens_total{engine="0"} | 200\n'
+                                     '    vllm:spec_decode_num_accepted_tokens_total{engine="0"} | 120\n',
+                                     ("vLLM", 100, 200, 120, ())),
     "a fork of llama.cpp": ("llamacpp:n_drafted_total 400\nllamacpp:n_drafted_accepted_total 260\n"
                             "llamacpp:tokens_predicted_total 500\n", ("llama.cpp", None, 400, 260, ())),
 }  # fmt: skip
@@ -248,8 +266,40 @@ def test_numbers_of_other_locales():
     assert summary(read(VLLM.replace("2.71", "2,71").replace("0.919, 0.788", "0,919, 0,788"))) == summary(read(VLLM))
     assert read(SGLANG.format("2,50", "0,50")).length == 2.5
     assert read(BENCH.replace("6393", "6,39")).num_drafts == 6393  # by the rates, as it is no count
+    for separator in ("; ", ";", " "):
+        assert summary(read(VLLM.replace("0.919, 0.788", f"0,919{separator}0,788"))) == summary(read(VLLM))
     with pytest.raises(EngineError, match="lacks 'Accepted'"):
         read(VLLM.replace("169 tok", "16.9 tok"))
+
+
+def test_files_as_other_systems_write_them(tmp_path):
+    """UTF-16 of PowerShell with and without its mark, marks before JSON and metrics; compressed files are named."""
+    path, (name, _) = tmp_path / "log", METRICS["through OpenTelemetry"]
+    timings = json.dumps({"timings": {"predicted_n": 100, "draft_n": 78, "draft_n_accepted": 60}})
+    for text in (VLLM, name, timings):
+        for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"):
+            path.write_bytes(text.replace("\n", "\r\n").encode(encoding))
+            assert summary(read(path)) == summary(read(text)), encoding
+    for content, words in ((b"", "empty"), (gzip.compress(VLLM.encode()), "compressed; unpack it first")):
+        path.write_bytes(content)
+        with pytest.raises(EngineError, match=words):
+            read(path)
+
+
+def test_colors_between_the_figures():
+    for color in ("\x1b[1;32m{}\x1b[0m", "^[[32m{}^[[0m"):
+        assert summary(read(VLLM.replace("169", color.format(169)))) == summary(read(VLLM))
+
+
+def test_metrics_that_are_not_known():
+    """They are no sign that MTP is off."""
+    with pytest.raises(EngineError, match="spec_decode_attempts_total"):
+        read("rapid_mlx:spec_decode_attempts_total 1304\nrapid_mlx:spec_decode_accepts_total 1111\n")
+
+
+def test_no_counts_of_a_connection():
+    with pytest.raises(EngineError):
+        read("speculative decoding: off\nAccepted connection from 10.0.0.1/24\n")
 
 
 def test_pasted_in_other_ways():

@@ -158,7 +158,7 @@ LOGS = {
     ),
     "older llama.cpp": (
         "draft acceptance rate = 0.57576 (   19 accepted /    33 generated)\n",
-        Counters("llama.cpp", None, 66, 38, notes=(ROUNDED,)),
+        Counters("llama.cpp", None, 66, 38),
     ),
     "rounds of llama.cpp": (
         "slot x: accepted  2/ 3 draft tokens\nslot x: accepted  0/ 3 draft tokens (restore checkpoint)\n"

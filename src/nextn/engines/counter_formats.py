@@ -1,5 +1,6 @@
 """Read an engine's draft counts from a file: metrics, JSON, a log or a printed table, in any of their formats."""
 
+import codecs
 import io
 import json
 import re
@@ -21,6 +22,15 @@ _MAX_PARSED = 32 * 1024 * 1024  # bytes of a file that is read in one piece: JSO
 _MAX_DOCUMENTS = 200_000
 _MAX_BROKEN = 1000  # lines that begin as JSON and are none, after which the others are not tried
 _BREAKS = ((r"\r?\n", ""), (r"\r?\n[ \t>|]*", ""), (r"\r?\n[ \t>|]*", " "))  # what takes the place of a line's end
+_MAX_PEEK = 512  # bytes by which the encoding is recognized
+# First bytes of a packed file -> what unpacks it.
+_PACKED = {
+    b"\x1f\x8b": "gunzip",
+    b"(\xb5/\xfd": "zstd -d",
+    b"PK\x03\x04": "unzip",
+    b"BZh": "bunzip2",
+    b"\xfd7zXZ": "unxz",
+}
 _MAX_START = 1024 * 1024  # characters by which the kind of a file is recognized, and its settings are read
 _LOG_PREFIX = re.compile(r'\[[^\[\]{}"\n]{1,80}\][ \t]*[^\s,\]]')
 # Keys of structured logs under which the line is, of Docker, Kubernetes, journald, Google Cloud and Python loggers.
@@ -32,13 +42,27 @@ def read(source: str | Path, *, model: str | None = None) -> Counters:
     if isinstance(source, str):
         return _read(io.StringIO(source), len(source), "the text", model)
     try:
-        with source.open(encoding="utf-8", errors="replace") as file:
-            if source.is_file():
-                return _read(file, source.stat().st_size, str(source), model)
-            text = file.read(_MAX_PARSED + 1)  # a pipe can be read only once
-        return _read(io.StringIO(text), len(text), str(source), model)
+        with source.open("rb") as file:
+            start = file.peek(_MAX_PEEK)  # a pipe can be read only once
+            with io.TextIOWrapper(file, encoding=_encoding(start, source), errors="replace") as text:
+                if source.is_file():
+                    return _read(text, source.stat().st_size, str(source), model)
+                copy = text.read(_MAX_PARSED + 1)
+        return _read(io.StringIO(copy), len(copy), str(source), model)
     except OSError as error:
         raise EngineError(f"{source}: cannot be read: {error.strerror or error}") from error
+
+
+def _encoding(start: bytes, source: Path) -> str:
+    """Return the encoding of a text: UTF-16 as of PowerShell's `>`, else UTF-8. Raises EngineError for no text."""
+    if not start:
+        raise EngineError(f"{source}: empty; give the file with the engine's log, metrics or JSON")
+    if packed := next((tool for magic, tool in _PACKED.items() if start.startswith(magic)), ""):
+        raise EngineError(f"{source}: compressed; unpack it first (`{packed}`)")
+    zeros = [start[place:512:2].count(0) / len(start[place:512:2] or b"x") for place in (0, 1)]
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    return "utf-8-sig" if max(zeros) < 0.5 or min(zeros) > 0.5 else "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
 
 
 def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
@@ -54,8 +78,9 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
         reading = read_log(file)
         if reading.counters is None:
             reading = next(
-                (again for again in map(_rejoined, [start] * len(_BREAKS), _BREAKS) if again.counters), reading
-            )
+                (again for again in (*map(_rejoined, [start] * len(_BREAKS), _BREAKS),
+                                     read_log(io.StringIO(start), general=True)) if again.counters), reading
+            )  # fmt: skip
         return with_settings(_need(reading, source, start), [start])
     if size > _MAX_PARSED:
         raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")

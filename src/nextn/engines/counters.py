@@ -36,7 +36,7 @@ MAX_LABEL = 1024  # characters of its value
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]{0,199}+")
 # Possessive quantifiers never backtrack: linear in the length of a line, whatever the text.
 _LABEL = re.compile(r'\s*+([a-zA-Z_][a-zA-Z0-9_]*+)="((?:[^"\\]++|\\.)*+)"\s*+,?+')
-_VALUE = re.compile(r"\s++([0-9A-Za-z.+-]{1,400})(?:\s++-?[0-9]++)?+\s*+")
+_VALUE = re.compile(r"[\s|]++([0-9A-Za-z.+-]{1,400})(?:\s++-?[0-9]++)?+[\s|]*+")
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,9 @@ def _lines(text: str) -> Iterator[str]:
         if match.end() - match.start() > MAX_LINE:
             start = short_repr(text[match.start() : match.start() + 60])
             raise EngineError(f"the metrics have a line of more than {MAX_LINE:,} characters, which begins {start}")
-        if text[match.start()] != "#":
-            yield match[0]
+        line = match[0].lstrip(" \t>|")  # of a quote, or of a table
+        if line[:1] not in ("#", ""):
+            yield line
 
 
 def _line(line: str) -> Series | None:

@@ -208,6 +208,15 @@ def _lm_studio(record: Mapping) -> Counters:
     return Counters("LM Studio", None, drafted, accepted)
 
 
+def _vllm_mlx(record: Mapping) -> Counters:
+    """vllm-mlx's /v1/status: each attempt drafts `effective_draft_tokens`, and is accepted or rejected as a whole."""
+    names = ("attempts", "accepted", "effective_draft_tokens")
+    attempts, accepted, k = (count(record.get(name), name) for name in names)
+    if k != 1:
+        raise ValueError(f"effective_draft_tokens = {k}; what an attempt counts is known for 1 alone")
+    return Counters("vllm-mlx", attempts, attempts, accepted, (accepted,), k=k)
+
+
 def _tensorrt(record: Mapping) -> Counters:
     """An iteration of TensorRT-LLM: one round for each request with draft tokens."""
     names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
@@ -235,6 +244,7 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "SGLang's benchmark result": ("accept_length", _sglang_bench),
     "SGLang's server info": ("avg_spec_accept_length", _sglang_state),
     "LM Studio's statistics": ("accepted_draft_tokens_count", _lm_studio),
+    "vllm-mlx's status": ("effective_draft_tokens", _vllm_mlx),
     "TensorRT-LLM's iteration": ("specDecodingStats", _iteration),
 }
 

@@ -25,7 +25,9 @@ _THOUSANDS = r"[0-9]{1,3}(?:[.,'’ ][0-9]{3})+"
 # What is left of a number that is written in another way is no count.
 _INT = rf"(?:{_THOUSANDS}|[0-9]{{1,15}}(?:\.0+)?)(?![.,'’]?[0-9])"
 _SPACES = str.maketrans("\t\u00a0\u202f", "   ")
-_LIST = rf"{_NUM}(?:,\s*{_NUM}){{0,{MAX_POSITIONS}}}"
+_LIST = rf"{_NUM}(?:(?:[,;]\s*| +){_NUM}){{0,{MAX_POSITIONS}}}"  # a spreadsheet's locale sets what is between them
+_COLORS = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,20}[A-Za-z]")  # of a terminal, or as `cat -v` shows them
+_ACCEPTED = r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?[0-9.,]{1,12}\s*%[^0-9\n(]{0,20})?\(?"  # and two counts
 Fields = Mapping[str, list[str]]  # name of a field -> its values in the entry
 
 
@@ -42,6 +44,7 @@ class LogFormat:
     counted: str  # what the figures are, for the documentation
     num_lines: int = 1  # of an entry, at most
     is_cumulative: bool = False  # later entries include earlier ones
+    is_general: bool = False  # not of one engine: read where there is no other, as it is slow to look for
 
 
 def _whole(text: str) -> int:
@@ -78,7 +81,7 @@ def _vllm(fields: Fields) -> Counters | None:
     if length and accepted and abs(1 + accepted / max(rounds, 1) - length) > 0.02:
         rounds = round(accepted / max(length - 1, 1e-9))
     positions = tuple(round(rate * rounds) for rate in rates)
-    return Counters("vLLM", rounds, drafted, accepted, positions, notes=(ROUNDED,))
+    return with_all_positions(Counters("vLLM", rounds, drafted, accepted, positions, notes=(ROUNDED,)))
 
 
 def _vllm_v0(fields: Fields) -> Counters:
@@ -159,7 +162,18 @@ def _llama_request(fields: Fields) -> Counters:
     length, rates = _float(fields, "mean len"), fields.get("acceptance rate per position")
     rounds = round(accepted / (length - 1)) if length and length > 1 else None
     positions = tuple(round(rate * rounds) for rate in _rates(rates[0])[:MAX_POSITIONS]) if rates and rounds else ()
-    return Counters("llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,))
+    return Counters("llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if rounds else ())
+
+
+def _llama_bench(fields: Fields) -> Counters:
+    """A request's tokens are one of prefill and, of each round, its accepted drafts and a bonus token."""
+    emitted, drafted, accepted = (_int(fields, name) or 0 for name in ("pred", "draft", "acc"))
+    return Counters("llama.cpp", max(0, emitted - 1 - accepted) if drafted else 0, drafted, accepted)
+
+
+def _ratio(fields: Fields) -> Counters:
+    accepted, drafted = (_whole(part) for part in re.split(r"\s*(?:/|of)\s*", fields["accepted/drafted"][0]))
+    return Counters("an engine", None, drafted, accepted)
 
 
 def _llama_example(fields: Fields) -> Counters:
@@ -247,6 +261,11 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         ("n_drafted", "n_accept"), _llama_example, "the run: K, drafted and accepted tokens; no rounds", num_lines=8,
     ),
     LogFormat(
+        "table of llama.cpp's mtp-bench.py", "pred=", r"(?<!\w)pred=",
+        {name: rf"(?<!\w){name}=\s*({_INT})" for name in ("pred", "draft", "acc")}, ("pred", "draft", "acc"),
+        _llama_bench, "a request: generated, draft and accepted tokens",
+    ),
+    LogFormat(
         "SGLang's Decode batch", " batch", r"Decode (?:rank )?batch",
         {"accept len": rf"accept[ _]len:\s*({_NUM})", "avg_accept_len": rf"avg_accept_len:\s*({_NUM})"},
         ("accept len",), _sglang,
@@ -275,6 +294,20 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "AIPerf's Spec Decode table", "Token-Weighted Acceptance Length", r"Token-Weighted Acceptance Length",
         {"Token-Weighted Acceptance Length": rf"Token-Weighted Acceptance Length\s*[|│┃]?\s*({_NUM})"},
         ("Token-Weighted Acceptance Length",), _aiperf, "the run: tokens per round with bonus token; no counts",
+    ),
+    LogFormat(
+        "table of ik_llama.cpp's llama-spec-bench", "a.len mean", r"[|] *(?:draft-)?mtp *[|]",
+        {"a.len": rf"% *[|] *({_NUM})/"}, ("a.len",),
+        lambda fields: Counters("ik_llama.cpp", length=_float(fields, "a.len")),
+        "a task: tokens per round with bonus token; no counts",
+    ),
+    LogFormat(
+        "acceptance with two counts", "ccept",
+        rf"(?i:(?<!\w)(?:mtp|drafts?|spec\w{{0,12}}|nextn)\b[^\n0-9]{{0,40}}?(?={_ACCEPTED}))",
+        {"accepted/drafted": rf"(?i:{_ACCEPTED})([0-9]{{1,12}}\s*(?:/|of)\s*[0-9]{{1,12}})(?![0-9.])"},
+        ("accepted/drafted",), _ratio,
+        "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",
+        is_general=True,
     ),
 )  # fmt: skip
 
@@ -329,17 +362,25 @@ class LogReading:
     incomplete: tuple[tuple[str, str], ...] = ()  # (format, missing field) of entries that could not be read
 
 
-def read_log(file: TextIO) -> LogReading:
-    """Sum the counts of all entries of the first format that the log has; others are named in a note."""
+def read_log(file: TextIO, *, general: bool = False) -> LogReading:
+    """Sum the counts of all entries of the first format that the log has; others are named in a note.
+
+    Args:
+        file: The log.
+        general: Look for the formats that are not of one engine, and for no others.
+    """
     readers = [_Reader(each) for each in LOG_FORMATS]
     depths, ahead = _SglangDepth(), ""
     while text := (ahead + file.read(_CHUNK) + file.readline(_MAX_LINE)).translate(_SPACES):
-        # An entry of several lines may go on in the text after this one.
         is_last = len(text) < _CHUNK
+        text = _COLORS.sub("", text)
+        # An entry of several lines may go on in the text after this one.
         body = len(text) if is_last else max(1, len(text) - _MAX_ENTRY)
         for reader in readers:
             reader.end = -1
-        here = tuple(index for index, each in enumerate(LOG_FORMATS) if each.literal in text)
+        here = tuple(
+            index for index, each in enumerate(LOG_FORMATS) if each.literal in text and each.is_general == general
+        )
         for match in _markers(here).finditer(text) if here else ():
             if match.start() >= body:
                 break

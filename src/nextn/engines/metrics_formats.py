@@ -20,10 +20,11 @@ from nextn.engines.counters import (
     sum_series,
 )
 from nextn.errors import EngineError
+from nextn.text_format import docs_page, some
 
 # Lines by which a text is recognized as metrics.
 METRICS_LINE = re.compile(
-    r"^(?:# (?:TYPE|HELP) )?(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|trtllm_\w+|tgi_\w+|\w*spec_decode_num_\w+)"
+    r"^[ \t>|]{0,20}(?:# (?:TYPE|HELP) )?(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|trtllm_\w+|tgi_\w+|\w*spec_decode_num_\w+)"
     r"(?:\{[^\n]*\}|_?\w*)? [^\n]*$",
     re.M,
 )
@@ -65,6 +66,12 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
         counters = reader(samples)
         if counters is not None:
             return fill_in_derived(replace(counters, source=METRICS_FORMAT))
+    like = sorted({sample.name for sample in samples if re.search("spec|draft|accept|mtp", sample.name)})
+    if like and not _nearest(samples):
+        raise EngineError(
+            f"the metrics have series of drafts, such as {some(like)}, and nextn does not know what they count; give "
+            f"the engine's log or JSON: {docs_page('reference/counter-formats')}"
+        )
     raise EngineError(
         f"the metrics have no draft counters{_nearest(samples)}: MTP is off, or the engine is too old; turn MTP on or "
         "update the engine"
