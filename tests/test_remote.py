@@ -156,7 +156,7 @@ def test_refusal(hub, name, status, code, says):
 
 def test_refusal_ends_the_other_reads(hub, monkeypatch):
     """Catches an audit that meets the same refusal (or the same minutes of tries) at every shard."""
-    monkeypatch.setattr(checkpoint, "WORKERS", 4)
+    monkeypatch.setattr(remote, "WORKERS", 4)
     shard = hub.files["model-2.safetensors"]
     hub.files = {f"{i:02}.safetensors": shard for i in range(60)}
     hub.faults = {name: [(403, {})] for name in hub.files}

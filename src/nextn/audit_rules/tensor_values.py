@@ -7,7 +7,6 @@ Nothing is decoded there: the bits of a float's magnitude, as an unsigned intege
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 
@@ -19,7 +18,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import evenly_spaced
 from nextn.checkpoint.quantization import split_name
-from nextn.checkpoint.remote import LocalFile
+from nextn.checkpoint.remote import LocalFile, map_reads
 from nextn.checkpoint.safetensors_file import TensorInfo
 
 MAX_NORM_BYTES = 256 * 1024  # no norm is larger
@@ -233,9 +232,11 @@ class WholeValues:
     def of(cls, inventory: Inventory) -> "WholeValues":
         """Read the head. Raises CheckpointError if a file cannot be read."""
         infos = head_floats(inventory)
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            summaries = pool.map(lambda info: _summary(inventory.checkpoint, info), infos)
-            tensors = dict(zip((info.name for info in infos), summaries, strict=True))
+        checkpoint = inventory.checkpoint
+        summaries = map_reads(
+            lambda info: _summary(checkpoint, info), infos, checkpoint.sources.values(), workers=_WORKERS
+        )
+        tensors = {info.name: summary for info, summary in zip(infos, summaries, strict=True)}
         return cls(tensors, sum(info.nbytes for info in infos))
 
 

@@ -8,7 +8,6 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
@@ -31,6 +30,7 @@ from nextn.checkpoint.remote import (
     LocalFile,
     cached_folder,
     folder_files,
+    map_reads,
     readable,
     repo_files,
     split_hub_id,
@@ -61,7 +61,6 @@ CONFIG_LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
 INDEX_LIMITS = JsonLimits(128 * 1024 * 1024, MAX_TENSORS + 1_000)
 OTHER_LIMITS = JsonLimits(64 * 1024 * 1024, 4_000_000)
 CHUNK = 32 * 1024 * 1024
-WORKERS = 16
 SAMPLE = 4096
 
 
@@ -205,8 +204,7 @@ class Checkpoint:
             info, begin = offset[0], offset[0].begin + offset[1]
             return self.sources[info.file].read(begin, min(begin + size, info.end))
 
-        with ThreadPoolExecutor(WORKERS) as pool:
-            return list(pool.map(read, offsets))
+        return map_reads(read, offsets, self.sources.values())
 
     def read_bytes(self, name: str) -> bytes:
         return b"".join(self.chunks(name))
@@ -264,22 +262,23 @@ def _conversion(gguf: str) -> str:
 
 def _read_headers(sources: Sequence[ByteSource]) -> dict[str, Header]:
     """Read all headers. All damaged local files are named at once; the first remote failure ends the reading."""
+    budget = HeaderBudget()
+
+    def read(source: ByteSource) -> Header | CheckpointError:
+        try:
+            return read_header(source, budget)
+        except CheckpointError as error:
+            if isinstance(source, LocalFile):
+                return error
+            raise
+
     headers: dict[str, Header] = {}
     failures: list[CheckpointError] = []
-    budget = HeaderBudget()
-    with ThreadPoolExecutor(min(WORKERS, len(sources))) as pool:
-        reading = [pool.submit(read_header, source, budget) for source in sources]
-        try:
-            for source, header in zip(sources, reading, strict=True):
-                try:
-                    headers[source.name] = header.result()
-                except CheckpointError as error:
-                    failures.append(error)
-                    if not isinstance(source, LocalFile):
-                        raise
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    for source, result in zip(sources, map_reads(read, sources, sources), strict=True):
+        if isinstance(result, CheckpointError):
+            failures.append(result)
+        else:
+            headers[source.name] = result
     if failures:
         raise CheckpointError("\n".join(map(str, failures))) from failures[0]
     return headers

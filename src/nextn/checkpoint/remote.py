@@ -4,14 +4,16 @@ Knows ranges, retries and the hub's errors; knows nothing of the files' content.
 """
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import quote
 
 import huggingface_hub as hub  # resolves its names lazily, so this import takes milliseconds
@@ -23,6 +25,10 @@ from nextn.redaction import Redactor
 if TYPE_CHECKING:
     import httpx2
 
+T = TypeVar("T")
+R = TypeVar("R")
+WORKERS = 16
+_AT_ONCE = 64 * 1024 * 1024  # bytes of local files that one thread reads as soon as it would have started others
 TRIES = 5
 FIRST_WAIT = 0.5  # seconds, doubled at each try
 LONGEST_WAIT = 60.0  # if the server asks for more, the read fails
@@ -125,6 +131,24 @@ class LocalFile:
 
     def _too_short(self, begin: int, end: int, count: int) -> CheckpointError:
         return CheckpointError(f"{self}: bytes {begin}..{end} end at {begin + count}; the file became shorter.")
+
+
+def map_reads(
+    read: Callable[[T], R], items: Sequence[T], sources: Iterable[ByteSource], *, workers: int | None = None
+) -> list[R]:
+    """Return `read` of each item, in order.
+
+    Args:
+        read: Called in parallel, unless all files are local and small; its first error is raised.
+        items: Its arguments.
+        sources: The files that it reads.
+        workers: Calls at a time; None: WORKERS.
+    """
+    sizes = [s.stamp[2] if isinstance(s, LocalFile) and s.stamp is not None else math.inf for s in sources]
+    if sum(sizes) <= _AT_ONCE:
+        return [read(item) for item in items]
+    with ThreadPoolExecutor(workers or WORKERS) as pool:
+        return list(pool.map(read, items))
 
 
 def _stamp(path: Path) -> tuple[int, int, int, int]:

@@ -48,7 +48,8 @@ class Lowered:
     @cached_property
     def keys(self) -> frozenset[int]:
         """Storages that the operation or an instruction reads or writes."""
-        return frozenset(map(storage_key, self.tensors))
+        steps = frozenset(storage_key(tensor) for step in self.instructions for tensor in step.tensors)
+        return self.entry.in_keys | self.entry.out_keys | steps
 
 
 Rule = Callable[["Lowering", Entry], list[Instruction] | None]
@@ -79,9 +80,8 @@ def _creates_views(entry: Entry) -> bool:
     """Whether the operation computes no values: it returns views of its inputs, or uninitialized memory."""
     if isinstance(entry.func, str) or entry.mutates:
         return False
-    inputs = {storage_key(tensor) for tensor in entry.inputs}
     is_empty = entry.func.overloadpacket in (aten.new_empty, aten.empty_like)
-    return is_empty or all(storage_key(out) in inputs for out in entry.outs)
+    return is_empty or entry.out_keys <= entry.in_keys
 
 
 def _rules() -> dict[Any, Rule]:

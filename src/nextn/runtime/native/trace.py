@@ -41,7 +41,12 @@ class Entry:
 
     @cached_property
     def inputs(self) -> list[Tensor]:
-        return _tensors((self.args, self.kwargs))
+        return _tensors(self.args, self.kwargs)
+
+    @cached_property
+    def in_keys(self) -> frozenset[int]:
+        """Storages that it was given."""
+        return frozenset(map(storage_key, self.inputs))
 
     @cached_property
     def out_keys(self) -> frozenset[int]:
@@ -61,7 +66,7 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        depends = any(storage_key(tensor) in self.dynamic for tensor in _tensors((args, kwargs)))
+        depends = any(storage_key(tensor) in self.dynamic for tensor in _tensors(args, kwargs))
         if depends and _is_data_dependent(func, args):
             raise Untraceable(f"{func} depends on the values of its inputs")
         if depends and func._schema.is_mutable and storage_key(args[0]) not in self.dynamic:
@@ -146,19 +151,17 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _tensors(values: object) -> list[Tensor]:
+def _tensors(*values: object) -> list[Tensor]:
     """The tensors in nested arguments; torch's own pytree walk would take a third of the recording time."""
     found: list[Tensor] = []
-    _collect(values, found)
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(*value)
+        elif value and isinstance(value, dict):
+            found += _tensors(*value.values())
     return found
-
-
-def _collect(values: object, found: list[Tensor]) -> None:
-    if isinstance(values, Tensor):
-        found.append(values)
-    elif isinstance(values, (tuple, list, dict)):
-        for value in values.values() if isinstance(values, dict) else values:
-            _collect(value, found)
 
 
 def _is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
