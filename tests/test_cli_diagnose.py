@@ -63,6 +63,22 @@ def run(engine, prompts, *more, code=None):
     return result
 
 
+LLAMA_CPP = "slot print_timing: id  0 | task 0 | draft acceptance rate = 0.00000 (    0 accepted /   120 generated)\n"
+
+
+def test_k_is_needed_before_the_model_is_loaded(tmp_path, prompts, monkeypatch):
+    log = tmp_path / "engine.log"
+    log.write_text(LLAMA_CPP)
+    with monkeypatch.context() as patch:
+        patch.setattr(nextn.Model, "load", lambda *_, **__: pytest.fail("loaded"))
+        assert "give -k" in str(run(log, prompts).exception)
+        with pytest.raises(NextnError, match="give -k"):
+            nextn.diagnose("tiny", str(log))
+    for how in (("-k", 2), ("--flags", "llama-server --spec-draft-n-max 2")):
+        result = run(log, prompts, *how, code=1)
+        assert "findings  nothing-accepted or head-unset" in result.stdout
+
+
 def test_a_log(tmp_path, prompts):
     """As a table and as JSON; the file that --out names holds what --json prints."""
     log = tmp_path / "engine.log"

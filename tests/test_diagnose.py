@@ -209,8 +209,8 @@ def test_k_of_an_engine(parts, given, k):
 @pytest.mark.parametrize(
     ("parts", "given", "error"),
     [
-        ([UNKNOWN], None, "does not report K; set it with --num-speculative-tokens"),
-        ([SHORT_ROUNDS], None, "drafts 2.40 tokens per round on average, which does not show K; set it"),
+        ([UNKNOWN], None, "does not report K: give -k"),
+        ([SHORT_ROUNDS], None, "drafts 2.40 tokens per round on average, which does not show K: give -k"),
         ([DEEP], 4, "-k 4, but the engine's counters are for K = 3"),
         ([DEEP, DEEPER], 3, "-k 3, but the engine's counters are for K = 4"),
         ([SHORT_ROUNDS], 2, "-k 2, but the engine drafted 2.40 tokens per round on average"),

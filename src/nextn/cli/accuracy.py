@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import AsJson, ModelOptions, RecordFile, expanded, shipped_path
-from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table, progress_bars
+from nextn.cli.progress import progress_bars
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table
 from nextn.cli.streaming import reason_to_stream
 from nextn.errors import ConfigError
 from nextn.settings import BACKENDS, WEIGHTS

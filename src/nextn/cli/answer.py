@@ -1,7 +1,5 @@
 """`nextn answer`: generate training data for a head with the trunk itself."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +16,8 @@ from nextn.cli.common import (
     use_chat,
 )
 from nextn.cli.decode import DecodingOptions
-from nextn.cli.screen import console, echo, print_json, print_note
+from nextn.cli.progress import progress_bars
+from nextn.cli.screen import echo, print_json, print_note
 from nextn.errors import ConfigError
 from nextn.settings import Sampling
 
@@ -69,7 +68,7 @@ def answer(
     prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=settings.seed, chat=chat)
     for note in notes:
         print_note(note)
-    with stop_flag() as stopped, _progress(quiet=as_json) as show:
+    with stop_flag() as stopped, progress_bars(quiet=as_json) as added:
         if isinstance(model_of_text, TextInterface):
             settings = replace(settings, num_speculative_tokens=0, eos=model_of_text.eos)
             tokenizer = model_of_text.tokenizer
@@ -80,9 +79,9 @@ def answer(
             progress = generate_answers(
                 model_of_text, prompt_ids, settings, out, batch_size=batch, backend=options.backend, should_stop=stopped
             )
-        state = None
+        state, step = None, added("answers", None)
         for state in progress:
-            show(state)
+            step(done=state.answers, total=max(state.total, state.answers), status=_status(state))
     assert state is not None
     _end(state, out, as_json=as_json)
 
@@ -93,6 +92,10 @@ def _check_engine(sampling: Sampling, device_map: str | None) -> None:
         raise ConfigError("--top-k and --top-p: an engine samples from the whole distribution here; leave them out")
     if device_map is not None:
         raise ConfigError(f"--device-map {device_map} and --engine: the engine generates, and no layer is loaded here")
+
+
+def _status(state: "AnswerProgress") -> str:
+    return f"{state.tokens_per_s:,.0f} tok/s, {state.repetitive} repetitive" if state.tokens_per_s else ""
 
 
 def _end(state: "AnswerProgress", out: Path, *, as_json: bool) -> None:
@@ -115,24 +118,3 @@ def _summary(state: "AnswerProgress", out: Path) -> str:
             "on many of them learns to draft repetitions: try a higher temperature or other prompts"
         )
     return "\n".join(lines)
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[["AnswerProgress"], None]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("answers"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task("answers", total=None, status="")
-
-        def show(state: "AnswerProgress") -> None:
-            status = f"{state.tokens_per_s:,.0f} tok/s, {state.repetitive} repetitive" if state.tokens_per_s else ""
-            bar.update(task, completed=state.answers, total=max(state.total, state.answers), status=status)
-
-        yield show

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import AsJson, expanded, shipped_option, shipped_path
-from nextn.cli.screen import console, plain, print_json, print_unwrapped, shortened, shown
+from nextn.cli.screen import console, plain, print_json, shortened, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,12 +53,12 @@ def audit(
         screen = console()
         if report.findings:
             rows, more = shortened(report.findings)
-            print_unwrapped(_table(rows))
+            screen.print(_table(rows))
             if more:
                 screen.print(plain(f"{more}\n"))
-        print_unwrapped(_summary(report))
+        screen.print(_summary(report))
         for line in report.unchecked:
-            print_unwrapped(plain(f"not checked: {shown(line)}", style="dim"))
+            screen.print(plain(f"not checked: {shown(line)}", style="dim"))
     raise typer.Exit(0 if report.clean else 1)
 
 

@@ -27,7 +27,8 @@ from nextn.cli.common import (
 )
 from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.load import Against, LoadQuestion, Measured, report_by_load
-from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table, progress_bars
+from nextn.cli.progress import progress_bars
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan
 

@@ -24,7 +24,8 @@ from nextn.cli.common import (
     parse_temperatures,
     print_published,
 )
-from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, progress_bars, shown
+from nextn.cli.progress import progress_bars
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, shown
 from nextn.cli.streaming import GivenTextOptions, TextOptions, engine_folder, measure_answers
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import ReferencePlan
@@ -90,13 +91,13 @@ def diagnose(
     texts = first_turns(texts) if drive else texts
     source = TextOptions.of(options, given, asked, quiet=as_json)
     _check_texts(plan, source, drive=drive, own_template=own_template)
-    from nextn.evaluate.engine_run import read_engine_counters
+    from nextn.evaluate.diagnose_engine import read_counters
 
     target: Endpoint | Counters
     if drive:
         target = asked.open(chat=own_template)
     else:
-        target = read_engine_counters(engine, asked.budget(), served=asked.served)
+        target = read_counters(engine, asked.budget(), num_speculative_tokens, flags, served=asked.served)
     diagnosis = _diagnose(target, options, source, plan, texts, num_speculative_tokens, flags)
     reference = replace(diagnosis.reference, prompts_source=prompts_record(prompts, texts))
     diagnosis = replace(diagnosis, reference=reference)

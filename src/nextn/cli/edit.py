@@ -20,15 +20,14 @@ from nextn.cli.common import (
     shipped_option,
     shipped_path,
 )
+from nextn.cli.progress import progress_bars
 from nextn.cli.screen import (
-    console,
     echo,
     figures_table,
     plain,
     print_json,
     print_lines,
     print_table,
-    progress_bars,
     shortened,
 )
 from nextn.errors import ConfigError
@@ -474,19 +473,6 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
 
 @contextmanager
 def _bytes_bar(*, quiet: bool) -> "Iterator[Progress]":
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console(stderr=True), disable=quiet, transient=True)
-    task = bar.add_task("bytes", total=None)
-
-    def update(done: int, total: int) -> None:
-        if not bar.live.is_started:  # not before: a started bar leaves a blank line above an error
-            bar.start()
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield update
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+    with progress_bars(quiet=quiet) as added:
+        step = added("written", None, in_gb=True)
+        yield lambda done, total: step(done=done, total=total)

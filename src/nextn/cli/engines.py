@@ -3,8 +3,7 @@
 Exit codes: 0 nothing failed, 1 findings, 2 usage error.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,14 +12,14 @@ import typer
 
 from nextn.cli.check_report import show_report
 from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, RecordFile, expanded, first_turns
-from nextn.cli.screen import console, figures_table, plain, print_json, print_lines, print_table, progress_bars
+from nextn.cli.progress import progress_bars
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
     from nextn.conformance.engine_run import ConformanceRun, SampledRun
     from nextn.conformance.record import Canary
-    from nextn.engines.client import Budget
 
 canary_app = typer.Typer(
     no_args_is_help=True, help="A tiny trained checkpoint, and the counters that an engine must show when serving it."
@@ -60,10 +59,12 @@ def verify(
 
     settings = VerifySettings(max_tokens=max_tokens, samples=samples, concurrency=asked.concurrency, context=context)
     texts, budget = first_turns(read_prompts(prompts)), asked.budget()
-    with _progress(budget, quiet=as_json) as progress:
+    with progress_bars(quiet=as_json) as progress:
+        step = progress("verify", None)
+        on_check = lambda name: step(0, status=f"{name}, {budget.used} requests")  # noqa: E731
         reports = verify_reports(
             url, against, prompts=texts, checks=check or (), settings=settings, model=asked.served, chat=chat,
-            budget=budget, on_check=progress,
+            budget=budget, on_check=on_check,
         )  # fmt: skip
         report = next(reports)
         with suppress(KeyboardInterrupt):  # the results so far are reported below
@@ -75,23 +76,6 @@ def verify(
         show_report(report)
     has_findings = report.failed or (strict and report.has_inconclusive)
     raise typer.Exit(1 if has_findings else 0 if report.is_complete else 130)
-
-
-@contextmanager
-def _progress(budget: "Budget", *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show which check runs and how many requests were sent."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.text import Text
-
-    class Requests(TextColumn):
-        def render(self, task: object) -> Text:
-            return Text(f"{budget.used} requests")
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), Requests(""), TimeElapsedColumn())
-    screen = console(stderr=True)
-    with Progress(*columns, console=screen, disable=quiet or not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task("verify", total=None)
-        yield lambda name: bar.update(task, description=name)
 
 
 @canary_app.command(epilog=_EPILOG)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import AsJson
-from nextn.cli.screen import plain, print_json, print_lines, print_unwrapped
+from nextn.cli.screen import console, plain, print_json, print_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +28,7 @@ def families(
         print_json(known.to_dict())
         return
     if known.families:
-        print_unwrapped(_table(known.families))
+        console().print(_table(known.families))
     for each in known.withheld:
         print_lines(f"{each.title} ({', '.join(each.model_types)}): {each.sentence}")
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import EngineAccess, first_turns
-from nextn.cli.screen import figures_table, print_json, print_lines, print_table, progress_bars
+from nextn.cli.progress import progress_bars
+from nextn.cli.screen import figures_table, print_json, print_lines, print_table
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from nextn.cli.common import (
     print_published,
     shipped_path,
 )
-from nextn.cli.screen import echo, figures_table, plain, print_json, print_lines, print_note, print_table, progress_bars
+from nextn.cli.progress import progress_bars
+from nextn.cli.screen import echo, figures_table, plain, print_json, print_lines, print_note, print_table
 from nextn.cli.streaming import GivenTextOptions, TextOptions, measure_acceptance
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record

@@ -9,9 +9,8 @@ import json
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TextIO, TypeVar
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    Step = Callable[..., None]  # called with a count, by default 1
 
 T = TypeVar("T")
 MAX_ROWS = 50  # of one table: untrusted files can name any number of things
@@ -96,7 +94,8 @@ def plain(text: str, style: str | None = None, *, lines: bool = False) -> "Text"
 def console(*, stderr: bool = False) -> "Console":
     """Return a rich console that escapes every segment, whatever its origin, except rich's own control segments.
 
-    In a pipe or a file, where nothing sets a width, no line is wrapped, and a table is as wide as it needs to be.
+    In a pipe or a file, where nothing sets a width, no line is wrapped, and a table is as wide as it needs to be,
+    without blanks at the ends of its lines.
     """
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
@@ -104,12 +103,16 @@ def console(*, stderr: bool = False) -> "Console":
 
     class VisibleConsole(Console):
         def print(self, *objects: Any, **options: Any) -> None:
+            if _has_width(self):
+                super().print(*objects, **options)
+                return
             before, tables = self.size, [each for each in objects if isinstance(each, Table)]
-            if not _has_width(self):
-                options = {"soft_wrap": not tables} | options
-                self.size = (max(before.width, _WIDTH, *(_widest(self, each) for each in tables)), before.height)
-            super().print(*objects, **options)
+            self.size = (max(before.width, _WIDTH, *(_widest(self, each) for each in tables)), before.height)
+            with self.capture() if tables else nullcontext() as captured:
+                super().print(*objects, **{"soft_wrap": not tables} | options)
             self.size = before
+            if captured is not None:  # the last cell of a row is padded to the width of its column
+                print(re.sub(r" +\n", "\n", captured.get()), end="", file=self.file, flush=True)
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
@@ -132,45 +135,6 @@ def _widest(screen: "Console", renderable: "Table | Text") -> int:
     return Measurement.get(screen, screen.options.update(width=100_000), renderable).maximum
 
 
-@contextmanager
-def progress_bars(*, quiet: bool) -> "Iterator[Callable[[str, int | None], Step]]":
-    """Yield progress(description, total), which adds a bar and returns a function that advances it by one.
-
-    Without a terminal, lines on standard error take the place of bars.
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    if not quiet and not console(stderr=True).is_terminal:
-        yield _progress_lines
-        return
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as bar:
-
-        def add(description: str, total: int | None) -> "Step":
-            task = bar.add_task(description, total=total)
-            return lambda count=1: bar.advance(task, count)
-
-        yield add
-
-
-def _progress_lines(description: str, total: int | None, every_s: float = 15.0) -> "Step":
-    """Return a function that counts steps and prints a line with the time left, at most every `every_s` seconds."""
-    started = last = time.monotonic()
-    count = 0
-
-    def step(amount: int = 1) -> None:
-        nonlocal count, last
-        count, now = count + amount, time.monotonic()
-        if now - last < every_s or count == total:
-            return
-        last = now
-        left = "" if total is None else f"/{total}, {(now - started) / count * (total - count):.0f} s left"
-        echo(f"{description} {count}{left}", err=True)
-
-    return step
-
-
 @dataclass(frozen=True)
 class Marks:
     """How accepted drafts are marked: by a style, or by brackets where the output has no styles."""
@@ -190,14 +154,6 @@ class Marks:
         """Running text of one round, marked if it holds accepted drafts."""
         first, last = self.brackets if accepted and text else ("", "")
         return plain(f"{first}{text}{last}", style=self.style if accepted else None, lines=True)
-
-
-def print_unwrapped(renderable: "Table | Text") -> None:
-    """Print to standard output, without the blanks that pad the cells of a table."""
-    screen = console()
-    with screen.capture() as captured:
-        screen.print(renderable)
-    screen.file.writelines(f"{line.rstrip()}\n" for line in captured.get().rstrip("\n").split("\n"))
 
 
 def figures_table(*titles: str, left: Collection[str] = ("",), no_wrap: bool = True) -> "Table":

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nextn.cli.common import EngineAccess, ModelOptions, open_checkpoint, user_cache
-from nextn.cli.screen import console, print_note, progress_bars
+from nextn.cli.progress import progress_bars
+from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -315,21 +316,17 @@ def _layer_bar(
     trunk: "StreamedTrunk", folder: Path, layers: "list[LayerProgress]", *, quiet: bool
 ) -> "Iterator[Callable[[LayerProgress], None]]":
     """Show layers, bytes and the time left; append each layer's progress to `layers`."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("layer {task.fields[layer]}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    screen, count = console(stderr=True), len(trunk.decoder.layers)
-    # A layer may take minutes: the speed is that of the last hour.
-    with Progress(*columns, console=screen, disable=quiet, transient=True, speed_estimate_period=3600) as bar:
-        total = trunk.num_bytes
-        task = bar.add_task("", total=total, layer=f"0/{count}")
+    total, count = trunk.num_bytes, len(trunk.decoder.layers)
+    with progress_bars(quiet=quiet) as added:
+        step = added("layers", total, in_gb=True)
 
         def show(progress: "LayerProgress") -> None:
             nonlocal total
             layers.append(progress)
             total -= progress.num_bytes if progress.resumed else 0  # or its speed would count
-            advance = 0 if progress.resumed else progress.num_bytes
-            bar.update(task, total=total, advance=advance, layer=f"{progress.index + 1}/{count}")
+            step(
+                0 if progress.resumed else progress.num_bytes, total=total, status=f"layer {progress.index + 1}/{count}"
+            )
 
         try:
             yield show

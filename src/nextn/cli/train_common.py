@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from nextn.cli.progress import minutes
 from nextn.cli.screen import console, echo
 from nextn.errors import ConfigError
 
@@ -91,8 +92,11 @@ def _lines(every_s: float) -> Iterator[Callable[["Record"], None]]:
     status, is_over, started = "first step", Event(), time.monotonic()
 
     def repeat() -> None:
+        said = ""
         while not is_over.wait(every_s):
-            echo(f"train  {_minutes(time.monotonic() - started)}  {status}", err=True)
+            if status != said:
+                said = status
+                echo(f"train  {minutes(time.monotonic() - started)}  {status}", err=True)
 
     def show(record: "Record") -> None:
         nonlocal status
@@ -109,7 +113,7 @@ def _lines(every_s: float) -> Iterator[Callable[["Record"], None]]:
     finally:
         is_over.set()
         thread.join()
-        echo(f"train  {_minutes(time.monotonic() - started)}  {status}", err=True)
+        echo(f"train  {minutes(time.monotonic() - started)}  {status}", err=True)
 
 
 def say_stopped(run: Path, command: str, *, quiet: bool = False) -> None:
@@ -137,15 +141,13 @@ def show_curve(points: Sequence["HeldOutAcceptance"]) -> None:
 def _status(record: "StepRecord") -> str:
     from nextn.train.metrics import bits
 
-    progress = f"step {record.step}/{record.num_steps}  {record.share:.0%}  {_minutes(record.remaining_s)} left"
+    progress = f"step {record.step}/{record.num_steps}  {record.share:.0%}"
+    if record.step > 1:  # the first one compiles
+        progress += f"  {minutes(record.remaining_s)} left"
     speed = f"{record.tokens_per_s:,.0f} tok/s"
     if not record.match:
         return f"{progress}  bits {' '.join(f'{bits(loss):.2f}' for loss in record.loss)}  {speed}"
     return f"{progress}  loss {_listed(record.loss)}  1-TV {_listed(record.overlap)}  {speed}"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def _held_out(record: "EvalRecord | HeadRecord") -> str:

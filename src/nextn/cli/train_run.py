@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nextn.cli.common import stop_flag
-from nextn.cli.screen import echo, print_json, print_note, progress_bars
+from nextn.cli.progress import progress_bars
+from nextn.cli.screen import echo, print_json, print_note
 from nextn.cli.streaming import show_init_layers, stream_for_training
 from nextn.cli.train_common import check_run, export_head, progress, say_stopped, show_curve
 from nextn.errors import ConfigError
@@ -156,12 +157,10 @@ def _prepare_head(out: Path, options: "RunOptions", ranks: "Ranks", *, quiet: bo
 
 
 def _fill_cache(cache: "HiddenStateCache", out: Path, ranks: "Ranks", *, quiet: bool) -> None:
-    from rich.progress import track
-
-    with stop_flag() as stopped:
-        steps, is_hidden = cache.fill(stopped, ranks=ranks), quiet or not ranks.is_first
-        progress = list(track(steps, "hidden states", total=cache.num_batches + 1, disable=is_hidden))
-    done, total = progress[-1]
+    with stop_flag() as stopped, progress_bars(quiet=quiet or not ranks.is_first) as added:
+        step = added("hidden states", cache.num_batches)
+        for done, total in cache.fill(stopped, ranks=ranks):  # noqa: B007
+            step(done=done)
     if done < total:
         say_stopped(out, "the same command", quiet=not ranks.is_first)
 

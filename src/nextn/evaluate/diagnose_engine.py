@@ -12,6 +12,7 @@ from nextn.engines.run_settings import with_settings
 from nextn.errors import ConfigError
 from nextn.evaluate.diagnose import Diagnosis, diagnose_observations, observed_plan
 from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
+from nextn.evaluate.hypotheses import engine_depth
 from nextn.evaluate.measure import open_model
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, PromptSource, ReferencePlan, take_prompts
@@ -87,7 +88,7 @@ def diagnose(
         target = Endpoint.open(engine, budget, model=served, chat=own_template)
     else:
         check_temperatures(plan)
-        target = read_engine_counters(engine, budget, served=served)
+        target = read_counters(engine, budget, num_speculative_tokens, flags, served=served)
     loaded, source = open_model(model, source, head)
     notes = audit_lines(source) if source else []
     observed = observe(loaded, target, texts, plan)
@@ -102,6 +103,18 @@ def check_temperatures(plan: ReferencePlan) -> None:
         raise ConfigError(
             f"--temperatures {given}: the engine's counters are of one temperature; name it, or use --drive"
         )
+
+
+def read_counters(
+    engine: str, budget: Budget, num_speculative_tokens: int | None, flags: str | None, *, served: str | None = None
+) -> Counters:
+    """Return what an engine counted so far.
+
+    Raises as `read_engine_counters`, and as `engine_depth` with the counters and `flags`: before a model is loaded.
+    """
+    counters = read_engine_counters(engine, budget, served=served)
+    engine_depth([with_settings(counters, flag_texts(flags))], num_speculative_tokens)
+    return counters
 
 
 def observe(

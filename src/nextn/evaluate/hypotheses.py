@@ -190,7 +190,10 @@ def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: fl
         if counted or (mean and mean >= full_share * math.ceil(mean)):
             return counted or math.ceil(mean)
         shown = f"drafts {mean:.2f} tokens per round on average, which does not show K" if mean else "does not report K"
-        raise ConfigError(f"the engine {shown}; set it with --num-speculative-tokens")
+        raise ConfigError(
+            f"the engine {shown}: give -k as it is set there (vLLM num_speculative_tokens, SGLang "
+            "--speculative-num-steps, llama.cpp --spec-draft-n-max), or --flags with the engine's command line"
+        )
     if counted not in (0, given):
         raise ConfigError(f"-k {given}, but the engine's counters are for K = {counted}; leave -k out or correct it")
     if given < full_share * mean:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 
 import torch
 
@@ -262,7 +262,7 @@ class Pace:
     @property
     def step_s(self) -> float:
         """The expected seconds of the next step; 0 before the first one."""
-        return median(self._recent) if self._recent else 0.0
+        return median_low(self._recent) if self._recent else 0.0
 
     def is_over(self, step: int) -> bool:
         """Return whether the run ends after `step` steps; a run with a time budget has at least one."""

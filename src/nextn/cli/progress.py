@@ -1,0 +1,104 @@
+"""Progress of commands that run for long, on standard error: bars on a terminal, else lines."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from nextn.cli.screen import console, echo
+
+Step = Callable[..., None]  # called with a count, by default 1; see `_Meter.step`
+_EVERY_S = 15.0  # between lines
+
+
+class _Meter:
+    """Counts steps of a known or unknown total, and predicts when the others are done.
+
+    The clock starts at the end of the first step: before it the model is loaded, kernels are compiled, or another bar
+    runs.
+    """
+
+    def __init__(self, description: str, total: float | None, show: Callable[["_Meter"], None], *, in_gb: bool) -> None:
+        self.description, self.total, self.done, self.status = description, total, 0.0, ""
+        self._show, self._in_gb = show, in_gb
+        self._first: tuple[float, float] | None = None  # time and count after the first step
+
+    def step(
+        self, count: float = 1, *, done: float | None = None, total: float | None = None, status: str = ""
+    ) -> None:
+        """Count steps, or set how many are `done`; `total` replaces the total, and `status` is shown beside it."""
+        self.done, self.status = self.done + count if done is None else done, status
+        self.total = self.total if total is None else total
+        self._first = self._first or (time.monotonic(), self.done)
+        self._show(self)
+
+    def __str__(self) -> str:
+        of_all = "" if self.total is None else f"/{self._number(self.total)}"
+        count = f"{self._number(self.done)}{of_all}{' GB' if self._in_gb else ''}" if self.done or of_all else ""
+        return ", ".join(filter(None, (count, self._left(), self.status)))
+
+    def _number(self, count: float) -> str:
+        return f"{count / 1e9:.2f}" if self._in_gb else f"{count:,.0f}"
+
+    def _left(self) -> str:
+        since, counted = self._first or (0.0, self.done)
+        if self.total is None or self.done == counted:
+            return ""
+        return f"{minutes((time.monotonic() - since) / (self.done - counted) * (self.total - self.done))} left"
+
+
+@contextmanager
+def progress_bars(*, quiet: bool) -> Iterator[Callable[..., Step]]:
+    """Yield progress(description, total, in_gb=False), which adds a bar and returns a function that advances it.
+
+    Without a terminal, lines take the place of bars. A bar without total appears with its first step: above an error,
+    it would leave a blank line.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[meter]}"))
+    bars = Progress(*columns, console=screen, transient=True)
+
+    def added(description: str, total: float | None, *, in_gb: bool = False) -> Step:
+        if quiet or not screen.is_terminal:
+            show = _ignored if quiet else _line_printer()
+            return _Meter(description, total, show, in_gb=in_gb).step
+        meter = _Meter(description, total, lambda meter: draw(), in_gb=in_gb)
+        task = bars.add_task(description, total=total, meter=meter)
+
+        def draw() -> None:
+            bars.update(task, completed=meter.done, total=meter.total)
+            bars.start()
+
+        if total is not None:
+            bars.start()
+        return meter.step
+
+    try:
+        yield added
+    finally:
+        if bars.live.is_started:
+            bars.stop()
+
+
+def _ignored(meter: _Meter) -> None:
+    pass
+
+
+def _line_printer() -> Callable[[_Meter], None]:
+    """Return a function that prints a meter at most every `_EVERY_S` seconds, and not at its end."""
+    last = time.monotonic()
+
+    def show(meter: _Meter) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _EVERY_S and meter.done != meter.total:
+            last = now
+            echo(f"{meter.description} {meter}", err=True)
+
+    return show
+
+
+def minutes(seconds: float) -> str:
+    """Return a time as minutes:seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
