@@ -21,6 +21,8 @@ BLOCK = re.compile(r"(<!-- output: ([\w-]+) -->\n```console\n)(.*?)(```\n<!-- / 
 PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 WIDTH = 100
 # What differs between runs and machines: numbers, hashes, the length of bars and the columns of tables.
+# Bars, and the lines of slow machines that take their place (`nextn.cli.progress`): speed, not results.
+PROGRESS = re.compile(r"━|^[^:]+ [\d,.]+/[\d,.]+( GB)?(, .*)?$")
 VARYING = re.compile(r"\b[0-9a-f]{12,}\b|[0-9][0-9,.]*|\s+|[─━]+")
 
 
@@ -66,9 +68,7 @@ def _run(command: str, folder: Path, port: int) -> str:
         raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stdout}")
     shown = done.stdout.replace(f"{folder}/", "").replace(f"localhost:{port}", f"localhost:{PORT}")
     shown = shown.replace(f"127.0.0.1:{port}", f"127.0.0.1:{PORT}")
-    lines = [
-        line.rstrip() for line in shown.strip("\n").splitlines() if "━" not in line
-    ]  # a bar shows speed, not results
+    lines = [line.rstrip() for line in shown.strip("\n").splitlines() if not PROGRESS.search(line)]
     return f"$ {command}\n" + "".join(f"{line}\n" for line in lines)
 
 

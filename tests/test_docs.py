@@ -15,7 +15,7 @@ from typer.main import get_command
 
 import nextn
 from nextn.audit_rules import IDS
-from nextn.cli import app
+from nextn.cli import app, progress
 from nextn.decoding.batch import Round, SequenceRound
 from nextn.decoding.generate import Chunk
 from nextn.evaluate.faults import FAULTS
@@ -47,6 +47,20 @@ def name_of(page):
 
 
 # Generated pages.
+
+
+def test_outputs_hold_no_progress(capsys, monkeypatch):
+    """Slow machines print it, quick ones do not."""
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    with progress.progress_bars(quiet=False) as added:
+        for step in (added("texts at temperature 0.7", 3), added("layers", 3e9, in_gb=True)):
+            step()
+            step(status="layer 2/3")
+    printed = capsys.readouterr().err.splitlines()
+    assert [bool(make_outputs.PROGRESS.search(line)) for line in printed] == [True] * 4
+    shown = [line for page in make_outputs.PAGES for found in make_outputs.BLOCK.finditer(page.read_text())
+             for line in found[3].splitlines()]  # fmt: skip
+    assert not list(filter(make_outputs.PROGRESS.search, shown))
 
 
 @pytest.mark.parametrize("maker", [make_families, make_reference, make_benchmarks], ids=lambda maker: maker.__name__)
