@@ -250,7 +250,7 @@ def test_what_an_engine_may_lack(serve, prompts, faults, more, told):
     ("text", "more", "told"),
     [
         ("nothing of drafts\n", [], "no draft counts"),
-        ("Decode batch. #running-req: 1, accept len: 1.90, gen throughput\n", [], "with --num-speculative-tokens"),
+        ("Decode batch. #running-req: 1, accept len: 1.90, gen throughput\n", [], "give -k"),
         (LOG.format("0.690, 0.440, 0.250"), ["-k", "4"], "are for K = 3"),
         (LOG.format("0.690, 0.440, 0.250"), ["-k", "0"], "num_speculative_tokens = 0; expected 1 to 256"),
         (LOG.format("0.690, 0.440, 0.250"), ["--temperatures", "0,1"], "of one temperature"),
