@@ -26,7 +26,7 @@ from memory import resident
 from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.losses.cross_entropy import IGNORE
+from nextn.losses.chunked import IGNORE
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets, mtp_loss

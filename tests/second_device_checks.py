@@ -25,10 +25,10 @@ from nextn.model.device_map import spread_layers
 from nextn.model.layer_loader import LayerLoader
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
-from nextn.serve.cache_memory import bytes_per_sequence
+from nextn.serve.engine import bytes_per_sequence
 from nextn.serve.request import GenerationRequest
 from nextn.settings import Sampling, Settings
-from nextn.speculative.coupled_sampling import sample_coupled
+from nextn.speculative.sampling import sample_coupled
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.distributed import Ranks, processes
 from nextn.train.head_task import HeadTask

@@ -10,7 +10,7 @@ from quick import loop
 from sizes import Sizes
 
 from nextn.errors import ConfigError
-from nextn.losses.cross_entropy import IGNORE, cross_entropy
+from nextn.losses.chunked import IGNORE, cross_entropy
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nextn.checkpoint.gguf_blocks import take_apart
-from nextn.checkpoint.gguf_rounding import round_to_blocks
+from nextn.checkpoint.gguf_blocks import round_to_blocks, take_apart
 from nextn.checkpoint.quantized_weights import round_to_nearest
 
 

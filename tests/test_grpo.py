@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 import nextn
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.losses.cross_entropy import IGNORE
+from nextn.losses.chunked import IGNORE
 from nextn.losses.mtp_loss import Targets, mtp_loss
 from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import load_head

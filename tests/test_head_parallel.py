@@ -8,7 +8,7 @@ from fusions import counting
 from quick import others_slow
 from tiny import build
 
-from nextn.runtime.native import head_parallel
+from nextn.runtime.native import fusion
 from nextn.runtime.native.abi import Runtime, load
 from nextn.runtime.native.lowering import Instruction, Lowered
 from nextn.runtime.native.session import NativeHead, NativeTrunk
@@ -47,7 +47,7 @@ def passes(model, threads):
 def test_the_same_bits(name, changes, threads):
     model = build(name, **changes)
     shared, _ = passes(model, threads)
-    with patch.object(head_parallel, "split_by_heads", list):
+    with patch.object(fusion, "split_by_heads", list):
         plain, _ = passes(model, threads)
     assert all(torch.equal(one, other) for one, other in zip(shared, plain, strict=True))
 
@@ -55,7 +55,7 @@ def test_the_same_bits(name, changes, threads):
 def shards_of(name, **changes):
     """Shards of the trunk's layers in a block of five positions."""
     found = []
-    real = head_parallel.split_by_heads
+    real = fusion.split_by_heads
 
     def noted(groups):
         out = real(groups)
@@ -66,7 +66,7 @@ def shards_of(name, **changes):
 
     model = build(name, **changes)
     trunk = NativeTrunk(model.trunk, load(), PackedWeights(load()))
-    with patch.object(head_parallel, "split_by_heads", noted), torch.inference_mode():
+    with patch.object(fusion, "split_by_heads", noted), torch.inference_mode():
         trunk(torch.zeros(1, 5, dtype=torch.int64), trunk.cache(1))
     return found[0]
 
@@ -116,11 +116,11 @@ def layer(*, columns=64, between=None):
 
 @pytest.mark.parametrize(("choice", "count"), [({}, 1), ({"between": "other"}, 2)])
 def test_a_layer_is_one_group(choice, count):
-    assert len(head_parallel.split_by_heads(layer(**choice))) == count
+    assert len(fusion.split_by_heads(layer(**choice))) == count
 
 
 @pytest.mark.parametrize("choice", [{"between": "cosine"}, {"columns": 128}], ids=str)
 def test_a_layer_that_is_not_shared_by_heads(choice):
     """A group between computes the rotation angles; or the queries' columns are not those of heads alone."""
     groups = layer(**choice)
-    assert head_parallel.split_by_heads(groups) == groups
+    assert fusion.split_by_heads(groups) == groups

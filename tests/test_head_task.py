@@ -27,8 +27,7 @@ from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model.model import Model
 from nextn.train import checkpointing, head_task
-from nextn.train.config import HeadConfig
-from nextn.train.head_parts import PARTS, part_of
+from nextn.train.config import PARTS, HeadConfig, part_of
 from nextn.train.head_task import HeadTask, write_standalone_head, write_with_trunk
 from nextn.train.hidden_cache import KEY, HiddenStateCache
 from nextn.train.loop import Trainer

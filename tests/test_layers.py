@@ -32,7 +32,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 64068
+LINE_BUDGET = 63967
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "family_table", "data.byte_tokenizer", "data.corpus",
@@ -45,7 +45,7 @@ NO_TORCH = (
     "edit.restore", "edit.convert", "edit.export", "edit.gguf_export", "engines",
     "evaluate.workload", "verify_checks", "evaluate.acceptance_curve", "evaluate.exchange", "evaluate.load_advice",
     "evaluate.likelihoods", "evaluate.hypotheses", "conformance.check",
-    "conformance.engine_run", "conformance.record", "conformance.canary_model", "conformance.acceptance_rule",
+    "conformance.engine_run", "conformance.record", "conformance.canary_model",
     "cli", "environment",
 )
 # fmt: on

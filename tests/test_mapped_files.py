@@ -12,7 +12,7 @@ READ = """
 import os, sys
 from pathlib import Path
 from safetensors import safe_open
-from nextn.runtime.native.mapped_files import zero_lost_pages
+from nextn.runtime.native.abi import zero_lost_pages
 file, survives = Path(sys.argv[1]), sys.argv[2] == "True"
 with safe_open(file, "pt") as opened:
     value = opened.get_tensor("value")

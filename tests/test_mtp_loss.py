@@ -11,8 +11,7 @@ from quick import loop
 from sizes import Sizes
 
 from nextn.errors import ConfigError
-from nextn.losses.chunked import SelectedRows, _rows_per_chunk, tile_rows, weighted_sum
-from nextn.losses.cross_entropy import IGNORE, cross_entropy
+from nextn.losses.chunked import IGNORE, SelectedRows, _rows_per_chunk, cross_entropy, tile_rows, weighted_sum
 from nextn.losses.mtp_loss import LossReport, Targets, depth_weights, mtp_loss
 from nextn.train.config import LambdaSchedule
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import load
-from nextn.runtime.native.verifier import NativeVerifier
+from nextn.runtime.native.rounds import NativeVerifier
 from nextn.settings import Sampling
 from nextn.speculative.sampling import sample_at, to_probs
 from nextn.speculative.verification import Verification, Verifier, accept, accept_block

@@ -14,8 +14,7 @@ from tiny import FIXTURES, build, prompt, refrain
 
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.gguf_blocks import take_apart
-from nextn.checkpoint.gguf_rounding import round_to_blocks
+from nextn.checkpoint.gguf_blocks import round_to_blocks, take_apart
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance
 from nextn.checkpoint.quantization import QuantConfig

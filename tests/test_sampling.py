@@ -28,9 +28,8 @@ from transformers.generation import logits_process as reference
 
 from nextn.errors import ConfigError
 from nextn.settings import Sampling
-from nextn.speculative import coupled_sampling
-from nextn.speculative.coupled_sampling import sample_coupled
-from nextn.speculative.sampling import overlap, ragged, sample_at, seen_prefixes, to_probs
+from nextn.speculative import sampling
+from nextn.speculative.sampling import overlap, ragged, sample_at, sample_coupled, seen_prefixes, to_probs
 from nextn.speculative.verification import accept, accept_block, accept_greedy
 
 quick = settings(deadline=None, max_examples=80, derandomize=True)
@@ -398,7 +397,7 @@ def chi_square(found, probs):
 @pytest.mark.parametrize("racers", [512, 3, 1], ids=lambda num: f"{num} racers")
 def test_tokens_follow_the_distribution(monkeypatch, racers):
     """With few racers, most samples come from the tokens that do not race one by one."""
-    monkeypatch.setattr(coupled_sampling, "_RACERS", racers)
+    monkeypatch.setattr(sampling, "_RACERS", racers)
     found = counts(SMALL)
     value, bins = chi_square(found, SMALL)
     assert found[2] == 0

@@ -18,8 +18,7 @@ from nextn.errors import ConfigError, QueueFullError
 from nextn.runtime.backend import backend_for
 from nextn.runtime.native.passes import Passes
 from nextn.serve import scheduler as scheduler_module
-from nextn.serve.cache_memory import bytes_per_sequence, limits_within, reduced_context_note
-from nextn.serve.engine import ServingEngine
+from nextn.serve.engine import ServingEngine, bytes_per_sequence, limits_within, reduced_context_note
 from nextn.serve.options import EngineOptions
 from nextn.serve.prefix_cache import PrefixCache
 from nextn.serve.request import GenerationChunk, GenerationRequest

@@ -13,8 +13,8 @@ from nextn.errors import ConfigError
 from nextn.serve.call_text import Tool
 from nextn.serve.grammar import GrammarCompiler
 from nextn.serve.message_parser import MessageParser, parse_message
+from nextn.serve.structured_output import MAX_CALLS, tool_call_grammar
 from nextn.serve.tool_calls import SYNTAXES
-from nextn.serve.tool_grammar import MAX_CALLS, tool_call_grammar
 
 WEATHER = Tool(
     "get_weather",

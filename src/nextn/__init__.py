@@ -41,7 +41,7 @@ _HOME = {
     "keep_head": "edit.save_hook",
     "load": "model.model",
     "load_head": "model.model",
-    "measure": "evaluate.measure",
+    "measure": "evaluate.reference",
     "mtp_loss": "losses.mtp_loss",
     "quantize": "edit.quantize",
     "restore": "edit.restore",

@@ -20,7 +20,7 @@ from nextn.engines.check_result import CheckResult as CheckResult
 from nextn.errors import NextnError as NextnError
 from nextn.evaluate.diagnose import Diagnosis as Diagnosis
 from nextn.evaluate.diagnose_engine import diagnose as diagnose
-from nextn.evaluate.measure import measure as measure
+from nextn.evaluate.reference import measure as measure
 from nextn.evaluate.reference_report import ReferenceReport as ReferenceReport
 from nextn.evaluate.workload import ReferencePlan as ReferencePlan
 from nextn.family_table.search import KnownFamilies as KnownFamilies

@@ -22,8 +22,8 @@ _COMMANDS = {
         "audit": ("audit", "reference/checkpoints"),
         "measure": ("measure", "reference/measure"),
         "accuracy": ("accuracy", "reference/bench"),
-        "env": ("learn", "tutorials/first-hour"),
-        "families": ("families", "reference/families/index"),
+        "env": ("lookup", "tutorials/first-hour"),
+        "families": ("lookup", "reference/families/index"),
     },
     "Fix": {
         "restore": ("edit", "reference/checkpoints"),
@@ -49,7 +49,7 @@ _COMMANDS = {
     "Learn": {
         "demo": ("learn", "tutorials/first-hour"),
         "trace": ("decode", "explanation/alignment"),
-        "docs": ("docs", "index"),
+        "docs": ("lookup", "index"),
     },
 }
 _GROUPS = {"canary": ("engines", "Engines")}  # of commands: module and panel

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.check_report import show_report
 from nextn.cli.common import (
     K_NAMES,
     AsJson,
@@ -25,7 +24,7 @@ from nextn.cli.common import (
     print_published,
 )
 from nextn.cli.progress import progress_bars
-from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, shown
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, show_report, shown
 from nextn.cli.streaming import GivenTextOptions, TextOptions, engine_folder, measure_answers
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import ReferencePlan

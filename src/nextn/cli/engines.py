@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.check_report import show_report
 from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, RecordFile, expanded, first_turns
 from nextn.cli.progress import progress_bars
-from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, show_report
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
 

@@ -1,6 +1,5 @@
-"""`nextn demo` decodes and trains small models; `nextn env` describes the machine for bug reports."""
+"""`nextn demo`: decodes small models with and without MTP, and trains one."""
 
-import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -252,31 +251,3 @@ def _marked(part: "SequenceRound", marks: Marks, detokenize: Callable[[list[int]
     bonus = detokenize([*part.emitted[part.num_accepted :]])
     text = marks.text(drafts, accepted=bool(part.num_accepted))
     return text.append_text(marks.text(bonus, accepted=False))
-
-
-def env(as_json: AsJson = False) -> None:
-    """Report versions, processor, memory, GPUs and the decoding backend, for a bug report."""
-    from nextn.environment import report
-
-    sections = report()
-    if as_json:
-        echo(json.dumps(sections))
-        return
-    for name, value in sections.items():
-        for key, cell in _rows(name, value):
-            echo(f"{key:<28} {cell}")
-
-
-def _rows(name: str, value: object) -> list[tuple[str, str]]:
-    """One line per leaf of a section, under its dotted name."""
-    if isinstance(value, dict):
-        return [row for key, inner in value.items() for row in _rows(f"{name}.{key}", inner)]
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        return [row for index, item in enumerate(value) for row in _rows(f"{name}.{index}", item)]
-    if isinstance(value, list):
-        return [(name, ", ".join(map(str, value)) or "none")]
-    if value is None:
-        return [(name, "not found")]
-    if name.endswith("_bytes") and isinstance(value, int):
-        return [(name.removesuffix("_bytes"), f"{value / 2**30:.1f} GiB")]
-    return [(name, str(value))]

@@ -187,7 +187,7 @@ def measure(
 def _measure(
     options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
 ) -> "tuple[Model, ReferenceReport]":
-    from nextn.evaluate.measure import measure, with_checkpoint
+    from nextn.evaluate.reference import measure, with_checkpoint
 
     if source.has_texts:
         loaded, report = measure_acceptance(options, source, plan, prompts)
@@ -206,8 +206,8 @@ def _show_model_card(report: "ReferenceReport") -> None:
 
 def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":
     from nextn.evaluate.conventions import stored_copies
-    from nextn.evaluate.measure import stored_in
     from nextn.evaluate.probe import probe, truncate_texts
+    from nextn.evaluate.reference import stored_in
     from nextn.evaluate.reference_texts import generate_texts
 
     sampled = [generated for temperature, generated in report.generated.items() if temperature]

@@ -112,7 +112,7 @@ def serve(
         )
         loaded = source.load(need_head=k > 0)
         draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
-        from nextn.runtime.native.mapped_files import zero_lost_pages
+        from nextn.runtime.native.abi import zero_lost_pages
         from nextn.serve.api import create_app
         from nextn.serve.engine import ServingEngine
 

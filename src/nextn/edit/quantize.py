@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
+from nextn.checkpoint.gguf_blocks import round_to_blocks
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
-from nextn.checkpoint.gguf_rounding import round_to_blocks
 from nextn.checkpoint.head_inventory import Inventory, count_layers
 from nextn.checkpoint.provenance import (
     Provenance,

@@ -13,7 +13,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.diagnose import Diagnosis, diagnose_observations, observed_plan
 from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
 from nextn.evaluate.hypotheses import engine_depth
-from nextn.evaluate.measure import open_model
+from nextn.evaluate.reference import open_model
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, PromptSource, ReferencePlan, take_prompts
 from nextn.model.model import Model

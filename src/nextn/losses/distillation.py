@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.losses.chunked import SelectedRows, check_chunk, product_dtype, tile_rows, weighted_sum, wide_dtype
-from nextn.losses.cross_entropy import IGNORE
+from nextn.losses.chunked import IGNORE, SelectedRows, check_chunk, product_dtype, tile_rows, weighted_sum, wide_dtype
 from nextn.losses.divergences import NUM_VALUES, OVERLAP, VALUE, Teacher, TeacherBatch, index_in, scorer
 from nextn.losses.mtp_loss import Targets, denominators
 

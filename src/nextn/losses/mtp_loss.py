@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.losses.chunked import wide_dtype
-from nextn.losses.cross_entropy import IGNORE, cross_entropy
+from nextn.losses.chunked import IGNORE, cross_entropy, wide_dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from nextn.errors import ConfigError
 from nextn.serve.request import GenerationRequest, GrammarState, TokenLogprob, failure_message
 from nextn.settings import Sampling
-from nextn.speculative.coupled_sampling import sample_coupled
-from nextn.speculative.sampling import to_probs
+from nextn.speculative.sampling import sample_coupled, to_probs
 
 _LOG = logging.getLogger(__name__)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers with byte fallback

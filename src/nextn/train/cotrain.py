@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nextn.errors import ConfigError
-from nextn.losses.cross_entropy import IGNORE, cross_entropy
+from nextn.losses.chunked import IGNORE, cross_entropy
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
 from nextn.losses.mtp_loss import Targets, depth_weights

@@ -16,7 +16,7 @@ from nextn.data.batches import Batch
 from nextn.data.degeneracy import Degeneracy, degeneracy
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.teacher_forced import round_start_probs
-from nextn.losses.cross_entropy import cross_entropy
+from nextn.losses.chunked import cross_entropy
 from nextn.losses.mtp_loss import Targets
 from nextn.model.head import Head
 from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights

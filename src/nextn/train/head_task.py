@@ -39,10 +39,9 @@ from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import TrunkOutput
 from nextn.speculative.draft_vocabulary import DraftVocabulary
-from nextn.train.config import HeadConfig
+from nextn.train.config import HeadConfig, frozen_parameters
 from nextn.train.distributed import ALONE, Ranks, shard, unsharded
 from nextn.train.evaluation import HeldOutAcceptance, heldout_acceptance
-from nextn.train.head_parts import frozen_parameters
 from nextn.train.hidden_cache import HiddenStateCache
 from nextn.train.joint_task import (
     BatchLoss,

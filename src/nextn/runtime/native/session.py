@@ -18,9 +18,8 @@ from nextn.runtime.native.lm_head import DraftLMHead, LMHead, with_confidence
 from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
 from nextn.runtime.native.program import Replay
-from nextn.runtime.native.rounds import NativeRounds, VerifyBlock
+from nextn.runtime.native.rounds import NativeRounds, NativeVerifier, VerifyBlock
 from nextn.runtime.native.trace_hooks import RecordingCache, copy_for_recording, record_delta_rules
-from nextn.runtime.native.verifier import NativeVerifier
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.runtime.protocols import RoundsStart
 from nextn.settings import Sampling
