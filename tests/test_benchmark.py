@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from scipy.stats import binomtest
@@ -10,7 +11,7 @@ from scipy.stats import binomtest
 from nextn.decoding.records import Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
-from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, Run, benchmark_runs, run_benchmark
+from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, Run, benchmark_runs, run_benchmark, with_one_pass
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.workload import BenchmarkPlan, Prompt
 from nextn.settings import Sampling, Settings
@@ -226,3 +227,24 @@ def test_benchmark_of_a_fixture(trained):
     }  # fmt: skip
     assert {"cores", "threads", "versions", "dtype", "bandwidth", "peak_memory"} <= set(record["machine"])
     assert [k for k, _ in record["theory"]["0"]] == [0, 1, 2, 3]
+
+
+def test_one_pass_over_the_texts_accepts_what_decoding_accepts(trained):
+    """The curve is of the same texts, at every K; a decoder that accepts less is a finding."""
+    plan = BenchmarkPlan(k_values=(1, 3), temperatures=(1.0, 0.0), max_tokens=24, repeats=2)
+    prompts = [Prompt((3, 1, 4), "x"), Prompt((2, 7), "y")]
+    found = with_one_pass(run_benchmark(trained["qwen"], prompts, plan), trained["qwen"])
+    assert found.one_pass is not None
+    for k in (1, 3):
+        decoded, scored = found.figures(0.0, k).acceptance, found.one_pass.figures(0.0, k=k)
+        assert [rate.value for rate in scored.rates] == pytest.approx(decoded.rates)
+    assert found.one_pass_note is None
+    record = strict(json.dumps(found.as_record()))["one_pass"]
+    assert {each["num_speculative_tokens"] for each in record["figures"]} == {1, 2, 3}
+    rejecting = tuple(
+        replace(run, rounds=tuple(Round((replace(r.rows[0], num_accepted=0),), 0.0, 0.0) for r in run.rounds))
+        for run in found.runs
+    )
+    worse = replace(found, runs=rejecting)
+    assert worse.one_pass_note
+    assert worse.one_pass_note in worse.warnings

@@ -27,6 +27,7 @@ from nextn.cli.common import (
 )
 from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.load import Against, LoadQuestion, Measured, report_by_load
+from nextn.cli.measure import show_lengths
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table
 from nextn.errors import ConfigError
@@ -74,7 +75,7 @@ def bench(
     options, source = options.prepared(), options.source
     texts, draftable = read_prompts(prompts), vocabulary.read()
     _check_out(out)
-    from nextn.evaluate.benchmark import run_benchmark
+    from nextn.evaluate.benchmark import run_benchmark, with_one_pass
 
     loaded = options.load(need_head=True)
     for note in loaded.notes:
@@ -84,6 +85,7 @@ def bench(
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = run_benchmark(loaded, texts, plan, source=source, on_run=lambda _: step())
+    report = with_one_pass(report, loaded)
     if long := loaded.length_note(report.num_positions(loaded)):
         print_note(long)
     record = report.as_record() | {"prompts": prompts_record(prompts, texts)}
@@ -276,8 +278,11 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
         f"{machine.name}: {machine.threads} threads of {machine.cores} cores, {machine.dtype}, torch "
         f"{machine.versions['torch']}; a copy moves {machine.bandwidth / 1e9:.1f} GB/s; peak memory "
         f"{machine.peak_memory / 2**20:.0f} MiB",
-        *_warnings(report),
     )
+    if report.one_pass is not None:
+        print_lines("", "in one pass over the texts of plain decoding, without the rounds that their ends cut short:")
+        show_lengths(report.one_pass, rule="block")
+    print_lines(*_warnings(report))
 
 
 def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:

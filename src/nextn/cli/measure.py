@@ -269,30 +269,23 @@ def _require(report: "ReferenceReport", minimum: float) -> None:
 
 
 def show_reference(report: "ReferenceReport") -> None:
-    """Print acceptance per depth, AL over K, what the curves say, the controls and the notes."""
-    largest = report.plan.num_speculative_tokens
-    depths = range(1, largest + 1)
+    """Print acceptance per depth, AL over K, the controls and the notes."""
+    depths = range(1, report.plan.num_speculative_tokens + 1)
     rates = figures_table("rule", "texts", *(f"a_{k}" for k in depths), left=("rule",))
-    lengths = figures_table("mean acceptance length", *(f"AL@{k}" for k in depths), left=("mean acceptance length",))
     for temperature in report.plan.temperatures:
         for label, by_k, style in _rows(report, temperature):
-            rates.add_row(
-                plain(label), str(by_k[-1].num_texts), *(each.as_text() for each in by_k[-1].rates), style=style
-            )
-            lengths.add_row(plain(label), *[""] * (largest - len(by_k)), *(_length(each) for each in by_k), style=style)
-        for table in (rates, lengths):
-            table.add_section()
+            num_texts = str(by_k[-1].num_texts)
+            rates.add_row(plain(label), num_texts, *(each.as_text() for each in by_k[-1].rates), style=style)
+        rates.add_section()
     print_table(rates)
-    print_table(lengths)
-    for temperature in report.plan.temperatures:
-        if (curve := report.curve(temperature)) is not None:
-            print_lines(f"{_label(temperature, report.rules(temperature)[0])}: {curve.summary}")
+    show_lengths(report)
     if (controls := report.controls) is not None:
         print_lines(
             f"controls, greedy where measured: a_1 over all positions {controls.all_positions:.2f}; shifted targets "
             f"{controls.shifted:.2f}, shuffled hidden states {controls.shuffled:.2f}, by chance {controls.chance:.2f}; "
             f"median rank of the actual token {controls.median_rank:.0f} of {controls.vocab_size}"
         )
+    largest = report.plan.num_speculative_tokens
     where = f"rules and intervals (95 %, by text): {docs_page('reference/measure')}"
     print_lines(
         f"a_k at K = {largest}; AL@k of rounds of k drafts, on the same texts",
@@ -300,6 +293,23 @@ def show_reference(report: "ReferenceReport") -> None:
         f"{report.scoring_pass} pass, {report.family}; {where}",
         *(f"note: {warning}" for warning in report.warnings),
     )
+
+
+def show_lengths(report: "ReferenceReport", *, rule: str | None = None) -> None:
+    """Print AL over K, and what the curves say; with a rule, one row by it for each temperature."""
+    largest, title = report.plan.num_speculative_tokens, "mean acceptance length"
+    table, curves = figures_table(title, *(f"AL@{k}" for k in range(1, largest + 1)), left=(title,)), []
+    for temperature in report.plan.temperatures:
+        rules = report.rules(temperature)
+        chosen = rule if rule in rules else rules[0]
+        for label, by_k, style in _rows(report, temperature):
+            if rule is None or label == _label(temperature, chosen):
+                table.add_row(plain(label), *[""] * (largest - len(by_k)), *map(_length, by_k), style=style)
+        table.add_section()
+        if (curve := report.curve(temperature, rule=chosen)) is not None:
+            curves.append(f"{_label(temperature, chosen)}: {curve.summary}")
+    print_table(table)
+    print_lines(*curves)
 
 
 def _rows(

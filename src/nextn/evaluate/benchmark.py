@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -17,7 +17,10 @@ from nextn.decoding.generate import eos_tokens
 from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
-from nextn.evaluate.reference_texts import play_turns
+from nextn.evaluate.reference import reference_of_texts
+from nextn.evaluate.reference_report import ReferenceReport
+from nextn.evaluate.reference_texts import GeneratedTexts, play_turns
+from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import ADAPTIVE, BenchmarkPlan, Prompt, ReferencePlan, by_domain, indices_without
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
@@ -25,7 +28,7 @@ from nextn.settings import Sampling, Settings
 from nextn.speculative.draft_policy import DraftLength
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.stats import acceptance
-from nextn.stats.acceptance import Acceptance, mean_length
+from nextn.stats.acceptance import Acceptance, expected_length, mean_length
 from nextn.stats.speedup import DEFINITION, Costs, Spread, expected_speedup
 
 DEFINITIONS = {
@@ -50,12 +53,15 @@ DEFINITIONS = {
     "short": f"prompts with a text of fewer than {MIN_TOKENS} tokens, too short to detect repetition reliably",
     "draft_vocab": "tokens that the head drafts from, and the share of emitted tokens that are not among them",
     "identical": "greedy texts with MTP that equal baseline decoding's; below float32, near-ties may differ",
+    "one_pass": "acceptance at every K, scored in one pass over the texts of baseline decoding, as by `nextn measure`",
     "peak_memory": "bytes: resident peak of the process on a CPU, the allocator's peak on a GPU",
 }
 
 
 # Steps in the texts and in the cost curve differ by more than this factor: `expected_speedup` misleads.
 _MAX_STEP_RATIO = 1.25
+# AL of greedy decoding and of one pass over the same texts, which are equal but for rounding, differ by more.
+_MAX_LENGTH_RATIO = 1.05
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,7 @@ class BenchmarkReport:
     machine: Machine
     torch_reason: str = ""  # why the torch backend decoded; empty for the native one
     draft_vocabulary: DraftVocabulary | None = None
+    one_pass: ReferenceReport | None = None  # acceptance at every K on the texts of baseline decoding
 
     @property
     def undraftable_share(self) -> float:
@@ -253,6 +260,23 @@ class BenchmarkReport:
         )
 
     @property
+    def one_pass_note(self) -> str | None:
+        """A warning if greedy decoding accepted more or fewer drafts than one pass over its own texts says."""
+        k = self.plan.k_values[-1]
+        if self.one_pass is None or 0.0 not in self.plan.temperatures:
+            return None
+        # From the rates: the round that the end of a text cuts short lowers the mean of what rounds emitted.
+        decoded = expected_length(self.figures(0.0, k).acceptance.rates)
+        scored = self.one_pass.figures(0.0, k=k).length.value
+        if not max(decoded / scored, scored / decoded) > _MAX_LENGTH_RATIO:
+            return None
+        return (
+            f"greedy decoding at K = {k} has AL {decoded:.2f}, and one pass over the same texts {scored:.2f}: the head "
+            "drafts from fewer bits or tokens than it was trained with, or its cache differs. Decode with --backend "
+            "torch: if AL is then the same, `nextn measure` gives the head's own"
+        )
+
+    @property
     def warnings(self) -> list[str]:
         """Reasons to trust the figures less."""
         warnings = []
@@ -272,7 +296,7 @@ class BenchmarkReport:
         if same < texts:
             ties = "" if self.machine.dtype == "float32" else f"; near-ties in {self.machine.dtype} can cause this"
             warnings.append(f"greedy: {texts - same} of {texts} texts differ from baseline decoding's{ties}")
-        return warnings if self.step_note is None else [*warnings, self.step_note]
+        return [*warnings, *filter(None, (self.one_pass_note, self.step_note))]
 
     def figures(self, temperature: float, k: int, domain: str = "all") -> BenchmarkFigures:
         """Compute figures of one K over a domain's prompts without repetitive texts, or all if every one has one."""
@@ -352,6 +376,7 @@ class BenchmarkReport:
             },
             "figures": [figures.as_record() for figures in self.table()],
             "theory": {f"{temperature:g}": self.theory(temperature) for temperature in self.plan.temperatures},
+            **({} if self.one_pass is None else {"one_pass": self.one_pass.to_dict()}),
         }
 
     def _runs_at(self, temperature: float, k: int | None = None) -> list[Run]:
@@ -406,3 +431,24 @@ def run_benchmark(
         weight_bits=engine.weight_bits,
     )
     return BenchmarkReport(source, plan, tuple(prompts), tuple(log), costs, machine, engine.reason, draft_vocabulary)
+
+
+def with_one_pass(report: BenchmarkReport, model: Model) -> BenchmarkReport:
+    """Add the acceptance at every K, scored in one pass over the texts of baseline decoding."""
+    plan, eos = report.plan, eos_tokens(model)
+    largest = plan.k_values[-1]
+    reference = ReferencePlan(largest, plan.temperatures, max(3, plan.max_tokens), chat=plan.chat, backend=plan.backend)
+    prompts = [prompt.tokens(model, chat=plan.chat) for prompt in report.prompts]
+    generated = {
+        temperature: GeneratedTexts(
+            tuple(
+                ReferenceText(prompts[run.prompt], run.tokens, temperature, run.tokens[-1] in eos)
+                for run in report.runs
+                if (run.temperature, run.num_speculative_tokens, run.repeat) == (temperature, 0, 0)
+            ),
+            (),
+            None,
+        )
+        for temperature in reference.temperatures
+    }
+    return replace(report, one_pass=reference_of_texts(model, report.prompts, generated, reference))

@@ -112,6 +112,19 @@ def acceptance_on_texts(
     return rescore(report, model, Contract(), hiddens=hiddens)
 
 
+def reference_of_texts(
+    model: Model, prompts: Sequence[Prompt], generated: Mapping[float, GeneratedTexts], plan: ReferencePlan
+) -> ReferenceReport:
+    """Score texts that the model generated from the prompts, by temperature."""
+    report = ReferenceReport(
+        plan, Contract(), tuple(prompts), generated, {}, "parallel", family=model.family.name, **_of_model(model)
+    )
+    with exact_head(model):
+        trunk = backend_for(model, plan.backend).trunk
+        hiddens = {temperature: trunk_outputs(trunk, each.texts) for temperature, each in generated.items()}
+        return rescore(report, model, Contract(), hiddens=hiddens)
+
+
 class _OfModel(TypedDict):
     num_mtp_layers: int
     think_tokens: ThinkTokens | None
