@@ -279,5 +279,4 @@ SCENES = (
     Scene("train-a-head", headless, slow=True),
     Scene("engine-authors", canary, wrong_state_engine, slow=True),
     Scene("beside-fine-tune", examples, slow=True),
-    Scene("publish", loaded, slow=True),
 )

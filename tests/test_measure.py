@@ -1,4 +1,4 @@
-"""Reference measurements: against the decoder's own counts, with controls, record, model card and command."""
+"""Reference measurements: against the decoder's own counts, with controls, record and command."""
 
 import json
 import math
@@ -14,7 +14,6 @@ from nextn.cli import app
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError
 from nextn.evaluate import reference_texts
-from nextn.evaluate.model_card import model_card
 from nextn.evaluate.reference import reference_acceptance, rescore
 from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes
 from nextn.evaluate.reference_texts import Controls
@@ -236,19 +235,6 @@ def test_hashes_are_of_the_weights(tmp_path, trained):
     assert after["head"] != before["head"]
 
 
-def test_a_card(found):
-    text = model_card(found["glm"], command="nextn measure glm -k 3")
-    assert re.search(r"\| 0\.\d{3} \(0\.\d\d-[01]\.\d\d\) \|", text)  # one unit: fractions
-    assert "percent" not in text
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert rows[0] == "| decoding | a_1 | a_2 | a_3 | AL@1 | AL@2 | AL@3 |"
-    assert rows[2].startswith("| greedy | ")
-    assert f"{found['glm'].figures(0.0).length.value:.2f} |" in rows[2]
-    assert len({line.count("|") for line in rows[:5]}) == 1
-    assert any(line.startswith("| x | greedy |") for line in rows)
-    assert "`nextn measure glm -k 3`" in text
-
-
 @pytest.mark.parametrize(
     "bad", [{"num_speculative_tokens": 0}, {"max_tokens": 2}, {"temperatures": ()}, {"temperatures": (-1.0,)}]
 )
@@ -272,7 +258,6 @@ def test_verb(tmp_path):
     assert "AL@2" in result.stdout
     assert re.search(r"greedy +\d\.\d\d \(\d\.\d\d-\d\.\d\d\)", result.stdout)
     assert "shuffled hidden states" in result.stdout
-    assert "| greedy |" in run(tmp_path, "--model-card", "--temperatures", "0").stdout
     greedy = ("--json", "--temperatures", "0", "--min-acceptance", "0.5", "--probe")
     figure = tmp_path / "curve.svg"
     out = run(tmp_path, *greedy, "--out", str(tmp_path / "record.json"), "--figure", str(figure))

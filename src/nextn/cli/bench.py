@@ -26,7 +26,7 @@ from nextn.cli.common import (
     use_chat,
 )
 from nextn.cli.decode import DraftVocabularyOptions
-from nextn.cli.load import Against, LoadQuestion, Measured, report_by_load
+from nextn.cli.load import ADVICE_FILE, Against, LoadQuestion, report_by_load
 from nextn.cli.measure import show_lengths
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table
@@ -115,7 +115,6 @@ def advise(
     options: ModelOptions,
     asked: EngineAccess,
     against: Against = None,
-    measured: Measured = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -132,13 +131,10 @@ def advise(
         backend=options.backend,
     )
     to_decode = read_prompts(prompts)
-    by_load = against is not None or measured is not None
-    _check_out(out, has_figures=not by_load)
-    if by_load:
+    _check_out(out, has_figures=against is None)
+    if against is not None:
         question = LoadQuestion(to_decode, sizes, plan.temperatures, max_tokens, chat is not False)
-        report_by_load(
-            question.answer(options.source or None, asked, against, measured, quiet=as_json), out, as_json=as_json
-        )
+        report_by_load(question.answer(options.source or None, asked, against, quiet=as_json), out, as_json=as_json)
         return
     if not options.source:
         raise ConfigError(
@@ -159,8 +155,6 @@ def _report_advice(advice: "Advice", options: ModelOptions, out: Path | None, *,
     """Write the record into the folder `out`, if there is one, and print the advice."""
     record = advice.as_record()
     if out is not None:
-        from nextn.serve.engine_commands import ADVICE_FILE
-
         _write(out, ADVICE_FILE, record, lambda folder: _draw_costs(advice, folder))
     if as_json:
         print_json(record)

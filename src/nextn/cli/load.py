@@ -26,10 +26,7 @@ Against = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-Measured = Annotated[
-    Path | None,
-    typer.Option(help="Use the speeds of this JSON file, such as an earlier record, instead.", rich_help_panel=_PANEL),
-]
+ADVICE_FILE = "advice.json"  # in the folder of `nextn advise --out`
 
 
 @dataclass(frozen=True)
@@ -42,23 +39,17 @@ class LoadQuestion:
     max_tokens: int
     chat: bool
 
-    def answer(
-        self, model: str | None, access: EngineAccess, against: str | None, measured: Path | None, *, quiet: bool
-    ) -> "list[LoadAdvice]":
-        """Return advice for every temperature, or that of the file `measured`.
+    def answer(self, model: str | None, access: EngineAccess, against: str, *, quiet: bool) -> "list[LoadAdvice]":
+        """Return advice for every temperature.
 
         Raises:
             ConfigError: The options do not go together, the engine does not draft, or the other one does.
             EngineError: An engine is down, or refuses a request.
         """
-        from nextn.evaluate.load_advice import given_loads
-
         if model is not None:
-            raise ConfigError("--against and --measured give advice for an engine and take no MODEL; leave it out")
-        if measured is not None and not access.url and against is None:
-            return [given_loads(measured)]
-        if measured is not None or not access.url or against is None:
-            raise ConfigError("--against takes --engine ADDRESS, the server with MTP; --measured FILE takes neither")
+            raise ConfigError("--against gives advice for an engine and takes no MODEL; leave it out")
+        if not access.url:
+            raise ConfigError("--against takes --engine ADDRESS, the server with MTP")
         engine = access.open(chat=self.chat)
         return self._measure(engine, replace(access, engine=against).open(chat=self.chat), quiet=quiet)
 
@@ -87,7 +78,6 @@ def report_by_load(found: "Sequence[LoadAdvice]", out: Path | None, *, as_json: 
     record = found[0].as_record() | {"temperatures": [each.as_record() for each in found]}
     if out is not None:
         from nextn.checkpoint.safetensors_file import write_json
-        from nextn.serve.engine_commands import ADVICE_FILE
 
         write_json(out / ADVICE_FILE, record)
     if as_json:

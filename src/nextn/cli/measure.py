@@ -1,7 +1,5 @@
 """`nextn measure`: the acceptance that a head should reach, by the weights alone."""
 
-import shlex
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -86,7 +84,6 @@ def measure(
     probe: Annotated[
         bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
     ] = False,
-    model_card: Annotated[bool, typer.Option("--model-card", help="Print Markdown for a model card.")] = False,
     form: Annotated[
         str | None,
         typer.Option(
@@ -128,8 +125,8 @@ def measure(
     temperatures_or_default = given or (0.0, 1.0)
     if form is not None:
         check_form(form, temperatures_or_default, decoded=texts is None and engine is None)
-        if as_json or model_card:
-            raise ConfigError(f"--format {form} excludes --json and --model-card: one of them is printed")
+        if as_json:
+            raise ConfigError(f"--format {form} excludes --json: one of them is printed")
     plan = ReferencePlan(
         num_speculative_tokens, temperatures_or_default, max_tokens, chat, seed, options.backend, rule, thinking
     )
@@ -144,7 +141,7 @@ def measure(
     to_answer = read_prompts(prompts) if engine is None else first_turns(read_prompts(prompts))
     if figure is not None:
         check_figure(figure)
-    quiet = as_json or model_card or form is not None
+    quiet = as_json or form is not None
     source = TextOptions.of(options, given_texts, asked, quiet=quiet)
     if against is not None:  # first, so that one model is in memory at a time
         other = replace(options, source=shipped_path(against), head=None).prepared()
@@ -167,7 +164,7 @@ def measure(
         ):
             print_note(difference)
     elif not as_json:
-        (_show_model_card if model_card else show_reference)(report)
+        show_reference(report)
     if report.published is not None and not quiet:
         print_published(report.published)
     if probed is not None and not quiet:
@@ -196,12 +193,6 @@ def _measure(
     with progress_bars(quiet=source.quiet) as progress:
         step = progress("texts", len(prompts) * len(plan.temperatures))
         return loaded, measure(loaded, prompts, plan, source=options.source, head=options.head, on_text=step)
-
-
-def _show_model_card(report: "ReferenceReport") -> None:
-    from nextn.evaluate.model_card import model_card
-
-    echo(model_card(report, command=shlex.join(["nextn", *sys.argv[1:]])))
 
 
 def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":

@@ -74,16 +74,12 @@ def serve(
             "--print", help="Print the command that serves this model in vllm, sglang or llama.cpp, and exit."
         ),
     ] = None,
-    advice: Annotated[
-        Path | None,
-        typer.Option(help="With --print and without -k: file or folder of `nextn advise --out` with the K to use."),
-    ] = None,
     vocabulary: DraftVocabularyOptions,
     source: ModelOptions,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
     if print_engine is not None:
-        _print_command(print_engine, source, num_speculative_tokens, advice)
+        _print_command(print_engine, source, num_speculative_tokens)
         return
     _check_extra()
     from nextn.checkpoint.file_index import FileStamps
@@ -152,11 +148,9 @@ def _check_extra() -> None:
         raise ConfigError(f"the server needs {', '.join(missing)}: {install_command('serve')}")
 
 
-def _print_command(engine: str, model: ModelOptions, k: int | None, advice: Path | None) -> None:
-    from nextn.serve.engine_commands import advised_num_speculative_tokens, as_script, engine_commands
+def _print_command(engine: str, model: ModelOptions, k: int | None) -> None:
+    from nextn.serve.engine_commands import as_script, engine_commands
 
-    if k is None and advice is not None:
-        k = advised_num_speculative_tokens(advice)
     if model.head is not None:
         from nextn.edit.export import export_command
 

@@ -9,10 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from pathlib import Path
-from typing import Any
 
-from nextn.bounded_json import JsonLimits, count, parse_json
 from nextn.engines.answers import EngineRequest
 from nextn.engines.ask import CounterSpan, ask, ask_counted
 from nextn.engines.counters import Counters, sum_counters
@@ -31,7 +28,6 @@ DEFINITIONS = {
 }
 REPEATS = 3  # pairs of passes at each load
 _PROMPTS = 16  # asked at every load, if there are as many: AL of other texts would not compare
-_LIMITS = JsonLimits(4 * 2**20, 100_000)  # of a file of given speeds
 _NO_LIMIT = 1024  # the end of vLLM's last range, which it extends to its largest batch
 
 
@@ -136,7 +132,7 @@ class LoadAdvice:
         }
 
     def as_record(self) -> dict[str, object]:
-        """Return the JSON document. `forecasts` is what `nextn serve` reads K from."""
+        """Return the JSON document."""
         return {
             "engine": self.engine,
             "temperature": self.temperature,
@@ -162,51 +158,6 @@ class LoadAdvice:
             "best_num_speculative_tokens": point.best(self.rates),
             "summary": self.summary,
         }
-
-
-def given_loads(path: Path) -> LoadAdvice:
-    """Read speeds that were measured before, of this record or written by hand.
-
-    Args:
-        path: A JSON object with `acceptance` (a_1 .. a_K of the run) and `forecasts`: objects of `batch` (streams),
-            `speedup` (a number, or `median` and `low`), and if known `mean_acceptance_length`.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not of this form.
-    """
-    try:
-        record: Any = parse_json(path.read_bytes(), _LIMITS)
-        rates = tuple(_number(rate, "acceptance", 0, 1) for rate in record["acceptance"])
-        points = tuple(sorted((_given(each, rates) for each in record["forecasts"]), key=lambda each: each.streams))
-        temperature = _number(record.get("temperature", 0), "temperature", 0, 100)
-    except OSError as error:
-        raise ConfigError(f"--measured {path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"--measured {path}: not a record of speeds by load ({type(error).__name__}: {error}); expected "
-            '{"acceptance": [0.8, 0.6], "forecasts": [{"batch": 1, "speedup": 1.7}]}'
-        ) from error
-    if not rates or not points:
-        raise ConfigError(f"--measured {path}: no acceptance or no forecasts in it")
-    return LoadAdvice(str(record.get("engine", "an engine")), temperature, rates, points)
-
-
-def _given(record: Any, rates: Sequence[float]) -> LoadPoint:
-    speedup = record["speedup"]
-    spread = speedup if isinstance(speedup, dict) else {"median": speedup}
-    median = _number(spread["median"], "speedup", 0.01, 100)
-    low = _number(spread.get("low", median), "speedup", 0.01, 100)
-    length = _number(record.get("mean_acceptance_length", expected_length(rates)), "mean_acceptance_length", 1, 257)
-    unknown = Spread.of([])
-    streams = max(1, count(record["batch"], "batch"))
-    drafts = _number(record.get("mean_drafts", len(rates)), "mean_drafts", 1, 256)
-    return LoadPoint(streams, unknown, unknown, Spread(median, low, median, 1), length, drafts)
-
-
-def _number(value: Any, name: str, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} = {value!r}; expected a number from {low:g} to {high:g}")
-    return float(value)
 
 
 def measure_loads(

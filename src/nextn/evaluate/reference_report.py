@@ -1,4 +1,4 @@
-"""The report of a reference measurement: figures by temperature, rule, K and domain, as JSON and for a model card."""
+"""The report of a reference measurement: figures by temperature, rule, K and domain, as JSON."""
 
 import hashlib
 import json

@@ -27,7 +27,6 @@ FAMILY_FLAGS: Mapping[tuple[str, str], tuple[str, ...]] = {("sglang", "inkling")
 # llama.cpp's converter writes these heads as a GGUF of their own, with --mtp.
 SEPARATE_GGUF = ("deepseek_v4",)
 _DEFAULT_K = 3
-ADVICE_FILE = "advice.json"  # in the folder of `nextn advise --out`
 _REFUSALS = {
     "loads": "reads this head and has no graph that runs it",
     "ignores": "skips this head on load",
@@ -101,28 +100,6 @@ def as_script(found: EngineCommands) -> str:
     """Return lines for a shell: notes as comments, then the commands."""
     comments = (f"# {note}" for note in found.notes)
     return "\n".join([*comments, *map(shlex.join, found.commands)])
-
-
-def advised_num_speculative_tokens(path: Path) -> int:
-    """Return the K that a record of `nextn advise --json` or `--out` recommends at its first temperature.
-
-    Args:
-        path: The record, or the folder of --out.
-
-    Raises:
-        ConfigError: The file is not such a record, or it advises against MTP.
-    """
-    path = path / ADVICE_FILE if path.is_dir() else path
-    try:
-        first = json.loads(path.read_text(encoding="utf-8"))["forecasts"][0]
-        best, advice = int(first["best_num_speculative_tokens"]), str(first["summary"])
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise ConfigError(f"{path}: not a record of `nextn advise` ({type(error).__name__}: {error})") from error
-    if best < 1:
-        raise ConfigError(f"{path} advises against MTP: {advice}")
-    return best
 
 
 def _support(inventory: Inventory, engine: str) -> EngineSupport:
