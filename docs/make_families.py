@@ -170,7 +170,8 @@ def stored(row: Family) -> Iterator[str]:
         pairs = ", ".join(f"`{run}` as `{path}`" for run, path in row.block_renames.items())
         yield f"- Inside the block, published names for those of transformers: {pairs}."
     for wrapper, meant in row.wrappers.items():
-        yield f"- Some checkpoints have `{wrapper}` " + (f"for `{meant}`." if meant else "before every name.")
+        unread = ", which vLLM and SGLang do not read" if wrapper == "model.mtp." else ""
+        yield f"- Some checkpoints have `{wrapper}` " + (f"for `{meant}`{unread}." if meant else "before every name.")
     yield f"- Experts, if any: {text(FACTS['experts'][row.experts])}."
     if row.fp8 is not None:
         block = " x ".join(map(str, row.fp8.block))

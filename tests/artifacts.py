@@ -159,6 +159,8 @@ def _original(name: str, tensor: str) -> str:
 
 
 def _prefixed(family: Family, name: str, wrapper: str) -> str:
+    if family.has_bare_head and name.startswith("mtp.") and wrapper != "model.mtp.":
+        return name  # a trunk in a vision-language model
     meant = family.wrappers.get(wrapper, "")
     return wrapper + name.removeprefix(meant) if wrapper and name.startswith(meant) else name
 

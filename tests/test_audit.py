@@ -202,6 +202,15 @@ BROKEN = {
             rename(HEAD + "enorm", "mtp.pre_fc_norm_embedding")(table),
             rename(HEAD + "hnorm", "mtp.pre_fc_norm_hidden")(table), rename(HEAD + "eh_proj", "mtp.fc")(table),
             drop(HEAD)(table))}, "in the layout of qwen3_next.*vLLM, SGLang.* look.*at model.layers.2"),
+    "a wrapper before the head's names": (
+        "head-elsewhere", "error", "qwen3_5", {"change": rename(r"^mtp\.", "model.language_model.mtp.")},
+        "prefix before mtp.: vLLM and SGLang read"),
+    "another wrapper, as MLX writes it": (
+        "head-elsewhere", "error", "qwen3_5_moe", {"change": rename(r"^mtp\.", "language_model.mtp.")}, "prefix befor"),
+    "a dense block where every layer has experts": (
+        "head-partial", "error", "qwen3_5_moe", {"change": lambda table: (
+            drop(r"^mtp.*mlp\.")(table), *(put(f"mtp.layers.0.mlp.{name}_proj.weight", (H, H))(table)
+                                           for name in ("gate", "up", "down")))}, "lacks 17: mtp.layers.0.mlp.exp"),
     "config silent": (
         "head-undeclared", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, declared: 0"),
     "one of three lost": (
@@ -269,6 +278,12 @@ BROKEN = {
         "quantization", "error", "qwen3_5",
         {"change": pack, "config": {"quantization_config": INT4["quantization_config"] | {"ignore": ["re:mtp.*"]}}},
         ", as compressed, .*build them unquantized"),
+    "packed trunk, plain head, listed without the names that SGLang asks for": (
+        "quantization", "warning", "qwen3_5", {"change": pack_trunk, "config": {
+            "quantization_config": INT4["quantization_config"] | {"ignore": ["lm_head", "mtp.fc", *(
+                f"mtp.layers.0.{name}_proj" for name in (
+                    *(f"self_attn.{each}" for each in "qkvo"), "mlp.gate", "mlp.up", "mlp.down"))]}}},
+        r"SGLang joins .*self_attn\.qkv_proj, .*mlp\.gate_up_proj"),
     "packed head, no config": (
         "quantization", "error", "qwen3_5", {"change": pack}, r"\(no quantization\) has engines build them un"),
     "projection in fp8": (
@@ -327,6 +342,7 @@ def test_one_cause_one_finding(fault, tmp_path):
         "head in fp8, trunk in bf16": {"quantization"},
         "packed head, no config": {"quantization"},
         "projection in fp8": {"shape"},
+        "a dense block where every layer has experts": {"names-unknown"},
     }
     assert others <= allowed.get(fault, set())
 
@@ -386,7 +402,7 @@ def variants(name):
     yield {}
     yield {"shards": 3}
     yield {"copies": False} if name != "deepseek_v4" else {}
-    yield from ({"wrapper": wrapper} for wrapper in family.wrappers)
+    yield from ({"wrapper": wrapper} for wrapper in family.wrappers if wrapper != "model.mtp.")  # no engine reads it
     if family.max_modules != 1:
         yield {"modules": 2}
     if family.fp8:

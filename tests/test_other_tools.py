@@ -16,7 +16,7 @@ import nextn
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.quant_formats import FORMATS
-from nextn.checkpoint.quantization import QuantConfig, stored_modules
+from nextn.checkpoint.quantization import MODELSLIM_FILE, QuantConfig, stored_modules
 from nextn.checkpoint.safetensors_file import RawTensor, read_header, write_safetensors
 
 NAME = "glm4_moe"
@@ -99,6 +99,30 @@ def test_restore_keeps_the_loaders_default(method, tmp_path):
             assert config.covers(module) is (kind != "plain"), module
     wrong = [each for each in audit(Checkpoint.open(target)).findings if each.severity != "note"]
     assert not wrong, wrong
+
+
+def test_modelslim_gets_an_entry_for_each_matrix(tmp_path):
+    """vllm-ascend looks each Linear up in the description, and stops at one that it lacks."""
+
+    def change(table):
+        for name in [each for each in table if each.endswith("_proj.weight") and "layers.2" not in each]:
+            rows, columns = table[name].shape
+            table |= {name: raw("I8", (rows, columns)), f"{name}_scale": raw("F32", (rows, 1)),
+                      f"{name}_offset": raw("F32", (rows, 1))}  # fmt: skip
+
+    base = publish(tmp_path / "base", NAME)
+    whole = publish(tmp_path / "whole", NAME, change=change)
+    names = [name for name in Checkpoint.open(whole).tensors if "layers.2" not in name]
+    description = {name: "W8A8_DYNAMIC" if "_proj.weight" in name else "FLOAT" for name in names}
+    target = publish(tmp_path / "target", NAME, change=lambda table: (change(table), headless(NAME)(table)))
+    for folder in (whole, target):
+        (folder / MODELSLIM_FILE).write_text(json.dumps(description))
+    assert [each.rule for each in audit(Checkpoint.open(whole)).findings if each.severity != "note"] == ["quantization"]
+    nextn.restore(target, base)
+    assert (
+        load_json(target / MODELSLIM_FILE).items() >= {**description, "model.layers.2.eh_proj.weight": "FLOAT"}.items()
+    )
+    assert audit(Checkpoint.open(target)).clean
 
 
 @pytest.mark.parametrize("form", ["single-file", "shards", "side-file"])

@@ -111,14 +111,20 @@ class LayerReference:
         """
         own = _of_component(name, parts)
         kinds = frozenset(map(_kind, own))
-        if kinds and kinds <= _DENSE:
+        is_dense = bool(kinds) and kinds <= _DENSE
+        if is_dense and not self._all_sparse:
             return _DENSE
         others = [
             _of_component(name, self.parts_of_layers[index])
             for index in dict.fromkeys([*self._candidates, *self.parts_of_layers])
         ]
         best = max(others, key=lambda other: self._similarity(frozenset(map(_kind, other)), kinds))
-        return own if best and not kinds & frozenset(map(_kind, best)) else best
+        return own if best and not is_dense and not kinds & frozenset(map(_kind, best)) else best
+
+    @cached_property
+    def _all_sparse(self) -> bool:
+        """Whether every layer has experts, so that loaders build the head's block with experts, too."""
+        return all(any(".experts." in kind for kind in kinds) for kinds in self._kinds.values())
 
     @staticmethod
     def _similarity(own: frozenset[str], kinds: frozenset[str]) -> tuple[int, int]:

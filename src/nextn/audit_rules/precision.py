@@ -12,10 +12,11 @@ from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.packed_layout import PackedWeight, with_whole_weights
+from nextn.checkpoint.quant_formats import FUSED, with_fused
 from nextn.checkpoint.quantization import PLAIN, QuantConfig, QuantSection, Storage, split_name, storage
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.errors import CheckpointError
-from nextn.family_table import PLAIN_IN_NVFP4, PLAIN_PROJECTION
+from nextn.family_table import ASKS_FOR_FUSED, PLAIN_IN_NVFP4, PLAIN_PROJECTION
 from nextn.text_format import counted, some
 
 IDS = ("quantization", "quantization-unused", "scale-missing", "precision-lower")
@@ -53,6 +54,7 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
     try:
         config = QuantConfig.of(inventory.checkpoint)
         mismatches = _mismatches(inventory, config, parts)
+        fused = _fused_names(inventory, config, parts)
     except CheckpointError as error:
         yield Finding(
             "quantization", "error", f"{CONFIG}: quantization_config", f"{error}",
@@ -71,6 +73,23 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             f"The head in {method}'s list of unquantized modules." if covered else f"A config that declares {kind}.",
             restore(inventory, force=True),
         )  # fmt: skip
+
+    if config is not None and fused:
+        listed = ", ".join(f'"{name}"' for name in fused)
+        yield Finding(
+            "quantization", "warning", place,
+            f"SGLang joins projections of the head, such as {some(fused)}, and looks in the list for these names: it "
+            "builds them quantized, skips the stored weights, and no draft is accepted.",
+            "The names of the joined projections, too.", f"Add {listed} to the list; other engines skip these names.",
+        )  # fmt: skip
+
+
+def _fused_names(inventory: Inventory, config: QuantConfig | None, parts: list[Part]) -> list[str]:
+    """Return what compressed-tensors' list lacks of the names that SGLang's loader of the head asks for."""
+    if config is None or inventory.family.name not in ASKS_FOR_FUSED or config.method != "compressed-tensors":
+        return []
+    plain = [part.module for part in parts if part.storage == "plain" and config.covers(part.module) is False]
+    return [name for name in with_fused(plain, ()) if name.endswith(tuple(FUSED)) and config.covers(name)]
 
 
 def _unreadable(inventory: Inventory) -> Iterator[Finding]:
@@ -134,7 +153,7 @@ def _is_trunk_covered(inventory: Inventory, config: QuantConfig) -> bool:
 
 
 def _place(config: QuantConfig) -> str:
-    return f"{config.sections[0].file}: {'.'.join(config.sections[0].keys)}"
+    return ": ".join(filter(None, (config.sections[0].file, ".".join(config.sections[0].keys))))
 
 
 def _built_plain(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import split_name
+from nextn.checkpoint.quantization import is_mlx, split_name
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.edit.convert import find_head
 from nextn.errors import CheckpointError
@@ -254,6 +254,16 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             f"num_hidden_layers = {actual}, if the trunk has that many; else the head as model.layers.{expected}.",
             f"Set num_hidden_layers to {actual} in {CONFIG}." if contiguous else restore(inventory),
         )
+    wrapped = [] if not inventory.family.has_bare_head or is_mlx(inventory.checkpoint) else [
+        name for name in inventory.stored.values() if not name.startswith("mtp.")
+    ]  # fmt: skip
+    if wrapped:
+        yield Finding(
+            "head-elsewhere", "error", wrapped[0],
+            f"{counted(len(wrapped), 'tensor')} of the head, such as {some(wrapped)}, with a prefix before mtp.: vLLM "
+            "and SGLang read names that begin with mtp. alone, and skip these.",
+            f"Names such as {some(_own_names(inventory))}.", convert(inventory, f"--to {inventory.family.name}"),
+        )  # fmt: skip
     families, names = head.other_layout
     if names:
         family_names = joined(family.name for family in families[:4])

@@ -23,6 +23,7 @@ MAX_ENTRIES = 200_000  # an ignore list that names every expert of every layer h
 MAX_GLOBS = 2_000
 MAX_CHARS = 100_000  # of all expressions, or all globs, together
 BUDGET = 0.05  # seconds of processor time for one module against all expressions; ordinary ones take microseconds
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # by engines
 SPECIAL = frozenset("*+?^$()[]{}|\\")  # what vLLM's inc.py and SGLang's auto_round.py treat as an expression
 
 
@@ -167,6 +168,16 @@ def with_experts(modules: Iterable[str], kept: Collection[str]) -> Iterator[str]
             yield f"{head}.experts"
             if not tail[:1].isdigit():  # all experts are one tensor
                 yield from (f"{head}.experts.0.{name}_proj" for name in ("gate", "up", "down"))
+
+
+def with_fused(modules: Iterable[str], kept: Collection[str]) -> Iterator[str]:
+    """Yield also the names of fused projections, for which SGLang's qwen3_5_mtp.py looks instead of their parts."""
+    listed = dict.fromkeys(with_experts(modules, kept))
+    yield from listed
+    for fused, parts in FUSED.items():
+        stems = [name.removesuffix(parts[0]) for name in listed if name.endswith(f".{parts[0]}")]
+        yield from (f"{stem}{fused}" for stem in stems if ".experts." not in stem
+                    and all(f"{stem}{part}" in listed for part in parts))  # fmt: skip
 
 
 class WeightSettings(NamedTuple):
@@ -434,6 +445,16 @@ class Mlx(Format):
         return self.section | dict.fromkeys(modules, False)
 
 
+class ModelSlim(Format):
+    """Each tensor has an entry, FLOAT or a method. vllm-ascend stops at a Linear without one."""
+
+    def covers(self, module: str) -> bool | None:
+        return self.section.get(f"{module}.weight") != "FLOAT"
+
+    def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
+        return self.section | {f"{module}.weight": "FLOAT" for module in modules}
+
+
 class Gguf(Format):
     """Blocks of a GGUF file, as `nextn convert --dtype stored` keeps them: a module is quantized if it has them."""
 
@@ -455,7 +476,7 @@ def _globbed(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
 # Files of vllm/model_executor/layers/quantization/ and sglang/srt/layers/quantization/; `bounded` is transformers.
 _CONVERT = ("modules_to_not_convert",)
 # compressed_tensors/utils.py, should_ignore_layer; compressed-tensors' own utils/match.py reads the same.
-_COMPRESSED = Lists(("ignore",), (marked,), with_experts)
+_COMPRESSED = Lists(("ignore",), (marked,), with_fused)
 # fp8.py matches complete names in both engines, from either list.
 _FP8 = Lists((*_CONVERT, "ignored_layers"), (exact, bounded), _names, has_default=True)
 # auto_awq.py: is_layer_skipped with skip_with_substr.
@@ -484,5 +505,6 @@ FORMATS: dict[str, Callable[[Section], Format]] = {
     "gptq": Gptq,
     "gguf": Gguf,
     "mlx": Mlx,
+    "modelslim": ModelSlim,
     **dict.fromkeys(("auto-round", "intel/auto-round"), AutoRound),
 }

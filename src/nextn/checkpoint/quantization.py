@@ -1,6 +1,6 @@
 """Which modules of a checkpoint are quantized: by its config, and by the names, dtypes and shapes in its headers.
 
-Finds the sections in config.json and hf_quant_config.json, and edits them to leave modules unquantized; `quant_formats`
+Finds the sections in config.json and beside it, and edits them to leave modules unquantized; `quant_formats`
 interprets them.
 """
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nextn.checkpoint.safetensors_file import TensorInfo
 
 MODELOPT_FILE = "hf_quant_config.json"
+MODELSLIM_FILE = "quant_model_description.json"
 # lm_head and routers: most engines build them unquantized whatever the config says, some follow it.
 UNSURE = frozenset({"lm_head", "head", "gate", "router", "shared_expert_gate"})
 MAX_NAME = 300
@@ -32,17 +33,19 @@ PLAIN = frozenset({"BF16", "F16", "F32", "F64"})
 # fp8 and fp4: vLLM, quantization/fp8.py, modelopt.py and quark/; _packed and on: compressed-tensors, compressors/;
 # .absmax and on: bitsandbytes, functional.py, QuantState.as_dict; _blocks: transformers, integrations/mxfp4.py.
 WEIGHT_SUFFIXES = (
-    "_scale_inv", "_scale", "_scale_2", "_packed", "_global_scale", "_shape", "_zero_point", "_g_idx",
+    "_scale_inv", "_scale", "_scale_2", "_packed", "_global_scale", "_shape", "_zero_point", "_g_idx", "_offset",
     "_blocks", "_scales", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map",
     ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4",
 )  # fmt: skip
-# Suffixes of the module's name. scale: DeepSeek-V4; input_*: activations; SCB: bitsandbytes; biases: MLX; _weight_*:
+# Suffixes of the module's name. scale: DeepSeek-V4; input_*: activations; SCB: bitsandbytes; biases: MLX; input_offset,
+# deq_scale and quant_bias: ModelSlim; _weight_*:
 # torchao, prototype/safetensors/safetensors_support.py, whose file metadata say of which class each weight is.
 MODULE_SUFFIXES = (
     "._weight_qdata", "._weight_scale", "._weight_zero_point", "._weight_scale_and_zero", "._weight_act_pre_scale",
     "._weight_per_tensor_scale", "._weight_tensor_data", "._weight_static_scale",
     ".weight", ".scale", ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale",
     ".qweight", ".qzeros", ".scales", ".g_idx", ".biases", ".SCB", ".weight_format",
+    ".input_offset", ".deq_scale", ".quant_bias",
 )  # fmt: skip
 SUFFIXES = (
     *(f".weight{suffix}" for suffix in WEIGHT_SUFFIXES), *MODULE_SUFFIXES, *(f".{name}" for name in BLOCK_NAMES)
@@ -141,12 +144,19 @@ def declared(config: Mapping[str, object]) -> Mapping[str, object]:
     return section if isinstance(section, Mapping) else {}
 
 
+def is_mlx(checkpoint: Checkpoint) -> bool:
+    """Whether MLX quantized the checkpoint, whose engines have names of their own."""
+    return isinstance(checkpoint.config.get("quantization"), Mapping)
+
+
 def _fault(checkpoint: Checkpoint, file: str, error: ValueError) -> CheckpointError:
     return CheckpointError(f"{checkpoint.path}: the quantization config in {file} cannot be used: {error}.")
 
 
 def _replaced(value: object, keys: tuple[str, ...], section: Section) -> dict[str, object]:
     """Return `value` with `section` at `keys`; copies only the objects on the way, as JSON may be nested deeply."""
+    if not keys:
+        return section
     inner = cast(dict[str, object], value)
     return inner | {keys[0]: _replaced(inner[keys[0]], keys[1:], section) if keys[1:] else section}
 
@@ -156,7 +166,7 @@ def _sections(checkpoint: Checkpoint) -> Iterator[QuantSection]:
         try:
             if not isinstance(section, dict):
                 raise ValueError(f"{'.'.join(keys)} is {brief(section)}, it must be an object")
-            method = "modelopt" if file == MODELOPT_FILE else _method(keys, section)
+            method = {MODELOPT_FILE: "modelopt", MODELSLIM_FILE: "modelslim"}.get(file) or _method(keys, section)
             form = method.lower().replace("_", "-")
             if form.startswith("modelopt"):  # modelopt_fp4, ...
                 form = "modelopt-file" if file == MODELOPT_FILE else "modelopt"
@@ -179,6 +189,8 @@ def _raw_sections(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[str, ...]
             yield CONFIG, ("quantization",), section
     if (own := checkpoint.read_json(MODELOPT_FILE)) and own.get("quantization"):
         yield MODELOPT_FILE, ("quantization",), own["quantization"]
+    if own := checkpoint.read_json(MODELSLIM_FILE):
+        yield MODELSLIM_FILE, (), own
 
 
 def _method(keys: tuple[str, ...], section: Section) -> str:

@@ -12,6 +12,7 @@ from nextn.errors import FamilyError
 from nextn.family_table.config_fields import lookup, lookup_count
 from nextn.family_table.conventions import ENGINES, FACTS, EngineSupport, Fp8, Missing, Stage, Support
 from nextn.family_table.rows import (
+    ASKS_FOR_FUSED,
     FAMILIES,
     GEMMA4_ASSISTANT,
     GENERIC,
@@ -26,6 +27,7 @@ from nextn.family_table.withheld import WITHHELD, Withheld, declared_fields, wit
 from nextn.text_format import docs_page
 
 __all__ = [
+    "ASKS_FOR_FUSED",
     "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
     "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
     "Support", "Withheld", "beside", "by_config", "by_name", "declared_fields", "deviations", "disagreements", "find",

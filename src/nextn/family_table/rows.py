@@ -75,6 +75,9 @@ PLAIN_PROJECTION: Mapping[str, frozenset[str]] = {
     "vllm": _ONE_LINEAR | {"bailing_hybrid", "pangu_ultra_moe", "kimi_k3"},
     "sglang": _ONE_LINEAR | {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "exaone_moe", "gigachat3_5"},
 }
+# Families of which SGLang's loader does not split the names of joined projections (qwen3_5_mtp.py has no
+# packed_modules_mapping; sgl-project/sglang#35797).
+ASKS_FOR_FUSED = frozenset({"qwen3_5", "qwen3_5_moe"})
 PLAIN_IN_NVFP4: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm": dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), ("projection",)),
     "sglang": dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), ("projection", "block")),

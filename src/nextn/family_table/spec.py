@@ -132,7 +132,12 @@ class Family:
             raise FamilyError(f"{name}: {self.name} stores {path} once, for all modules")
         if role == "block":
             rest = [_renamed(each, self.block_renames) for each in rest]
-        return _wrapped(".".join([path, *rest]), wrapper, self.wrappers)
+        return _wrapped(".".join([path, *rest]), "" if self.has_bare_head else wrapper, self.wrappers)
+
+    @property
+    def has_bare_head(self) -> bool:
+        """Whether engines skip the head's tensors where their names have a wrapper (qwen3_5_mtp.py in both)."""
+        return "model.mtp." in self.wrappers
 
     def trunk_name(self, name: str) -> str:
         """Return the published name of a trunk tensor that transformers saved under `name`."""
@@ -238,9 +243,9 @@ def _wrapped(name: str, wrapper: str, table: Mapping[str, str]) -> str:
 
 
 def _unwrapped(name: str, table: Mapping[str, str]) -> str:
-    for wrapper, path in table.items():
-        if name.startswith(wrapper):
-            return path + name.removeprefix(wrapper)
+    for _ in range(2):  # a wrapper inside another: model.language_model.mtp.
+        wrapper = next((each for each in table if name.startswith(each)), "")
+        name = table.get(wrapper, "") + name.removeprefix(wrapper)
     return name
 
 
