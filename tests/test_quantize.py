@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from packed import Case, Values, stored
 from quick import each_once
 from stored import contents, in_one_file, tensors_of
-from tiny import FIXTURES, build, prompt, refrain
+from tiny import FIXTURES, build, prompt
 
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -26,16 +26,10 @@ from nextn.edit import quantize as module
 from nextn.edit.convert import convert
 from nextn.edit.quantize import quantize
 from nextn.errors import CheckpointError, ConfigError
-from nextn.evaluate import head_precision
-from nextn.evaluate.head_precision import HeadPrecision, measure_head_bits, quantize_measured
-from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.model.load_head import change_stored
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 
 TOKENS = torch.tensor([prompt(21)])
-PROMPTS = [Prompt(tuple(ids), "x") for ids in refrain(8, 33, seed=10**6).tolist()]
-PLAN = ReferencePlan(3, (0.0,), 24, backend="torch")
 
 
 @settings(max_examples=40, deadline=None)
@@ -164,8 +158,6 @@ def test_a_model_without_a_head(tmp_path):
     quantize(tmp_path / "model", tmp_path / "out", weights="int8", head_bits=4)
     assert not (tmp_path / "out" / "nextn.json").exists()
     Model.load(tmp_path / "out", need_head=False)
-    with pytest.raises(ConfigError, match="there is no head to measure; leave out --head-bits auto"):
-        quantize_measured(tmp_path / "model", tmp_path / "other", PROMPTS, PLAN, weights="int8")
 
 
 def test_rows_that_do_not_divide(tmp_path):
@@ -224,65 +216,16 @@ def test_shards_and_index(tmp_path):
     assert sum(map(len, (old.files, old.index))) < sum(map(len, (new.files, new.index)))
 
 
-def test_measured_bits_are_those_of_the_files(tmp_path):
-    """The rounded head in memory has the bits of one that was written and loaded."""
-    shutil.copytree(FIXTURES / "qwen", tmp_path / "model")
-    for bits in (8, 4):
-        quantize(tmp_path / "model", tmp_path / f"{bits}", weights="int8", group_size=16, head_bits=bits)
-        written = Model.load(tmp_path / f"{bits}").dequantize().head
-        rounded = Model.load(tmp_path / "model").head
-        head_precision._round_head(head_precision.Rounding.of(bits, 16), rounded)
-        for (name, one), (_, other) in zip(written.named_parameters(), rounded.named_parameters(), strict=True):
-            assert torch.equal(one, other), name
-
-
-def test_fewest_bits_that_cost_little():
-    assert HeadPrecision({16: 3.0, 8: 2.99, 4: 2.98}).bits == 4
-    assert HeadPrecision({16: 3.0, 8: 2.99, 4: 2.9}).bits == 8
-    assert HeadPrecision({16: 3.0, 8: 2.9, 4: 2.9}).bits == 16
-
-
-def test_acceptance_decides(trained, monkeypatch):
-    """A trained head keeps its acceptance at 8 bits; one that rounding spoils keeps 16."""
-    model = trained["qwen"]
-    precision = measure_head_bits(model, PROMPTS, PLAN, group_size=16)
-    assert precision.lengths.keys() == {16, 8, 4}
-    assert precision.lengths[8] == pytest.approx(precision.lengths[16], rel=0.02)
-    spoil = lambda rounding, head: change_stored(head, lambda name, value: torch.randn_like(value))  # noqa: E731
-    monkeypatch.setattr(head_precision, "_round_head", spoil)
-    spoiled = measure_head_bits(model, PROMPTS, PLAN)
-    assert spoiled.lengths[8] < 0.9 * spoiled.lengths[16]
-    assert spoiled.bits == 16
-
-
-@pytest.mark.parametrize("bits", [16, 8])
-def test_auto_writes_what_it_chose(bits, tmp_path, monkeypatch):
-    """And leaves nothing else, whichever it is."""
-    shutil.copytree(FIXTURES / "qwen", tmp_path / "model")
-    lengths = {16: 3.0, 8: 3.0 if bits == 8 else 1.0, 4: 1.0}
-    monkeypatch.setattr(head_precision, "measure_head_bits", lambda *_, **__: HeadPrecision(lengths))
-    plan, _ = quantize_measured(tmp_path / "model", tmp_path / "out", PROMPTS, PLAN, weights="int8")
-    assert plan.folder == tmp_path / "out"
-    quantize(tmp_path / "model", tmp_path / "expected", weights="int8", head_bits=bits)
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model", "out"]
-
-
 def test_command(here, tmp_path):
     shutil.copytree(FIXTURES / "qwen", tmp_path / "model")
     options = ("--weights", "int8", "--group-size", 16, "--json")
     code, out, err = here("quantize", tmp_path / "model", tmp_path / "out", *options, "--dry-run")
     assert (code, (tmp_path / "out").exists()) == (0, False), err
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": list(each.text)}) + "\n" for each in PROMPTS))
-    auto = (*options, "--head-bits", "auto", "--prompts", prompts)
-    code, out, err = here("quantize", tmp_path / "model", tmp_path / "out", *auto)
+    code, out, err = here("quantize", tmp_path / "model", tmp_path / "out", *options, "--head-bits", 8)
     assert code == 0, err
-    record = json.loads(out)
-    assert record["head_bits"] in (16, 8, 4)
-    assert record["lengths"].keys() == {"16", "8", "4"}
+    assert not json.loads(out)["dry_run"]
     Model.load(tmp_path / "out")
-    for wrong in (("--head-bits", "2"), ("--head-bits", "auto", "--dry-run")):
+    for wrong in (("--head-bits", "2"), ("--head-bits", "auto")):
         code, _, err = here("quantize", tmp_path / "model", tmp_path / "other", "--weights", "int8", *wrong)
         assert code == 2, err
 

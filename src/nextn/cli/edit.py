@@ -14,7 +14,6 @@ from nextn.cli.common import (
     K_NAMES,
     AsJson,
     CheckpointName,
-    Prompts,
     expanded,
     open_checkpoint,
     shipped_option,
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 Form = Literal["single-file", "side-file", "shards"]
 _MAX_CHANGES = 12
-_NUM_PROMPTS = 16  # of the built-in set, about, for `--head-bits auto`
-_AUTO_K, _AUTO_TOKENS = 4, 128  # drafts per round, and tokens of a text, that it measures with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,67 +316,35 @@ def quantize(
         str | None,
         typer.Option(help="File of text or records, or a data set, on whose activations int4 or q4_1 is to err least."),
     ] = None,
-    head_bits: Annotated[
-        str, typer.Option(help="Bits of the head: 16 (unchanged), 8, 4, or auto: the fewest that cost < 1 % of AL.")
-    ] = "16",
+    head_bits: Annotated[int, typer.Option(help="Bits of the head: 16 (unchanged), 8 or 4.")] = 16,
     activation_bits: Annotated[
         int,
         typer.Option(help="8: int8 with activations of 8 bits per token (W8A8), which vLLM runs on CPUs. 16: W8A16."),
     ] = 16,
-    prompts: Prompts = None,
     options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write a model with decoder layers of 4 or 8 bits, rounded to nearest (compressed-tensors or GGUF's blocks)."""
     from nextn.edit.quantize import quantize as quantize_model
 
-    if head_bits not in ("auto", "16", "8", "4"):
-        raise ConfigError(f"--head-bits {head_bits}; expected auto, 16, 8 or 4")
     if calibrate is not None and weights not in ("int4", "q4_1"):
         raise ConfigError(
             f"--calibrate changes the scales of int4 and q4_1, not of {weights}; give one of these or leave it out"
         )
-    if head_bits == "auto" and weights == "q4_1":
-        raise ConfigError("--head-bits auto compares roundings of int8 and int4; with q4_1, give 16, 8 or 4")
-    if head_bits == "auto" and activation_bits != 16:
-        raise ConfigError(
-            "--head-bits auto compares 16, 8 and 4 bits; with --activation-bits 8, give --head-bits 16 or 8"
-        )
-    if head_bits == "auto" and options.dry_run:
-        raise ConfigError("--dry-run writes nothing, so that nothing can be measured; give --head-bits 16, 8 or 4")
     checkpoint = open_checkpoint(model)
     importance = None if calibrate is None or options.dry_run else _importance(checkpoint, calibrate, quiet=as_json)
-    if head_bits != "auto":
-        edit = partial(
-            quantize_model, checkpoint, out, weights=weights, group_size=group_size, head_bits=int(head_bits),
-            activation_bits=activation_bits, importance=importance,
-        )  # fmt: skip
-        _run(edit, options, as_json=as_json)
-        return
-    from nextn.evaluate.head_precision import quantize_measured
-    from nextn.evaluate.workload import ReferencePlan, read_prompts
-
-    texts = read_prompts(prompts)
-    texts = texts if prompts is not None else texts[:: -(-len(texts) // _NUM_PROMPTS)]
-    plan = ReferencePlan(_AUTO_K, (0.0,), _AUTO_TOKENS)
-    with _bytes_bar(quiet=as_json) as on_bytes:
-        made, precision = quantize_measured(
-            checkpoint, out, texts, plan, weights=weights, group_size=group_size, importance=importance,
-            follow_links=options.follow_links, on_bytes=on_bytes,
-        )  # fmt: skip
-    if as_json:
-        print_json(made.as_record() | {"dry_run": False, "head_bits": precision.bits, "lengths": precision.lengths})
-        return
-    lengths = ", ".join(f"{length:.2f} at {bits} bits" for bits, length in precision.lengths.items())
-    echo(f"acceptance length {lengths}: the head has {precision.bits}")
-    _show(made, dry_run=False)
+    edit = partial(
+        quantize_model, checkpoint, out, weights=weights, group_size=group_size, head_bits=head_bits,
+        activation_bits=activation_bits, importance=importance,
+    )  # fmt: skip
+    _run(edit, options, as_json=as_json)
 
 
 def _importance(checkpoint: "Checkpoint", source: str, *, quiet: bool) -> "Importance":
     """Run a calibration text through the model, of which one layer is in memory at a time."""
     from nextn.data.sources import check_sources
     from nextn.evaluate.accuracy import compared_texts
-    from nextn.evaluate.head_precision import TOKENS, input_squares
+    from nextn.evaluate.calibration import TOKENS, input_squares
     from nextn.model.model import Model
     from nextn.model.streamed_trunk import StreamedTrunk
 

@@ -48,22 +48,6 @@ def reference_acceptance(
     `contract` injects faults of decoding; `on_text` is called for each text that was decoded. Raises ConfigError if
     there is no head, or the prompts cannot be used.
     """
-    report, hiddens = decoded_reference(model, prompts, plan, contract=contract, on_text=on_text)
-    return rescore(report, model, report.contract, hiddens=hiddens) if report.contract.rerun else report
-
-
-def decoded_reference(
-    model: Model,
-    prompts: Sequence[Prompt],
-    plan: ReferencePlan,
-    *,
-    contract: Contract | None = None,
-    on_text: Callable[[], None] = lambda: None,
-) -> tuple[ReferenceReport, TextStates]:
-    """Decode the prompts at each temperature: a report without scores, and the states that `rescore` needs.
-
-    Arguments and errors are those of `reference_acceptance`. There are no states for contract.rerun = False.
-    """
     if model.head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
     check_thinking(model, plan)
@@ -79,9 +63,10 @@ def decoded_reference(
             plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name, **_of_model(model)
         )
         if not contract.rerun:
-            return report, {}
+            return report
         trunk = backend_for(model, plan.backend).trunk
-        return report, {temperature: trunk_outputs(trunk, each.texts) for temperature, each in generated.items()}
+        hiddens = {temperature: trunk_outputs(trunk, each.texts) for temperature, each in generated.items()}
+    return rescore(report, model, contract, hiddens=hiddens)
 
 
 def acceptance_on_texts(

@@ -5,7 +5,7 @@ Knows the family's names and layouts; not how tensors are read (`TensorReader`) 
 
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,13 +68,6 @@ def head_tensors(
             state |= {f"{index}.{role}.weight": cast(shared[role], dtype).clone() for role in roles}
     stored, layers = to_stored_layout(head, state), head.trunk.num_layers
     return {head.family.published(name, layers, wrapper=wrapper): value.contiguous() for name, value in stored.items()}
-
-
-def change_stored(head: Head, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace the head's own tensors by `change(canonical name, tensor)` of each as it is stored."""
-    stored = {name: change(name, value) for name, value in to_stored_layout(head, _own(head)).items()}
-    state = {f"stack.{name}": value for name, value in to_runtime_layout(head, stored).items()}
-    head.load_state_dict(state, strict=True, assign=True)
 
 
 def trunk_state(weights: TensorReader) -> tuple[dict[str, StoredTensor], list[str]]:
