@@ -99,7 +99,7 @@ def test_family(nextn, tmp_path):
         ("model.safetensors", b"\xff" * 8 + b"{}", "not a valid safetensors file"),
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("config.json", b"{", "not readable as JSON"),
-        ("config.json", b"{}", "model_type None has no MTP convention"),
+        ("config.json", b"{}", "config.json is absent or has no model_type"),
         ("pytorch_model.bin", None, "no .safetensors file"),
     ],
 )

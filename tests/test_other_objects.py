@@ -63,6 +63,9 @@ CASES = {
                         "run it again"),
     "aria2's half": (dict(names=["model.safetensors.aria2"], config={}), "incomplete download", "run it again"),
     "llamafile": (dict(names=["m.llamafile"]), "a llamafile", "unzip"),
+    "Keras": (dict(names=["model.weights.h5"], config={}), "Keras", "safetensors"),
+    "Orbax": (dict(names=["0/_CHECKPOINT_METADATA", "0/default/manifest.ocdbt"]), "Orbax", "Hugging Face layout"),
+    "Ollama": (dict(names=["Modelfile", "sha256-ab"]), "Modelfile", "FROM"),
     "TensorRT": (dict(names=["rank0.engine"], config={"pretrained_config": {}}), "TensorRT engine", "built from"),
 }  # fmt: skip
 
@@ -125,7 +128,16 @@ def test_what_to_give_instead(tmp_path):
     """Addresses, revisions and pickles: the error names what works. An index without its files: what is missing."""
     (tmp_path / "a.pt").write_bytes(b"x")
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "sha256-ab").write_bytes(b"GGUF\x03")
+    for name in ("a.tar.gz", "a.nemo"):
+        (tmp_path / name).write_bytes(b"x")
     for name, says in {
+        "hf://org/name/file": "give the hub id org/name.",
+        f"file://{tmp_path}": f"give the path {tmp_path}.",
+        str(tmp_path / "sha256-ab"): f"ln -s {tmp_path / 'sha256-ab'} model.gguf",
+        str(tmp_path / "a.tar.gz"): "an archive; unpack it",
+        str(tmp_path / "a.nemo"): "a NeMo archive",
+        "./nothing": "neither a folder",
         "https://huggingface.co/org/name/tree/main": "give the hub id org/name.",
         "hf.co/org/name": "give the hub id org/name.",
         str(tmp_path / "a.pt"): "torch.load",
@@ -135,6 +147,7 @@ def test_what_to_give_instead(tmp_path):
         with pytest.raises(CheckpointError, match=re.escape(says)):
             Checkpoint.open(name)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    (tmp_path / "a.pt").unlink()
+    for name in ("a.pt", "a.nemo"):
+        (tmp_path / name).unlink()
     with pytest.raises(CheckpointError, match=r"index\.json names are missing"):
         Checkpoint.open(tmp_path)

@@ -4,6 +4,7 @@ Recognized by the names of files, before any weight is read. Draft models of oth
 """
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +12,11 @@ from typing import NamedTuple
 _MAX_NAME = 200  # characters of a name from a file, in a message
 _MAX_ENTRIES = 10_000  # of a folder that is looked at
 Config = Mapping[str, object]
-_HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
+_HUB_URL = re.compile(
+    r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://(?:models/)?)([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII
+)
 PICKLES = (".bin", ".pt", ".pth")
+_ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 
 
 class Object(NamedTuple):
@@ -75,8 +79,12 @@ TRAINING: tuple[Object, ...] = (
            "a model converted for MLC: give the checkpoint that it was converted from"),
     Object("NeMo", _has_file(r".*\.nemo"),
            "a NeMo archive: export it to the Hugging Face layout with NeMo, with the MTP layers"),
-    Object("TensorFlow", _has_file(r"tf_model\.h5|flax_model.*\.msgpack"),
-           "a model with weights of TensorFlow or Flax: give one with weights of PyTorch, as safetensors"),
+    Object("TensorFlow", _has_file(r"tf_model\.h5|.*\.weights\.h5|.*\.keras|flax_model.*\.msgpack"),
+           "a model with weights of TensorFlow, Keras or Flax: give one with weights of PyTorch, as safetensors"),
+    Object("Orbax", _has_file(r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
+           "an Orbax checkpoint of JAX: convert it to the Hugging Face layout with the tool that trained it"),
+    Object("Ollama", _has_file(r"Modelfile"),
+           "an Ollama Modelfile: give what its FROM line names; a blob is a GGUF file without the ending"),
     Object("DVC", _has_file(r".*\.(?:safetensors|bin|gguf)\.dvc"),
            "a folder of DVC pointers: `dvc pull` in it fetches the weights"),
     Object("hub cache", lambda names: {"blobs", "snapshots"} <= set(names),
@@ -96,11 +104,27 @@ def source_sentence(name: str) -> str:
     """Say what to give in place of a name that is neither a folder, a .safetensors file nor a hub id."""
     if found := _HUB_URL.fullmatch(name):
         return f"{name}: an address; give the hub id {found[1]}."
-    if Path(name).suffix in PICKLES and Path(name).is_file():
-        return pickle_sentence([name])
-    if Path(name).is_file():
-        return f"{name}: a file, and no .safetensors: give the model's folder, such as {Path(name).parent}."
+    path = Path(name.removeprefix("file://")).expanduser()
+    if path.is_file():
+        return _file_sentence(name, path)
+    if path.exists():
+        return f"{name}: an address; give the path {path}."
     return f"{name}: neither a folder, a .safetensors file nor a hub id (org/name, or org/name@revision)."
+
+
+def _file_sentence(name: str, path: Path) -> str:
+    if path.suffix in PICKLES:
+        return pickle_sentence([name])
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF":
+        link = f"ln -s {shlex.quote(str(path.absolute()))} model.gguf"
+        return f"{name}: a GGUF file without the ending .gguf, as Ollama stores them: `{link}`, and give model.gguf."
+    if sentence := training_sentence([path.name]):
+        return f"{name}: {sentence}"
+    if path.suffix in _ARCHIVES:
+        return f"{name}: an archive; unpack it and give the folder."
+    return f"{name}: a file, and no .safetensors: give the model's folder, such as {path.absolute().parent}."
 
 
 def adapter_sentence(adapter: Config) -> str:

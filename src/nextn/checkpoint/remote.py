@@ -37,7 +37,7 @@ RATE = 64 * 1024  # bytes; each time this many are received, a response may take
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 _READ_AHEAD = 128 * 1024  # bytes that every Linux kernel reads ahead at once; it may ignore a part of larger requests
 MAX_LISTING = 4 * 1024 * 1024
-_HUB_ID = re.compile(r"(?P<id>[\w.-]{1,96}/[\w.-]{1,96})(?:@(?P<ref>(?!.*\.\.)\w[\w./-]{0,199}))?", re.ASCII)
+_HUB_ID = re.compile(r"(?P<id>\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@(?P<ref>(?!.*\.\.)\w[\w./-]{0,199}))?", re.ASCII)
 NO_RANGES = (
     "The server does not support range requests; download the files first (`hf download`) and give their folder."
 )

@@ -119,6 +119,11 @@ def by_config(config: Mapping[str, object]) -> Family:
         )
     if (models := withheld(config)) is not None:
         raise FamilyError(f"model_type {brief(_types(config)[0])}: {models.sentence}, `nextn generate -k 0` needs none")
+    if not any(_types(config)):
+        raise FamilyError(
+            "config.json is absent or has no model_type, by which families are known: put the model's own beside the "
+            "weights; `nextn audit` and `nextn restore` take --family NAME instead"
+        )
     raise FamilyError(
         f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read or convert. "
         "`nextn train --freeze-trunk --init-head` makes one, `nextn generate -k 0` needs none. "
