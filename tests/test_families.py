@@ -262,13 +262,15 @@ def test_outer_type_wins():
         by_config({"model_type": "exaone4"})
 
 
-@pytest.mark.parametrize("config", [{"model_type": "llama"}, {}, {"model_type": "llama", "text_config": None}])
+@pytest.mark.parametrize("config", [{"model_type": "llama"}, {"model_type": "llama", "text_config": None}])
 def test_unknown_type_says_what_to_do(config):
     """A user must see what would be valid."""
     with pytest.raises(FamilyError, match=r"generate -k 0.*deepseek_v3.*reference/families/index"):
         by_config(config)
     with pytest.raises(FamilyError, match=r"'lama'.*glm4_moe"):
         by_name("lama")
+    with pytest.raises(FamilyError, match=r"no model_type.*--family"):
+        by_config({})
 
 
 COUNTS = [
