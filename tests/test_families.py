@@ -131,7 +131,7 @@ PUBLISHED = [
 ]  # fmt: skip
 
 # Spellings that are read and never written.
-READ_ONLY = {("step3p5", "model.layers.46.shared_head.norm.weight")}
+READ_ONLY = {("step3p5", "model.layers.46.shared_head.norm.weight"), ("qwen3_5", "model.mtp.fc.weight")}
 
 # The trunk's own, which no head may claim.
 TRUNK = [
