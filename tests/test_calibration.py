@@ -5,7 +5,7 @@ from tiny import build, prompt
 
 from nextn.checkpoint.quantized_weights import round_to_nearest
 from nextn.edit.quantize import quantize
-from nextn.evaluate.calibration import input_squares
+from nextn.evaluate.accuracy import input_squares
 from nextn.model.model import Model
 from nextn.model.packed_linear import packed_layers
 

@@ -19,8 +19,7 @@ from nextn.model.model import Model
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions
 from nextn.settings import Sampling, Settings
-from nextn.train.self_generated import is_on_policy
-from nextn.train.served_answers import served_answers, to_generated
+from nextn.train.self_generated import is_on_policy, served_answers, to_generated
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 PROMPTS = ["def add(", "class Node:\n", "import os\n\n", "for i in range(", "return self.", "if x is None:\n"]

@@ -60,8 +60,7 @@ def answer(
 
     check_sources([source for source in prompts if not is_benchmark(source)])
     from nextn.model.text_interface import TextInterface
-    from nextn.train.self_generated import generate_answers, read_prompts
-    from nextn.train.served_answers import served_answers
+    from nextn.train.self_generated import generate_answers, read_prompts, served_answers
 
     model_of_text = options.load(need_head=False) if asked.engine is None else TextInterface.read(options.source)
     chat = use_chat(model_of_text, chat)

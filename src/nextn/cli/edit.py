@@ -343,8 +343,7 @@ def quantize(
 def _importance(checkpoint: "Checkpoint", source: str, *, quiet: bool) -> "Importance":
     """Run a calibration text through the model, of which one layer is in memory at a time."""
     from nextn.data.sources import check_sources
-    from nextn.evaluate.accuracy import compared_texts
-    from nextn.evaluate.calibration import TOKENS, input_squares
+    from nextn.evaluate.accuracy import TOKENS, compared_texts, input_squares
     from nextn.model.model import Model
     from nextn.model.streamed_trunk import StreamedTrunk
 

@@ -196,7 +196,7 @@ def _ask_engine(
     from nextn.evaluate.reference_texts import check_thinking, prompt_tokens
     from nextn.model.text_interface import TextInterface
     from nextn.settings import Sampling, Settings
-    from nextn.train.served_answers import served_answers
+    from nextn.train.self_generated import served_answers
 
     check_thinking(model, plan)
     endpoint, given, eos = source.engine.open(), [], TextInterface.of(model).eos
@@ -246,7 +246,7 @@ def measure_answers(
     from nextn.evaluate.reference_texts import prompt_tokens
     from nextn.evaluate.teacher_forced import ReferenceText
     from nextn.model.text_interface import TextInterface
-    from nextn.train.served_answers import to_generated
+    from nextn.train.self_generated import to_generated
 
     eos, given = TextInterface.of(model).eos, []
     domains = tuple(prompt.domain for prompt in prompts)

@@ -19,7 +19,6 @@ from nextn.checkpoint.provenance import GENERIC, misfits, open_head, record_trai
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.edit.compatibility import absent
 from nextn.edit.links import refuse_links
-from nextn.edit.llama_like import MODEL_TYPES, full_config, head_dim, layer_paths, windows
 from nextn.edit.plan import (
     EditPlan,
     Piece,
@@ -35,6 +34,40 @@ from nextn.edit.plan import (
 from nextn.errors import CheckpointError, FamilyError, NextnError
 from nextn.family_table import by_name
 from nextn.text_format import some
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_STEMS = (
+    "input_layernorm", "post_attention_layernorm", *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)  # fmt: skip
+BIASES = frozenset(f"self_attn.{name}_proj.bias" for name in "qkv")  # of a decoder layer, that other layouts also have
+
+
+def full_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the checkpoint's config with all defaults, as transformers reads it."""
+    from transformers import AutoConfig
+
+    config: dict[str, Any] = AutoConfig.for_model(**checkpoint.config).to_dict()
+    return config
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Return the size of an attention head."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def windows(config: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer of the trunk whether it has a sliding window."""
+    types = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
+    return [bool(config.get("sliding_window")) and each == "sliding_attention" for each in types]
+
+
+def layer_paths(config: Mapping[str, Any]) -> set[str]:
+    """Return the names of the tensors in a decoder layer without a bias of o_proj or of the MLP."""
+    norms = ("self_attn.q_norm", "self_attn.k_norm") if config["model_type"] == "qwen3" else ()
+    biases = BIASES if config["model_type"] == "qwen2" else frozenset()
+    return {f"{stem}.weight" for stem in (*_STEMS, *norms)} | biases
+
 
 _LAYOUT = "glm4_moe"
 EXPERTS = 8  # SGLang shards experts over at most as many GPUs (glm4_moe.py: "Tensor parallel size")

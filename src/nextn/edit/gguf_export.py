@@ -12,6 +12,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import atomic
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.staging_folder import need_room
+from nextn.edit.adopt import full_config
 from nextn.edit.gguf_layout import (
     STEP35,
     StoredPart,
@@ -24,7 +25,6 @@ from nextn.edit.gguf_layout import (
     rope_factors,
 )
 from nextn.edit.gguf_tokenizer import add_tokenizer, copy_tokenizer
-from nextn.edit.llama_like import full_config
 from nextn.errors import ConfigError, FamilyError
 from nextn.family_table import Family
 from nextn.text_format import install_command

@@ -12,7 +12,7 @@ from typing import Any
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.edit.llama_like import BIASES, MODEL_TYPES, head_dim, layer_paths, windows
+from nextn.edit.adopt import BIASES, MODEL_TYPES, head_dim, layer_paths, windows
 from nextn.errors import CheckpointError
 from nextn.family_table import Family
 from nextn.text_format import some

@@ -3,26 +3,31 @@
 The reference is kept as final hidden states [T, H] of each text, with the lm_head that reads them: its distributions
 are computed again, a few positions at a time, for each candidate. The texts are those of a file, or the
 interpreter's own documentation.
+
+`input_squares` says how much each input channel of a trunk's Linears matters for rounding.
 """
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nextn.checkpoint.mapped_memory import released_after_use
 from nextn.data.corpus import encoder, read_text
 from nextn.data.records import Record, RecordReader
 from nextn.data.sources import Source, has_records, read_records
+from nextn.edit.quantize import Importance
 from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import step_bytes
+from nextn.model.layer_states import LayerProgress
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
@@ -347,3 +352,39 @@ def _topics() -> list[str]:
     except ImportError as error:
         raise ConfigError("this interpreter has no pydoc_data, the built-in text; give one with --texts") from error
     return sorted(topics.values(), key=len, reverse=True)
+
+
+TOKENS = 4096  # of the texts, by default
+
+
+@torch.inference_mode()
+def input_squares(
+    trunk: StreamedTrunk,
+    texts: Sequence[Sequence[int]],
+    *,
+    on_layer: Callable[[LayerProgress], None] = lambda progress: None,
+) -> Importance:
+    """Run each text through a streamed trunk, and return the mean square [K] of the inputs of every Linear.
+
+    A Linear of experts that are stacked, or that no token reaches, has none.
+    """
+    sums: dict[tuple[int, str], Tensor] = {}
+    counts: dict[tuple[int, str], int] = {}
+
+    def note(key: tuple[int, str], module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        rows = inputs[0].detach().flatten(0, -2).float()
+        sums[key] = sums.get(key, 0) + rows.square().sum(0)
+        counts[key] = counts.get(key, 0) + len(rows)
+
+    hooks = [
+        part.register_forward_pre_hook(partial(note, (index, f"{name}.weight")))
+        for index, layer in enumerate(trunk.decoder.layers)
+        for name, part in layer.named_modules()
+        if isinstance(part, nn.Linear)
+    ]
+    try:
+        trunk.read_layers([torch.tensor([list(text)]) for text in texts], on_layer=on_layer)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {key: total / counts[key] for key, total in sums.items() if counts[key]}
