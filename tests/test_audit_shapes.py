@@ -13,11 +13,11 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from nextn.cache.family_caches import ConvolutionLayer
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
 from nextn.cache.per_sequence_cache import PerSequenceCache
-from nextn.checkpoint.layout import deinterleave, interleave
 from nextn.checkpoint.safetensors_file import read_header
 from nextn.errors import ConfigError, RollbackError
 from nextn.family_table import disagreements
 from nextn.model.family_layers import collapse_streams
+from nextn.model.load_head import deinterleave, interleave
 from nextn.model.model import Model
 
 

@@ -14,7 +14,6 @@ from stored import contents, in_one_file, set_config, tensors_of
 from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nextn.checkpoint import layout
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.tensors import TensorReader
@@ -22,6 +21,7 @@ from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import by_name
+from nextn.model import load_head
 from nextn.model.load_head import head_tensors
 from nextn.model.load_trunk import check_runs
 from nextn.model.model import Model, read_tokenizer
@@ -640,9 +640,9 @@ def test_experts_round_trip():
         "0.block.mlp.experts.gate_up_proj": torch.randn(3, 8, 5),
         "0.block.mlp.experts.down_proj": torch.randn(3, 5, 4),
     }
-    split = layout.split_experts(state)
+    split = load_head.split_experts(state)
     assert torch.equal(split["0.block.mlp.experts.2.up_proj.weight"], state["0.block.mlp.experts.gate_up_proj"][2, 4:])
-    again = layout.fuse_experts(split)
+    again = load_head.fuse_experts(split)
     assert again.keys() == state.keys()
     assert all(torch.equal(again[key], state[key]) for key in state)
 

@@ -14,8 +14,7 @@ from tiny import build
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import CheckpointError
-from nextn.model.model import Model
-from nextn.model.text_interface import TextInterface
+from nextn.model.model import Model, TextInterface
 
 SHARD = "model-00002-of-00002.safetensors"
 

@@ -59,7 +59,7 @@ def answer(
     from nextn.data.sources import check_sources
 
     check_sources([source for source in prompts if not is_benchmark(source)])
-    from nextn.model.text_interface import TextInterface
+    from nextn.model.model import TextInterface
     from nextn.train.self_generated import generate_answers, read_prompts, served_answers
 
     model_of_text = options.load(need_head=False) if asked.engine is None else TextInterface.read(options.source)

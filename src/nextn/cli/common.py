@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.acceptance_curve import MeasuredConditions, PublishedCurve
     from nextn.evaluate.workload import Prompt
-    from nextn.model.model import Model
-    from nextn.model.text_interface import TextInterface
+    from nextn.model.model import Model, TextInterface
 
 _DTYPES = ("auto", "float32", "bfloat16")
 _AUTO = "auto"  # of --weights

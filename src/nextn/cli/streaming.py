@@ -194,7 +194,7 @@ def _ask_engine(
     """The engine's continuations at each temperature, stored beside the states, and its log-probabilities, if any."""
     from nextn.evaluate.given_texts import read_texts
     from nextn.evaluate.reference_texts import check_thinking, prompt_tokens
-    from nextn.model.text_interface import TextInterface
+    from nextn.model.model import TextInterface
     from nextn.settings import Sampling, Settings
     from nextn.train.self_generated import served_answers
 
@@ -245,7 +245,7 @@ def measure_answers(
     from nextn.evaluate.reference import acceptance_on_texts
     from nextn.evaluate.reference_texts import prompt_tokens
     from nextn.evaluate.teacher_forced import ReferenceText
-    from nextn.model.text_interface import TextInterface
+    from nextn.model.model import TextInterface
     from nextn.train.self_generated import to_generated
 
     eos, given = TextInterface.of(model).eos, []

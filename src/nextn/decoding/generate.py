@@ -13,8 +13,7 @@ from nextn.data.chat_template import apply_chat_template, tokenizer_failures
 from nextn.decoding.records import Observer, Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
-from nextn.model.model import Model
-from nextn.model.text_interface import TextInterface
+from nextn.model.model import Model, TextInterface
 from nextn.runtime.backend import backend_for
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import DraftLength

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, as_checkpoint, write_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import is_foreign, open_head, trained_length, trunk_family
 from nextn.checkpoint.quantized_weights import fp8_section, quantize_tensors
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
-from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
+from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk, small_files
 from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader
 from nextn.devices import resolve_device
@@ -419,3 +419,42 @@ def _tokenizer(folder: Path, trunk: Trunk) -> PreTrainedTokenizerBase | None:
             "use the tokenizer of this model"
         )
     return tokenizer
+
+
+@dataclass(frozen=True)
+class TextInterface:
+    """Tokenizer, vocabulary, context and end-of-text tokens of a model."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    max_length: int | None
+    eos: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Model) -> "TextInterface":
+        """Return that of a model; eos is of its generation config, its config or its tokenizer, in this order."""
+        generation = getattr(model.trunk.model, "generation_config", None)
+        eos = _first_eos(generation, model.trunk.config, model.tokenizer)
+        return cls(model.tokenizer, model.trunk.vocab_size, model.trunk.max_length, eos)
+
+    @classmethod
+    def read(cls, source: str) -> "TextInterface":
+        """Read that of a checkpoint folder or hub id. Raises ConfigError for an unusable tokenizer or config."""
+        folder = small_files(source)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config(decoder=True)
+            has_generation = (folder / "generation_config.json").is_file()
+            generation = GenerationConfig.from_pretrained(folder) if has_generation else None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{source}: its config cannot be read: {error}") from error
+        tokenizer, size = read_tokenizer(folder), getattr(config, "unpadded_vocab_size", None) or config.vocab_size
+        limit = getattr(config, "max_position_embeddings", None)
+        return cls(tokenizer, size, limit, _first_eos(generation, config, tokenizer))
+
+
+def _first_eos(*sources: object) -> tuple[int, ...]:
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()

@@ -35,9 +35,8 @@ from nextn.errors import CheckpointError, ConfigError, EngineError
 from nextn.evaluate.reference_texts import play_turns, prompt_tokens
 from nextn.evaluate.workload import ReferencePlan
 from nextn.evaluate.workload import read_prompts as read_questions
-from nextn.model.model import Model
+from nextn.model.model import Model, TextInterface
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
-from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
 from nextn.settings import Sampling, Settings
