@@ -1,6 +1,8 @@
 """remote: a hub on the loopback that keeps ranges, and one that breaks every promise it can."""
 
+import shutil
 import socket
+import threading
 import time
 
 import pytest
@@ -316,3 +318,18 @@ def test_hub_that_repeats_the_token(hub):
     hub.faults["config.json"] = [(418, {"X-Error-Message": "no, hf_secret%2Dtoken"})]
     with pytest.raises(CheckpointError, match=r"HTTP 418: no, \*\*\*"):
         hub.open(token="hf_secret-token")
+
+
+@pytest.mark.parametrize("limit", [0, remote._AT_ONCE])
+def test_small_local_files_are_read_by_one_thread(limit, folder, tmp_path, monkeypatch):
+    """Others by several, with the same bytes and errors."""
+    folder = shutil.copytree(folder, tmp_path / "model")
+    monkeypatch.setattr(remote, "_AT_ONCE", limit)
+    threads, read = set(), remote.LocalFile.read
+    monkeypatch.setattr(remote.LocalFile, "read", lambda *args: threads.add(threading.get_ident()) or read(*args))
+    opened = Checkpoint.open(folder)
+    assert opened.samples(["a"] * 40, 16) == [opened.read_bytes("a")[(BIG - 16) // 32 * 16 :][:16]] * 40
+    assert (threads == {threading.get_ident()}) is (limit > 0)
+    (folder / "model-1.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
+        Checkpoint.open(folder)
