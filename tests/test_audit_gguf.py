@@ -188,6 +188,28 @@ def test_split(tmp_path):
         audit_gguf(first)
 
 
+@pytest.mark.parametrize(("arch", "kind"), [("clip", ""), ("imatrix", "imatrix"), ("qwen35", "adapter")])
+def test_files_that_are_no_model(arch, kind, tmp_path):
+    """What llama.cpp's tools put beside a model is named, in place of a key that it lacks."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
+    if kind:
+        writer.add_type(kind)
+    writer.add_tensor("blk.0.attn_q.weight", np.ones((32, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"this is (the vision|an importance|an adapter)"):
+        audit_gguf(tmp_path / "m.gguf")
+
+
+def test_a_draft_that_shares_its_embedding(tmp_path):
+    """It draws on the target's, which llama.cpp's older versions do not do."""
+    own = {name: values for name, values in table().items() if name.startswith(f"blk.{LAYERS}.")}
+    assert any("embedding" in each for each in audit_gguf(write(tmp_path / "m.gguf", own)).unchecked)
+    assert not audit_gguf(write(tmp_path / "n.gguf")).unchecked
+
+
 def test_says_too_little(tmp_path):
     """No architecture, no count of blocks, more modules than blocks, no GGUF at all."""
     with pytest.raises(CheckpointError, match="of 2 blocks"):

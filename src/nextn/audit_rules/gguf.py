@@ -102,6 +102,11 @@ def _unchecked(gguf: GgufHead) -> Iterator[str]:
     """Yield what of the file no rule looks at, each without a period."""
     if not gguf.trunk:
         yield "the trunk, of which the file holds no block"
+    if "token_embd.weight" not in gguf.file.tensors:
+        yield (
+            "embedding and output, which the file lacks: llama.cpp takes them from the model given with -m, if it is "
+            "new enough, and this file is given with --spec-draft-model"
+        )
     if gguf.heads and gguf.row is None:
         yield f"what the head of {gguf.arch[:80]!r} should hold, and how it computes: no family is known"
     kinds = {tensor.kind for index in gguf.heads for tensor in gguf.blocks[index].values()}

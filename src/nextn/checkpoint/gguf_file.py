@@ -39,6 +39,14 @@ _MAX_VALUES = 10_000  # one for each layer
 SUPERBLOCK = 256  # values of a block of a K-quant
 _BLOCK = 32  # of the other types
 _PREFIX = "weight_"
+_MMPROJ = "the vision or audio part of a model (mmproj), without a language model: give the model's own file"
+_IMATRIX = "an importance matrix for llama-quantize, and no model: give the model's own file"
+# general.type, or general.architecture of older files -> what a file is that holds no model.
+_OTHERS = {
+    "mmproj": _MMPROJ, "clip": _MMPROJ, "imatrix": _IMATRIX,
+    "adapter": "an adapter: merge it into its model first, with llama-export-lora",
+    "vocab": "a vocabulary without weights: give the model's own file",
+}  # fmt: skip
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 WITH_MINIMA = ("Q4_1", "Q5_1")  # besides K-quants
 
@@ -120,6 +128,9 @@ class GgufFile:
         except ImportError as error:
             raise ConfigError(f"GGUF files need the gguf package: {install_command('gguf')}") from error
         first = _read(path)
+        kinds = (first.metadata.get(f"general.{key}") for key in ("type", "architecture"))
+        if other := next((_OTHERS[kind] for kind in kinds if isinstance(kind, str) and kind in _OTHERS), ""):
+            raise CheckpointError(f"{path}: this is {other}.")
         tensors = dict(first.tensors)
         for other in _others(path, first.metadata):
             added = _read(other).tensors
