@@ -45,7 +45,7 @@ import nextn
 model = nextn.load("tiny")  # or a folder, or a hub id
 result = nextn.generate(model, ["def add("], nextn.Settings(num_speculative_tokens=4, max_tokens=32))[0]
 print(result.text, result.acceptance.length, result.acceptance.rates)
-print(nextn.audit("tiny").clean, nextn.measure(model).figures(0.0).rates)
+print(nextn.audit("tiny").clean, nextn.measure(model, ["class Stack:"]).figures(0.0).rates)
 ```
 
 Functions that check return a report and print nothing; its `to_dict()` is what the command of that name prints with

@@ -418,9 +418,11 @@ def test_clean(name, tmp_path):
         assert report.modules == tuple(range(report.declared))
 
 
-def test_head_alone_is_no_fault(tmp_path):
-    """What `extract` writes has no trunk, and is not to be blamed for it."""
+@pytest.mark.parametrize("file", ["model.safetensors", "head.safetensors"])
+def test_head_alone_is_no_fault(tmp_path, file):
+    """What `extract` and `train --head-only` write has no trunk and no index, and is not to be blamed for it."""
     publish(tmp_path, "glm4_moe", change=drop(r"^(model\.(layers\.[01]|embed|norm)|lm_head)"))
+    (tmp_path / "model.safetensors").rename(tmp_path / file)
     assert not findings(tmp_path)
 
 

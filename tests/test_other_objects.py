@@ -131,7 +131,10 @@ def test_what_to_give_instead(tmp_path):
     (tmp_path / "sha256-ab").write_bytes(b"GGUF\x03")
     for name in ("a.tar.gz", "a.nemo"):
         (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
     for name, says in {
+        str(tmp_path / "run" / "model"): f"`nextn train {tmp_path / 'run'} --resume` ends the run",
         "hf://org/name/file": "give the hub id org/name.",
         f"file://{tmp_path}": f"give the path {tmp_path}.",
         str(tmp_path / "sha256-ab"): f"ln -s {tmp_path / 'sha256-ab'} model.gguf",

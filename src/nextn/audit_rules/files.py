@@ -22,7 +22,8 @@ def index(inventory: Inventory) -> Iterator[Finding]:
     checkpoint = inventory.checkpoint
     derived = file_index(checkpoint, inventory.family)
     heads = side_files(inventory)
-    if any(derived.weight_map[name] not in heads for name in derived.unlisted):
+    is_head_alone = checkpoint.index is None and not inventory.layers  # as `extract` writes it, and read by its file
+    if not is_head_alone and any(derived.weight_map[name] not in heads for name in derived.unlisted):
         yield _index_wrong(inventory, derived, derived.unlisted)
     named = _by_file(checkpoint.index or {})
     for file in sorted(named.keys() - checkpoint.headers.keys()):

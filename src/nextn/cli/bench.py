@@ -393,7 +393,8 @@ def _show_advice(advice: "Advice") -> None:
     _show_forecasts(advice.forecasts)
     for each in advice.headlines:
         figures = advice.report.figures(each.temperature, advice.report.plan.k_values[-1])
-        measured = f"; measured in this run at K = {figures.num_speculative_tokens}: {figures.speedup.median:.2f} x"
+        k, expected = figures.num_speculative_tokens, each.choices[-1].speedup
+        measured = f"; as a check, K = {k} was run: {figures.speedup.median:.2f} x measured, {expected:.2f} x expected"
         print_lines(f"{_at(each.temperature)}: {each.summary}{measured}")
         if (speeds := advice.other_speeds(each)) is not None:
             without, with_mtp, k = speeds
@@ -405,10 +406,14 @@ def _show_advice(advice: "Advice") -> None:
 def serving(source: str, head: str | None, forecasts: "Sequence[Forecast]") -> list[str]:
     """Return the line that says how to serve the model; none where no forecast advises MTP."""
     lengths = [each.best.num_speculative_tokens for each in forecasts if each.pays]
-    beside = "" if head is None else f" --head {shlex.quote(head)}"
-    command = f"nextn serve {shlex.quote(source)}{beside}"
-    more = "chooses K by the load; --print vllm, sglang or llama.cpp: another engine's command"
-    return [f"serve it: `{command}` {more}, with -k {lengths[0]}"] if lengths else []
+    if not lengths:
+        return []
+    command = f"nextn serve {shlex.quote(source)}"
+    other = f"`{command} --print vllm -k {lengths[0]}`"
+    if head is not None:
+        command += f" --head {shlex.quote(head)}"
+        other = f"`nextn export {shlex.quote(head)} OUT --model {shlex.quote(source)} --for vllm -k {lengths[0]}`"
+    return [f"serve it: `{command}` chooses K by the load; {other}: the command of vLLM (or sglang, llama.cpp)"]
 
 
 def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:

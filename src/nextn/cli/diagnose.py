@@ -207,7 +207,9 @@ def _engine_name(diagnosis: "Diagnosis") -> str:
 
 def _odds(cause: "Cause") -> str:
     """The likelihood relative to the most likely cause."""
-    return "1" if cause.ratio == 1 else f"1/{1 / cause.ratio:.3g}" if cause.ratio >= 1e-6 else "<1e-6"
+    if cause.ratio < 1e-6:
+        return "<1e-6"
+    return "1" if cause.ratio == 1 else f"1/{1 / cause.ratio:,.{0 if cause.ratio < 0.1 else 1}f}"
 
 
 def _fit(cause: "Cause") -> str:

@@ -63,7 +63,7 @@ class Cause:
     def ratio_text(self, other: "Cause") -> str:
         """Return `ratio_to` as text, such as "12 times"."""
         ratio = self.ratio_to(other)
-        text = f"{ratio:.0f}" if ratio < 1e6 else f"10^{min(30.0, math.log10(ratio)):.0f}"
+        text = f"{ratio:,.0f}" if ratio < 1e6 else f"10^{min(30.0, math.log10(ratio)):.0f}"
         return f"{text} times" if ratio < 1e30 else f"more than {text} times"
 
 
