@@ -328,7 +328,7 @@ def test_summary_of_a_diagnosis():
         Diagnosis("x", None, (case((count * 3 // 10, count * 3 // 20), GOOD, BAD, num_drafted=count),)).summary
         for count in (40, 100, 10**6)
     )
-    assert re.search(r"; \d+ times", some)
+    assert re.search(r"; [\d,]+ times", some)
     assert re.search(r"; 10\^\d+ times", many)
     assert "; more than 10^30 times" in countless
 
@@ -350,6 +350,10 @@ def test_the_headline_has_the_odds_against_the_next_cause():
     """What an engine that was not driven is assumed to do is in it, too."""
     seen = case((100, 10), expects(FINE, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1))
     assert "times likelier than the next cause, no-prefill, and " in Diagnosis("x", None, (seen,)).summary
+    near = case((6, 0), *seen.expected, expects("inputs-swapped", 0.25, 0.1), num_drafted=60)
+    found = Diagnosis("x", None, (near,))
+    assert (found.named, found.indistinguishable) == (("head-unset",), ("inputs-swapped",))
+    assert "than the next cause that these counts tell apart, no-prefill, and " in found.summary
     seen = replace(seen, observation=replace(seen.observation, prompt_indices=None))
     found = Diagnosis("x", None, (seen,))
     assert found.named == ("head-unset",)

@@ -129,8 +129,8 @@ class GgufFile:
             raise ConfigError(f"GGUF files need the gguf package: {install_command('gguf')}") from error
         first = _read(path)
         kinds = (first.metadata.get(f"general.{key}") for key in ("type", "architecture"))
-        if other := next((_OTHERS[kind] for kind in kinds if isinstance(kind, str) and kind in _OTHERS), ""):
-            raise CheckpointError(f"{path}: this is {other}.")
+        if named := next((_OTHERS[kind] for kind in kinds if isinstance(kind, str) and kind in _OTHERS), ""):
+            raise CheckpointError(f"{path}: this is {named}.")
         tensors = dict(first.tensors)
         for other in _others(path, first.metadata):
             added = _read(other).tensors

@@ -309,7 +309,8 @@ class Diagnosis(CheckReport):
         odds = f"{best.ratio_text(fine)} likelier than an engine without fault"
         if after is None or after.name == FINE:
             return odds
-        return f"{best.ratio_text(after)} likelier than the next cause, {after.name}, and {odds}"
+        apart = " that these counts tell apart" if self.indistinguishable else ""
+        return f"{best.ratio_text(after)} likelier than the next cause{apart}, {after.name}, and {odds}"
 
     @property
     def _assumed(self) -> str:
