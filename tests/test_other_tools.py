@@ -14,7 +14,7 @@ from test_restore import headless
 
 import nextn
 from nextn.audit_rules import audit
-from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.quant_formats import FORMATS
 from nextn.checkpoint.quantization import MODELSLIM_FILE, QuantConfig, stored_modules
 from nextn.checkpoint.safetensors_file import RawTensor, read_header, write_safetensors
@@ -135,6 +135,17 @@ def test_metadata_survive(form, tmp_path):
     headers = [read_header(path).metadata for path in sorted((tmp_path / "out").glob("*.safetensors"))]
     merged = {key: value for header in headers for key, value in header.items()}
     assert merged.items() >= said.items()
+
+
+def test_metadata_of_the_index_survive(tmp_path):
+    """All that another tool wrote there, with the new size; a count of parameters that no longer holds is left out."""
+    target = publish(tmp_path / "target", NAME, change=headless(NAME), shards=2)
+    index = load_json(target / INDEX)
+    index["metadata"] |= {"total_parameters": 7, "quantized_by": "a tool"}
+    (target / INDEX).write_text(json.dumps(index))
+    nextn.restore(target, publish(tmp_path / "base", NAME))
+    size = sum(info.nbytes for info in Checkpoint.open(target).tensors.values())
+    assert load_json(target / INDEX)["metadata"] == {"total_size": size, "quantized_by": "a tool"}
 
 
 def test_an_explicit_list_gets_nothing_more():

@@ -198,7 +198,10 @@ def index_document(files: Files, checkpoint: Checkpoint) -> dict[str, dict[str, 
         return {}
     new = {name: piece.info.nbytes for pieces in files.weights.values() for name, piece in pieces.items()}
     total = sum(new[name] if name in new else checkpoint.tensors[name].nbytes for name in files.index)
-    return {INDEX: index_json(files.index, total)}
+    document, old = index_json(files.index, total), (checkpoint.read_json(INDEX) or {}).get("metadata")
+    # Of the old metadata, all but sizes, which the edit changes.
+    kept = {key: value for key, value in old.items() if not key.startswith("total_")} if isinstance(old, dict) else {}
+    return {INDEX: document | {"metadata": {"total_size": total, **kept}}}
 
 
 def execute(plan: EditPlan, *, seal: Callable[[Path], None] | None = None, on_bytes: Progress = quiet) -> None:
