@@ -92,10 +92,10 @@ def _lines(every_s: float) -> Iterator[Callable[["Record"], None]]:
     status, is_over, started = "first step", Event(), time.monotonic()
 
     def repeat() -> None:
-        said = ""
+        printed = ""
         while not is_over.wait(every_s):
-            if status != said:
-                said = status
+            if status != printed:
+                printed = status
                 echo(f"train  {minutes(time.monotonic() - started)}  {status}", err=True)
 
     def show(record: "Record") -> None:
