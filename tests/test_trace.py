@@ -2,8 +2,12 @@
 
 import pytest
 import torch
-from replays import Replayed, trace_of
+from quick import families
+from replays import Replayed, fast_of, trace_of
+from test_session import RECORDED
+from tiny import build, prompt
 
+from nextn.runtime.native import program
 from nextn.runtime.native.trace import Trace, Untraceable, aten, record, storage_key
 
 
@@ -111,3 +115,41 @@ def test_native_ops_write_their_first_views():
         out * 2
     assert names(trace) == ["neg", "aten.mul.Tensor"]
     assert trace.entries[0].outs[0] is out
+
+
+def forms_of_recordings(name, monkeypatch):
+    """Operations of trunk and head, and shape, strides (of more than one element) and dtype of what they return."""
+    found, run = [], program.record
+    monkeypatch.setattr(program, "record", lambda passes, trace: (run(passes, trace), found.append(trace))[0])
+    fast = fast_of(build(name))
+    with torch.inference_mode():
+        hidden = fast.trunk(torch.tensor([prompt(3), prompt(3, seed=1)]), fast.trunk.cache(2))
+        fast.head.step(0, torch.tensor([prompt(3)] * 2), hidden.head_input.clone(), cache=fast.head.cache(2))
+    return [
+        (
+            str(entry.func),
+            [
+                (out.shape, [step for step, size in zip(out.stride(), out.shape, strict=True) if size > 1], out.dtype)
+                for out in entry.outs
+            ],
+        )
+        for each in found
+        for entry in each.entries
+    ]
+
+
+@pytest.mark.parametrize("name", families(RECORDED))
+def test_results_that_are_not_computed_have_the_forms_of_computed_ones(name, monkeypatch):
+    forms = forms_of_recordings(name, monkeypatch)
+    monkeypatch.setattr(Trace, "_uncomputed", lambda self, func, args, kwargs: func(*args, **kwargs))
+    assert len(forms) > 50
+    assert forms == forms_of_recordings(name, monkeypatch)
+
+
+def test_nothing_that_depends_on_the_inputs_is_computed():
+    """So a recording reads no weights and takes no memory for what it would compute."""
+    made = trace_of(lambda x: (x @ torch.ones(4, 4) + 1).softmax(-1).view(8), torch.ones(2, 4))
+    assert any(entry.func is aten.mm.default for entry in made.entries)
+    for entry in made.entries[:-1]:
+        entry.outs[0].fill_(7.0)  # memory of its own, which no later result was read from
+    assert (made.entries[-1].outs[0] == 7.0).all()

@@ -6,7 +6,7 @@ Everything computed from weights and sizes alone is a constant of the trace. It 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from nextn.errors import NextnError
 from nextn.model.logits import FLOAT_LINEAR
 
 aten = torch.ops.aten
+_VIEWS = (aten._unsafe_view.default,)  # views, though not by their schema
 # Operations whose results are numbers or shapes that differ for other inputs.
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -62,6 +63,7 @@ class Trace(TorchDispatchMode):
         self.inputs, self.entries = list(inputs), list[Entry]()
         self.dynamic = {storage_key(tensor) for tensor in inputs}  # storages that depend on the inputs
         self._created: set[int] = set()
+        self._forms: dict[object, Any] = {}  # of an operation's results, by the operation and its arguments
         self._alive: list[Tensor] = []  # keeps storages alive, whose keys could otherwise be reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,8 +73,7 @@ class Trace(TorchDispatchMode):
             raise Untraceable(f"{func} depends on the values of its inputs")
         if depends and func._schema.is_mutable and storage_key(args[0]) not in self.dynamic:
             self._make_dynamic(args[0])
-        out = self._placeholder(func, args) if depends else None
-        out = func(*args, **kwargs) if out is None else out
+        out = self._uncomputed(func, args, kwargs) if depends else func(*args, **kwargs)
         outs = _tensors(out)
         self._alive += outs
         self._created |= {storage_key(tensor) for tensor in outs}
@@ -80,21 +81,24 @@ class Trace(TorchDispatchMode):
             self._append(Entry(func, args, kwargs, outs))
         return out
 
-    def _placeholder(self, func: Any, args: Sequence[Any]) -> Tensor | None:
-        """Return zeros instead of a product with a weight, or rows of one. What depends on the inputs has no meaning
-        here, only its shape; and a recording that reads no weights takes little time and memory."""
-        if func in (aten.mm.default, aten.addmm.default):
-            rows, weight = args[-2:]
-            shape = (rows.shape[0], weight.shape[1])
-        elif func is aten.embedding.default:
-            weight, ids = args[:2]
-            shape = (*ids.shape, weight.shape[1])
-        elif func is FLOAT_LINEAR.default:
-            x, weight = args[:2]
-            return x.new_zeros((*x.shape[:-1], len(weight)), dtype=torch.float32)
-        else:
-            return None
-        return None if storage_key(weight) in self.dynamic else weight.new_zeros(shape)
+    def _uncomputed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return memory of the results' shapes that nobody writes.
+
+        What depends on the inputs has no meaning here, only its shape. So a recording reads no weights, and memory for
+        all intermediates of a large pass is not taken.
+        """
+        if func.is_view or func in _VIEWS:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            written = func._schema.arguments[0].alias_info
+            return args[0] if written is not None and written.is_write else func(*args, **kwargs)
+        if func is FLOAT_LINEAR.default:
+            return args[0].new_empty((*args[0].shape[:-1], len(args[1])), dtype=torch.float32)
+        key = (func, _mapped((args, kwargs), _form))
+        if key not in self._forms:  # the layers of a model repeat each other
+            kwargs = kwargs | {"device": torch.device("meta")} if "device" in kwargs else kwargs
+            self._forms[key] = _mapped(func(*_mapped(args, _on_meta), **dict(_mapped(kwargs, _on_meta))), _form)
+        return _mapped(self._forms[key], _Form.empty)
 
     def add_native(
         self, op: str, views: Sequence[Tensor], *, outs: int, ints: Sequence[int] = (), reals: Sequence[float] = ()
@@ -162,6 +166,36 @@ def _tensors(*values: object) -> list[Tensor]:
         elif value and isinstance(value, dict):
             found += _tensors(*value.values())
     return found
+
+
+class _Form(NamedTuple):
+    """All of a tensor but its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+def _form(tensor: Tensor) -> _Form:
+    return _Form(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _mapped(values: Any, function: Callable[[Any], Any]) -> Any:
+    """Return nested arguments or results, hashable, with tensors (or their forms) replaced."""
+    if isinstance(values, (Tensor, _Form)):
+        return function(values)
+    if isinstance(values, (tuple, list)):
+        return tuple([_mapped(value, function) for value in values])
+    if isinstance(values, dict):
+        return tuple([(name, _mapped(value, function)) for name, value in values.items()])
+    return values
 
 
 def _is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
