@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.model.head import StandaloneHead
+from nextn.model.standalone_head import StandaloneHead
 
 
 def loop(head: StandaloneHead, tokens: torch.Tensor, positions: list[int], depths: int) -> list[torch.Tensor]:
