@@ -153,3 +153,18 @@ def test_nothing_that_depends_on_the_inputs_is_computed():
     for entry in made.entries[:-1]:
         entry.outs[0].fill_(7.0)  # memory of its own, which no later result was read from
     assert (made.entries[-1].outs[0] == 7.0).all()
+
+
+def test_results_of_numbers_of_another_type_have_another_dtype():
+    made = trace_of(lambda x: (x * 1).float() + (x * 1.0) + (x * True).float(), torch.ones(2, 4, dtype=torch.int64))
+    dtypes = [entry.outs[0].dtype for entry in made.entries if entry.func is aten.mul.Tensor]
+    assert dtypes == [torch.int64, torch.float32, torch.int64]
+
+
+def test_an_operation_without_a_form_is_computed_of_zeros():
+    """Memory that nobody wrote, as an index, would be of no row."""
+    library = torch.library.Library("nextn_test", "DEF")
+    library.define("rows(Tensor table, Tensor index) -> Tensor")
+    library.impl("rows", lambda table, index: table[index].clone(), "CPU")
+    made = trace_of(lambda x: torch.ops.nextn_test.rows(torch.ones(3, 5), x + 1), torch.zeros(2, dtype=torch.int64))
+    assert made.entries[-1].outs[0].shape == (2, 5)

@@ -94,10 +94,9 @@ class Trace(TorchDispatchMode):
             return args[0] if written is not None and written.is_write else func(*args, **kwargs)
         if func is FLOAT_LINEAR.default:
             return args[0].new_empty((*args[0].shape[:-1], len(args[1])), dtype=torch.float32)
-        key = (func, _mapped((args, kwargs), _form))
+        key = (func, _signature((args, kwargs)))
         if key not in self._forms:  # the layers of a model repeat each other
-            kwargs = kwargs | {"device": torch.device("meta")} if "device" in kwargs else kwargs
-            self._forms[key] = _mapped(func(*_mapped(args, _on_meta), **dict(_mapped(kwargs, _on_meta))), _form)
+            self._forms[key] = _forms_of_results(func, args, kwargs)
         return _mapped(self._forms[key], _Form.empty)
 
     def add_native(
@@ -175,27 +174,46 @@ class _Form(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+    def empty(self, device: str = "cpu") -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 def _form(tensor: Tensor) -> _Form:
     return _Form(tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _forms_of_results(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what the operation gives, with forms in place of tensors."""
+    on_meta = [_mapped(each, lambda tensor: _form(tensor).empty("meta")) for each in (args, kwargs)]
+    if "device" in kwargs:
+        on_meta[1]["device"] = torch.device("meta")
+    try:
+        return _mapped(func(*on_meta[0], **on_meta[1]), _form)
+    except NotImplementedError:  # it has to be computed; memory that nobody wrote may hold indices that no row has
+        zeros = [_mapped(each, torch.zeros_like) for each in (args, kwargs)]
+        return _mapped(func(*zeros[0], **zeros[1]), _form)
 
 
 def _mapped(values: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested arguments or results, hashable, with tensors (or their forms) replaced."""
+    """Return nested arguments or results with tensors, or their forms, replaced."""
     if isinstance(values, (Tensor, _Form)):
         return function(values)
     if isinstance(values, (tuple, list)):
-        return tuple([_mapped(value, function) for value in values])
+        return [_mapped(value, function) for value in values]
     if isinstance(values, dict):
-        return tuple([(name, _mapped(value, function)) for name, value in values.items()])
+        return {name: _mapped(value, function) for name, value in values.items()}
     return values
+
+
+def _signature(values: Any) -> object:
+    """Return nested arguments as a key; 1, 1.0 and True are different ones, as the results' dtypes are."""
+    if isinstance(values, Tensor):
+        return _form(values)
+    if isinstance(values, (tuple, list)):
+        return tuple([_signature(value) for value in values])
+    if isinstance(values, dict):
+        return tuple([(name, _signature(value)) for name, value in values.items()])
+    return type(values), values
 
 
 def _is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
