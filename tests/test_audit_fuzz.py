@@ -4,7 +4,7 @@ import json
 import random
 import time
 import tracemalloc
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from artifacts import publish
 from quick import others_slow
 
 from nextn.audit_rules import AuditReport, audit
-from nextn.checkpoint import checkpoint
+from nextn.checkpoint import remote
 from nextn.checkpoint.checkpoint import INDEX, _assemble
 from nextn.errors import NextnError
 
@@ -66,18 +66,10 @@ class Serial(Executor):
     def map(self, function, *args):
         return map(function, *args)
 
-    def submit(self, function, *args):
-        future = Future()
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
-
 
 @pytest.fixture(autouse=True)
 def serial(monkeypatch):
-    monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", Serial)
+    monkeypatch.setattr(remote, "ThreadPoolExecutor", Serial)
 
 
 def junk(rng: random.Random, depth: int = 2) -> object:

@@ -86,7 +86,7 @@ def test_all_problems_in_one_error(qwen):
         "mis-shaped: mtp.layers.0.mlp.up_proj.weight_scale_inv (2, 2), expected (1, 1) for (64, 32) in blocks of "
         "(128, 128)",
         "mis-shaped: mtp.pre_fc_norm_hidden.weight (7,), expected (32,)",
-        "missing: model.mtp.norm.weight (32,)",
+        "missing: mtp.norm.weight (32,)",
         "non-finite: mtp.layers.0.mlp.gate_proj.weight_scale_inv",
         "non-finite: mtp.pre_fc_norm_embedding.weight",
         "unexpected: mtp.layers.1.mlp.up_proj.weight (64, 32)",
