@@ -130,7 +130,7 @@ def test_redirects_are_not_followed():
 
 
 def test_key(engine, monkeypatch):
-    """The key is sent, comes from the environment, and stands in no message, even if the engine repeats it."""
+    """The key is sent, comes from the environment, and is in no message, even if the engine repeats it."""
     made = engine("key")
     with pytest.raises(EngineError, match="the environment: set OPENAI_API_KEY"):
         Endpoint.open(made.url, Budget(QUICK))

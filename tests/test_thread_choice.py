@@ -5,37 +5,75 @@ from contextlib import suppress
 import pytest
 import torch
 
-from nextn.train.loop import ThreadChoice, chosen_threads
+from nextn.errors import TrainingError
+from nextn.train import loop
+from nextn.train.loop import ThreadChoice, chosen_threads, explain_compilation, time_of_work
 
 
-@pytest.mark.parametrize(
-    ("speeds", "threads"), [((1, 7, 8, 9), [3, 3]), ((1, 7, 2, 9), [3, 1]), ((1, 7, 8, 3, 9), [3, 3, 1])]
-)
-def test_the_faster_number_of_threads_is_used(speeds, threads):
-    """On a busy machine several threads are slower than one."""
-    before, used = torch.get_num_threads(), []
+@pytest.fixture
+def quiet(monkeypatch):
+    """Three threads; while the list has True, three are faster than one."""
+    before, is_quiet = torch.get_num_threads(), [True]
+    monkeypatch.setattr(loop, "time_of_work", lambda choices: [1.0, 2.0] if is_quiet[0] else [2.0, 1.0])
+    torch.set_num_threads(3)
+    yield is_quiet
+    torch.set_num_threads(before)
+
+
+def threads_of_steps(speeds, choice):
+    used = []
+    for speed in speeds:
+        used.append(torch.get_num_threads())
+        choice.update(speed)
+    return used
+
+
+def test_a_slow_first_step_changes_nothing(quiet):
+    """It compiles; and whatever code a number of threads needs is made once, so steps are not tried with another one."""
+    assert threads_of_steps((0.1, 8, 9, 5, 9), ThreadChoice()) == [3] * 5
+
+
+def test_one_thread_beside_other_work(quiet):
+    quiet[0] = False
+    assert threads_of_steps((0.1, 8, 9), ThreadChoice()) == [1] * 3
+
+
+def test_work_that_begins_later(quiet):
+    """A slow step is looked into: it may also be one of many tokens, or an evaluation beside it."""
+    choice = ThreadChoice()
+    assert threads_of_steps((0.1, 8, 3, 8), choice) == [3] * 4
+    quiet[0] = False
+    assert threads_of_steps((8, 3, 8), choice) == [3, 3, 1]
+
+
+def test_work_is_timed_with_each_number():
+    before = torch.get_num_threads()
     try:
-        torch.set_num_threads(3)
-        choice = ThreadChoice()
-        for speed in speeds:
-            used.append(torch.get_num_threads())
-            choice.update(speed)
+        assert all(seconds > 0 for seconds in time_of_work((2, 1), rounds=2))
     finally:
         torch.set_num_threads(before)
-    assert used == [1, 1, *threads]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_number_is_restored(enabled):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        with suppress(KeyboardInterrupt), chosen_threads(enabled=enabled) as choose:
-            assert torch.get_num_threads() == (1 if enabled else 3)
-            for speed in (1, 7, 2):
-                choose(speed)
-            assert torch.get_num_threads() == (1 if enabled else 3)
-            raise KeyboardInterrupt
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
+def test_the_number_is_restored(enabled, quiet):
+    quiet[0] = False
+    with suppress(KeyboardInterrupt), chosen_threads(enabled=enabled) as choose:
+        assert torch.get_num_threads() == (1 if enabled else 3)
+        choose(1.0)
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == 3
+
+
+def test_failures_of_the_compiler_say_what_to_do():
+    """A traceback of torch, where a damaged file of its cache is all that is wrong; others stay what they are."""
+    layer = torch.nn.Linear(2, 2)
+
+    def broken(graph, inputs):
+        raise ImportError("/tmp/torchinductor_x/a.so: file too short")
+
+    layer.compile(backend=broken)
+    with pytest.raises(TrainingError, match=r"a\.so: file too short.*remove that folder.*compile=false"), \
+            explain_compilation():  # fmt: skip
+        layer(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="shapes"), explain_compilation():
+        torch.nn.Linear(2, 2)(torch.ones(1, 3))

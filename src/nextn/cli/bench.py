@@ -126,8 +126,8 @@ def show_by_load(advice: "LoadAdvice") -> None:
     print_table(table)
     print_lines(
         f"T={advice.temperature:g}, {advice.engine}: {advice.summary}",
-        f"round costs: a round of {len(advice.rates)} drafts, in rounds without; MTP gains where AL is above it. K=1, "
-        "...: expected speed-up, each draft of a round costing the same.",
+        f"round costs: a round of {len(advice.rates)} drafts, in rounds without; MTP is faster where AL is above it. "
+        "K=1, ...: expected speed-up, each draft of a round costing the same.",
         *(f"note: {note}" for note in advice.notes),
         *(f"  {name}: {value}" for name, value in advice.settings.items()),
     )
@@ -179,7 +179,7 @@ def bench(
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = run_benchmark(loaded, texts, plan, source=source, on_run=lambda _: step())
-    report = with_one_pass(report, loaded)
+        report = with_one_pass(report, loaded, on_score=progress("scores", len(texts) * len(plan.temperatures)))
     if long := loaded.length_note(report.num_positions(loaded)):
         print_note(long)
     record = report.as_record() | {"prompts": prompts_record(prompts, texts)}

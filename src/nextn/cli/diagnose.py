@@ -161,7 +161,7 @@ def _diagnose(
         found = compare(
             loaded, observed, prompts, plan, num_speculative_tokens, flags=flags, source=options.source,
             notes=audit_lines(options.source), measure_answers=of_answers,
-            on_text=progress("reference", 0 if source.is_streamed else num_texts),
+            on_text=progress("reference", 0 if source.is_streamed else 2 * num_texts),
             on_fault=progress("faults", len(FAULTS)),
         )  # fmt: skip
     if stored is not None:  # the next diagnosis is of what the engine does then

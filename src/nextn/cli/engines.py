@@ -60,10 +60,9 @@ def verify(
     texts, budget = first_turns(read_prompts(prompts)), asked.budget()
     with progress_bars(quiet=as_json) as progress:
         step = progress("verify", None)
-        on_check = lambda name: step(0, status=f"{name}, {budget.used} requests")  # noqa: E731
         reports = verify_reports(
             url, against, prompts=texts, checks=check or (), settings=settings, model=asked.served, chat=chat,
-            budget=budget, on_check=on_check,
+            budget=budget, on_check=lambda name: step(0, status=f"{name}, {budget.used} requests"),
         )  # fmt: skip
         report = next(reports)
         with suppress(KeyboardInterrupt):  # the results so far are reported below

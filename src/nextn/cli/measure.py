@@ -184,15 +184,10 @@ def measure(
 def _measure(
     options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
 ) -> "tuple[Model, ReferenceReport]":
-    from nextn.evaluate.reference import measure, with_checkpoint
+    from nextn.evaluate.reference import with_checkpoint
 
-    if source.has_texts:
-        loaded, report = measure_acceptance(options, source, plan, prompts)
-        return loaded, with_checkpoint(report, loaded, options.source, head=options.head)
-    loaded = options.load(need_head=True)
-    with progress_bars(quiet=source.quiet) as progress:
-        step = progress("texts", len(prompts) * len(plan.temperatures))
-        return loaded, measure(loaded, prompts, plan, source=options.source, head=options.head, on_text=step)
+    loaded, report = measure_acceptance(options, source, plan, prompts)
+    return loaded, with_checkpoint(report, loaded, options.source, head=options.head)
 
 
 def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":

@@ -156,8 +156,8 @@ def measure_acceptance(
 
     loaded = options.load(need_head=True)
     with progress_bars(quiet=source.quiet) as progress:
-        step = progress("texts", len(prompts) * len(plan.temperatures))
-        return loaded, reference_acceptance(loaded, prompts, plan, on_text=step)
+        on_text, on_score = (progress(name, len(prompts) * len(plan.temperatures)) for name in ("texts", "scores"))
+        return loaded, reference_acceptance(loaded, prompts, plan, on_text=on_text, on_score=on_score)
 
 
 def _measure_texts(
@@ -184,7 +184,9 @@ def _measure_texts(
     outputs, record = _run_trunk(loaded, all_texts, source, num_drafts=plan.num_speculative_tokens)
     check = None if probe is None else check_engine(source.engine.url, probe, loaded.trunk, outputs.pop())
     parts = iter(outputs)
-    report = acceptance_on_texts(loaded, given, [[next(parts) for _ in each.texts] for each in given], plan)
+    states = [[next(parts) for _ in each.texts] for each in given]
+    with progress_bars(quiet=source.quiet) as progress:
+        report = acceptance_on_texts(loaded, given, states, plan, on_score=progress("scores", len(texts)))
     return loaded, replace(report, stream=record, engine=check)
 
 
@@ -261,7 +263,9 @@ def measure_answers(
     all_texts = [text for each in given for text in each.texts]
     outputs, record = _run_trunk(model, all_texts, source, num_drafts=plan.num_speculative_tokens)
     parts = iter(outputs)
-    report = acceptance_on_texts(model, given, [[next(parts) for _ in each.texts] for each in given], plan)
+    states = [[next(parts) for _ in each.texts] for each in given]
+    with progress_bars(quiet=source.quiet) as progress:
+        report = acceptance_on_texts(model, given, states, plan, on_score=progress("scores", len(all_texts)))
     return replace(report, stream=record)
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
     from nextn.train.run_options import RunOptions
 FOLDER = "export"
+_FIRST_STEP = "first step (torch.compile may take minutes)"
+_SAME_AFTER_S = 60.0  # a line without news is printed again, as a sign of life
 
 
 def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
@@ -74,7 +76,7 @@ def _bar() -> Iterator[Callable[["Record"], None]]:
 
     columns = (TextColumn("train"), BarColumn(bar_width=20), TextColumn("{task.fields[status]}"))
     with Progress(*columns, console=console(stderr=True)) as bar:
-        task = bar.add_task("train", total=None, status="first step")
+        task = bar.add_task("train", total=None, status=_FIRST_STEP)
 
         def show(record: "Record") -> None:
             if isinstance(record, StepRecord):
@@ -89,13 +91,13 @@ def _bar() -> Iterator[Callable[["Record"], None]]:
 def _lines(every_s: float) -> Iterator[Callable[["Record"], None]]:
     from nextn.train.metrics import StepRecord
 
-    status, is_over, started = "first step", Event(), time.monotonic()
+    status, is_over, started = _FIRST_STEP, Event(), time.monotonic()
 
     def repeat() -> None:
-        printed = ""
+        printed, due = "", 0.0
         while not is_over.wait(every_s):
-            if status != printed:
-                printed = status
+            if status != printed or time.monotonic() >= due:
+                printed, due = status, time.monotonic() + _SAME_AFTER_S
                 echo(f"train  {minutes(time.monotonic() - started)}  {status}", err=True)
 
     def show(record: "Record") -> None:

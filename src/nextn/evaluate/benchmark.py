@@ -263,8 +263,8 @@ class BenchmarkReport:
     def one_pass_note(self) -> str | None:
         """A warning if greedy decoding accepted more or fewer drafts than one pass over its own texts says."""
         k = self.plan.k_values[-1]
-        if self.one_pass is None or 0.0 not in self.plan.temperatures:
-            return None
+        if self.one_pass is None or 0.0 not in self.plan.temperatures or self.plan.num_copy_tokens:
+            return None  # rounds that verify copies are left out, so those of the head are others
         # From the rates: the round that the end of a text cuts short lowers the mean of what rounds emitted.
         decoded = expected_length(self.figures(0.0, k).acceptance.rates)
         scored = self.one_pass.figures(0.0, k=k).length.value
@@ -433,8 +433,13 @@ def run_benchmark(
     return BenchmarkReport(source, plan, tuple(prompts), tuple(log), costs, machine, engine.reason, draft_vocabulary)
 
 
-def with_one_pass(report: BenchmarkReport, model: Model) -> BenchmarkReport:
-    """Add the acceptance at every K, scored in one pass over the texts of baseline decoding."""
+def with_one_pass(
+    report: BenchmarkReport, model: Model, *, on_score: Callable[[], None] = lambda: None
+) -> BenchmarkReport:
+    """Add the acceptance at every K, scored in one pass over the texts of baseline decoding.
+
+    on_score: Called for each text that was scored: one for each prompt and temperature.
+    """
     plan, eos = report.plan, eos_tokens(model)
     largest = plan.k_values[-1]
     reference = ReferencePlan(largest, plan.temperatures, max(3, plan.max_tokens), chat=plan.chat, backend=plan.backend)
@@ -451,4 +456,5 @@ def with_one_pass(report: BenchmarkReport, model: Model) -> BenchmarkReport:
         )
         for temperature in reference.temperatures
     }
-    return replace(report, one_pass=reference_of_texts(model, report.prompts, generated, reference))
+    one_pass = reference_of_texts(model, report.prompts, generated, reference, on_score=on_score)
+    return replace(report, one_pass=one_pass)

@@ -442,7 +442,7 @@ def diagnose_observations(
         reference: A measurement by this plan of the engine's own answers; None measures the model's continuations of
             the prompts.
         audit_notes: Findings of the audit, which are added to the notes.
-        on_text: Called after each text of the reference.
+        on_text: Called when a text of the reference was decoded, and again when it was scored.
         on_fault: Called after each fault that was scored.
 
     Raises:
@@ -451,7 +451,7 @@ def diagnose_observations(
     """
     plan = observed_plan(observations, plan, plan.num_speculative_tokens)
     counts = [observed_counts(each.counters, plan.num_speculative_tokens) for each in observations]
-    reference = reference or reference_acceptance(model, prompts, plan, on_text=on_text)
+    reference = reference or reference_acceptance(model, prompts, plan, on_text=on_text, on_score=on_text)
     expected = expectations(reference, model, on_fault=on_fault)
     other_plan = _other_template(model, prompts, plan) if observations[0].prompt_indices is None else None
     if other_plan is not None:

@@ -24,7 +24,7 @@ from nextn.evaluate.reference_texts import (
     play_turns,
     prompt_tokens,
 )
-from nextn.evaluate.teacher_forced import score_texts, trunk_outputs
+from nextn.evaluate.teacher_forced import ScoredText, score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt, PromptSource, ReferencePlan, take_prompts
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
@@ -42,39 +42,63 @@ def reference_acceptance(
     *,
     contract: Contract | None = None,
     on_text: Callable[[], None] = lambda: None,
+    on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
     """Decode the prompts at each temperature, then score every position.
 
-    `contract` injects faults of decoding; `on_text` is called for each text that was decoded. Raises ConfigError if
-    there is no head, or the prompts cannot be used.
+    `contract` injects faults of decoding; `on_text` is called for each text that was decoded, `on_score` for each that
+    was scored. Raises ConfigError if there is no head, or the prompts cannot be used.
     """
     if model.head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
     check_thinking(model, plan)
     contract = contract or Contract()
-    with exact_head(model):  # one backend for the texts and their states
+    with exact_head(model):
         prompts = play_turns(model, prompts, plan)
         ids = [prompt_tokens(model, prompt, plan) for prompt in prompts]
         generated = {
             temperature: generate_texts(model, ids, plan, temperature, contract=contract, on_text=on_text)
             for temperature in plan.temperatures
         }
-        report = ReferenceReport(
-            plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name, **_of_model(model)
-        )
-        if not contract.rerun:
-            return report
+    return reference_of_texts(model, prompts, generated, plan, contract=contract, on_score=on_score)
+
+
+def reference_of_texts(
+    model: Model,
+    prompts: Sequence[Prompt],
+    generated: Mapping[float, GeneratedTexts],
+    plan: ReferencePlan,
+    *,
+    contract: Contract | None = None,
+    on_score: Callable[[], None] = lambda: None,
+) -> ReferenceReport:
+    """Score texts that the model generated from the prompts, by temperature; those of contract.rerun = False have none.
+
+    Arguments are those of `reference_acceptance`.
+    """
+    contract = contract or Contract()
+    report = ReferenceReport(
+        plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name, **_of_model(model)
+    )
+    if not contract.rerun:
+        return report
+    with exact_head(model):  # the backend that decodes: one for the texts and their states
         trunk = backend_for(model, plan.backend).trunk
         hiddens = {temperature: trunk_outputs(trunk, each.texts) for temperature, each in generated.items()}
-    return rescore(report, model, contract, hiddens=hiddens)
+    return rescore(report, model, contract, hiddens=hiddens, on_score=on_score)
 
 
 def acceptance_on_texts(
-    model: Model, given: Sequence[GivenTexts], outputs: Sequence[Sequence[TrunkOutput]], plan: ReferencePlan
+    model: Model,
+    given: Sequence[GivenTexts],
+    outputs: Sequence[Sequence[TrunkOutput]],
+    plan: ReferencePlan,
+    *,
+    on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
     """Score texts that exist already; each item of `given` has another temperature, and the same number of texts.
 
-    outputs: Their `whole_text_outputs`. Raises ConfigError if there is no head.
+    outputs: Their `whole_text_outputs`. on_score: As of `reference_acceptance`. Raises ConfigError if there is no head.
     """
     by_temperature = {each.texts[0].temperature: each for each in given}
     plan = replace(plan, temperatures=tuple(by_temperature))
@@ -94,20 +118,7 @@ def acceptance_on_texts(
         text_source=", ".join(dict.fromkeys(each.source for each in given)),
         origins={t: text_origin(model.trunk, each.texts, hiddens[t]) for t, each in by_temperature.items()},
     )
-    return rescore(report, model, Contract(), hiddens=hiddens)
-
-
-def reference_of_texts(
-    model: Model, prompts: Sequence[Prompt], generated: Mapping[float, GeneratedTexts], plan: ReferencePlan
-) -> ReferenceReport:
-    """Score texts that the model generated from the prompts, by temperature."""
-    report = ReferenceReport(
-        plan, Contract(), tuple(prompts), generated, {}, "parallel", family=model.family.name, **_of_model(model)
-    )
-    with exact_head(model):
-        trunk = backend_for(model, plan.backend).trunk
-        hiddens = {temperature: trunk_outputs(trunk, each.texts) for temperature, each in generated.items()}
-        return rescore(report, model, Contract(), hiddens=hiddens)
+    return rescore(report, model, Contract(), hiddens=hiddens, on_score=on_score)
 
 
 class _OfModel(TypedDict):
@@ -131,23 +142,23 @@ def rescore(
     contract: Contract,
     *,
     hiddens: TextStates | None = None,
+    on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
     """Score the same texts, and take the controls, with another convention of the head; the trunk must be the same.
 
     hiddens: The `text_states`; None: computed here. Give them where several conventions are scored: on a large trunk
-    they take longer than the scores.
+    they take longer than the scores. on_score: Called for each text that was scored.
     """
     assert model.head is not None
     hiddens = hiddens or text_states(reference, model)
     generated = reference.generated
-    scored = {
-        temperature: tuple(
-            score_texts(
-                model, each.texts, hiddens[temperature], reference.plan.num_speculative_tokens, contract=contract
-            )
-        )
-        for temperature, each in generated.items()
-    }
+    largest, scored = reference.plan.num_speculative_tokens, dict[float, tuple[ScoredText, ...]]()
+    for temperature, each in generated.items():
+        scores = []
+        for score in score_texts(model, each.texts, hiddens[temperature], largest, contract=contract):
+            scores.append(score)
+            on_score()
+        scored[temperature] = tuple(scores)
     if contract != reference.contract:  # the decoder's counts are of the contract that it ran under
         generated = {
             temperature: replace(each, acceptance_per_text=(), pooled=None, steps=())
@@ -180,6 +191,7 @@ def measure(
     source: str = "",
     head: str | Path | None = None,
     on_text: Callable[[], None] = lambda: None,
+    on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
     """Measure the acceptance per depth that a head should reach, with intervals and negative controls.
 
@@ -192,7 +204,8 @@ def measure(
         source: The checkpoint that a loaded model came from, for the report's hashes; leave it out if the model in
             memory was changed.
         head: The checkpoint that the head comes from, if another one.
-        on_text: Called after each text.
+        on_text: Called for each text that was decoded.
+        on_score: Called for each text that was scored.
 
     Returns:
         All figures, at every K, by acceptance rule and by domain.
@@ -211,7 +224,8 @@ def measure(
     texts, origin = take_prompts(prompts)
     plan = plan or ReferencePlan()
     loaded, source = open_model(model, source, head)
-    report = replace(reference_acceptance(loaded, texts, plan, on_text=on_text), prompts_source=origin)
+    report = reference_acceptance(loaded, texts, plan, on_text=on_text, on_score=on_score)
+    report = replace(report, prompts_source=origin)
     return with_checkpoint(report, loaded, source, head=head)
 
 

@@ -8,7 +8,7 @@ import math
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
 from nextn.train.optimizers import build_optimizers, set_learning_rates
 
 _RECENT = 16  # steps whose median time predicts the next ones; compilation makes single steps much slower
+_SLOW = 0.5  # of the fastest step: it may be that other work has begun
 
 
 class Trainer:
@@ -164,7 +165,7 @@ class Trainer:
     def _step(self) -> StepRecord:
         config, pace = self.config, self.pace
         lam, scale = self.lam.at(pace.tokens(self.step)), pace.schedule(self.step)
-        with pace.measured():
+        with pace.measured(), explain_compilation():
             report, norm = self._update(lam, scale)
         self.step += 1
         return StepRecord(
@@ -306,27 +307,59 @@ class Pace:
         self._recent = deque([state["step_s"]] if state["step_s"] else [], maxlen=_RECENT)
 
 
+@contextmanager
+def explain_compilation() -> Iterator[None]:
+    """Turn a failure of torch.compile into a TrainingError that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__module__ not in ("torch._dynamo.exc", "torch._inductor.exc"):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise TrainingError(
+            f"torch.compile failed: {reason}. If it names a file of torch's cache (torchinductor_...), remove that folder: "
+            "a process that was killed while it compiled leaves damaged files. Without torch.compile, training is slower: "
+            "--set compile=false"
+        ) from error
+
+
 class ThreadChoice:
-    """Chooses between all torch threads and one, by the speed of steps.
+    """Chooses between all torch threads and one, by the time of a small piece of work.
 
     Beside other work, a step with several threads waits for the one that is not scheduled, and may take ten times as
-    long as with one.
+    long as with one. Steps themselves are not tried with both: for another number of threads, torch.compile makes
+    other code, which takes a minute.
     """
 
     def __init__(self) -> None:
-        self._all, self._speeds = torch.get_num_threads(), list[float]()
-        torch.set_num_threads(1)
+        self._all, self._num_steps, self._best = torch.get_num_threads(), 0, 0.0
+        self._choose()
 
     def update(self, speed: float) -> None:
-        """Take the speed of a step. The first one warms up, the second has one thread, the others have all.
+        """Take the speed of a step, and choose again if it is slow; the first one, which compiles, says nothing."""
+        self._num_steps += 1
+        if self._num_steps == 1 or torch.get_num_threads() == 1:
+            return
+        self._best = max(self._best, speed)
+        if speed < _SLOW * self._best:
+            self._choose()
 
-        As soon as one of these is slower than the second, all others have one thread.
-        """
-        self._speeds.append(speed)
-        if len(self._speeds) == 2:
-            torch.set_num_threads(self._all)
-        elif len(self._speeds) > 2 and speed < self._speeds[1]:
-            torch.set_num_threads(1)
+    def _choose(self) -> None:
+        with_all, alone = time_of_work((self._all, 1))
+        torch.set_num_threads(self._all if with_all < alone else 1)
+
+
+def time_of_work(choices: Sequence[int], *, rounds: int = 20) -> list[float]:
+    """Return the seconds that the same small piece of work takes with each number of threads, in turn."""
+    seconds, left, right = [0.0] * len(choices), torch.ones(256, 512), torch.ones(512, 512)
+    for number in range(rounds + 1):
+        for index, threads in enumerate(choices):
+            torch.set_num_threads(threads)
+            started = time.perf_counter()
+            for _ in range(4):
+                (left @ right).tanh().sum()
+            seconds[index] += time.perf_counter() - started if number else 0.0  # the first round wakes the threads
+    return seconds
 
 
 @contextmanager
