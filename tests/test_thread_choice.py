@@ -29,7 +29,7 @@ def threads_of_steps(speeds, choice):
 
 
 def test_a_slow_first_step_changes_nothing(quiet):
-    """It compiles; and whatever code a number of threads needs is made once, so steps are not tried with another one."""
+    """It compiles. Code for a number of threads is made once, so steps are not tried with another one."""
     assert threads_of_steps((0.1, 8, 9, 5, 9), ThreadChoice()) == [3] * 5
 
 
@@ -66,14 +66,12 @@ def test_the_number_is_restored(enabled, quiet):
 
 def test_failures_of_the_compiler_say_what_to_do():
     """A traceback of torch, where a damaged file of its cache is all that is wrong; others stay what they are."""
-    layer = torch.nn.Linear(2, 2)
 
     def broken(graph, inputs):
         raise ImportError("/tmp/torchinductor_x/a.so: file too short")
 
-    layer.compile(backend=broken)
-    with pytest.raises(TrainingError, match=r"a\.so: file too short.*remove that folder.*compile=false"), \
-            explain_compilation():  # fmt: skip
-        layer(torch.ones(1, 2))
+    double, advice = torch.compile(lambda values: values * 2, backend=broken), "remove that folder.*compile=false"
+    with pytest.raises(TrainingError, match=rf"a\.so: file too short.*{advice}"), explain_compilation():
+        double(torch.ones(2))
     with pytest.raises(RuntimeError, match="shapes"), explain_compilation():
         torch.nn.Linear(2, 2)(torch.ones(1, 3))

@@ -315,11 +315,11 @@ def explain_compilation() -> Iterator[None]:
     except RuntimeError as error:
         if type(error).__module__ not in ("torch._dynamo.exc", "torch._inductor.exc"):
             raise
-        reason = str(error).strip().split("\n")[0]
+        reason = " ".join(str(error).strip().split("\n\n")[0].split())
         raise TrainingError(
-            f"torch.compile failed: {reason}. If it names a file of torch's cache (torchinductor_...), remove that folder: "
-            "a process that was killed while it compiled leaves damaged files. Without torch.compile, training is slower: "
-            "--set compile=false"
+            f"torch.compile failed: {reason}. If it names a file of torch's cache (torchinductor_...), remove that "
+            "folder: a process that was killed while it compiled leaves damaged files. Without torch.compile, training "
+            "is slower: --set compile=false"
         ) from error
 
 
