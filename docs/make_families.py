@@ -115,16 +115,17 @@ def support() -> Iterator[str]:
 
 
 def withheld() -> Iterator[str]:
-    yield "## Declared and never published"
+    yield "## Published without one"
     yield ""
     yield (
-        "The config of these models may declare MTP layers, and the vendor published none. `nextn audit` says so: "
-        "nothing was lost, and there is nothing to restore."
+        "The config of these models may declare MTP layers, and the vendor published none, or another draft. `nextn "
+        "audit` says so: nothing was lost, and there is nothing to restore."
     )
     yield ""
     for each in WITHHELD:
         sources = ", ".join(f"[{number}]({source})" for number, source in enumerate(each.sources, 1))
-        yield f"- {each.title} ({code(*each.model_types)}): asked for in {sources}."
+        about = each.instead or code(*each.model_types)
+        yield f"- {each.title}: {about} ({sources})."
     yield ""
 
 

@@ -367,6 +367,29 @@ def _single_engine() -> Iterator[tuple[str, Layout]]:
     yield "iquest_q1", Layout(
         config("iquest_q1", GROUP), (quest | norms("ffn_out_norm"), quest), quest | norms("ffn_out_norm"),
     )  # fmt: skip
+    latent = {"wq_a": (RANK, H), "q_norm": (RANK,), "wq_b": (HEADS * 16, RANK), "wq_b_gate": (HEADS * 8, RANK),
+              "wkv_a": (RANK + 8, H), "kv_norm": (RANK,), "wkv_b": (KV * 16, RANK), "lambda_proj": (HEADS - KV, H),
+              "wo": (H, HEADS * 8)}  # fmt: skip
+    poly = {"act_fn.weight": (3,), "act_fn.bias": (1,)}
+    motif = norms() | under("self_attn", {f"{name}.weight": shape for name, shape in latent.items()})
+    motif_mlp = dense() | under("mlp", poly)
+    mixed = {
+        f"{half}.{part}": shape
+        for half in ("mhc_attn", "mhc_ffn")
+        for part, shape in {
+            "rms_norm.weight": (STREAMS * H,),
+            "proj_pre.weight": (STREAMS, STREAMS * H),
+            "alpha_pre": (1,),
+        }.items()
+    }
+    shared = {name.replace("mlp.", "shared_experts."): shape for name, shape in motif_mlp.items()}
+    experts = {"router.gate.weight": (EXPERTS, H), "expert_bias": (EXPERTS,), "experts.down_proj": (EXPERTS, H, INNER),
+               "experts.gate_up_proj": (EXPERTS, 2 * INNER, H), "experts.act_fn.weight": (EXPERTS, 3)}  # fmt: skip
+    yield "motif3", Layout(
+        config("Motif", {"num_experts": EXPERTS, "experts_top_k": 2, "q_lora_rank": RANK, "kv_lora_rank": RANK,
+                         "moe_intermediate_size": INNER, "qk_rope_head_dim": 8, "v_head_dim": 8}),
+        (motif | motif_mlp | mixed, motif | mixed | under("moe", experts | shared)), motif | motif_mlp,
+    )  # fmt: skip
 
 
 def _gated() -> Iterator[tuple[str, Layout]]:

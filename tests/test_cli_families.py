@@ -35,6 +35,17 @@ NAMES = [
     ("kimi_k3", {"kimi_k3"}),
     ("gemma 4", {"gemma4_assistant"}),
     ("gemma-4-26B-A4B-it-assistant", {"gemma4_assistant"}),
+    ("google/gemma-4-31B-it-assistant", {"gemma4_assistant"}),
+    ("Qwen/Qwen3-Next-80B-A3B-Instruct-FP8", {"qwen3_next"}),
+    ("zai-org/GLM-4.7-Flash-FP8", {"glm4_moe_lite"}),
+    ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", {"nemotron_h"}),
+    ("baidu/ERNIE-4.5-21B-A3B-PT", {"ernie4_5_moe"}),
+    ("LGAI-EXAONE/K-EXAONE-236B-A23B", {"exaone_moe"}),
+    ("inclusionAI/Ling-mini-2.0", {"bailing_moe_v2"}),
+    ("Motif-Technologies/Motif-3-NVFP4", {"motif3"}),
+    ("deepseek-ai/DeepSeek-V4-Flash-0731", set()),
+    ("moonshotai/Kimi-VL-A3B-Instruct", set()),
+    ("moonshotai/Kimi-Linear-48B-A3B-Instruct", set()),
 ]
 
 
@@ -57,12 +68,13 @@ def test_all_and_one():
 
 
 def test_nothing_found_is_an_error():
-    result = CliRunner().invoke(app, ["families", "no such model"])
-    assert isinstance(result.exception, FamilyError)
-    assert "no such model" in str(result.exception)
+    for words in ("no such model", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "zai-org/GLM-4-9B", "Qwen/Qwen3-30B-A3B"):
+        result = CliRunner().invoke(app, ["families", words])
+        assert isinstance(result.exception, FamilyError), words
+        assert words in str(result.exception)
 
 
-@loop("kind", ["minimax_m2", "kimi_k2", "kimi_k25"])
+@loop("kind", ["minimax_m2", "kimi_k2", "kimi_k25", "kimi_vl", "kimi_linear"])
 def test_what_was_never_published(tmp_path_factory, kind):
     """Neither lost nor damaged, whatever the config declares; no command looks for it."""
     folder = publish(

@@ -63,6 +63,8 @@ PUBLISHED = [
     ("iquest_q1", 40, "mtp_layers.0.eh_proj.weight", "0.projection.weight"),
     ("iquest_q1", 40, "mtp_layers.0.mtp_model_layer.mlp.experts.fc", "0.block.mlp.experts.gate_up_proj"),
     ("iquest_q1", 40, "mtp_layers.0.mtp_model_layer.mlp.router.weight", "0.block.mlp.gate.weight"),
+    ("motif3", 53, "model.mtp_layers.0.embed_norm.weight", "0.token_norm.weight"),
+    ("motif3", 53, "model.mtp_layers.0.mlp.act_fn.bias", "0.block.mlp.act_fn.bias"),
     ("qwen3_next", 48, "mtp.pre_fc_norm_embedding.weight", "0.token_norm.weight"),
     ("qwen3_5", 32, "mtp.pre_fc_norm_hidden.weight", "0.hidden_norm.weight"),
     ("qwen3_5", 32, "model.mtp.fc.weight", "0.projection.weight"),
@@ -344,7 +346,7 @@ def test_row_is_whole(name):
     """A row that leaves an engine, a source or a reason out decides something in silence."""
     row = ROWS[name]
     assert tuple(row.engines) == ENGINES
-    assert {"token_norm", "hidden_norm", "block"} <= set(row.names)
+    assert {"token_norm", "block", *(["hidden_norm"] if row.runs else [])} <= set(row.names)
     assert ("projection" in row.names) != ({"token_projection", "hidden_projection"} <= set(row.names))
     assert any(engine.support == "runs" for engine in row.engines.values()) or (row.cannot_run and row.sources)
     for engine in row.engines.values():
@@ -444,7 +446,7 @@ def test_families_that_run():
 
 def test_facts_of_the_others():
     """Where a family differs from DeepSeek-V3, by the names of the document."""
-    assert {row.name for row in rows() if row.concat == "hidden_first"} == {"mimo", "inkling"}
+    assert {row.name for row in rows() if row.concat == "hidden_first"} == {"mimo", "inkling", "motif3"}
     assert {row.name for row in rows() if row.norm_weight == "1+w"} == {
         "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "interns2_mobius", "step3p5", "step5", "minimax_m3"
     }  # fmt: skip

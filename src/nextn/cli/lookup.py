@@ -38,7 +38,8 @@ def families(
     if known.families:
         console().print(_table(known.families))
     for each in known.withheld:
-        print_lines(f"{each.title} ({', '.join(each.model_types)}): {each.sentence}")
+        types = f" ({', '.join(each.model_types)})" if each.model_types else ""
+        print_lines(f"{each.title}{types}: {each.sentence}")
 
 
 def _table(found: "Sequence[Family]") -> "Table":

@@ -194,7 +194,9 @@ _DEEPSEEK_V32 = replace(
     remarks=("with index_share_for_mtp_iteration, engines pick indices at the first draft and reuse them",),
 )
 _DEEPSEEK_V4 = Family(
-    name="deepseek_v4", title="DeepSeek-V4", model_types=("deepseek_v4",), count_fields=_NEXTN, default_count=1,
+    name="deepseek_v4", title="DeepSeek-V4",
+    model_types=("deepseek_v4", "deepseek_ref"),  # the second in sgl-project's FP8 release
+    count_fields=_NEXTN, default_count=1,
     names={
         "token_norm": "mtp.{module}.enorm", "hidden_norm": "mtp.{module}.hnorm",
         "token_projection": "mtp.{module}.e_proj", "hidden_projection": "mtp.{module}.h_proj",
@@ -603,6 +605,7 @@ _STEP5 = replace(
 )
 _BAILING_V2 = Family(
     name="bailing_moe_v2", title="Ling 2.0 / Ring 2.0", model_types=("bailing_moe_v2", "bailing_moe"),
+    models=("Ling-mini-2.0", "Ling-flash-2.0", "Ling-1T", "Ring-mini-2.0", "Ring-flash-2.0", "Ring-1T"),
     count_fields=_NEXTN, default_count=0, names=_module("model.layers.{layer}"),
     trunk={"embedding": "model.word_embeddings", "output": "lm_head"},
     engines={
@@ -614,7 +617,7 @@ _BAILING_V2 = Family(
     sources=(), cannot_run="transformers has no trunk of this type",
 )
 _BAILING_HYBRID = replace(
-    _BAILING_V2, name="bailing_hybrid", title="Ling 2.5 / Ring 2.5, Ling 3",
+    _BAILING_V2, name="bailing_hybrid", models=(), title="Ling 2.5 / Ring 2.5, Ling 3",
     model_types=("bailing_hybrid", "bailing_moe_v3_vl"), draft_types=("bailing_hybrid_mtp", "bailing_hybrid_v3_mtp"),
     count_fields=("num_nextn_predict_layers", "num_mtp_layers"),
     block={"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]},
@@ -765,7 +768,8 @@ _MELLUM = Family(
     sources=(_HM + "mellum/modular_mellum.py",),
 )
 _MINIMAX_M3 = Family(
-    name="minimax_m3", title="MiniMax-M3", model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text"),
+    name="minimax_m3", title="MiniMax-M3",
+    model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text", "minimax_m3"),
     draft_types=("minimax_m3_mtp",), count_fields=("num_mtp_modules",), default_count=1,
     names=_module("model.mtp.layers.{module}") | {"block": "model.mtp.layers.{module}.transformer_layer"},
     next_hidden="pre", norm_weight="1+w", wrappers={"language_model.": ""}, separate_gate_up=("mlp.shared_experts",),
@@ -904,6 +908,25 @@ _IQUEST_Q1 = Family(
     remarks=("the block is the trunk's first layer, which norms its MLP's output (ffn_out_norm); later ones do not",),
     unverified=("one engine alone runs the head", "that the names behind mtp_layers.<number>. are those of the draft"),
 )
+_MOTIF3 = Family(
+    name="motif3", title="Motif-3", model_types=("Motif",), count_fields=_NEXTN, default_count=0,
+    models=("Motif-3-Beta", "Motif-3-NVFP4"),
+    names={
+        "token_norm": "model.mtp_layers.{module}.embed_norm", "projection": "model.mtp_layers.{module}.input_proj",
+        "final_norm": "model.mtp_layers.{module}.final_layernorm", "block": "model.mtp_layers.{module}",
+    },
+    concat="hidden_first", order="chained", engines=_UNRUN | {"llamacpp": EngineSupport("drops", _LC + "motif3.py")},
+    sources=(
+        "https://github.com/MotifTechnologies/vllm/blob/4cd9eb4/vllm/model_executor/models/motif_mtp.py#L24-L31",
+    ),
+    own_block=True, block_lacks=("mhc_attn", "mhc_ffn"), block_adds=("mlp.",),
+    cannot_run="transformers has no trunk of this type",
+    remarks=(
+        "the vendor's fork of vLLM runs it: the trunk's state has no norm in front of the projection",
+        "the block is dense, slides with a window of its own and has no hyper-connections",
+    ),
+    unverified=("one engine alone runs the head", _FP8_UNKNOWN),
+)
 _DOTS3_NOTE = Family(
     name="dots3_note", title="dots.note (dots3)", model_types=("dots3_note", "dots3_note_text"),
     draft_types=("dots3_note_mtp",), count_fields=_NEXTN, default_count=1,
@@ -1031,6 +1054,6 @@ FAMILIES: tuple[Family, ...] = (
     _GLM_OCR, _QWEN3_NEXT, _QWEN3_5, _QWEN3_5_MOE, _QWEN4_EXP, _INTERNS2_MOBIUS, _MIMO, _MIMO_V2, _ERNIE, _ERNIE_VL,
     _LONGCAT, _LONGCAT_NGRAM, _NEMOTRON_H, _NEMOTRON_PUZZLE, _STEP, _STEP5, _BAILING_V2, _BAILING_HYBRID, _HY_V3,
     _HY_V4, _HY_V4_VL, _EXAONE_MOE, _EXAONE4_5, _INKLING, _MELLUM, _MINIMAX_M3, _KIMI_K3, _PANGU, _PANGU_V2, _XING4,
-    _AXK2, _IQUEST_Q1, _DOTS3_NOTE, _GIGACHAT, _COHERE2_MOE,
+    _AXK2, _IQUEST_Q1, _MOTIF3, _DOTS3_NOTE, _GIGACHAT, _COHERE2_MOE,
 )
 # fmt: on
