@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nextn.checkpoint.draft_models import standalone
-from nextn.family_table import Family, by_name, rows
+from nextn.family_table import WITHHELD, Family, by_name, rows
 
 RECORD = Path(__file__).with_suffix(".json")
 _SGLANG_CLASS = re.compile(r"\w*(?:MTP|NextN|Eagle3?|DFlash|DSpark|Assistant)\w*")
@@ -92,6 +92,7 @@ def _all_rows() -> list[Family]:
 def _is_covered(engine: str, name: str, where: str) -> bool:
     if engine == "transformers":
         types = {kind for row in _all_rows() for kind in (*row.model_types, *row.draft_types)}
+        types |= {kind for each in WITHHELD for kind in each.model_types}
         sources = [row.engines[engine].source for row in _all_rows()]
         known = any(kind == name or kind.startswith(f"{name}_") for kind in types)
         return known or any(f"/models/{name}/" in source for source in sources)

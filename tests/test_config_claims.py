@@ -33,3 +33,10 @@ def test_a_claim_that_no_tensor_supports(family, field, value, tmp_path):
     assert [(each.rule, field in each.found) for each in found if each.severity != "note"] == [
         ("config-contradicts", True)
     ]
+
+
+def test_norms_without_weights(tmp_path):
+    """Llama 4 has use_qk_norm, and norms of queries and keys without weights; other types are not known better."""
+    config = {"model_type": "llama4_text", "num_mtp_layers": 1, "use_qk_norm": True}
+    found = nextn.audit(publish(tmp_path, "mimo", config=config)).findings
+    assert "use_qk_norm" not in "".join(each.found for each in found)

@@ -51,6 +51,7 @@ PUBLISHED = [
     ("glm_ocr", 16, "model.language_model.layers.16.shared_head.norm.weight", "0.final_norm.weight"),
     ("glm4v_moe", 46, "model.language_model.layers.46.eh_proj.weight", "0.projection.weight"),
     ("interns2_mobius", 40, "mtp.fc.weight", "0.projection.weight"),
+    ("step3p5", 45, "model.language_model.layers.45.eh_proj.weight", "0.projection.weight"),
     ("step5", 45, "model.layers.46.transformer.shared_head.output.weight", "1.output.weight"),
     ("openpangu_v2", 46, "model.layers.48.shared_head.norm.weight", "2.final_norm.weight"),
     ("axk2", 61, "model.layers.61.enorm.weight", "0.token_norm.weight"),

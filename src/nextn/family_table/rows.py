@@ -548,6 +548,7 @@ _NEMOTRON_PUZZLE = replace(
 _STEP = Family(
     name="step3p5", title="Step-3.5-Flash / Step-3.7", model_types=("step3p5", "step3p7"),
     draft_types=("step3p5_mtp",), count_fields=_NEXTN, default_count=0,
+    wrappers=_TEXT,  # of NVFP4 releases, says SGLang's step3p7.py
     names=_module(
         "model.layers.{layer}", final_norm="transformer.shared_head.norm", output="transformer.shared_head.output",
     ),
@@ -587,7 +588,6 @@ _STEP = Family(
 )
 _STEP5 = replace(
     _STEP, name="step5", title="Step-5", model_types=("step5", "step5_vl", "step5_text"), draft_types=("step5_mtp",),
-    wrappers=_TEXT,
     engines={
         "vllm": EngineSupport(
             "runs", _VLLM + "models/step5/nvidia/mtp.py", trunk_roles=("embedding",), missing="raises",
