@@ -63,7 +63,7 @@ def build(size: str, folder: Path, **changes: object) -> tuple[Path, Path]:
     )  # fmt: skip
     assistant = reference(assistant_config)
     if centroids:
-        assistant.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(len(assistant.masked_embedding.token_ordering)))
     for model, name in ((trunk, "trunk"), (assistant, "assistant")):
         for norm in [each for key, each in model.named_parameters() if "norm" in key]:
             norm.data.uniform_(0.5, 1.5)

@@ -52,13 +52,18 @@ def divergence(objective, lp, lq, nll):
 
 def naive(hiddens, weights, teacher, targets, *, objective, shares, over, scale, outside=()):
     """-> the total with its graph, and (sums, overlap, match, nll) by depth. outside: tokens the head cannot draft."""
-    distributions = ((teacher.hidden @ teacher.weight.T) / teacher.temperature).log_softmax(-1).detach()
+
+    def logits(hidden, weight, cap):
+        z = hidden @ weight.T
+        return (z if cap is None else cap * (z / cap).tanh()) / teacher.temperature
+
+    distributions = logits(teacher.hidden, teacher.weight, teacher.cap).log_softmax(-1).detach()
     banned = torch.zeros(distributions.shape[-1]).index_fill(0, torch.tensor(outside, dtype=torch.long), -math.inf)
     survival, total, report = torch.ones(distributions.shape[:2], dtype=distributions.dtype), 0, []
     for k, (hidden, weight) in enumerate(zip(hiddens, weights, strict=True), start=1):
         labels = targets.labels(k)
         valid = labels != IGNORE
-        lp, lq = distributions[:, k:], ((hidden @ weight.T) / teacher.temperature + banned).log_softmax(-1)
+        lp, lq = distributions[:, k:], (logits(hidden, weight, teacher.head_cap) + banned).log_softmax(-1)
         nll = -lq.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
         nll = nll.where(valid & (banned[labels.clamp_min(0)] == 0), 0)
         alpha, value = divergence(objective, lp, lq.where(banned == 0, -math.inf), nll)
@@ -89,7 +94,8 @@ def test_gradients_are_autograd_s(data):
     """Catches a wrong formula, law, column, document, chain, temperature, weight or denominator in any objective."""
     depths, own = data.draw(st.integers(1, D)), data.draw(st.booleans())
     hiddens, weights, teacher, tokens = random_batch(data.draw(st.integers(0, 99)), depths=depths, own=own)
-    teacher = Teacher(teacher.hidden, teacher.weight, data.draw(st.sampled_from([1.0, 0.6])))
+    caps = [data.draw(st.sampled_from([None, 3.0])) for _ in range(2)]
+    teacher = Teacher(teacher.hidden, teacher.weight, data.draw(st.sampled_from([1.0, 0.6])), *caps)
     ids = st.lists(st.integers(0, 2), min_size=2 * T, max_size=2 * T).map(lambda x: torch.tensor(x).view(2, T))
     documents, mask = data.draw(st.none() | ids), data.draw(st.none() | ids)
     targets = Targets(tokens, documents=documents, mask=None if mask is None else mask > 0)

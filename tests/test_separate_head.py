@@ -19,7 +19,9 @@ from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.transformers_loading import model_from_config
 from nextn.settings import Settings
+from nextn.train.config import TrainConfig
 from nextn.train.head_run import StartingPoint, prepare_head_run
+from nextn.train.joint_task import JointTask
 
 SETTINGS = {"steps": 3, "batch_size": 4, "length": 32, "depths": 2, "eval_batches": 1, "dtype": "float32", "warmup": 0}
 TEXT = "a is a letter, and so on. " * 80
@@ -127,6 +129,28 @@ def test_a_draft_in_mimos_layout_stands_beside_the_trunk(name, made):
         torch.testing.assert_close(*frequencies)
 
 
+def test_a_trunk_that_caps_its_logits(tmp_path, text):
+    """Decodes the same text, and trains on the capped logits alone: as a whole it is refused."""
+    trunk = build(tmp_path / "trunk", "gemma", model_type="gemma2", head_dim=16, final_logit_softcapping=2.0)
+    run = prepare_head_run(tmp_path / "run", start(trunk, None), data=[text], settings=SETTINGS)
+    task, batch = run.task, run.task.example(0).batch
+    with torch.no_grad():
+        states = task.model.trunk(batch.tokens, documents=batch.documents)
+        (drafted,) = task.head.rollout_hidden(batch.tokens, states.head_input, 1, documents=batch.documents)
+        laws = task.model.trunk.logits(states.final_hidden)[:, 1:], task.head.logits(0, drafted)
+        shared = torch.minimum(*(each.softmax(-1) for each in laws)).sum(-1)
+        valid = task._targets(batch).labels(1) >= 0
+        report = task.loss(task.example(0), 1.0)
+    torch.testing.assert_close(report.overlap[0], shared[valid].sum(), rtol=1e-4, atol=0)
+    list(run.trainer.run())
+    model = Model.load(run.write(allow_worse=True))
+    assert tokens(model, "torch", 3) == tokens(model, "torch", 0)
+    with pytest.raises(ConfigError, match="loss_vocab = 50"):
+        prepare_head_run(tmp_path / "part", start(trunk, None), data=[text], settings=SETTINGS | {"loss_vocab": 50})
+    with pytest.raises(FamilyError, match="--freeze-trunk"):
+        JointTask(model, run.held_out, TrainConfig(steps=1, depths=2))
+
+
 @pytest.mark.slow
 def test_acceptance_rises_on_a_trained_trunk(tmp_path, text):
     """From a start that copies the trunk's layer to a head that drafts what the trunk says."""
@@ -218,7 +242,6 @@ def _declared(trunk, folder):
 @pytest.mark.parametrize(
     ("name", "changes", "layout", "words"),
     [
-        ("gemma", {"model_type": "gemma2", "head_dim": 16}, None, "caps its logits"),
         ("olmo", {"model_type": "olmo"}, None, "has no weight"),
         ("neox", {"model_type": "gpt_neox"}, None, "no final norm"),
         ("gemma3", {}, "mimo", "its config has no hidden_act"),

@@ -10,7 +10,7 @@ from assistants import SIZES, WINDOW, build, marked_texts, multimodal, reference
 from safetensors.torch import load_file, save_file
 from scheduled import Answers, alone, scheduler_of
 from scipy.stats import chisquare
-from tiny import decode
+from tiny import decode, refrains
 from transformers import AutoConfig, DynamicCache, Gemma4ForConditionalGeneration, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
@@ -32,7 +32,10 @@ from nextn.runtime.backend import backend_for, make_backend
 from nextn.serve.request import GenerationRequest
 from nextn.settings import Contract, Sampling
 from nextn.speculative.sampling import to_probs
-from nextn.train.joint_task import make_batches
+from nextn.train.config import HeadConfig
+from nextn.train.head_run import HeadRun
+from nextn.train.head_task import HeadTask
+from nextn.train.loop import Trainer
 
 DEPTHS = 4
 KINDS = ({}, {"num_speculative_tokens": 0}, {"sampling": Sampling(temperature=1.0)}, {"frequency_penalty": 0.5},
@@ -252,9 +255,44 @@ def test_audit(folders, tmp_path):
     assert "--head" in audit(Checkpoint.open(folders["E2B"][0])).findings[0].fix
 
 
-def test_training_says_that_it_has_no_capped_logits(models):
-    with pytest.raises(FamilyError, match="caps its logits"):
-        make_batches(None, None, models["E2B"].trunk, None)
+def test_documents_of_one_row_do_not_meet(models):
+    """Keys, positions and windows of packed texts are those of each text alone."""
+    model, tokens = models["31B"], text(30)
+    documents = torch.tensor([[0] * 13 + [1] * 17])
+    with torch.no_grad():
+        hidden = model.trunk(tokens, documents=documents).head_input
+        packed = model.head.rollout_hidden(tokens, hidden, 3, documents=documents)
+        for start, end in ((0, 13), (13, 30)):
+            part = tokens[:, start:end]
+            alone = model.head.rollout_hidden(part, model.trunk(part).head_input, 3)
+            for depth, (ours, theirs) in enumerate(zip(packed, alone, strict=True), start=1):
+                torch.testing.assert_close(ours[:, start : end - depth], theirs, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("size", ["31B", pytest.param("E2B", marks=pytest.mark.slow)])
+def test_training_and_what_it_writes(folders, tmp_path, size):
+    """Distilled on the trunk's capped distribution: longer drafts, in the layout that transformers loads."""
+    trunk, assistant = folders[size]
+    model, checkpoint = Model.load(trunk, head=assistant), Checkpoint.open(trunk)
+    origin = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    corpus = refrains(24, 60, seed=1, eos=47)
+    config = HeadConfig(steps=25, batch_size=4, length=24, depths=3, lr=1e-2, dtype="float32", eval_every=0)
+    task = HeadTask(model, corpus, config, origin=origin)
+    trainer = Trainer(task, out=tmp_path / "run")
+    before = task.evaluate(0).heldout.score
+    list(trainer.run())
+    assert task.evaluate(25).heldout.score > before + (0.1 if size == "31B" else 0)
+    written = HeadRun(trainer, task, corpus, ()).write().parent
+    assert json.loads((written / "config.json").read_text()) == json.loads((assistant / "config.json").read_text())
+    assert audit_checkpoint(Checkpoint.open(written), trunk=origin).findings == ()
+    assert load_file(written / "model.safetensors").keys() == load_file(assistant / "model.safetensors").keys()
+    again, reference = Model.load(trunk, head=written), load_reference(written)
+    tokens = text(20, seed=8)
+    with torch.no_grad():
+        states = again.head.rollout_hidden(tokens, again.trunk(tokens).head_input, 3)
+    theirs = chain(again, reference, tokens, 9, 3)
+    ours = torch.stack([again.head.logits(0, each[0, 9]) for each in states])
+    torch.testing.assert_close(ours[ours.isfinite()], theirs[ours.isfinite()], rtol=0, atol=1e-3)
 
 
 def test_the_native_backend_says_why_it_does_not_run_it(models):

@@ -18,8 +18,9 @@ from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts, trunk_experts, uniform
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import GENERIC
 from nextn.checkpoint.quantization import unpacked
-from nextn.family_table import GENERIC, lookup, lookup_count
+from nextn.family_table import lookup, lookup_count
 from nextn.text_format import counted, joined
 
 Claim = tuple[Mapping[str, object], str]  # fields of config.json, and what is stored against them
@@ -139,7 +140,7 @@ def _parts(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Claim
     paths = {inventory.running_paths[path]: info.name for layer in inventory.layers.values()
              for path, info in layer.items()}  # fmt: skip
     for field, (words, part, beside) in _PARTS.items():
-        if field == "use_qk_norm" and inventory.family.name == GENERIC.name:
+        if field == "use_qk_norm" and inventory.family.name == GENERIC:
             continue  # Llama 4 has norms without weights
         value, found = config.get(field, paths), [name for path, name in paths.items() if re.fullmatch(part, path)]
         has_neighbor = any(re.fullmatch(beside, path) for path in paths)

@@ -77,7 +77,7 @@ def families(search: str = "") -> KnownFamilies:
 def works(row: Family) -> str:
     """Return what nextn does with a family's heads."""
     if row.trunk_kv:
-        return "audit, measure, decode in torch"
+        return "audit, measure, train, decode in torch"
     return f"{_FILES}, measure, train, decode" if row.runs else _FILES
 
 

@@ -149,7 +149,7 @@ class _DistillationBatch:
         work = SelectedRows(
             rows=group.rows,
             scale=scale[:, None],
-            objective=scorer(name, distributions, labels, temperature=self.teacher.temperature),
+            objective=scorer(name, distributions, labels, teacher=self.teacher),
             chunk=self.chunk,
             num_values=NUM_VALUES,
             tile=tile,

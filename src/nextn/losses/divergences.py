@@ -32,6 +32,8 @@ class Teacher:
     hidden: Tensor  # [B, T, H], the trunk's final_hidden
     weight: Tensor  # [V, H], its lm_head
     temperature: float = 1.0  # > 0; divides the trunk's and the head's logits, to match sampling when serving
+    cap: float | None = None  # of the trunk's logits z, which are cap * tanh(z / cap) then, before the temperature
+    head_cap: float | None = None  # of the head's
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +69,7 @@ class TeacherBatch:
             block: The most positions computed at a time.
             draft_vocabulary: Ascending ids [N]; None: the whole vocabulary.
         """
-        self.draft_vocabulary, self._temperature = draft_vocabulary, teacher.temperature
+        self.draft_vocabulary, self._temperature, self._cap = draft_vocabulary, teacher.temperature, teacher.cap
         self._states = teacher.hidden.detach().flatten(0, 1)
         self._weight = teacher.weight.detach().to(product_dtype(teacher.hidden, teacher.weight))
         self._positions, self._position_of = positions.unique_consecutive(return_inverse=True)
@@ -102,6 +104,8 @@ class TeacherBatch:
         """Store probabilities and statistics of logits [t, V] for the block's positions from `start` on."""
         index = slice(start, start + len(logits))
         scaled = logits.to(self._probs.dtype)
+        if self._cap is not None:
+            scaled = scaled.div_(self._cap).tanh_().mul_(self._cap)
         if self._temperature != 1:
             scaled = scaled.div_(self._temperature)
         top, best = scaled.max(-1, keepdim=True)
@@ -139,13 +143,19 @@ class _Tile:
 _Score = tuple[Tensor, Tensor, Tensor | None]
 
 
-def scorer(name: str, distributions: TeacherBatch, labels: Tensor, *, temperature: float) -> Objective:
+def scorer(name: str, distributions: TeacherBatch, labels: Tensor, *, teacher: Teacher) -> Objective:
     """Build the objective of rows with labels [M] (indices into what the head drafts from, or -1)."""
+    temperature, cap = teacher.temperature, teacher.head_cap
     divergence, buffer = _DIVERGENCES[name], torch.empty_like(distributions.tile)
 
     def objective(logits: Tensor, rows: slice, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
         probs, label = distributions.distribution(rows), labels[rows, None]
-        z = logits if temperature == 1 else logits.div_(temperature)
+        z, slope = logits, None
+        if cap is not None:
+            z = logits.div_(cap).tanh_()
+            slope = 1 - z.square()
+            z.mul_(cap)
+        z = z if temperature == 1 else z.div_(temperature)
         top, best = z.max(-1, keepdim=True)
         q = torch.softmax(z.sub_(top), -1, out=buffer[: len(z)])
         log_mass = -q.gather(1, best).log()
@@ -154,6 +164,8 @@ def scorer(name: str, distributions: TeacherBatch, labels: Tensor, *, temperatur
         value, overlap, gradient = divergence(tile, wants_grad)
         if gradient is not None and temperature != 1:
             gradient.div_(temperature)
+        if gradient is not None and slope is not None:
+            gradient.mul_(slope)
         return torch.cat([value, overlap, (best == probs.best).to(value.dtype), nll], dim=1), gradient
 
     return objective

@@ -186,6 +186,11 @@ class Head(nn.Module):
         """Return the lm_head of MTP layer `index`."""
         return self._at(index).output if "output" in self.family.own else self.trunk.output
 
+    @property
+    def logit_cap(self) -> float | None:
+        """The bound that its logits approach; None where they have none."""
+        return None if "output" in self.family.own else self.trunk.logit_cap
+
     def _at(self, index: int) -> MTPLayer:
         return cast(MTPLayer, self.stack[index])
 

@@ -128,11 +128,6 @@ class Model:
         checkpoint = as_checkpoint(source)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
         beside = None if head is None else open_head(head, inventory)
-        if beside is not None and beside.family.trunk_kv and (stream or defer):
-            raise FamilyError(
-                f"{beside.family.title} read the trunk's keys, which a trunk that is loaded layer by layer does not "
-                "keep; load the whole model (--no-stream)"
-            )
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
         if stream:
             inventory = in_parts(inventory, keep=shards)

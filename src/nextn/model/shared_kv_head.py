@@ -23,10 +23,12 @@ from nextn.model.head import Head, check_depths
 from nextn.model.layer_types import LayerType
 from nextn.model.logits import logits_of
 from nextn.model.mtp_layer import HeadStep, MTPLayer
+from nextn.model.streamed_trunk import DeferredTrunk
 from nextn.model.transformers_loading import model_of_config
-from nextn.model.trunk import Trunk
+from nextn.model.trunk import Trunk, packed
 
 _Keys = Mapping[LayerType, tuple[Tensor, Tensor]]
+_Packing = tuple[Tensor, Tensor]  # positions [B, T] inside documents, and which slots [B, 1, T, S] are of the same one
 
 
 class QueryLayers(MTPLayer):
@@ -89,9 +91,14 @@ class SharedKVHead(Head):
         Raises:
             FamilyError: The config is not one of such a head, or the trunk's keys, states or tokens do not fit it.
         """
+        if isinstance(trunk, DeferredTrunk):
+            raise FamilyError(
+                f"{family.title} read the trunk's keys, which a trunk that is loaded layer by layer does not keep; "
+                "load the whole model (--no-stream), in one process"
+            )
         nn.Module.__init__(self)
         self.family, self.draft_vocabulary, self.exact = family, None, False
-        self._trunk = (trunk,)
+        self._trunk, self.config = (trunk,), config
         with _config_errors(family):
             own: Any = AutoConfig.for_model(**cast(dict[str, Any], copy.deepcopy({**config})))
             text = own.text_config
@@ -144,19 +151,23 @@ class SharedKVHead(Head):
         cache.rollback_to([length - 1 for length in cache.lengths])
         return self.step(index, tokens, hidden, cache=cache)
 
-    def _read(self, tokens: Tensor, hidden: Tensor, positions: Tensor, keys: _Keys) -> HeadStep:
+    def _read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, keys: _Keys, packing: _Packing | None = None
+    ) -> HeadStep:
         """positions: [B, T], of the hidden states; keys: per type of layer, keys and values of all positions so far."""
         layers = cast(QueryLayers, self.stack[0])
         embedded = self._embed(tokens).to(layers.dtype)
         states = layers.project_inputs(embedded, hidden.to(embedded.dtype))
-        queries = positions + int(self.family.trunk_kv == "token")
+        queries = (positions if packing is None else packing[0]) + int(self.family.trunk_kv == "token")
         rotary, masks = {}, {}
         for layer_type, (key, _) in keys.items():
             rotary[layer_type] = self._source[0].rotary(states, queries, layer_type)
             # transformers lets a query at its token's position see one key more: as many before the hidden state's.
             window = self.windows[layer_type]
             window = window and window + int(self.family.trunk_kv == "token")
-            masks[layer_type] = self.trunk.to_attention_mask(causal(positions, key.shape[2], window=window))
+            visible = causal(positions, key.shape[2], window=window)
+            visible = visible if packing is None else visible & packing[1]
+            masks[layer_type] = self.trunk.to_attention_mask(visible)
         for layer_type, layer in zip(layers.layer_types, layers.layers, strict=True):
             states = layer(
                 states,
@@ -173,7 +184,9 @@ class SharedKVHead(Head):
         return next(iter(storing_layers(self.trunk, layer_type.name)[-2:-1]), None)
 
     def _keys(self, cache: TrunkKV, num_positions: int) -> _Keys:
-        return {each: cache.keys_and_values(layer, num_positions) for each, layer in self.read_layers.items()}
+        dtype = cast(QueryLayers, self.stack[0]).dtype  # a head may train in fp32 on a trunk in bf16
+        states = {each: cache.keys_and_values(layer, num_positions) for each, layer in self.read_layers.items()}
+        return {each: (keys.to(dtype), values.to(dtype)) for each, (keys, values) in states.items()}
 
     def draft_logits(self, index: int, final_hidden: Tensor) -> Tensor:
         layers = cast(QueryLayers, self.stack[index])
@@ -188,16 +201,16 @@ class SharedKVHead(Head):
         """A chain attends to the same keys in training and in decoding, so there is one answer. The trunk's keys are
         computed again from the tokens."""
         check_depths(depths, tokens.shape[1])
-        if documents is not None and bool((documents != documents[:, :1]).any()):
-            raise FamilyError(f"{self.family.title}: a sequence holds one document, as the head reads the trunk's keys")
         cache = self.trunk.cache(len(tokens))
         with torch.no_grad():
-            self.trunk(tokens, cache)
+            self.trunk(tokens, cache, documents=documents)
         keys = self._keys(TrunkKV(cache, len(tokens)), tokens.shape[1])
         positions, outs = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), []
+        packing = None if documents is None else packed(documents)
         for depth in range(1, depths + 1):
             num = tokens.shape[1] - depth
-            step = self._read(tokens[:, depth:], hidden[:, :num], positions[:, :num], keys)
+            part = packing and (packing[0][:, :num], packing[1][:, :, :num])
+            step = self._read(tokens[:, depth:], hidden[:, :num], positions[:, :num], keys, part)
             outs.append(step.final_hidden)
             hidden = step.next_hidden
         return outs

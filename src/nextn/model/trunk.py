@@ -192,7 +192,7 @@ class Trunk(nn.Module):
         if self.logit_cap is not None:
             raise FamilyError(
                 f"model_type {self.config.model_type} caps its logits (final_logit_softcapping = {self.logit_cap:g}), "
-                "which training does not compute; trunks without a cap, such as Gemma 3, can have a head"
+                "which losses of the trunk do not compute; train its head with --freeze-trunk"
             )
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
@@ -201,8 +201,8 @@ class Trunk(nn.Module):
         Args:
             tokens: [B, T].
             cache: The T positions become a block of it, which the caller closes with `cache.commit`.
-            documents: [B, T] ids: attention and positions stay inside a document (only without a cache, and only if
-                `can_pack`).
+            documents: [B, T] ids: attention and positions stay inside a document (only without a cache or with an
+                empty one, and only if `can_pack`).
         """
         if isinstance(cache, PerSequenceCache):
             outputs = [self(tokens[index : index + 1], own) for index, own in enumerate(cache.sequences)]
@@ -220,8 +220,10 @@ class Trunk(nn.Module):
             cache.begin(size)
             positions: Tensor | None = cache.positions(size)
             mask = masks_of(self.layer_types, lambda layer: self.mask(layer, size, rows=len(tokens), cache=cache))
-        else:
-            positions, mask = self._packed_mask(tokens, documents)
+        if cache is None or documents is not None:
+            own_positions, own_mask = self._packed_mask(tokens, documents)
+            if cache is None or own_positions is not None:
+                positions, mask = own_positions, own_mask
         with self._captured() as captured:
             out = self.decoder(
                 input_ids=tokens,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import SINGLE, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
@@ -114,7 +114,7 @@ class HeadRun:
                 f"are in {out}; --allow-worse writes it; a lower lr, more text, or text like the held-out one may help"
             )
         if head_only or self._is_separate:
-            path = out / "head" / HEAD_FILE
+            path = out / "head" / (SINGLE if self.task.head.family.trunk_kv else HEAD_FILE)
             with explain_full_disk(self.trainer.full_disk_advice):
                 self.task.write_head(path, out)
             return path

@@ -24,7 +24,7 @@ from nextn.data.batches import Batch
 from nextn.data.corpus import Corpus
 from nextn.edit.convert import small_config
 from nextn.edit.restore import restore
-from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import LAYOUT_FIELD, MIMO_ARCHITECTURE
 from nextn.losses.distillation import HeadLoss, head_loss
 from nextn.losses.divergences import SampledVocabulary, Teacher
@@ -36,6 +36,7 @@ from nextn.model.layer_types import layer_sizes
 from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.load_head import head_tensors
 from nextn.model.model import Model
+from nextn.model.shared_kv_head import SharedKVHead
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import TrunkOutput
 from nextn.speculative.draft_vocabulary import DraftVocabulary
@@ -88,8 +89,6 @@ class HeadTask:
     ) -> None:
         ranks.check_batch(config.batch_size, parts=config.accumulate)
         self.head = _check(model, config)
-        if self.head.family.trunk_kv:
-            raise FamilyError(f"{self.head.family.title}: nextn does not train such heads; use a published one")
         self.model, self.config, self.origin, self.on_policy = model, config, origin, on_policy
         self.has_baseline, self.ranks = has_baseline, ranks
         self.batches, self.held_out = make_batches(corpus, held_out, model.trunk, config)
@@ -172,7 +171,7 @@ class HeadTask:
         return head_loss(
             hiddens,
             weights,
-            Teacher(final, weight, config.temperature),
+            Teacher(final, weight, config.temperature, trunk.logit_cap, self.head.logit_cap),
             targets,
             objective=config.objective,
             depth_weights=self.weights,
@@ -364,6 +363,8 @@ def _check(model: Model, config: HeadConfig) -> Head:
         raise ConfigError("the model has no head to train; --init-head makes one")
     if limit is not None and config.length > limit:
         raise ConfigError(f"length = {config.length}; the trunk was made for {limit} tokens at most")
+    if config.loss_vocab and model.trunk.logit_cap is not None:
+        raise ConfigError(f"loss_vocab = {config.loss_vocab}: this trunk caps its logits, so use 0, all tokens")
     if config.kv == "decode" and not head.can_rollout:
         raise ConfigError("kv = 'decode': this head has other per-position state than keys and values; use kv = 'own'")
     return head
@@ -426,7 +427,9 @@ def write_standalone_head(
         raise ConfigError(f"{path}: expected a file name that ends in .safetensors")
     wrapper = origin.family.wrapper([*origin.shared.values()])
     config = _draft_config(head) if head.family.layer_model else small_config(origin, head.num_modules)
-    if head.family.separate and not head.family.layer_model:
+    if isinstance(head, SharedKVHead):
+        wrapper, config = "", dict(head.config)
+    elif head.family.separate and not head.family.layer_model:
         config |= {LAYOUT_FIELD: head.family.name}
     if head.family.name == GENERIC and hasattr(head.trunk.config, "layer_types"):  # what transformers' MtpModel needs
         config |= {

@@ -69,11 +69,10 @@ def init_head(
 
     Raises:
         ConfigError: The family allows fewer modules.
-        FamilyError: The trunk's layers or its logits cannot be those of a head.
+        FamilyError: The trunk's layers cannot be those of a head.
     """
     if family.max_modules is not None and num_modules > family.max_modules:
         raise ConfigError(f"modules = {num_modules}; {family.name} allows at most {family.max_modules}")
-    trunk.check_losses()
     with _layer_errors(family, trunk), deferred.building() if deferred else nullcontext():
         head = Head(family, trunk, num_modules=num_modules)
     modules, notes = cast(Sequence[MTPLayer], head.stack), list[str]()

@@ -132,6 +132,7 @@ class JointTask:
         ranks: Ranks = ALONE,
     ) -> None:
         ranks.check_batch(config.batch_size, parts=config.accumulate)
+        model.trunk.check_losses()
         if model.head is None and config.depths:
             raise ConfigError(f"depths = {config.depths}, but the model has no head; use depths = 0")
         self.model, self.config, self.prompts, self.ranks = model, config, prompts, ranks
@@ -220,10 +221,8 @@ class JointTask:
 def make_batches(corpus: Corpus, held_out: Corpus | None, trunk: Trunk, config: TrainConfig) -> tuple[Batches, Batches]:
     """Return the batches for training, and for evaluation in passes of the same size.
 
-    held_out: None = the training text. Raises ConfigError for text that does not fit the model or the settings, and
-    FamilyError for a trunk whose logits no loss computes.
+    held_out: None = the training text. Raises ConfigError for text that does not fit the model or the settings.
     """
-    trunk.check_losses()
     batches = partial(Batches, length=config.length, seed=config.seed, pack=trunk.can_pack)
     for text in (corpus, held_out or corpus):
         text.check_vocabulary(trunk.vocab_size)
