@@ -307,7 +307,9 @@ def test_the_best_head_is_taken_back_and_patience_ends_the_run(corpus, tmp_path)
     """A learning rate that wrecks the head: its first evaluation is the best, and two worse ones end the run."""
     config = replace(CONFIG, steps=40, lr=0.1, warmup=0, eval_every=2, patience=2)
     trainer = Trainer(of_fixture(corpus, config), out=tmp_path)
-    records = [record for record in trainer.run() if isinstance(record, HeadRecord)]
+    seen = []
+    records = [record for record in trainer.run(on_evaluation=seen.append) if isinstance(record, HeadRecord)]
+    assert [each.step for each in seen if each.batch == each.num_batches] == [each.step for each in records]
     assert trainer.step < 40
     best = max(records[1:], key=lambda record: record.heldout.score)
     assert (trainer.best_tracker.best_step, trainer.best_tracker.best) == (best.step, best.heldout)

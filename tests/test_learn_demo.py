@@ -28,7 +28,7 @@ from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.intervals import wilson_interval
 from nextn.train.evaluation import TeacherForcedFigures
-from nextn.train.metrics import EvalRecord, StepRecord
+from nextn.train.metrics import EvalRecord, Evaluation, StepRecord
 from nextn.train.recipes import by_name
 
 TEXT = b"def add(a, b):\n    return a + b\n\n\nprint((add(1, 22), 'is', [x for x in range(9) if x % 4]), 7)\n"
@@ -189,8 +189,8 @@ def test_a_rate_of_one_is_drawn(tmp_path):
 def told(tmp_path, monkeypatch, here):
     """`nextn demo` whose training and decoding are over -> what it prints of them."""
 
-    def call(*args, draws=True, rates=(0.5,), **changes):
-        evaluation = EvalRecord(9, TeacherForcedFigures((1.0, 2.0), rates, rates))
+    def call(*args, draws=True, rates=(0.5,), loss=1.0, **changes):
+        evaluation = EvalRecord(9, TeacherForcedFigures((loss, 2.0), rates, rates))
         report = DemoReport(TrainedModel(tmp_path, evaluation, None, 30.0), decoded(**changes), 35.0)
         monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: report.trained)
         monkeypatch.setattr("nextn.demo.decode_trained", lambda *args, **options: report)
@@ -274,6 +274,14 @@ def test_a_disagreement_of_training_and_decoding_is_a_finding(told, tmp_path):
     assert len(json.loads(told("--json", rates=(1.0, 1.0)))["disagreements"]) == 2
 
 
+def test_text_of_too_few_steps_is_called_what_it_is(told, tmp_path):
+    """On a slow machine the text of the trained model is no code, and a reader blames the package."""
+    text = unwrapped(told(loss=2.0))
+    assert unwrapped("9 steps are too few for this model: its text is gibberish (2.89 bits per byte") in text
+    assert unwrapped(f"`nextn demo --folder {tmp_path} --minutes 30` trains it longer") in text
+    assert "toofew" not in unwrapped(told())
+
+
 def test_prompts_are_no_longer_than_what_the_model_was_trained_on(tmp_path, monkeypatch):
     decodings = []
     monkeypatch.setattr(nextn.demo, "load_for", lambda folder: None)
@@ -326,10 +334,13 @@ def test_progress_moves_without_a_terminal(capsys):
         sleep(0.12)
         on_record(record)
         sleep(0.12)
+        on_record(Evaluation(3, 2, 8))
+        sleep(0.12)
         on_record(replace(record, step=12, share=1.0, remaining_s=0.0))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("train  0:00  first step")
     assert "train  0:00  step 3/12  25%  2:05 left  bits 1.44 0.72  50 tok/s" in lines
+    assert "train  0:00  step 3  evaluation on held-out text, batch 2/8" in lines
     assert lines[-1].startswith("train  0:00  step 12/12  100%  0:00 left")
     assert len(lines) == len(set(lines))
     with progress(quiet=True, every_s=0.01) as on_record:

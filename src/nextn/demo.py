@@ -32,7 +32,7 @@ from nextn.settings import Sampling, Settings
 from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance, expected_length
 from nextn.train.joint_run import prepare_joint_run
-from nextn.train.metrics import EvalRecord, Record
+from nextn.train.metrics import EvalRecord, Evaluation, Record
 from nextn.train.self_generated import read_prompts as answered_prompts
 
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
@@ -367,7 +367,7 @@ def train_demo(
     folder: Path,
     *,
     minutes: float,
-    on_record: Callable[[Record], None],
+    on_record: Callable[[Record | Evaluation], None],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TrainedModel | None:
     """Train the shipped checkpoint's recipe for some minutes in `folder/run` and write the result to `folder/model`.
@@ -379,7 +379,7 @@ def train_demo(
     evaluations: list[EvalRecord] = []
     for trainer in run.stages(folder / "model"):
         trainer.resume()
-        for record in trainer.run(should_stop):
+        for record in trainer.run(should_stop, on_evaluation=on_record):
             on_record(record)
             evaluations += [record] if isinstance(record, EvalRecord) else []
         if not trainer.is_over:

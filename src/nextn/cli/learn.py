@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nextn.demo import Answers, DecodedModel, DecodedPair, DemoReport
 
 _PUBLISHED_K, _SMALL_K = 3, 4
+_FOLDER = Path("demo")
+_GIBBERISH = 1.9  # bits per byte of held-out code, above which a continuation has few whole words
 _ANSWERS = """\
 SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers {count} prompts, the code ones from HumanEval, each without \
 and with an MTP head of 4 M parameters that comes with nextn. In each round the head drafts K = {k} tokens, and the \
@@ -35,7 +37,7 @@ where all before them were."""
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Folder for the models, reports and figures.")] = Path("demo"),
+    folder: Annotated[Path, typer.Option(help="Folder for the models, reports and figures.")] = _FOLDER,
     minutes: Annotated[
         float,
         typer.Option(min=0, help="Time budget of the training; 0 = only decode trained models."),
@@ -60,8 +62,7 @@ def demo(
         with stop_flag() as stopped, progress(quiet=as_json) as on_record:
             trained = train_demo(folder, minutes=minutes, on_record=on_record, should_stop=stopped)
         if trained is None:
-            options = ("" if folder == Path("demo") else f" --folder {folder}") + f" --minutes {minutes:g}"
-            say_stopped(folder / "run", f"nextn demo{options}")
+            say_stopped(folder / "run", _command(folder, minutes))
             return
         report = decode_trained(trained, num_speculative_tokens=_SMALL_K)
         record |= report.as_record()
@@ -176,15 +177,30 @@ def _show_report(report: "DemoReport") -> None:
     _show_figures(report.decoded)
     for disagreement in report.disagreements:
         screen.print(plain(f"finding: {disagreement}"))
-    if report.decoded.greedy.figures().speedup < 1:
-        screen.print(
-            f"note: {report.trained.evaluation.step} steps are too few for this model: its drafts cost more than they "
-            "save. --minutes 30 trains it longer; the shipped model above learned for 1,200 steps of twice the size",
-            style="dim",
+    if too_few := [*_too_few_steps(report)]:
+        text = (
+            f"note: {report.trained.evaluation.step} steps are too few for this model: {' and '.join(too_few)}. "
+            f"`{_command(folder, 30)}` trains it longer; the shipped model learned for 1,200 steps of twice the size"
         )
+        screen.print(plain(text, style="dim"))
     names = ["model", "report.json", *_plots(lambda: [plot_losses(folder), *plot_decoded(folder, report.decoded)])]
     seconds = f"trained {report.trained.seconds:.0f} s, {report.total_s:.0f} s in all"
     screen.print(plain(f"{seconds}; in {folder}: {', '.join(names)}"))
+
+
+def _command(folder: Path, minutes: float) -> str:
+    options = () if folder == _FOLDER else ("--folder", str(folder))
+    return shlex.join(["nextn", "demo", *options, "--minutes", f"{minutes:g}"])
+
+
+def _too_few_steps(report: "DemoReport") -> Iterator[str]:
+    """Yield by what it shows that the training was too short."""
+    from nextn.train.metrics import bits
+
+    if (loss := bits(report.trained.evaluation.forced.loss[0])) > _GIBBERISH:
+        yield f"its text is gibberish ({loss:.2f} bits per byte; below {_GIBBERISH} it resembles code)"
+    if report.decoded.greedy.figures().speedup < 1:
+        yield "its drafts cost more than they save"
 
 
 def _plots(draw: Callable[[], Sequence[Path]]) -> list[str]:

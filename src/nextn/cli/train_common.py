@@ -18,7 +18,7 @@ from nextn.errors import ConfigError
 if TYPE_CHECKING:
     from nextn.train.evaluation import HeldOutAcceptance
     from nextn.train.head_run import HeadRun
-    from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
+    from nextn.train.metrics import EvalRecord, Evaluation, HeadRecord, Record, StepRecord
     from nextn.train.run_options import RunOptions
 FOLDER = "export"
 _FIRST_STEP = "first step (torch.compile may take minutes)"
@@ -56,7 +56,7 @@ def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
 
 
 @contextmanager
-def progress(*, quiet: bool, every_s: float = 10.0) -> Iterator[Callable[["Record"], None]]:
+def progress(*, quiet: bool, every_s: float = 10.0) -> Iterator[Callable[["Record | Evaluation"], None]]:
     """Yield a function that shows a record: a progress bar with the loss per depth, and a line per evaluation.
 
     Where standard error is no terminal, a line every `every_s` seconds replaces the bar, also during long steps.
@@ -69,18 +69,20 @@ def progress(*, quiet: bool, every_s: float = 10.0) -> Iterator[Callable[["Recor
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[["Record"], None]]:
+def _bar() -> Iterator[Callable[["Record | Evaluation"], None]]:
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from nextn.train.metrics import StepRecord
+    from nextn.train.metrics import Evaluation, StepRecord
 
     columns = (TextColumn("train"), BarColumn(bar_width=20), TextColumn("{task.fields[status]}"))
     with Progress(*columns, console=console(stderr=True)) as bar:
         task = bar.add_task("train", total=None, status=_FIRST_STEP)
 
-        def show(record: "Record") -> None:
+        def show(record: "Record | Evaluation") -> None:
             if isinstance(record, StepRecord):
                 bar.update(task, completed=record.share, total=1.0, status=_status(record))
+            elif isinstance(record, Evaluation):
+                bar.update(task, status=_evaluating(record))
             else:
                 bar.console.print(f"step {record.step}: held-out {_held_out(record)}", highlight=False)
 
@@ -88,10 +90,11 @@ def _bar() -> Iterator[Callable[["Record"], None]]:
 
 
 @contextmanager
-def _lines(every_s: float) -> Iterator[Callable[["Record"], None]]:
-    from nextn.train.metrics import StepRecord
+def _lines(every_s: float) -> Iterator[Callable[["Record | Evaluation"], None]]:
+    from nextn.train.metrics import Evaluation, StepRecord
 
-    status, is_over, started = _FIRST_STEP, Event(), time.monotonic()
+    status = stepped = _FIRST_STEP
+    is_over, started = Event(), time.monotonic()
 
     def repeat() -> None:
         printed, due = "", 0.0
@@ -100,11 +103,14 @@ def _lines(every_s: float) -> Iterator[Callable[["Record"], None]]:
                 printed, due = status, time.monotonic() + _SAME_AFTER_S
                 echo(f"train  {minutes(time.monotonic() - started)}  {status}", err=True)
 
-    def show(record: "Record") -> None:
-        nonlocal status
+    def show(record: "Record | Evaluation") -> None:
+        nonlocal status, stepped
         if isinstance(record, StepRecord):
-            status = _status(record)
+            status = stepped = _status(record)
+        elif isinstance(record, Evaluation):
+            status = _evaluating(record)
         else:
+            status = stepped
             echo(f"step {record.step}: held-out {_held_out(record)}", err=True)
 
     # A thread, because a first step with compilation, and an evaluation, may take a minute.
@@ -150,6 +156,10 @@ def _status(record: "StepRecord") -> str:
     if not record.match:
         return f"{progress}  bits {' '.join(f'{bits(loss):.2f}' for loss in record.loss)}  {speed}"
     return f"{progress}  loss {_listed(record.loss)}  1-TV {_listed(record.overlap)}  {speed}"
+
+
+def _evaluating(progress: "Evaluation") -> str:
+    return f"step {progress.step}  evaluation on held-out text, batch {progress.batch}/{progress.num_batches}"
 
 
 def _held_out(record: "EvalRecord | HeadRecord") -> str:

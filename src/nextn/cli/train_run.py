@@ -202,7 +202,7 @@ def _run_trainer(
     trainer.resume()
     events = event_log(folder / "tensorboard" if tensorboard and ranks.is_first else None, step=trainer.step)
     with stop_flag() as stopped, progress(quiet=as_json or not ranks.is_first) as on_record, events as log:
-        for record in trainer.run(stopped):
+        for record in trainer.run(stopped, on_evaluation=on_record):
             on_record(record)
             log(record)
             if (remark := note(record)) is not None and ranks.is_first:

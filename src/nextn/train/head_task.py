@@ -52,7 +52,7 @@ from nextn.train.joint_task import (
     mean_per_depth,
     prepare_layers,
 )
-from nextn.train.metrics import HeadRecord, Record, StepRecord
+from nextn.train.metrics import HeadRecord, OnEvaluation, Record, StepRecord, unseen
 
 HEAD_FILE = "head.safetensors"
 MAX_CURVE_DEPTHS = 8
@@ -220,11 +220,12 @@ class HeadTask:
             "do not fit this trunk, and its first steps only undo that"
         )
 
-    def evaluate(self, step: int, *, last: bool = False) -> HeadRecord:
+    def evaluate(self, step: int, *, last: bool = False, on_evaluation: OnEvaluation = unseen) -> HeadRecord:
         """Held-out acceptance, as deep as the config says."""
         # Eager: each new shape would be compiled separately.
         with torch.compiler.set_stance("force_eager"):
-            evaluate = partial(self._heldout_acceptance, self.config.num_eval_depths)
+            examples = self._held_out_examples(step, on_evaluation)
+            evaluate = partial(self._heldout_acceptance, self.config.num_eval_depths, examples)
             return HeadRecord(step, self.joint_module.without_grad(evaluate))
 
     def curve(
@@ -236,7 +237,7 @@ class HeadTask:
         """
 
         def measured() -> Iterator[HeldOutAcceptance]:
-            examples = [*self._held_out_examples()]  # the trunk's states, once for all
+            examples = [*self._held_out_examples(0, unseen)]  # the trunk's states, once for all
             for count in range(1, min(max_depths, self.config.length - 1) + 1):
                 yield self._heldout_acceptance(count, examples)
                 on_point()
@@ -244,18 +245,16 @@ class HeadTask:
         with torch.compiler.set_stance("force_eager"):
             return self.joint_module.without_grad(lambda: [*measured()])
 
-    def _held_out_examples(self) -> Iterator[tuple[Batch, TrunkOutput]]:
-        batches = held_out_batches(self.held_out, self.config, self.ranks)
+    def _held_out_examples(self, step: int, on_evaluation: OnEvaluation) -> Iterator[tuple[Batch, TrunkOutput]]:
+        batches = held_out_batches(self.held_out, self.config, self.ranks, step=step, on_evaluation=on_evaluation)
         return ((batch, self.hidden(Example(batch))) for batch in batches)
 
-    def _heldout_acceptance(
-        self, depths: int, examples: Iterable[tuple[Batch, TrunkOutput]] | None = None
-    ) -> HeldOutAcceptance:
+    def _heldout_acceptance(self, depths: int, examples: Iterable[tuple[Batch, TrunkOutput]]) -> HeldOutAcceptance:
         ranks, config = self.ranks, self.config
         return heldout_acceptance(
             self.model.trunk,
             self.head,
-            self._held_out_examples() if examples is None else examples,
+            examples,
             depths,
             temperature=config.temperature,
             on_policy=self.on_policy,

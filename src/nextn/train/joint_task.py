@@ -27,7 +27,7 @@ from nextn.train.cpu_attention import use_blockwise_attention
 from nextn.train.distributed import ALONE, JointModule, Ranks, shard, shard_like, unsharded
 from nextn.train.evaluation import decoded_figures, teacher_forced_figures
 from nextn.train.layer_inputs import checkpoint_layers
-from nextn.train.metrics import EvalRecord, HeadRecord
+from nextn.train.metrics import EvalRecord, Evaluation, HeadRecord, OnEvaluation, unseen
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,9 @@ class Task(Protocol):
     def figures(self, report: BatchLoss) -> dict[str, tuple[float, ...]]:
         """Return the figures of a step, as fields of `StepRecord`."""
 
-    def evaluate(self, step: int, *, last: bool = False) -> EvalRecord | HeadRecord:
+    def evaluate(
+        self, step: int, *, last: bool = False, on_evaluation: OnEvaluation = unseen
+    ) -> EvalRecord | HeadRecord:
         """Evaluate on held-out text after `step` steps; the last evaluation may be more expensive."""
 
     def stored(self) -> dict[str, Tensor]:
@@ -171,14 +173,14 @@ class JointTask:
     def figures(self, report: BatchLoss) -> dict[str, tuple[float, ...]]:
         return {"loss": mean_per_depth(report.sums, report.counts)}
 
-    def evaluate(self, step: int, *, last: bool = False) -> EvalRecord:
+    def evaluate(self, step: int, *, last: bool = False, on_evaluation: OnEvaluation = unseen) -> EvalRecord:
         # Eager: decoding has a new shape at every step, and each would be compiled separately.
         with torch.compiler.set_stance("force_eager"):
-            return self.joint_module.without_grad(lambda: self._evaluate(step, last))
+            return self.joint_module.without_grad(lambda: self._evaluate(step, last, on_evaluation))
 
-    def _evaluate(self, step: int, last: bool) -> EvalRecord:
+    def _evaluate(self, step: int, last: bool, on_evaluation: OnEvaluation) -> EvalRecord:
         depths, ranks = self.config.depths, self.ranks
-        batches = held_out_batches(self.held_out, self.config, ranks)
+        batches = held_out_batches(self.held_out, self.config, ranks, step=step, on_evaluation=on_evaluation)
         figures = teacher_forced_figures(
             self.model, batches, depths, dtype=getattr(torch, self.config.dtype), total=ranks.total
         )
@@ -233,10 +235,14 @@ def make_batches(corpus: Corpus, held_out: Corpus | None, trunk: Trunk, config: 
     )
 
 
-def held_out_batches(held_out: Batches, config: TrainConfig, ranks: Ranks) -> Iterator[Batch]:
-    """Yield this process's rows of the batches of an evaluation."""
+def held_out_batches(
+    held_out: Batches, config: TrainConfig, ranks: Ranks, *, step: int = 0, on_evaluation: OnEvaluation = unseen
+) -> Iterator[Batch]:
+    """Yield this process's rows of the batches of an evaluation after `step` steps."""
     passes = config.eval_batches * config.accumulate
-    return (held_out.batch(index, rank=ranks.rank, world=ranks.world) for index in range(passes))
+    for index in range(passes):
+        on_evaluation(Evaluation(step, index + 1, passes))
+        yield held_out.batch(index, rank=ranks.rank, world=ranks.world)
 
 
 def add_losses(reports: Sequence[BatchLoss]) -> BatchLoss:

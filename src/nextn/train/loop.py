@@ -24,7 +24,7 @@ from nextn.train.config import LambdaSchedule, TrainConfig
 from nextn.train.distributed import ALONE, Ranks, clip_gradients
 from nextn.train.evaluation import BestTracker
 from nextn.train.joint_task import BatchLoss, Task, add_losses, sum_over_ranks
-from nextn.train.metrics import EvalRecord, HeadRecord, Record, StepRecord
+from nextn.train.metrics import EvalRecord, HeadRecord, OnEvaluation, Record, StepRecord, unseen
 from nextn.train.optimizers import build_optimizers, set_learning_rates
 
 _RECENT = 16  # steps whose median time predicts the next ones; compilation makes single steps much slower
@@ -58,19 +58,21 @@ class Trainer:
         self.optimizers = build_optimizers(task.named, self.config)
         self.best_tracker = BestTracker(getattr(self.config, "patience", 0))
 
-    def run(self, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Record]:
+    def run(
+        self, should_stop: Callable[[], bool] = lambda: False, *, on_evaluation: OnEvaluation = unseen
+    ) -> Iterator[Record]:
         """Train from the current step to the last, and write a checkpoint at the end or when should_stop() is true.
 
-        If the head was better at an earlier evaluation, those weights are restored at the end. If one of several
-        processes should stop, all stop after the same step. Raises TrainingError for a loss that is not finite or a
-        lost process; earlier checkpoints stay.
+        on_evaluation is called before each batch of an evaluation. If the head was better at an earlier evaluation,
+        those weights are restored at the end. If one of several processes should stop, all stop after the same step.
+        Raises TrainingError for a loss that is not finite or a lost process; earlier checkpoints stay.
         """
         is_first = self.ranks.is_first
         with self.ranks.guarded(), explain_full_disk(self.full_disk_advice), self.folder.locked(needed=is_first):
             if is_first:
                 need_room(self.folder.path, self.num_bytes_left())
             with self.folder.log(self.step, discard=not is_first) as log, self._threads() as choose:
-                for record in self._records(should_stop):
+                for record in self._records(should_stop, on_evaluation):
                     if isinstance(record, StepRecord):
                         choose(record.tokens_per_s)
                     log.write(record)
@@ -97,18 +99,18 @@ class Trainer:
         command = f"nextn train {shlex.quote(str(self.folder.path))} --resume"
         return f"{complete[-1]} is complete: with more free space, `{command}` resumes from it."
 
-    def _records(self, should_stop: Callable[[], bool]) -> Iterator[Record]:
+    def _records(self, should_stop: Callable[[], bool], on_evaluation: OnEvaluation) -> Iterator[Record]:
         if self.step == 0 and self.task.has_baseline:
-            yield self.evaluate()
+            yield self.evaluate(on_evaluation=on_evaluation)
         while not self.is_over and not self.ranks.any(should_stop()):
             yield self._step()
             if _due(self.step, self.config.eval_every) and not self.pace.is_over(self.step):
-                yield self.evaluate()
+                yield self.evaluate(on_evaluation=on_evaluation)
             if _due(self.step, self.config.save_every):
                 self.save()
         self.save()
         if self.is_over:
-            yield self.evaluate(last=True)
+            yield self.evaluate(last=True, on_evaluation=on_evaluation)
             if self.best_tracker.best_step not in (0, self.step):
                 checkpointing.read_weights(self.folder.best, self.task)
 
@@ -117,9 +119,9 @@ class Trainer:
         """Whether all steps are done, the time is used, or acceptance has not improved for `patience` evaluations."""
         return self.pace.is_over(self.step) or self.best_tracker.is_done
 
-    def evaluate(self, *, last: bool = False) -> EvalRecord | HeadRecord:
+    def evaluate(self, *, last: bool = False, on_evaluation: OnEvaluation = unseen) -> EvalRecord | HeadRecord:
         """Evaluate on held-out text, and store the weights of the best head so far."""
-        record = self.task.evaluate(self.step, last=last)
+        record = self.task.evaluate(self.step, last=last, on_evaluation=on_evaluation)
         if isinstance(record, HeadRecord) and self.best_tracker.update(self.step, record.heldout):
             checkpointing.write_weights(self.folder.best, self.task)
         return record

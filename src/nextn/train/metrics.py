@@ -67,6 +67,22 @@ class HeadRecord:
 Record = StepRecord | EvalRecord | HeadRecord
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """How far an evaluation is, which may take minutes; it is shown, not recorded."""
+
+    step: int
+    batch: int  # of `num_batches`, from 1
+    num_batches: int
+
+
+OnEvaluation = Callable[[Evaluation], None]
+
+
+def unseen(progress: Evaluation) -> None:
+    """Show nothing."""
+
+
 def bits(nats: float) -> float:
     """Convert nats per token to bits per token (bits per byte for a byte-level model)."""
     return nats / math.log(2)
