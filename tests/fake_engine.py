@@ -116,7 +116,7 @@ class FakeEngine:
             with self.lock:
                 rounds = max(1, num // ROUND)
                 self.drafted += 4 * rounds
-                self.num_accepted += 3 * rounds
+                self.num_accepted += 0 if "all-rejected" in self.faults else 3 * rounds
 
     def metrics(self):
         drafted, kept = self.drafted, self.num_accepted

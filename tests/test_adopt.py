@@ -248,13 +248,21 @@ def test_widths(size, width):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path):
-    """A trained head that an engine does not run as it is goes there in seconds, and the errors say so."""
+def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path, monkeypatch):
+    """A trained head that an engine does not run as it is goes there in seconds; errors and `audit` say so at once."""
     trunk = trunk_of(tmp_path / "trunk", "llama")
     head = trained(tmp_path / "run", trunk, text, head_only=not inside)
     byte_tokenizer().save_pretrained(trunk)
     byte_tokenizer().save_pretrained(head) if inside else None
     outs = {"vllm": "out", "llama.cpp": "out.gguf"}
+    with monkeypatch.context() as patch:
+        patch.setattr("nextn.edit.adopt.full_config", None)  # imports transformers: seconds
+        found = audit(head) if inside else audit(trunk, head=head)
+        here("serve", *((head,) if inside else (trunk, "--head", head)), "--print", "vllm")
+    (fix,) = (each.fix for each in found.findings if each.rule == "engine-absent")
+    audited = re.search("`nextn (export .+?)`", fix)[1].replace(" OUT", f" {tmp_path / 'audited'}")
+    code, out, _ = here(*shlex.split(audited))
+    assert (code, f" {tmp_path / 'audited'}" in out) == (0, True)
     for engine, name in outs.items():
         code, _, err = here("export", head, tmp_path / name, "--for", engine)
         assert (code, "train --layout" in err or "train with --layout" in err, "--adopt" in err) == (2, True, True), err
@@ -285,6 +293,18 @@ def test_no_route_where_the_engine_computes_another_model(text, tmp_path):
             "original_max_position_embeddings": 64}  # fmt: skip
     head = trained(tmp_path / "run", trunk_of(tmp_path / "trunk", "llama", rope_parameters=rope), text)
     assert engines_after_adopting(head) == ("vllm", "sglang")
+    older = {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}, "hidden_act": None}
+    for change, routes in (
+        (older, 3),
+        ({"mlp_bias": True}, 0),
+        ({"sliding_window": 8}, 0),
+        ({"model_type": "gpt2"}, 0),
+    ):
+        config = json.loads((head / "config.json").read_text())
+        stated = {name: value for name, value in (config | change).items() if value is not None}
+        (head / "config.json").write_text(json.dumps(stated))
+        assert len(engines_after_adopting(head)) == routes, change
+        (head / "config.json").write_text(json.dumps(config))
 
 
 def test_command(tmp_path, here):

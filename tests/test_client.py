@@ -38,7 +38,7 @@ def test_addresses(text, url):
     assert base_url(text) == url
 
 
-@pytest.mark.parametrize("text", ["ftp://a.b", "http://", "file:///etc/passwd"])
+@pytest.mark.parametrize("text", ["ftp://a.b", "http://", "file:///etc/passwd", "8000"])
 def test_other_addresses(text):
     with pytest.raises(ConfigError, match="not an HTTP address"):
         base_url(text)
@@ -57,6 +57,12 @@ def test_down():
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(EngineError, match=r"nothing answers.*is the engine running"):
             Endpoint.open(url, Budget(QUICK))
+
+
+def test_https_to_a_server_without_it(engine):
+    url = engine().url
+    with pytest.raises(EngineError, match=f"give {url}$"):
+        Endpoint.open(url.replace("http:", "https:"), Budget(QUICK))
 
 
 @pytest.mark.parametrize(

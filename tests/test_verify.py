@@ -146,6 +146,13 @@ def test_misfit(value, words):
     assert bool(fault) == bool(words)
 
 
+def test_no_draft_is_accepted(run):
+    """Text without accepted drafts proves nothing about them, although it is right."""
+    found = run("all-rejected", names=["greedy", "mtp-on"], alone=True)
+    assert [found[name].outcome for name in ("greedy", "mtp-on")] == ["passed", "inconclusive"]
+    assert "nextn diagnose" in found["mtp-on"].advice
+
+
 def test_counters_reset(run):
     """The engine was started anew within the run: part of what was checked ran on another one."""
     found = run("reset", names=["greedy", "replay", "mtp-on"], alone=True)["mtp-on"]

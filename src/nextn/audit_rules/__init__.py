@@ -158,6 +158,7 @@ def audit_checkpoint(
         shapes.shape: lambda _: shapes.shape(alike),
         values.values: partial(values.values, whole=whole),
         separate.separate: partial(separate.separate, trunk=trunk),
+        engines.engine_support: partial(engines.engine_support, trunk=trunk),
     }
     rules = [bound.get(rule, rule) for rule in RULES]
     findings = named + [finding for rule in rules for finding in rule(inventory)]

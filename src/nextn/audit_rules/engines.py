@@ -3,6 +3,7 @@
 The facts about engines come from the family's row; one that affects only some setups is a note.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
@@ -10,7 +11,9 @@ from nextn.audit_rules.findings import ENGINES, ROLES, Finding, aliases, convert
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import GENERIC
 from nextn.checkpoint.quantization import split_name, storage
+from nextn.edit.adopt import MODEL_TYPES, engines_after_adopting
 from nextn.edit.compatibility import lone_experts
 from nextn.family_table import READS_FUSED, EngineSupport, Support, by_name, lookup, rows
 from nextn.text_format import joined, some
@@ -223,7 +226,7 @@ def _trunk_form(inventory: Inventory) -> Iterator[Finding]:
                 return
 
 
-def engine_support(inventory: Inventory) -> Iterator[Finding]:
+def engine_support(inventory: Inventory, *, trunk: Inventory | None = None) -> Iterator[Finding]:
     """Report engines that do not run this family's head at all, and whether Nextn does not."""
     if inventory.stored and not inventory.family.runs:
         yield Finding(
@@ -239,8 +242,28 @@ def engine_support(inventory: Inventory) -> Iterator[Finding]:
                 f"engine-{support}", "note", inventory.family.name,
                 f"{verb(names, stem)} {what}{': ' if notes else ''}{'; '.join(dict.fromkeys(notes))}.",
                 f"An engine that runs it: {_others(inventory, names)}.",
-                "The checkpoint needs no change.",
+                f"The checkpoint needs no change.{_adoption(inventory, trunk)}",
             )  # fmt: skip
+
+
+def _adoption(inventory: Inventory, trunk: Inventory | None) -> str:
+    """Return a sentence with the command that writes trunk and head in a layout that more engines run, if one does."""
+    if inventory.family.name != GENERIC:
+        return ""
+    own, base, condition = shlex.quote(inventory.checkpoint.path), "", ""
+    if inventory.layers:
+        routes = engines_after_adopting(inventory.checkpoint)
+    elif trunk is not None:
+        base = f" --model {shlex.quote(trunk.checkpoint.path)}"
+        routes = engines_after_adopting(trunk.checkpoint, inventory.checkpoint.path)
+    else:
+        base, condition = " --model TRUNK", ", if that layout can hold the trunk"
+        routes = ("vllm", "sglang", "llama.cpp") if inventory.checkpoint.config.get("model_type") in MODEL_TYPES else ()
+    if not routes:
+        return ""
+    command = f"nextn export {own} OUT{base} --for {routes[0]} --adopt"
+    names = engines(each.replace(".", "") for each in routes)
+    return f" `{command}` writes trunk and head in GLM-4.5's layout for {names}{condition}."
 
 
 def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Finding:

@@ -74,10 +74,11 @@ def degeneracy_notes(
         )
     elif degenerate:
         which = some([str(index + 1) for index in sorted(degenerate)], 8)
-        few = "" if left >= FEW_TEXTS else f": {counted(left, 'text')} {'is' if left == 1 else 'are'} too few{sampled}"
+        verb, noun = ("is", "prompt") if len(degenerate) == 1 else ("are", "prompts")
+        few = "" if left >= FEW_TEXTS else f", too few{sampled}"
         notes.append(
-            f"{label}: {len(degenerate)} of {total} prompts gave degenerate (repetitive) text and are left out "
-            f"({which}){few}"
+            f"{label}: {len(degenerate)} of {total} texts {verb} degenerate (repetitive), which is easy to draft, and "
+            f"{verb} left out ({noun} {which}): the figures are of {counted(left, 'text')}{few}"
         )
     if short:
         notes.append(

@@ -142,17 +142,29 @@ class ZeroPiece(Piece):
 
 
 def engines_after_adopting(source: "str | Path | Checkpoint", head: str | Path | None = None) -> tuple[str, ...]:
-    """Return the engines that run this model, with this head or the one inside, once `adopt` wrote it; none: ()."""
+    """Return the engines that run this model, with this head or the one inside, once `adopt` wrote it; none: ().
+
+    The config counts as its file says it: to import transformers for the fields that are not there takes seconds.
+    """
     try:
         checkpoint = visible(as_checkpoint(source))
         trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-        if (own := _head(head, trunk)) is None:
+        config = _stated(checkpoint.config)
+        if (own := _head(head, trunk)) is None or config["model_type"] not in MODEL_TYPES or any(problems(config)):
             return ()
-        config = _config(checkpoint)
-        _plan(trunk, own, config)
-    except NextnError:
+        _refuse_misshapen(trunk, own, config)
+    except (NextnError, KeyError):
         return ()
     return ("vllm", "sglang") + (() if config["rope_parameters"]["rope_type"] == "llama3" else ("llama.cpp",))
+
+
+def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that `problems` reads, of a file that leaves some out or has their older names."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    defaults = {"hidden_act": "silu", "tie_word_embeddings": False, "model_type": None}
+    windowless = {} if config.get("use_sliding_window", True) else {"sliding_window": None}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    return {**defaults, **config, **windowless, "rope_parameters": {"rope_type": rope_type}}
 
 
 def adopt(

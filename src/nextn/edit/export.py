@@ -38,6 +38,10 @@ _K = 3
 _LOCAL = ("source", "trunk")  # of a file's metadata: folders of the run and of the trunk
 
 
+class _Adoptable(FamilyError):
+    """The engine runs the head once trunk and head are in another layout."""
+
+
 @dataclass(frozen=True)
 class Export:
     """What was written, and how it is used.
@@ -123,9 +127,7 @@ def export_command(source: str, trunk: str, engine: str, k: int | None) -> str:
     adoption = ""
     try:
         _refuse(head, base, engine)
-    except FamilyError:
-        if engine not in engines_after_adopting(base.checkpoint, source):
-            raise
+    except _Adoptable:
         adoption = " --adopt"
     out = "OUT.gguf" if engine == "llama.cpp" else "OUT"
     options = adoption + ("" if k is None else f" -k {k}")
@@ -199,7 +201,7 @@ def _naming_adoption(head: Inventory, trunk: Inventory, engine: str) -> Iterator
         alone = None if path == trunk.checkpoint.path else path
         if engine not in engines_after_adopting(trunk.checkpoint, alone):
             raise
-        raise FamilyError(
+        raise _Adoptable(
             f"{error}. Or keep this head: --adopt writes trunk and head in GLM-4.5's layout, which {ENGINES[engine]} "
             "runs"
         ) from error

