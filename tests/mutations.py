@@ -43,7 +43,7 @@ COPIES, CHECK, DROPS = "test_copy_drafts.py test_copy_index.py", "test_self_chec
 READERS = "test_shared_kv_head.py -k 'transformers or sampled'"
 MUTATIONS = [
     # Heads that read the trunk's keys, and depths that read the first run's: which position, which layer, how far back.
-    Mutation("model/shared_kv_head.py", 'queries = positions + int(self.family.trunk_kv == "token")', "queries = positions", READERS),
+    Mutation("model/shared_kv_head.py", 'packing[0]) + int(self.family.trunk_kv == "token")', "packing[0])", READERS),
     Mutation("model/shared_kv_head.py", 'window = window and window + int(self.family.trunk_kv == "token")', "window = window and window", READERS),
     Mutation("model/shared_kv_head.py", "storing_layers(trunk, each.name)[-1]", "storing_layers(trunk, each.name)[0]", READERS),
     Mutation("model/shared_kv_head.py", "cache.rollback_to([length - 1 for length in cache.lengths])", "pass", READERS),

@@ -4,9 +4,15 @@ The other two are elsewhere: a head that goes to an engine in `test_adopt`, a he
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,12 +63,60 @@ def test_a_lost_head(tuned, here):
     assert (code, json.loads(out)["modules"]) == (0, [0])
 
 
+def workflow(page, heading=""):
+    """What the steps of a page's workflows run, as printed; heading: of the only section that counts."""
+    text = (ROOT / "docs" / page).read_text()
+    text = text.split(heading)[1].split("\n## ")[0] if heading else text
+    blocks = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    return [step["run"] for block in blocks for step in block if "run" in step]
+
+
 def ci_steps():
-    """The commands of ci.md for a checkpoint, as printed."""
-    section = (ROOT / "docs/how-to/ci.md").read_text().split("\n## ")[1]
-    blocks = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", section, re.DOTALL))
-    commands = (shlex.split(step["run"]) for block in blocks for step in block)
+    """The commands of ci.md for a checkpoint."""
+    commands = map(shlex.split, workflow("how-to/ci.md", "## After a fine-tune"))
     return [command[1:] for command in commands if command[0] == "nextn"]
+
+
+STAND_IN = """\
+import http.server, json, pathlib, sys
+name, words = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
+with open("calls", "a") as calls:
+    calls.write(json.dumps([name, *words]) + "\\n")
+if name == "vllm":
+    json.loads(words[words.index("--speculative-config") + 1]) if "--speculative-config" in words else None
+    address = ("localhost", int(words[words.index("--port") + 1]))
+    http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("page", ["how-to/ci.md", "reference/verify.md"])
+def test_workflows_run_in_a_shell(page, tmp_path):
+    """As a runner runs them, with stand-ins for the programs: quotes, `&`, functions, and the wait for an engine."""
+    for name in ("vllm", "nextn", "pip"):
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{STAND_IN}")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "health").touch()
+    script = "\n".join(workflow(page)).replace("sleep 5", "sleep 0.1")
+    for port in ("8000", "8001"):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            script = script.replace(port, str(free.getsockname()[1]))
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "MODEL": "org/model",
+        "NO_PROXY": "localhost",
+    }
+    with subprocess.Popen(["bash", "-e"], stdin=-1, cwd=tmp_path, env=environment, start_new_session=True) as shell:
+        try:
+            shell.communicate(script.encode(), timeout=30)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+    assert shell.returncode == 0
+    called = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert len([each for each in called if each[:2] == ["nextn", "verify"]]) == 1
+    assert all("org/model" in each for each in called if each[0] == "vllm")
 
 
 @pytest.mark.slow
