@@ -205,6 +205,14 @@ def test_a_quantized_checkpoint_drafts_by_four_bits(small, tmp_path, weights):
     assert texts == decode(made, start, num_speculative_tokens=0, max_tokens=16)[0]
 
 
+def test_the_two_best_are_capped_as_the_others(small):
+    output = nn.Linear(8, 12, bias=False)
+    states, logits = torch.randn(2, 8), torch.zeros(2, 12)
+    made = DraftLMHead.of(output, None).rescore(logits, states, lambda exact: 2 * torch.tanh(exact))
+    places = made.nonzero(as_tuple=True)
+    torch.testing.assert_close(made[places], 2 * torch.tanh(output(states)[places]))
+
+
 def test_four_bits_are_for_large_vocabularies_and_rounded_weights():
     rows = 4096
     model = Model.build(CONFIGS["glm4_moe"] | {"vocab_size": rows}, dtype=torch.bfloat16)

@@ -20,6 +20,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
 from nextn.decoding.drafter import Drafter
+from nextn.decoding.rounds import rounds
 from nextn.edit.convert import extract
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.evaluate.conventions import apply_variants, variants
@@ -30,7 +31,7 @@ from nextn.family_table import by_name, deviations
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.serve.request import GenerationRequest
-from nextn.settings import Contract, Sampling
+from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.sampling import to_probs
 from nextn.train.config import HeadConfig
 from nextn.train.head_run import HeadRun
@@ -293,6 +294,20 @@ def test_training_and_what_it_writes(folders, tmp_path, size):
     theirs = chain(again, reference, tokens, 9, 3)
     ours = torch.stack([again.head.logits(0, each[0, 9]) for each in states])
     torch.testing.assert_close(ours[ours.isfinite()], theirs[ours.isfinite()], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", ["31B", *(pytest.param(each, marks=pytest.mark.slow) for each in ("12B", "26B-A4B"))])
+def test_the_trunk_in_native_code(models, size):
+    """With its capped logits and without a head, the same text."""
+    trunk, prompts = models[size].trunk, text(2 * WINDOW, seed=7).tolist()
+    texts = [
+        [
+            each.rows[0].emitted
+            for each in rounds(backend.trunk, None, prompts, Settings(max_tokens=20, num_speculative_tokens=0))
+        ]
+        for backend in (make_backend(trunk, None, name=name) for name in ("native", "torch"))
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_the_native_backend_says_why_it_does_not_run_it(models):

@@ -186,10 +186,9 @@ class Head(nn.Module):
         """Return the lm_head of MTP layer `index`."""
         return self._at(index).output if "output" in self.family.own else self.trunk.output
 
-    @property
-    def logit_cap(self) -> float | None:
-        """The bound that its logits approach; None where they have none."""
-        return None if "output" in self.family.own else self.trunk.logit_cap
+    def capped(self, logits: Tensor) -> Tensor:
+        """As `Trunk.capped`."""
+        return logits if "output" in self.family.own else self.trunk.capped(logits)
 
     def _at(self, index: int) -> MTPLayer:
         return cast(MTPLayer, self.stack[index])
@@ -204,7 +203,8 @@ class Head(nn.Module):
         output = self.output(index)
         if self.draft_vocabulary is not None:
             rows = self.draft_vocabulary.rows
-            return float_linear(final_hidden, rows(output.weight), None if output.bias is None else rows(output.bias))
+            logits = float_linear(final_hidden, rows(output.weight), None if output.bias is None else rows(output.bias))
+            return self.capped(logits)
         return logits_of(output, final_hidden) if "output" in self.family.own else self.trunk.logits(final_hidden)
 
     def teacher_forced_hidden(

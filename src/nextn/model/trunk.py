@@ -256,7 +256,10 @@ class Trunk(nn.Module):
 
     def logits(self, final_hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final_hidden [..., H] in float32, see `logits_of`."""
-        logits = logits_of(self.output, final_hidden)[..., : self.vocab_size]
+        return self.capped(logits_of(self.output, final_hidden)[..., : self.vocab_size])
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Return the logits that the product with the lm_head becomes."""
         return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)
 
     @property

@@ -150,8 +150,6 @@ def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
         raise Untraceable("the native runtime has all layers in memory, and a device map places them elsewhere")
     if trunk.device.type != "cpu":
         raise Untraceable(f"the native runtime runs on CPUs, the model is on {trunk.device}")
-    if trunk.logit_cap is not None:
-        raise Untraceable("the native runtime computes logits without a cap (final_logit_softcapping)")
     if head is not None and head.family.repeated_kv != "own":
         raise Untraceable("the native runtime gives repeated depths keys of their own, and this head's have none")
     if head is not None and head.family.trunk_kv:

@@ -166,12 +166,13 @@ class HeadTask:
             part = self._sampled_vocabulary(targets.tokens)
             states, lm_heads = part.inputs(states), part.weights(lm_heads, config.temperature)
             targets = part.targets(targets)
+        cap = None if "output" in self.head.family.own else trunk.logit_cap
         final, *hiddens = states
         weight, *weights = lm_heads
         return head_loss(
             hiddens,
             weights,
-            Teacher(final, weight, config.temperature, trunk.logit_cap, self.head.logit_cap),
+            Teacher(final, weight, config.temperature, trunk.logit_cap, cap),
             targets,
             objective=config.objective,
             depth_weights=self.weights,

@@ -184,12 +184,15 @@ class DraftLMHead:
         """Return itself; None if `weight` is a part of the stand-in."""
         return [[self]] if weight.shape == self.stand_in.shape else None
 
-    def rescore(self, logits: Tensor, states: Tensor) -> Tensor:
+    def rescore(
+        self, logits: Tensor, states: Tensor, capped: Callable[[Tensor], Tensor] = lambda logits: logits
+    ) -> Tensor:
         """Replace the highest logits by those that the lm_head itself gives.
 
         Args:
             logits: [n, N] of `linear`, overwritten.
             states: Final hidden states [n, H].
+            capped: What the lm_head's products become, see `Head.capped`.
 
         Returns:
             The logits.
@@ -200,7 +203,7 @@ class DraftLMHead:
         exact = (rows.float() * states[:, None].float()).sum(-1)
         if self.output.bias is not None:
             exact = exact + self.output.bias[ids]
-        return logits.scatter_(-1, places, exact.to(logits.dtype))
+        return logits.scatter_(-1, places, capped(exact).to(logits.dtype))
 
     def dequantize(self) -> Tensor:
         """Return the rows [N, H] that the stand-in stands for."""

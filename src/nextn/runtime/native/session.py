@@ -280,7 +280,7 @@ class NativeHead:
         """As `Head.draft_logits`; the highest ones are exact if the LM head has few bits. Only for recordings."""
         logits = self._recorded.draft_logits(index, states)
         lm_head = self._draft_lm_heads.get(id(self._recorded.output(index)))
-        return logits if lm_head is None else lm_head.rescore(logits, states)
+        return logits if lm_head is None else lm_head.rescore(logits, states, self._recorded.capped)
 
     def _run_refresh(self, inputs: Inputs, cache: RecordingCache) -> list[Tensor]:
         """The only MTP layer without outputs: dead-code elimination leaves what the KV cache needs."""
