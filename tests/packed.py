@@ -40,7 +40,7 @@ CASES = [
     Case("int-quantized", 8, 0), Case("int-quantized", 8, 16, symmetric=False),
     Case("gptq", scale=torch.float16), Case("gptq", symmetric=False), Case("gptq", 8, 32, symmetric=False),
     Case("gptq", 4, 0, version=2, symmetric=False), Case("gptq", ordered=True, version=2),
-    Case("gptq", auto_round=True),
+    Case("gptq", auto_round=True), Case("gptq", symmetric=False, version=2, auto_round=True),
     Case("awq", symmetric=False), Case("awq", group=32, scale=torch.float16),
     Case("awq", symmetric=False, auto_round=True),
 ]  # fmt: skip
@@ -137,7 +137,7 @@ def section(case: Case) -> dict[str, object]:
     """The quantization_config."""
     size = case.group or -1
     if case.layout in ("gptq", "awq"):
-        packing = {"packing_format": f"auto_round:auto_{case.layout}"}
+        packing = {"packing_format": "auto_round:gptqmodel" if case.version == 2 else f"auto_round:auto_{case.layout}"}
         own = {"checkpoint_format": f"gptq{'_v2' if case.version == 2 else ''}"} if case.layout == "gptq" else {}
         method = {"quant_method": "auto-round", **packing} if case.auto_round else {"quant_method": case.layout, **own}
         return method | {"bits": case.bits, "group_size": size, "sym": case.symmetric, "desc_act": case.ordered}

@@ -73,9 +73,9 @@ INT4 = {
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
 
 
-def pack(table):
-    """Trunk and head as compressed-tensors packs them."""
-    for name in [each for each in table if re.search(r"(self_attn|mlp)\..*_proj\.weight$", each)]:
+def pack(table, start=""):
+    """Trunk and head, or what starts so, as compressed-tensors packs them."""
+    for name in [each for each in table if re.match(rf"{start}.*(self_attn|mlp)\..*_proj\.weight$", each)]:
         rows, columns = table.pop(name).shape
         put(f"{name}_packed", (rows, columns // 8), "I32")(table)
         put(f"{name}_scale", (rows, 1))(table)
@@ -285,7 +285,11 @@ BROKEN = {
                     *(f"self_attn.{each}" for each in "qkvo"), "mlp.gate", "mlp.up", "mlp.down"))]}}},
         r"SGLang joins .*self_attn\.qkv_proj, .*mlp\.gate_up_proj"),
     "packed head, no config": (
-        "quantization", "error", "qwen3_5", {"change": pack}, r"\(no quantization\) has engines build them un"),
+        "quantization", "error", "qwen3_5", {"change": lambda table: pack(table, "mtp")},
+        r"\(no quantization\) has engines build them un"),
+    "packed trunk, no config": (
+        "quantization", "error", "qwen3_5", {"change": lambda table: pack(table, "(?!mtp)")},
+        "The trunk stores .* as codes with scales, and the config declares no quantization"),
     "projection in fp8": (
         "quantization", "error", "deepseek_v3", {"fp8": True, "change": lambda table: (
             put("model.layers.2.eh_proj.weight", (H, 2 * H), "F8_E4M3")(table),

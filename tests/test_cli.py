@@ -13,7 +13,9 @@ import typer
 from chats import chatty
 from quick import others_slow
 
-from nextn.cli.common import ModelOptions, expanded
+from nextn import cli
+from nextn.cli import common
+from nextn.cli.common import ModelOptions, expanded, stop_flag
 from nextn.decoding.generate import encode
 from nextn.errors import ConfigError
 from nextn.model.model import Model
@@ -170,6 +172,29 @@ def test_interrupted_and_resumed(number, run, whole, here, tmp_path):
     assert losses(tmp_path / "out") == whole
 
 
+def test_an_interrupt_is_answered(monkeypatch, capfd):
+    """By one word, where typer makes an exit code of it; by what is waited for, in a loop that does not look."""
+
+    def command() -> None:
+        raise KeyboardInterrupt
+
+    app = typer.Typer()
+    app.command()(command)
+    monkeypatch.setattr(cli, "build_app", lambda _: app)
+    monkeypatch.setattr("sys.argv", ["nextn"])
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert capfd.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(common, "_QUIET_S", 0.01)
+    with stop_flag() as stopped:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.1)
+        assert stopped()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert "stopping after this step" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -177,6 +202,7 @@ def test_interrupted_and_resumed(number, run, whole, here, tmp_path):
         (["generate", "MODEL", ""], "prompt 0 is empty"),
         (["generate", "MODEL", "x", "-k", "-1"], "num_speculative_tokens = -1; expected a whole number >= 0"),
         (["generate", "MODEL", "x" * 300], "prompt 0 has 300 tokens; the context holds 256"),
+        (["generate", "MODEL", "x", "--max-tokens", "257"], "max_tokens = 257; expected at most 256, the context of"),
         (["generate", "MODEL", "x", "--temperature", "-1"], "temperature"),
         (["generate", "MODEL", "x", "--dtype", "int3"], "dtype 'int3'; expected one of auto, float32, bfloat16"),
         (["generate", "MODEL", "x", "--chat"], "no chat template"),

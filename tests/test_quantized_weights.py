@@ -1,5 +1,6 @@
 """Quantized weights: fp8 blocks as published, and codes of four and eight bits in each format; errors for bad files."""
 
+import json
 import shutil
 
 import hypothesis
@@ -16,7 +17,7 @@ from tiny import CONFIGS, build, prompt
 from nextn.checkpoint import quantized_weights
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import scale_of
+from nextn.checkpoint.quantization import MODELSLIM_FILE, scale_of
 from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError
@@ -273,7 +274,7 @@ PACK, GPTQ, AWQ = Case("pack-quantized"), Case("gptq"), Case("awq", symmetric=Fa
         (GPTQ, declare(bits=8), r"unsupported: .*qweight \(8, 24\) has 4 bits per value, and the config declares 8"),
         (GPTQ, declare(checkpoint_format="marlin"), "unsupported: config.json has checkpoint_format marlin; valid"),
         (AWQ, declare(version="gemv"), "unsupported: config.json has version gemv; valid are gemm"),
-        (Case("gptq", auto_round=True), declare(packing_format="auto_round"), "packing_format auto_round; valid are"),
+        (Case("gptq", auto_round=True), declare(packing_format="auto_round:fake"), "auto_round:fake; valid are"),
         (GPTQ, cut("scales"), r"mis-shaped: .*qzeros \(4, 3\), expected \(3, 3\) for a weight \(24, 64\) of 4 bits"),
         (PACK, cut("weight_packed"), r"mis-shaped: .*weight_scale \(24, 4\), expected \(23, 4\)"),
         (PACK, cut("weight_scale"), r"mis-shaped: .*weight_scale \(23, 4\), expected \(24, 4\)"),
@@ -403,6 +404,27 @@ def test_files_of_gptqmodel(tmp_path):
     assert "has format gptq_p; valid are gptq, gptq_v2" in problem(5, Case("gptq"), format="gptq_p")
     assert "gemv_fast; valid are gemm" in problem(6, Case("awq", symmetric=False), format="gemv_fast")
     assert "rotation hadamard: inputs of down_proj are rotated" in problem(7, Case("gptq"), rotation="hadamard")
+
+
+@pytest.mark.parametrize("method", ["W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC"])
+def test_modelslim(method, tmp_path):
+    """int8 codes with a scale per row, by a file of its own; never codes as values."""
+
+    def change(table, section):
+        section |= {"quant_method": "ascend"}
+        table[f"{NAME}.weight_offset"] = torch.zeros(24, 1)
+        (tmp_path / MODELSLIM_FILE).write_text(json.dumps(dict.fromkeys(table, method)))
+
+    weights, values = reader(tmp_path, Case("int-quantized", 8, 0), change=change)
+    name = f"{NAME}.weight"
+    if "W4" in method:
+        assert "is 'W4A8_DYNAMIC'; valid are W8A8," in weights.problem(name)
+    else:
+        assert torch.equal(weights.read(name), values.weight())
+    (tmp_path / MODELSLIM_FILE).unlink()
+    set_config(tmp_path, quantization_config=None)
+    with pytest.raises(CheckpointError, match=r"weight is I8, and config.json names no quant_method"):
+        TensorReader(Inventory.of(Checkpoint.open(tmp_path), family=by_name("qwen3_5"))).unreadable([name])
 
 
 def test_inputs_narrower_than_a_group(tmp_path):

@@ -246,8 +246,8 @@ def test_counters_of_vllm_s_requests_are_read():
 
 
 @pytest.mark.parametrize("change", ["truncate", "overwrite", "replace"])
-def test_weights_that_change_while_they_are_served(model, tmp_path, change):
-    """Nothing is answered from a file that was changed in place; one that was replaced is not the mapped one."""
+def test_weights_that_change_while_they_are_served(model, tmp_path, change, caplog):
+    """Nothing is answered from a file that was changed in place; one that was replaced is not the mapped one: noted."""
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(1000))
     stamps = FileStamps.of_weights(tmp_path)
@@ -266,7 +266,9 @@ def test_weights_that_change_while_they_are_served(model, tmp_path, change):
             (tmp_path / "new").rename(file)
         answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
         if change == "replace":
-            assert answer[0] == server.get("/health")[0] == 200
+            status, _, health = server.get("/health")
+            assert answer[0] == status == 200
+            assert ["model.safetensors" in text for text in (json.loads(health)["weights"], caplog.text)] == [True] * 2
             return
         status, error = error_of(answer)
         assert (status, error["code"]) == (503, "model_files_changed")

@@ -18,7 +18,10 @@ from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.family_table import lookup
 
 # Stored next to weights by some writers, and not a part of a module that could be missing.
-_AUXILIARY = re.compile(r"(.*\.)?(inv_freq|[kv]_scale|(input|output)_(scale|global_scale|zero_point))")
+# fa_q.scale to kv_cache_offset: of the attention and the KV cache, by ModelSlim.
+_AUXILIARY = re.compile(
+    r"(.*\.)?(inv_freq|[kv]_scale|(input|output)_(scale|global_scale|zero_point)|(fa_[qkv]\.|kv_cache_)(scale|offset))"
+)
 # Of blocks that are dense where all of the trunk's layers have experts.
 _DENSE = frozenset(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 

@@ -99,8 +99,17 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
     """
     try:
         _, packed = with_whole_weights(inventory.checkpoint)
+        undeclared = _undeclared(inventory) if QuantConfig.of(inventory.checkpoint) is None else []
     except CheckpointError:  # which `_quantization` reports
         return
+    if undeclared:
+        yield Finding(
+            "quantization", "error", f"{CONFIG}: quantization_config",
+            f"The trunk stores {counted(len(undeclared), 'matrix')}, such as {some(undeclared)}, as codes with scales, "
+            "and the config declares no quantization: engines read the codes as weights.",
+            "The quantization config of the release that was quantized so.",
+            "Take that config, or the unquantized model.",
+        )  # fmt: skip
     heads = {split_name(name, inventory.checkpoint.tensors)[0] for name in inventory.stored.values()}
     groups: dict[str, list[PackedWeight]] = defaultdict(list)
     for weight in packed.values():
@@ -117,6 +126,14 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
             "Load the unquantized model to measure or train." if variant
             else "Correct the quantization config, or take the complete checkpoint.",
         )  # fmt: skip
+
+
+def _undeclared(inventory: Inventory) -> list[str]:
+    """Return the matrices of the trunk's layers whose values are codes."""
+    tensors = inventory.checkpoint.tensors
+    infos = (info for layer in inventory.layers.values() for info in layer.values() if info.dtype not in _NEVER_PACKED)
+    modules = dict.fromkeys(split_name(info.name, tensors)[0] for info in infos)
+    return [module for module in modules if storage(tensors, module) not in (None, "plain")]
 
 
 def _quantization_unused(inventory: Inventory) -> Iterator[Finding]:

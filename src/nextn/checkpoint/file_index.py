@@ -7,7 +7,7 @@ Weights that are mapped change with the file below them: one that is truncated e
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -106,11 +106,15 @@ class FileStamps:
 
         A file that was replaced or removed keeps its content for those who have it open.
         """
-        for path, before in self.stamps:
-            now = _stamp(path)
-            if now is not None and before is not None and now[:2] == before[:2] and now != before:
-                return path
-        return None
+        return self._first(lambda before, now: now is not None and now[:2] == before[:2] and now != before)
+
+    def replaced(self) -> Path | None:
+        """Return the first file whose path now names another file, or none; None if there is none."""
+        return self._first(lambda before, now: now is None or now[:2] != before[:2])
+
+    def _first(self, is_one: Callable[[_Stamp, _Stamp | None], bool]) -> Path | None:
+        stamps = ((path, before, _stamp(path)) for path, before in self.stamps)
+        return next((path for path, before, now in stamps if before is not None and is_one(before, now)), None)
 
 
 def _stamp(path: Path) -> _Stamp | None:

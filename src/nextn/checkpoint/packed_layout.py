@@ -1,8 +1,8 @@
 """Weights of four to eight bits, stored as several tensors or in blocks: which tensors, and what they hold.
 
-compressed-tensors' pack-quantized and int-quantized formats, GPTQ, AWQ, and AutoRound in the packing of either; and the
-blocks of a GGUF file, one tensor per weight. Knows headers and configs; `quantized_weights` and `gguf_blocks` read the
-values.
+compressed-tensors' pack-quantized and int-quantized formats (ModelSlim's int8 is the latter), GPTQ, AWQ, and AutoRound
+in the packing of either; and the blocks of a GGUF file, one tensor per weight. Knows headers and configs;
+`quantized_weights` and `gguf_blocks` read the values.
 
 Sources: compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized; GPTQModel,
 nn_modules/qlinear and utils/model.py; AutoAWQ, utils/packing_utils.py; vLLM 0.32, layers/quantization/inc.
@@ -38,7 +38,14 @@ _DTYPES: Mapping[Part, tuple[str, ...]] = {
     "shape": ("I64", "I32"),
 }  # fmt: skip
 _GPTQ = ("gptq", "auto-round", "intel/auto-round")
-_METHODS = ("compressed-tensors", "awq", "gguf", *_GPTQ)
+# auto_round/inference: backend.py (GPTQ_FORMAT_NO_ZP) and convert_model.py, which reads "auto" as auto_gptq.
+_AUTO_ROUND = (
+    "auto",
+    *(f"auto_round:{name}" for name in ("auto_gptq", "gptq", "gptqmodel", "auto_awq", "awq")),
+    "auto_round",
+)
+_ZEROS_AS_THEY_ARE = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
+_METHODS = ("compressed-tensors", "awq", "gguf", "modelslim", *_GPTQ)
 _CODES = {("weight_packed", "I32"), ("qweight", "I32"), ("weight", "I8")}  # names and dtypes
 
 
@@ -88,9 +95,11 @@ def with_whole_weights(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Pa
 def _packed_weights(checkpoint: Checkpoint) -> Iterator[PackedWeight]:
     codes = [info for info in checkpoint.tensors.values() if _may_be_codes(info)]
     config = QuantConfig.of(checkpoint) if codes else None
-    if config is None or config.sections[0].form not in _METHODS:
+    section = config.sections[0] if config is not None else None
+    if config is not None and config.sections[-1].form == "modelslim":  # beside quant_method = ascend
+        section = config.sections[-1]
+    if section is None or section.form not in _METHODS:
         return
-    section = config.sections[0]
     for info in codes:
         module, _, name = info.name.rpartition(".")
         layout = _layout(section, name, info.dtype)
@@ -116,6 +125,8 @@ def _layout(section: QuantSection, name: str, dtype: str) -> Layout | None:
     if section.form == "compressed-tensors":
         formats = {"weight_packed": "pack-quantized", "weight": "int-quantized"}
         return None if section.format.section.get("format") == "marlin-24" else formats.get(name)  # type: ignore[return-value]
+    if section.form == "modelslim":
+        return "int-quantized" if name == "weight" else None
     if name != "qweight":
         return None
     if section.form == "awq":
@@ -159,7 +170,8 @@ def _zero_offset(section: QuantSection) -> int:
         "gptq": (("checkpoint_format", "format"), ("gptq", "gptq_v2")),  # GPTQModel writes both
         "awq": (("version", "checkpoint_format", "format"), ("gemm",)),
         "compressed-tensors": (("format",), ()),
-    }.get(section.form, (("packing_format",), ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq")))
+        "modelslim": (("rotation",), ()),
+    }.get(section.form, (("packing_format",), _AUTO_ROUND))
     fields = section.format.section
     key = next((each for each in keys if fields.get(each) is not None), keys[0])
     variant = fields.get(key)
@@ -173,7 +185,7 @@ def _zero_offset(section: QuantSection) -> int:
             f"unsupported: {section.file} has rotation {rotation}: inputs of down_proj are rotated while it runs; "
             "quantize without a rotation, or load the unquantized model"
         )
-    return 1 if section.form in _GPTQ and variant != "gptq_v2" else 0
+    return 1 if section.form in _GPTQ and variant not in _ZEROS_AS_THEY_ARE else 0
 
 
 def _check_parts(weight: PackedWeight, settings: WeightSettings) -> None:

@@ -451,6 +451,13 @@ class ModelSlim(Format):
     def covers(self, module: str) -> bool | None:
         return self.section.get(f"{module}.weight") != "FLOAT"
 
+    def settings(self, module: str) -> WeightSettings:
+        # vllm_ascend/quantization/methods: only these scale a row of the codes and do not use the offset.
+        method, known = self.section.get(f"{module}.weight"), ("W8A8", "W8A8_DYNAMIC", "W8A8_MIX")
+        if method not in known:
+            raise ValueError(f"unsupported: {module}.weight is {brief(method)}; valid are {', '.join(known)}")
+        return WeightSettings(8, -1, symmetric=True)
+
     def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
         return self.section | {f"{module}.weight": "FLOAT" for module in modules}
 

@@ -137,9 +137,20 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return None
 
     def unreadable(self, names: Iterable[str]) -> str | None:
-        """Return the first tensor that only its quantization method can read; None if there is none."""
+        """Return the first tensor that only its quantization method can read; None if there is none.
+
+        Raises CheckpointError for one of a checkpoint that names no method: its codes would be taken for values.
+        """
         tensors = self.checkpoint.tensors
-        return next((name for name in names if tensors[name].dtype not in _PLAIN or is_torchao(name)), None)
+        found = [name for name in names if tensors[name].dtype not in _PLAIN or is_torchao(name)]
+        weights = [name for name in found if name.endswith(".weight")]
+        if weights and not self.method:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {weights[0]} is {tensors[weights[0]].dtype}, and config.json names no "
+                "quant_method that says how to read it. Add the quantization config of its release, or load the "
+                "model that was quantized"
+            )
+        return found[0] if found and self.method else None
 
     def stored(self, name: str) -> StoredTensor:
         dtype = None if name in self.packed else FLOATS.get(self.checkpoint.info(name).dtype)

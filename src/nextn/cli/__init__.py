@@ -104,6 +104,10 @@ def main() -> None:
     except KeyboardInterrupt:
         echo("interrupted", err=True)
         sys.exit(130)
+    except SystemExit as end:
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # typer has made it an exit
+            echo("interrupted", err=True)
+        raise
 
 
 def _run() -> None:

@@ -40,7 +40,9 @@ def answer(
     ],
     count: Annotated[
         int | None,
-        typer.Option(help="Number of prompts: records first, then cut from text files. Default: all."),
+        typer.Option(
+            min=1, max=2**31 - 1, help="Number of prompts: records first, then cut from text files. Default: all."
+        ),
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of each prompt that is cut from a text file.")] = 64,
     decoding: DecodingOptions,

@@ -10,6 +10,7 @@ from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, get_annotations, signature
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model, TextInterface
 
+_QUIET_S = 1.0
+_WAITING = b"\nstopping after this step, of which the first ones compile for up to minutes; Ctrl-C again ends at once\n"
 _DTYPES = ("auto", "float32", "bfloat16")
 _AUTO = "auto"  # of --weights
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -414,20 +417,28 @@ def user_cache(name: str) -> Path:
 def stop_flag(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
     """Signals set a flag that the loop checks between steps; a second SIGINT interrupts at once.
 
+    If the loop does not look at it soon, a line says what is waited for.
+
     Args:
         numbers: The signals. Default: SIGINT and SIGTERM.
     """
     caught: list[int] = []
+    # Not printed: the signal may have interrupted a print.
+    waiting = Timer(_QUIET_S, os.write, (2, _WAITING))
+    waiting.daemon = True
 
     def note(number: int, _: object) -> None:
         if caught and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not caught:
+            waiting.start()
         caught.append(number)
 
     old = {number: signal.signal(number, note) for number in numbers or (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(caught)
     finally:
+        waiting.cancel()
         for number, handler in old.items():
             signal.signal(number, handler)
 

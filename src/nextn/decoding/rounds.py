@@ -56,8 +56,8 @@ def rounds(
         A Round for each pass of the trunk; sequences that are over are no longer in its rows.
 
     Raises:
-        ConfigError: for an empty prompt, one that does not fit the context, token ids outside the vocabulary, or drafts
-            without a head.
+        ConfigError: for an empty prompt, one or max_tokens that the context does not hold, token ids outside the
+            vocabulary, or drafts without a head.
 
     Example:
         >>> model, settings = nextn.load("tiny"), nextn.Settings(num_speculative_tokens=2, max_tokens=4)
@@ -70,6 +70,7 @@ def rounds(
     if not prompts:
         raise ConfigError("no prompt was given; expected at least one")
     check_head(head_passes, settings)
+    check_max_tokens(passes, settings.max_tokens)
     for row, prompt in enumerate(prompts):
         check_prompt(passes, prompt, f"prompt {row}")
     length = length or FixedLength(settings.num_speculative_tokens, settings.p_min)
@@ -124,6 +125,12 @@ def check_head(head: DecodingHead | None, settings: Settings) -> None:
             f"num_speculative_tokens = {settings.num_speculative_tokens}, but the checkpoint has no head; "
             "use 0 or add a head"
         )
+
+
+def check_max_tokens(trunk: DecodingTrunk, max_tokens: int) -> None:
+    """Raise ConfigError for more new tokens than the context holds."""
+    if trunk.max_length is not None and max_tokens > trunk.max_length:
+        raise ConfigError(f"max_tokens = {max_tokens}; expected at most {trunk.max_length}, the context of this model")
 
 
 def check_prompt(trunk: DecodingTrunk, prompt: Sequence[int], name: str) -> None:

@@ -28,6 +28,9 @@ _MAX_ERROR = 64 * 1024  # bytes read of an error's body
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
+_MOST = 10**9  # of requests and seconds, which is 31 years
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of a run and of each of its requests."""
@@ -41,8 +44,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("requests", "seconds", "answer_s", "answer_bytes", "tries"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"limit {name} = {getattr(self, name)}; expected a number above 0")
+            if not 0 < getattr(self, name) <= _MOST:
+                raise ConfigError(f"limit {name} = {getattr(self, name)}; expected a number above 0, at most {_MOST}")
 
 
 @dataclass

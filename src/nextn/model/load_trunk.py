@@ -29,7 +29,7 @@ def load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk,
     checkpoint, family = weights.checkpoint, weights.inventory.family
     state, notes = trunk_state(weights)
     # transformers does not load fp8 here: it needs accelerate, and mistakes a truncated last block for smaller blocks.
-    packed = weights.unreadable(state) if weights.method else None
+    packed = weights.unreadable(state)
     folder = folder_of(checkpoint)
     with _loading_reasons(checkpoint, weights, packed):
         if packed:
@@ -60,7 +60,7 @@ def check_runs(weights: TensorReader, trunk: Trunk) -> None:
 def deferred_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk, list[str]]:
     """Load all but the trunk's decoder layers; of formats that only transformers reads, load the whole trunk."""
     state, notes = trunk_state(weights)
-    if weights.method and weights.unreadable(state):
+    if weights.unreadable(state):
         return load_trunk(weights, dtype)
     trunk = DeferredTrunk(_layer_loader(weights, state, dtype, {}), weights, stage=weights.inventory.family.hidden)
     return trunk, [*notes, *_check_trunk(weights.checkpoint, trunk)]
@@ -70,7 +70,7 @@ def streamed_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[St
     """Load all but the trunk's decoder layers, which are read when it runs texts."""
     inventory, checkpoint = weights.inventory, weights.checkpoint
     state, notes = trunk_state(weights)
-    if weights.method and (packed := weights.unreadable(state)):
+    if packed := weights.unreadable(state):
         raise CheckpointError(
             f"{checkpoint.path}: its quantization is {weights.method} ({packed} and others), of which single layers "
             "cannot be read; valid are bf16, fp16, fp32, fp8 with scales, GPTQ, AWQ, and compressed-tensors of 4 or 8 "

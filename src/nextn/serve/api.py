@@ -5,6 +5,7 @@ Knows nothing of sockets (`http_server`), of how text is generated (`request.Eng
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -123,6 +124,7 @@ class GenerationGroup:
                 self._unfinished.discard(index)
 
 
+_LOG = logging.getLogger(__name__)
 _POLL_S = 0.02  # between two looks at what still runs while the server stops
 _WATCH_S = 0.2  # between looks at the files of the weights while an answer is made
 _CLOSE_S = 2.0  # for the engine to end, after the generations did
@@ -175,7 +177,7 @@ class Api:
         self.metrics = ServerMetrics(options.served_name, engine.stats)
         self.builder = RequestBuilder(model, options)
         self.token_texts = TokenTexts(model.tokenizer)
-        self.is_stopping = False
+        self.is_stopping = self._noted_replaced = False
         self._groups: set[GenerationGroup] = set()
         self._created, self._stored = int(time.time()), ResponseStore()
 
@@ -254,7 +256,9 @@ class Api:
         files = self.options.weight_files
         changed = files is not None and files.changed() is not None
         status = "stopping" if self.is_stopping else "model_files_changed" if changed else "ok"
-        return JSONResponse({"status": status, **self._health(stats)}, 200 if status == "ok" else 503)
+        return JSONResponse(
+            {"status": status, **self._health(stats), **self._replaced()}, 200 if status == "ok" else 503
+        )
 
     async def version(self) -> Response:
         return JSONResponse({"version": __version__})
@@ -315,6 +319,16 @@ class Api:
         if changed is not None:
             message = f"{changed.name} was changed while it is served; start the server again"
             raise ApiError(503, message, code="model_files_changed")
+        if not self._noted_replaced and (note := self._replaced()):
+            self._noted_replaced = True
+            _LOG.warning("note: %s", note["weights"])
+
+    def _replaced(self) -> dict[str, str]:
+        """What `/health` adds if another file has taken the place of one that is served."""
+        files = self.options.weight_files
+        file = None if files is None else files.replaced()
+        what = f"{file.name if file else ''} was replaced or removed on disk; the weights that were loaded are served"
+        return {"weights": f"{what} until the server is started again"} if file else {}
 
     def _watch_files(self, group: GenerationGroup) -> None:
         """End a running generation as soon as the weights have changed."""
