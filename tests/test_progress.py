@@ -1,6 +1,7 @@
 """Progress of long commands, where it is drawn and where it is printed."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -28,6 +29,20 @@ def test_progress_without_a_terminal_is_lines(clock, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "texts 3/20, 1:42 left"
     assert len(lines) == 6
+
+
+def test_a_long_step_shows_a_sign_of_life(monkeypatch, capsys):
+    """Sixteen texts are decoded at once, for a minute on a slow machine: what is under way is said again."""
+    monkeypatch.setattr(progress, "SAME_AFTER_S", 0.04)
+    with progress_bars(quiet=False) as added:
+        texts, _ = added("texts", 2), added("scores", 2)
+        time.sleep(0.2)
+        texts(2)
+        capsys.readouterr()
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 < len(lines) < 10
+    assert {*lines} == {"scores 0/2"}
 
 
 def test_time_left_is_that_of_later_steps(clock, capsys):

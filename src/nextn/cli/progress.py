@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
 
 from nextn.cli.screen import console, echo
 
 Step = Callable[..., None]  # called with a count, by default 1; see `_Meter.step`
 _EVERY_S = 15.0  # between lines
+SAME_AFTER_S = 60.0  # a line without news is printed again, as a sign of life
 
 
 class _Meter:
@@ -50,19 +52,19 @@ class _Meter:
 def progress_bars(*, quiet: bool) -> Iterator[Callable[..., Step]]:
     """Yield progress(description, total, in_gb=False), which adds a bar and returns a function that advances it.
 
-    Without a terminal, lines take the place of bars. A bar without total appears with its first step: above an error,
-    it would leave a blank line.
+    Without a terminal, lines take the place of bars, also during long steps. A bar without total appears with its
+    first step: above an error, it would leave a blank line.
     """
     from rich.progress import BarColumn, Progress, TextColumn
 
-    screen = console(stderr=True)
+    screen, lines = console(stderr=True), _Lines()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[meter]}"))
     bars = Progress(*columns, console=screen, transient=True)
 
     def added(description: str, total: float | None, *, in_gb: bool = False) -> Step:
         if quiet or not screen.is_terminal:
-            show = _ignored if quiet else _line_printer()
-            return _Meter(description, total, show, in_gb=in_gb).step
+            show = _ignored if quiet else lines.show
+            return lines.added(_Meter(description, total, show, in_gb=in_gb), repeated=not quiet).step
         meter = _Meter(description, total, lambda meter: draw(), in_gb=in_gb)
         task = bars.add_task(description, total=total, meter=meter)
 
@@ -77,6 +79,7 @@ def progress_bars(*, quiet: bool) -> Iterator[Callable[..., Step]]:
     try:
         yield added
     finally:
+        lines.end()
         if bars.live.is_started:
             bars.stop()
 
@@ -85,18 +88,40 @@ def _ignored(meter: _Meter) -> None:
     pass
 
 
-def _line_printer() -> Callable[[_Meter], None]:
-    """Return a function that prints a meter at most every `_EVERY_S` seconds, and not at its end."""
-    last = time.monotonic()
+class _Lines:
+    """Prints meters at most every `_EVERY_S` seconds, and not at their end; in long steps, what is under way."""
 
-    def show(meter: _Meter) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _EVERY_S and meter.done != meter.total:
-            last = now
-            echo(f"{meter.description} {meter}", err=True)
+    def __init__(self) -> None:
+        self._meters: list[_Meter] = []
+        self._latest: _Meter | None = None
+        self._printed_at, self._is_over = time.monotonic(), Event()
+        self._thread = Thread(target=self._repeat, daemon=True)
 
-    return show
+    def added(self, meter: _Meter, *, repeated: bool) -> _Meter:
+        self._meters.append(meter)
+        if repeated and self._thread.ident is None:
+            self._thread.start()
+        return meter
+
+    def show(self, meter: _Meter) -> None:
+        self._latest = meter
+        if time.monotonic() - self._printed_at >= _EVERY_S and meter.done != meter.total:
+            self._print(meter)
+
+    def end(self) -> None:
+        self._is_over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _print(self, meter: _Meter) -> None:
+        self._printed_at = time.monotonic()
+        echo(f"{meter.description} {meter}".rstrip(), err=True)
+
+    def _repeat(self) -> None:
+        while not self._is_over.wait(SAME_AFTER_S / 4):
+            under_way = (each for each in (self._latest, *self._meters) if each and each.done != each.total)
+            if time.monotonic() - self._printed_at >= SAME_AFTER_S and (meter := next(under_way, None)) is not None:
+                self._print(meter)
 
 
 def minutes(seconds: float) -> str:

@@ -2,8 +2,11 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from nextn.serve.options import ServerOptions
 
 _DEFAULT_K = 4
+_SLOW_S = 5.0
 
 
 @expanded("device_map")
@@ -106,7 +110,8 @@ def serve(
         files = FileStamps.of_weights(
             *(Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
         )
-        loaded = source.load(need_head=k > 0)
+        with _said_if_slow(f"{name} is loading ..."):
+            loaded = source.load(need_head=k > 0)
         draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
         from nextn.runtime.native.abi import zero_lost_pages
         from nextn.serve.api import create_app
@@ -140,6 +145,18 @@ def serve(
             echo("interrupted", err=True)
             flush_streams()
             os._exit(130)
+
+
+@contextmanager
+def _said_if_slow(text: str) -> Iterator[None]:
+    """Print a line if the block takes longer than an error, above which it would stand, takes to appear."""
+    timer = Timer(_SLOW_S, echo, (text,), {"err": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _check_extra() -> None:

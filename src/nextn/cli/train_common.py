@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nextn.cli.progress import minutes
+from nextn.cli.progress import SAME_AFTER_S, minutes
 from nextn.cli.screen import console, echo
 from nextn.errors import ConfigError
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from nextn.train.run_options import RunOptions
 FOLDER = "export"
 _FIRST_STEP = "first step (torch.compile may take minutes)"
-_SAME_AFTER_S = 60.0  # a line without news is printed again, as a sign of life
 
 
 def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
@@ -100,7 +99,7 @@ def _lines(every_s: float) -> Iterator[Callable[["Record | Evaluation"], None]]:
         printed, due = "", 0.0
         while not is_over.wait(every_s):
             if status != printed or time.monotonic() >= due:
-                printed, due = status, time.monotonic() + _SAME_AFTER_S
+                printed, due = status, time.monotonic() + SAME_AFTER_S
                 echo(f"train  {minutes(time.monotonic() - started)}  {status}", err=True)
 
     def show(record: "Record | Evaluation") -> None:

@@ -145,7 +145,7 @@ class AcceptanceChange:
             return ""
         return (
             f"; {widest.num_texts} texts are too few to show a drop of {self.limit:.1%} in AL reliably (95 % interval "
-            f"+-{widest.half_width:.1%}): about {widest.texts_needed(self.limit)} texts would"
+            f"+-{widest.half_width:.1%}): about {widest.texts_needed(self.limit)} texts would, of more --prompts"
         )
 
     def as_record(self) -> dict[str, object]:
