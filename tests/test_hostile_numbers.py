@@ -1,16 +1,19 @@
 """Numbers in files that no model has are refused where the file is read, before they become loops, sets or shapes."""
 
 import json
+import re
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 from tiny import FIXTURES
 
 from nextn.bounded_json import check_numbers
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.data.chat_template import tokenizer_failures
+from nextn.data.chat_template import check_growth, tokenizer_failures
 from nextn.errors import CheckpointError, ConfigError
+from nextn.model.model import _first_eos
 
 HOSTILE = {
     "n_routed_experts": 2**31,
@@ -51,6 +54,38 @@ def test_numbers_of_published_models_are_accepted():
         "num_experts": None, "use_experts": True, "initializer_range": 0.02, "time_step_limit": [0.0, float("inf")],
         "layer_types": ["full_attention"] * 128, "quantization_config": {"group_size": -1, "bits": 4},
     })  # fmt: skip
+
+
+def replace(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("step", "growth"),
+    [
+        (replace({"String": "a"}, "a" * 50), 50**4), (replace({"Regex": ""}, "a"), 2**4),
+        (replace({"Regex": "a"}, "aa"), 16),
+        (replace({"Regex": "(?<n>"}, "aaaa" * 5), 21**4), ({"type": "Prepend", "prepend": "a" * 99}, 99**4),
+        (replace({"String": "   "}, "a"), 1), (replace({"Regex": " {2,}"}, " "), 1), ({"type": "NFKC"}, 1),
+    ],
+)  # fmt: skip
+def test_what_a_tokenizer_makes_of_a_text(step, growth):
+    """The steps of a sequence multiply."""
+    for field, steps in (("normalizer", "normalizers"), ("decoder", "decoders")):
+        document = {field: {"type": "Sequence", steps: [step] * 4}}
+        if growth <= 1000:
+            check_growth(document)
+        else:
+            with pytest.raises(ValueError, match=re.escape(f"its {field} can make a text {growth:.3g} times as long")):
+                check_growth(document)
+
+
+@pytest.mark.parametrize("eos", ["257", [257, "a"], 257.0, {"a": 1}, True, 2**70, -5])
+def test_ends_of_text_are_token_ids(eos):
+    """Which transformers takes as they are, and which then never end a text, or stop the program."""
+    with pytest.raises(ConfigError, match=r"eos_token_id of SimpleNamespace: token id = .*; expected a whole number"):
+        _first_eos(SimpleNamespace(eos_token_id=None), SimpleNamespace(eos_token_id=eos))
+    assert _first_eos(SimpleNamespace(eos_token_id=[257, -1])) == (257,)
 
 
 def test_a_panic_of_the_tokenizer_is_an_error():

@@ -5,12 +5,14 @@ Templates are rendered in a child process (`template_worker`), which starts at t
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 10.0  # for one conversation
 THINK_TAGS = ("<think>", "</think>")  # around the reasoning of an answer
+MAX_GROWTH = 1000  # characters for one; published normalizers and decoders: at most 8
 MAX_TEMPLATE = 1024 * 1024  # characters; published templates have at most 30,000
 
 
@@ -41,6 +44,42 @@ def tokenizer_failures() -> Iterator[None]:
             f"the tokenizer failed on this text: {reason}; its pre_tokenizer or normalizer in tokenizer.json cannot "
             "handle it: use the tokenizer of the published model"
         ) from error
+
+
+def check_growth(document: object) -> None:
+    """Raise ValueError if the normalizer or decoder of a tokenizer.json can make a text very much longer.
+
+    The tokenizer has no limit of its own, and a text that fills the memory ends the process.
+    """
+    for field in ("normalizer", "decoder"):
+        growth = _growth(document.get(field) if isinstance(document, dict) else None)
+        if growth > MAX_GROWTH:
+            raise ValueError(
+                f"its {field} can make a text {growth:.3g} times as long, at most {MAX_GROWTH} are allowed"
+            )
+
+
+def _growth(step: object) -> float:
+    """Return the most characters that a step writes for one that it reads."""
+    match step:
+        case {"type": "Sequence", "normalizers": list(steps)} | {"type": "Sequence", "decoders": list(steps)}:
+            return prod(map(_growth, steps))
+        case {"type": "Replace", "pattern": dict(pattern), "content": str(content)}:
+            exact = pattern.get("String")
+            if exact:
+                return max(1, len(content) / len(exact))
+            # An expression may match an empty text, before each character.
+            return max(1, len(content) + _matches_nothing(pattern))
+        case {"type": "Prepend", "prepend": str(text)}:
+            return max(1, len(text))
+    return 1
+
+
+def _matches_nothing(pattern: Mapping[str, object]) -> bool:
+    try:
+        return re.match(str(pattern.get("Regex") or ""), "") is not None
+    except re.error:  # of a syntax that Python lacks
+        return True
 
 
 def apply_chat_template(

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from nextn.bounded_json import parse_json, token_id
 from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, as_checkpoint, write_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import is_foreign, open_head, trained_length, trunk_family
@@ -19,6 +20,7 @@ from nextn.checkpoint.safetensors_file import read_header, write_json, write_saf
 from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk, small_files
 from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader
+from nextn.data.chat_template import check_growth
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import Family, by_config
@@ -391,6 +393,8 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         for path in sorted(folder.glob("*token*.json")):
             OTHER_LIMITS.check_file(path)
+        if (path := folder / "tokenizer.json").is_file():
+            check_growth(parse_json(path.read_bytes(), OTHER_LIMITS))
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.decode(tokenizer(_SAMPLE_TEXT)["input_ids"])
     except BaseException as error:
@@ -451,5 +455,8 @@ def _first_eos(*sources: object) -> tuple[int, ...]:
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
+            try:
+                return tuple(token_id(each) for each in (ids if isinstance(ids, list | tuple) else [ids]) if each != -1)
+            except ValueError as error:
+                raise ConfigError(f"eos_token_id of {type(source).__name__}: {error}, or a list of such") from error
     return ()
