@@ -171,7 +171,7 @@ def audit_checkpoint(
         tuple(findings),
         values_read="none" if not inventory.modules else "samples" if whole is None else "all",
         bytes_read=0 if whole is None else whole.num_bytes,
-        unchecked=tuple(unchecked.unchecked(inventory)),
+        unchecked=tuple(unchecked.unchecked(inventory, trunk=trunk)),
         title=inventory.family.title,
     )
 

@@ -323,6 +323,7 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
     if _beyond(head) and "{layer}" not in inventory.family.names["block"]:
         return  # the layers that the block is like may be among those
     for module in (index for index in head.roles if index < inventory.declared):
+        required = sorted(inventory.family.required(module) - {"block"})
         missing = sorted(inventory.family.required(module) - head.roles[module])
         compared = reference.compare(module)
         paths = _in_form(compared.missing, inventory.family.experts)
@@ -333,7 +334,7 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
                 "head-partial", "error", names[0],
                 f"MTP layer {module} stores {counted(len(inventory.of_module(module)), 'tensor')} and lacks "
                 f"{len(names)}: {some(names)}.",
-                f"{joined([*sorted(inventory.family.required(module) - {'block'}), like])}.",
+                f"{joined([*(inventory.published(f'{module}.{role}') for role in required), like])}.",
                 restore(inventory),
             )  # fmt: skip
 

@@ -10,12 +10,13 @@ from nextn.errors import CheckpointError
 from nextn.text_format import counted, some
 
 
-def unchecked(inventory: Inventory) -> Iterator[str]:
-    """Yield what of a checkpoint was not checked, each without a period."""
+def unchecked(inventory: Inventory, *, trunk: Inventory | None = None) -> Iterator[str]:
+    """Yield what of a checkpoint, or of its head beside this trunk, was not checked, each without a period."""
     if not inventory.layers and inventory.family.trunk_kv:
         yield "the values of the trunk, whose keys this head reads"
     elif not inventory.layers:
-        yield "the trunk, of which no layer is stored, and what its layers say about the head's names and shapes"
+        missing = "the trunk, of which no layer is stored, and " if trunk is None else ""
+        yield f"{missing}what the trunk's layers say about the head's names and shapes"
     elif inventory.stored and all(LayerReference(inventory).compare(module).layer < 0 for module in inventory.modules):
         yield "the names inside the head's block, as the trunk is incomplete"
     other = inventory.draft_model
