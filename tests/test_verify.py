@@ -150,7 +150,7 @@ def test_no_draft_is_accepted(run):
     """Text without accepted drafts proves nothing about them, although it is right."""
     found = run("all-rejected", names=["greedy", "mtp-on"], alone=True)
     assert [found[name].outcome for name in ("greedy", "mtp-on")] == ["passed", "inconclusive"]
-    assert "nextn diagnose" in found["mtp-on"].advice
+    assert "nextn diagnose MODEL --engine http:" in found["mtp-on"].advice
 
 
 def test_counters_reset(run):

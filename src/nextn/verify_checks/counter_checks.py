@@ -101,12 +101,13 @@ def mtp_on(session: VerifySession) -> CheckResult:
         both = f"the reference drafts too ({reference.num_drafts} rounds): MTP was compared with MTP"
         return CheckResult("mtp-on", "failed", both, "serve --against without speculative decoding", figures)
     if counters.accepted == 0:
-        return CheckResult("mtp-on", "inconclusive", f"no draft was accepted; {_rates(counters)}", _REJECTED, figures)
+        found, advice = f"no draft was accepted; {_rates(counters)}", _REJECTED.format(session.target.url)
+        return CheckResult("mtp-on", "inconclusive", found, advice, figures)
     return CheckResult("mtp-on", "passed", _rates(counters), "", figures)
 
 
 _OFF = "start the engine with MTP on: the checks that passed show nothing about it"
-_REJECTED = "`nextn diagnose MODEL --engine URL --drive` says why; what passed shows nothing about accepted drafts"
+_REJECTED = "`nextn diagnose MODEL --engine {} --drive` says why; what passed shows nothing about accepted drafts"
 
 
 def _run_counters(session: VerifySession, endpoint: Endpoint) -> Counters | None:
