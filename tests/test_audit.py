@@ -290,6 +290,10 @@ BROKEN = {
     "packed trunk, no config": (
         "quantization", "error", "qwen3_5", {"change": lambda table: pack(table, "(?!mtp)")},
         "The trunk stores .* as codes with scales, and the config declares no quantization"),
+    "embedding in codes, no config": (
+        "quantization", "error", "qwen3_5",
+        {"change": put("lm_head.weight", (V, H // 8), "I32")},
+        "stores 1 matrix, such as lm_head, as codes"),
     "projection in fp8": (
         "quantization", "error", "deepseek_v3", {"fp8": True, "change": lambda table: (
             put("model.layers.2.eh_proj.weight", (H, 2 * H), "F8_E4M3")(table),

@@ -129,10 +129,11 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _undeclared(inventory: Inventory) -> list[str]:
-    """Return the matrices of the trunk's layers whose values are codes."""
+    """Return the matrices of the trunk whose values are codes."""
     tensors = inventory.checkpoint.tensors
-    infos = (info for layer in inventory.layers.values() for info in layer.values() if info.dtype not in _NEVER_PACKED)
-    modules = dict.fromkeys(split_name(info.name, tensors)[0] for info in infos)
+    infos = [tensors[name] for name in inventory.shared.values()]
+    infos += [info for layer in inventory.layers.values() for info in layer.values()]
+    modules = dict.fromkeys(split_name(info.name, tensors)[0] for info in infos if info.dtype not in _NEVER_PACKED)
     return [module for module in modules if storage(tensors, module) not in (None, "plain")]
 
 
