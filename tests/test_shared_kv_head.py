@@ -22,6 +22,7 @@ from nextn.checkpoint.provenance import trunk_family
 from nextn.decoding.drafter import Drafter
 from nextn.decoding.rounds import rounds
 from nextn.edit.convert import extract
+from nextn.edit.export import export
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
@@ -287,7 +288,14 @@ def test_training_and_what_it_writes(folders, tmp_path, size):
     assert json.loads((written / "config.json").read_text()) == json.loads((assistant / "config.json").read_text())
     assert audit_checkpoint(Checkpoint.open(written), trunk=origin).findings == ()
     assert load_file(written / "model.safetensors").keys() == load_file(assistant / "model.safetensors").keys()
-    again, reference = Model.load(trunk, head=written), load_reference(written)
+    made = export(written, tmp_path / "draft", "vllm", num_speculative_tokens=2)
+    assert json.loads(made.command[-1]) == {
+        "method": "mtp", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2
+    }  # fmt: skip
+    assert str(tmp_path) not in str(next(iter(Checkpoint.open(made.path).headers.values())).metadata)
+    with pytest.raises(FamilyError, match="convert_hf_to_gguf"):
+        export(written, tmp_path / "draft.gguf", "llama.cpp")
+    again, reference = Model.load(trunk, head=made.path), load_reference(made.path)
     tokens = text(20, seed=8)
     with torch.no_grad():
         states = again.head.rollout_hidden(tokens, again.trunk(tokens).head_input, 3)

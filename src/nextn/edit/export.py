@@ -93,7 +93,7 @@ def export(
         raise ConfigError(f"--tokenizer {tokenizer}: only for llama.cpp, whose file has the trunk's tokenizer")
     head, base = _opened(source, trunk)
     _refuse(head, base, engine)
-    if engine == "transformers":
+    if engine == "transformers" and not head.family.trunk_kv:
         return _for_transformers(head, base, Path(out))
     if engine == "llama.cpp":
         base = on_disk(base)
@@ -114,7 +114,10 @@ def export(
         head.checkpoint, new_folder(out), head.family.name, files, documents, new_folder=True, metadata=metadata
     )
     execute(plan)
-    command = draft_command(engine, base.checkpoint.path, str(out), num_speculative_tokens or _K)
+    k = num_speculative_tokens or _K
+    if head.family.trunk_kv:
+        return _assistant(plan.folder, engine, base.checkpoint.path, str(out), k)
+    command = draft_command(engine, base.checkpoint.path, str(out), k)
     return Export(plan.folder, ENGINES[engine], command, notes=tuple(_notes(base, engine)))
 
 
@@ -211,6 +214,10 @@ def _refuse_family(family: Family, trunk: Inventory, engine: str, path: str) -> 
     """Raise FamilyError, naming `path`, for an engine that does not run heads of this family on this trunk."""
     if reason := lone_experts(trunk.family, trunk.checkpoint.config):
         raise FamilyError(f"{trunk.checkpoint.path}: cannot be served: {reason}. Give it two experts in each group")
+    if family.trunk_kv:
+        if engine == "llama.cpp":
+            raise FamilyError(f"{path}: llama.cpp's convert_hf_to_gguf.py writes it as a GGUF of its own")
+        return
     is_added = family.name == GENERIC or family.separate
     if not is_added and not (engine == "llama.cpp" and family.name == _CONVERTED):
         command = f"nextn serve {shlex.quote(path)} --print {engine}"
@@ -231,6 +238,18 @@ def _for_transformers(head: Inventory, trunk: Inventory, out: Path) -> Export:
         "model.generate(**inputs, use_mtp=True)"
     )
     return Export(out, ENGINES["transformers"], code=code, notes=("It drafts one token per round.",))
+
+
+def _assistant(folder: Path, engine: str, trunk: str, draft: str, k: int) -> Export:
+    """Return how a head that reads the trunk's keys is served, in the layout that it is published in."""
+    code = (
+        f"assistant = AutoModelForCausalLM.from_pretrained({draft!r})\n"
+        f"assistant.generation_config.num_assistant_tokens = {k}\n"
+        "model.generate(**inputs, assistant_model=assistant)"
+    )
+    command = {"vllm": _vllm(trunk, draft, k)[:-2], "sglang": _sglang(trunk, draft, k), "transformers": ()}[engine]
+    notes = f"{ENGINES[engine]}: its code was read, it was not run."
+    return Export(folder, ENGINES[engine], command, "" if command else code, (notes,))
 
 
 def draft_command(engine: str, trunk: str, draft: str, k: int = _K) -> tuple[str, ...]:
