@@ -15,10 +15,15 @@ GENERATED := families reference support engines benchmarks troubleshooting outpu
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 
-# What each change is tested with: a few minutes. Slow tests are more families, more combinations and long runs.
+# A few minutes, for each change: tests that together run every line that all fast tests run, and find each fault of
+# tests/mutations.py. What lands passes the other fast tests, too (.ci/run). Slow tests are more families, more combinations
+# and long runs.
 HERE := not gpu and not engines and not browser and not real
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow and $(HERE)" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not more and not slow and $(HERE)" --numprocesses 2 --dist worksteal
+
+test-more: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "more and not slow and $(HERE)" --numprocesses 2 --dist worksteal
 
 # Decoding, scheduler, losses and caches as on another processor: what torch, oneDNN and MKL may use, what the native runtime
 # is built for, and threads. `make test-masked ATEN=avx2 MARCH=x86-64-v3 THREADS=2` is another one; `BUILD=bf16` rounds as
@@ -49,7 +54,7 @@ test-real: $(VENV)/.ready
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow and $(HERE)" --numprocesses 2 --dist worksteal
 
-test-all: test test-slow
+test-all: test test-more test-slow
 
 # The native tests with other builds of the runtime, see its README.md: with checks of views, indices and sizes, and under
 # sanitizers. GCC's libraries of these are loaded before Python, and that of C++, whose exceptions they follow. Memory has exact

@@ -1,7 +1,11 @@
-"""Which cases of large tests `make test` runs. The others are marked `slow`, and `make test-slow` runs them."""
+"""Which cases of large tests `make test` runs. The others are marked `more` or `slow`.
+
+`make test-more` runs the former, as does CI before a change lands; `make test-slow` the latter.
+"""
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 
@@ -85,31 +89,49 @@ def loop(names: str | Sequence[str], cases: Iterable, ids: object = None) -> Cal
     return decorated
 
 
-_LEFT_OUT = pytest.StashKey[int]()
-_ELSEWHERE = ("gpu", "engines", "browser")  # markers of tests that `make test-slow` does not run either
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but the first case of a test that is marked `one_case` as `more`; slow cases do not count."""
+    seen = set()
+    for item in items:
+        if item.get_closest_marker("one_case") and not item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker("more")
+            seen.add(test)
+
+
+_LEFT_OUT = pytest.StashKey[dict[str, int]]()
+_ELSEWHERE = ("gpu", "engines", "browser")  # markers of tests that no target of these runs either
+
+
+def _target(item: pytest.Item) -> str | None:
+    names = {mark.name for mark in item.iter_markers()}
+    return next((name for name in ("slow", "more") if name in names and names.isdisjoint(_ELSEWHERE)), None)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Count slow tests that `-m "not slow"` leaves out."""
+    """Count tests that `-m "not more and not slow"` leaves out, by the target that runs them."""
+    counts = Counter(map(_target, items))
+    del counts[None]
     stash = items[0].config.stash
-    names = [{mark.name for mark in item.iter_markers()} for item in items]
-    stash[_LEFT_OUT] = stash.get(_LEFT_OUT, 0) + sum("slow" in each and each.isdisjoint(_ELSEWHERE) for each in names)
+    stash[_LEFT_OUT] = dict(counts + Counter(stash.get(_LEFT_OUT, {})))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Pass the count on, from a process of pytest-xdist."""
+    """Pass the counts on, from a process of pytest-xdist."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
-    """Take the count of a process of pytest-xdist: each collects, and deselects, all tests."""
-    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+    """Take the counts of a process of pytest-xdist: each collects, and deselects, all tests."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """Say what was left out."""
-    count = config.stash.get(_LEFT_OUT, 0)
-    if count and "not slow" in config.option.markexpr:
-        terminalreporter.write_line(f"{count} slow tests were left out; `make test-slow` runs them")
+    for name, count in sorted(config.stash.get(_LEFT_OUT, {}).items()):
+        if f"not {name}" in config.option.markexpr:
+            terminalreporter.write_line(f"{count} tests were left out; `make test-{name}` runs them")

@@ -1,4 +1,4 @@
-"""What `make test` leaves out, it says, and `make test-slow` runs it."""
+"""What `make test` leaves out, it says, and `make test-more` or `make test-slow` runs it."""
 
 import inspect
 import re
@@ -18,6 +18,16 @@ import pytest
 def test_one():
     pass
 
+@pytest.mark.more
+def test_more():
+    pass
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2, 3, 4])
+def test_cases(number):
+    pass
+
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3])
 def test_numbers(number):
@@ -39,27 +49,35 @@ def recipes():
 
 
 def test_every_marker_is_run_by_a_target():
-    """`make test` and `make test-slow` differ by the marker alone; others have their own targets."""
+    """`make test`, `test-more` and `test-slow` differ by their markers alone; others have their own targets."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
     names = {each.partition(":")[0] for each in declared}
-    quick, slow = (set(recipes()[target].split(" and ")) for target in ("test", "test-slow"))
-    assert quick - slow == {"not slow"}
-    assert slow - quick == {"slow"}
-    assert {each.removeprefix("not ") for each in quick} == names
+    quick, more, slow = (set(recipes()[target].split(" and ")) for target in ("test", "test-more", "test-slow"))
+    assert quick - more == {"not more"}
+    assert more - quick == {"more"}
+    assert (more - slow, slow - more) == ({"more", "not slow"}, {"slow"})
+    assert {each.removeprefix("not ") for each in quick} == names - {"one_case"}
     for each in declared:
         target = re.search(r"\(make (.*)\)", each)[1]
         assert f"\n{target}: " in (ROOT / "Makefile").read_text(), each
-    for file, targets in ((".ci/run", ("test",)), (".github/workflows/ci.yml", ("test", "test-slow"))):
+    for file, targets in (
+        (".ci/run", ("test", "test-more")),
+        (".github/workflows/ci.yml", ("test", "test-more", "test-slow")),
+    ):
         commands = (ROOT / file).read_text()
         assert all(re.search(rf"make {target}$", commands, re.MULTILINE) for target in targets), file
 
 
 @pytest.mark.parametrize(
     ("markers", "processes", "passed", "said"),
-    [("not slow", ("-p", "xdist", "-n", "2"), 1, ["2"]), ("not slow", (), 1, ["2"]), ("slow and not gpu", (), 2, [])],
+    [
+        ("not more and not slow", ("-p", "xdist", "-n", "2"), 2, [("3", "more"), ("3", "slow")]),
+        ("not slow", (), 5, [("3", "slow")]),
+        ("slow and not gpu", (), 3, []),
+    ],
 )
 def test_what_is_left_out_is_told(markers, processes, passed, said, tmp_path):
-    """Of the tests that `make test-slow` runs, also where other processes left them out."""
+    """Of the tests that each target runs, also where other processes left them out."""
     (tmp_path / "test_numbers.py").write_text(TESTS)
     command = [
         sys.executable,
@@ -77,9 +95,8 @@ def test_what_is_left_out_is_told(markers, processes, passed, said, tmp_path):
     env = {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=tmp_path)
     assert f"{passed} passed" in done.stdout, done.stdout + done.stderr
-    assert (
-        re.findall(r"^(\d+) slow tests were left out; `make test-slow` runs them$", done.stdout, re.MULTILINE) == said
-    )
+    told = re.findall(r"^(\d+) tests were left out; `make test-(\w+)` runs them$", done.stdout, re.MULTILINE)
+    assert told == said
 
 
 def test_representatives_are_families():
