@@ -61,6 +61,7 @@ def test_a_token_that_the_candidate_rules_out_is_infinitely_far():
     assert same.kl_mean == 0
 
 
+@pytest.mark.more
 def test_a_loaded_and_a_streamed_reference_agree_and_few_bits_are_farther(fixture_folder):
     """The model against itself is exact in both backends; fewer bits are farther, and the blocks' size is no matter."""
     folder = fixture_folder / "glm"

@@ -134,6 +134,7 @@ def trained(folder, trunk, text, **options):
     return written if written.is_dir() else written.parent
 
 
+@pytest.mark.more
 def test_a_head_is_trained_in_the_new_layout(text, tmp_path):
     """One command from the folder to a clean checkpoint of the family, which decodes the old trunk's text."""
     trunk = trunk_of(tmp_path / "trunk", "qwen3")
@@ -157,6 +158,7 @@ def adopted(folder, kind, **changes):
     return folder / "adopted"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("kind", "inside"), [("llama", True), ("qwen2", False), ("qwen3", False)])
 def test_a_head_goes_with_its_trunk(kind, inside, text, tmp_path):
     """Inside the checkpoint or alone: the same logits at two depths, recorded as trained on this trunk."""

@@ -99,6 +99,7 @@ def nextn(*args):
     return CliRunner().invoke(app, [*map(str, args)], env={"COLUMNS": "200"})
 
 
+@pytest.mark.more
 def test_advise_says_yes_or_no(prompts, tmp_path):
     """Every batch size and context has its forecast; at the largest K it equals what was measured."""
     args = ["advise", FIXTURES / "qwen", "--prompts", prompts, "-k", 2, "--max-tokens", 24, "--batches", "1,2"]
@@ -188,6 +189,7 @@ def test_bench_as_text_and_files(prompts, tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("where", ["measuring", "writing"])
 def test_interrupted_leaves_nothing(prompts, tmp_path, monkeypatch, where):
     """Ctrl-C while it measures, or between two files: exit code 130, and the folder is as it was."""

@@ -76,6 +76,7 @@ def test_trunk_loads_in_transformers(name, tmp_path):
     assert trunk == ["lm_head.weight"] * (auto is AutoModel)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", [row.name for row in rows() if row.runs and row.name in KNOWN])
 def test_names_that_our_models_write(name, tmp_path):
     """A model of the layout's config saves other names or shapes than the layout has, in trunk or head."""

@@ -125,6 +125,7 @@ ALL, ALL_IDS = SHAPES + INT8, IDS + [f"{i}-int8-{shape.dtype}" for i, shape in e
 QUICK = [SHAPES[at] for at in (0, 2, 4, 5, 7, 8, 12)] + [INT8[at] for at in (0, 4, 7)]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("shape", others_slow(ALL, *QUICK), ids=ALL_IDS)
 def test_blocks_of_every_width_agree_with_the_reference(shape: Shape) -> None:
     block, buffers, done = Block.random(shape, batch=2, width=700), Buffers(shape, batch=2, capacity=704), 0

@@ -328,6 +328,7 @@ def well_worded(finding):
     assert alone or "nextn " not in re.sub("`.+?`", "", finding.fix)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fault", BROKEN)
 def test_rule(fault, tmp_path):
     """A rule that does not see its fault, calls it by another name, or says it without place, remedy or fact."""
@@ -569,6 +570,7 @@ MENDED = ("head-absent", "head-partial", "modules-missing", "quantization", "sca
 RESTORED = [fault for fault, (rule, *_) in BROKEN.items() if rule in MENDED and fault != "a config that says nothing"]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fault", RESTORED)
 def test_restore_mends(fault, tmp_path):
     """A command that is refused, or that is not enough."""
@@ -603,6 +605,7 @@ def test_packed_weights_that_no_reader_fits(tmp_path):
         assert [words in each.found for each in found] == ([True] if words else [])
 
 
+@pytest.mark.more
 def test_sizes_that_are_none(tmp_path):
     """Of another type, negative, or lists of so many numbers that every size is the product of some."""
     publish(tmp_path, "glm4_moe")

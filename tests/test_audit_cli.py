@@ -61,6 +61,7 @@ def test_json(nextn, lost):
     assert 0 < record["seconds"] < 60
 
 
+@pytest.mark.more
 def test_twenty_thousand_absent_files(nextn, tmp_path):
     """Time that grows with the square of an index, or a table of as many rows; in JSON, all of them."""
     model = publish(tmp_path, "qwen3_5", shards=2)
@@ -212,6 +213,7 @@ def test_offline(nextn, hub, monkeypatch):
     assert (code, "hf download org/model" in err, hub.requests) == (2, True, [])
 
 
+@pytest.mark.more
 def test_little_is_read(nextn, monkeypatch):
     """An audit that downloads weights: of 12 shards with 1,000 tensors each, less than 1 % and few requests."""
     monkeypatch.setattr(safetensors_file, "FIRST_READ", 64 * 1024)

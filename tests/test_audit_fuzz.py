@@ -211,6 +211,7 @@ def judged(files: dict[str, bytes]) -> AuditReport | NextnError:
         return error
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("batch", others_slow(range(BATCHES), 0))
 def test_strangers(batch, originals):
     """A traceback, a hang, or memory that a few kilobytes of input ask for; the case's number is its seed."""
@@ -233,6 +234,7 @@ def test_strangers(batch, originals):
     assert min(outcomes.values()) > CASES // BATCHES // 50, outcomes  # each way out is taken
 
 
+@pytest.mark.more
 def test_memory(originals):
     """The same for memory, on fewer cases, as counting it slows them."""
     tracemalloc.start()

@@ -250,6 +250,7 @@ def test_counts_that_lie(tmp_path):
                 audit_gguf(path)
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_mutations(tmp_path):
     """Truncated, flipped and overwritten files end in a report or in CheckpointError."""

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
+import pytest
 from artifacts import publish
 from quick import loop
 
@@ -84,6 +85,7 @@ def findings(model, folder, *, contradicted):
     return {each.rule for each in audit(Checkpoint.open(folder)).findings} & RULES
 
 
+@pytest.mark.more
 @loop("model", RELEASED)
 def test_a_released_config_is_no_fault(model, tmp_path):
     assert findings(model, tmp_path / model, contradicted=False) == set()

@@ -297,6 +297,7 @@ def test_inkling_positions_matter_with_log_scaling(tmp_path):
         torch.testing.assert_close(model.trunk.logits(step.final_hidden)[0, :, None], wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_inkling_writes_what_transformers_writes(tmp_path):
     """`generate(use_mtp=True)` and our decoder write the same greedy text."""
     model, oracle = inkling(tmp_path / "model", 2, log_floor=8)
@@ -305,6 +306,7 @@ def test_inkling_writes_what_transformers_writes(tmp_path):
     assert out[0, len(start) :].tolist() == decode(model, [start], num_speculative_tokens=2, max_tokens=12)[0][0]
 
 
+@pytest.mark.more
 def test_a_norm_that_the_config_does_not_promise_is_not_there(tmp_path):
     """chain_norm is one for all modules, or none: a fresh one in its place would be trained and saved unasked."""
     names = {}

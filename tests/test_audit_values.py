@@ -160,6 +160,7 @@ def shifted(side, by):
     return {name: replace(norm, values=norm.values + by) for name, norm in side.items()}
 
 
+@pytest.mark.more
 @loop("name", SOUND)
 def test_sound_norm_weights(name):
     """No mean and no spread of sound norm weights may pass for a shift: `mean < 0.5` did in omlx#3750."""
@@ -169,6 +170,7 @@ def test_sound_norm_weights(name):
         assert not found_shifts or name in ("wholly above 1", "scaled"), found_shifts
 
 
+@pytest.mark.more
 @loop("side_name", ["head", "trunk"])
 @loop("by", [-2, -1, 1, 2])
 @loop("name", ["alike", "small", "published", "final norm far off"])
@@ -350,6 +352,7 @@ def test_an_expert_of_zeros(tmp_path):
     assert finding.found == "1 tensor of the head with only zeros."
 
 
+@pytest.mark.more
 def test_sound_layouts_read_whole(tmp_path):
     """A rule that fires where nothing is wrong, or a float tensor of a head that is passed over."""
     for name in LAYOUTS:

@@ -55,6 +55,7 @@ def test_a_replay_that_differs_is_not_used(monkeypatch, part, name, wrong):
     assert f"the recorded {name} differs" in backend_for(build("glm4_moe")).reason
 
 
+@pytest.mark.more
 def test_changed_weights_are_packed_again():
     """Packed copies of old weights after a training step: right speed, wrong text."""
     model = build("glm4_moe")
@@ -113,6 +114,7 @@ def with_seven_bits(weight: torch.Tensor) -> torch.Tensor:
     return (whole / 1024).to(weight.dtype)
 
 
+@pytest.mark.more
 def test_a_head_drafts_by_seven_bits_in_bfloat16_and_by_all_where_asked(pairs):
     model = half("glm4_moe")
     assert backend_for(model, "native").head_bits == 7
@@ -122,6 +124,7 @@ def test_a_head_drafts_by_seven_bits_in_bfloat16_and_by_all_where_asked(pairs):
     assert backend.make_backend(model.trunk, None).head_bits is None
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "mimo_v2", "qwen3_5_moe"])
 def test_seven_bits_of_weights_that_have_no_more_lose_nothing(pairs, name):
     """Codes, scales, blocks and experts of a whole head: an error in one of them shows in the states."""
@@ -145,6 +148,7 @@ def test_seven_bits_of_weights_that_have_no_more_lose_nothing(pairs, name):
             assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * float(other.float().abs().max()))
 
 
+@pytest.mark.more
 def test_a_rounded_head_changes_no_text_and_drafts_as_well(pairs):
     model, start = Model.load(FIXTURES / "glm", dtype=torch.bfloat16), refrain(6, 40, seed=9).tolist()
     made = backend_for(model, "native")
@@ -158,6 +162,7 @@ def test_a_rounded_head_changes_no_text_and_drafts_as_well(pairs):
     assert lengths[0] > 0.95 * lengths[1] > 1.5
 
 
+@pytest.mark.more
 def test_a_rounded_head_reads_its_states_by_rounded_weights_too(pairs):
     """Otherwise drafts made one by one in Python, with the trunk's LM head, would differ from those of a round."""
     model = half("glm4_moe")
@@ -213,6 +218,7 @@ def quantized(model: Model, weights: str) -> Model:
 few_bits = pytest.mark.parametrize("weights", ["int8", "int4"])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "weights"), each_once(["glm4_moe", "deepseek_v3", "qwen3_5", "qwen3_5_moe"], ["int8", "int4"])
 )
@@ -238,6 +244,7 @@ def test_products_are_those_of_rounded_weights_and_activations(name, weights):
     assert (found - twin).norm() < 0.5 * (found - plain).norm()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("folder", "dtype", "weights"),
     each_once([("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)], ["int8", "int4"]),
@@ -264,6 +271,7 @@ def test_quantized_models_read_many_states_as_they_read_one(weights):
         assert not torch.equal(logits, model.trunk.logits(states))
 
 
+@pytest.mark.more
 def test_quantized_weights_are_never_silently_something_else():
     model = quantized(build("glm4_moe"), "int8")
     with pytest.raises(ConfigError, match="only the native backend has weights = 'int8'"):
@@ -294,6 +302,7 @@ class RoundedCache(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "exaone_moe", "qwen3_5"])
 def test_an_int8_cache_holds_rounded_keys_and_values(name):
     """In trunk and head; latent attention and sliding windows, too."""
@@ -313,6 +322,7 @@ def test_an_int8_cache_holds_rounded_keys_and_values(name):
         assert (near - exact).norm() > 10 * (near - far).norm()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("folder", "dtype"), [("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)]
 )
@@ -325,6 +335,7 @@ def test_with_an_int8_cache_models_decode_with_drafts_what_they_decode_without(f
     assert Acceptance.of(log).length > 1.5
 
 
+@pytest.mark.more
 def test_an_int8_cache_is_never_silently_something_else():
     with pytest.raises(ConfigError, match="only the native backend has kv_cache_dtype = 'int8'"):
         backend_for(with_int8_cache(build("glm4_moe")), "torch")

@@ -61,6 +61,7 @@ def joined(trunk, head, prompts, k):
     raise AssertionError("still running")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("native", [False, True])
 def test_batches_of_several_sequences_join(native):
     model, trunk, head = parts_of("glm4_moe", native=native)
@@ -89,6 +90,7 @@ def alone(model, prompts, k):
     return texts, logs
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "modules"), families(BUILDS, most_of(MOST)), ids=lambda value: str(value))
 def test_joining_changes_nothing(name, modules):
     model = build(name, modules=modules)
@@ -97,6 +99,7 @@ def test_joining_changes_nothing(name, modules):
     assert found == alone(model, prompts, 3)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
 def test_joining_native_rounds_changes_nothing(name, k):
@@ -119,6 +122,7 @@ def test_a_stop_string_at_the_last_token_is_the_reason():
     assert [part.finish for each in rounds for part in each.rows][-1] == "stop"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("native", [False, True])
 def test_policies_learn_of_plain_rounds_only_where_no_sequence_drafted(native):
     """A sequence at its last token drafts nothing, which says nothing about the round of the other."""
@@ -171,6 +175,7 @@ class Late(FixedLength):
         object.__setattr__(self, "num_plain", self.num_plain - 1)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "native"), each_once(["glm4_moe", "qwen3_5"], [False, True]))
 def test_drafting_after_many_plain_rounds(name, native, monkeypatch):
     """More positions pending than the head takes at once; states that are copied each round without end."""
@@ -204,6 +209,7 @@ def after_plain_rounds(model, rows):
     return [sequence.new for sequence in sequences], drafted, longest
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["glm_two", "glm_one"])
 def test_a_head_that_starts_late_drafts_the_same(trained, name, monkeypatch):
     """As one that has processed the prompts at once, and all later positions soon."""

@@ -72,6 +72,7 @@ def test_bad_plans(wrong, words):
         BenchmarkPlan(**wrong)
 
 
+@pytest.mark.more
 def test_runs_are_the_decoders(trained):
     """Another seed, temperature or end than the plan's; runs in another order; the warm-up among them."""
     model, plan = trained["qwen"], BenchmarkPlan(k_values=(2,), max_tokens=12, repeats=2, seed=5)
@@ -112,6 +113,7 @@ def test_figures_by_hand():
     assert report(*given, prompts=two, repeats=1).figures(0.0, 2, "y").speedup.median == pytest.approx(1.5)
 
 
+@pytest.mark.more
 def test_copies_are_counted_apart(trained):
     """The head's acceptance with copied drafts in it; a baseline that copies; a speed-up expected from other rounds."""
     plan = BenchmarkPlan(k_values=(2,), temperatures=(0.0,), max_tokens=48, repeats=1, num_copy_tokens=8)
@@ -229,6 +231,7 @@ def test_benchmark_of_a_fixture(trained):
     assert [k for k, _ in record["theory"]["0"]] == [0, 1, 2, 3]
 
 
+@pytest.mark.more
 def test_one_pass_over_the_texts_accepts_what_decoding_accepts(trained):
     """The curve is of the same texts, at every K; a decoder that accepts less is a finding."""
     plan = BenchmarkPlan(k_values=(1, 3), temperatures=(1.0, 0.0), max_tokens=24, repeats=2)

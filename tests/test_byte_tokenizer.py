@@ -35,6 +35,7 @@ def test_ids_are_the_bytes(tokenizer, text):
     assert tokenizer.decode(list(text.encode())) == text
 
 
+@pytest.mark.more
 @given(text=st.text())
 @settings(max_examples=80, deadline=None)
 def test_any_text_comes_back(tokenizer, text):

@@ -52,6 +52,7 @@ def no_key(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("k", others_slow([1, 3, 4], 3))
 def test_a_correct_engine_passes(kits, trained, k, whole):
@@ -64,6 +65,7 @@ def test_a_correct_engine_passes(kits, trained, k, whole):
     assert {each.name: each.outcome for each in report.checks}["C8"] == "passed"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("fault", "names"),
     [
@@ -92,6 +94,7 @@ def test_each_fault_is_named(fault, names, kits, trained):
     assert shown, f"{fault} changes no count in any fixture"
 
 
+@pytest.mark.more
 def test_an_engine_over_http(kits, trained, tmp_path, capsys):
     """Counters are read around each prompt, and caches are not used."""
     canary, server = kits("glm"), Server(trained["glm"])
@@ -112,6 +115,7 @@ def test_an_engine_over_http(kits, trained, tmp_path, capsys):
         server.stop()
 
 
+@pytest.mark.more
 def test_texts_that_differ(kits, trained, capsys):
     """A token other than the trunk's, which is far ahead: rollback, and its counts are not compared."""
     canary, server = kits("glm"), Server(trained["glm"], wrong=True)
@@ -146,6 +150,7 @@ def sampling_rule(canary, model, k, found):
     return next(each for each in report.checks if each.name == "C13")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("k", "whole"), others_slow([(1, True), (4, True), (4, False)], (4, True)))
 @pytest.mark.parametrize(("rule", "fault"), RULES)
 def test_the_rule_of_acceptance_is_named(rule, fault, k, whole, kits, trained):
@@ -160,6 +165,7 @@ def test_the_rule_of_acceptance_is_named(rule, fault, k, whole, kits, trained):
         assert f"counts as with {rule}" in result.evidence
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("ending", others_slow(["whole", "cut"], "whole"))
 @pytest.mark.parametrize("rule", [rule for rule, _ in RULES])
 def test_expected_counts_are_those_of_decoding(rule, ending, kits, trained):
@@ -218,6 +224,7 @@ def test_no_known_rule(kits, trained):
         assert words in outcome.evidence
 
 
+@pytest.mark.more
 def test_other_faults_hide_the_rule(kits, trained):
     """A head that does not see the prompt accepts less at any temperature."""
     canary, model = kits("glm"), trained["glm"]
@@ -354,6 +361,7 @@ def test_near_ties_are_no_finding(kits, trained):
     assert [each.name for each in check(canary, texts).broken] == ["C8"]
 
 
+@pytest.mark.more
 def test_an_engine_by_its_convention(kits, trained):
     """GLM's head in vLLM hands on another state and zeroes the first position: both clauses are named."""
     canary = kits("glm")

@@ -69,6 +69,7 @@ def without_marks(text):
 # In a pipe.
 
 
+@pytest.mark.more
 def test_piped_lines_are_messages(chat, load):
     """The second one continues the text of both; marks and figures are those of `nextn generate`."""
     code, out, err = chat(f"{QUESTION}\nx = 1\n", "tiny", "--max-tokens", 24)
@@ -83,6 +84,7 @@ def test_piped_lines_are_messages(chat, load):
     assert re.search(r"tokens/s  AL \d\.\d\d  a_1 \d\.\d\d", out)
 
 
+@pytest.mark.more
 def test_conversation_goes_through_the_chat_template(speaking, load):
     model = load(speaking)
     assert model.tokenizer.chat_template
@@ -181,6 +183,7 @@ def test_k_needs_a_head():
         _handle(conversation, "/k 2")
 
 
+@pytest.mark.more
 def test_a_name_in_the_package_gives_way_to_a_folder(here, tmp_path, monkeypatch):
     assert here("generate", "tiny", "x", "--max-tokens", 2)[0] == 0
     (tmp_path / "tiny").mkdir()

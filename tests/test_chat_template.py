@@ -57,6 +57,7 @@ def test_tools():
     assert '"name": "f"' in tokenizer.decode(ids)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("template", "says"), HOSTILE.values(), ids=HOSTILE)
 def test_hostile_template(template, says):
     """A hang, memory without a bound, or a traceback; and a process that serves nobody after it."""
@@ -81,6 +82,7 @@ def test_one_process_for_all():
     assert chat_template._worker(os.getpid())._process is process
 
 
+@pytest.mark.more
 def test_interrupted(monkeypatch):
     """An answer that nobody waited for, taken for that of the next conversation."""
     tokenizer = chatty()

@@ -303,6 +303,7 @@ KEYS = ["ignore", "exclude", "exclude_modules", "modules_to_not_convert", "ignor
         "modules_in_block_to_quantize", "llm_int8_skip_modules"]  # fmt: skip
 
 
+@pytest.mark.more
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([*FORMATS, "sinq"]), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5), JSON)
 def test_any_config(checkpoint, method, section, other):

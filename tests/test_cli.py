@@ -69,6 +69,7 @@ def run(tmp_path_factory, command):
     return folder
 
 
+@pytest.mark.more
 def test_train_wrote_a_model(run):
     model = Model.load(run / "out" / "model")
     assert model.head is not None
@@ -80,6 +81,7 @@ def test_train_wrote_a_model(run):
     assert list((run / "out" / "tensorboard").glob("events.*"))
 
 
+@pytest.mark.more
 def test_generate_as_text_and_json(run, here, monkeypatch):
     code, text, complaint = here("generate", run / "out" / "model", "line 1 of", "--max-tokens", 12, "-k", 3)
     assert code == 0, complaint
@@ -92,6 +94,7 @@ def test_generate_as_text_and_json(run, here, monkeypatch):
     assert json.loads(plain)["tokens"] == record["tokens"]
 
 
+@pytest.mark.more
 def test_texts_longer_than_the_trained_length_are_noted(run, here, tmp_path):
     """Positions that training never saw cost acceptance and text, and nothing else shows it."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "line 1 of"}\n')
@@ -195,6 +198,7 @@ def test_an_interrupt_is_answered(monkeypatch, capfd):
     assert "stopping after this step" in capfd.readouterr().err
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -226,6 +230,7 @@ def test_bad_input_is_one_line_and_exit_code_2(args, words, run, here, tmp_path)
     assert complaint.count("\n") == 1
 
 
+@pytest.mark.more
 def test_usage_errors_exit_2(here):
     done = nextn("generate", "/nowhere", "x")
     assert done.returncode == 2
@@ -260,6 +265,7 @@ def test_a_hub_id_reaches_the_checkpoint(run, here, monkeypatch):
     assert (code, complaint, asked) == (2, "error: asked\n", ["org/model@v1"])
 
 
+@pytest.mark.more
 def test_weights_of_few_bits(here):
     """One option for every command that decodes; refused where it would have no effect."""
     for bits in (8, 4):
@@ -276,6 +282,7 @@ def test_weights_of_few_bits(here):
         assert "excludes --backend torch and devices other than cpu" in complaint
 
 
+@pytest.mark.more
 def test_a_number_of_threads(here):
     """One option for every command that decodes. A valid number is for a whole process, so another one gets it."""
     most = available_cores()
@@ -319,6 +326,7 @@ def test_options_of_a_dataclass():
     assert len(taken) == 1
 
 
+@pytest.mark.more
 def test_a_kv_cache_of_eight_bits(here):
     code, text, _ = here("generate", "tiny", "def", "--max-tokens", 8, "--kv-cache-dtype", "int8", "--json")
     record = json.loads(text)

@@ -15,6 +15,7 @@ def few_texts(tmp_path_factory):
     return file
 
 
+@pytest.mark.more
 def test_every_way_is_compared(here, fixture_folder, few_texts, tmp_path):
     """Widths and backends of the model, another form of it, and few bits in torch, which has none, left out."""
     folder, other = fixture_folder / "glm", tmp_path / "rounded"
@@ -42,6 +43,7 @@ def test_the_table_has_a_row_for_each_way(here, fixture_folder, few_texts):
     assert said.splitlines()[-1].startswith(f"27 positions of {few_texts}")
 
 
+@pytest.mark.more
 def test_bench_shows_what_few_bits_cost(here, monkeypatch, tmp_path, own_cache):
     """The bundled model: its speed at 4 bits comes with its divergence."""
     monkeypatch.setattr("nextn.cli.accuracy.TOKENS", 100)

@@ -94,6 +94,7 @@ def test_control_c_and_going_on(folder, tmp_path, here):
     assert out.read_bytes().startswith(cut)
 
 
+@pytest.mark.more
 def test_training_on_the_answers(folder, tmp_path, here):
     """`nextn train --data` takes what `nextn answer` wrote."""
     out = tmp_path / "a.jsonl"

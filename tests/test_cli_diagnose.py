@@ -79,6 +79,7 @@ def test_k_is_needed_before_the_model_is_loaded(tmp_path, prompts, monkeypatch):
         assert "findings  nothing-accepted or head-unset" in result.stdout
 
 
+@pytest.mark.more
 def test_a_log(tmp_path, prompts):
     """As a table and as JSON; the file that --out names holds what --json prints."""
     log = tmp_path / "engine.log"

@@ -47,6 +47,7 @@ def measure(here, path, *options, folder=GLM):
     return json.loads(out), err
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_streamed_report_is_the_loaded_one(temperature, answers, here, tmp_path):
     """To the last digit, with controls; and the states are gone from the cache."""
@@ -76,6 +77,7 @@ def test_figures_are_those_of_decoding(answers, here, trained):
         assert figures["num_accepted_tokens_per_pos"] == kept
 
 
+@pytest.mark.more
 def test_interrupted_command_resumes(answers, here, monkeypatch, tmp_path):
     """After Ctrl-C in the middle, the same command reads only the layers that are missing; --states keeps them."""
     real = given_texts.whole_text_outputs
@@ -98,6 +100,7 @@ def test_interrupted_command_resumes(answers, here, monkeypatch, tmp_path):
         assert record["stream"]["num_resumed"] == num_resumed
 
 
+@pytest.mark.more
 def test_shard_deleted_in_mid_stream(answers, here, monkeypatch, tmp_path):
     """One error with the file, exit code 2; with the file back, the same command resumes."""
     model, states = tmp_path / "model", tmp_path / "states"
@@ -121,6 +124,7 @@ def test_shard_deleted_in_mid_stream(answers, here, monkeypatch, tmp_path):
     assert measure(here, answers[0.0], *options, folder=model)[0]["stream"]["num_resumed"] == 1
 
 
+@pytest.mark.more
 def test_packed_layers_are_streamed(answers, here, tmp_path):
     """Weights of eight bits, trunk and head: the loaded model's figures, near those of the original."""
     shutil.copytree(GLM, tmp_path / "packed")
@@ -138,6 +142,7 @@ def test_packed_layers_are_streamed(answers, here, tmp_path):
     assert accepted[0] == pytest.approx(accepted[1], rel=0.05)
 
 
+@pytest.mark.more
 def test_streams_by_itself_what_does_not_fit(answers, here, monkeypatch):
     """With the reason; never what fits, and not with --no-stream."""
     assert "stream" not in measure(here, answers[0.0])[0]

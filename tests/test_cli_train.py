@@ -67,6 +67,7 @@ def nextn(here):
     return partial(here, "train")
 
 
+@pytest.mark.more
 def test_a_head_is_trained_on_a_packed_trunk(given, tmp_path, nextn):
     """The trunk stays as it is, and the head is written and declared unquantized."""
     shutil.copytree(given / "model", tmp_path / "packed")
@@ -84,6 +85,7 @@ def test_a_head_is_trained_on_a_packed_trunk(given, tmp_path, nextn):
     assert Model.load(tmp_path / "run" / "model").head is not None
 
 
+@pytest.mark.more
 def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--set", "accumulate=2"]
     code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse", "--curve")
@@ -239,6 +241,7 @@ def test_longer_than_the_context(given, tmp_path, nextn):
     assert "conversations are longer than the model's context of 128 tokens; they are cut into rows" in err
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -333,6 +336,7 @@ def contents(folder):
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.more
 def test_resume_takes_everything_from_the_folder(stopped, given, nextn):
     """No option is needed, what agrees may be given again, and a finished run is left as it is."""
     assert nextn(stopped, "--resume", "--set", "lr=0.001", "--set", "lam=1.0", "--set", "accumulate=2")[0] == 0
@@ -347,6 +351,7 @@ def test_resume_takes_everything_from_the_folder(stopped, given, nextn):
     assert contents(stopped) == before
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -375,6 +380,7 @@ def test_a_damaged_record_of_options(stopped, nextn):
     assert "resume with the options that the run was started with" in err
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("dtype", "is_new"), each_once(["float32", "bfloat16"], [True, False]))
 def test_streamed_trunk_trains_the_same_head(given, tmp_path, here, monkeypatch, dtype, is_new):
     """The trunk is read once, layer by layer: the same cache of hidden states and the same head, bit for bit."""
@@ -398,6 +404,7 @@ def test_streamed_trunk_trains_the_same_head(given, tmp_path, here, monkeypatch,
     assert not list((tmp_path / "streamed").glob("states*"))
 
 
+@pytest.mark.more
 def test_streamed_training_resumes(given, tmp_path, here, monkeypatch):
     """Interrupted while the trunk is read, and while the head trains: no layer is read twice."""
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--head-only", "--stream"]

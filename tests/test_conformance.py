@@ -109,6 +109,7 @@ def test_the_language_counts():
     assert len(set(map(len, prompts(8, seed=3)))) == 8
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["glm_one", "glm_two"])
 def test_rounds_are_those_of_decoding(name, trained):
     """What is walked from columns equals what the decoder does, at every K, round by round."""
@@ -126,6 +127,7 @@ def _plain(tokens):
     return Settings(num_speculative_tokens=0, max_tokens=tokens + MAX_K + 1, eos=())
 
 
+@pytest.mark.more
 def test_gaps_mark_near_ties(trained, tmp_path):
     """Prompts without near ties come first; positions of those that are left are listed."""
     asked = [*refrain(3, 33, seed=5).tolist(), [5] * 9]
@@ -163,6 +165,7 @@ def test_prompts_of_sure_texts_come_first(monkeypatch, count, chosen):
     assert "".join(expected._choose(model, list(texts), count, 2)) == chosen
 
 
+@pytest.mark.more
 def test_what_a_record_holds(monkeypatch):
     """Every reading has rounds at every K; near ties of the tokens that count; the second load is the coarse one."""
     loaded, load = [], Model.load

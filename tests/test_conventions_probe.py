@@ -124,6 +124,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "damage", "seed"), others_slow(DAMAGED, DAMAGED[0]))
 def test_no_convention_is_blamed_for_damage(name, damage, seed, trained, texts):
     found = probe(damaged(trained[name], damage, seed), texts[name], DEPTHS, pairs=False)
@@ -154,6 +155,7 @@ def test_no_convention_is_blamed_where_the_trunk_is_worse_than_the_head(trained)
     assert found.outcome != "other", found.summary
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", others_slow(FOUR, "glm"))
 def test_right_weights_want_their_row(name, trained, texts):
     found = probe(trained[name], texts[name], DEPTHS, pairs=False)
@@ -202,6 +204,7 @@ def test_a_stored_copy_that_is_the_heads_own(trained, texts):
     assert "no convention works" in without.summary
 
 
+@pytest.mark.more
 def test_no_convention_fits_noise(texts, trained):
     model = replace(build("glm4_moe", vocab_size=48), trunk=trained["glm"].trunk)
     noise = other_weights(trained["glm"], lambda head: [value.normal_(0, 0.05) for value in head.parameters()])

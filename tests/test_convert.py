@@ -272,6 +272,7 @@ def test_extracted_head_is_a_base(name, tmp_path):
     assert take(file).declared == 1
 
 
+@pytest.mark.more
 def test_extract(tmp_path):
     """Copies on demand; a header that says where it came from; no other model's config overwritten."""
     source = publish(tmp_path / "source", "glm4_moe", fp8=True)
@@ -333,6 +334,7 @@ def test_consolidated_copy_stays_aside(tmp_path):
     assert bytes_of(tmp_path / "out") == bytes_of(sound)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("verb", others_slow(["convert", "extract"], "extract"))
 def test_at_once(verb, tmp_path):
     """Two processes with one target: one writes it, the other says so; both from different heads, none mixed."""
@@ -430,6 +432,7 @@ def test_a_tensor_with_the_name_of_a_layer(tmp_path):
     assert "model.layers.2" in Checkpoint.open(tmp_path / "head.safetensors").tensors
 
 
+@pytest.mark.more
 def test_experts_in_several_forms(tmp_path):
     """A head of which each form has a part becomes one form, with every byte; modules may differ in their form."""
     source = publish(tmp_path / "source", "glm4_moe", modules=2)

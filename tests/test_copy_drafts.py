@@ -111,6 +111,7 @@ def texts_of(model, prompts, **settings):
     ], parts
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(("name", "modules"), MODELS)
 def test_greedy_texts_are_those_without_copies(name, modules, native, monkeypatch):
@@ -130,6 +131,7 @@ def test_greedy_texts_are_those_without_copies(name, modules, native, monkeypatc
         assert any(part.drafts and not part.copied for part in parts) == (k > 0)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("sampling", "k"), each_once([Sampling(), Sampling(0.3), Sampling(0.4, top_k=2)], [0, 3]))
 def test_native_rounds_are_those_of_the_loop(sampling, k):
     """With the index itself: refrains are copied, at other times in each sequence. One text is what it is alone."""
@@ -147,6 +149,7 @@ def test_native_rounds_are_those_of_the_loop(sampling, k):
     assert [(part.drafts, part.emitted) for rows in alone for part in rows] == ours
 
 
+@pytest.mark.more
 def test_sampled_texts_follow_the_trunks_distribution(monkeypatch):
     """The second and third token against their exact distribution, where copies are often right and often wrong."""
     model, count, sampling = build("glm4_moe"), 3000, Sampling(1.0, top_k=3)

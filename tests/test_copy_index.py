@@ -1,5 +1,6 @@
 """The index against a search of the whole text, and its bounds."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ def searched(tokens):
     return max(latest, key=lambda match: match.length, default=None)
 
 
+@pytest.mark.more
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12))
 def test_the_index_finds_what_a_search_of_the_whole_text_finds(parts):

@@ -77,6 +77,7 @@ def test_gradients_do_not_depend_on_how_the_inputs_lie():
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("lie", [lambda states: states, as_layers_make_them])
 def test_the_op_is_what_it_tells_torch(lie):
     """Where blocks look at everything, so that all weights mean something."""
@@ -95,6 +96,7 @@ def traced(function, *inputs):
     return torch.compile(function, backend=backend)(*inputs), torch.ops.nextn.attention_in_blocks.default in found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", [None, "documents", "chains"])
 def test_compiled_steps_in_bfloat16_take_it(name):
     seen = None if name is None else MASKS[name].repeat_interleave(8, 2).repeat_interleave(8, 3)

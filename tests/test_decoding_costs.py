@@ -38,6 +38,7 @@ class PassClock:
         return self.now
 
 
+@pytest.mark.more
 def test_costs_are_of_their_own_passes(trained, monkeypatch):
     """Each pass is timed after its predecessor in decoding, in rotating order; the warm-up does not count."""
     clock = PassClock(monkeypatch)
@@ -74,6 +75,7 @@ def test_short_passes_are_repeated():
     assert steps[0].num < 70
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("path", ["auto", "torch"])
 @pytest.mark.parametrize("name", [folder.name for folder in sorted(FIXTURES.iterdir())])
 def test_passes_are_rolled_back(trained, name, path):
@@ -86,6 +88,7 @@ def test_passes_are_rolled_back(trained, name, path):
     assert {tuple(cache.lengths) for cache in passes.caches} == {(21, 21)}
 
 
+@pytest.mark.more
 def test_costs_of_a_real_model(trained):
     found = measure_costs(build("glm4_moe"), num_speculative_tokens=2, context=600, repeats=1)
     assert len(found.v) == 3

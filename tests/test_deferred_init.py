@@ -40,6 +40,7 @@ def check_equal(whole, later, deferred):
     assert all(torch.equal(value, buffers[name]) for name, value in whole.named_buffers())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(CONFIGS))
 @loop("dtype", [torch.float32, torch.bfloat16])
 def test_a_model(name, dtype):

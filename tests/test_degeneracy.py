@@ -48,6 +48,7 @@ def test_figures():
     assert not degeneracy("").is_degenerate
 
 
+@pytest.mark.more
 def test_python_source_is_not_flagged():
     """Catches thresholds that call ordinary code degenerate: less than 2 % of windows of 400 bytes may be flagged."""
     stream = np.concatenate([np.frombuffer(path.read_bytes(), np.uint8) for path in library()[1]])

@@ -30,6 +30,7 @@ def spread(folder, where, places="disk", **options):
 
 
 # LongCat's router uses the weight of a submodule that it does not call.
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(CONFIGS, {"deepseek_v4", "qwen3_5", "longcat_flash"}))
 def test_same_texts_for_every_family(name, tmp_path):
     """All layers on disk, so that each block, mixer and router is run from there; with rollback, in a batch."""
@@ -47,6 +48,7 @@ def test_same_texts_for_every_family(name, tmp_path):
     assert [each.rows for each in texts[0][1]] == [each.rows for each in texts[1][1]]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
 def test_what_is_used_outside_of_forward(changes, tmp_path):
     """Embedding and lm_head, tied or not, and slices of both."""

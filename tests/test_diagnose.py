@@ -69,6 +69,7 @@ def diagnosed(trained, counters):
     }
 
 
+@pytest.mark.more
 def test_injected_faults_are_named(diagnosed):
     for fault in ("wrong-hidden", "no-prefill"):
         found = diagnosed[fault]
@@ -263,6 +264,7 @@ def test_driving_where_others_ask_too(serve, trained):
     assert any("other requests were counted" in note for note in found.notes)
 
 
+@pytest.mark.more
 def test_counters_reset_in_mid_run(serve, trained):
     with pytest.raises(EngineError, match="reset during the run"):
         drive(serve, trained, "reset")

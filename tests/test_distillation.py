@@ -88,6 +88,7 @@ def assert_equals_autograd(loss, expected, report, leaves):
     torch.testing.assert_close(ours, theirs, **EXACT)
 
 
+@pytest.mark.more
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_gradients_are_autograd_s(data):
@@ -170,6 +171,7 @@ def test_chain_by_hand():
     assert loss.sums.tolist() == pytest.approx([2 * (1 - 3 / 4), 1 - 3 / 4, 1 - 9 / 16])
 
 
+@pytest.mark.more
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=st.sampled_from([0.1, 1.0, 30.0]))
 def test_bounds_between_objectives(seed, spread):
@@ -293,6 +295,7 @@ def test_bf16_is_close_to_fp32(objective, autocast):
         assert (got.double() - want).norm() < tolerance * want.norm()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(("chunk", "trains_weight"), [(4, True), (4, False), (None, True)])
 def test_no_more_logits_than_the_chunk(monkeypatch, objective, chunk, trains_weight):

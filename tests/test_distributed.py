@@ -125,6 +125,7 @@ def test_memory_of_a_process_that_trains_from_scratch(pair, tmp_path):
         assert share < peak < share + 2 * layer + 20e6 < 0.8 * trunk
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", others_slow(["glm4_moe", "cohere2_moe"], "cohere2_moe"))
 def test_training_from_scratch(name, pair, tmp_path):
     """Two processes begin with the bits of one, each of which keeps its part of every draw."""
@@ -144,6 +145,7 @@ def new_model(folder, name, **sizes):
     return path
 
 
+@pytest.mark.more
 def test_a_fresh_head(pair, hybrid, tmp_path):
     """Two processes equal one, whose trunk is in memory when the head is made of it; they begin with its bits."""
     (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))
@@ -231,6 +233,7 @@ def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
     assert names == ["cache.json", "hidden-00000.safetensors", "hidden-00001.safetensors"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fresh", others_slow([False, True], True))
 def test_a_head_of_a_streamed_trunk(fresh, pair, hybrid, tmp_path):
     """Two processes equal one; the first reads the layers, once, and the second takes the states from the folder."""

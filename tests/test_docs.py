@@ -281,6 +281,7 @@ def test_defects_of_a_site_are_seen(tmp_path):
 # Shown outputs.
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "scene",
     [case(scene, quick=scene.name == "readme") for scene in SCENES if not scene.slow],

@@ -75,6 +75,7 @@ def both(model, prompts, settings, length=None):
     return native, loop
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("lengths", [case((17,), quick=False), case(LENGTHS, quick=True)], ids=["one", "ragged"])
 @pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), WARM, Sampling(0.7, top_k=5, min_p=0.02)])
@@ -88,6 +89,7 @@ def test_it_drafts_what_the_loop_drafts(random, sampling, sampled, lengths):
     assert native == loop
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("lengths", [(17,), (17, 9)], ids=["one", "ragged"])
 @pytest.mark.parametrize("sampling", [Sampling(), WARM])
 def test_a_draft_vocabulary_stays_native(sampling, lengths):
@@ -106,6 +108,7 @@ def test_a_draft_vocabulary_stays_native(sampling, lengths):
     assert drafts <= set(ids.tolist())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("sampling", [Sampling(), WARM])
 @pytest.mark.parametrize(
     "length",

@@ -102,6 +102,7 @@ def test_draft_logits_are_those_of_four_bits(small, name, draft_ids, weights):
     assert near < 0.005 < 0.02 < far
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("draft_ids", "weights"), each_once([None, [*range(5, 40)]], WEIGHTS), ids=str)
 def test_the_two_best_tokens_are_scored_by_the_lm_head_itself(small, monkeypatch, draft_ids, weights):
     """The best token then is another one for some states. Near ties are left out, as results in bf16 round."""
@@ -119,6 +120,7 @@ def test_the_two_best_tokens_are_scored_by_the_lm_head_itself(small, monkeypatch
     assert (best != four_bits.argmax(-1))[is_clear].any()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("draft_ids", "weights"), each_once([None, [*range(5, 40)]], WEIGHTS), ids=str)
 def test_drafts_are_those_of_torch(small, monkeypatch, draft_ids, weights):
     """Of whole rounds, of a native chain, and of a loop that reads torch's logits."""
@@ -139,6 +141,7 @@ def test_drafts_are_those_of_torch(small, monkeypatch, draft_ids, weights):
     assert len({token for part in drafts[0] for token in part}) > 5
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("folder", "weights"), each_once(["glm", "qwen"], WEIGHTS))
 def test_text_is_that_without_drafts_and_drafts_are_as_good(small, folder, weights):
     model, start = (
@@ -154,6 +157,7 @@ def test_text_is_that_without_drafts_and_drafts_are_as_good(small, folder, weigh
     assert Acceptance.of(log).length > max(1.5, 0.9 * Acceptance.of(other_log).length)
 
 
+@pytest.mark.more
 @few_bits
 def test_only_drafts_read_the_four_bits(small, monkeypatch, weights):
     """Not the verification, nor the embedding, which is tied to the lm_head here."""
@@ -174,6 +178,7 @@ def test_only_drafts_read_the_four_bits(small, monkeypatch, weights):
     assert not torch.equal(found[0][-1], found[1][-1])
 
 
+@pytest.mark.more
 def test_the_lm_head_of_drafts_is_packed_in_four_bits_alone(small, monkeypatch):
     """In bf16, it takes the place of the copy in seven bits."""
     monkeypatch.setattr(Runtime, "has_bf16_pair_products", True)
@@ -194,6 +199,7 @@ def test_the_lm_head_of_drafts_is_packed_in_four_bits_alone(small, monkeypatch):
     assert (made.head_bits, made.draft_lm_head_bits) == (7, 4)
 
 
+@pytest.mark.more
 @few_bits
 def test_a_quantized_checkpoint_drafts_by_four_bits(small, tmp_path, weights):
     build("qwen3_5").save(tmp_path, dtype=torch.bfloat16)
@@ -232,6 +238,7 @@ def test_four_bits_are_for_large_vocabularies_and_rounded_weights():
     assert not has_four_bits(build("glm4_moe").head)
 
 
+@pytest.mark.more
 def test_small_vocabularies_keep_what_they_have():
     model = Model.load(FIXTURES / "glm", dtype=torch.bfloat16)
     for weights in ("stored", "int8", "int4"):

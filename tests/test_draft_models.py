@@ -164,6 +164,7 @@ def test_stages_that_were_lost(tmp_path):
     assert "head-absent" not in found
 
 
+@pytest.mark.more
 def test_commands_refuse_with_the_reason(flash, tmp_path):
     base = publish(tmp_path / "base", "deepseek_v4", copies=False)
     log = tmp_path / "engine.log"

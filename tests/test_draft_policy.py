@@ -112,6 +112,7 @@ def oracle(head, v, c, **how):
     return max(simulated(Oracle(v, c, 1 + step / 2), head, v, c, **how).rate for step in range(8))
 
 
+@pytest.mark.more
 @loop(("v", "c"), [(FLAT, 0.07), (STEEP, 0.05), (FLAT, 0.2)])
 @loop("rate", [0.5, 0.7, 0.85, 0.95])
 def test_near_the_best_length_where_all_drafts_are_alike(rate, v, c):
@@ -121,6 +122,7 @@ def test_near_the_best_length_where_all_drafts_are_alike(rate, v, c):
         assert found > 0.95 * best_fixed(rate, v, c), told
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("told", [None, (0.6, 0.4), (0.99, 0.95), (0.05, 0.5)])
 def test_beats_every_length_where_the_head_knows_its_doubts(told):
     """A rule that does not look at confidences, or that trusts them as they are."""
@@ -146,6 +148,7 @@ def test_goes_back_to_plain_decoding():
     assert rule.reason.startswith("plain")
 
 
+@pytest.mark.more
 def test_follows_a_text_that_changes():
     """A fall-back for good, or one that comes when the hard text is over."""
     rule = AdaptiveLength(costs(FLAT, 0.25))
@@ -159,6 +162,7 @@ def test_follows_a_text_that_changes():
     assert sum(found.lengths[turn] for turn in hard) < 0.3 * len(hard)
 
 
+@pytest.mark.more
 def test_a_bin_is_tried_again():
     """A confidence that once was worthless and is never drafted from again, although it now is worth much."""
     rule = AdaptiveLength(costs(STEEP, 0.05))
@@ -263,6 +267,7 @@ def test_calibration_is_its_definition():
             assert rules[0].mean == pytest.approx(rules[1].mean)
 
 
+@pytest.mark.more
 def test_calibration_lasts():
     """Weights that overflow in a server that runs for long: 1.002 to the power of its rounds."""
     rule = ConfidenceCalibration([0.5])
@@ -346,6 +351,7 @@ def recorded(draw, turn):
         yield told, RECORDED[told][1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("v", "c"), [(FLAT, 0.07), (STEEP, 0.05)])
 def test_settles_within_a_few_dozen_rounds(v, c):
     """A rate that begins far off, a rule that goes on jumping. Over many texts, as single ones are luck."""

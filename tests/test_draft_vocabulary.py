@@ -17,6 +17,7 @@ from nextn.speculative.sampling import to_probs
 from nextn.speculative.verification import accept_block
 
 
+@pytest.mark.more
 @given(
     texts=st.lists(st.lists(st.integers(0, 11)), min_size=1).filter(any),
     size=st.integers(2, 12),

@@ -79,6 +79,7 @@ def test_rates_of_the_whole_vocabulary_are_those_of_decoding(model, tokens, monk
     assert choice.estimates[-1].rates == pytest.approx(decoded(model, tokens).rates, abs=1e-9)
 
 
+@pytest.mark.more
 def test_a_smaller_vocabulary_where_draft_steps_cost(model, tokens, monkeypatch):
     """Tokens of the held-out part counted, or drafts outside counted as right; a choice that is not set."""
     with_costs(monkeypatch, 1 / model.trunk.vocab_size)

@@ -38,6 +38,7 @@ def option(command, name):
     return command[command.index(name) + 1]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.name)
 def test_every_family(row, engine, checkpoints):

@@ -96,6 +96,7 @@ def within(rates, acceptance):
     return all(low <= rate <= high for rate, (low, high) in zip(rates, acceptance.intervals(z=3.3), strict=True))
 
 
+@pytest.mark.more
 def test_greedy_figures_are_the_decoders(glm):
     """On the trunk's own greedy text the rounds are the decoder's, draft by draft, but for those cut by the end."""
     batch, acceptance = answered(glm, count=12, length=120)
@@ -108,6 +109,7 @@ def test_greedy_figures_are_the_decoders(glm):
     assert within(figures.greedy.rates, acceptance)
 
 
+@pytest.mark.more
 def test_sampled_figures_are_the_decoders(glm):
     """On text sampled at the temperature, min(1, q/p) of its tokens predicts what rejection sampling accepts."""
     batch, acceptance = answered(glm, count=48, length=120, sampling=Sampling(1.3), block_verification=False, seed=1)

@@ -30,6 +30,7 @@ def has_experts(folder):
     return any(expert_path(each) for each in Inventory.of(Checkpoint.open(folder)).own)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(LAYOUTS))
 def test_forms_of_published_layouts(name, tmp_path):
     """A head in another form and back: a byte changed, or a form that audit takes for a partial or foreign head."""
@@ -60,6 +61,7 @@ def state(folder):
     return {f"{part} {name}": value for part, values in parts.items() for name, value in values.items()}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(moes(), ("qwen3_5_moe", "deepseek_v4")))
 def test_every_form_loads(name, tmp_path):
     """Trunk and head in each form, independently: one that does not load, or computes something else."""

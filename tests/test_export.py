@@ -56,6 +56,7 @@ def rules(draft, trunk):
     return {each.rule for each in report.findings if each.severity != "note"}
 
 
+@pytest.mark.more
 def test_a_draft_and_the_command_that_serves_it(made, tmp_path):
     """All tensors bit for bit in the file that engines look for, with the record of its trunk; K and overrides."""
     vllm = export(made / "draft", tmp_path / "draft", "vllm", num_speculative_tokens=4)

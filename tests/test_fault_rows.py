@@ -42,6 +42,7 @@ def measured(trained):
     return {name: reference_acceptance(trained[name], PROMPTS, plan) for name in ("glm", "glm_two", "qwen")}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", COSTS)
 def test_a_fault_costs_acceptance(name, trained, measured):
     """Compared with the head without fault; acceptance rules with the usual rule."""
@@ -54,6 +55,7 @@ def test_a_fault_costs_acceptance(name, trained, measured):
     assert all(torch.equal(value, before[key]) for key, value in trained[fixture].head.state_dict().items())
 
 
+@pytest.mark.more
 def test_all_others_can_be_injected_too(trained, measured):
     """Large norm weights, four bits, decoded again; none for an lm_head that this head does not have."""
     for fault in FAULTS:
@@ -63,6 +65,7 @@ def test_all_others_can_be_injected_too(trained, measured):
             assert found is None or 1 <= found.figures(1.0).length.value <= 4
 
 
+@pytest.mark.more
 def test_faults_share_the_states_of_the_trunk(trained, measured, monkeypatch):
     """The trunk runs over the texts once for each side of its final norm, and each fault is scored as it is alone."""
     passes, run = [], reference.trunk_outputs

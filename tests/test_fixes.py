@@ -127,6 +127,7 @@ def rules(folder):
     return {each.rule for each in audit(Checkpoint.open(folder)).findings if each.severity != "note"}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", CASES)
 def test_fixes_followed(case, here, tmp_path):
     rule, family, options = CASES[case]
@@ -217,6 +218,7 @@ def loads(folder):
     return all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+@pytest.mark.more
 def test_fixes_of_the_loaders_followed(here, tmp_path):
     for index, (name, (change, declared)) in enumerate(UNLOADABLE.items()):
         folder = glm(tmp_path / str(index), change, declared)
@@ -295,6 +297,7 @@ def test_the_fix_for_a_stale_head_followed(names_base, here, tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_trunk_cast_without_loss_is_not_stale(dtype, tmp_path):
     model = nextn.load("tiny")

@@ -25,6 +25,7 @@ def states(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [*out, step.final_hidden.clone(), step.next_hidden.clone()]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
 @pytest.mark.parametrize("name", families(RECORDED))
 def test_every_family(name, dtype):
@@ -38,6 +39,7 @@ def test_every_family(name, dtype):
     assert (on.num_norms > 0, on.num_roots > 0) == ((False, True) if name == "cohere2_moe" else (True, False))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "op"),
     [("glm4_moe", "rope"), ("glm4_moe", "gated_linear"), ("glm4_moe", "add_rms_norm"), ("qwen3_5", "norm_rope")],

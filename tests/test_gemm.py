@@ -129,6 +129,7 @@ def test_a_row_knows_no_other_row(runtime: Runtime, k: int, dtype: torch.dtype) 
         assert torch.equal(linear(other, x[-rows:], weight), alone[-rows:])
 
 
+@pytest.mark.one_case
 @dtypes
 @loop("k", [33, 256])
 @loop("num_experts", [1, 4, 9])

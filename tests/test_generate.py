@@ -27,6 +27,7 @@ def model():
     return made
 
 
+@pytest.mark.more
 def test_stream_adds_up_to_generate(model):
     """The pieces of a stream are the whole text, for each row of a batch."""
     settings = Settings(num_speculative_tokens=3, max_tokens=24)
@@ -112,6 +113,7 @@ def test_the_checkpoints_eos_ends_a_text(model):
     assert result.tokens == whole.tokens[: whole.tokens.index(whole.tokens[4]) + 1]
 
 
+@pytest.mark.more
 def test_ids_need_no_tokenizer():
     result = generate(build("glm4_moe"), [[1, 2, 3]], Settings(max_tokens=5))[0]
     assert len(result.tokens) == 5
@@ -134,6 +136,7 @@ def test_eos_comes_from_the_checkpoint(model):
     torch.manual_seed(0)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_shortlist_changes_the_drafts_and_not_the_text(trained, backend):
     """Tokens outside are never drafted; the trunk says them all the same."""
@@ -238,6 +241,7 @@ class Everything:
         return text[: min((text.find(stop) for stop in self.stops if stop in text), default=len(text))]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("skip", [False, True], ids=["all", "specials skipped"])
 @pytest.mark.parametrize("name", MADE)
 @given(data=st.data())
@@ -254,6 +258,7 @@ def test_pieces_are_the_whole(name, skip, data):
         assert certain + made.pending == whole
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", MADE)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

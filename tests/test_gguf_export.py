@@ -65,6 +65,7 @@ def data(reader, name):
 BLOCK = {"attn_norm": "input_layernorm", "attn_k": "self_attn.k_proj", "ffn_down": "mlp.down_proj"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "arch"), [("llama-3.1", "step35"), ("qwen3", "hy_v3")])
 def test_all_tensors_of_trunk_and_head(name, arch, made, tmp_path):
     """Bit for bit, with llama.cpp's names, and nothing else; the audit of the file finds nothing."""
@@ -163,6 +164,7 @@ def test_a_tied_trunk_stores_its_lm_head_where_the_graph_needs_it(made, tmp_path
         assert all(np.array_equal(each.data, data(reader, "token_embd.weight")) for each in outputs)
 
 
+@pytest.mark.more
 def test_a_head_in_step35s_layout_decodes_the_trunks_text(made):
     """It takes the state before the final norm, and gives the next depth its own before its norm."""
     for name in ("llama-3.1", "qwen2", "mistral"):

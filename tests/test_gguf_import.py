@@ -108,6 +108,7 @@ def stored(folder):
 ROUND_TRIPS = {"llama-3.1": "step35", "qwen2": "step35", "mistral": "step35", "qwen3": None}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_an_exported_file_is_the_trunk_and_its_head_again(name, tmp_path):
     """Every tensor bit for bit, and the texts with and without drafts."""
@@ -130,6 +131,7 @@ def test_an_exported_file_is_the_trunk_and_its_head_again(name, tmp_path):
         assert tokens(converted, "torch", k) == tokens(original, "torch", k)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["GLM-4.5", "adopted qwen2"])
 def test_an_exported_file_of_experts_is_the_checkpoint_again(name, tmp_path):
     """Every expert, router and correction bias bit for bit, and the texts with and without drafts."""
@@ -188,6 +190,7 @@ def mixed(kinds=MIXED):
     return made
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", [Type[name] for name in BLOCK_TYPES if name not in ("Q8_0", "Q4_0")])
 def test_blocks_stay_as_they_are(kind, byte_folder, tmp_path):
     """Byte for byte; the loaded model computes what the dequantized conversion does."""
@@ -402,6 +405,7 @@ def glm4_metadata(config):
     return metadata
 
 
+@pytest.mark.more
 def test_experts_one_by_one(byte_folder, tmp_path):
     """GLM-4.5: slices of one tensor, the correction of the router, biases, norms of q and k, and the head."""
     changes = {"use_qk_norm": True, "attention_bias": True, "vocab_size": VOCAB}
@@ -427,6 +431,7 @@ def qwen35_metadata(config):
     return {key: value for key, value in metadata.items() if value is not None}
 
 
+@pytest.mark.more
 def test_value_heads_in_their_own_order(byte_folder, tmp_path):
     """Qwen3.5: heads in turns, norms with 1 added, decays, the convolution, and the head."""
     model = build_with_head("qwen3_5", vocab_size=VOCAB, linear_num_key_heads=2, linear_num_value_heads=6)
@@ -443,6 +448,7 @@ def moe_metadata(config):
     }  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_vector", [True, False])
 def test_value_heads_and_experts(is_vector, byte_folder, tmp_path):
     """Qwen3.5 with experts; llama-quantize writes the gate of the shared one as a vector."""
@@ -469,6 +475,7 @@ def qwen3_next(folder, *, is_split=True, **changes):
     return model, made
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_split", [True, False])
 def test_one_matrix_that_is_two_in_the_file(is_split, byte_folder, tmp_path):
     """Qwen3-Next: z is a tensor of its own."""
@@ -476,6 +483,7 @@ def test_one_matrix_that_is_two_in_the_file(is_split, byte_folder, tmp_path):
     check(model, "qwen3next", moe_metadata(model.trunk.config), made, byte_folder, tmp_path, near=1e-6)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K"), ("Q5_K", "Q4_K")])
 def test_blocks_of_two_tensors(kinds, byte_folder, tmp_path):
     """They stay where both have one type."""
@@ -747,6 +755,7 @@ def test_a_command_decodes_the_blocks_of_a_file(byte_folder, tmp_path, here, ggu
     assert stored(gguf_cache / folder).keys() == stored(tmp_path / "out").keys()
 
 
+@pytest.mark.more
 def test_a_head_of_its_own_layout_is_used(tmp_path, here, gguf_cache):
     trunk = build(tmp_path / "trunk", "qwen2")
     (tmp_path / "text.txt").write_text(TEXT)

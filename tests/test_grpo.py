@@ -35,6 +35,7 @@ def trainer_of(model, out, tokenizer, **options) -> GRPOTrainer:  # noqa: F811
     return GRPOTrainer(model, reward, args=args, train_dataset=data, processing_class=tokenizer)
 
 
+@pytest.mark.more
 def test_the_policy_trains_as_without_a_head(fixture_folder, tmp_path, tokenizer):  # noqa: F811
     """Rewards, losses and weights to the last bit, over micro-batches, and all of the head trained."""
     runs = []

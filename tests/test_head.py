@@ -68,6 +68,7 @@ def test_no_column_sees_its_future():
         assert not torch.equal(before[:, first:, depth - 1], after[:, first:, depth - 1])
 
 
+@pytest.mark.more
 @loop("name", CONFIGS)
 def test_documents_do_not_mix(name):
     """A packed row gives each document the states it gets alone, in the columns whose label is in the document."""

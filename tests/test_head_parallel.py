@@ -42,6 +42,7 @@ def passes(model, threads):
     return out, found.ops
 
 
+@pytest.mark.more
 @FIT
 @pytest.mark.parametrize("threads", others_slow([1, 2, 3, 4], 3))
 def test_the_same_bits(name, changes, threads):

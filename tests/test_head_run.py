@@ -53,6 +53,7 @@ def test_an_existing_head_is_trained_on_and_written(trunk, text, tmp_path):
     assert made.write(head_only=True, allow_worse=True) == tmp_path / "head" / "head.safetensors"
 
 
+@pytest.mark.more
 def test_a_fresh_head_for_a_trunk_without_one(trunk, text, tmp_path):
     model = Model.load(trunk)
     model.head = None
@@ -66,6 +67,7 @@ def test_a_fresh_head_for_a_trunk_without_one(trunk, text, tmp_path):
     assert made.trainer.best_tracker.baseline is None
 
 
+@pytest.mark.more
 def test_a_fresh_head_takes_the_place_of_a_broken_one(trunk, text, tmp_path):
     """What is there of a head is not looked at."""
     shutil.copytree(trunk, tmp_path / "broken")

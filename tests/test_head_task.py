@@ -59,6 +59,7 @@ def losses(records):
     return [record.loss for record in records if isinstance(record, StepRecord)]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_only_the_head_changes(name, tmp_path):
     """By name: after training, every tensor of the trunk is what it was, bit for bit, and none ever had a gradient;
@@ -126,6 +127,7 @@ def gradients(task, out):
     return report, {name: value.grad for name, value in task.named.items()}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("objective", ["kl", "lk", "e2e-tv"])
 def test_accumulated_gradients_are_those_of_the_whole_batch(objective, corpus, tmp_path, monkeypatch):
     """In fp64, to 1e-10, with different numbers of labels in the parts."""
@@ -159,6 +161,7 @@ def test_parts_of_stored_batches(corpus, tmp_path):
         torch.testing.assert_close(made[1][1][name], grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.more
 def test_resume_is_exact(corpus, tmp_path):
     config = replace(CONFIG, eval_every=2, patience=5)
     whole = Trainer(of_fixture(corpus, config), out=tmp_path / "whole")
@@ -175,6 +178,7 @@ def test_resume_is_exact(corpus, tmp_path):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_some_parts_are_trained(optimizer, corpus, tmp_path):
     """All parameters of these parts change, no others; the optimizer has state of these alone, and a run resumes."""
@@ -228,6 +232,7 @@ def test_states_from_disk_train_the_same_head(corpus, tmp_path, monkeypatch):
         task.cached(tmp_path / "other", limit_gb=-1)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("stream", [False, True])
 def test_states_of_an_edited_trunk_are_refused(stream, corpus, tmp_path):
     """One byte that no fingerprint samples, whether the trunk is in memory or streamed; a head's file may change."""
@@ -303,6 +308,7 @@ def test_nan_names_the_batch_and_keeps_the_last_checkpoint(where, corpus, tmp_pa
     assert all(torch.isfinite(value).all() for value in again.task.named.values())
 
 
+@pytest.mark.more
 def test_the_best_head_is_taken_back_and_patience_ends_the_run(corpus, tmp_path):
     """A learning rate that wrecks the head: its first evaluation is the best, and two worse ones end the run."""
     config = replace(CONFIG, steps=40, lr=0.1, warmup=0, eval_every=2, patience=2)
@@ -362,6 +368,7 @@ def _slowly(folder):
     list(Trainer(of_fixture(texts, replace(CONFIG, save_every=1, steps=40)), out=folder).run())
 
 
+@pytest.mark.more
 def test_kill_9_during_a_checkpoint_loses_only_the_steps_behind_the_last(corpus, tmp_path):
     """Killed while it writes: what is found is whole, the steps go on from it, and nothing half-written stays."""
     config = replace(CONFIG, save_every=1, steps=40)
@@ -389,6 +396,7 @@ def _filling_slowly(folder):
     list(task.cached(folder / "hidden").fill())
 
 
+@pytest.mark.more
 def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
     """Whole files stay, the torn one goes, only what is missing is made again, and the steps are the same."""
     monkeypatch.setitem(HiddenStateCache.__init__.__kwdefaults__, "shard_bytes", 1)
@@ -474,6 +482,7 @@ def test_a_start_that_is_worse_than_guessing_is_noted(corpus, tmp_path):
     assert not others
 
 
+@pytest.mark.more
 def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):
     """One line that says what is whole, and how to go on; the run goes on from there to the same steps."""
     config = replace(CONFIG, save_every=2)
@@ -555,6 +564,7 @@ def same_head(one, two):
     return all(torch.equal(value, theirs[name].to(value.dtype)) for name, value in mine.items())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["glm", "qwen", "v4", "glm_two"])
 def test_a_head_is_replaced_and_the_trunk_is_not(name, tmp_path):
     origin = Inventory.of(Checkpoint.open(FIXTURES / name))
@@ -576,6 +586,7 @@ def test_a_head_is_replaced_and_the_trunk_is_not(name, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v4", "step3p5", "exaone_moe", "nemotron_h"])
 def test_a_head_is_added_where_there_was_none(name, tmp_path):
     """A checkpoint that promises no head and holds none becomes one that loads with it, clean for the audit."""

@@ -31,6 +31,7 @@ def test_help_is_grouped():
     assert "Usage: nextn " in done.stdout
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("words", "completed"),
     [("nextn me", {"measure"}), ("nextn canary ", {"build", "check"}), ("nextn bench --temp", {"--temperatures"})],
@@ -41,6 +42,7 @@ def test_shell_completes(words, completed):
     assert not done.stderr
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_script_names_the_command(shell):
     """Also when it is asked for as `python -m nextn`, where the program's own name is another one."""

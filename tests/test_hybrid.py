@@ -39,6 +39,7 @@ def drafted(log):
     return [[(part.row, part.drafts, part.num_accepted) for part in each.rows] for each in log]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("lengths", [LENGTHS[3:], LENGTHS[:1], (9, 2 * MAX_RECURRENT_BLOCK + 9, 17)], ids=str)
 @pytest.mark.parametrize("k", others_slow([0, 1, 3, 6], 0, 3))
 def test_rounds_equal_plain_rounds(name, lengths, k):
@@ -64,6 +65,7 @@ def test_rejection_at_every_position(name, kept):
     assert all(part.num_accepted == kept for part in parts)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", others_slow([1, 3, 6], 3))
 def test_drafts_never_change_the_text(name, dtype, k):
@@ -121,6 +123,7 @@ def test_what_cannot_be_put_back_is_refused():
         cache.rollback_to([7])
 
 
+@pytest.mark.more
 def test_more_drafts_than_a_window_holds():
     """A round drafts as many as can be put back, not all that were asked for."""
     text = decode(plain("qwen3_5"), [prompt(9)], num_speculative_tokens=0, max_tokens=60)[0]

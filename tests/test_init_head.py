@@ -41,6 +41,7 @@ def test_every_family_gets_a_head(name):
     assert not asleep
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_of_a_streamed_trunk(name, tmp_path):
     """The same values, of layers that are read one by one."""
@@ -60,6 +61,7 @@ def test_of_a_streamed_trunk(name, tmp_path):
     assert all(torch.equal(value, heads[1][key]) for key, value in heads[0].items())
 
 
+@pytest.mark.more
 @loop("name", [name for name in CONFIGS if name not in ("nemotron_h", "exaone4_5")])
 def test_scaled_writers_compute_the_same_on_a_scaled_stream(name):
     """A stream of a quarter of the size, and what is written into it divided by four: the same result by four."""
@@ -139,6 +141,7 @@ def cross_entropy(hidden, trunk, tokens):
     return torch.nn.functional.cross_entropy(trunk.logits(hidden[:, :-1]).flatten(0, 1), tokens[:, 2:].flatten())
 
 
+@pytest.mark.more
 def test_it_learns_sooner_than_from_chance():
     """On a trained trunk, cross-entropy against its law after a few steps."""
     model = Model.load(FIXTURES / "glm", dtype=torch.float32)

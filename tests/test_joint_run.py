@@ -65,6 +65,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
+@pytest.mark.more
 def test_the_second_stage_trains_the_head_alone(of, tmp_path):
     """Catches a second stage that moves the trunk, starts from another head, or is not what is written."""
     run = of(refine=REFINE)
@@ -79,6 +80,7 @@ def test_the_second_stage_trains_the_head_alone(of, tmp_path):
     assert len(lines[1]["loss"]) == 3
 
 
+@pytest.mark.more
 def test_the_second_stage_reads_the_same_batches(of, tmp_path):
     """What its settings do not say is the first stage's; what they say stands."""
     run = of(refine=REFINE | {"length": 24}, seed=5)
@@ -93,6 +95,7 @@ def consumed(run, model):
         yield trainer
 
 
+@pytest.mark.more
 def test_one_stage_writes_no_other_folder(of, tmp_path):
     assert went(of(), tmp_path / "model") == [("out", 3)]
     assert Model.load(tmp_path / "model").head is not None
@@ -108,6 +111,7 @@ def test_a_trunk_alone_has_no_head_to_refine(of):
     assert of(refine=REFINE, depths=0).refine is None
 
 
+@pytest.mark.more
 def test_only_the_recipes_own_model_has_its_second_stage(given, tmp_path):
     """Catches steps of the recipe's behind a user's own model that nobody asked for."""
 
@@ -135,6 +139,7 @@ def test_settings_are_refused_before_the_first_stage(of, refine, words):
         of(refine=refine)
 
 
+@pytest.mark.more
 def test_a_worse_head_is_not_written(of, tmp_path, monkeypatch):
     """The first stage's head is what is left then, bit for bit."""
     monkeypatch.setattr(BestTracker, "is_worse", True)

@@ -87,6 +87,7 @@ def test_growth_between_two_blocks_changes_no_bit(kind):
     assert torch.equal(*found)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("k", [0, 3])
 def test_decoding_across_a_growth(k):
     """From 250 positions to 274: the buffers grow beyond 256 in the middle of the text."""

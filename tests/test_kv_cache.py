@@ -58,6 +58,7 @@ def whole(trunk, tokens):
     return trunk.decoder(input_ids=tokens, use_cache=True, **{CACHE_ARGUMENT: cache}).last_hidden_state * trunk.scale
 
 
+@pytest.mark.one_case
 @loop("counts", [[5, 0, 3], [0, 0, 0], [5, 5, 5], [1, 4, 2]], ids=str)
 def test_keep_any_prefix_per_row(trunk, counts):
     """Windows of 5 of which each row keeps another number; what follows equals the whole text in one pass."""

@@ -86,6 +86,7 @@ def test_every_module_has_a_layer():
     assert named == set(FILES)
 
 
+@pytest.mark.more
 def test_imports_point_down():
     below: set[str] = set()
     for layer in LAYERS:
@@ -166,6 +167,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.more
 def test_light_modules_do_not_import_torch():
     """All in one process, in which each module that does is named."""
     done = subprocess.run([sys.executable, "-c", LIGHT, *NO_TORCH], capture_output=True, text=True, check=False)
@@ -192,6 +194,7 @@ def imported(*args):
     return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
 
 
+@pytest.mark.more
 def test_commands_import_what_they_need(tmp_path):
     """What bench/startup.py measures, on any processor: the help and a local audit import no slow module."""
     assert not {"numpy", "httpx2", "torch", "transformers"} & imported("--help")

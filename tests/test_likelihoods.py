@@ -51,6 +51,7 @@ def seen(rng, rates, count, *, as_length=False, **settings):
     return ObservedCounts(tuple(map(int, offered)), tuple(map(int, kept)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("as_length", [False, True])
 @pytest.mark.parametrize(("num_ref", "num_engine"), [(100, 100), (30, 300), (60, 15)])
 def test_ratios_are_calibrated(num_ref, num_engine, as_length):

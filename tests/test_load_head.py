@@ -42,6 +42,7 @@ def refused(folder) -> list[str]:
     return [line.strip() for line in lines]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "modules"), families(BUILDS))
 def test_nothing_keeps_an_initial_value(name, modules, tmp_path):
     """Every number of the head comes from the file: a tensor that nobody set would not be 2."""

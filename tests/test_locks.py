@@ -83,6 +83,7 @@ def several(model: Model, settings: Settings, first: int, rows: int) -> list[obj
     return [texts(model, settings, first + turn % 3, rows=rows + turn % 2) for turn in range(TURNS)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("k", "sampling"), WAYS, ids=NAMES)
 def test_two_threads_on_one_model(models, k, sampling):
     settings = Settings(num_speculative_tokens=k, sampling=sampling, max_tokens=16)
@@ -98,6 +99,7 @@ def test_two_threads_on_two_models(models, k, sampling):
     assert together(*works) == [work() for work in works]
 
 
+@pytest.mark.more
 def test_threads_that_do_different_things(models):
     """Other batches, other ways to sample, and costs that are measured meanwhile."""
     model, limits = models[0], {"max_tokens": 16}
@@ -109,6 +111,7 @@ def test_threads_that_do_different_things(models):
     assert together(*works, costs)[:-1] == [work() for work in works]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe"])
 def test_recording_shows_in_no_other_thread(name):
     """One thread runs the torch backend while another records the same model: attention and experts are named in its
@@ -134,6 +137,7 @@ def test_recording_shows_in_no_other_thread(name):
     assert texts(model, settings, 0, backend="torch") == expected
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["deepseek_v4", "step3p5"])
 def test_two_threads_on_the_plain_path(name):
     """Hooks that take hidden states see the passes of their own thread."""
@@ -163,6 +167,7 @@ def test_a_thread_has_all_of_torchs_threads(models):
         torch.set_num_threads(before)
 
 
+@pytest.mark.more
 def test_a_backend_is_built_once():
     model = build("glm4_moe")
     first, second = together(partial(backend_for, model), partial(backend_for, model))

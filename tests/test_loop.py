@@ -38,6 +38,7 @@ def losses(records):
     return [record.loss for record in records if isinstance(record, StepRecord)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("name", others_slow(["glm4_moe", "qwen3_5", "deepseek_v32"], "qwen3_5"))
 def test_resume_is_exact(name, optimizer, corpus, tmp_path):
@@ -98,6 +99,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(parts, tmp_path, mon
             assert grad.abs().max() > 1e-6
 
 
+@pytest.mark.more
 def test_accumulation_is_how_and_not_what(corpus, tmp_path):
     """Steps, log and held-out figures are those of whole batches, and a run goes on with other parts."""
     config = replace(CONFIG, batch_size=4)
@@ -137,6 +139,7 @@ def test_old_checkpoints_are_removed_and_the_last_loads(corpus, tmp_path):
     assert Model.load(tmp_path / "step-0000006").head is not None
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(CONFIGS, {"deepseek_v4", "qwen3_5", "inkling"}))
 def test_every_family_learns(name, corpus, tmp_path):
     """A few steps lower the loss of trunk and depths, and every parameter that should move gets a gradient.

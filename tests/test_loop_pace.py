@@ -105,6 +105,7 @@ def test_no_budget_is_negative():
         replace(CONFIG, minutes=-1.0)
 
 
+@pytest.mark.more
 def test_a_run_with_a_budget_is_resumed(tmp_path):
     """The loop asks the clock twice a step; each is a second apart, so a budget of six seconds is six steps."""
     clock = Clock()

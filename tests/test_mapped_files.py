@@ -24,6 +24,7 @@ print(int(value[-1]), int(value[0]))
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("survives", [True, False])
 def test_a_truncated_file(tmp_path, survives):
     """What is left keeps its values, what is lost is zero; without the call, the process ends."""

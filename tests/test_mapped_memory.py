@@ -105,6 +105,7 @@ def test_a_module_gives_its_weights_back_after_it_ran(stored):
     assert resident(stored) > 0.9 * stored.nbytes
 
 
+@pytest.mark.more
 def test_weights_that_the_native_backend_packed_are_given_back(tmp_path):
     """Loading, recordings and the self-check leave none of them in memory, and they still hold their values."""
     config = CONFIGS["qwen3_5"] | {"intermediate_size": 65536}

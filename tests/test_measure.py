@@ -31,6 +31,7 @@ def found(trained):
     return {name: reference_acceptance(trained[name], PROMPTS, PLAN) for name in ("glm", "glm_two", "v4")}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["glm", "glm_two", "v4"])
 def test_figures_are_the_decoders(found, name):
     """Greedy: the same counts; temperature 1: both within the intervals of the other."""
@@ -60,6 +61,7 @@ def test_stepping_measures_the_same(found, trained, monkeypatch):
     assert measured.figures(0.0) == found["glm"].figures(0.0)
 
 
+@pytest.mark.more
 def test_texts_are_drafted_by_all_bits_of_the_head(trained, monkeypatch):
     """Else the figure would be of a head that no other engine has."""
     model, seen, real = trained["glm"], [], reference_texts.generate
@@ -102,6 +104,7 @@ def test_fewer_drafts_are_what_decoding_with_fewer_gives(found, trained):
     assert sum(each.num_drafted[0] for each in again.generated[0.0].acceptance_per_text) >= theirs.num_drafted[0]
 
 
+@pytest.mark.more
 def test_faults_on_the_same_texts(found, trained):
     """A fault rescore is the fault decoded; one that only decoding shows is counted there."""
     fault = Contract(prefill=False)
@@ -143,6 +146,7 @@ def shift_gains(model, by):
                 value.add_(by)
 
 
+@pytest.mark.more
 def test_a_wrong_convention_is_noted(trained, tmp_path):
     """Norm weights off by one: acceptance near 0, and a warning that says so."""
     from nextn.model.model import Model
@@ -218,6 +222,7 @@ def test_record(found):
     assert len(record["hashes"]["prompts"]) == 64
 
 
+@pytest.mark.more
 def test_it_repeats_to_the_last_digit(found, trained):
     again = reference_acceptance(trained["glm"], PROMPTS, PLAN)
     assert json.dumps(again.to_dict()) == json.dumps(found["glm"].to_dict())

@@ -56,6 +56,7 @@ def best_rate(batch_size, rate, costs=linear):
     return max(batch_size * expected[k] / costs(batch_size, k) for k in range(5))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.85])
 @pytest.mark.parametrize("is_warm", [True, False])
 def test_it_uses_what_is_fastest(rate, is_warm):
@@ -89,6 +90,7 @@ def test_unknown_costs_are_tried_once():
     assert 3 not in simulation.used
 
 
+@pytest.mark.more
 def test_probes_cost_little_and_find_what_has_changed():
     """At a batch size that drafts nothing: at most 1 % of the time, and new text is noticed."""
     simulation = Simulation(measured(MeasuredLength(4)), linear, 0.05, catch_up=0.2)
@@ -121,6 +123,7 @@ def test_a_busier_machine_changes_nothing():
         assert sum(map(bool, simulation.run(8, 250))) <= 2
 
 
+@pytest.mark.more
 def test_wrong_costs_are_corrected():
     """Those measured while something else was running: by rounds that follow a change of K."""
     policy = MeasuredLength(4)

@@ -47,6 +47,7 @@ def rewrite(shard, change):
     index.write_text(json.dumps(record))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "modules"), families(BUILDS, most_of(MOST)))
 def test_round_trip(name, modules, tmp_path):
     """save -> load -> the same tensors, bit for bit, and the same text; transformers loads the trunk unmodified."""
@@ -67,6 +68,7 @@ def test_round_trip(name, modules, tmp_path):
     assert torch.equal(trunk.lm_head.weight, model.trunk.output.weight)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "modules", "fp8"),
     families(
@@ -442,6 +444,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_names(name, tmp_path):
     """The file holds the names that the engines' loaders match, and no name of ours."""

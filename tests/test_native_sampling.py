@@ -73,6 +73,7 @@ RULES: dict[str, Rule] = {
 }
 
 
+@pytest.mark.more
 @loop(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
 @loop("case", CASES)
 @loop("rule", RULES.values(), ids=RULES)

@@ -55,6 +55,7 @@ def check(seed: int, folder) -> None:
         assert not lost, f"{said}: lost {lost}"
 
 
+@pytest.mark.more
 def test_some(tmp_path):
     """A few seeds of each kind, and those that failed once."""
     for seed in (*range(FEW), *FAILED):

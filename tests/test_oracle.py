@@ -82,6 +82,7 @@ def test_logits_equal_theirs_at_every_depth(name, modules, tmp_path, monkeypatch
     torch.testing.assert_close(our_logits(model, text, modules), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "modules"), FAMILIES)
 def test_greedy_text_equals_theirs(name, modules, tmp_path, monkeypatch):
     """`generate(use_mtp=True)` and our decoder write the same text, which is that of the trunk alone."""

@@ -47,6 +47,7 @@ def stacked_parameters(model: Model) -> list[str]:
     return [name for name, value in named if ".experts." in name and value.ndim == 3]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("case", "name"), each_once([CASES[1], None], FAMILIES), ids=str)
 def test_torch_computes_what_dequantized_experts_compute(case, name, tmp_path):
     """Bit for bit, as a checkpoint of the dequantized values is loaded."""
@@ -82,6 +83,7 @@ def test_torch_dequantizes_only_experts_that_are_chosen(tmp_path, monkeypatch):
     assert num_chosen < model.trunk.config.n_routed_experts
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", others_slow(FAMILIES, "qwen3_next"))
 def test_native_fp8_experts_are_the_dequantized_ones_bit_for_bit(name, tmp_path, monkeypatch):
     # In bf16, torch sends positions of these random models to other experts than in float32.
@@ -95,6 +97,7 @@ def test_native_fp8_experts_are_the_dequantized_ones_bit_for_bit(name, tmp_path,
     assert text == other
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_native_products_read_the_codes(case, tmp_path, monkeypatch):
     """The states are near those of the dequantized model, and drafts do not change the text."""
@@ -116,6 +119,7 @@ def test_native_products_read_the_codes(case, tmp_path, monkeypatch):
     assert len(texts[0]) == 24
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("case", "expected"), [(CASES[0], INT4), (None, INT8 + 1)], ids=["int4", "fp8"])
 def test_codes_are_rounded_only_once(case, expected, tmp_path, monkeypatch):
     """With weights int8, four bits stay, and fp8 becomes eight bits."""
@@ -127,6 +131,7 @@ def test_codes_are_rounded_only_once(case, expected, tmp_path, monkeypatch):
     assert found == {expected}
 
 
+@pytest.mark.more
 def test_experts_in_another_order_are_noticed(tmp_path, monkeypatch):
     folder, _ = quantized(tmp_path / "model", CASES[0])
     plain = StackedCodes.parts
@@ -159,6 +164,7 @@ def test_stand_ins_tell_their_rows(tmp_path):
     assert (whole.type >= FP8) == (half % 32 == 0)
 
 
+@pytest.mark.more
 def test_saved_experts_are_dequantized(tmp_path):
     folder, _ = quantized(tmp_path / "model", CASES[1])
     model = Model.load(folder)
@@ -184,6 +190,7 @@ def test_copies_share_the_codes_and_dequantized_models_can_be_trained(tmp_path):
     assert trained.keys() & set(names)
 
 
+@pytest.mark.more
 def test_a_layer_with_one_matrix_in_16_bits_is_dequantized(tmp_path):
     folder, weights = quantized(tmp_path / "model", CASES[0])
     name = "model.layers.1.mlp.experts.2.up_proj"
@@ -229,6 +236,7 @@ def test_a_step_reads_the_codes_of_the_experts_that_are_chosen(tmp_path):
     assert math.isclose(step_bytes(model.trunk) - before, stored * (1 - share), abs_tol=8)
 
 
+@pytest.mark.more
 def test_loading_dequantizes_one_expert_per_layer(tmp_path, monkeypatch):
     """The first one, whose values show how parameters consist of stored tensors."""
     folder, _ = quantized(tmp_path / "model", CASES[0], "qwen3_next")

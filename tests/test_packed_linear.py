@@ -39,6 +39,7 @@ def test_layers_of_trunk_and_head_keep_their_codes(tmp_path):
         assert layer.weight.shape == (layer.out_features, layer.in_features)
 
 
+@pytest.mark.more
 def test_what_is_saved_is_dequantized(tmp_path):
     folder, weights = packed_folder(tmp_path / "model")
     Model.load(folder).save(tmp_path / "saved")
@@ -51,6 +52,7 @@ def test_what_is_saved_is_dequantized(tmp_path):
         assert torch.equal(saved.trunk(TOKENS).final_hidden, Model.load(folder).trunk(TOKENS).final_hidden)
 
 
+@pytest.mark.more
 def test_dequantized_models_can_be_trained(tmp_path):
     folder, _ = packed_folder(tmp_path / "model")
     model = Model.load(folder)
@@ -65,6 +67,7 @@ def test_dequantized_models_can_be_trained(tmp_path):
     assert all(model.trunk.get_parameter(name).grad is not None for name in added)
 
 
+@pytest.mark.more
 def test_gradients_pass_through_layers_that_keep_their_codes(tmp_path):
     folder, _ = packed_folder(tmp_path / "model")
     grads = []
@@ -120,6 +123,7 @@ def test_models_that_only_torch_can_run_are_dequantized(tmp_path):
     assert torch.equal(dict(layer.named_parameters())["weight"], weights["model.layers.0.mlp.up_proj.weight"].half())
 
 
+@pytest.mark.more
 def test_the_files_may_be_removed_after_loading(tmp_path):
     """They stay open, as those of other weights do."""
     folder, weights = packed_folder(tmp_path / "model")

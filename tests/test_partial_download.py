@@ -54,6 +54,7 @@ def is_allocated(folder):
     return snapshot._fallocate() is not None and disk_bytes(folder) > 0
 
 
+@pytest.mark.more
 def test_same_states_each_tensor_once(hub, folder, tmp_path):
     """Adjacent tensors are one range, in pieces; no tensor comes twice; layers are gone from the disk after use."""
     model, local = streamed(), Model.load(folder)
@@ -80,6 +81,7 @@ def test_same_states_each_tensor_once(hub, folder, tmp_path):
     assert not list((tmp_path / "cache").rglob("model-*.safetensors"))
 
 
+@pytest.mark.more
 def test_a_hub_that_stops_answering(hub, folder, tmp_path):
     """One error with the address, after the retries; the same call resumes after the last complete layer."""
     model, done = streamed(), []
@@ -127,6 +129,7 @@ def test_kept_shards_are_not_downloaded_again(hub, folder, tmp_path):
         Model.load(folder, stream=True, shards=keep)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", [Case("gptq"), Case("awq", symmetric=False), Case("pack-quantized")], ids=str)
 def test_packed_layers(case, tmp_path, monkeypatch):
     """Each tensor of a packed weight comes by range, once; states and head are those of the folder."""
@@ -153,6 +156,7 @@ def test_a_disk_that_fills(hub, tmp_path, monkeypatch):
         streamed()
 
 
+@pytest.mark.more
 def test_measure_a_hub_id(hub, folder, tmp_path, here, monkeypatch):
     """The record is that of the folder; the head is not downloaded again for its hash."""
     texts = tmp_path / "texts.jsonl"

@@ -42,6 +42,7 @@ EXACT: dict[str, tuple[Callable[..., Tensor], tuple[float, ...]]] = {
 COMPARE = {name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("op", EXACT)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @few
@@ -53,6 +54,7 @@ def test_arithmetic_is_torch_bit_for_bit(op, dtype, shape, seed, special):
     assert same(run(op, empty(shape, dtype, generator), a, b, reals=reals), function(a, b))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("op", [*EXACT, *COMPARE])
 @few
 @given(shape=shapes, seed=seeds, dtypes=st.tuples(*[st.sampled_from(DTYPES)] * 3))
@@ -75,6 +77,7 @@ def test_mixed_types_compute_wide_and_round_once(op, shape, seed, dtypes):
     assert same(actual.where(finite, 0), expected.to(dtypes[2]).where(finite, 0))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("op", [*EXACT, *COMPARE])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @few
@@ -135,6 +138,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 ONE_ROUNDING = ("neg", "abs", "sign", "relu", "sqrt", "reciprocal")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("op", UNARY)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @few
@@ -233,6 +237,7 @@ def test_bitwise_not(shape, seed):
         assert same(run("bitwise_not", empty(shape, dtype, generator), a), ~a)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("target", DTYPES, ids=str)
 @few

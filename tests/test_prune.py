@@ -80,6 +80,7 @@ def test_a_dense_head_needs_nothing(tmp_path):
     assert audit(Checkpoint.open(folder(tmp_path, "exaone_moe"))).clean
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("form", ["split", "fused"])
 def test_pruned_by_the_list(tmp_path, form):
     """Each kept expert has its bytes under its new number, the router its rows, and the result loads."""

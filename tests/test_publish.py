@@ -74,6 +74,7 @@ def test_card(folder):
     assert str(folder) not in card
 
 
+@pytest.mark.more
 def test_a_card_is_renewed_in_place(folder):
     (folder / "README.md").write_text(made(folder).card + "\nMore.\n")
     again = made(folder).card
@@ -81,6 +82,7 @@ def test_a_card_is_renewed_in_place(folder):
     assert "More." in again
 
 
+@pytest.mark.more
 def test_upload_and_audit_of_the_hub_id(folder, hub):
     """One commit with every file bit for bit, large ones by LFS; the repository is private if asked for."""
     (folder / "README.md").write_text("# Mine\n")

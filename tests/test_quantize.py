@@ -53,6 +53,7 @@ def test_rounding(rows, groups, bits, seed, dtype):
     assert torch.equal(pack_codes(found), expected)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "weights", "head_bits"),
     each_once(["qwen3_5", "glm4_moe", "deepseek_v3"], [("int8", 16), ("int4", 8), ("int4", 4), ("int8", 4)]),
@@ -84,6 +85,7 @@ def test_reloaded_model_computes_with_the_rounded_weights(name, weights, head_bi
     assert plan.num_bytes == sum(info.nbytes for info in Checkpoint.open(tmp_path / "out").tensors.values())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("head_bits", [16, 8, 4])
 def test_what_the_config_declares(head_bits, tmp_path):
     """Every rounded module is covered, with its bits, and every other one is not; as engines read the section."""
@@ -230,6 +232,7 @@ def test_command(here, tmp_path):
         assert code == 2, err
 
 
+@pytest.mark.more
 def test_activations_of_eight_bits(tmp_path):
     """W8A8: the codes of W8A16 with a sign, natively the same text, and nothing else in the config but the scheme."""
     build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
@@ -265,6 +268,7 @@ def test_a_note_says_which_engine_refuses_quantized_experts(tmp_path):
     assert any("vLLM's build for CPUs has no kernel" in note for note in plan.notes)
 
 
+@pytest.mark.more
 def test_fused_experts(tmp_path):
     """Experts that are one tensor are quantized one by one, as those that are stored so."""
     build("qwen3_5_moe").save(tmp_path / "split")

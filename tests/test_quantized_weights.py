@@ -208,6 +208,7 @@ QUICK = [CASES[at] for at in (0, 5, 8, 11, 13)]
 
 
 # What each format says of a weight: test_values_of_every_format. Here, one of each method, and groups in another order.
+@pytest.mark.more
 @pytest.mark.parametrize("case", others_slow(CASES, *QUICK), ids=str)
 def test_a_model_computes_with_the_dequantized_weights(case, tmp_path):
     """The same logits as of the checkpoint that holds those weights in bf16, trunk, head and lm_head; also streamed."""
@@ -224,6 +225,7 @@ def test_a_model_computes_with_the_dequantized_weights(case, tmp_path):
         assert torch.equal(head, logits[0])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", [Case("gptq"), Case("pack-quantized")], ids=str)
 def test_experts(case, tmp_path):
     """Stored one by one, they are stacked in memory, and streamed a few at a time."""
@@ -295,6 +297,7 @@ SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 8, 24, 64]), max_size=3)
 DTYPES = st.sampled_from([torch.int32, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.bool])
 
 
+@pytest.mark.more
 @hypothesis.settings(max_examples=200, deadline=None)
 @hypothesis.given(
     case=st.sampled_from(CASES), part=st.integers(0, 4), shape=SHAPES, dtype=DTYPES, size=st.integers(-2, 70),
@@ -367,6 +370,7 @@ def test_bytes_of_all_parts(tmp_path):
     assert weights.num_bytes([f"{NAME}.weight"]) == weights.fetch([f"{NAME}.weight"]) == expected
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_text_of_a_packed_model(backend, tmp_path):
     """Both backends decode it, and MTP's greedy text is that of plain decoding."""

@@ -68,6 +68,7 @@ def test_every_marker_is_run_by_a_target():
         assert all(re.search(rf"make {target}$", commands, re.MULTILINE) for target in targets), file
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("markers", "processes", "passed", "said"),
     [

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from tiny import CONFIGS
 
 from nextn.data.byte_tokenizer import byte_tokenizer
@@ -12,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.more
 def test_python_blocks_run(tmp_path, monkeypatch):
     """Each Python block runs as it is; `demo/model` is a byte-level model with a head, as the demo saves it."""
     config = CONFIGS["glm4_moe"] | {"vocab_size": 264, "max_position_embeddings": 128}

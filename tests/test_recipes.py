@@ -59,6 +59,7 @@ def test_prompts_of_conversations_end_where_the_assistant_begins(tmp_path):
     assert all(bytes(prompt).startswith(b"<u>ask") and bytes(prompt).endswith(b"<a>") for prompt in found)
 
 
+@pytest.mark.more
 def test_training_counts_answers_alone(tmp_path):
     """Catches a mask that does not reach the loss: labels of a step are the assistant's tokens, or all with
     all_tokens."""

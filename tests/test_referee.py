@@ -51,6 +51,7 @@ def seen_of(ours, k, *, scores=None, overruns=True):
     return Seen(k, texts, tuple(counts))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_counts_are_those_of_decoding(ours, k):
     """Rounds that are cut to what is missing are the decoder's own."""

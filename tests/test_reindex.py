@@ -99,6 +99,7 @@ SECOND_COPIES = {
 }
 
 
+@pytest.mark.more
 def test_second_copies(tmp_path):
     """A second copy is one finding, whatever its name, and a fault only where a loader gets other values by it."""
     for place, (name, cases) in enumerate(SECOND_COPIES.items()):
@@ -136,6 +137,7 @@ def test_reindex(broken, tmp_path):
         reindex(tmp_path / "model")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("broken", BROKEN)
 def test_edits_lose_nothing(broken, tmp_path):
     """An edit that takes the index's word for what the checkpoint holds."""

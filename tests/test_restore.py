@@ -101,6 +101,7 @@ def test_restored(name, shards, tmp_path):
     assert (record.trained_with, record.beside) == (trunk_fingerprint(take(base)), trunk_fingerprint(whole))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", FP8)
 def test_fp8_head_into_fp8_target(name, tmp_path):
     """Scales that stay behind make every weight of the head wrong."""
@@ -410,6 +411,7 @@ class Stop(BaseException):
     """Ctrl-C or a kill."""
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", [OSError, Stop])
 @pytest.mark.parametrize(("shards", "change"), [(1, None), (3, None), (3, "mangled")])
 def test_interrupted(shards, change, kind, tmp_path, monkeypatch):
@@ -532,6 +534,7 @@ def test_copies_with_the_head(name, tmp_path):
     assert {take(target).role(each) for each in take(target).copies} == set(unset)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
 @pytest.mark.parametrize("form", SECTIONS)
 def test_quantized_target(form, name, tmp_path):
@@ -604,6 +607,7 @@ def test_a_list_is_told_by_its_changes():
     assert list(_differences({"bits": [1, 2]}, {"bits": [2, 1]})) == ["bits: [1, 2] -> [2, 1]"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", others_slow([2, 5], 2))
 def test_at_once(size, tmp_path):
     """One of several processes restores; the others write nothing and say that another one is at work."""
@@ -660,6 +664,7 @@ def test_target_that_changed_after_the_plan(tmp_path, monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.more
 def test_killed_for_good(tmp_path, monkeypatch):
     """After a kill at any of the last moves, the next run removes what is left and puts the head back."""
     base, whole = publish(tmp_path / "base", "glm4_moe", copies=False), lost(tmp_path / "whole", "glm4_moe", shards=3)

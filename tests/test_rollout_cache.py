@@ -50,6 +50,7 @@ def test_equals_the_decoders_caches(name, modules):
         torch.testing.assert_close(fast, slow(head, tokens, hidden, modules + 3), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.more
 def test_most_families_unroll():
     """The refusal is for heads with state of other kinds, not the common case."""
     assert sum(build(name, modules=modules).head.can_rollout for name, modules in BUILDS) > len(BUILDS) / 2

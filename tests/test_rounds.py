@@ -56,6 +56,7 @@ def both(model, prompts, settings, make=lambda: None, **given):
     return *found, calls
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("sampling", WAYS)
 @pytest.mark.parametrize("numbers", [(0, 3), (3, 0, 0, 1), (*[0] * (3 * PROBE_INTERVAL), 2), (0,)], ids=len)
 def test_pending_positions_of_the_head(model, numbers, sampling):
@@ -80,6 +81,7 @@ def test_plain_decoding(model, sampling):
     assert sum(calls) == len(native) - 1
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("sampling", "k", "count"),
     [
@@ -111,6 +113,7 @@ def adaptive():
     return AdaptiveLength(Costs(1, 64, (cheap,) * 5, replace(cheap, median=0.01)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("sampling", "make"), each_once(WAYS, [adaptive, lambda: FixedLength(4, 0.004)]))
 def test_rounds_ahead_by_confidence(model, make, sampling):
     """Of other sizes each, by a rule that changes now and then."""
@@ -150,6 +153,7 @@ def test_rounds_ahead_are_soon_over(model):
         assert (max(found) == 1) == (seconds < 1)
 
 
+@pytest.mark.more
 def test_ways_to_sample_do_not_disturb_one_another(model):
     """Verify blocks are shared by all texts: other sizes, batch sizes and sampling parameters."""
     for sampling in (*WAYS, *reversed(WAYS)):
@@ -183,6 +187,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_run_from_python(name):
     given, family = REFUSED[name]

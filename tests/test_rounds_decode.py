@@ -82,12 +82,14 @@ def plain(model):
     )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("k", others_slow([1, 2, 3, 6], 1, 6))
 def test_greedy_equals_plain(model, plain, k):
     """Catches any cache, position or roll-back fault that reaches the trunk's output."""
     assert decode(model, [prompt(17, seed=17)], num_speculative_tokens=k, max_tokens=14)[0][0] == plain(17, 14)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("k", others_slow([0, 1, 3, 6], 0, 3))
 def test_greedy_equals_plain_in_ragged_batches(model, plain, k):
     """Rows of different lengths keep different counts, also 0 and all: a mix-up of rows or counts changes the text."""
@@ -98,6 +100,7 @@ def test_greedy_equals_plain_in_ragged_batches(model, plain, k):
     assert {part.num_accepted for each in log for part in each.rows if part.drafts} >= ({0, 1} if k else set())
 
 
+@pytest.mark.more
 @loop("kept", range(6))
 def test_rejection_at_every_position(model, plain, kept):
     """Each round keeps exactly `kept` of 5 drafts: the roll-back of every length is right, and kept counts are told."""
@@ -128,6 +131,7 @@ class Late:
         pass
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "modules"), [("glm4_moe", 2), ("deepseek_v3", 3)])
 def test_modules_that_do_not_run_do_not_fall_behind(name, modules):
     """No law is sure enough, so only the first module runs in a round: what waits for the others stays short, and in
@@ -150,6 +154,7 @@ def test_modules_that_do_not_run_do_not_fall_behind(name, modules):
     assert max(waiting) <= modules + settings.num_speculative_tokens
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_long_prompt_in_chunks(name):
     """500 tokens through chunks of 96 give what one pass gives, for the trunk and for the head's drafts."""
@@ -205,6 +210,7 @@ LAWS = {
 
 
 # What a law does with a state that cannot be cropped, two of them tell.
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "probs"),
     [*product(["glm4_moe"], LAWS), *(case("qwen3_5", law, quick=False) for law in ("plain", "penalty"))],
@@ -269,6 +275,7 @@ def test_eos_ends_a_row_inside_a_round():
     assert len(last.drafts) >= last.num_accepted
 
 
+@pytest.mark.more
 def test_rows_leave_when_they_end():
     """A row that ends early does not change the others."""
     model = build("qwen3_5")

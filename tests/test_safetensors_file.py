@@ -193,6 +193,7 @@ SEED = file_bytes(
 )
 
 
+@pytest.mark.more
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, len(SEED) - 1), st.integers(0, 255)), min_size=1, max_size=3))
 def test_fuzz(tmp_path, mutations):

@@ -39,6 +39,7 @@ NUM = 6000
 SMALL = torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.05])
 
 
+@pytest.mark.more
 @loop(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
 @loop("case", CASES)
 @loop("rule", RULES.values(), ids=RULES)
@@ -51,6 +52,7 @@ def test_what_is_emitted_has_the_law_of_the_trunk(rule: Rule, case: str, num_dra
         torch.testing.assert_close(found, continued(p[0], p[1:]), atol=1e-12, rtol=0, msg=f"{limit=}")
 
 
+@pytest.mark.more
 @loop("case", CASES)
 def test_a_block_keeps_no_fewer_drafts(case: str) -> None:
     """Block verification that forgets what a draft is worth; alone, a draft is judged as ever."""
@@ -237,6 +239,7 @@ samplings = st.builds(
 )
 
 
+@pytest.mark.more
 @given(
     sampling=samplings,
     kind=st.sampled_from(["normal", "ties", "-inf"]),

@@ -96,6 +96,7 @@ def test_saved_over_its_own_source(base):
     assert [path.name for path in base.parent.iterdir()] == ["base"], "nothing is left beside it"
 
 
+@pytest.mark.more
 def test_trainer(base, tmp_path):
     """Every checkpoint of a Trainer run and its last save hold the head; the record names the stale trunk."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -64,6 +64,7 @@ def requests_of(model, count, *, lengths=(3, 17, 40, 70, 130), **options):
 MODELS = [("glm_two", "auto"), ("glm_one", "torch"), ("qwen", "auto"), ("step", "auto")]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "backend"), others_slow(MODELS, *MODELS[1:3]))
 def test_neighbors_change_nothing(trained, name, backend):
     """Every kind of request beside every other, arriving at different times: what it gets alone, and without drafts."""
@@ -78,6 +79,7 @@ def test_neighbors_change_nothing(trained, name, backend):
     assert found == alone(model, plain, backend=backend)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "backend"), [("glm_two", "auto"), ("qwen", "auto"), ("glm_one", "torch")])
 def test_copies_change_nothing(trained, name, backend):
     """Beside a head and without, for every kind of request and from cached prefixes; those that set K copy nothing."""
@@ -102,6 +104,7 @@ def test_copies_change_nothing(trained, name, backend):
         assert not [name for name in copied if requests[name].num_speculative_tokens is not None]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_recurrent_trunk(backend):
     """The state of a sequence that joins, leaves, or continues from a prefix is its own."""
@@ -117,6 +120,7 @@ def test_recurrent_trunk(backend):
     assert found == alone(model, requests, backend=backend)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "kind"), [("glm_two", "auto"), ("glm_one", "auto"), ("qwen", "auto"), ("glm_two", "int8")]
 )
@@ -147,6 +151,7 @@ def test_prefixes_change_neither_text_nor_drafts(trained, monkeypatch, name, kin
     )  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "kind", "backend"),
     [
@@ -179,6 +184,7 @@ def test_restored_caches_are_those_of_a_cold_start(trained, monkeypatch, name, k
                 torch.testing.assert_close(other, one, rtol=0, atol=bound * float(one.abs().max()))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", others_slow(["glm_two", "glm_one", "qwen", "step"], "glm_two", "qwen"))
 def test_prefixes_on_the_torch_backend(trained, name):
     """Attention, and recurrent layers with attention: text and accepted drafts are those of a cold start."""
@@ -207,6 +213,7 @@ WITHOUT_BLOCKS = {
 }  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families([name for name in CONFIGS if name not in WITHOUT_BLOCKS], {"nemotron_h"}))
 def test_prefixes_of_every_family_on_the_torch_backend(name):
     """Untrained, so that texts depend on the whole prompt: those of a cold start, with and without drafts."""
@@ -269,6 +276,7 @@ class Drafting(FixedLength):
         return NO_DRAFTS if self.is_off else super().plan()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "backend"), each_once(["glm_two", "glm_one"], ["native", "torch"]))
 def test_prefixes_that_the_head_has_not_seen(trained, name, backend):
     """Requests without drafts leave them to the first one that drafts; its drafts are those of a cold start."""
@@ -295,6 +303,7 @@ def test_prefixes_that_the_head_has_not_seen(trained, name, backend):
         assert warm.rounds(key) == cold.rounds(key)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("more", [0, 10**6])
 def test_completed_prefixes_stay_within_memory(more):
     """What three MTP layers add needs more memory than the states do; without it, blocks stay as they are."""
@@ -361,6 +370,7 @@ def test_prefix_cache_is_bounded(trained):
     assert answers.chunks["last"][0].cached_tokens == 128
 
 
+@pytest.mark.more
 def test_streams_flow_during_a_long_prefill(trained, monkeypatch):
     """Between two chunks of a running stream, a prefill takes about as long as the rounds do."""
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)  # one round a step, however fast the machine is
@@ -508,6 +518,7 @@ def test_shorter_prompts_are_soon_done(trained, monkeypatch):
     assert answers.run()
 
 
+@pytest.mark.more
 def test_memory_is_bounded_while_kinds_of_requests_alternate(trained, monkeypatch):
     """Batches give back what sequences that left have used, when it is needed; texts stay the same."""
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)

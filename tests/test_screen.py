@@ -219,6 +219,7 @@ def piped(*args, env, **options) -> "subprocess.CompletedProcess[bytes]":
     return subprocess.run(command, capture_output=True, check=False, env=env, timeout=60, **options)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("args", [["audit", "MODEL"], ["audit", "MODEL", "--json"], ["--version"]], ids=" ".join)
 def test_a_closed_pipe(args, fixture_folder):
     """141, as SIGPIPE would end it, and not a word; 1 would mean findings."""
@@ -232,6 +233,7 @@ def test_a_closed_pipe(args, fixture_folder):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.more
 def test_a_terminal_without_the_characters(fixture_folder):
     """What the encoding lacks is escaped."""
     env = os.environ | {"PYTHONIOENCODING": "ascii"}

@@ -53,6 +53,7 @@ def test_modules_in_float32_are_those_of_widened_weights():
         assert model.trunk.dtype == torch.bfloat16
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("what", ["lost bits", "skipped"])
 def test_a_wrong_recording_is_noticed(monkeypatch, what):
     """Every other value of the residual stream off by 2 ** -4, and layers that do nothing."""
@@ -64,6 +65,7 @@ def test_a_wrong_recording_is_noticed(monkeypatch, what):
         assert "the recorded trunk differs" in backend_for(model_of(name)).reason, name
 
 
+@pytest.mark.more
 def test_a_backend_nearer_to_float32_than_torch_passes(monkeypatch):
     """On a model whose states bf16 changes by more than any fixed bound, as torch runs it."""
     monkeypatch.setitem(self_check._TOLERANCE, torch.bfloat16, 1e-4)
@@ -82,6 +84,7 @@ def doubled_groups(weight):
     return weight._replace(scales=weight.scales[:, index])
 
 
+@pytest.mark.more
 def test_wrongly_packed_weights_of_few_bits_are_noticed(monkeypatch):
     """The modules have the values of the rounded weights, so the bound is that of 16 bits."""
     pack = GroupedFormat.pack

@@ -79,6 +79,7 @@ def test_an_answer_hangs_on_its_prompt_alone(model, whole):
     assert drawn[-1].answers == 4
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("cut", [0, 1, 40])
 @pytest.mark.parametrize("kept", [0, 2, 3, 5, 7])
 def test_going_on_gives_the_same_file(model, whole, tmp_path, kept, cut):

@@ -35,6 +35,7 @@ def judged(model, stored, *names, temperature=1.0, **how):
     return is_on_policy([stored / name for name in names], model.trunk, temperature, **how)
 
 
+@pytest.mark.more
 def test_answers_at_the_temperature_are_drawn(model, stored):
     assert judged(model, stored, "one.jsonl") == (True, [])
     assert judged(model, stored, "half.jsonl", temperature=0.5) == (True, [])
@@ -80,6 +81,7 @@ def test_another_trunk_is_told(stored):
     assert "uses 1 - TV" in note
 
 
+@pytest.mark.more
 def test_a_run_reads_it_from_the_file(model, stored, tmp_path):
     """From folder to figures: the trunk that is loaded again is the one that answered."""
     model.save(tmp_path / "model")

@@ -93,6 +93,7 @@ def tokens(model, backend, k):
     return [result.tokens for result in generate(model, ["a is", "so"], settings, backend=backend)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", others_slow(TRUNKS, "llama-3.1", "smollm2", "gemma2"))
 def test_any_decoder_gets_a_head(name, made):
     """Made of the trunk's own layer, stored inside: a published layout that decodes the same text in both backends."""
@@ -110,6 +111,7 @@ def test_any_decoder_gets_a_head(name, made):
     } < names
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", others_slow(["llama", "llama-3.1", "mistral", "qwen2", "qwen3", "smollm2"], "llama-3.1", "qwen3")
 )
@@ -176,6 +178,7 @@ def test_acceptance_rises_on_a_trained_trunk(tmp_path, text):
         assert run.task.evaluate(40).heldout.greedy.length > max(3, before + 1)
 
 
+@pytest.mark.more
 def test_a_head_alone_goes_beside_its_trunk_and_says_whose_it_is(made, tmp_path, text):
     trunk, head = made("llama", None, True)
     model, inside = Model.load(trunk, head=head), Model.load(made("llama")[1])

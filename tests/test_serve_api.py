@@ -72,6 +72,7 @@ def text(model):
     return result.text
 
 
+@pytest.mark.more
 def test_completion_is_what_the_model_says(client, text):
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
     (choice,) = answer.choices
@@ -143,6 +144,7 @@ def test_stop_token_ends_the_text(client, text):
     assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.more
 def test_the_same_seed_gives_the_same_text(client):
     def texts(seed, n=2):
         answer = client.completions.create(model="tiny", prompt="class ", n=n, max_tokens=9, temperature=1, seed=seed)
@@ -269,6 +271,7 @@ def test_plain_decoding_by_request(server):
     }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_min_tokens(client, temperature):
     """No stop token before them: without, this text ends at its first `r`."""
@@ -332,6 +335,7 @@ def test_logprobs_of_completions(scripted_client):
     assert [offset for part in parts for offset in part.text_offset] == logprobs.text_offset
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_echo_scores_the_prompt(model, backend):
     """As lm-eval asks for likelihoods: a prompt longer than a block of the prefix cache, twice, and short ones."""

@@ -242,6 +242,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/responses"]),

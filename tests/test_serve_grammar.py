@@ -98,6 +98,7 @@ LANGUAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.more
 @loop("name", [name for name, (_, texts) in LANGUAGES.items() if texts])
 @loop("make", [byte_tokenizer, merged_tokenizer])
 def test_masks_of_a_finite_language(name, make):
@@ -424,6 +425,7 @@ def validates(value, schema):
     return type(value) is bool or value is None or schema["minimum"] <= value <= schema["maximum"]
 
 
+@pytest.mark.more
 @settings(max_examples=60, deadline=None)
 @given(_schemas(), st.integers(0, 2**32))
 def test_random_walks_end_in_valid_json(schema, seed):

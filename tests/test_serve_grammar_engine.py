@@ -79,6 +79,7 @@ def is_answer(text):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_does_not_depend_on_the_drafts(engine, compiler, temperature):
     """Drafts are masked as well, so they are accepted inside a grammar, too."""
@@ -107,6 +108,7 @@ class Breaking:
         self.left -= len(tokens)
 
 
+@pytest.mark.more
 def test_a_grammar_that_breaks_ends_its_own_sequence_only(model, engine):
     vocab_size = model.trunk.vocab_size
     broken = start(engine, grammar=lambda: Breaking(vocab_size), max_tokens=40, logprobs=0)

@@ -127,6 +127,7 @@ def texts_of(name, trained):
     return trained[name], refrain(3, 300, seed=5).tolist()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "seed"),
     [

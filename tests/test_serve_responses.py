@@ -49,6 +49,7 @@ def shown(output):
     ]
 
 
+@pytest.mark.more
 def test_items_whole_and_streamed(client, server):
     answer = client.responses.create(**ASK, tools=TOOLS, instructions="Be brief.", metadata={"a": "b"})
     assert prompt_of(server) == "<s>Be brief.<u>hi1<a>"

@@ -126,6 +126,7 @@ def test_new_requests_on_open_connections_are_refused(model):
         assert client.result()[0] == 200
 
 
+@pytest.mark.more
 def test_the_command_stops_by_signal():
     """`nextn serve` as a process: it says where it is, answers, and ends with 0 after a signal."""
     command = [sys.executable, "-m", "nextn", "serve", str(TINY), "--port", "0", "--backend", "torch", "--grace", "60"]

@@ -59,6 +59,7 @@ def fits(text):
     return set(value) == {"n", "ok"} and 0 <= value["n"] <= 99 and isinstance(value["ok"], bool)
 
 
+@pytest.mark.more
 def test_json_schema(client):
     (choice,) = client.chat.completions.create(**CHAT, response_format=FORMAT).choices
     assert fits(choice.message.content)
@@ -80,6 +81,7 @@ def test_json_schema_of_completions_and_json_object(client):
     assert answer.choices[0].message.content.startswith("{")
 
 
+@pytest.mark.more
 def test_the_forms_of_vllm(client, server):
     """Each in its field of `structured_outputs`, under its older name, in chats and completions."""
     gbnf = 'root ::= "<" [ab]{2} ">"'
@@ -101,6 +103,7 @@ def test_the_forms_of_vllm(client, server):
     assert answer.choices[0].text in ("one", "two")
 
 
+@pytest.mark.more
 def test_a_call_that_is_forced(client):
     """The template knows no tool calls; they are forced by a grammar and parsed all the same."""
     for choice, names in ((NAMED, {"count"}), ("required", {"count", "other"})):
@@ -115,6 +118,7 @@ def test_a_call_that_is_forced(client):
         assert answer.finish_reason == "tool_calls"
 
 
+@pytest.mark.more
 def test_a_streamed_call(client):
     stream = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=NAMED, stream=True)
     chunks = [chunk.choices[0] for chunk in stream]

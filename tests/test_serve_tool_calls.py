@@ -150,6 +150,7 @@ def same_however_cut(make, text):
     return whole
 
 
+@pytest.mark.more
 @loop("write", WRITERS, ids=lambda write: write.__name__)
 def test_calls(write):
     arguments = PLAIN if write in XML else ARGUMENTS
@@ -167,6 +168,7 @@ def test_text_around_calls(write):
     assert delta.content == "Let me see: a < b, {x} [1]Done.\n"
 
 
+@pytest.mark.more
 @loop("write", WRITERS, ids=lambda write: write.__name__)
 def test_an_unfinished_call_is_content(write):
     """At every position where the first call is not complete yet, the text is content, unchanged."""
@@ -297,6 +299,7 @@ def test_a_streamed_call_that_is_malformed_has_no_last_piece():
     assert [(call.index, call.name, call.is_last) for call in delta.tool_calls] == [(1, "now", True)]
 
 
+@pytest.mark.more
 def test_long_arguments_take_linear_time():
     """40,000 characters one by one; parsing the whole call at each would take minutes."""
     text = hermes(("now", {"text": "x" * 40_000}))

@@ -78,6 +78,7 @@ def check(call, *, in_json):
     return city and unit and 1 <= arguments["days"] <= 14 and {*arguments} <= {"city", "unit", "days"}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("special", others_slow([False, True], True))
 @pytest.mark.parametrize("syntax", SYNTAXES)
 def test_walks_are_calls(syntax, special):

@@ -54,6 +54,7 @@ def answer(here, folder, out, url, *options, code=0):
     return err
 
 
+@pytest.mark.more
 def test_greedy_answers_are_those_of_our_decoder(folder, server, model, here, tmp_path):
     out = tmp_path / "answers.jsonl"
     answer(here, folder, out, server.url)
@@ -66,6 +67,7 @@ def test_greedy_answers_are_those_of_our_decoder(folder, server, model, here, tm
     assert bytes(records[0]["prompt"]).decode() == PROMPTS[0]
 
 
+@pytest.mark.more
 def test_interrupted_run_resumes_and_asks_nothing_twice(server, model, tmp_path, monkeypatch):
     """Answers are written in order; those under way at the interruption are asked again, no others."""
     endpoint = Endpoint.open(server.url, Budget())

@@ -66,6 +66,7 @@ def test_every_family_is_listed():
     assert sorted([*RECORDED, *PLAIN]) == sorted(CONFIGS)
 
 
+@pytest.mark.more
 @loop("name", PLAIN)
 def test_what_cannot_be_recorded_says_why(name):
     with pytest.raises(Untraceable, match=PLAIN[name]):
@@ -79,6 +80,7 @@ def pair(request) -> tuple[Model, SimpleNamespace]:
     return model, fast_of(model)
 
 
+@pytest.mark.more
 @torch.inference_mode()
 def test_states_and_logits(pair):
     """Blocks with and without padding, after blocks of which a part was rolled back."""
@@ -119,6 +121,7 @@ def compare(predictions, near=NEAR) -> None:
     torch.testing.assert_close(torch.tensor(fast.confidence), torch.tensor(plain.confidence), **near)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("k", "lengths"),
     [case(k, each, quick=(k, each) in ((0, (17,)), (3, LENGTHS))) for k in (0, 3) for each in ((17,), LENGTHS)],
@@ -134,6 +137,7 @@ def test_texts_and_drafts(pair, lengths, k):
     assert [each.rows for each in log] == [each.rows for each in other]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(RECORDED))
 def test_bf16_rounds_say_what_plain_steps_say(name):
     """A position's bits do not depend on the block size, so near-ties are decided the same way."""
@@ -148,6 +152,7 @@ def test_bf16_rounds_say_what_plain_steps_say(name):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", others_slow(TRAINED, "glm_two", "qwen"))
 def test_acceptance_of_trained_heads(name, trained):
     model = trained[name]
@@ -158,6 +163,7 @@ def test_acceptance_of_trained_heads(name, trained):
     assert Acceptance.of(fast[1]).length > 1.5
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", others_slow(TRAINED, "glm_one", "qwen"))
 def test_trained_bf16_rounds_say_what_plain_steps_say(name):
     fast = fast_of(Model.load(FIXTURES / name, dtype=torch.bfloat16))
@@ -167,6 +173,7 @@ def test_trained_bf16_rounds_say_what_plain_steps_say(name):
     assert Acceptance.of(log).length > 1.5
 
 
+@pytest.mark.more
 def test_blocks_larger_than_the_largest_recording():
     """Run in pieces of 128 positions: states, and the drafts that they lead to."""
     model = build("glm4_moe")
@@ -197,6 +204,7 @@ def test_a_chain_can_be_led_elsewhere():
             best = guesses[0].best
 
 
+@pytest.mark.more
 def test_a_chain_longer_than_the_buffers():
     """Buffers that grow in the middle of a chain: the next draft step must not write to the old ones."""
     model = build("glm4_moe")
@@ -210,6 +218,7 @@ def test_a_chain_longer_than_the_buffers():
     assert first[0] == first[1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("length", "modules"),
     [
@@ -240,6 +249,7 @@ def test_no_round_waits_for_a_recording(length, modules, monkeypatch):
     assert len({len(part.drafts) for each in log for part in each.rows}) > 1
 
 
+@pytest.mark.more
 def test_a_block_runs_on_an_existing_replay():
     """A small block on a larger one's replay, but not on one for prompts."""
     trunk = fast_of(build("glm4_moe")).trunk

@@ -41,6 +41,7 @@ def trainer_of(model, out, tokenizer, *, data=None, peft_config=None, **options)
     )  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("packed", [False, True])
 def test_losses_are_those_of_each_document_alone(fixture_folder, tmp_path, tokenizer, packed):
     """All rows in one step, side by side or in one row, with the trunk's own attention inside each: the sums over the
@@ -69,6 +70,7 @@ def test_losses_are_those_of_each_document_alone(fixture_folder, tmp_path, token
     assert values(run, "head_greedy_AL")[0] >= 1
 
 
+@pytest.mark.more
 def test_the_users_tokens_do_not_count(fixture_folder, tmp_path, tokenizer):
     """completion_only_loss: with every token but the last two a prompt, each depth has two labels a row, or fewer."""
     texts = [" ".join(map(str, row)) for row in ROWS]

@@ -87,6 +87,7 @@ def chain(model, assistant, tokens, start, depths):
     return torch.stack(out)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", SIZES)
 def test_logits_are_those_of_transformers(models, folders, size):
     model, assistant, tokens = models[size], load_reference(folders[size][1]), text(3 * WINDOW)
@@ -103,6 +104,7 @@ def test_logits_are_those_of_transformers(models, folders, size):
             assert int(logits[start].argmax()) == int(theirs[depth].argmax())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", SIZES)
 def test_drafts_are_those_of_transformers(models, folders, size):
     """In a batch of sequences of different lengths, each round's drafts continue its text as the assistant does."""
@@ -140,6 +142,7 @@ def test_first_drafts_are_those_of_assisted_generation(models, folders):
     assert list(log[1].rows[0].drafts) == found[0, known.shape[1] :].tolist()
 
 
+@pytest.mark.more
 def test_a_trunk_inside_a_model_with_images(models, folders, tmp_path):
     """As the models are published: the same texts and drafts, and `audit` finds trunk and head of one size."""
     trunk, assistant = folders["E2B"]
@@ -329,6 +332,7 @@ def test_the_row_says_which_engines_place_queries_elsewhere():
     assert deviations(by_name("gemma4_assistant"), "vllm") == {"trunk_kv": "hidden"}
 
 
+@pytest.mark.more
 def test_sampled_texts_follow_the_trunk(tmp_path):
     """Chi-square of texts over a vocabulary of 3 against probabilities from the trunk's capped logits alone."""
     trunk, assistant = build("31B", tmp_path, vocab_size=3, final_logit_softcapping=1.5, pad_token_id=None,
@@ -349,6 +353,7 @@ def test_sampled_texts_follow_the_trunk(tmp_path):
     assert sum(part.num_accepted for each in log for part in each.rows) > 100  # else nothing was verified
 
 
+@pytest.mark.more
 def test_a_server_gives_what_each_request_gets_alone(models):
     """Neighbors, every kind of request, and prefixes that are in the cache change neither text nor drafts."""
     model, shared = models["E2B"], text(200, seed=2)[0].tolist()

@@ -52,6 +52,7 @@ def test_the_card_is_complete():
     assert f"| {len(PROMPTS)} held-out prompts |" in CARD
 
 
+@pytest.mark.more
 def test_drafts_are_accepted():
     """A part of what the card says, of a part of its prompts; the text is the trunk's."""
     model = Model.load(SHIPPED)

@@ -44,6 +44,7 @@ def test_one_owner(inside, tmp_path):
     assert list(tmp_path.rglob("*")) == [target]
 
 
+@pytest.mark.more
 def test_one_of_many_wins(tmp_path):
     """Many times in a row, so that one makes the stage while another removes it."""
 

@@ -87,6 +87,7 @@ def assert_equal_states(model, twin):
     assert torch.equal(*heads)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", others_slow([*BLOCK_TYPES, "mixed"], "mixed", "Q8_0", "MXFP4", "IQ4_XS"))
 def test_torch_computes_with_the_dequantized_weights(kind, tmp_path):
     """Bit for bit, as the checkpoint that holds them in bf16; also streamed. Trunk and head keep their blocks."""
@@ -104,6 +105,7 @@ def test_torch_computes_with_the_dequantized_weights(kind, tmp_path):
         assert torch.equal(streamed.final_hidden, plain.trunk(TOKENS).final_hidden)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next"])
 def test_experts_keep_their_blocks(name, tmp_path):
     """Those of other types than the first ones', too, as llama-quantize mixes them."""
@@ -114,6 +116,7 @@ def test_experts_keep_their_blocks(name, tmp_path):
     assert_equal_states(model, plain)
 
 
+@pytest.mark.more
 def test_experts_of_several_types_in_one_matrix(tmp_path):
     """They are dequantized, as products read gate and up from one matrix."""
     kinds = ["Q4_K", "Q6_K", "Q8_0", "Q5_0"]
@@ -144,6 +147,7 @@ def assert_decodes_natively(model, plain, first_bound=0.5):
     assert len(texts[0]) == 16
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", others_slow([kind for kind in BLOCK_TYPES if kind not in K_QUANTS], "Q8_0", "IQ4_XS"))
 def test_the_native_backend_decodes_with_the_codes(kind, tmp_path):
     _, plain, model = twins(tmp_path, "qwen3_5", lambda name: kind, **WIDE)

@@ -153,6 +153,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", others_slow(CASES, CASES[0], CASES[1], CASES[4]), ids=str)
 def test_models_compute_with_their_own_codes(case, tmp_path, monkeypatch):
     """The states are those of a torch twin with the same codes and activations in sixteen bits."""
@@ -174,6 +175,7 @@ def test_models_compute_with_their_own_codes(case, tmp_path, monkeypatch):
     assert 0 < (found - plain).norm() < 0.3 * plain.norm()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("case", "weights"),
     each_once([replace(CASES[0], symmetric=False), CASES[1], CASES[4]], ["stored", "int8", "int4"]),
@@ -205,6 +207,7 @@ def packed_types(monkeypatch) -> dict[int, int]:
     return types
 
 
+@pytest.mark.more
 def test_codes_are_rounded_only_once(tmp_path, monkeypatch):
     """With weights int8, linear layers keep four bits, and all others get eight."""
     model = packed_model(tmp_path, CASES[0])
@@ -216,6 +219,7 @@ def test_codes_are_rounded_only_once(tmp_path, monkeypatch):
     assert packed[model.trunk.embedding.weight.data_ptr()] == EIGHT_BITS.type
 
 
+@pytest.mark.more
 def test_what_a_pass_computes_from_a_weight_is_noticed(tmp_path, monkeypatch):
     """The recording has no values of weights; the model then runs in torch, dequantized, with the reason."""
     model = packed_model(tmp_path, CASES[0])
@@ -229,6 +233,7 @@ def test_what_a_pass_computes_from_a_weight_is_noticed(tmp_path, monkeypatch):
     assert backend_for(model) is made
 
 
+@pytest.mark.more
 def test_weights_are_dequantized_for_the_self_check_alone(tmp_path, monkeypatch):
     """One layer at a time, as it runs."""
     names: list[str] = []
@@ -267,6 +272,7 @@ def states_and_texts(model: Model) -> tuple[list[torch.Tensor], list[list[int]]]
     return states, [text.tokens for text in generate(model, [prompt(9)], settings, backend="native")]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("block", "suffix", "dtype", "weights"),
     each_once(FP8, [torch.bfloat16, torch.float32], ["stored", "int8", "int4"]),
@@ -298,6 +304,7 @@ def test_fp8_weights_are_packed_in_one_byte(tmp_path):
         assert matrix.memory.nbytes == -(-rows // 32) * -(-columns // 128) * 32 * (128 + 4)
 
 
+@pytest.mark.more
 def test_fp8_blocks_that_no_product_reads_are_dequantized(tmp_path):
     model, twin = fp8_model(tmp_path, (8, 16)), Model.load(tmp_path).dequantize()
     (note,) = unused_codes(model)

@@ -58,6 +58,7 @@ WIDE = {name: {"moe_intermediate_size": 32} for name in ("deepseek_v4", "glm5_ne
 WIDE["minimax_m3"] = {"intermediate_size": 32}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", families(CONFIGS, {"deepseek_v3", "deepseek_v4", "qwen3_5"}))
 def test_same_bits_for_every_family(name, tmp_path, monkeypatch):
     """With experts loaded together, and a few at a time: read into place, and converted."""
@@ -92,12 +93,14 @@ def assert_same_head(streamed, loaded):
         assert_equal(*pair)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()))
 def test_same_bits_for_trained_models(name, trained):
     streamed = Model.load(FIXTURES / name, dtype=torch.float32, stream=True)
     assert_same(streamed, trained[name], [tokens % trained[name].trunk.vocab_size for tokens in BATCHES])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "fp8"),
     others_slow(
@@ -271,6 +274,7 @@ def stop_after(index):
     return stop
 
 
+@pytest.mark.more
 def test_interrupted_run_resumes_after_the_last_layer(folder, tmp_path):
     """The same bits, each layer read once in all, states that are tuples included."""
     states, progress = tmp_path / "states", []
@@ -295,6 +299,7 @@ def test_states_of_another_run_are_refused(folder, tmp_path):
         Model.load(folder, stream=True).trunk.run(BATCHES, folder=tmp_path / "states")
 
 
+@pytest.mark.more
 def test_states_of_an_edited_trunk_are_refused(folder, tmp_path):
     """One byte that no fingerprint samples; and the config, whose values are not in the weights."""
     before, path = Model.load(folder, stream=True).trunk, shard(folder)
@@ -367,6 +372,7 @@ def fail_above(monkeypatch, trunk, num_positions, index=1):
     return seen
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", families(CONFIGS, {"deepseek_v3", "deepseek_v4", "qwen3_5"}))
 def test_a_device_without_memory_gets_smaller_batches(name, tmp_path, monkeypatch):
     """The states of every family, tuples included, can be taken apart; later layers begin with the smaller size."""
@@ -498,6 +504,7 @@ def test_every_layer_tensor_gives_its_pages_back(folder, monkeypatch):
     assert released == {name for name in load_file(shard(folder)) if ".layers." in name}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["glm4_moe", "longcat_flash", "qwen3_next"])
 def test_the_same_trunk(name, tmp_path):
     """Its state one layer at a time, and its passes when all layers are loaded."""

@@ -58,6 +58,7 @@ def walked(model, texts, k, rule, contract=None):
 CONTRACTS = [Contract(), Contract(prefill=False), Contract(offset=-1), Contract(prefill=False, offset=-1)]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("k", others_slow([1, 3, 5], 3))
 @pytest.mark.parametrize(("contract", "name"), each_once(CONTRACTS, ["glm_two", "qwen", "glm", "v4"]), ids=str)
 def test_greedy_counts_are_the_decoders(name, k, contract, trained):
@@ -79,6 +80,7 @@ def test_context_ends_a_text_too():
     assert walked(model, texts, 3, "greedy") == list(zip(offered, accepted, strict=True))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "rule"), each_once(["glm", "glm_two"], SETTINGS))
 def test_sampled_counts_agree_with_the_decoders(name, rule, trained):
     """At a temperature at which some drafts are accepted: no paired difference beyond a 1 in 10,000 interval."""

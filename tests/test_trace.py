@@ -138,6 +138,7 @@ def forms_of_recordings(name, monkeypatch):
     ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(RECORDED))
 def test_results_that_are_not_computed_have_the_forms_of_computed_ones(name, monkeypatch):
     forms = forms_of_recordings(name, monkeypatch)

@@ -82,6 +82,7 @@ def values(run, key) -> list[float]:
     return [entry[key] for entry in run.state.log_history if key in entry]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "options", [{}, *(case(each, quick=False) for each in ({"gradient_accumulation_steps": 2}, {"bf16": True}))]
 )
@@ -177,6 +178,7 @@ def assert_saved(folder, head):
     assert (record.made_by, record.trained_with) == ("train", record.beside)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_saved_with_every_checkpoint(base, tmp_path, dtype):
     run = trainer_of(load(base, dtype), tmp_path / "run", save_strategy="steps", save_steps=1)
@@ -191,6 +193,7 @@ def test_saved_with_every_checkpoint(base, tmp_path, dtype):
     assert len(set(prints)) == 3
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", others_slow(["full", "lora", "bfloat16"], "full"))
 def test_resumes_to_the_same_bits(qwen, tmp_path, kind):
     """Stopped and gone on with: model, head and their optimizer as never stopped. In bfloat16 the published head is
@@ -240,6 +243,7 @@ def test_a_frozen_trunk(qwen, tmp_path):
     assert values(run, "head_grad_norm")[0] > 0.01
 
 
+@pytest.mark.more
 def test_a_fresh_head_learns(qwen, tmp_path):
     """From nothing, in the fixtures' language: the loss of each depth falls, and acceptance rises. lr is the head's."""
     run = trainer_of(
@@ -272,6 +276,7 @@ def speaker(fixture_folder):
     return model.eval(), [{"input_ids": row, "labels": row} for row in rows]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", others_slow(["full", "lora"], "lora"))
 def test_a_fresh_head_begins_as_its_trunk(speaker, tmp_path, monkeypatch, kind):
     """Made of the trunk's last layer, its first loss is well below that of random values; adapters do not hide the
@@ -362,6 +367,7 @@ def test_soft_objectives_are_on_the_trunks_law(qwen, tmp_path):
         HeadSettings(objective="hope")
 
 
+@pytest.mark.more
 def test_unrolled(qwen, tmp_path):
     """Depths beyond the module then attend as in decoding: other losses from depth 2 on."""
     told = []

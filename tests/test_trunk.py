@@ -8,6 +8,7 @@ from tiny import CONFIGS, build
 from nextn.model.layer_types import LayerType
 
 
+@pytest.mark.more
 @loop("name", CONFIGS)
 def test_logits_are_those_of_transformers(name):
     """Catches a scale of the logits that is left out, and a decoder other than the model's own."""
@@ -17,6 +18,7 @@ def test_logits_are_those_of_transformers(name):
         torch.testing.assert_close(ours, trunk.model(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.more
 @loop("name", CONFIGS)
 def test_rotary_is_what_the_layers_get(name):
     """A head's block that is handed other angles than the trunk's layers of its kind attends to other distances."""

@@ -20,6 +20,7 @@ RECORD = json.loads((ROOT / "bench/results/trunk-effect-1M.json").read_text())
 SIZE = Size(layers=1, hidden=128, steps=2, batch_size=2, length=32, eval_batches=1, compile=False)
 
 
+@pytest.mark.more
 def test_a_head_without_weight_leaves_the_trunk_alone(tmp_path):
     """lambda = 0 with a head trains the trunk that no head trains; another lambda does not."""
     trunks = []
@@ -35,6 +36,7 @@ def test_a_head_without_weight_leaves_the_trunk_alone(tmp_path):
     assert (alone - with_weight).abs().max() > 1e-3
 
 
+@pytest.mark.more
 def test_runs_are_resumed(tmp_path, monkeypatch):
     """At a tiny size: the run of equal compute is longer, starts alike, and no run is made twice."""
     monkeypatch.setattr(trunk_effect, "TEXTS", ("prose",))

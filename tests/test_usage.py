@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 # Runs commands one after the other -> exit code, stderr, whether torch was imported.
 RUN = """
 import contextlib, io, json, sys
@@ -62,6 +64,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_refused_without_torch(fixture_folder, tmp_path):
     """All in one process, so that the cases take no longer than one start of it."""
     model = str(min(fixture_folder.iterdir()))

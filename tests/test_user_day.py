@@ -154,6 +154,7 @@ def test_no_acceptance(tmp_path, here):
     assert out.index("1. the engine serves this folder") < out.index("--drive")
 
 
+@pytest.mark.more
 def test_from_python():
     """Results are pooled by the public class."""
     model = nextn.load(SHIPPED)

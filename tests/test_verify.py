@@ -35,6 +35,7 @@ def outcomes(found):
     return {name: check.outcome for name, check in found.items()}
 
 
+@pytest.mark.more
 def test_a_correct_engine_passes(run):
     """All checks, and each says how much it looked at."""
     found = run()
@@ -203,6 +204,7 @@ def test_texts_alone(run):
     assert "without log-probabilities it is unknown whether at a near-tie" in other.evidence
 
 
+@pytest.mark.more
 def test_sampled_texts_alone(run):
     found = run("no-ids", "no-logprobs", "sharp", names=["sampled-distribution"], against=["no-ids", "no-logprobs"])[
         "sampled-distribution"

@@ -7,6 +7,8 @@ import tokenize
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import nextn
 
 PACKAGE = Path(nextn.__file__).parent
@@ -35,6 +37,7 @@ TESTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_public_class_names_are_unique():
     homes = defaultdict(list)
     for path in FILES:
@@ -44,6 +47,7 @@ def test_public_class_names_are_unique():
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
+@pytest.mark.more
 def test_identifiers_are_terms_of_the_field():
     found = []
     for path in [*FILES, *TESTS]:
@@ -57,6 +61,7 @@ def test_identifiers_are_terms_of_the_field():
     assert found == []
 
 
+@pytest.mark.more
 def test_exceptions_are_used():
     """An exception that no file needs any more would let the word come back."""
     unused = set(ORDINARY)
