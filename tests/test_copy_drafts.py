@@ -131,7 +131,6 @@ def test_greedy_texts_are_those_without_copies(name, modules, native, monkeypatc
         assert any(part.drafts and not part.copied for part in parts) == (k > 0)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(("sampling", "k"), each_once([Sampling(), Sampling(0.3), Sampling(0.4, top_k=2)], [0, 3]))
 def test_native_rounds_are_those_of_the_loop(sampling, k):
     """With the index itself: refrains are copied, at other times in each sequence. One text is what it is alone."""

@@ -19,7 +19,6 @@ def searched(tokens):
     return max(latest, key=lambda match: match.length, default=None)
 
 
-@pytest.mark.more
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12))
 def test_the_index_finds_what_a_search_of_the_whole_text_finds(parts):

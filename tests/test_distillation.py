@@ -88,7 +88,6 @@ def assert_equals_autograd(loss, expected, report, leaves):
     torch.testing.assert_close(ours, theirs, **EXACT)
 
 
-@pytest.mark.more
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_gradients_are_autograd_s(data):

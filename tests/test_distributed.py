@@ -145,7 +145,6 @@ def new_model(folder, name, **sizes):
     return path
 
 
-@pytest.mark.more
 def test_a_fresh_head(pair, hybrid, tmp_path):
     """Two processes equal one, whose trunk is in memory when the head is made of it; they begin with its bits."""
     (tmp_path / "text.txt").write_text("".join(f"def number_{index}(): return {index * 7}\n" for index in range(200)))

@@ -444,7 +444,6 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_names(name, tmp_path):
     """The file holds the names that the engines' loaders match, and no name of ours."""

@@ -66,7 +66,6 @@ def brute_force(hiddens, weight, targets, *, lam, shares, denominator):
     return means[0] + lam / max(depths, 1) * extra, torch.stack(sums), torch.tensor(counts)
 
 
-@pytest.mark.more
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_loss_is_the_double_loop(data):

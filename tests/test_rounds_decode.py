@@ -89,7 +89,6 @@ def test_greedy_equals_plain(model, plain, k):
     assert decode(model, [prompt(17, seed=17)], num_speculative_tokens=k, max_tokens=14)[0][0] == plain(17, 14)
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize("k", others_slow([0, 1, 3, 6], 0, 3))
 def test_greedy_equals_plain_in_ragged_batches(model, plain, k):
     """Rows of different lengths keep different counts, also 0 and all: a mix-up of rows or counts changes the text."""
@@ -210,7 +209,7 @@ LAWS = {
 
 
 # What a law does with a state that cannot be cropped, two of them tell.
-@pytest.mark.more
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "probs"),
     [*product(["glm4_moe"], LAWS), *(case("qwen3_5", law, quick=False) for law in ("plain", "penalty"))],

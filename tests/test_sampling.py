@@ -39,7 +39,6 @@ NUM = 6000
 SMALL = torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.05])
 
 
-@pytest.mark.more
 @loop(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
 @loop("case", CASES)
 @loop("rule", RULES.values(), ids=RULES)

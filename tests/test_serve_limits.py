@@ -218,7 +218,6 @@ def test_too_many_connections(server):
     assert server.get("/health")[0] == 200
 
 
-@pytest.mark.more
 def test_a_client_that_does_not_read_is_disconnected(model):
     """Its buffers are full, and its generation ends with the connection."""
     engine = ScriptedEngine("x" * 300)

@@ -104,7 +104,6 @@ def test_logits_are_those_of_transformers(models, folders, size):
             assert int(logits[start].argmax()) == int(theirs[depth].argmax())
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("size", SIZES)
 def test_drafts_are_those_of_transformers(models, folders, size):
     """In a batch of sequences of different lengths, each round's drafts continue its text as the assistant does."""
@@ -332,7 +331,6 @@ def test_the_row_says_which_engines_place_queries_elsewhere():
     assert deviations(by_name("gemma4_assistant"), "vllm") == {"trunk_kv": "hidden"}
 
 
-@pytest.mark.more
 def test_sampled_texts_follow_the_trunk(tmp_path):
     """Chi-square of texts over a vocabulary of 3 against probabilities from the trunk's capped logits alone."""
     trunk, assistant = build("31B", tmp_path, vocab_size=3, final_logit_softcapping=1.5, pad_token_id=None,
