@@ -1,6 +1,5 @@
 """The index against a search of the whole text, and its bounds."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
