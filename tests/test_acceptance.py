@@ -97,6 +97,8 @@ def test_pairs_see_what_pools_cannot():
     found = paired_difference(ours, theirs, [100.0] * 8)
     assert 0 < found.low < found.value < found.high
     assert found.value == pytest.approx(0.0105)
+    deviation = (8 * 0.05**2 / 7 / 8) ** 0.5 / 100  # of the mean of gaps that are 0.05 off theirs
+    assert found.high - found.value == pytest.approx(t.ppf(0.975, 7) * deviation)
     same = paired_difference(ours, ours, [100.0] * 8)
     assert (same.low, same.value, same.high) == (0, 0, 0)
     assert paired_difference([3.0], [1.0], [10.0]).low == -math.inf
@@ -105,9 +107,10 @@ def test_pairs_see_what_pools_cannot():
 def test_results_rounds_and_parts_are_pooled_alike():
     """Rounds of a batch, rounds of one sequence and whole results give the same counts."""
     parts = [SequenceRound(0, (), 0, (4,)), SequenceRound(0, (5, 7), 1, (5, 8)), SequenceRound(0, (9, 9), 2, (9, 9, 3))]
+    parts.append(SequenceRound(0, (6, 6), 0, (4,)))  # its second draft was never judged
     rounds = [Round((part,), 0.1, 0.1) for part in parts]
     result = Result("", (), "length", tuple(parts), Acceptance.of(rounds), 0.0, 0.2, 0.2)
-    expected = Acceptance((2, 2), (2, 1), 2, 5)
+    expected = Acceptance((3, 2), (2, 1), 3, 6)
     assert [Acceptance.of(each) for each in (rounds, parts, [result])] == [expected] * 3
-    assert Acceptance.of([result, result]).num_rounds == 4
+    assert Acceptance.of([result, result]).num_rounds == 6
     assert Acceptance.of([Round((), 0.1, 0.1)]).num_rounds == 0

@@ -104,7 +104,7 @@ def test_difference():
         from_metrics(VLLM.replace("100.0", "120.0").replace('"0"} 80', '"0"} 95'), model="a"),
     )
     moved = after.minus(before)
-    assert (moved.num_drafts, moved.accepted, moved.per_position) == (20, 0, (15, 0))
+    assert (moved.num_drafts, moved.draft_tokens, moved.accepted, moved.per_position) == (20, 0, 0, (15, 0))
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_rounds_run_ahead(model, k, count, sampling):
         assert sum(calls) == len(ended) - 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model.trunk, "max_length", 77)
-        native, loop, _ = both(model, prompts, settings)
+        native, loop, _ = both(model, prompts, replace(settings, max_tokens=77))
     assert native == loop
     assert native[-1][-1].finish == "context"
 

@@ -288,10 +288,10 @@ def test_rows_leave_when_they_end():
 def test_the_context_ends_a_row():
     """Decoding stops at max_position_embeddings, never beyond, and says so."""
     model = build("glm4_moe", max_position_embeddings=32)
-    texts, log = decode(model, [prompt(20)], num_speculative_tokens=6, max_tokens=100)
+    texts, log = decode(model, [prompt(20)], num_speculative_tokens=6, max_tokens=32)
     assert len(texts[0]) == 12
     assert log[-1].rows[0].finish == "context"
-    assert texts == decode(model, [prompt(20)], num_speculative_tokens=0, max_tokens=100)[0]
+    assert texts == decode(model, [prompt(20)], num_speculative_tokens=0, max_tokens=32)[0]
 
 
 def test_max_tokens_is_exact():
