@@ -110,7 +110,7 @@ def serve(
         files = FileStamps.of_weights(
             *(Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
         )
-        with _said_if_slow(f"{name} is loading ..."):
+        with _note_if_slow(f"{name} is loading ..."):
             loaded = source.load(need_head=k > 0)
         draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
         from nextn.runtime.native.abi import zero_lost_pages
@@ -148,7 +148,7 @@ def serve(
 
 
 @contextmanager
-def _said_if_slow(text: str) -> Iterator[None]:
+def _note_if_slow(text: str) -> Iterator[None]:
     """Print a line if the block takes longer than an error, above which it would stand, takes to appear."""
     timer = Timer(_SLOW_S, echo, (text,), {"err": True})
     timer.daemon = True
