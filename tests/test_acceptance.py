@@ -107,7 +107,7 @@ def test_pairs_see_what_pools_cannot():
 def test_results_rounds_and_parts_are_pooled_alike():
     """Rounds of a batch, rounds of one sequence and whole results give the same counts."""
     parts = [SequenceRound(0, (), 0, (4,)), SequenceRound(0, (5, 7), 1, (5, 8)), SequenceRound(0, (9, 9), 2, (9, 9, 3))]
-    parts.append(SequenceRound(0, (6, 6), 0, (4,)))  # its second draft was never judged
+    parts.append(SequenceRound(0, (6, 6), 0, (4,)))  # its second draft was never verified
     rounds = [Round((part,), 0.1, 0.1) for part in parts]
     result = Result("", (), "length", tuple(parts), Acceptance.of(rounds), 0.0, 0.2, 0.2)
     expected = Acceptance((3, 2), (2, 1), 3, 6)

@@ -96,8 +96,8 @@ def test_what_is_left_out_is_told(markers, processes, passed, said, tmp_path):
     env = {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=tmp_path)
     assert f"{passed} passed" in done.stdout, done.stdout + done.stderr
-    told = re.findall(r"^(\d+) tests were left out; `make test-(\w+)` runs them$", done.stdout, re.MULTILINE)
-    assert told == said
+    reported = re.findall(r"^(\d+) tests were left out; `make test-(\w+)` runs them$", done.stdout, re.MULTILINE)
+    assert reported == said
 
 
 def test_representatives_are_families():

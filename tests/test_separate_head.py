@@ -141,14 +141,14 @@ def test_a_trunk_that_caps_its_logits(tmp_path, text):
     with torch.no_grad():
         states = task.model.trunk(batch.tokens, documents=batch.documents)
         (drafted,) = task.head.rollout_hidden(batch.tokens, states.head_input, 1, documents=batch.documents)
-        laws = task.model.trunk.logits(states.final_hidden)[:, 1:], task.head.logits(0, drafted)
-        shared = torch.minimum(*(each.softmax(-1) for each in laws)).sum(-1)
+        logits = task.model.trunk.logits(states.final_hidden)[:, 1:], task.head.logits(0, drafted)
+        shared = torch.minimum(*(each.softmax(-1) for each in logits)).sum(-1)
         valid = task._targets(batch).labels(1) >= 0
         report = task.loss(task.example(0), 1.0)
     torch.testing.assert_close(report.overlap[0], shared[valid].sum(), rtol=1e-4, atol=0)
     ids = torch.arange(0, 264, 2)
     task.head.draft_vocabulary = DraftVocabulary(ids, 264)
-    torch.testing.assert_close(task.head.draft_logits(0, drafted), laws[1][..., ids])
+    torch.testing.assert_close(task.head.draft_logits(0, drafted), logits[1][..., ids])
     with pytest.raises(ConfigError, match="loss_vocab = 50"):
         prepare_head_run(tmp_path / "part", start(trunk, None), data=[text], settings=SETTINGS | {"loss_vocab": 50})
     with pytest.raises(FamilyError, match="--freeze-trunk"):

@@ -142,7 +142,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         Raises CheckpointError for one of a checkpoint that names no method: its codes would be taken for values.
         """
         tensors = self.checkpoint.tensors
-        stored = [name for name in names if name in tensors]  # a head's copy may stand in for the others
+        stored = [name for name in names if name in tensors]  # a head's copy may take the place of the others
         found = [name for name in stored if tensors[name].dtype not in _PLAIN or is_torchao(name)]
         weights = [name for name in found if name.endswith(".weight")]
         if weights and not self.method:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nextn.model.model import Model, TextInterface
 
 _QUIET_S = 1.0
-_WAITING = b"\nstopping after this step, of which the first ones compile for up to minutes; Ctrl-C again ends at once\n"
+_WAITING = b"\nstopping after this step; Ctrl-C again ends at once\n"
 _DTYPES = ("auto", "float32", "bfloat16")
 _AUTO = "auto"  # of --weights
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")

@@ -149,7 +149,7 @@ def serve(
 
 @contextmanager
 def _note_if_slow(text: str) -> Iterator[None]:
-    """Print a line if the block takes longer than an error, above which it would stand, takes to appear."""
+    """Print a line if the block takes long; errors of a wrong command come sooner, without it."""
     timer = Timer(_SLOW_S, echo, (text,), {"err": True})
     timer.daemon = True
     timer.start()

@@ -103,7 +103,7 @@ def _names(row: Family) -> list[str]:
 
 
 def _parts(search: str) -> Iterator[str]:
-    """Yield a published name without what stands before or behind it, longest first: an owner, sizes, a quantization.
+    """Yield a published name without what is before or behind it, longest first: an owner, sizes, a quantization.
 
     Models that were distilled into another architecture have that one's head, if any.
     """
