@@ -119,7 +119,7 @@ MUTATIONS = [
     Mutation("cache/kv_cache.py", "        self.lengths = list(lengths)\n", "        self.lengths = [length + 1 for length in lengths]\n", COUNTS),
     Mutation("cache/recurrent.py", "sorted({count for count in counts if count < num_positions})", "sorted({count for count in counts if 1 < count < num_positions})", TEXTS),
     Mutation("cache/recurrent.py", "return value[sequences, :count]", "return value[sequences, : count + 1]", TEXTS),
-    Mutation("cache/recurrent.py", "states[index] = None if state is None else state[sequences]", "states[index] = state", "test_batch.py test_hybrid.py"),
+    Mutation("cache/recurrent.py", "states[index] = None if state is None else state[sequences]", "states[index] = state", "test_kv_cache.py test_scheduler.py test_hybrid.py test_batch.py test_rounds_decode.py"),
     Mutation("decoding/torch_rounds.py", "num_committed = [count + 1 for count in num_accepted]", "num_committed = [max(1, count) for count in num_accepted]", TEXTS),
     Mutation("decoding/batch.py", "states[max(0, count - size) : count].clone()", "states[max(0, count - size - 1) : max(0, count - 1)].clone()", "test_scheduler.py -k prefixes"),
     Mutation("decoding/torch_rounds.py", "min(limit, sequence.remaining - 1)", "min(limit, sequence.remaining)", "test_rounds_decode.py test_batch.py"),

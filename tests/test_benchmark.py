@@ -251,3 +251,4 @@ def test_one_pass_over_the_texts_accepts_what_decoding_accepts(trained):
     worse = replace(found, runs=rejecting)
     assert worse.one_pass_note
     assert worse.one_pass_note in worse.warnings
+    assert replace(worse, plan=replace(plan, num_copy_tokens=4)).one_pass_note is None  # rounds of copies are left out

@@ -11,7 +11,7 @@ from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.cli import app
 from nextn.errors import FamilyError
-from nextn.family_table import by_config, rows, separate_rows
+from nextn.family_table import by_config, rows, separate_rows, withheld
 from nextn.family_table.search import families
 
 
@@ -103,3 +103,11 @@ def test_a_count_in_an_unknown_model(tmp_path):
 def test_the_audit_says_which_models(tmp_path):
     report = audit(Checkpoint.open(publish(tmp_path, "glm4_moe")))
     assert report.title == "GLM-4.5 / 4.6 / 4.7 (and Air)"
+
+
+def test_the_outer_model_type_counts():
+    """A Kimi-K3, which has a head, has a text model of the type of one that has none."""
+    text = {"model_type": "kimi_linear"}
+    assert withheld({"model_type": "kimi_k3", "text_config": text}) is None
+    assert withheld({"model_type": "other", "text_config": text}) is withheld(text)
+    assert withheld(text) is not None

@@ -63,8 +63,8 @@ def progress_bars(*, quiet: bool) -> Iterator[Callable[..., Step]]:
 
     def added(description: str, total: float | None, *, in_gb: bool = False) -> Step:
         if quiet or not screen.is_terminal:
-            show = _ignored if quiet else lines.show
-            return lines.added(_Meter(description, total, show, in_gb=in_gb), repeated=not quiet).step
+            meter = _Meter(description, total, _ignored if quiet else lines.show, in_gb=in_gb)
+            return meter.step if quiet else lines.added(meter).step
         meter = _Meter(description, total, lambda meter: draw(), in_gb=in_gb)
         task = bars.add_task(description, total=total, meter=meter)
 
@@ -97,9 +97,9 @@ class _Lines:
         self._printed_at, self._is_over = time.monotonic(), Event()
         self._thread = Thread(target=self._repeat, daemon=True)
 
-    def added(self, meter: _Meter, *, repeated: bool) -> _Meter:
+    def added(self, meter: _Meter) -> _Meter:
         self._meters.append(meter)
-        if repeated and self._thread.ident is None:
+        if self._thread.ident is None:
             self._thread.start()
         return meter
 
