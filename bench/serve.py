@@ -3,7 +3,8 @@
     python bench/serve.py load CHECKPOINT --out bench/results/serve.json
     python bench/serve.py load TRUNK --head DRAFT --gguf BOTH.gguf    # a separate head, and llama.cpp's file with both
     python bench/serve.py prefill CHECKPOINT        # inter-token times of running streams beside a long prompt
-    python bench/serve.py scheduler CHECKPOINT      # without HTTP, processor time: MTP against plain decoding, in turn
+    python bench/serve.py scheduler CHECKPOINT      # without HTTP: MTP against plain decoding, in turn
+    python bench/serve.py scheduler CHECKPOINT --head HEAD --prompts humaneval    # chats of a benchmark
 
 `load` starts every server once and then, for each number of streams, runs all servers in turn, several times. A stream
 sends one greedy request after the other; all tokens are generated (`ignore_eos`). Engines other than nextn are built
@@ -34,6 +35,7 @@ from engines.starting import Starter
 
 from nextn.decoding.generate import TextStream, encode
 from nextn.evaluate.decoding_costs import processor_name
+from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.serve.request import GenerationChunk, GenerationRequest
@@ -270,8 +272,13 @@ def show(record: dict) -> None:
 
 
 async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
-    """Tokens per second of processor time of the scheduler alone (no HTTP), with MTP and plain in turn."""
-    model, k = Model.load(args.checkpoint, dtype=getattr(torch, args.dtype)), args.num_speculative_tokens
+    """Tokens per second of the scheduler alone (no HTTP), with MTP and plain in turn."""
+    torch.set_num_threads(args.threads)
+    model, k = (
+        Model.load(args.checkpoint, head=args.head, dtype=getattr(torch, args.dtype)),
+        args.num_speculative_tokens,
+    )
+    questions = [encode(model, prompt.text, chat=True) for prompt in read_prompts(args.prompts)] if args.prompts else []
     backend, most, policies = backend_for(model, "auto"), max(args.levels), DraftPolicies()
     limits = SchedulerLimits(max_num_seqs=most, max_model_len=args.context, num_speculative_tokens=k)
     for size in sorted({1 << power for power in range(most.bit_length())} | {most}):
@@ -284,11 +291,16 @@ async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
     rows: list[dict[str, object]] = []
     for streams in args.levels:
         for repeat in range(-1, args.repeats):  # the first one records passes
-            prompts = prompts_of(streams * args.requests, args.prompt_chars, 1000 * streams + repeat, args.text)
+            count, seed = streams * args.requests, 1000 * streams + repeat
+            prompts: Sequence[str] | list[list[int]] = (
+                random.Random(seed).sample(questions, count)
+                if questions
+                else prompts_of(count, args.prompt_chars, seed, args.text)
+            )
             figures = {}
             for name in ("MTP", "plain")[:: 1 if repeat % 2 else -1]:
                 texts, seconds, used = run_streams(chosen, model, prompts, streams, args.tokens, name)
-                figures[name] = len(prompts) * args.tokens / seconds, texts, used
+                figures[name] = sum(len(text) for text in texts) / seconds, texts, used
             assert figures["MTP"][1] == figures["plain"][1], "the texts differ"
             row = {name: tokens_per_s for name, (tokens_per_s, _, _) in figures.items()}
             row |= {"streams": streams, "repeat": repeat, "mean_drafts": figures["MTP"][2]}
@@ -305,9 +317,9 @@ async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
 
 
 def run_streams(
-    scheduler: Scheduler, model: Model, prompts: Sequence[str], streams: int, tokens: int, name: str
+    scheduler: Scheduler, model: Model, prompts: Sequence[str] | list[list[int]], streams: int, tokens: int, name: str
 ) -> tuple[list[list[int]], float, float]:
-    """Run streams of requests to their ends: tokens, seconds of processor time, and mean drafts per round."""
+    """Run streams of requests to their ends: tokens, seconds, and mean drafts per round."""
     chunks: list[list[GenerationChunk]] = [[] for _ in prompts]
 
     def submit(index: int) -> None:
@@ -323,12 +335,12 @@ def run_streams(
         text = TextStream(model.tokenizer, ())
         scheduler.waiting.append(ServedSequence.of(request, emit, text, index))
 
-    started = time.process_time()
+    started = time.perf_counter()
     for index in range(streams):
         submit(index)
     while not scheduler.is_idle:
         scheduler.step()
-    seconds = time.process_time() - started
+    seconds = time.perf_counter() - started
     rounds = [each for own in chunks for chunk in own for each in chunk.rounds]
     emitted = [[token for chunk in own for each in chunk.rounds for token in each.emitted] for own in chunks]
     return emitted, seconds, statistics.mean(len(each.drafts) for each in rounds)
@@ -398,6 +410,9 @@ def main() -> None:
     three.add_argument("--repeats", type=int, default=5)
     three.add_argument("--prompt-chars", type=int, default=200)
     three.add_argument("--context", type=int, default=1024)
+    three.add_argument("--head", type=Path, help="a separate head")
+    three.add_argument("--prompts", help="questions as chats instead of pieces of --text: a benchmark or file")
+    three.add_argument("--threads", type=int, default=os.cpu_count())
     three.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)

@@ -202,6 +202,21 @@ def served() -> str:
     return table(head, (line(*key) for key in keys))
 
 
+def scheduled() -> str:
+    """MTP against plain decoding in one scheduler, by `bench/serve.py scheduler`."""
+    rows = record("serve-smollm2")["scheduler"]["rows"]
+
+    def line(streams: int) -> tuple[str, ...]:
+        found = [row for row in rows if row["streams"] == streams]
+        ratios = [row["MTP"] / row["plain"] for row in found]
+        speeds = [f"{statistics.median(row[name] for row in found):.0f}" for name in ("plain", "MTP")]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        return (str(streams), *speeds, ratio, f"{statistics.mean(row['mean_drafts'] for row in found):.2f}")
+
+    head = ("streams", "plain, tokens/s", "MTP, tokens/s", "ratio, median (least to most)", "drafts a round")
+    return table(head, (line(streams) for streams in dict.fromkeys(row["streams"] for row in rows)))
+
+
 def audits() -> str:
     found = record("audit")
     hub, folder = found["hub"], found["folder"]
@@ -325,6 +340,7 @@ PARTS = {
     "smollm2_peers": smollm2_peers,
     "quantized_peers": quantized_peers,
     "served": served,
+    "scheduled": scheduled,
     "audits": audits,
     "gpu": gpu,
 }
