@@ -209,7 +209,8 @@ def test_no_thread_reads_on_after_an_error(error, folder, monkeypatch):
     with pytest.raises(error, match="stopped") as raised:  # `raised` keeps the frames
         trunk.run(BATCHES)
     assert raised.tb is not None
-    assert seen and not any(thread.is_alive() for thread in seen)
+    assert seen
+    assert not any(thread.is_alive() for thread in seen)
     assert all(value.is_meta for value in trunk.decoder.layers.parameters())
 
 
