@@ -28,8 +28,10 @@ CLI = """\
 # Command line
 
 Exit codes of every command: 0 done, 1 findings (of `audit`, `measure`, `diagnose`, `verify` and `canary check`, and
-of `train` if the head got worse), 2 usage error, 3 if the data of `diagnose` cannot decide, 130 Ctrl-C, 141 if the
-reader of a pipe has closed it. `nextn COMMAND --help` prints the same as this page, which `make docs` generates.
+of `train` if the head got worse), 2 usage error, 3 if the data cannot decide (`diagnose`, and `measure` beside another
+measurement), 130 Ctrl-C, 141 if the reader of a pipe has closed it.
+
+`nextn COMMAND --help` prints the same as this page, which `make docs` generates.
 """
 PYTHON = """\
 # Python API

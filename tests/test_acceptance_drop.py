@@ -103,9 +103,8 @@ def test_improvement():
     assert nothing.conclusion.startswith("undecided: most texts are degenerate")
     assert nothing.conclusion.endswith(", or --temperatures 1")
     fell = AcceptanceChange.of(alone, alone | record(0.4, texts=24) | {"texts": alone["texts"]}, source="o", limit=0.05)
-    assert fell.conclusion.startswith(
-        "undecided, though greedy a_1, greedy AL fell"
-    )  # which is what the gate exits for
+    assert fell.conclusion.startswith("undecided, though greedy a_1, greedy AL fell")
+    assert nothing.outcome == fell.outcome == "undecided"
     both = dict.fromkeys("01", alone["texts"]["0"])
     change = AcceptanceChange.of(*(sampled(0.8, 0.9) | {"texts": both} for _ in "ab"), source="old.json", limit=0.05)
     assert change.conclusion.endswith("use other prompts")  # temperature 1 is among what repeats itself
@@ -137,9 +136,9 @@ def test_conclusion():
     assert dead[0]["expected_improvement"] is None
     kept = AcceptanceChange.of(record(), record(), source="old.json", limit=0.05)
     assert kept.conclusion.startswith("keep the head: no figure fell by more than 5.0% beyond its interval; training: ")
-    assert not kept.fallen
+    assert (fell.outcome, kept.outcome, kept.as_record()["outcome"]) == ("fell", "kept", "kept")
     unknown = AcceptanceChange.of(record(width=0.3), record(width=0.3), source="old.json", limit=0.05)
-    assert unknown.conclusion.startswith("undecided: no figure fell")
+    assert (unknown.outcome, unknown.conclusion[:28]) == ("undecided", "undecided: no figure fell by")
     assert "24 texts are too few" in unknown.conclusion
 
 

@@ -89,7 +89,7 @@ def test_a_head_is_trained_on_a_packed_trunk(given, tmp_path, nextn):
 def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--set", "accumulate=2"]
     code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse", "--curve")
-    assert code == 0, err
+    assert (code, err) == (0, "")
     told = json.loads(out)
     assert [len(point["greedy"]["acceptance"]) for point in told["curve"]] == [*range(1, 9)]
     assert told["curve"][1]["score"] == pytest.approx(told["best"]["score"])
@@ -101,7 +101,9 @@ def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):
     assert [line["step"] for line in steps] == [0, 1, 2, 2, 3, 3]
     code, _, err = nextn(tmp_path, *how)
     assert code == 2
-    assert "holds a run already; use --resume" in err
+    importing, loading, error = err.splitlines()
+    assert (importing, loading[:7]) == ("importing torch and transformers ...", "loading")
+    assert "holds a run already; use --resume" in error
 
 
 def test_a_fresh_head_alone(given, tmp_path, nextn):

@@ -292,7 +292,7 @@ def test_the_fix_for_a_stale_head_followed(names_base, here, tmp_path):
     (tmp_path / "prompts.txt").write_text("import os\n\ndef add(\n\nclass A:")
     quick = ("-k", 1, "--max-tokens", 12, "--backend", "torch", "--prompts", tmp_path / "prompts.txt")
     code, said, err = here(*(word.replace("BASE", "tiny") for word in words), *quick)
-    assert code in (0, 1), err
+    assert code in (0, 1, 3), err
     assert re.search("^(keep|train) the head|^undecided", said, re.MULTILINE)  # what the fix promises
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 

@@ -133,6 +133,8 @@ def test_eos_comes_from_the_checkpoint(model):
     made = build("glm4_moe")
     made.trunk.model.generation_config.eos_token_id = [3, 4]
     assert eos_tokens(made) == (3, 4)
+    made.tokenizer = model.tokenizer  # whose own ends a text as well, as in vLLM
+    assert eos_tokens(made) == (3, 4, 257)
     torch.manual_seed(0)
 
 

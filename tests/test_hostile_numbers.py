@@ -13,7 +13,7 @@ from nextn.bounded_json import check_numbers
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.data.chat_template import check_growth, tokenizer_failures
 from nextn.errors import CheckpointError, ConfigError
-from nextn.model.model import _first_eos
+from nextn.model.model import _eos_of
 
 HOSTILE = {
     "n_routed_experts": 2**31,
@@ -84,8 +84,8 @@ def test_what_a_tokenizer_makes_of_a_text(step, growth):
 def test_ends_of_text_are_token_ids(eos):
     """Which transformers takes as they are, and which then never end a text, or stop the program."""
     with pytest.raises(ConfigError, match=r"eos_token_id of SimpleNamespace: token id = .*; expected a whole number"):
-        _first_eos(SimpleNamespace(eos_token_id=None), SimpleNamespace(eos_token_id=eos))
-    assert _first_eos(SimpleNamespace(eos_token_id=[257, -1])) == (257,)
+        _eos_of(SimpleNamespace(eos_token_id=None), SimpleNamespace(eos_token_id=eos), None)
+    assert _eos_of(SimpleNamespace(eos_token_id=[257, -1]), None, None) == (257,)
 
 
 def test_a_panic_of_the_tokenizer_is_an_error():

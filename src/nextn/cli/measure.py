@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
+_EXIT_CODES = {"kept": 0, "fell": 1, "undecided": 3}  # of a comparison
+
 
 @expanded("exact_head")
 def measure(
@@ -79,7 +81,10 @@ def measure(
     ] = None,
     max_drop: Annotated[
         str | None,
-        typer.Option(help="With --baseline or --against: exit with 1 if acceptance fell by more. Default: 5%."),
+        typer.Option(
+            help="With --baseline or --against: exit with 1 if acceptance fell by more, with 3 if "
+            "the data cannot decide. Default: 5%."
+        ),
     ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
@@ -177,8 +182,10 @@ def measure(
         print_json(record | ({} if compared is None else {"comparison": compared.as_record()}))
     if min_acceptance is not None:
         _require(report, min_acceptance)
-    if (compared and compared.fallen) or (probed is not None and probed.is_fault):
+    if probed is not None and probed.is_fault:
         raise typer.Exit(1)
+    if compared is not None:
+        raise typer.Exit(_EXIT_CODES[compared.outcome])
 
 
 def _measure(

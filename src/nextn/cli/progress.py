@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Event, Thread
 
 from nextn.cli.screen import console, echo
@@ -19,10 +19,11 @@ class _Meter:
     runs.
     """
 
-    def __init__(self, description: str, total: float | None, show: Callable[["_Meter"], None], *, in_gb: bool) -> None:
+    def __init__(self, description: str, total: float | None, show: Callable[[], None], *, in_gb: bool) -> None:
         self.description, self.total, self.done, self.status = description, total, 0.0, ""
         self._show, self._in_gb = show, in_gb
         self._first: tuple[float, float] | None = None  # time and count after the first step
+        self.moved_at = 0.0
 
     def step(
         self, count: float = 1, *, done: float | None = None, total: float | None = None, status: str = ""
@@ -30,8 +31,9 @@ class _Meter:
         """Count steps, or set how many are `done`; `total` replaces the total, and `status` is shown beside it."""
         self.done, self.status = self.done + count if done is None else done, status
         self.total = self.total if total is None else total
-        self._first = self._first or (time.monotonic(), self.done)
-        self._show(self)
+        self.moved_at = time.monotonic()
+        self._first = self._first or (self.moved_at, self.done)
+        self._show()
 
     def __str__(self) -> str:
         of_all = "" if self.total is None else f"/{self._number(self.total)}"
@@ -57,15 +59,15 @@ def progress_bars(*, quiet: bool) -> Iterator[Callable[..., Step]]:
     """
     from rich.progress import BarColumn, Progress, TextColumn
 
-    screen, lines = console(stderr=True), _Lines()
+    screen, meters = console(stderr=True), list[_Meter]()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[meter]}"))
     bars = Progress(*columns, console=screen, transient=True)
 
     def added(description: str, total: float | None, *, in_gb: bool = False) -> Step:
         if quiet or not screen.is_terminal:
-            meter = _Meter(description, total, _ignored if quiet else lines.show, in_gb=in_gb)
-            return meter.step if quiet else lines.added(meter).step
-        meter = _Meter(description, total, lambda meter: draw(), in_gb=in_gb)
+            meters.append(_Meter(description, total, lambda: None, in_gb=in_gb))
+            return meters[-1].step
+        meter = _Meter(description, total, lambda: draw(), in_gb=in_gb)
         task = bars.add_task(description, total=total, meter=meter)
 
         def draw() -> None:
@@ -76,52 +78,55 @@ def progress_bars(*, quiet: bool) -> Iterator[Callable[..., Step]]:
             bars.start()
         return meter.step
 
+    def under_way() -> str:
+        meter = max((each for each in meters if each.done != each.total), key=lambda each: each.moved_at, default=None)
+        return "" if meter is None else f"{meter.description} {meter}".rstrip()
+
+    with nullcontext() if quiet or screen.is_terminal else status_lines(under_way, _EVERY_S):
+        try:
+            yield added
+        finally:
+            if bars.live.is_started:
+                bars.stop()
+
+
+@contextmanager
+def status_lines(status: Callable[[], str], every_s: float, *, clock: Callable[[], str] = str) -> Iterator[None]:
+    """Print what is under way every `every_s` seconds, or every `SAME_AFTER_S` where there is no news.
+
+    Args:
+        status: Returns it; "" if nothing is.
+        every_s: Seconds between lines.
+        clock: Returns the beginning of a line.
+    """
+    is_over, printed, due = Event(), "", 0.0
+
+    def show() -> None:
+        nonlocal printed, due
+        text = status()
+        if text and (text != printed or time.monotonic() >= due):
+            printed, due = text, time.monotonic() + SAME_AFTER_S
+            echo(f"{clock()}{text}", err=True)
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            show()
+
+    # A thread, because a step may take a minute: one with compilation, or sixteen texts that are decoded at once.
+    thread = Thread(target=repeat, daemon=True)
+    show()
+    thread.start()
     try:
-        yield added
+        yield
     finally:
-        lines.end()
-        if bars.live.is_started:
-            bars.stop()
+        is_over.set()
+        thread.join()
 
 
-def _ignored(meter: _Meter) -> None:
-    pass
-
-
-class _Lines:
-    """Prints meters at most every `_EVERY_S` seconds, and not at their end; in long steps, what is under way."""
-
-    def __init__(self) -> None:
-        self._meters: list[_Meter] = []
-        self._latest: _Meter | None = None
-        self._printed_at, self._is_over = time.monotonic(), Event()
-        self._thread = Thread(target=self._repeat, daemon=True)
-
-    def added(self, meter: _Meter) -> _Meter:
-        self._meters.append(meter)
-        if self._thread.ident is None:
-            self._thread.start()
-        return meter
-
-    def show(self, meter: _Meter) -> None:
-        self._latest = meter
-        if time.monotonic() - self._printed_at >= _EVERY_S and meter.done != meter.total:
-            self._print(meter)
-
-    def end(self) -> None:
-        self._is_over.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _print(self, meter: _Meter) -> None:
-        self._printed_at = time.monotonic()
-        echo(f"{meter.description} {meter}".rstrip(), err=True)
-
-    def _repeat(self) -> None:
-        while not self._is_over.wait(SAME_AFTER_S / 4):
-            under_way = (each for each in (self._latest, *self._meters) if each and each.done != each.total)
-            if time.monotonic() - self._printed_at >= SAME_AFTER_S and (meter := next(under_way, None)) is not None:
-                self._print(meter)
+def say_doing(what: str, *, quiet: bool = False) -> None:
+    """Print what is done next and takes seconds, such as an import, during which no thread may print."""
+    if not quiet:
+        echo(f"{what} ...", err=True)
 
 
 def minutes(seconds: float) -> str:

@@ -2,17 +2,15 @@
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Timer
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nextn.cli.common import K_NAMES, ModelOptions, NumCopyTokens, expanded, open_checkpoint
 from nextn.cli.decode import DraftVocabularyOptions
+from nextn.cli.progress import say_doing
 from nextn.cli.screen import echo, flush_streams, print_note
 from nextn.errors import ConfigError
 from nextn.text_format import install_command
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from nextn.serve.options import ServerOptions
 
 _DEFAULT_K = 4
-_SLOW_S = 5.0
 
 
 @expanded("device_map")
@@ -110,8 +107,8 @@ def serve(
         files = FileStamps.of_weights(
             *(Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
         )
-        with _note_if_slow(f"{name} is loading ..."):
-            loaded = source.load(need_head=k > 0)
+        say_doing(f"loading {name}")
+        loaded = source.load(need_head=k > 0)
         draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
         from nextn.runtime.native.abi import zero_lost_pages
         from nextn.serve.api import create_app
@@ -145,18 +142,6 @@ def serve(
             echo("interrupted", err=True)
             flush_streams()
             os._exit(130)
-
-
-@contextmanager
-def _note_if_slow(text: str) -> Iterator[None]:
-    """Print a line if the block takes long; errors of a wrong command come sooner, without it."""
-    timer = Timer(_SLOW_S, echo, (text,), {"err": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _check_extra() -> None:

@@ -1,5 +1,6 @@
 """`nextn train`: trunk and head from scratch, or a head on a frozen trunk."""
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nextn.cli.common import AsJson, Device, ModelOptions, check_device, expanded, shipped_option
+from nextn.cli.progress import say_doing
 from nextn.cli.streaming import KeepShards
 from nextn.cli.train_common import check_options, export_head, merge_settings, with_layout
 from nextn.cli.train_run import DEFAULT_RECIPE, print_result, train_head, train_joint
@@ -187,6 +189,7 @@ def _start(out: Path, given: "RunOptions", *, resume: bool, as_json: bool) -> No
     _check(options)
     if stored is None:
         options = with_layout(options)
+    say_doing("importing torch and transformers", quiet=as_json or os.environ.get("RANK", "0") != "0")
     from nextn.train.distributed import processes
 
     with processes(options.device or "auto") as ranks:

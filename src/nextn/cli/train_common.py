@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nextn.cli.progress import SAME_AFTER_S, minutes
+from nextn.cli.progress import minutes, status_lines
 from nextn.cli.screen import console, echo
 from nextn.errors import ConfigError
 
@@ -93,14 +92,10 @@ def _lines(every_s: float) -> Iterator[Callable[["Record | Evaluation"], None]]:
     from nextn.train.metrics import Evaluation, StepRecord
 
     status = stepped = _FIRST_STEP
-    is_over, started = Event(), time.monotonic()
+    started = time.monotonic()
 
-    def repeat() -> None:
-        printed, due = "", 0.0
-        while not is_over.wait(every_s):
-            if status != printed or time.monotonic() >= due:
-                printed, due = status, time.monotonic() + SAME_AFTER_S
-                echo(f"train  {minutes(time.monotonic() - started)}  {status}", err=True)
+    def clock() -> str:
+        return f"train  {minutes(time.monotonic() - started)}  "
 
     def show(record: "Record | Evaluation") -> None:
         nonlocal status, stepped
@@ -112,15 +107,11 @@ def _lines(every_s: float) -> Iterator[Callable[["Record | Evaluation"], None]]:
             status = stepped
             echo(f"step {record.step}: held-out {_held_out(record)}", err=True)
 
-    # A thread, because a first step with compilation, and an evaluation, may take a minute.
-    thread = Thread(target=repeat, daemon=True)
-    thread.start()
     try:
-        yield show
+        with status_lines(lambda: status, every_s, clock=clock):
+            yield show
     finally:
-        is_over.set()
-        thread.join()
-        echo(f"train  {minutes(time.monotonic() - started)}  {status}", err=True)
+        echo(f"{clock()}{status}", err=True)
 
 
 def say_stopped(run: Path, command: str, *, quiet: bool = False) -> None:

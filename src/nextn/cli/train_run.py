@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nextn.cli.common import stop_flag
-from nextn.cli.progress import progress_bars
+from nextn.cli.progress import progress_bars, say_doing
 from nextn.cli.screen import echo, print_json, print_note
 from nextn.cli.streaming import show_init_layers, stream_for_training
 from nextn.cli.train_common import check_run, export_head, progress, say_stopped, show_curve
@@ -32,6 +32,7 @@ def train_joint(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: boo
     """Train trunk and head from scratch, and write and print the result."""
     from nextn.train.joint_run import prepare_joint_run
 
+    say_doing("reading the data", quiet=as_json or not ranks.is_first)
     run = prepare_joint_run(
         out,
         data=options.data,
@@ -133,6 +134,7 @@ def _prepare_head(out: Path, options: "RunOptions", ranks: "Ranks", *, quiet: bo
     from nextn.train.head_run import StartingPoint, hide_layers, prepare_head_run
 
     assert options.trunk is not None  # `_check` made sure
+    say_doing(f"loading {options.trunk} and the data", quiet=quiet or not ranks.is_first)
     start = StartingPoint(
         options.trunk,
         head=_path(options.head),

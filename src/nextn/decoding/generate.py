@@ -126,7 +126,7 @@ def eos_tokens(model: Model) -> tuple[int, ...]:
         model: With the tokenizer and config of its checkpoint.
 
     Returns:
-        Those of the generation config, else of the config, else of the tokenizer; empty if none has any.
+        Those of the generation config, or of the config if it has none, and the tokenizer's; empty if none has any.
 
     Example:
         >>> nextn.eos_tokens(nextn.load("tiny"))

@@ -105,6 +105,17 @@ class AcceptanceChange:
         return [drop for drop in self.drops if drop.exceeds(self.limit)]
 
     @property
+    def outcome(self) -> str:
+        """`fell`, `kept`, or `undecided`: most texts are degenerate, or too few to show a drop of the limit."""
+        if self._is_degenerate:
+            return "undecided"
+        return "fell" if self.fallen else "undecided" if self._noise else "kept"
+
+    @property
+    def _is_degenerate(self) -> bool:
+        return self.drops[0].temperature in self.degenerate
+
+    @property
     def most_trainable(self) -> Drop:
         """The AL that training may raise most: of a rule by which a figure fell, if any did."""
         fell = {_rule(drop) for drop in self.fallen}
@@ -115,7 +126,7 @@ class AcceptanceChange:
     def conclusion(self) -> str:
         """Keep, train or undecided, the expected improvement, and how many texts would show a drop of the limit."""
         names = ", ".join(drop.label for drop in self.fallen)
-        if self.drops[0].temperature in self.degenerate:
+        if self._is_degenerate:
             others = "" if any(self.degenerate) else ", or --temperatures 1"
             fell = f", though {names} fell by more than {self.limit:.1%}" if names else ""
             return (
@@ -126,7 +137,7 @@ class AcceptanceChange:
         perfect = f"{best.label}; a perfect head: {best.ceiling / best.now - 1:.1%}"
         expected = f"expected improvement {best.improvement:.1%} ({perfect})"
         if not names:
-            known = "undecided" if self._noise else "keep the head"
+            known = "keep the head" if self.outcome == "kept" else "undecided"
             choice = f"{known}: no figure fell by more than {self.limit:.1%} beyond its interval; training: {expected}"
         elif max(drop.improvement for drop in self.fallen) <= self.limit:
             choice = (
@@ -156,7 +167,7 @@ class AcceptanceChange:
             for drop in self.drops
         ]
         record = {"against": self.source, "max_drop": self.limit, "degenerate_temperatures": list(self.degenerate)}
-        return record | {"conclusion": self.conclusion, "figures": figures}
+        return record | {"outcome": self.outcome, "conclusion": self.conclusion, "figures": figures}
 
 
 def _rule(drop: Drop) -> tuple[float, str]:

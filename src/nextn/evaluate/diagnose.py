@@ -427,7 +427,7 @@ def diagnose_observations(
     source: str = "",
     reference: ReferenceReport | None = None,
     audit_notes: Sequence[str] = (),
-    on_text: Callable[[], None] = lambda: None,
+    on_text: Callable[..., None] = lambda num_texts=1: None,
     on_fault: Callable[[], None] = lambda: None,
 ) -> Diagnosis:
     """Compare what an engine counted with the head's reference, and with every fault that the head can have.
@@ -442,7 +442,7 @@ def diagnose_observations(
         reference: A measurement by this plan of the engine's own answers; None measures the model's continuations of
             the prompts.
         audit_notes: Findings of the audit, which are added to the notes.
-        on_text: Called when a text of the reference was decoded, and again when it was scored.
+        on_text: Called with the number of texts of the reference that were decoded, and for each that was scored.
         on_fault: Called after each fault that was scored.
 
     Raises:

@@ -20,7 +20,7 @@ from nextn.model.model import Model
 
 _MAX_FLAGS = 1024 * 1024  # bytes
 
-Step = Callable[[], None]
+Step = Callable[..., None]
 MeasureAnswers = Callable[[Sequence[EngineObservation], ReferencePlan], ReferenceReport]
 
 
@@ -143,7 +143,7 @@ def compare(
     source: str,
     notes: Sequence[str],
     measure_answers: MeasureAnswers | None = None,
-    on_text: Step = lambda: None,
+    on_text: Step = lambda num_texts=1: None,
     on_fault: Step = lambda: None,
 ) -> Diagnosis:
     """Compare observations with the reference at the engine's K, by its counters and flags.

@@ -55,7 +55,7 @@ def generate_texts(
     temperature: float,
     *,
     contract: Contract | None = None,
-    on_text: Callable[[], None] = lambda: None,
+    on_text: Callable[[int], None] = lambda num_texts: None,
 ) -> GeneratedTexts:
     """Continue the prompts with the trunk, decoding with the head (it is lossless), and count its acceptance.
 
@@ -77,8 +77,7 @@ def generate_texts(
         batch = prompts[start : start + BATCH]
         with exact_head(model):
             results += generate(model, batch, settings, backend=plan.backend)
-        for _ in batch:
-            on_text()
+        on_text(len(batch))
     texts = tuple(
         ReferenceText(tuple(prompt), result.tokens, temperature, result.finish in ("eos", "context"))
         for prompt, result in zip(prompts, results, strict=True)

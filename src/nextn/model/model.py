@@ -431,9 +431,9 @@ class TextInterface:
 
     @classmethod
     def of(cls, model: Model) -> "TextInterface":
-        """Return that of a model; eos is of its generation config, its config or its tokenizer, in this order."""
+        """Return that of a model; eos is as `eos_tokens` says."""
         generation = getattr(model.trunk.model, "generation_config", None)
-        eos = _first_eos(generation, model.trunk.config, model.tokenizer)
+        eos = _eos_of(generation, model.trunk.config, model.tokenizer)
         return cls(model.tokenizer, model.trunk.vocab_size, model.trunk.max_length, eos)
 
     @classmethod
@@ -448,15 +448,19 @@ class TextInterface:
             raise ConfigError(f"{source}: its config cannot be read: {error}") from error
         tokenizer, size = read_tokenizer(folder), getattr(config, "unpadded_vocab_size", None) or config.vocab_size
         limit = getattr(config, "max_position_embeddings", None)
-        return cls(tokenizer, size, limit, _first_eos(generation, config, tokenizer))
+        return cls(tokenizer, size, limit, _eos_of(generation, config, tokenizer))
 
 
-def _first_eos(*sources: object) -> tuple[int, ...]:
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            try:
-                return tuple(token_id(each) for each in (ids if isinstance(ids, list | tuple) else [ids]) if each != -1)
-            except ValueError as error:
-                raise ConfigError(f"eos_token_id of {type(source).__name__}: {error}, or a list of such") from error
-    return ()
+def _eos_of(generation: object, config: object, tokenizer: object) -> tuple[int, ...]:
+    # The tokenizer's ends a text, too, as in vLLM: a fine-tune for chats is often saved with its base's other files.
+    configured = next((each for each in (generation, config) if getattr(each, "eos_token_id", None) is not None), None)
+    ids = (token for source in (configured, tokenizer) for token in _eos_in(source))
+    return tuple(dict.fromkeys(ids))
+
+
+def _eos_in(source: object) -> list[int]:
+    ids = getattr(source, "eos_token_id", None)
+    try:
+        return [token_id(each) for each in (ids if isinstance(ids, list | tuple) else [ids]) if each not in (None, -1)]
+    except ValueError as error:
+        raise ConfigError(f"eos_token_id of {type(source).__name__}: {error}, or a list of such") from error
