@@ -5,7 +5,7 @@ Everything computed from weights and sizes alone is a constant of the trace. It 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,6 @@ class Trace(TorchDispatchMode):
         self.inputs, self.entries = list(inputs), list[Entry]()
         self.dynamic = {storage_key(tensor) for tensor in inputs}  # storages that depend on the inputs
         self._created: set[int] = set()
-        self._forms: dict[object, Any] = {}  # of an operation's results, by the operation and its arguments
         self._alive: list[Tensor] = []  # keeps storages alive, whose keys could otherwise be reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,10 +93,8 @@ class Trace(TorchDispatchMode):
             return args[0] if written is not None and written.is_write else func(*args, **kwargs)
         if func is FLOAT_LINEAR.default:
             return args[0].new_empty((*args[0].shape[:-1], len(args[1])), dtype=torch.float32)
-        key = (func, _signature((args, kwargs)))
-        if key not in self._forms:  # the layers of a model repeat each other
-            self._forms[key] = _forms_of_results(func, args, kwargs)
-        return _mapped(self._forms[key], _Form.empty)
+        named = tuple([(name, _signature(value)) for name, value in kwargs.items()])
+        return _mapped(_forms_of_results(func, _signature(args), named), _Form.empty)
 
     def add_native(
         self, op: str, views: Sequence[Tensor], *, outs: int, ints: Sequence[int] = (), reals: Sequence[float] = ()
@@ -177,43 +174,52 @@ class _Form(NamedTuple):
     def empty(self, device: str = "cpu") -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
+    def zeros(self) -> Tensor:
+        return torch.zeros_like(self.empty("meta"), device="cpu")
+
 
 def _form(tensor: Tensor) -> _Form:
     return _Form(tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _forms_of_results(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what the operation gives, with forms in place of tensors."""
-    on_meta = [_mapped(each, lambda tensor: _form(tensor).empty("meta")) for each in (args, kwargs)]
-    if "device" in kwargs:
-        on_meta[1]["device"] = torch.device("meta")
-    try:
-        return _mapped(func(*on_meta[0], **on_meta[1]), _form)
-    except NotImplementedError:  # it has to be computed; memory that nobody wrote may hold indices that no row has
-        zeros = [_mapped(each, torch.zeros_like) for each in (args, kwargs)]
-        return _mapped(func(*zeros[0], **zeros[1]), _form)
+class _Scalar(NamedTuple):
+    """An argument that is no tensor; 1, 1.0 and True are different ones, as the results' dtypes are."""
+
+    kind: type
+    value: Any
 
 
-def _mapped(values: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested arguments or results with tensors, or their forms, replaced."""
-    if isinstance(values, (Tensor, _Form)):
-        return function(values)
-    if isinstance(values, (tuple, list)):
-        return [_mapped(value, function) for value in values]
-    if isinstance(values, dict):
-        return {name: _mapped(value, function) for name, value in values.items()}
-    return values
-
-
-def _signature(values: Any) -> object:
-    """Return nested arguments as a key; 1, 1.0 and True are different ones, as the results' dtypes are."""
+def _signature(values: Any) -> Any:
+    """Return nested arguments as a key, which holds all that the forms of the results depend on."""
     if isinstance(values, Tensor):
         return _form(values)
     if isinstance(values, (tuple, list)):
         return tuple([_signature(value) for value in values])
-    if isinstance(values, dict):
-        return tuple([(name, _signature(value)) for name, value in values.items()])
-    return type(values), values
+    return _Scalar(type(values), values)
+
+
+@lru_cache(maxsize=4096)  # the layers of a model repeat each other, and so do its recordings
+def _forms_of_results(func: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    """Return what the operation gives for arguments of these signatures, with forms in place of tensors."""
+    meta_kwargs = {name: _mapped(value, lambda form: form.empty("meta")) for name, value in kwargs}
+    if "device" in meta_kwargs:
+        meta_kwargs["device"] = torch.device("meta")
+    try:
+        return _mapped(func(*_mapped(args, lambda form: form.empty("meta")), **meta_kwargs), _form)
+    except NotImplementedError:  # it has to be computed; memory that nobody wrote may hold indices that no row has
+        zeros = {name: _mapped(value, _Form.zeros) for name, value in kwargs}
+        return _mapped(func(*_mapped(args, _Form.zeros), **zeros), _form)
+
+
+def _mapped(values: Any, function: Callable[[Any], Any]) -> Any:
+    """Return nested results, signatures or forms with `function` of each tensor or form, and scalars as they were."""
+    if isinstance(values, (Tensor, _Form)):
+        return function(values)
+    if isinstance(values, _Scalar):
+        return values.value
+    if isinstance(values, (tuple, list)):
+        return [_mapped(value, function) for value in values]
+    return values
 
 
 def _is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
