@@ -250,6 +250,7 @@ def guards(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part for storage in storages for part in (storage[:GUARD], storage[len(storage) - GUARD :])]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("calls", [elementwise, indexed, rows, linear, packing, stateful])
 def test_mutated_calls_are_refused_or_stay_within_their_tensors(calls: Callable[[], list[Call]]):
     torch.manual_seed(0)

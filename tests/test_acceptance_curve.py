@@ -34,6 +34,7 @@ def survival_of(lengths):
     return np.maximum(np.diff([1.0, *lengths]), 0).tolist()
 
 
+@pytest.mark.more
 def test_published_curves():
     """One saturates at K = 3, because acceptance falls with depth; the other one does not saturate."""
     found = simulated(survival_of(DEEPSEEK_V4))

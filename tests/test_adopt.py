@@ -69,6 +69,7 @@ def logits(folder, dtype=torch.float32):
         return type(model).__name__, model(IDS).logits
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", TRUNKS)
 def test_logits_are_those_of_the_trunk(name, tmp_path, monkeypatch):
     """Through transformers in float32, to the last bits of sums, whatever the size of a chunk."""
@@ -228,6 +229,7 @@ def test_a_trunk_whose_tensors_are_not_its_configs(words, tmp_path):
         adopt(trunk, tmp_path / "out")
 
 
+@pytest.mark.more
 def test_other_heads_are_refused(text, tmp_path):
     trunk = trunk_of(tmp_path / "trunk", "qwen2")
     run = prepare_head_run(tmp_path / "mimo", start(trunk, "mimo"), data=[text], settings=SETTINGS)
@@ -289,6 +291,7 @@ def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path, monkeyp
     assert not [*tmp_path.glob(".*")]
 
 
+@pytest.mark.more
 def test_no_route_where_the_engine_computes_another_model(text, tmp_path):
     """llama3's rotary embeddings do not run in llama.cpp in this layout, so its errors do not name it."""
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

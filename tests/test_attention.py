@@ -158,6 +158,7 @@ def test_int8_buffers_hold_the_codes_and_scales_of_torch(dtype: torch.dtype) -> 
             assert torch.equal(of[row].flatten(1)[:, start : start + 40], expected_scales.squeeze(-1))
 
 
+@pytest.mark.more
 @loop("shape", ALL, ids=ALL_IDS)
 def test_a_query_knows_no_other_query_of_its_call(shape: Shape) -> None:
     """One by one, by sixteens, and all at once: the same bits. Two sequences at different positions change nothing."""
@@ -211,6 +212,7 @@ def test_what_stale_positions_hold_does_not_matter(shape: Shape) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.more
 @loop("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[8], INT8[0], INT8[3]], ids=str)
 @loop("width", [1, 9, 40])
 def test_threads_change_no_bit(shape: Shape, width: int) -> None:

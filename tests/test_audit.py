@@ -418,6 +418,7 @@ def variants(name):
         yield {"fp8": True}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(LAYOUTS))
 def test_clean(name, tmp_path):
     """A false alarm on a sound checkpoint, in any layout and form that the family is published in."""

@@ -165,6 +165,7 @@ def test_all_values_or_samples(nextn, tmp_path):
     assert (record["values_read"], record["bytes_read"]) == ("samples", 0)
 
 
+@pytest.mark.more
 def test_hub(nextn, hub):
     """A hub id gives another result than the folder, or its revision is not passed on; its values are sampled."""
     code, out, _ = nextn("org/model@v1")

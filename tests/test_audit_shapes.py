@@ -253,6 +253,7 @@ def switched(model, **facts):
     return model
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("modules", "post_norm"), [(1, True), (3, True), (2, False)])
 def test_inkling_equals_transformers_but_for_the_embedding(modules, post_norm, tmp_path, monkeypatch):
     """With the raw embedding our logits are transformers' at every depth, to 1e-5 in fp32: catches a wrong half of the
@@ -319,6 +320,7 @@ def test_a_norm_that_the_config_does_not_promise_is_not_there(tmp_path):
     assert names[True] - names[False] == {"model.mtp.chain_norm.weight"}
 
 
+@pytest.mark.more
 def test_the_text_model_alone_runs(tmp_path):
     """A checkpoint of Inkling's text model keeps its head through save and load, too."""
     text = CONFIGS["inkling"]["text_config"] | {"num_mtp_layers": 1, "chain_hidden_post_norm": True}

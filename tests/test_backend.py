@@ -22,6 +22,7 @@ from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.stats.acceptance import Acceptance
 
 
+@pytest.mark.more
 def test_native_where_possible():
     model = build("glm4_moe")
     made = backend_for(model)
@@ -40,6 +41,7 @@ def test_untraceable_models_use_torch_and_say_why():
         backend_for(model, "quick")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("part", "name", "wrong"),
     [
@@ -87,6 +89,7 @@ def test_a_device_that_is_not_there(fixture_folder, device):
         Model.load(fixture_folder / "glm", device=device)
 
 
+@pytest.mark.more
 def test_a_model_that_moved_gets_a_new_backend():
     """Copies of weights, or their addresses, that are no longer the model's."""
     model = build("glm4_moe")
@@ -258,6 +261,7 @@ def test_quantized_models_decode_with_drafts_what_they_decode_without(folder, dt
     assert Acceptance.of(log).length > 1.5
 
 
+@pytest.mark.one_case
 @few_bits
 def test_quantized_models_read_many_states_as_they_read_one(weights):
     """More states than one replay takes, as a large batch has."""

@@ -21,6 +21,7 @@ def epoch_rows(batches, epoch):
     return [row[real >= 0].numpy() for batch in made for row, real in zip(batch.tokens, batch.documents, strict=True)]
 
 
+@pytest.mark.more
 @given(lengths=LENGTHS, length=st.integers(2, 12), seed=st.integers(0, 3), epoch=st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
 def test_packed_epoch_sees_every_token_once(lengths, length, seed, epoch):
@@ -34,6 +35,7 @@ def test_packed_epoch_sees_every_token_once(lengths, length, seed, epoch):
     assert all(((row[1:] - row[:-1]) % corpus.num_tokens == 1).all() for row in rows)
 
 
+@pytest.mark.more
 @given(lengths=LENGTHS, length=st.integers(2, 12), seed=st.integers(0, 3), epoch=st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
 def test_unpacked_epoch_sees_every_token_once_and_crosses_nothing(lengths, length, seed, epoch):

@@ -207,6 +207,7 @@ def test_a_text_of_one_token_is_no_number():
     assert record["plain_step"]["texts_s"] is None
 
 
+@pytest.mark.more
 def test_benchmark_of_a_fixture(trained):
     """Greedy texts equal those of baseline decoding, and the record defines every number."""
     seen = []

@@ -69,6 +69,7 @@ def test_builders_that_are_killed(sources, tmp_path):
     assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".lock", ".so"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("count", others_slow([2, 8], 2))
 def test_builders_at_once(sources, tmp_path, count):
     builders = [start(sources, tmp_path / "cache") for _ in range(count)]
@@ -80,6 +81,7 @@ def test_builders_at_once(sources, tmp_path, count):
     assert works(build_library(sources, tmp_path / "cache"))
 
 
+@pytest.mark.more
 def test_who_comes_during_a_build_says_that_it_waits(sources, tmp_path):
     (tmp_path / "hold").touch()
     first = start(sources, tmp_path / "cache")
@@ -95,6 +97,7 @@ def test_who_comes_during_a_build_says_that_it_waits(sources, tmp_path):
 DAMAGES = ["truncated", "empty", "garbage", "one bit", "record", "no record", "gone"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("damage", others_slow(DAMAGES, "truncated", "one bit", "record"))
 def test_a_damaged_library_is_built_again(sources, tmp_path, damage, caplog):
     library = build_library(sources, tmp_path)
@@ -183,6 +186,7 @@ def test_without_a_runtime_auto_is_plain(tmp_path, monkeypatch):
         backend.make_backend(model.trunk, model.head, name="native")
 
 
+@pytest.mark.more
 def test_the_instruction_set(sources, tmp_path, monkeypatch):
     """A library of its own for each; the portable ones do not depend on the processor."""
     given = ["", "native", *(["x86-64"] if platform.machine() == "x86_64" else [])]
@@ -218,6 +222,7 @@ def test_instruction_sets_that_are_not_here(sources, tmp_path, monkeypatch, mach
     assert not (tmp_path / "runs.txt").exists()
 
 
+@pytest.mark.more
 def test_a_build_of_each_kind_is_a_library_of_its_own(sources, tmp_path, monkeypatch):
     """With its flags; what is no source changes nothing."""
     monkeypatch.delenv("NEXTN_NATIVE_BUILD", raising=False)

@@ -1,5 +1,6 @@
 """Scales of four bits that are chosen by the activations of a text."""
 
+import pytest
 import torch
 from tiny import build, prompt
 
@@ -32,6 +33,7 @@ def test_squares_are_those_of_the_inputs(tmp_path):
     assert {name for index, name in found if index == 1} == linear
 
 
+@pytest.mark.more
 def test_files_have_the_scales_of_the_calibration(tmp_path):
     """Those of each weight are chosen by its own input; a weight without one, and the head's, count all alike."""
     squares = input_squares(streamed(tmp_path / "model").trunk, TEXTS)

@@ -150,7 +150,7 @@ def sampling_rule(canary, model, k, found):
     return next(each for each in report.checks if each.name == "C13")
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize(("k", "whole"), others_slow([(1, True), (4, True), (4, False)], (4, True)))
 @pytest.mark.parametrize(("rule", "fault"), RULES)
 def test_the_rule_of_acceptance_is_named(rule, fault, k, whole, kits, trained):
@@ -178,6 +178,7 @@ def test_expected_counts_are_those_of_decoding(rule, ending, kits, trained):
         assert np.array(theirs) / passes == pytest.approx(ours, rel=0.12 if rule == "argmax" else 0.06, abs=0.5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("rule", "fault"), RULES)
 def test_the_rule_by_the_acceptance_length(rule, fault, kits, trained):
     """llama.cpp's timings: accepted drafts as far as the text goes, rounds from its tokens, no positions."""
@@ -297,6 +298,7 @@ def test_files_in_place_of_an_engine(kits, trained, tmp_path):
     assert exit_code(["check", canary.folder, "--answers", answers, "--counters", counters]) == 0
 
 
+@pytest.mark.more
 def test_llama_timings_have_no_positions(kits, trained, tmp_path):
     """Counters of each answer, without positions: rounds and accepted drafts alone still show a fault."""
     canary = kits("glm_one")

@@ -131,6 +131,7 @@ def test_each_sampled_answer_has_random_numbers_of_its_own(chat):
     assert first != second
 
 
+@pytest.mark.more
 def test_lines_that_end_with_a_backslash_go_on(chat, load):
     _, out, _ = chat("def f():\\\n    return \n", "tiny", "--max-tokens", 8)
     expected = answers(load(SHIPPED), "def f():\n    return ", max_tokens=8)[0]

@@ -139,6 +139,7 @@ def test_where_the_config_lies(tmp_path):
     assert (both.covers("mtp.fc"), both.covers("model.a")) == (None, True)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", SECTIONS)
 def test_leaving_out(name, head, tmp_path):

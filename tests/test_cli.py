@@ -110,6 +110,7 @@ def test_texts_longer_than_the_trained_length_are_noted(run, here, tmp_path):
     assert "texts reach 49 tokens" in record["notes"][-1]
 
 
+@pytest.mark.more
 def test_trace_prints_the_table(run, here):
     _, table, _ = here("trace", run / "out" / "model", "ab", "--max-tokens", 4)
     assert "hidden state" in table
@@ -238,10 +239,12 @@ def test_usage_errors_exit_2(here):
     assert here("nonsense")[0] == here("generate")[0] == 2
 
 
+@pytest.mark.more
 def test_version():
     assert nextn("--version").stdout.startswith("nextn 0.")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("options", [(), ("--chat",), ("--no-chat",)], ids=" ".join)
 def test_chat_template_is_applied_where_there_is_one(options, run, here, tmp_path):
     """By default and with --chat the prompt is a user's message; with --no-chat it is text."""

@@ -53,6 +53,7 @@ def test_answers_and_the_summary(folder, tmp_path, here):
     assert out.read_bytes() == stored
 
 
+@pytest.mark.more
 def test_other_settings_are_a_usage_error(folder, tmp_path, here):
     out = tmp_path / "a.jsonl"
     here(*arguments(folder, out, "--count", 2, "--max-tokens", 3))

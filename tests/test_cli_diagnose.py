@@ -287,6 +287,7 @@ def test_a_case_with_fewer_depths_than_k(monkeypatch):
     assert columns["AL"][:2] == ["2.33", "2.11"]
 
 
+@pytest.mark.more
 def test_neither_file_nor_engine(prompts):
     assert "no such file, and not an address" in str(run("engine.log", prompts).exception)
     assert "nothing answers" in str(run("localhost:9", prompts).exception)

@@ -16,6 +16,7 @@ def nextn(*args):
     return CliRunner().invoke(app, [str(each) for each in args], env={"COLUMNS": "200"})
 
 
+@pytest.mark.more
 def test_restore(tmp_path):
     """The plan before, the same told after; JSON that holds nothing but itself."""
     base, target = (
@@ -37,6 +38,7 @@ def test_restore(tmp_path):
     assert "wrote" in told.output
 
 
+@pytest.mark.more
 def test_convert(tmp_path):
     """Every flag reaches its meaning, and what excludes each other is said."""
     source = publish(tmp_path / "source", "glm4_moe", shards=2)
@@ -72,6 +74,7 @@ def test_options_that_do_not_apply(tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.more
 def test_extract(tmp_path):
     """The file that the user named, and a base for restore."""
     assert (

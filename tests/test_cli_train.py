@@ -203,6 +203,7 @@ def test_a_head_that_does_not_fit(head, words, given, tmp_path, nextn):
     assert words in wrong([*MODEL, *TEXT, "--head", head], given, tmp_path / "run", nextn)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -222,6 +223,7 @@ def test_data_that_cannot_be_used(source, words, given, tmp_path, nextn):
     assert words in wrong([*MODEL, *SMALL, "--data", source], given, tmp_path / "run", nextn)
 
 
+@pytest.mark.more
 def test_a_template_without_marks(given, tmp_path, nextn):
     """Said with the way out, which works."""
     how = ["--freeze-trunk", "--from", "@unmarked", "--data", "@chats.jsonl", *SMALL]
@@ -233,6 +235,7 @@ def test_a_template_without_marks(given, tmp_path, nextn):
     assert code == 0, err
 
 
+@pytest.mark.more
 def test_longer_than_the_context(given, tmp_path, nextn):
     """Rows of more tokens than the model was made for are refused; conversations of more are cut, and it is said."""
     told = wrong([*MODEL, *TEXT, "--set", "length=256"], given, tmp_path / "run", nextn)
@@ -283,6 +286,7 @@ def test_a_number_for_lambda(given):
     assert TrainConfig.from_dict({"steps": 1, "lam": 0.3}).lam == "0.3"
 
 
+@pytest.mark.more
 def test_a_loss_that_is_no_number(given, tmp_path, nextn, monkeypatch):
     """Exit code 1, the batch by its number, what to do; the checkpoint before it goes on."""
     real = HeadTask.loss
@@ -353,7 +357,7 @@ def test_resume_takes_everything_from_the_folder(stopped, given, nextn):
     assert contents(stopped) == before
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("options", "said"),
     [

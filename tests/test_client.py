@@ -248,6 +248,7 @@ def test_server_that_repeats_the_key(form, monkeypatch):
         client.close()
 
 
+@pytest.mark.more
 def test_report_holds_no_key(engine, monkeypatch, capsys):
     """`verify --json` of a server whose model has the key's name."""
     from nextn.cli import app

@@ -223,6 +223,7 @@ def test_rules_of_acceptance_are_recorded(built):
         assert {len(row) for row in offered} == {k}
 
 
+@pytest.mark.more
 def test_readings_have_no_torch(built):
     """An engine's author needs the record and nothing heavy."""
     code = "import sys; from pathlib import Path; import nextn.conformance.check\n"

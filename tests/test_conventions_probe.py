@@ -101,6 +101,7 @@ INJECTED = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fault", others_slow(INJECTED, "one gain less"))
 def test_the_probe_names_the_injected_convention(fault, trained, texts):
     name, inject, contract, wanted = INJECTED[fault]

@@ -48,6 +48,7 @@ def numbers(folder, name) -> np.ndarray:
     return decode(checkpoint.read_bytes(name), checkpoint.info(name).dtype)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(LAYOUTS))
 def test_forms(name, tmp_path):
     """Shards, side file, single file and back: a tensor lost, renamed or changed on the way."""
@@ -61,6 +62,7 @@ def test_forms(name, tmp_path):
     assert take(last).checkpoint.problems == ()
 
 
+@pytest.mark.more
 def test_what_forms_look_like(tmp_path):
     """A side file that the index names, or an index beside a single file, is read otherwise than asked."""
     source = publish(tmp_path / "source", "glm4_moe", shards=2)
@@ -81,6 +83,7 @@ def test_what_forms_look_like(tmp_path):
     assert os.path.samefile(shards / first, source / first)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(name for name in LAYOUTS if by_name(name).fp8))
 def test_fp8_forms(name, tmp_path):
     """Scales stay beside what they scale."""
@@ -96,6 +99,7 @@ def test_there_are_moves():
     assert len(MOVES) >= 20
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "other"), families(MOVES))
 def test_there_and_back(name, other, tmp_path):
     """Names of another layout and back: the same tensors, and on the way names that the other layout knows."""
@@ -163,6 +167,7 @@ def test_head_elsewhere(tmp_path):
     assert head_fingerprint(found) == head_fingerprint(take(publish(tmp_path / "whole", "glm4_moe")))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 @pytest.mark.parametrize("name", ["qwen3_5", "step3p5"])
 def test_gain(name, dtype, tmp_path):
@@ -246,6 +251,7 @@ def test_weights_that_would_lose_bits_are_refused(value, dtype, lost, tmp_path):
     assert np.abs(numbers(tmp_path / "out", name) + 1 - first).max() <= (0 if dtype == "BF16" else 2**-24)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gains_are_norms(name, tmp_path):
     """A bias, a router's correction or a sink shifted by one is a ruined head."""
@@ -295,6 +301,7 @@ def test_extract(tmp_path):
     assert absent(take(target)) == []
 
 
+@pytest.mark.more
 def test_head_alone_changes_family(tmp_path):
     """A head file converted to another layout is a base for that family's models."""
     nextn.extract(publish(tmp_path / "source", "glm4_moe"), tmp_path / "head" / "head.safetensors")

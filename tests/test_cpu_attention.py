@@ -133,6 +133,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_it_does_not_know_goes_to_torchs(name):
     shape, given = OTHERS[name]

@@ -56,6 +56,7 @@ def test_a_model(name, dtype):
     check_equal(nn.ModuleList([whole.trunk, whole.head]), nn.ModuleList([later.trunk, later.head]), deferred)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_a_head_made_of_the_trunk(name):
     """Copies of the trunk's values, scaled, with noise, and cast."""

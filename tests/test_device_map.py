@@ -48,7 +48,7 @@ def test_same_texts_for_every_family(name, tmp_path):
     assert [each.rows for each in texts[0][1]] == [each.rows for each in texts[1][1]]
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
 def test_what_is_used_outside_of_forward(changes, tmp_path):
     """Embedding and lm_head, tied or not, and slices of both."""

@@ -217,6 +217,7 @@ def test_parts_leave_the_exchange_to_the_last(pair, tmp_path):
     assert parts <= whole + 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("filled_by", others_slow([1, 2], 2))
 def test_a_head_from_states_on_disk(filled_by, pair, tmp_path):
     """Two processes that read their rows of stored states equal one that does, whoever stored them. One of the two has

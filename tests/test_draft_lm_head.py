@@ -219,6 +219,7 @@ def test_the_two_best_are_capped_as_the_others(small):
     torch.testing.assert_close(made[places], 2 * torch.tanh(output(states)[places]))
 
 
+@pytest.mark.more
 def test_four_bits_are_for_large_vocabularies_and_rounded_weights():
     rows = 4096
     model = Model.build(CONFIGS["glm4_moe"] | {"vocab_size": rows}, dtype=torch.bfloat16)

@@ -68,6 +68,7 @@ def test_kinds_have_names_and_sentences():
         assert "\n" not in kind.sentence
 
 
+@pytest.mark.more
 def test_a_draft_model_of_its_own_says_who_runs_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
     write_safetensors(tmp_path / "model.safetensors", {"fc.weight": RawTensor("F32", (1,), lambda: iter([bytes(4)]))})
@@ -196,6 +197,7 @@ def without_parts(table):
         del table[name]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", [None, without_parts])
 def test_a_file_with_both(change, tmp_path):
     """MTP module 0, and stages behind it: the head is audited, replaced and converted, the stages keep their bytes."""
@@ -211,6 +213,7 @@ def test_a_file_with_both(change, tmp_path):
     assert Inventory.of(after).family.experts == "fused"
 
 
+@pytest.mark.more
 @loop("root", ["mtp_dspark.", "model.mtp_dspark."])
 def test_names_of_its_own(tmp_path_factory, root):
     """Mistral-Large-4's stages lie beside whatever head there is, which comes and goes without them."""

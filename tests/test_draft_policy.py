@@ -430,6 +430,7 @@ def test_fixed_is_fixed(p_min):
     assert ("confidence" in rule.reason) == (p_min > 0)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rule", [TOKENWISE, (accept_block, in_blocks)], ids=["one by one", "block"])
 def test_stopping_before_the_draw_is_exact(rule):
     """A stop that sees the draft it leaves out moves the law; the plan's sees the law alone."""

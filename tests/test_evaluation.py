@@ -125,6 +125,7 @@ def test_sampled_figures_are_the_decoders(glm):
     assert averaged.length == pytest.approx(figures.argmax.length, rel=0.05)
 
 
+@pytest.mark.more
 def test_batches_add_up(glm):
     batch, _ = answered(glm, count=4, length=40)
     halves = [Batch(batch.tokens[rows], batch.documents[rows], batch.mask[rows]) for rows in (slice(2), slice(2, 4))]
@@ -135,6 +136,7 @@ def test_batches_add_up(glm):
     assert parts.sampled.emitted == pytest.approx(whole.sampled.emitted)
 
 
+@pytest.mark.more
 def test_a_bad_head_is_worse_and_itself_is_not(glm):
     batch, _ = answered(glm, count=8, length=40)
     good = heldout_acceptance(glm.trunk, glm.head, [(batch, None)], K)

@@ -297,7 +297,7 @@ def test_the_fix_for_a_stale_head_followed(names_base, here, tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_trunk_cast_without_loss_is_not_stale(dtype, tmp_path):
     model = nextn.load("tiny")

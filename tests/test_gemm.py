@@ -67,6 +67,7 @@ def assert_sums(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
     assert ((out.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.more
 @dtypes
 @loop("k", SIZES)
 @loop("n", SIZES)
@@ -129,7 +130,7 @@ def test_a_row_knows_no_other_row(runtime: Runtime, k: int, dtype: torch.dtype) 
         assert torch.equal(linear(other, x[-rows:], weight), alone[-rows:])
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @dtypes
 @loop("k", [33, 256])
 @loop("num_experts", [1, 4, 9])
@@ -353,6 +354,7 @@ def rounded_linear(
     return out
 
 
+@pytest.mark.more
 @one_thread
 @dtypes
 @loop("k", [1, 100, 128, 300])
@@ -394,6 +396,7 @@ def test_a_value_that_is_no_number_is_no_code(runtime: Runtime, fmt: Format) -> 
     assert out[2].isfinite().all()
 
 
+@pytest.mark.one_case
 @one_thread
 @few_bits
 @dtypes

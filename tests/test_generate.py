@@ -39,6 +39,7 @@ def test_stream_adds_up_to_generate(model):
     assert all(len(result.tokens) == 24 and result.finish == "length" for result in results)
 
 
+@pytest.mark.more
 def test_drafts_do_not_change_the_text(model):
     plain, mtp = (generate(model, ["abc"], Settings(num_speculative_tokens=k, max_tokens=20))[0] for k in (0, 4))
     assert plain.text == mtp.text
@@ -260,7 +261,7 @@ def test_pieces_are_the_whole(name, skip, data):
         assert certain + made.pending == whole
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("name", MADE)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -317,6 +318,7 @@ def test_the_librarys_own_stream_agrees(name):
     assert theirs == "".join(made.push([token]) for token in tokens) == f"{text}<tool>"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("stops", [[], ["<end>"]], ids=["no stops", "stops"])
 @pytest.mark.parametrize("data", ["naïve ✓ 🙂 ".encode(), b"\xff", b"\xe2\x9c", b"ab", b"<en"])
 def test_work_is_linear(monkeypatch, data, stops):

@@ -116,6 +116,7 @@ def test_frequencies_of_llama_31(made, tmp_path):
     torch.testing.assert_close(model.trunk.decoder.rotary_emb.inv_freq, scaled)
 
 
+@pytest.mark.more
 def test_norms_and_biases_are_widened_whatever_the_size_of_a_chunk(made, tmp_path, monkeypatch):
     """From bfloat16 and float16; matrices stay as they are."""
     for name, dtype, kind in (("bf16", torch.bfloat16, "BF16"), ("f16", torch.float16, "F16")):
@@ -137,6 +138,7 @@ def test_norms_and_biases_are_widened_whatever_the_size_of_a_chunk(made, tmp_pat
         assert value(reader, "general.file_type") == {"BF16": 32, "F16": 1}[kind]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["llama-3.1", "qwen2", "mistral", "qwen3"])
 def test_a_bfloat16_trunk_comes_back_with_equal_logits(name, made, tmp_path):
     """Through step35's or hy_v3's layout and our reader: in bfloat16 bit for bit, and in float32."""

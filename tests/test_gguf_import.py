@@ -108,7 +108,7 @@ def stored(folder):
 ROUND_TRIPS = {"llama-3.1": "step35", "qwen2": "step35", "mistral": "step35", "qwen3": None}
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_an_exported_file_is_the_trunk_and_its_head_again(name, tmp_path):
     """Every tensor bit for bit, and the texts with and without drafts."""
@@ -131,7 +131,7 @@ def test_an_exported_file_is_the_trunk_and_its_head_again(name, tmp_path):
         assert tokens(converted, "torch", k) == tokens(original, "torch", k)
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["GLM-4.5", "adopted qwen2"])
 def test_an_exported_file_of_experts_is_the_checkpoint_again(name, tmp_path):
     """Every expert, router and correction bias bit for bit, and the texts with and without drafts."""
@@ -258,6 +258,7 @@ def test_rows_of_blocks_move(byte_folder, tmp_path):
     assert np.array_equal(np.sort(moved.view("V144"), 0), np.sort(rows.view("V144"), 0))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("kind", "is_kept"), [(Type.Q8_0, True), (Type.Q4_K, False)])
 def test_columns_of_blocks_move_only_whole(kind, is_kept, byte_folder, tmp_path):
     """Value heads of Qwen3.5, of 64 columns."""
@@ -328,6 +329,7 @@ def _bits(kind):
     return {Type.Q8_0: 8, Type.Q4_0: 4}[kind]
 
 
+@pytest.mark.more
 def test_slices_do_not_change_anything(byte_folder, tmp_path, monkeypatch):
     """Nor do shards."""
     path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q4_0), byte_folder)
@@ -651,6 +653,7 @@ def test_a_tokenizer_of_a_folder(byte_folder, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.more
 def test_damaged_files_give_one_error(byte_folder, tmp_path):
     """Cut anywhere, or with other bytes in the header: an error of ours, or a checkpoint as large as the file says."""
     path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q4_0), byte_folder)
@@ -734,6 +737,7 @@ def test_a_command_loads_a_file_and_converts_it_once(byte_folder, tmp_path, here
     assert len(_entries(gguf_cache)) == 2
 
 
+@pytest.mark.more
 def test_the_command_for_a_folder_that_has_only_a_gguf(byte_folder, tmp_path, here):
     (tmp_path / "only").mkdir()
     write(tmp_path / "only" / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q8_0), byte_folder)
@@ -783,6 +787,7 @@ def test_an_error_leaves_nothing_in_the_cache(byte_folder, tmp_path, here, gguf_
     assert not _entries(gguf_cache)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, None])
 def test_an_interrupted_conversion_is_not_used(interruption, byte_folder, tmp_path, here, gguf_cache, monkeypatch):
     """Also of a process that was killed, which leaves its hidden folder until the next conversion."""

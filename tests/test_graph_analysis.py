@@ -115,6 +115,7 @@ def test_a_refresh_leaves_the_same_cache_as_a_step(name):
         assert torch.equal(one, other)
 
 
+@pytest.mark.more
 def test_a_prompt_only_refreshes_the_head(monkeypatch):
     fast = fast_of(build("glm4_moe"))
     monkeypatch.setattr(fast.head, "step", None)  # whose outputs nobody needs

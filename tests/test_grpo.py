@@ -85,6 +85,7 @@ def test_the_loss_is_that_of_each_completion_alone(fixture_folder, tmp_path, tok
         assert values(run, f"head_loss_{depth}")[0] == pytest.approx((sums / counts)[depth].item(), rel=1e-3)
 
 
+@pytest.mark.more
 def test_micro_batches_are_averaged(fixture_folder, tmp_path, tokenizer):  # noqa: F811
     """The same four completions in one part or two. Catches a gradient that is summed, or divided twice."""
     norms = []

@@ -40,6 +40,7 @@ def run(out, start, text, **settings):
     return prepare_head_run(out, start, data=[text], settings=SETTINGS | settings)
 
 
+@pytest.mark.more
 def test_an_existing_head_is_trained_on_and_written(trunk, text, tmp_path):
     made = run(tmp_path, StartingPoint(trunk), text)
     before = {name: value.clone() for name, value in made.task.named.items()}
@@ -80,6 +81,7 @@ def test_a_fresh_head_takes_the_place_of_a_broken_one(trunk, text, tmp_path):
     assert Model.load(made.write()).head.num_modules == 1
 
 
+@pytest.mark.more
 def test_a_head_of_another_file(trunk, text, tmp_path):
     """Its values are what training starts from, on the trunk's own files."""
     model = Model.load(trunk)
@@ -126,6 +128,7 @@ def better(figures):
     return replace(figures, **halves)
 
 
+@pytest.mark.more
 def test_bad_starts(trunk, text, tmp_path):
     with pytest.raises(ConfigError, match="exclude each other"):
         StartingPoint(trunk, tmp_path / "head.safetensors", fresh=True)

@@ -59,7 +59,7 @@ def losses(records):
     return [record.loss for record in records if isinstance(record, StepRecord)]
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_only_the_head_changes(name, tmp_path):
     """By name: after training, every tensor of the trunk is what it was, bit for bit, and none ever had a gradient;
@@ -82,6 +82,7 @@ def test_only_the_head_changes(name, tmp_path):
     assert sum(steps[-1].loss) < sum(steps[0].loss)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kv", ["own", "decode"])
 @pytest.mark.parametrize("objective", others_slow(["ce", "kl", "tv", "e2e-tv"], "ce", "e2e-tv"))
 def test_every_objective_trains(objective, kv, corpus, tmp_path):
@@ -127,7 +128,7 @@ def gradients(task, out):
     return report, {name: value.grad for name, value in task.named.items()}
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("objective", ["kl", "lk", "e2e-tv"])
 def test_accumulated_gradients_are_those_of_the_whole_batch(objective, corpus, tmp_path, monkeypatch):
     """In fp64, to 1e-10, with different numbers of labels in the parts."""
@@ -149,6 +150,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(objective, corpus, t
             torch.testing.assert_close(grads[name], grad, rtol=0, atol=1e-10)
 
 
+@pytest.mark.more
 def test_parts_of_stored_batches(corpus, tmp_path):
     """Rows of states on disk are dealt out in parts like rows of text; the files are the same for any number."""
     made = []
@@ -210,6 +212,7 @@ def test_every_parameter_has_a_part(name):
     assert "other" not in parts
 
 
+@pytest.mark.more
 def test_a_checkpoint_holds_the_head_alone(corpus, tmp_path):
     task = of_fixture(corpus)
     list(Trainer(task, out=tmp_path).run())
@@ -217,6 +220,7 @@ def test_a_checkpoint_holds_the_head_alone(corpus, tmp_path):
     assert stored.keys() == task.head.state_dict().keys()
 
 
+@pytest.mark.more
 def test_states_from_disk_train_the_same_head(corpus, tmp_path, monkeypatch):
     """An epoch's states, made once: the same loss as from the text, and steps do not run the trunk again."""
     task = of_fixture(corpus, replace(CONFIG, steps=4))
@@ -232,7 +236,7 @@ def test_states_from_disk_train_the_same_head(corpus, tmp_path, monkeypatch):
         task.cached(tmp_path / "other", limit_gb=-1)
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("stream", [False, True])
 def test_states_of_an_edited_trunk_are_refused(stream, corpus, tmp_path):
     """One byte that no fingerprint samples, whether the trunk is in memory or streamed; a head's file may change."""
@@ -289,6 +293,7 @@ def test_another_trunk_is_refused(corpus, tmp_path):
         Trainer(of_fixture(corpus, name="glm_one"), out=tmp_path).resume()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_nan_names_the_batch_and_keeps_the_last_checkpoint(where, corpus, tmp_path, monkeypatch):
     trainer = Trainer(of_fixture(corpus, replace(CONFIG, save_every=1)), out=tmp_path)
@@ -324,6 +329,7 @@ def test_the_best_head_is_taken_back_and_patience_ends_the_run(corpus, tmp_path)
     assert trainer.best_tracker.baseline == records[0].heldout
 
 
+@pytest.mark.more
 def test_the_curve_is_what_evaluations_say(corpus):
     """Of each number of drafts; more drafts never make rounds shorter, and rows bound them."""
     task = of_fixture(corpus, replace(CONFIG, eval_depths=2))
@@ -337,6 +343,7 @@ def test_the_curve_is_what_evaluations_say(corpus):
     assert len(short.curve()) == 3
 
 
+@pytest.mark.more
 def test_a_fresh_head_has_nothing_to_be_compared_with(corpus, tmp_path):
     trainer = Trainer(of_fixture(corpus, has_baseline=False), out=tmp_path)
     records = list(trainer.run())
@@ -471,6 +478,7 @@ def test_a_loss_over_a_part_of_the_vocabulary(corpus, tmp_path):
         replace(CONFIG, loss_vocab=32, objective="ce")
 
 
+@pytest.mark.more
 def test_a_start_that_is_worse_than_guessing_is_noted(corpus, tmp_path):
     task = of_fixture(corpus, CONFIG)
     assert [*map(task.note, Trainer(task, out=tmp_path / "trained").run())] == [None] * (CONFIG.steps + 2)
@@ -525,6 +533,7 @@ def test_room_is_checked_first(corpus, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-0000000"]
 
 
+@pytest.mark.more
 def test_two_runs_in_one_folder(corpus, tmp_path):
     """The second is refused while the first one runs, and may go on when it has ended."""
     config = replace(CONFIG, save_every=1)
@@ -564,7 +573,7 @@ def same_head(one, two):
     return all(torch.equal(value, theirs[name].to(value.dtype)) for name, value in mine.items())
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["glm", "qwen", "v4", "glm_two"])
 def test_a_head_is_replaced_and_the_trunk_is_not(name, tmp_path):
     origin = Inventory.of(Checkpoint.open(FIXTURES / name))
@@ -602,6 +611,7 @@ def test_a_head_is_added_where_there_was_none(name, tmp_path):
     assert not [found.rule for found in findings if found.severity == "error"]
 
 
+@pytest.mark.more
 def test_an_fp8_trunk_stays_fp8(tmp_path):
     """Its bytes and scales stay; the head is written unquantized, and config.json leaves it out of the quantization."""
     model = build("deepseek_v3")

@@ -22,6 +22,7 @@ def run(*args, **env):
     )
 
 
+@pytest.mark.more
 def test_help_is_grouped():
     """Every command is in a group, and the groups come in this order."""
     assert {command.rich_help_panel for command in get_command(app).commands.values()} == set(PANELS)
@@ -31,7 +32,7 @@ def test_help_is_grouped():
     assert "Usage: nextn " in done.stdout
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("words", "completed"),
     [("nextn me", {"measure"}), ("nextn canary ", {"build", "check"}), ("nextn bench --temp", {"--temperatures"})],
@@ -42,7 +43,7 @@ def test_shell_completes(words, completed):
     assert not done.stderr
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_script_names_the_command(shell):
     """Also when it is asked for as `python -m nextn`, where the program's own name is another one."""

@@ -51,6 +51,7 @@ def test_rounds_equal_plain_rounds(name, lengths, k):
     assert drafted(log) == drafted(plain_log)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kept", others_slow(range(6), 0, 3, 5))
 def test_rejection_at_every_position(name, kept):
     """Each round accepts exactly `kept` of 5 drafts: the state after every position of a block is right."""
@@ -90,6 +91,7 @@ def states_after(trunk, tokens, windows):
     return ends[:, -1], cache
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_rejected_column_never_was(name, dtype):
     """Bit for bit: a state after a rollback is that of the committed positions, in one block or one by one."""
@@ -132,6 +134,7 @@ def test_more_drafts_than_a_window_holds():
     assert max(len(part.drafts) for each in log for part in each.rows) == MAX_RECURRENT_BLOCK - 1
 
 
+@pytest.mark.more
 def test_the_plain_path_is_whole_after_a_recording():
     """The replacements of transformers' functions are removed."""
     before = decode(plain("qwen3_5"), [prompt(9)], num_speculative_tokens=2, max_tokens=8)

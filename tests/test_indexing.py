@@ -31,6 +31,7 @@ def test_embedding(seed, rows, width, count, dtype):
         assert torch.equal(run("embedding", torch.empty(count, width), weight, ids), weight[ids].float())
 
 
+@pytest.mark.more
 @few
 @given(seed=seeds, shape=small, place=st.integers(0, 3), count=st.integers(1, 9), dtype=dtypes)
 def test_index_select(seed, shape, place, count, dtype):
@@ -42,6 +43,7 @@ def test_index_select(seed, shape, place, count, dtype):
     assert torch.equal(run("index_select", empty(expected.shape, dtype, generator), src, ids, ints=[dim]), expected)
 
 
+@pytest.mark.more
 @few
 @given(seed=seeds, shape=small, place=st.integers(0, 3), length=st.integers(1, 9), dtype=dtypes, smaller=st.booleans())
 def test_gather(seed, shape, place, length, dtype, smaller):
@@ -53,6 +55,7 @@ def test_gather(seed, shape, place, length, dtype, smaller):
     assert torch.equal(run("gather", empty(chosen, dtype, generator), src, index, ints=[dim]), src.gather(dim, index))
 
 
+@pytest.mark.more
 @few
 @given(seed=seeds, shape=small, place=st.integers(0, 3), dtype=dtypes)
 def test_scatter(seed, shape, place, dtype):

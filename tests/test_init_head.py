@@ -41,7 +41,7 @@ def test_every_family_gets_a_head(name):
     assert not asleep
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_of_a_streamed_trunk(name, tmp_path):
     """The same values, of layers that are read one by one."""
@@ -119,6 +119,7 @@ def test_a_layer_that_reads_its_stream_as_it_is_gets_one_of_its_size():
     assert inputs.square().mean().sqrt().item() == pytest.approx(sizes[place], rel=0.3)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["glm", "qwen", "step"])
 def test_the_block_gets_what_its_original_had_one_position_later(name):
     """On text that the projection was not fitted to, and so the loss begins below that of guessing."""

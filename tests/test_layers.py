@@ -176,6 +176,7 @@ def test_light_modules_do_not_import_torch():
     assert done.stdout.startswith("model.model "), "the check sees nothing"
 
 
+@pytest.mark.more
 def test_audit_does_not_import_torch(tmp_path):
     """The verb as a whole: every rule, of a checkpoint that sets some of them off."""
     publish(tmp_path, "deepseek_v4", copies=False)

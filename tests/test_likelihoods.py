@@ -129,6 +129,7 @@ def test_another_workload_is_no_fault():
     assert (replace(fine, domains=()).workload_spread == UNKNOWN_WORKLOAD_SPREAD).all()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("as_length", [False, True])
 def test_expected_values_are_less_noisy_than_samples(as_length):
     """Expected values instead of sampled counts: the engine still samples, so its counts vary more."""

@@ -174,6 +174,7 @@ def test_a_backend_is_built_once():
     assert first is second
 
 
+@pytest.mark.more
 def test_generators_in_turn(models):
     """In one thread: each goes on where it was, whatever the others left in the memory that passes share."""
     for model in models:
@@ -251,6 +252,7 @@ def test_a_forked_process_has_threads_of_its_own(models, k, sampling):
     assert work() == expected  # the parent's are still there
 
 
+@pytest.mark.more
 def test_forks_while_another_thread_decodes(models):
     """The child must not wait for a lock, or for a round, of a thread that it does not have."""
     settings, done = Settings(num_speculative_tokens=4, max_tokens=16), threading.Event()

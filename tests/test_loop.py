@@ -62,6 +62,7 @@ def test_resume_is_exact(name, optimizer, corpus, tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.more
 def test_checkpointed_layers_change_no_loss(corpus, tmp_path):
     """Trunk and head compute the same, again."""
     config = replace(CONFIG, steps=3)
@@ -74,6 +75,7 @@ def ragged(corpus):
     return replace(corpus, mask=np.random.default_rng(0).random(corpus.num_tokens) < 1 / 3)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulated_gradients_are_those_of_the_whole_batch(parts, tmp_path, monkeypatch):
     """In fp64, to 1e-10: catches a mean of the parts' means, parts that share rows, and a gradient that is cleared."""
@@ -117,6 +119,7 @@ def test_accumulation_is_how_and_not_what(corpus, tmp_path):
     assert [record.tokens for record in records[:-1]] == [record.tokens for record in told[:-1]]
 
 
+@pytest.mark.more
 def test_a_crash_repeats_only_the_steps_since_the_checkpoint(corpus, tmp_path):
     """After a kill between checkpoints, the log holds each step once."""
     config = replace(CONFIG, save_every=2)
@@ -132,6 +135,7 @@ def test_a_crash_repeats_only_the_steps_since_the_checkpoint(corpus, tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.more
 def test_old_checkpoints_are_removed_and_the_last_loads(corpus, tmp_path):
     list(trainer(corpus, tmp_path, replace(CONFIG, save_every=1)).run())
     folders = sorted(path.name for path in tmp_path.glob("step-*"))
@@ -162,6 +166,7 @@ def test_every_family_learns(name, corpus, tmp_path):
     assert all(after < before for before, after in zip(first, last, strict=True))
 
 
+@pytest.mark.more
 def test_evaluation_record(corpus, tmp_path):
     """Held-out figures come with the last step: conditional rates in [0, 1], and AL from them."""
     record = list(trainer(corpus, tmp_path).run())[-1]

@@ -177,6 +177,7 @@ def compared(function, dtype) -> list[str]:
     return made.replay.torch_ops
 
 
+@pytest.mark.one_case
 @BOTH
 @loop("name", NATIVE)
 def test_native_equals_torch(name, dtype):

@@ -91,6 +91,7 @@ def test_length_at_every_k(found):
     assert model_free[0].length.value < model_free[1].length.value < model_free[2].length.value
 
 
+@pytest.mark.more
 def test_fewer_drafts_are_what_decoding_with_fewer_gives(found, trained):
     """Rounds of K = 1 start elsewhere than those of K = 3: figured from the same texts, counted by decoding again."""
     again = reference_acceptance(
@@ -199,6 +200,7 @@ def test_repetitive_texts_are_left_out(found, monkeypatch):
     assert any("every text is degenerate" in warning for warning in fresh.warnings)
 
 
+@pytest.mark.more
 def test_record(found):
     """JSON as the standard has it, with a definition for what is in it, and the same when measured again."""
     record = json.loads(json.dumps(found["glm"].to_dict()), parse_constant=lambda name: pytest.fail(name))

@@ -82,7 +82,7 @@ def test_logits_equal_theirs_at_every_depth(name, modules, tmp_path, monkeypatch
     torch.testing.assert_close(our_logits(model, text, modules), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "modules"), FAMILIES)
 def test_greedy_text_equals_theirs(name, modules, tmp_path, monkeypatch):
     """`generate(use_mtp=True)` and our decoder write the same text, which is that of the trunk alone."""
@@ -94,6 +94,7 @@ def test_greedy_text_equals_theirs(name, modules, tmp_path, monkeypatch):
     assert out[0, len(start) :].tolist() == text
 
 
+@pytest.mark.more
 def test_step_differs_in_known_facts_only(tmp_path, monkeypatch):
     """Step-3.7 by our row is not what transformers computes; with the facts above switched, it is, to 1e-5.
 

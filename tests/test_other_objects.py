@@ -84,6 +84,7 @@ def test_what_it_is(name, tmp_path):
     assert "\n" not in message
 
 
+@pytest.mark.more
 def test_every_command_says_it(tmp_path):
     """And nothing is written."""
     path = folder(tmp_path / "adapter", adapter=LORA, weights=["adapter_model.safetensors"])

@@ -84,6 +84,7 @@ def with_metadata(folder):
     return metadata
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method", CONFIGS)
 def test_restore_keeps_the_loaders_default(method, tmp_path):
     """A list in place of null takes lm_head from what transformers leaves out, and the model no longer loads."""
@@ -125,6 +126,7 @@ def test_modelslim_gets_an_entry_for_each_matrix(tmp_path):
     assert audit(Checkpoint.open(target)).clean
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("form", ["single-file", "shards", "side-file"])
 def test_metadata_survive(form, tmp_path):
     """Every entry of the files' headers is in the result, and lists of names have all names."""

@@ -70,6 +70,7 @@ def test_torch_computes_what_dequantized_experts_compute(case, name, tmp_path):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.more
 def test_torch_dequantizes_only_experts_that_are_chosen(tmp_path, monkeypatch):
     folder, _ = quantized(tmp_path / "model", CASES[0])
     model, used = Model.load(folder), []
@@ -210,6 +211,7 @@ def test_a_layer_with_one_matrix_in_16_bits_is_dequantized(tmp_path):
         assert torch.equal(model.trunk(TOKENS).final_hidden, expected)
 
 
+@pytest.mark.more
 def test_scales_that_are_not_finite(tmp_path):
     folder, _ = quantized(tmp_path / "model", CASES[0])
     name = "model.layers.1.mlp.experts.2.up_proj.weight_scale"

@@ -26,6 +26,7 @@ def packed_folder(folder, name: str = "qwen3_5", **changes):
     return folder, quantize_folder(folder, CASE)
 
 
+@pytest.mark.more
 def test_layers_of_trunk_and_head_keep_their_codes(tmp_path):
     """All that are loaded as they are stored; the lm_head is dequantized."""
     folder, weights = packed_folder(tmp_path / "model", tie_word_embeddings=False)
@@ -78,6 +79,7 @@ def test_gradients_pass_through_layers_that_keep_their_codes(tmp_path):
     assert grads[0].abs().sum() > 0
 
 
+@pytest.mark.more
 def test_copies_share_the_files(tmp_path):
     folder, _ = packed_folder(tmp_path / "model")
     model = Model.load(folder)
@@ -89,6 +91,7 @@ def test_copies_share_the_files(tmp_path):
         assert torch.equal(twin(TOKENS).final_hidden, model.trunk(TOKENS).final_hidden)
 
 
+@pytest.mark.more
 def test_variants_and_heads_to_train_have_values_that_can_change(tmp_path):
     folder, weights = packed_folder(tmp_path / "model")
     model = Model.load(folder)
@@ -104,6 +107,7 @@ def zero(head):
         head.get_submodule(name.rpartition(".")[0]).weight = torch.nn.Parameter(torch.zeros_like(value))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "mtp.layers.0.mlp.up_proj"])
 def test_scales_that_are_not_finite(name, tmp_path):
     folder, _ = packed_folder(tmp_path / "model")
@@ -112,6 +116,7 @@ def test_scales_that_are_not_finite(name, tmp_path):
         Model.load(folder)
 
 
+@pytest.mark.more
 def test_models_that_only_torch_can_run_are_dequantized(tmp_path):
     """In float16, and what was in memory before is gone."""
     folder, weights = packed_folder(tmp_path / "model")

@@ -111,6 +111,7 @@ def relative(found, expected):
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["glm_one", "qwen"])
 def test_logits_of_a_trained_model(name, monkeypatch):
     """In bf16 beside float32 of the same weights and a KV cache in bf16: where kernels widen, nothing else rounds.

@@ -125,6 +125,7 @@ def test_dependencies_are_pinned():
     assert {re.sub("[-_.]+", "-", name).lower() for name in names} <= pinned
 
 
+@pytest.mark.more
 def test_extras_are_used():
     """Each optional package is imported by the package or by the examples that the extra is for, or builds the site."""
     text = "\n".join(path.read_text() for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py"))

@@ -103,6 +103,7 @@ def without_head(table):
         del table[name]
 
 
+@pytest.mark.more
 def test_the_trained_length_stays_with_the_head(tmp_path):
     """A copy of the head that forgets it would be decoded beyond what it was trained on, without a word."""
     base = publish(tmp_path / "base", "glm4_moe")

@@ -57,6 +57,7 @@ def folder(path, name, **options):
     return publish(path, name, copies=False, config={NAMES[name]: len(KEEP)}, change=pruned(name, **options))
 
 
+@pytest.mark.more
 @loop("name", sorted(IN_HEAD))
 def test_one_finding(tmp_path_factory, name):
     path = folder(tmp_path_factory.mktemp("a"), name)

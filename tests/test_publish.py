@@ -57,6 +57,7 @@ def made(folder, **options):
     return prepare(folder, "org/model", **{"license": "mit", "base_model": "org/base"} | options)
 
 
+@pytest.mark.more
 def test_card(folder):
     """Figures of all domains at the largest K, the conditions, the license, and commands with the hub id."""
     (folder / "README.md").write_text("---\nlicense: apache-2.0\ntags: [tiny]\n---\n# Mine\n\nWords.\n")

@@ -80,6 +80,7 @@ def as_json(report, **other):
     return {key: value for key, value in record.items() if key not in ("seconds", "machine")}
 
 
+@pytest.mark.more
 def test_audit_and_families_give_the_json_of_the_commands():
     assert as_json(nextn.audit("tiny")).items() <= printed("audit", "tiny").items()
     with pytest.raises(nextn.NextnError, match="did you mean head-absent"):
@@ -87,6 +88,7 @@ def test_audit_and_families_give_the_json_of_the_commands():
     assert as_json(nextn.families("GLM 5.3")) == printed("families", "GLM", "5.3")
 
 
+@pytest.mark.more
 def test_measure_and_diagnose_give_the_json_of_the_commands(tmp_path):
     prompts, counters = tmp_path / "prompts.txt", tmp_path / "answer.json"
     prompts.write_text("def add(a, b):\n\nimport os")

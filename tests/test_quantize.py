@@ -32,6 +32,7 @@ from nextn.runtime.backend import backend_for
 TOKENS = torch.tensor([prompt(21)])
 
 
+@pytest.mark.more
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 9), groups=st.integers(1, 3), bits=st.sampled_from([4, 8]), seed=st.integers(0, 999),
@@ -85,7 +86,7 @@ def test_reloaded_model_computes_with_the_rounded_weights(name, weights, head_bi
     assert plan.num_bytes == sum(info.nbytes for info in Checkpoint.open(tmp_path / "out").tensors.values())
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("head_bits", [16, 8, 4])
 def test_what_the_config_declares(head_bits, tmp_path):
     """Every rounded module is covered, with its bits, and every other one is not; as engines read the section."""
@@ -133,6 +134,7 @@ def test_blocks_of_gguf(tmp_path):
     assert backend_for(model, "native").name == "native"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype, tmp_path):
     """Scales have the weight's dtype, and are before the codes in a file of float32."""
@@ -152,6 +154,7 @@ def test_the_record_says_where_the_head_comes_from(tmp_path):
     assert record.trained_with not in ("", record.beside)
 
 
+@pytest.mark.more
 def test_a_model_without_a_head(tmp_path):
     """Of a type that has no family."""
     model = build("qwen3_5")
@@ -189,6 +192,7 @@ def test_bad_input(tmp_path):
         quantize(tmp_path / "model", tmp_path / "out", weights="int8")
 
 
+@pytest.mark.more
 def test_interrupted_and_repeated(tmp_path, monkeypatch):
     """Nothing is left of it, and the same command then writes the same bytes as one that was not."""
     build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)

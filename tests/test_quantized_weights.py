@@ -49,6 +49,7 @@ def slow(weight):
     return out, scales
 
 
+@pytest.mark.more
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 13), columns=st.integers(1, 19), experts=st.sampled_from([(), (3,)]),
@@ -342,6 +343,7 @@ def test_loading_lists_what_is_wrong(tmp_path):
     assert str(caught.value).endswith(f"and {len(trunk) - 20} more")
 
 
+@pytest.mark.more
 def test_a_head_that_cannot_be_read(tmp_path):
     build("qwen3_5").save(tmp_path / "model")
     quantize_folder(tmp_path / "model", GPTQ)

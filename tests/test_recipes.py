@@ -18,6 +18,7 @@ from nextn.train.recipes import by_name, held_out_prompts, write_prompts
 SIZE = -(-vocab_size(byte_tokenizer()) // 8) * 8
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "share"), [("demo", 0.2), ("tiny", 0.12), ("code", 0.1), ("hybrid", 0.25)])
 def test_a_draft_step_reads_little(name, share):
     """What makes drafting pay: the head of `code` reads less than a tenth of what its trunk does."""
@@ -51,6 +52,7 @@ def write_chats(path):
     return path
 
 
+@pytest.mark.more
 def test_prompts_of_conversations_end_where_the_assistant_begins(tmp_path):
     """Catches held-out figures measured on pieces that no user would send."""
     _, held = load_corpora([write_chats(tmp_path / "a.jsonl")], chatty(), held_out=0.3)

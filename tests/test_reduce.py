@@ -28,6 +28,7 @@ def close(actual: Tensor, expected: Tensor, near: float | None = None) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=near, atol=near, equal_nan=True)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("op", ["sum", "mean", "amax"])
 @few
 @given(shape=shapes, seed=seeds, dtype=floats, chosen=st.sets(st.integers(0, 3), min_size=1))
@@ -67,6 +68,7 @@ def test_the_order_of_a_sum_depends_on_its_length_alone(seed, length, rows, dtyp
         assert torch.equal(run("sum", torch.empty(1, rows), layout.T, ints=[1])[0], torch.cat(alone))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 @few
 @given(shape=shapes, seed=seeds, dtype=floats)
@@ -80,6 +82,7 @@ def test_softmax(op, shape, seed, dtype):
         assert (out[..., 1::3] == 0).all()
 
 
+@pytest.mark.more
 @few
 @given(shape=shapes, seed=seeds, dtype=floats)
 def test_logsumexp_argmax_and_cumsum(shape, seed, dtype):

@@ -82,6 +82,7 @@ def test_an_engine_like_ours_agrees(ours):
     assert json.loads(json.dumps(record)) == record
 
 
+@pytest.mark.more
 def test_a_convention_explains_a_difference(ours):
     """vLLM passes on the state before the head's norm in this family: counts differ from those of the row."""
     readings = conventions(ours.model, "vllm")

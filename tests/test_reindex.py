@@ -120,6 +120,7 @@ def test_an_index_of_relative_names(tmp_path):
     assert audit(Checkpoint.open(folder)).clean
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("broken", BROKEN)
 def test_reindex(broken, tmp_path):
     """Not reported, reported twice, not mended by the command that the finding names, or a byte changed by it."""

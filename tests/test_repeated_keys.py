@@ -22,7 +22,7 @@ def with_shared_keys(model):
     return replace(model, family=family)
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_drafts_what_all_chains_at_once_compute(name):
     """The decoder's frozen cache against masks over all positions, for sequences of two lengths in one batch."""

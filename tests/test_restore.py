@@ -175,6 +175,7 @@ def test_own_side_file(tmp_path):
     assert head_fingerprint(take(target)) == head
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("side_file", ["", "mtp.safetensors"])
 def test_hub_base(side_file, tmp_path):
     """Of a hub base come the headers, the head and samples of the trunk: not the experts, not a whole layer."""
@@ -489,6 +490,7 @@ def test_unwritable(tmp_path, monkeypatch):
         nextn.restore(target, base)
 
 
+@pytest.mark.more
 def test_copies_of_the_trunk(tmp_path):
     """DeepSeek-V4 in vLLM: copies come from the target's own trunk, as the base's are of another."""
     base = publish(tmp_path / "base", "deepseek_v4")

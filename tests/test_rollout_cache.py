@@ -36,6 +36,7 @@ def rollout(head, tokens, hidden, depths, documents=None):
     return torch.stack(logits, dim=2)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "modules"), families(BUILDS))
 def test_equals_the_decoders_caches(name, modules):
     """Every depth of every chain: fp32, 1e-4; a head that keeps more than keys refuses."""

@@ -153,7 +153,7 @@ def test_modules_that_do_not_run_do_not_fall_behind(name, modules):
     assert max(waiting) <= modules + settings.num_speculative_tokens
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("name", families(CONFIGS))
 def test_long_prompt_in_chunks(name):
     """500 tokens through chunks of 96 give what one pass gives, for the trunk and for the head's drafts."""
@@ -164,6 +164,7 @@ def test_long_prompt_in_chunks(name):
     assert drafted[0] == drafted[1]
 
 
+@pytest.mark.more
 def test_cached_equals_uncached(model):
     """Texts and drafts are those of trunk and head run over the whole text without a cache.
 
@@ -189,6 +190,7 @@ def test_cached_equals_uncached(model):
     assert compared
 
 
+@pytest.mark.more
 def test_batch_draws_what_a_single_row_draws():
     """A row's random numbers do not depend on its neighbors: row 0 alone decodes the same text."""
     model = build("glm4_moe")
@@ -285,6 +287,7 @@ def test_rows_leave_when_they_end():
     assert decode(model, prompts, num_speculative_tokens=4, max_tokens=16, eos=eos)[0] == expected
 
 
+@pytest.mark.more
 def test_the_context_ends_a_row():
     """Decoding stops at max_position_embeddings, never beyond, and says so."""
     model = build("glm4_moe", max_position_embeddings=32)
@@ -294,6 +297,7 @@ def test_the_context_ends_a_row():
     assert texts == decode(model, [prompt(20)], num_speculative_tokens=0, max_tokens=32)[0]
 
 
+@pytest.mark.more
 def test_max_tokens_is_exact():
     model = build("glm4_moe")
     for count in range(1, 8):
@@ -339,6 +343,7 @@ def test_drafts_need_a_head():
         next(rounds(model.trunk, None, [[1]], Settings(num_speculative_tokens=2)))
 
 
+@pytest.mark.more
 def test_acceptance_counts_conditionally():
     """a_k counts only rounds in which every shallower draft was kept."""
     model = build("glm4_moe")

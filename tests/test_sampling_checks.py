@@ -20,6 +20,7 @@ def test_tables():
     assert count_table([["a", "b", "a"], [], ["b"]]).tolist() == [[2, 1], [0, 0], [0, 1]]
 
 
+@pytest.mark.more
 def test_equal_distributions_give_even_p_values():
     """p below x in a share x of runs, also where tokens of one text are all the same, as whole texts are exchanged."""
     rng = np.random.default_rng(0)

@@ -72,6 +72,7 @@ def test_the_base_is_that_of_the_loaded_commit(base, monkeypatch):
     assert asked[0] == f"org/model@{'0' * 40}"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("shard", ["5GB", "40KB"])
 def test_save_pretrained(base, tmp_path, shard):
     """A whole head behind save_pretrained, single file and sharded, twice into one folder."""

@@ -320,6 +320,7 @@ def test_completed_prefixes_stay_within_memory(more):
     assert (prefixes.nbytes > before) == (more > 0)
 
 
+@pytest.mark.more
 def test_prompts_leave_the_head_alone_while_nothing_is_drafted(trained):
     """By the policy for as many sequences as will soon run."""
     asked = []
@@ -606,6 +607,7 @@ def test_memory_bounds_the_context(trained, backend):
     assert limits_within(made, replace(enough, cache_gb=0.8 * enough.cache_gb)).max_model_len < whole
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("steps", [0, 1, 5, 20, 40])
 def test_cancelled_requests_leave(trained, monkeypatch, steps):
     """While they wait, are prefilled, and run, within one step; the others go on."""
@@ -633,6 +635,7 @@ def test_cancelled_requests_leave(trained, monkeypatch, steps):
     assert answers.scheduler.stats().cache_positions == 0
 
 
+@pytest.mark.more
 def test_requests_take_turns(trained):
     """A request with many choices is not answered whole before one that came later, nor does it starve."""
     answers, many, other = Answers(scheduler_of(trained["glm_two"], max_num_seqs=2)), object(), object()
@@ -679,6 +682,7 @@ class BrokenText(Text):
             raise ValueError("a stop string with a bug")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("part", ["push", "stop", "mask", "advance", "prompt"])
 @pytest.mark.parametrize("kind", [{}, {"sampling": Sampling(1.0)}], ids=["greedy", "sampled"])
 def test_a_failure_of_one_request_ends_no_other(trained, monkeypatch, part, kind):
@@ -730,6 +734,7 @@ def test_a_failure_between_the_chunks_of_a_prompt_ends_no_other(trained, monkeyp
     assert answers.chunks["bad"][-1].error == "internal error: MemoryError"
 
 
+@pytest.mark.more
 def test_a_failure_of_a_batch_ends_no_other_batch(trained, monkeypatch, caplog):
     """Where it cannot be told whose it is, it is that of the sequences that shared the pass."""
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
@@ -808,6 +813,7 @@ def test_no_request_waits_for_a_recording_after_warmup(trained, monkeypatch):
     assert sizes == []
 
 
+@pytest.mark.more
 def test_engine_answers(engine, trained):
     requests = {key: replace(request, stop=()) for key, request in requests_of(None, 7).items()}
     chunks = submitted(engine, requests)

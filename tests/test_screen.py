@@ -141,6 +141,7 @@ def test_audit(nextn, tmp_path):
     assert nextn("audit", f"{tmp_path}/none{EVIL}")[0] == 2
 
 
+@pytest.mark.more
 def test_restore_and_convert(nextn, tmp_path):
     """Names of folders, files and tensors in plans and errors."""
 
@@ -293,6 +294,7 @@ def byte_model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["", "C"])
 def test_standard_input_that_is_not_utf8(locale, byte_model):
     done = piped("generate", byte_model, "-", "-k", "0", input=b"caf\xe9", env=locale)

@@ -45,6 +45,7 @@ def whole(model, tmp_path_factory):
     return run(model, out), out
 
 
+@pytest.mark.more
 def test_what_is_stored(model, whole):
     """Each answer in the order of the prompts, whole, with how it ended; the tally adds up to the file."""
     tallies, out = whole
@@ -63,6 +64,7 @@ def test_what_is_stored(model, whole):
     assert {each["finish"] for each in answers} == {"eos", "length"}
 
 
+@pytest.mark.more
 def test_an_answer_hangs_on_its_prompt_alone(model, whole):
     """Catches random numbers that hang on the place in the batch: an answer alone is what it is among others."""
     _, out = whole
@@ -79,7 +81,7 @@ def test_an_answer_hangs_on_its_prompt_alone(model, whole):
     assert drawn[-1].answers == 4
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("cut", [0, 1, 40])
 @pytest.mark.parametrize("kept", [0, 2, 3, 5, 7])
 def test_going_on_gives_the_same_file(model, whole, tmp_path, kept, cut):
@@ -105,6 +107,7 @@ def test_stopping_leaves_whole_batches(model, whole, tmp_path):
     assert out.read_bytes() == whole[1].read_bytes()
 
 
+@pytest.mark.more
 def test_more_prompts_go_on(model, whole, tmp_path):
     """Catches a larger count that starts anew or repeats answers; fewer prompts change nothing."""
     out = tmp_path / "a.jsonl"
@@ -190,6 +193,7 @@ def test_a_full_disk_leaves_whole_batches(model, whole, tmp_path, monkeypatch):
     assert lines(out) == lines(whole[1])[:4]
 
 
+@pytest.mark.more
 def test_greedy_answers_are_those_without_a_head(model, tmp_path):
     """Lossless: the head makes it faster, not different."""
     files = [tmp_path / "head.jsonl", tmp_path / "plain.jsonl"]
@@ -203,6 +207,7 @@ def test_greedy_answers_are_those_without_a_head(model, tmp_path):
     assert (tmp_path / "none.jsonl").read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.more
 def test_loops_are_told(model, tmp_path):
     """A trunk that repeats itself is counted, and each repetitive answer says so."""
     loop = speaking()

@@ -97,6 +97,7 @@ def test_streamed_completion_is_the_same(client, text):
     assert len({chunk.id for chunk in (*chunks, last)}) == 1
 
 
+@pytest.mark.more
 def test_usage_in_every_event(client):
     """As vLLM's clients ask for it."""
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -117,6 +118,7 @@ def test_token_ids_as_prompt(client, text):
     assert bytes(answer.choices[0].token_ids).decode() == text
 
 
+@pytest.mark.more
 def test_several_prompts_with_several_choices(client, text):
     prompts = [PROMPT, "class "]
     answer = client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=24, temperature=0)
@@ -157,6 +159,7 @@ def test_the_same_seed_gives_the_same_text(client):
     assert texts(-7, n=1) == texts(-7, n=1)
 
 
+@pytest.mark.more
 def test_chat(client, model):
     messages = [
         {"role": "developer", "content": "Be brief."},
@@ -295,6 +298,7 @@ def test_min_tokens(client, temperature):
     assert longer.token_ids == generated(min_tokens=first + 4, num_speculative_tokens=0).token_ids
 
 
+@pytest.mark.more
 def test_our_own_client_reads_answers_and_metrics(server):
     """`nextn verify`, `diagnose` and `measure` use this client for every engine."""
     endpoint = Endpoint.open(server.url, Budget())
@@ -453,6 +457,7 @@ def test_a_fault_in_the_engine(model, caplog, monkeypatch):
         assert server.post("/v1/completions", body)[0] == 200
 
 
+@pytest.mark.more
 def test_prefixes_are_shared_under_one_salt(model):
     """What the cache holds of one client's prompts cannot be found out by another one's salt."""
     engine = ServingEngine(model, EngineOptions("native", max_num_seqs=2, max_model_len=256, warmup=False))

@@ -257,6 +257,7 @@ def test_any_values(server, path, base, changes):
         assert status in (400, 404), error
 
 
+@pytest.mark.more
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 60), junk=st.binary(max_size=12), path=st.sampled_from([COMPLETIONS, CHAT]))
 def test_any_bytes(server, cut, junk, path):

@@ -294,6 +294,7 @@ def test_limits(spec, message):
         BYTES.compile(spec)
 
 
+@pytest.mark.more
 def test_what_is_within_the_limits():
     BYTES.compile(json_schema(_nested(31)))
     BYTES.compile(json_schema({"enum": list(range(1_000))}))

@@ -70,6 +70,7 @@ def test_json_schema(client):
     assert all(fits(choice.message.content) for choice in sampled.choices)
 
 
+@pytest.mark.more
 def test_json_schema_of_completions_and_json_object(client):
     body = {"response_format": FORMAT}
     answer = client.completions.create(

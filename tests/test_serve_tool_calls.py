@@ -160,6 +160,7 @@ def test_calls(write):
     assert delta.content == ""
 
 
+@pytest.mark.more
 @loop("write", [write for write in WRITERS if write not in BARE], ids=lambda write: write.__name__)
 def test_text_around_calls(write):
     text = f"Let me see: a < b, {{x}} [1]\n\n{write(('now', {}))}\nDone.\n"
@@ -184,6 +185,7 @@ def test_an_unfinished_call_is_content(write):
     assert same_however_cut(make, text[: len(text) // 2]).complete_calls == []
 
 
+@pytest.mark.more
 @loop(
     ("syntax", "text"),
     [
@@ -262,6 +264,7 @@ def test_calls_are_streamed(write):
     assert joined_deltas([MessageDelta(tool_calls=(piece,)) for piece in pieces]).tool_calls == whole.tool_calls
 
 
+@pytest.mark.more
 def test_pieces_of_a_call_are_never_taken_back():
     """Whatever values, wherever the text is cut."""
     rng = random.Random(0)

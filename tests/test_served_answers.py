@@ -96,6 +96,7 @@ def test_interrupted_run_resumes_and_asks_nothing_twice(server, model, tmp_path,
         list(served_answers(endpoint, prompts, replace(settings, max_tokens=9), runs[0], model.tokenizer))
 
 
+@pytest.mark.more
 def test_stopped_run_keeps_its_answers(server, model, tmp_path):
     endpoint, seen = Endpoint.open(server.url, Budget()), []
     prompts, settings = [list(each.encode()) for each in PROMPTS], Settings(0, max_tokens=8, eos=())

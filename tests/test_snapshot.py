@@ -43,6 +43,7 @@ def cached(cache: Path) -> set[str]:
     return {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if not path.is_dir()}
 
 
+@pytest.mark.more
 def test_only_what_is_needed(hub, tmp_path, monkeypatch):
     """An adapter, a pickle or another format's folder fetched; the head's own file left out; a second download."""
     cache = tmp_path / "cache"
@@ -84,6 +85,7 @@ def test_offline_without_a_cache(monkeypatch):
         Model.load("org/model")
 
 
+@pytest.mark.more
 def test_a_part_of_the_cache(hub, tmp_path, monkeypatch):
     """A cache that an interrupted download left: offline, what lacks is named; online, the rest is fetched."""
     cache = tmp_path / "cache"
@@ -112,6 +114,7 @@ def test_a_single_file(tmp_path):
     assert torch.equal(model.head.stack[0].projection.weight, table["model.layers.2.eh_proj.weight"])
 
 
+@pytest.mark.more
 def test_config_and_tokenizer_without_weights(hub, tmp_path):
     """What an engine's texts must fit, of a model whose weights are never downloaded."""
     model = build("glm4_moe", vocab_size=264)

@@ -122,6 +122,7 @@ def test_masks_are_dealt_like_documents(tmp_path):
         assert real.all() == pack
 
 
+@pytest.mark.more
 def test_a_dataset_folder_by_its_split(tmp_path, monkeypatch):
     """`datasets` really loads it: a folder with a split behind a colon."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

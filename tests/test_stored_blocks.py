@@ -105,7 +105,7 @@ def test_torch_computes_with_the_dequantized_weights(kind, tmp_path):
         assert torch.equal(streamed.final_hidden, plain.trunk(TOKENS).final_hidden)
 
 
-@pytest.mark.one_case
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next"])
 def test_experts_keep_their_blocks(name, tmp_path):
     """Those of other types than the first ones', too, as llama-quantize mixes them."""
@@ -177,6 +177,7 @@ def test_the_native_backend_decodes_with_superblocks(kind, tmp_path, monkeypatch
     assert_decodes_natively(model, wide, 2**-6)
 
 
+@pytest.mark.more
 def test_what_is_saved_is_dequantized(tmp_path):
     _, plain, model = twins(tmp_path, "qwen3_5", mixed, **WIDE)
     model.save(tmp_path / "saved")
@@ -241,6 +242,7 @@ def test_a_trunk_that_cannot_be_read(tmp_path):
         Model.load(tmp_path)
 
 
+@pytest.mark.more
 def test_audit_and_edits(tmp_path):
     """A head in blocks is clean; it can be replaced by one in bf16 and back, and be extracted; no second rounding."""
     build("qwen3_5", **WIDE).save(tmp_path / "plain", dtype=torch.bfloat16)

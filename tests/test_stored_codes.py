@@ -313,6 +313,7 @@ def test_fp8_blocks_that_no_product_reads_are_dequantized(tmp_path):
         assert torch.equal(near, far)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "part"),
     each_once(["model.layers.0.mlp.up_proj", "mtp.layers.0.mlp.up_proj"], ["weight", "weight_scale_inv"]),

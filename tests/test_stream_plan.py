@@ -52,6 +52,7 @@ def test_available_memory():
     assert available is None or 2**20 < available < 2**50
 
 
+@pytest.mark.more
 def test_estimate(tmp_path):
     build("glm4_moe").save(tmp_path / "model")
     model = Model.load(tmp_path / "model", stream=True)
@@ -77,6 +78,7 @@ def test_estimate(tmp_path):
     assert str(routed).startswith("3.0 GB at 1 GB/s and 5 TFLOP at 1 TFLOP/s (4 of experts at 0.1): about 0.7 min")
 
 
+@pytest.mark.more
 def test_experts_that_each_pass_of_the_head_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
     build("glm4_moe").save(tmp_path / "model")

@@ -131,12 +131,14 @@ def shard(folder: Path) -> Path:
     return max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
 
 
+@pytest.mark.more
 def test_states_in_files_have_the_same_bits(folder):
     """Every layer's output is written to a file and read back, tuples with indices included; no file is left."""
     assert_same(Model.load(folder, stream=True), Model.load(folder), max_state_bytes=0)
     assert not list(folder.parent.glob("nextn-states-*"))
 
 
+@pytest.mark.more
 def test_only_one_layer_is_in_memory(folder, monkeypatch):
     """When a layer runs, the parameters of all others are on the meta device; after the pass, all are."""
     trunk = Model.load(folder, stream=True).trunk
@@ -179,6 +181,7 @@ def test_experts_of_a_layer_are_never_in_memory_together(how, tmp_path, monkeypa
     assert all(value.is_meta for value in trunk.decoder.layers.parameters())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("how", ["read", "converted"])
 def test_an_expert_with_values_that_are_not_finite(how, folder, monkeypatch):
     monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
@@ -193,6 +196,7 @@ def test_an_expert_with_values_that_are_not_finite(how, folder, monkeypatch):
     assert all(value.is_meta for value in trunk.decoder.layers.parameters())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_no_thread_reads_on_after_an_error(error, folder, monkeypatch):
     """The thread that reads experts ends with the layer that it reads for, whose parameters are unloaded."""
@@ -229,6 +233,7 @@ def test_layout_of_experts():
     assert find_layout({"gate_up": both, "down": down}, halves) is None
 
 
+@pytest.mark.more
 def test_experts_of_the_head_stay_in_the_file(tmp_path, monkeypatch):
     """They are checked when the head is loaded."""
     monkeypatch.setattr(stored_experts, "_MAX_BYTES", 0)
@@ -254,6 +259,7 @@ def fuse_experts(tensors) -> None:
     tensors[f"{prefix}.down_proj"] = parts["down"]
 
 
+@pytest.mark.more
 def test_embedding_and_lm_head_are_cast_in_slices(tmp_path, monkeypatch):
     """Of a model that is stored in bf16 and runs in fp32, no cast copy of them is made."""
     monkeypatch.setattr(streamed_trunk, "_VOCAB_ROWS", 24)
@@ -323,6 +329,7 @@ def test_states_of_an_edited_trunk_are_refused(folder, tmp_path):
     assert len(set(identities)) == 3
 
 
+@pytest.mark.more
 def test_another_head_keeps_the_states(folder):
     """The time of a file that has nothing of the trunk does not count."""
     before, files = Model.load(folder, stream=True).trunk, sorted(folder.glob("*.safetensors"))
@@ -342,6 +349,7 @@ def test_damaged_states_are_an_error(folder, tmp_path):
         trunk.run(BATCHES, folder=tmp_path / "states")
 
 
+@pytest.mark.more
 def test_full_disk_keeps_the_states_of_complete_layers(folder, tmp_path, monkeypatch):
     real, calls = layer_states.save, []
 
@@ -429,6 +437,7 @@ def test_other_errors_are_not_retried(folder, monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.more
 def test_progress_counts_the_bytes_of_each_layer(folder):
     model, progress = Model.load(folder, stream=True), []
     model.trunk.run(BATCHES, on_layer=progress.append)
@@ -456,6 +465,7 @@ def test_missing_tensor_is_reported_before_anything_runs(folder):
         Model.load(folder, stream=True)
 
 
+@pytest.mark.more
 def test_values_that_are_not_finite_are_reported(folder):
     name = "model.layers.1.self_attn.o_proj.weight"
     rewrite(shard(folder), lambda tensors: tensors[name].view(-1)[5].fill_(float("nan")))
@@ -497,6 +507,7 @@ def test_a_layer_is_read_ahead_once(hints, folder, monkeypatch):
         assert all(left[1] == right[0] for left, right in pairwise(parts))
 
 
+@pytest.mark.more
 def test_every_layer_tensor_gives_its_pages_back(folder, monkeypatch):
     """Pages of the mapped file that a layer was copied from stay in the process unless they are released by name."""
     model, released = Model.load(folder, stream=True), set()
@@ -520,6 +531,7 @@ def test_the_same_trunk(name, tmp_path):
         assert torch.equal(deferred(tokens).head_input, loaded(tokens).head_input)
 
 
+@pytest.mark.more
 def test_which_start_is_deferred(tmp_path):
     """That of several processes, with the checkpoint's head, that of a file, or a fresh one."""
     build("glm4_moe").save(tmp_path / "model")

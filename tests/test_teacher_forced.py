@@ -159,6 +159,7 @@ def test_rules_by_enumeration(trained):
     assert seen == {True, False}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "modules"), families(BUILDS, most_of(MOST)))
 def test_stepping_is_the_parallel_pass(name, modules, monkeypatch):
     """Where both can be: the same chains, at every start and depth; elsewhere stepping runs at all."""

@@ -62,6 +62,7 @@ def commit(states: Tensor, inputs: list[Tensor], counts: list[int], *, threads: 
     return current(states, inputs)
 
 
+@pytest.mark.more
 @loop("norm", [True, False])
 @loop("dims", [(32, 80), (128, 128), (24, 21)], ids=str)
 @loop("dtype", TYPES, ids=str)

@@ -44,6 +44,7 @@ SERVED = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("engine", SERVED)
 def test_one_command_from_a_trunk_to_a_served_head(engine, made, tmp_path, here):
     """The layout is the engine's; the last line serves what was written, and the run records it."""

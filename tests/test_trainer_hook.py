@@ -106,6 +106,7 @@ def test_detached_leaves_the_trunk_as_without_a_head(base, tmp_path, options):
     }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", others_slow(["full", "lora"], "lora"))
 def test_joint_is_the_sum_of_both(base, tmp_path, kind):
     """One step of gradient descent is the trunk's loss plus lambda times the head's, gradient for gradient, over a step
@@ -214,6 +215,7 @@ def test_resumes_to_the_same_bits(qwen, tmp_path, kind):
     assert differing(*ends) == []
 
 
+@pytest.mark.more
 def test_lora(qwen, tmp_path):
     """Adapters are saved with their head beside them, and the merged model gets it."""
     model = peft.get_peft_model(load(qwen), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -380,6 +382,7 @@ def test_unrolled(qwen, tmp_path):
     assert abs(told[0][1] - told[1][1]) > 1e-4
 
 
+@pytest.mark.more
 def test_rows_shorter_than_the_depths(qwen, tmp_path):
     run = trainer_of(
         load(qwen), tmp_path, data=[{"input_ids": torch.tensor(prompt(2)), "labels": torch.tensor(prompt(2))}] * 4

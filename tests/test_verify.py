@@ -154,6 +154,7 @@ def test_no_draft_is_accepted(run):
     assert "nextn diagnose MODEL --engine http:" in found["mtp-on"].advice
 
 
+@pytest.mark.more
 def test_counters_reset(run):
     """The engine was started anew within the run: part of what was checked ran on another one."""
     found = run("reset", names=["greedy", "replay", "mtp-on"], alone=True)["mtp-on"]
@@ -212,6 +213,7 @@ def test_sampled_texts_alone(run):
     assert found.outcome == "failed"
 
 
+@pytest.mark.more
 def test_gap_from_a_fresh_prompt(run):
     """Where neither answer tells log-probabilities of drafted tokens, the context is asked for again."""
     found = run("untold-drafts", "wrong", names=["greedy"], against=["untold-drafts"])["greedy"]
@@ -287,6 +289,7 @@ def nextn(here):
     return partial(here, "verify", columns=300)
 
 
+@pytest.mark.more
 def test_command_passes(nextn, engine):
     code, out, err = nextn(
         engine().url, "--against", engine(drafts=False).url, "--check", "greedy", "--check", "mtp-on"
@@ -333,6 +336,7 @@ def test_command_usage(nextn, args, words):
     assert words in err
 
 
+@pytest.mark.more
 def test_interrupt_reports_what_was_found(nextn, engine, monkeypatch):
     def interrupted(session):
         raise KeyboardInterrupt
