@@ -1,0 +1,129 @@
+"""Starting values of new heads on frozen trunks: held-out acceptance after 0, 50, 200, ... steps of the same batches.
+
+* `fitted`: what `nextn train --init-head` makes, a copy of the last layer behind a projection fitted to its input;
+* `sum`: the same layer; the projection adds the normalized embedding and state;
+* `state`: the projection passes the normalized state alone;
+* `middle`: as `fitted`, with a copy of the trunk's middle layer;
+* `random`: random values.
+
+    python bench/initial_heads.py smollm2 tiny --steps 0 50 200 1000
+
+Text and labels: Python's standard library, and what the trunk predicts on it. AL is that of K = 4 drafts.
+"""
+
+import argparse
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from own_text import machine
+from torch import Tensor, nn
+
+from nextn.checkpoint.safetensors_file import write_json
+from nextn.data.batches import sample_prompts
+from nextn.data.sources import load_corpora
+from nextn.edit.published_model import smollm2
+from nextn.model.head import Head
+from nextn.model.model import Model
+from nextn.model.mtp_layer import MTPLayer
+from nextn.train import init_head as starting_values
+from nextn.train.config import HeadConfig
+from nextn.train.head_run import StartingPoint, load_starting_point
+from nextn.train.head_task import HeadTask
+from nextn.train.loop import Trainer
+from nextn.train.metrics import HeadRecord, StepRecord
+
+OUT = Path(__file__).with_name("results") / "initial-heads.json"
+
+
+def fitted(model: Model, tokens: Tensor) -> Head:
+    return starting_values.init_head(model.family, model.trunk, tokens)[0]
+
+
+def added(model: Model, tokens: Tensor) -> Head:
+    with patch.object(starting_values, "can_fit", lambda *_: False):
+        return fitted(model, tokens)
+
+
+def state_alone(model: Model, tokens: Tensor) -> Head:
+    head = added(model, tokens)
+    for layer in head.stack:
+        assert isinstance(layer, MTPLayer)
+        halves = layer.projection.weight.data.chunk(2, dim=1)
+        halves[head.family.concat == "hidden_first"].zero_()
+    return head
+
+
+def middle(model: Model, tokens: Tensor) -> Head:
+    def copy(layer: nn.Module, kind: object, trunk: object, family: object) -> object:
+        count = len(model.trunk.decoder.layers) // 2 + 1
+        first = SimpleNamespace(layers=model.trunk.decoder.layers[:count])
+        return original(layer, kind, SimpleNamespace(decoder=first, layer_types=model.trunk.layer_types), family)
+
+    original = starting_values._copy_layer
+    with patch.object(starting_values, "_copy_layer", copy):
+        return fitted(model, tokens)
+
+
+def at_random(model: Model, tokens: Tensor) -> Head:
+    return Head(model.family, model.trunk)
+
+
+VARIANTS: dict[str, Callable[[Model, Tensor], Head]] = {
+    "fitted": fitted,
+    "sum": added,
+    "state": state_alone,
+    "middle": middle,
+    "random": at_random,
+}
+
+
+def trained(checkpoint: Path | str, variant: str, steps: list[int], config: HeadConfig) -> list[dict[str, object]]:
+    """Return loss and held-out acceptance at these steps."""
+    run = Path("runs") / "initial-heads"
+    shutil.rmtree(run, ignore_errors=True)
+    torch.manual_seed(config.seed)
+    model, origin, _ = load_starting_point(StartingPoint(checkpoint, fresh=True), near=run)
+    train, held_out = load_corpora([], model.tokenizer)
+    prompts = sample_prompts(train, count=8, length=512, seed=0, continuation=0)
+    model.head = VARIANTS[variant](model, torch.tensor([each.tolist() for each in prompts]))
+    task = HeadTask(model, train, config, held_out=held_out, origin=origin)
+    rows: dict[int, dict[str, object]] = {}
+    for record in Trainer(task, out=run).run():
+        if isinstance(record, StepRecord) and record.step - 1 in rows:
+            rows[record.step - 1]["loss"] = round(record.loss[0], 3)  # at depth 1, of the next batch, before its update
+        elif isinstance(record, HeadRecord) and record.step in steps:
+            rows[record.step] = {"step": record.step, "greedy": record.heldout.greedy.length}
+            rows[record.step]["sampled"] = record.heldout.sampled.length
+            print(f"  {variant:8} {rows[record.step]}", flush=True)
+    return [*rows.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trunks", nargs="+", help="folders, `tiny`, or `smollm2`")
+    parser.add_argument("--steps", type=int, nargs="+", default=[0, 50, 200, 1000])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    config = HeadConfig(
+        steps=max(args.steps), batch_size=args.batch_size, length=args.length, depths=4, eval_every=50, eval_batches=8,
+        save_every=0, loss_vocab=8192,
+    )  # fmt: skip
+    record = {**machine(), "steps": args.steps, "tokens_per_step": args.batch_size * args.length, "trunks": {}}
+    for name in args.trunks:
+        checkpoint = smollm2("float32") if name == "smollm2" else name
+        print(name)
+        run = partial(trained, checkpoint, steps=args.steps, config=config)
+        record["trunks"][name] = {variant: run(variant) for variant in args.variants}
+        write_json(args.out, record)
+
+
+if __name__ == "__main__":
+    main()
