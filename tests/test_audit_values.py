@@ -227,6 +227,9 @@ def test_unusable_values(tmp_path):
         assert (finding.rule, finding.severity, finding.place) == (rule, "error", "model.layers.2.eh_proj.weight")
     folder = publish(tmp_path / "gain", "qwen3_5", change=edited(lambda each: each == "mtp.norm.weight", poke(np.nan)))
     assert found(folder) == ["values-nonfinite"]
+    codes = edited(lambda each: "mlp.up_proj" in each and "mtp" in each, lambda array: np.round(array / 0.02 * 30))
+    (finding,) = values(take(publish(tmp_path / "codes", "qwen3_5", change=codes)))
+    assert (finding.rule, finding.place) == ("scale-missing", "mtp.layers.0.mlp.up_proj.weight")
     tiny = edited(lambda each: "mtp.fc" in each, lambda array: array * 1e-39)
     assert found(publish(tmp_path / "denormal", "qwen3_5", change=tiny)) == ["values-untrained"]
 

@@ -171,6 +171,14 @@ TEXTS = {
         ("ik_llama.cpp", None, None, None, ())),
     "another engine": ("MTP ACTIVE (draft=3)\nspeculation: 1.60 tokens/forward | MTP acceptance 20% (3/15)\n",
                        ("an engine", None, 15, 3, ())),
+    "oMLX": ("INFO MTP[3] accept=117/387 (30.2%) depth[d1=90/129,d2=20/90,d3=7/20]\n", ("an engine", None, 387, 117, ())),
+    "vLLM 0.8.0": ("INFO [metrics.py:50] Speculative metrics: Draft acceptance rate: 0.500, Number of accepted tokens: "
+                   "33, Number of draft tokens: 66, \n", ("vLLM", None, 66, 33, ())),
+    "ATOM": ("".join(
+        f"[MTP Stats{name}] Average toks/fwd: 1.80, Accepted/Total Draft tokens: {4 * rounds // 5}/{2 * rounds}, Acceptance "
+        "rate: 40.00%, Accepted tokens distribution: {0: '40.00%', 1: '40.00%', 2: '20.00%'}\n"
+        for name, rounds in ((" Interval", 50), ("         ", 50), (" Interval", 50), ("         ", 100))),
+        ("ATOM", 100, 200, 80, (60, 20))),
     "another engine, in words": ("[mtp] accepted 312 of 400 drafts\n", ("an engine", None, 400, 312, ())),
     "vllm-mlx's status": (json.dumps({"mtp": {"effective_draft_tokens": 1, "attempts": 400, "accepted": 310}}),
                           ("vllm-mlx", 400, 400, 310, (310,))),

@@ -314,7 +314,9 @@ def test_bad_count_is_refused(bad):
 
 
 def test_count_beyond_the_layout_is_refused():
-    with pytest.raises(FamilyError, match="at most 1"):
+    with pytest.raises(
+        FamilyError, match="mtp_num_hidden_layers declares 2 MTP layers, the layout has at most 1; set it to"
+    ):
         ROWS["qwen3_5"].num_modules({"mtp_num_hidden_layers": 2})
 
 

@@ -25,6 +25,7 @@ IDS = (
 )  # fmt: skip
 SMALL_HEAD = 64 * 1024 * 1024  # bytes; a head of this size may be read completely
 INITIALIZER_RANGE = 0.02  # transformers' own default, where config.json does not say
+CODES = 4.0  # median size of a matrix; weights that were trained have 0.001 to 0.1
 MIN_VALUES = 256  # fewer say nothing about a distribution
 HUGE, TINY = 1e6, 1.17e-38
 # A bf16 weight w has steps of 2^-8 below 1 and 2^-7 above; w - 1, as families with 1 + w train it, finer ones near 0.
@@ -110,6 +111,7 @@ def _unusable(samples: SampledValues, whole: WholeValues | None) -> Iterator[Fin
     matrices = {inventory.stored[each]: array for each, array in samples.weights.items()}
     summaries = None if whole is None else whole.tensors
     yield from nonfinite_or_garbage(norm_weights | matrices, fix, summaries)
+    yield from _codes({name: array for name, array in matrices.items() if _is_float(inventory, name)}, fix)
     names = {inventory.stored[each]: each for each in inventory.own if is_matrix(inventory, inventory.info(each))}
     constants = {name: each.constant for name, each in (summaries or {}).items() if each.constant is not None}
     matrices |= {name: np.array([value]) for name, value in constants.items() if name in names}
@@ -120,6 +122,23 @@ def _unusable(samples: SampledValues, whole: WholeValues | None) -> Iterator[Fin
         samples.head_norms, matrices, projections=projections, fix=fix, known=None if whole is None else constants,
         convention=inventory.family.norm_weight,
     )  # fmt: skip
+
+
+def _is_float(inventory: Inventory, name: str) -> bool:
+    return inventory.checkpoint.tensors[name].dtype in ("BF16", "F16", "F32")
+
+
+def _codes(matrices: Mapping[str, Values], fix: str) -> Iterator[Finding]:
+    """Report matrices of floats that have the size of codes: of int8 up to 127, of fp8 up to 448."""
+    sizes = {name: float(np.median(np.abs(array))) for name, array in matrices.items()}
+    if names := [name for name, size in sizes.items() if CODES < size < HUGE]:
+        largest = max(sizes[name] for name in names)
+        yield Finding(
+            "scale-missing", "error", some(names),
+            f"{counted(len(names), 'matrix')} of the head with values of a median size up to {largest:.3g}, as of int8 "
+            "or fp8 codes that were converted without their scales.",
+            f"Weights of a median size below {CODES:g}.", fix,
+        )  # fmt: skip
 
 
 def _chooses_every_expert(inventory: Inventory) -> bool:

@@ -171,6 +171,16 @@ def _llama_bench(fields: Fields) -> Counters:
     return Counters("llama.cpp", max(0, emitted - 1 - accepted) if drafted else 0, drafted, accepted)
 
 
+def _atom(fields: Fields) -> Counters:
+    """Totals, and the share of rounds by number of accepted drafts, 0 to K."""
+    accepted, drafted = (_whole(count) for count in fields["Accepted/Total Draft tokens"][0].split("/"))
+    shares = [float(share) / 100 for share in re.findall(r"([0-9.]{1,6})%", fields["Accepted tokens distribution"][0])]
+    k = len(shares) - 1
+    rounds = round(drafted / k) if k > 0 else None
+    positions = tuple(round(sum(shares[place:]) * (rounds or 0)) for place in range(1, k + 1))
+    return Counters("ATOM", rounds, drafted, accepted, positions, k=k or None, notes=(ROUNDED,))
+
+
 def _ratio(fields: Fields) -> Counters:
     accepted, drafted = (_whole(part) for part in re.split(r"\s*(?:/|of)\s*", fields["accepted/drafted"][0]))
     return Counters("an engine", None, drafted, accepted)
@@ -218,9 +228,10 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         num_lines=10 + MAX_POSITIONS,
     ),
     LogFormat(
-        "vLLM's SpecDecoding metrics", "SpecDecoding metrics:", r"SpecDecoding metrics:",
-        {**_colon("Mean acceptance length"), "Accepted": rf"Accepted:\s*({_INT}) tokens",
-         "Drafted": rf"Drafted:\s*({_INT}) tokens",
+        "vLLM's SpecDecoding metrics", " metrics:",
+        r"SpecDecoding metrics:|Speculative metrics:(?= Draft acceptance rate: [0-9.]+, Number of acc)",  # 0.8.0
+        {**_colon("Mean acceptance length"), "Accepted": rf"(?:Accepted|accepted tokens):\s*({_INT})(?: tokens|,)",
+         "Drafted": rf"(?:Drafted|draft tokens):\s*({_INT})(?: tokens|,)",
          "Per-position acceptance rate": rf"Per-position acceptance rate:\s*\[?({_LIST})"},
         ("Accepted", "Drafted"), _vllm,
         "accepted and draft tokens of an interval; positions as shares of all rounds; AL = 1 + accepted / rounds",
@@ -291,6 +302,13 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "an iteration: draft tokens, accepted drafts, and requests with drafts, each of which is a round",
     ),
     LogFormat(
+        "ATOM's MTP Stats", "MTP Stats", r"\[MTP Stats *\]",
+        {"Accepted/Total Draft tokens": r"Accepted/Total Draft tokens: ([0-9]{1,15}/[0-9]{1,15})",
+         "Accepted tokens distribution": r"Accepted tokens distribution: \{([^}\n]{1,999})\}"},
+        ("Accepted/Total Draft tokens", "Accepted tokens distribution"), _atom,
+        "since the start: accepted and draft tokens, and rounds by their number of accepted drafts", is_cumulative=True,
+    ),
+    LogFormat(
         "AIPerf's Spec Decode table", "Token-Weighted Acceptance Length", r"Token-Weighted Acceptance Length",
         {"Token-Weighted Acceptance Length": rf"Token-Weighted Acceptance Length\s*[|│┃]?\s*({_NUM})"},
         ("Token-Weighted Acceptance Length",), _aiperf, "the run: tokens per round with bonus token; no counts",
@@ -303,7 +321,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "acceptance with two counts", "ccept",
-        rf"(?i:(?<!\w)(?:mtp|drafts?|spec\w{{0,12}}|nextn)\b[^\n0-9]{{0,40}}?(?={_ACCEPTED}))",
+        rf"(?i:(?<!\w)(?:mtp|drafts?|spec\w{{0,12}}|nextn)\b(?:\[[0-9]{{1,9}}\])?[^\n0-9]{{0,40}}?(?={_ACCEPTED}))",
         {"accepted/drafted": rf"(?i:{_ACCEPTED})([0-9]{{1,12}}\s*(?:/|of)\s*[0-9]{{1,12}})(?![0-9.])"},
         ("accepted/drafted",), _ratio,
         "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",

@@ -190,9 +190,8 @@ class Family:
         if self.spare_count and count > 1:
             count -= 1
         if self.max_modules is not None and count > self.max_modules:
-            raise FamilyError(
-                f"{self.name}: the config declares {count} MTP layers, the layout has at most {self.max_modules}"
-            )
+            most = f"the layout has at most {self.max_modules}; set it to the number that is stored"
+            raise FamilyError(f"{self.name}: {self.count_field(config)} declares {count} MTP layers, {most}")
         return count
 
     def count_field(self, config: Mapping[str, object]) -> str:
