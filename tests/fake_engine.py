@@ -195,6 +195,8 @@ class Handler(BaseHTTPRequestHandler):
         engine = self.engine
         if "strict" in engine.faults and "top_k" in body:
             return self.give_json({"error": {"message": "unrecognized request argument: top_k"}}, status=400)
+        if "no-tokenizer" in engine.faults and (chat or isinstance(body["prompt"], str)):
+            return self.give_json({"error": {"message": "no tokenizer"}}, status=400)
         if "no-chat" in engine.faults and chat:
             return self.give_json({"error": {"message": "no chat template"}}, status=400)
         prompt = body["messages"][0]["content"] if chat else body["prompt"]

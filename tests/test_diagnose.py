@@ -7,6 +7,7 @@ from threading import Lock
 from types import SimpleNamespace
 
 import pytest
+from fake_engine import FakeEngine
 from served import ServedModel
 from tiny import refrain
 
@@ -19,6 +20,7 @@ from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase, _on_prompts, observed_plan
 from nextn.evaluate.diagnose import diagnose_observations as diagnose
 from nextn.evaluate.diagnose_engine import audit_lines
+from nextn.evaluate.engine_probe import engine_priors
 from nextn.evaluate.engine_run import (
     EngineObservation,
     ask_prompts,
@@ -618,8 +620,30 @@ def test_the_other_template_is_a_cause(plans, chat, template, prompt, places, ot
 
 def test_audit_lines(monkeypatch):
     findings = [SimpleNamespace(severity=each, rule="r", found=f"a {each}") for each in ("error", "warning", "note")]
-    monkeypatch.setattr("nextn.evaluate.diagnose_engine.audit", lambda _: SimpleNamespace(findings=findings))
-    assert audit_lines("x") == ["audit: error, r: a error", "audit: warning, r: a warning"]
+    found = {("x", None): findings, ("x", "y"): findings[1:]}
+    monkeypatch.setattr(
+        "nextn.evaluate.diagnose_engine.audit", lambda x, *, head: SimpleNamespace(findings=found[x, head])
+    )
+    assert audit_lines("x", None) == ["audit: error, r: a error", "audit: warning, r: a warning"]
+    assert audit_lines("x", "y") == ["audit: warning, r: a warning"]
+
+
+def test_an_engine_without_a_tokenizer():
+    """It takes prompts of token ids only, which are what it is asked."""
+    engine, budget = FakeEngine("no-tokenizer"), Budget(Limits(requests=20, seconds=20, answer_s=5))
+    try:
+        assert Endpoint.open(engine.url, budget).capabilities.extra_fields
+        with pytest.raises(EngineError, match="no tokenizer"):
+            Endpoint.open(engine.url, budget, chat=True)
+    finally:
+        engine.stop()
+
+
+def test_faults_that_an_engines_published_code_does_not_have():
+    """Of a head that reads the trunk's keys: vLLM's queries are elsewhere than transformers', llama.cpp's are not."""
+    vllm, llama = (engine_priors(by_name("gemma4_assistant"), engine) for engine in ("vLLM", "llama.cpp"))
+    assert llama.keys() - vllm.keys() == {"query-shifted"}
+    assert {"wrong-keys", "window-lost", "inputs-swapped"} <= vllm.keys()
 
 
 def test_nothing_drafted_is_said_before_k():

@@ -160,7 +160,7 @@ def _diagnose(
     with progress_bars(quiet=source.quiet) as progress:
         found = compare(
             loaded, observed, prompts, plan, num_speculative_tokens, flags=flags, source=options.source,
-            notes=audit_lines(options.source), measure_answers=of_answers,
+            notes=audit_lines(options.source, options.head), measure_answers=of_answers,
             on_text=progress("reference", 0 if source.is_streamed else 2 * num_texts),
             on_fault=progress("faults", len(FAULTS)),
         )  # fmt: skip

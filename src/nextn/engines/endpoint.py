@@ -15,6 +15,7 @@ from nextn.text_format import some
 _REFUSED = frozenset({400, 404, 405, 422, 501})  # how engines answer what they do not support
 _MAX_MODELS, _MAX_NAME = 10_000, 1000
 _PROBE = EngineRequest("The quick brown fox jumps over the lazy dog, and", 4, logprobs=5)
+_IDS_PROBE = replace(_PROBE, prompt=(1, 2, 3, 4))  # of an engine without a tokenizer
 
 
 @dataclass(frozen=True)
@@ -148,18 +149,19 @@ def _context(entry: Mapping) -> int | None:
 
 
 def _probe_capabilities(client: Client, served: ServedModel, *, chat: bool) -> Capabilities:
-    """Send a request with all fields, then with fewer, until the engine does not refuse."""
+    """Send a request with all fields, then with fewer, and one of token ids, until the engine does not refuse."""
     refusal: EngineError | None = None
-    for logprobs, extra_fields in ((True, True), (True, False), (False, False)):
+    attempts = [(_PROBE, True, True), (_PROBE, True, False), (_PROBE, False, False)]
+    for probe, logprobs, extra_fields in [*attempts, *([] if chat else [(_IDS_PROBE, True, True)])]:
         try:
-            answer = Endpoint(client, served, Capabilities(logprobs, extra_fields, 1.0), chat=chat).answer(_PROBE)
+            answer = Endpoint(client, served, Capabilities(logprobs, extra_fields, 1.0), chat=chat).answer(probe)
         except EngineError as error:
             if not is_refusal(error):
                 raise
             refusal = refusal or error
             continue
         has_logprobs = any(token.logprob is not None and token.top_logprobs for token in answer.tokens)
-        num_chars = len(str(_PROBE.prompt))
+        num_chars = len(probe.prompt)
         return Capabilities(has_logprobs, extra_fields, num_chars / (answer.prompt_tokens or num_chars))
     assert refusal is not None
     raise refusal

@@ -371,10 +371,11 @@ class Diagnosis(CheckReport):
             shorter = "drafts fewer than K tokens in some rounds, so its counts by position do not compare; fix its K"
             why = shorter if self.cases[0].observation.counters.per_position else "counts no positions"
             notes.append(f"{self.engine} {why}: there is one figure only, and causes are hard to distinguish")
-        if self.priors and not self.is_fine:
+        unlikely = [cause.name for cause in self.causes if cause.name in self.priors]
+        if unlikely and not self.is_fine:
             notes.append(
                 f"{self.engine}'s published code for this family does not have these faults, so their likelihoods are "
-                f"multiplied by {DOCUMENTED_PRIOR:g}: {', '.join(self.priors)}"
+                f"multiplied by {DOCUMENTED_PRIOR:g}: {', '.join(unlikely)}"
             )
         best = self.causes[0]
         if better := [each.name for each in self.causes[1:] if each.p_value > max(0.05, 2 * best.p_value)]:

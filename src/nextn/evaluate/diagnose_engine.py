@@ -90,7 +90,7 @@ def diagnose(
         check_temperatures(plan)
         target = read_counters(engine, budget, num_speculative_tokens, flags, served=served)
     loaded, source = open_model(model, source, head)
-    notes = audit_lines(source) if source else []
+    notes = audit_lines(source, head) if source else []
     observed = observe(loaded, target, texts, plan)
     found = compare(loaded, observed, texts, plan, num_speculative_tokens, flags=flags, source=source, notes=notes)
     return replace(found, reference=replace(found.reference, prompts_source=origin))
@@ -172,7 +172,7 @@ def flag_texts(flags: str | None) -> list[str]:
         return [flags]
 
 
-def audit_lines(source: str) -> list[str]:
-    """Return the errors and warnings that `audit` finds in the checkpoint, one line each."""
-    findings = audit(source).findings
+def audit_lines(source: str, head: str | Path | None) -> list[str]:
+    """Return the errors and warnings that `audit` finds in the checkpoint and its head, one line each."""
+    findings = audit(source, head=head).findings
     return [f"audit: {each.severity}, {each.rule}: {each.found}" for each in findings if each.severity != "note"]

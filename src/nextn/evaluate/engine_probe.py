@@ -34,6 +34,7 @@ DOCUMENTED_PRIOR = 0.05
 # Fault -> the convention that an engine of the row states where it deviates; None: the row would say so in no field.
 _CONVENTIONS: Mapping[str, str | None] = {
     "norm-offset-missing": None, "norm-offset-added": None, "inputs-swapped": None, "pairs-off-by-one": None,
+    "wrong-keys": None, "window-lost": None, "window-everywhere": None, "query-shifted": "trunk_kv",
     "wrong-hidden": "hidden",
     "wrong-next-hidden": "next_hidden", "position0": "position0", "mtp-layers-permuted": "order",
 }  # fmt: skip
