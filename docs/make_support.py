@@ -74,8 +74,7 @@ def matrix(reasons: dict[str, str], runs: dict[str, dict[str, str]]) -> str:
     def line(row: Family) -> tuple[str, ...]:
         if row.trunk_kv:  # tests/test_shared_kv_head.py
             title = f"[{row.title}](families/{row.name}.md)"
-            native = "no: it reads the trunk's keys"
-            return (title, "yes", "-", "yes", "yes, with `--head`", "-", "-", native, "transformers", "-")
+            return (title, "yes", "-", "yes", "yes, with `--head`", "-", "-", "yes", "transformers", "-")
         engines = ", ".join(f"{NAMES[name]} {version}".strip() for name, version in runs.get(row.name, {}).items())
         native = "no" if not row.runs else f"no: {reasons[row.name]}" if reasons[row.name] else "yes"
         logits = ", ".join(CHECKED.get(row.name, ()))

@@ -44,7 +44,7 @@ READERS = "test_shared_kv_head.py -k 'transformers or sampled'"
 MUTATIONS = [
     # Heads that read the trunk's keys, and depths that read the first run's: which position, which layer, how far back.
     Mutation("model/shared_kv_head.py", 'packing[0]) + int(self.family.trunk_kv == "token")', "packing[0])", READERS),
-    Mutation("model/shared_kv_head.py", 'window = window and window + int(self.family.trunk_kv == "token")', "window = window and window", READERS),
+    Mutation("model/shared_kv_head.py", 'return window and window + int(self.family.trunk_kv == "token")', "return window", READERS),
     Mutation("model/shared_kv_head.py", "storing_layers(trunk, each.name)[-1]", "storing_layers(trunk, each.name)[0]", READERS),
     Mutation("model/shared_kv_head.py", "cache.rollback_to([length - 1 for length in cache.lengths])", "pass", READERS),
     Mutation("model/shared_kv_head.py", "return HeadStep(final_hidden, layers.next_projection(final_hidden))", "return HeadStep(final_hidden, layers.next_projection(states))", READERS),
@@ -170,6 +170,9 @@ MUTATIONS = [
     Mutation("serve/openai_responses.py", "or self._num_chars > _MAX_STORED_CHARS", "", "test_serve_responses.py"),
     # The native runtime; those of csrc compile it.
     Mutation("runtime/native/graph_analysis.py", "return all(start <= index < end for", "return True or all(start <= index < end for", "test_fusion_fuse.py test_fusion_qk_norm_rope.py test_fusion_rms_norm.py test_session.py"),
+    Mutation("runtime/native/session.py", "if not self.read_layers:  # whose chain", "if True:  # whose chain", "test_shared_kv_head.py -k native"),
+    Mutation("runtime/native/session.py", "offset=-1 if self.read_layers else 0", "offset=0", "test_shared_kv_head.py -k native"),
+    Mutation("runtime/native/session.py", "replace(each, window=head.visible_window(each))", "replace(each, window=head.windows[each])", "test_shared_kv_head.py -k native"),
     Mutation("runtime/native/program.py", "if block[2] >= first)", "if block[2] > first)", "test_session.py test_program.py"),
     Mutation("runtime/native/csrc/rounds.cpp", "pending->counts[row] += num_new;", "pending->counts[row] += num_accepted;", "test_session.py test_rounds.py"),
     Mutation("runtime/native/csrc/sampling.cpp", "tail->first / float(total)", "tail->first", "test_native_sampling.py"),

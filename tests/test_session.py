@@ -51,7 +51,7 @@ PLAIN = {
     "minimax_m3": "type minimax_m3_sparse",
     "longcat_flash": "depends on the values",
     "inkling": "type hybrid_sliding",
-    "nemotron_h": "type dummy",
+    "nemotron_h": "delta rule",
     "dots3_note": "type indexed_attention",
 }
 TRAINED = ("glm", "glm_one", "glm_two", "qwen")

@@ -136,11 +136,11 @@ class SharedKVHead(Head):
 
         cache: A view of the trunk's, which has stored the positions.
         """
-        assert isinstance(cache, TrunkKV)
+        keys = cast(TrunkKV, cache)  # or what records it
         tokens = tokens.to(hidden.device, non_blocking=True)
-        length, end = tokens.shape[1], max(cache.lengths) + tokens.shape[1]
-        cache.begin(length)
-        return self._read(tokens, hidden, cache.positions(length), self._keys(cache, end))
+        length, end = tokens.shape[1], max(keys.lengths) + tokens.shape[1]
+        keys.begin(length)
+        return self._read(tokens, hidden, keys.positions(length), self._keys(keys, end))
 
     def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> None:
         """Count the positions: there is nothing to store."""
@@ -162,10 +162,7 @@ class SharedKVHead(Head):
         rotary, masks = {}, {}
         for layer_type, (key, _) in keys.items():
             rotary[layer_type] = self._source[0].rotary(states, queries, layer_type)
-            # transformers lets a query at its token's position see one key more: as many before the hidden state's.
-            window = self.windows[layer_type]
-            window = window and window + int(self.family.trunk_kv == "token")
-            visible = causal(positions, key.shape[2], window=window)
+            visible = causal(positions, key.shape[2], window=self.visible_window(layer_type))
             visible = visible if packing is None else visible & packing[1]
             masks[layer_type] = self.trunk.to_attention_mask(visible)
         for layer_type, layer in zip(layers.layer_types, layers.layers, strict=True):
@@ -178,6 +175,14 @@ class SharedKVHead(Head):
             )
         final_hidden = layers.final_norm(states)
         return HeadStep(final_hidden, layers.next_projection(final_hidden))
+
+    def visible_window(self, layer_type: LayerType) -> int | None:
+        """Return how many positions layers of this type see up to that of the pair's hidden state; None: all.
+
+        transformers lets a query at its token's position see one key more: as many before the hidden state's.
+        """
+        window = self.windows[layer_type]
+        return window and window + int(self.family.trunk_kv == "token")
 
     def earlier_layer(self, layer_type: LayerType) -> int | None:
         """Return the trunk's layer of this type before the one that is read; None if that is the first."""

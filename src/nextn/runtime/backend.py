@@ -152,8 +152,6 @@ def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
         raise Untraceable(f"the native runtime runs on CPUs, the model is on {trunk.device}")
     if head is not None and head.family.repeated_kv != "own":
         raise Untraceable("the native runtime gives repeated depths keys of their own, and this head's have none")
-    if head is not None and head.family.trunk_kv:
-        raise Untraceable("the native runtime runs heads with keys of their own, and this one reads the trunk's")
     if (quantizer := getattr(trunk.model, "hf_quantizer", None)) is not None:
         method = getattr(quantizer.quantization_config, "quant_method", "quantization")
         raise Untraceable(

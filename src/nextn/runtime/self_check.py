@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from nextn.cache.family_caches import TrunkKV
+from nextn.cache.kv_cache import KVCache
 from nextn.checkpoint.mapped_memory import released_after_use
 from nextn.model.head import Head
 from nextn.model.packed_experts import weights_with_codes
@@ -115,9 +117,10 @@ def check(trunk: Trunk, head: Head | None, native: Any) -> None:
     """
     tokens = torch.randint(trunk.vocab_size, (1, sum(BLOCK_SIZES)), generator=torch.Generator().manual_seed(0))
     tolerance, modules = _tolerance(trunk, head, native), [trunk, *([] if head is None else [head])]
+    own_cache = trunk.cache(1) if head is not None and head.family.trunk_kv else None
     with released_after_use([*trunk.decoder.layers, *([] if head is None else head.stack)]):
         with WithPackedValues(modules, native.trunk.weights) as values:
-            exact = trunk(tokens)
+            exact = trunk(tokens, own_cache)
         cache, states, logits = native.trunk.cache(1), [], []
         for block in tokens.split(BLOCK_SIZES, dim=1):
             output = native.trunk(block, cache)
@@ -133,18 +136,27 @@ def check(trunk: Trunk, head: Head | None, native: Any) -> None:
         _compare_logits(trunk, states, logits, values)
         if head is None or native.head is None:
             return
-        _check_head(tokens, exact.head_input, head, native.head, tolerance)
+        _check_head(tokens, exact.head_input, head, native.head, tolerance, (own_cache, cache))
 
 
-def _check_head(tokens: Tensor, inputs: Tensor, head: Head, native: Any, tolerance: float) -> None:
-    """Compare the first layer, with the states in `inputs` [1, T, ...] of the trunk."""
+def _check_head(
+    tokens: Tensor, inputs: Tensor, head: Head, native: Any, tolerance: float, trunk_caches: tuple[KVCache | None, Any]
+) -> None:
+    """Compare the first layer, with the states in `inputs` [1, T, ...] of the trunk.
+
+    trunk_caches: The trunk's after these tokens, in torch, and native, for a head that reads them; else None first.
+    """
+    of_modules, of_native = trunk_caches
     modules, given = [head, head.trunk], inputs.to(head.trunk.dtype)
 
     def run(inputs: Tensor = given, *, is_wide: bool = False) -> Tensor:
         with WithPackedValues(modules, native.weights, is_wide=is_wide):
-            return head.step(0, tokens, inputs).final_hidden
+            cache = None if of_modules is None else head.cache(1, of_modules)
+            return head.step(0, tokens, inputs, cache=cache).final_hidden
 
-    exact, states, cache = run(inputs, is_wide=True), [], native.cache(1)
+    exact, states, cache = run(inputs, is_wide=True), [], native.cache(1, of_native)
+    for layer in () if of_modules is None else native.read_layers:  # the same keys: those of the native trunk differ
+        of_native.store(layer, *TrunkKV(of_modules, 1).keys_and_values(layer, tokens.shape[1]))
     for block, part in zip(tokens.split(BLOCK_SIZES, dim=1), given.split(BLOCK_SIZES, dim=1), strict=True):
         states.append(native.step(0, block, part, cache=cache).final_hidden.clone())
         cache.commit([block.shape[1]])

@@ -12,7 +12,7 @@ from nextn.runtime.native.trace import Entry, storage_key
 FLOATS = (torch.float32, torch.bfloat16)  # dtypes that fused kernels support
 # Ops whose output may have any strides with a dense last dim.
 _STRIDED_OUT = ("add", "sub", "mul", "neg", "rope", "silu_mul")
-_PURE = ("expert_linear", "confidence")  # native ops without effects other than their outputs
+_PURE = ("attend_stored", "expert_linear", "confidence")  # native ops without effects other than their outputs
 
 
 class Match(Protocol):

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nextn.cache.family_caches import TrunkKV
 from nextn.cache.kv_cache import CacheBlock, KVCache
 from nextn.errors import RollbackError
 from nextn.runtime.native.abi import Program, Runtime
@@ -75,6 +76,11 @@ class KVBuffers(KVCache):
         if self.is_recurrent:
             self._counts.copy_(torch.tensor(counts))
             self._commit.run()
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [B, heads, T, size] of a layer to the first positions, which are reserved."""
+        views = [keys.to(self._dtype), values.to(self._dtype), torch.zeros(len(keys), dtype=torch.int64)]
+        self._runtime.call("store_kv", [*views, self.headers[layer]], [int(self._kv_dtype is torch.int8)])
 
     def advance(self, counts: Sequence[int]) -> None:
         """Commit positions that native code wrote by itself into reserved memory."""
@@ -235,3 +241,31 @@ class KVBuffers(KVCache):
         state = [MAX_RECURRENT_BLOCK, *shape.state, batch_size]
         assert self._commit.add("commit_state", [self._counts, header[:1]], state)
         assert self._commit.add("commit_history", [self._counts, header[1:2]], history)
+
+
+class TrunkBuffers(TrunkKV):
+    """A view of the trunk's buffers for a head that reads some of its layers, and stores nothing."""
+
+    def __init__(self, trunk: KVBuffers | None, batch_size: int, layers: Sequence[int]) -> None:
+        super().__init__(trunk, batch_size)
+        self._layers = list(layers)
+
+    @property
+    def _buffers(self) -> KVBuffers:
+        assert isinstance(self.trunk, KVBuffers)
+        return self.trunk
+
+    @property
+    def headers(self) -> Tensor:
+        return self._buffers.headers[self._layers]
+
+    @property
+    def allocation(self) -> object:
+        return self._buffers.allocation
+
+    def reserve(self, num_positions: int) -> None:
+        """As `KVBuffers.reserve`: a padded block reads beyond the last position."""
+        self._buffers.reserve(num_positions)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]

@@ -79,6 +79,7 @@ class Passes:
         dtype: torch.dtype,
         int8_cache: bool = False,
         state_shape: tuple[int, ...] | None = None,
+        make_cache: Callable[..., RecordingCache] = RecordingCache,
     ) -> None:
         """Create passes without recording any.
 
@@ -90,7 +91,9 @@ class Passes:
             dtype: Of hidden states.
             int8_cache: Whether attention layers store keys and values in 8 bits.
             state_shape: Shape of a hidden state that is an input; None for a trunk.
+            make_cache: Creates the cache of a recorded pass.
         """
+        self._make_cache = make_cache
         self._runtime, self._weights, self._layer_types, self._run_pass = runtime, weights, list(layer_types), run_pass
         self._dtype, self._int8_cache, self._state_shape = dtype, int8_cache, state_shape
         self._scratch = Scratch()
@@ -190,7 +193,7 @@ class Passes:
         states = None if shape is None else torch.zeros(batch_size, size, *shape, dtype=self._dtype)
         inputs = Inputs.of(batch_size, size, states)
         layers = self._layer_types, self._headers
-        cache = RecordingCache(*layers, inputs.starts, inputs.positions, int8=self._int8_cache)
+        cache = self._make_cache(*layers, inputs.starts, inputs.positions, int8=self._int8_cache)
         trace = TraceRecorder(inputs.tensors, cache.layers)
         run = partial(self._run_recorded, inputs, cache)
         replay = Replay.of(self._runtime, trace, run, self._weights, self._scratch, num_wide=1)

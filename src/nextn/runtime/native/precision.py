@@ -119,7 +119,7 @@ _RULES: dict[str, Callable[[Instruction, TakesFloats], _Ties]] = {
     **dict.fromkeys(("linear", "gated_linear", "expert_linear", "gated_expert_linear"), _linear),
     **dict.fromkeys(("embedding", "grouped_embedding"), _tied((0,))),
     **dict.fromkeys(("index_select", "gather"), _tied((0, 1))),
-    "attention": _attention,
+    **dict.fromkeys(("attention", "attend_stored"), _attention),
     "store_kv": _tied(),
     "causal_conv": _tied((0,)),  # its history has the dtype of x
     "gated_delta_rule": _tied(*((place,) for place in range(6))),

@@ -260,17 +260,17 @@ class NativeRounds:
         """
         max_rounds, chain = min(max_rounds, MAX_ROUNDS), self._chain if max_speculative_tokens else None
         num_later = min((max_rounds - 1) * (max_speculative_tokens + 1), int(self._remaining.max()))
-        if chain is not None:
-            assert self._pending is not None
-            num_pending = max(int(self._pending.counts.max()), max_speculative_tokens + 1)
-            chain.begin(plan, max_speculative_tokens, num_pending=num_pending, num_later=num_later)
-        elif self._pending is not None:
+        if chain is None and self._pending is not None:
             max_rounds = min(max_rounds, self._pending.capacity - int(self._pending.counts.max()))
         longest = max(max_speculative_tokens, choice.num_draft_tokens)
         self._ensure_blocks([*range(1, max_speculative_tokens + 2), longest + 1])
         largest = self._verify_blocks[longest + 1]
         self._cache.reserve(max(self._cache.lengths) + num_later + largest.size)
-        self._passes.attach(self._cache)
+        if chain is not None:
+            assert self._pending is not None
+            num_pending = max(int(self._pending.counts.max()), max_speculative_tokens + 1)
+            chain.begin(plan, max_speculative_tokens, num_pending=num_pending, num_later=num_later)
+        self._passes.attach(self._cache)  # now: a head that reads this cache may have let it grow
         self._batch.max_speculative_tokens = max_speculative_tokens
         self._set_uniforms(uniforms, max_rounds * (max_speculative_tokens + longest + 1))
         self._set_copies(choice)

@@ -1,31 +1,39 @@
 """Trunk and head of the native backend, with the signatures of `Trunk` and `Head` as decoding uses them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from nextn.model.head import Head
 from nextn.model.mtp_layer import HeadStep
+from nextn.model.shared_kv_head import SharedKVHead
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.native.abi import Runtime
 from nextn.runtime.native.draft_chain import NativeDraftChain
-from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.runtime.native.kv_buffers import KVBuffers, TrunkBuffers
 from nextn.runtime.native.lm_head import DraftLMHead, LMHead, with_confidence
 from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.rounds import NativeRounds, NativeVerifier, VerifyBlock
-from nextn.runtime.native.trace_hooks import RecordingCache, copy_for_recording, record_delta_rules
+from nextn.runtime.native.trace_hooks import (
+    RecordingCache,
+    RecordingTrunkKV,
+    copy_for_recording,
+    record_delta_rules,
+)
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.runtime.protocols import RoundsStart
 from nextn.settings import Sampling
 from nextn.speculative.sampling import HeadOutput, Prediction
 from nextn.speculative.verification import Verifier
 
+HeadBuffers: TypeAlias = KVBuffers | TrunkBuffers
 _MAX_VERIFIERS, _MAX_BLOCKS = 8, 512  # cached for later texts
 
 
@@ -60,6 +68,10 @@ class NativeTrunk:
 
     def cache(self, batch_size: int) -> KVBuffers:
         return _allocate_cache([self._passes], batch_size)
+
+    def shapes(self, layers: Iterable[int]) -> dict[int, Any]:
+        """Return what these layers store per position, by index. Raises Untraceable."""
+        return {layer: self._passes.shapes(1)[layer] for layer in layers}
 
     def prepare(self, batch_size: int, block_sizes: Sequence[int], *, exact: bool) -> None:
         """As `Trunk.prepare`."""
@@ -197,6 +209,12 @@ class NativeHead:
         self._runtime, self.weights = runtime, weights
         self.layer_index, self.uses_next_hidden, self.family = head.layer_index, head.uses_next_hidden, head.family
         layer_types = [layer_type for index in range(head.num_modules) for layer_type in head.layer_types(index)]
+        make_cache: Any = RecordingCache
+        self.read_layers: list[int] = []  # of the trunk's, by a head without keys of its own
+        if isinstance(head, SharedKVHead):
+            self.read_layers = list(head.read_layers.values())
+            layer_types = [replace(each, window=head.visible_window(each)) for each in head.read_layers]
+            make_cache = partial(RecordingTrunkKV, trunk.shapes(self.read_layers), trunk.dtype)
         make = partial(
             Passes,
             runtime,
@@ -205,6 +223,7 @@ class NativeHead:
             dtype=trunk.dtype,
             int8_cache=trunk.int8_cache,
             state_shape=trunk.hidden_shape,
+            make_cache=make_cache,
         )
         self._passes = [make(partial(self._run_pass, index)) for index in range(head.num_modules)]
         self._step_passes, self._refresh_passes = make(self._run_step), make(self._run_refresh)
@@ -216,16 +235,20 @@ class NativeHead:
         logits, weight = partial(self._draft_logits, index), self._recorded.output(index).weight
         return LMHead(self._runtime, weights, logits, weight, self._recorded.draft_vocabulary)
 
-    def cache(self, batch_size: int, trunk_cache: object = None) -> KVBuffers:
+    def cache(self, batch_size: int, trunk_cache: KVBuffers | None = None) -> HeadBuffers:
         """Return a cache for any of the MTP layers."""
+        if self.read_layers:
+            return TrunkBuffers(trunk_cache, batch_size, self.read_layers)
         return _allocate_cache(self._passes, batch_size)
 
-    def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVBuffers) -> HeadStep:
+    def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: HeadBuffers) -> HeadStep:
         """As `Head.step` with a cache; the next pass overwrites the states."""
         return HeadStep(*self._passes[index].run(tokens, cache, states=hidden))
 
-    def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVBuffers) -> None:
+    def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: HeadBuffers) -> None:
         """As `step`, without what only the outputs need."""
+        if self.read_layers:  # there is nothing to store
+            return cache.begin(tokens.shape[1])
         is_separate = self.num_modules == 1 and not cache.is_recurrent
         passes = self._refresh_passes if is_separate else self._passes[index]
         passes.run(tokens, cache, states=hidden)
@@ -244,10 +267,10 @@ class NativeHead:
         for lm_head in self._lm_heads:
             lm_head.replay_for(batch_size)
 
-    def recursion(self, cache: KVBuffers, state: Tensor) -> "NativeRecursion":
-        return NativeRecursion(self._step_passes, cache, state)
+    def recursion(self, cache: HeadBuffers, state: Tensor) -> "NativeRecursion":
+        return NativeRecursion(self._step_passes, cache, state, offset=-1 if self.read_layers else 0)
 
-    def chain(self, cache: KVBuffers, sampling: Sampling, *, sampled: bool) -> NativeDraftChain | None:
+    def chain(self, cache: HeadBuffers, sampling: Sampling, *, sampled: bool) -> NativeDraftChain | None:
         """Return a chain that drafts in one native call; None if Python must run between the drafts."""
         if self.num_modules > 1 or cache.is_recurrent or sampling.needs_seen:
             return None
@@ -273,7 +296,8 @@ class NativeHead:
         outs = with_confidence(self._draft_logits(index, final_hidden[:, 0]), head.draft_vocabulary)
         inputs.tokens.copy_(outs[1][:, None])
         inputs.states.copy_(next_hidden)
-        inputs.starts.add_(1)
+        if not self.read_layers:  # whose chain of drafts stays at one position
+            inputs.starts.add_(1)
         return outs
 
     def _draft_logits(self, index: int, states: Tensor) -> Tensor:
@@ -284,16 +308,17 @@ class NativeHead:
 
     def _run_refresh(self, inputs: Inputs, cache: RecordingCache) -> list[Tensor]:
         """The only MTP layer without outputs: dead-code elimination leaves what the KV cache needs."""
-        self._run_pass(0, inputs, cache)
+        if not self.read_layers:
+            self._run_pass(0, inputs, cache)
         return []
 
 
 class NativeRecursion:
     """`Recursion` with one native program per step, which prepares the inputs of the next step."""
 
-    def __init__(self, passes: Passes, cache: KVBuffers, state: Tensor) -> None:
+    def __init__(self, passes: Passes, cache: HeadBuffers, state: Tensor, *, offset: int) -> None:
         self._passes, self._cache = passes, cache
-        self._inputs, self._replay = passes.bind(cache)
+        self._inputs, self._replay = passes.bind(cache, offset=offset)
         assert self._inputs.states is not None
         self._inputs.states[:, 0] = state
         self._next_tokens: list[int] | None = None  # already in the inputs

@@ -7,7 +7,7 @@ replaced while a pass is recorded, for the recording thread.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -49,13 +49,23 @@ class RecordingLayer:
     def __init__(self, layer_type: LayerType, header: Tensor, starts: Tensor, *, int8: bool = False) -> None:
         self.layer_type, self.header, self.starts, self.int8 = layer_type, header, starts, int8
         self.shape: tuple[int, int, int] | None = None  # (kv heads, key size, value size), set by a recording
+        self.keys: Tensor | None = None  # that it handed out, by which the hook recognizes the layer
+        self.is_stored = False  # whether the buffers hold these keys and their values
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Return the block's own keys and values, which the native op writes to the KV buffers.
 
         Latents (DeepSeek's MLA) are therefore cached expanded, each position once.
         """
+        self.keys = keys
         return keys, values
+
+    def read(self, num_positions: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return placeholders [B, kv heads, m, size] for the keys and values that are stored."""
+        heads, *sizes = shape
+        self.keys, values = (torch.zeros(len(self.starts), heads, num_positions, size, dtype=dtype) for size in sizes)
+        self.is_stored = True
+        return self.keys, values
 
     def begin(self, lengths: Sequence[int], num_positions: int) -> None: ...
 
@@ -156,7 +166,7 @@ class RecordingCache(KVCache):
         for layer_type, header in zip(layer_types, headers, strict=True):
             if layer_type.name == "linear_attention" and layer_type.num_states == 1:
                 self.layers.append(RecordingRecurrentLayer(header))
-            elif layer_type.name in ("full_attention", "sliding_attention"):
+            elif layer_type.name in ("full_attention", "sliding_attention", "dummy"):  # "dummy" stores nothing
                 self.layers.append(RecordingLayer(layer_type, header, starts, int8=int8))
             else:
                 states = f" with {layer_type.num_states} states" if layer_type.num_states > 1 else ""
@@ -171,6 +181,24 @@ class RecordingCache(KVCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         raise Untraceable("the model reads the length of the cache")
+
+
+class RecordingTrunkKV(RecordingCache):
+    """The trunk's cache in a recorded pass of a head that reads it. shapes: of the layers that it reads, by index."""
+
+    def __init__(
+        self, shapes: Mapping[int, tuple[int, int, int]], dtype: torch.dtype, *args: Any, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self._by_index = {
+            index: (layer, shape) for layer, (index, shape) in zip(self.layers, shapes.items(), strict=True)
+        }
+        self._dtype = dtype
+
+    def keys_and_values(self, layer: int, num_positions: int) -> tuple[Tensor, Tensor]:
+        """As `TrunkKV.keys_and_values`."""
+        stored, shape = self._by_index[layer]
+        return stored.read(num_positions, shape, self._dtype)
 
 
 def copy_for_recording(module: ModuleT, copies: Sequence[tuple[nn.Module, nn.Module]] = ()) -> ModuleT:
@@ -205,7 +233,7 @@ def copy_for_recording(module: ModuleT, copies: Sequence[tuple[nn.Module, nn.Mod
 
 def _configs(module: nn.Module) -> list[Any]:
     configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
-    return list({id(config): config for config in configs if config is not None}.values())
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
 @contextmanager
@@ -304,7 +332,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, m, D] x 3 -> [B, m, H, Dv]."""
     trace = current_trace()
-    layer = trace.layers[cast(int, module.layer_idx)]
+    layer = _layer_with(key, trace.layers, cast(int, module.layer_idx))
     if not isinstance(layer, RecordingLayer) or key.shape[2] != query.shape[2]:
         raise Untraceable("attention over other positions than the block's own")
     unsupported = sorted(name for name, value in kwargs.items() if value is not None and name not in _IGNORED)
@@ -318,8 +346,18 @@ def _attention(
     views += [] if s_aux is None else [s_aux.detach()]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     ints, reals = [int(layer.int8), layer.layer_type.window or 0], [scale, softcap or 0.0]
-    trace.add_native("attention", views, outs=1, ints=ints, reals=reals)
+    trace.add_native("attend_stored" if layer.is_stored else "attention", views, outs=1, ints=ints, reals=reals)
+    layer.is_stored = True
     return out, None
+
+
+def _layer_with(key: Tensor, layers: Sequence[object], index: int) -> object:
+    """Return the layer that handed out these keys: another one's, where layers share them; else that at the index,
+    as some models expand what they get."""
+    found = next((each for each in layers if isinstance(each, RecordingLayer) and each.keys is key), None)
+    own = layers[index] if index < len(layers) else None
+    is_without_keys = isinstance(own, RecordingLayer) and own.layer_type.name == "dummy"
+    return found if found is not None or is_without_keys else own
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 // The op `attention` writes the block's keys and values into the KV buffers, then computes attention of its queries
-// over all positions that they may see. The op `store_kv` only writes. The first whole parameter of both is the type of
-// the buffers, the second one of `attention` the sliding window.
+// over all positions that they may see. The op `store_kv` only writes, and `attend_stored` only reads what another layer
+// wrote. The first whole parameter of each is the type of the buffers, the second one, without `store_kv`, the sliding
+// window.
 #include "attention.h"
 
 #include <algorithm>
@@ -25,13 +26,17 @@ bool fits_keys(const View& q, const View& k) { return q.type == k.type || (q.typ
 void write(const Attention& a, const AttentionKernel& kernel, const Worker& worker) {
   int64_t begin, end;
   worker.share(a.batch * a.kv_heads, begin, end);
+  for (int64_t i = begin; i < end; ++i) kernel.write(a, i % a.batch, i / a.batch);
+}
+
+void check(const Attention& a) {
   NEXTN_CHECK(a.keys && a.values && a.capacity % kBlock == 0, "KV buffers of ", a.capacity, " positions");
   for (int64_t row = 0; row < a.batch; ++row)
     NEXTN_CHECK(a.starts[row] >= 0 && a.starts[row] <= a.capacity - a.width, "sequence ", row, ": positions from ",
                 a.starts[row], " on, ", a.width, " of them, in KV buffers of ", a.capacity);
-  for (int64_t i = begin; i < end; ++i) kernel.write(a, i % a.batch, i / a.batch);
 }
 
+template <bool kWrites>
 void attend(const Call& call, const Worker& worker) {
   const View* sinks = call.views.size() > 6 ? &call.views[6] : nullptr;
   Attention a(call.views[0], call.views[1], &call.views[2], sinks, call.ints[0]);
@@ -41,16 +46,17 @@ void attend(const Call& call, const Worker& worker) {
   const int64_t most = kernel.even ? (total + sweeps - 1) / sweeps : kernel.most;
   int64_t begin, end;
   worker.share(streams, begin, end);
-  write(a, kernel, worker);
+  check(a);
+  if (kWrites) write(a, kernel, worker);
   const auto run = [&](int64_t stream, int64_t place) {
     kernel.sweep({a, stream % a.batch, stream / a.batch, place * most, std::min(most, total - place * most)});
   };
   // A worker that reads only what it wrote itself needs no barrier. Otherwise sweeps are dealt out round-robin, as
   // later ones are longer.
-  if (sweeps == 1 || streams % worker.count == 0) {
+  if (kWrites && (sweeps == 1 || streams % worker.count == 0)) {
     for (int64_t i = begin * sweeps; i < end * sweeps; ++i) run(i / sweeps, i % sweeps);
   } else {
-    worker.barrier();
+    if (kWrites) worker.barrier();
     for (int64_t i = worker.index; i < streams * sweeps; i += worker.count) run(i / sweeps, i % sweeps);
   }
 }
@@ -58,7 +64,9 @@ void attend(const Call& call, const Worker& worker) {
 // views: keys and values as for `attention`, starts, header.
 void store(const Call& call, const Worker& worker) {
   const View* views = call.views.data();
-  write({views[0], views[0], views, nullptr, call.ints[0]}, *select_kernel(views[0], views[1], call.ints[0]), worker);
+  const Attention a(views[0], views[0], views, nullptr, call.ints[0]);
+  check(a);
+  write(a, *select_kernel(views[0], views[1], call.ints[0]), worker);
 }
 
 bool sized(const View& view, int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -85,6 +93,7 @@ bool select_store(Call& call) {
   return true;
 }
 
+template <bool kWrites>
 bool select(Call& call) {
   const auto& views = call.views;
   if (views.size() < 6 || views.size() > 7 || call.ints.size() != 2 || call.reals.size() != 2) return false;
@@ -96,12 +105,13 @@ bool select(Call& call) {
   if (!sized(out, k.size[0], heads, k.size[2], v.size[3])) return false;
   if (views.size() == 7 && (!is_float(views[6]) || views[6].ndim != 1 || views[6].size[0] != heads)) return false;
   if (call.ints[1] < 0 || !(call.reals[0] > 0) || !(call.reals[1] >= 0)) return false;
-  call.kernel = attend;
+  call.kernel = attend<kWrites>;
   call.parallel = true;
   return true;
 }
 
-Op attend_op{"attention", select};
+Op attend_op{"attention", select<true>};
+Op read_op{"attend_stored", select<false>};
 Op store_op{"store_kv", select_store};
 
 }  // namespace
