@@ -97,8 +97,11 @@ def trained(checkpoint: Path | str, variant: str, steps: list[int], config: Head
         if isinstance(record, StepRecord) and record.step - 1 in rows:
             rows[record.step - 1]["loss"] = round(record.loss[0], 3)  # at depth 1, of the next batch, before its update
         elif isinstance(record, HeadRecord) and record.step in steps:
-            rows[record.step] = {"step": record.step, "greedy": record.heldout.greedy.length}
-            rows[record.step]["sampled"] = record.heldout.sampled.length
+            rows[record.step] = {"step": record.step}
+            for rule in ("greedy", "sampled"):
+                counts = getattr(record.heldout, rule)
+                error = torch.tensor(counts.deviations).std().item() / len(counts.rounds) ** 0.5
+                rows[record.step][rule] = {"AL": round(counts.length, 3), "error": round(error, 3)}
             print(f"  {variant:8} {rows[record.step]}", flush=True)
     return [*rows.values()]
 
