@@ -425,6 +425,17 @@ def test_rounds_that_were_shorter_than_k():
     assert engine_depth([short], None) == 3
 
 
+@pytest.mark.parametrize(
+    ("length", "named"), [(1.75, ("inconclusive",)), (2.3, ("inconclusive",)), (1.3, ("no-prefill",))]
+)
+def test_short_rounds_are_blamed_only_where_they_accept_too_little(length, named):
+    """Rounds of one draft accept a_1 = 0.7 of an engine without fault, those of two 1.05."""
+    seen = EngineObservation(0.0, Counters("x", 1000, 1300, 800, (700, 100)), (0,))
+    counts = ObservedCounts(length=length, rounds=1000)
+    hypotheses = GOOD, expects("no-prefill", 0.2, 0.5)
+    assert Diagnosis("x", None, (ObservedCase(seen, counts, hypotheses, 1.0, 0),)).named == named
+
+
 def test_share_of_novel_text():
     """Up to the first other token; a text that ends sooner is the reference's as far as it goes."""
     drawn = GeneratedTexts((ReferenceText((7,), (1, 2, 3, 4)), ReferenceText((8,), (5, 6, 7, 8))), (), None)

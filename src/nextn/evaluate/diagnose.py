@@ -50,7 +50,8 @@ DEFINITIONS = {
     "[] = even the likeliest does not fit (p_value below 0.001); acceptance-overridden = a "
     "setting of the engine decides; weights = the counts are as expected, but the head is poor; context-length = only "
     "long prompts fall short; inconclusive = fine is the likeliest or near it, but "
-    "the counts or the reference are too few to tell it from half of the drafts lost, see needed",
+    "the counts or the reference are too few to tell it from half of the drafts lost, see needed, or rounds of fewer "
+    "than K drafts may explain the counts",
     "needed": "what would decide, about: new tokens and texts of the reference, rounds of the engine (null: those "
     "that it counted are enough); null = decided, or no amount of it decides",
     "indistinguishable": "causes that cannot be distinguished from the named here: this many rounds are expected to "
@@ -76,6 +77,11 @@ class ObservedCase:
         """Whether the engine's prompts were not those of the reference."""
         observation = self.observation
         return observation.prompt_indices is None or not observation.exclusive or self.num_retokenized > 0
+
+    @property
+    def has_short_rounds(self) -> bool:
+        """Whether counts by position do not compare, because rounds drafted fewer tokens than K."""
+        return not self.counts.num_drafted and bool(self.observation.counters.per_position)
 
     @property
     def num_accepted(self) -> float:
@@ -173,16 +179,26 @@ class Diagnosis(CheckReport):
 
         Four are not among the hypotheses: `acceptance-overridden`, if a setting of the engine decides the acceptance,
         `weights`, if the counts are as expected, but the head itself is poor, `context-length`, if only long prompts
-        fall short, and `inconclusive`, if the evidence cannot exclude that half of the drafts are lost.
+        fall short, and `inconclusive`, if the evidence cannot exclude that half of the drafts are lost, or rounds of
+        fewer than K drafts may explain the counts.
         """
         if self.overrides:
             return (OVERRIDDEN,)
         names = name_causes(self.causes)
+        if names != (FINE,) and self._may_be_short:
+            return (INCONCLUSIVE,)
         if names == (FINE,) and self.reference_rate < _POOR_RATE:
             return (WEIGHTS,)
         if names == (FINE,) and not can_decide(self._evidence):
             return (INCONCLUSIVE,)
         return (CONTEXT,) if not names and self._falls_with_length else names
+
+    @property
+    def _may_be_short(self) -> bool:
+        """Whether an engine without fault may accept as much in rounds of fewer than K drafts: at least a_1 in each."""
+        return all(
+            case.has_short_rounds and case.num_accepted >= _without_fault(case).raw_rates[0] for case in self.cases
+        )
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -230,7 +246,7 @@ class Diagnosis(CheckReport):
     @cached_property
     def needed(self) -> NeededEvidence | None:
         """What would decide; None if the case is decided, or no amount of the same evidence decides it."""
-        if not self.is_inconclusive:
+        if not self.is_inconclusive or self._may_be_short:
             return None
         return needed_evidence(self._evidence, driven=not any(case.other_workload for case in self.cases))
 
@@ -336,6 +352,8 @@ class Diagnosis(CheckReport):
     def _needed_text(self) -> str:
         """What to add so that the data decide."""
         needed = self.needed
+        if self._may_be_short:
+            return "the engine drafts fewer than K tokens in some rounds: let it draft K in all (nextn serve --fixed-k)"
         if needed is None:
             same_prompts = (
                 "ask the same prompts with --drive" if self.cases[0].other_workload else "compare longer runs"
@@ -369,7 +387,7 @@ class Diagnosis(CheckReport):
             notes.append(f"would show in decoding only, which a streamed trunk cannot do: {decoded}")
         if not self.cases[0].counts.num_drafted:
             shorter = "drafts fewer than K tokens in some rounds, so its counts by position do not compare; fix its K"
-            why = shorter if self.cases[0].observation.counters.per_position else "counts no positions"
+            why = shorter if self.cases[0].has_short_rounds else "counts no positions"
             notes.append(f"{self.engine} {why}: there is one figure only, and causes are hard to distinguish")
         unlikely = [cause.name for cause in self.causes if cause.name in self.priors]
         if unlikely and not self.is_fine:
