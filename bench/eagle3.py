@@ -314,9 +314,8 @@ class Experiment:
             pairs = ((batch, task.hidden_of(output)) for batch, output in states[rule])
             result = heldout_acceptance(task.model.trunk, task.head, pairs, depths, on_policy=True)
             counts = getattr(result, rule)
-            error = torch.tensor(counts.deviations).std().item() / len(counts.rounds) ** 0.5
             rates = [round(rate, 4) for rate in counts.rates]
-            record[rule] = {"AL": round(counts.length, 3), "error": round(error, 3), "acceptance": rates}
+            record[rule] = {"AL": round(counts.length, 3), "error": round(counts.error, 3), "acceptance": rates}
         return record
 
 

@@ -100,8 +100,7 @@ def trained(checkpoint: Path | str, variant: str, steps: list[int], config: Head
             rows[record.step] = {"step": record.step}
             for rule in ("greedy", "sampled"):
                 counts = getattr(record.heldout, rule)
-                error = torch.tensor(counts.deviations).std().item() / len(counts.rounds) ** 0.5
-                rows[record.step][rule] = {"AL": round(counts.length, 3), "error": round(error, 3)}
+                rows[record.step][rule] = {"AL": round(counts.length, 3), "error": round(counts.error, 3)}
             print(f"  {variant:8} {rows[record.step]}", flush=True)
     return [*rows.values()]
 

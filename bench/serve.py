@@ -274,10 +274,8 @@ def show(record: dict) -> None:
 async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
     """Tokens per second of the scheduler alone (no HTTP), with MTP and plain in turn."""
     torch.set_num_threads(args.threads)
-    model, k = (
-        Model.load(args.checkpoint, head=args.head, dtype=getattr(torch, args.dtype)),
-        args.num_speculative_tokens,
-    )
+    model = Model.load(args.checkpoint, head=args.head, dtype=getattr(torch, args.dtype))
+    k = args.num_speculative_tokens
     questions = [encode(model, prompt.text, chat=True) for prompt in read_prompts(args.prompts)] if args.prompts else []
     backend, most, policies = backend_for(model, "auto"), max(args.levels), DraftPolicies()
     limits = SchedulerLimits(max_num_seqs=most, max_model_len=args.context, num_speculative_tokens=k)
@@ -292,10 +290,10 @@ async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
     for streams in args.levels:
         for repeat in range(-1, args.repeats):  # the first one records passes
             count, seed = streams * args.requests, 1000 * streams + repeat
-            prompts: Sequence[str] | list[list[int]] = (
+            prompts = (
                 random.Random(seed).sample(questions, count)
                 if questions
-                else prompts_of(count, args.prompt_chars, seed, args.text)
+                else [encode(model, text) for text in prompts_of(count, args.prompt_chars, seed, args.text)]
             )
             figures = {}
             for name in ("MTP", "plain")[:: 1 if repeat % 2 else -1]:
@@ -317,14 +315,14 @@ async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
 
 
 def run_streams(
-    scheduler: Scheduler, model: Model, prompts: Sequence[str] | list[list[int]], streams: int, tokens: int, name: str
+    scheduler: Scheduler, model: Model, prompts: Sequence[Sequence[int]], streams: int, tokens: int, name: str
 ) -> tuple[list[list[int]], float, float]:
     """Run streams of requests to their ends: tokens, seconds, and mean drafts per round."""
     chunks: list[list[GenerationChunk]] = [[] for _ in prompts]
 
     def submit(index: int) -> None:
         request = GenerationRequest(
-            tuple(encode(model, prompts[index])), max_tokens=tokens, num_speculative_tokens=None if name == "MTP" else 0
+            tuple(prompts[index]), max_tokens=tokens, num_speculative_tokens=None if name == "MTP" else 0
         )
 
         def emit(chunk: GenerationChunk) -> None:

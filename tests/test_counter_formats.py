@@ -177,7 +177,7 @@ TEXTS = {
     "ATOM": ("".join(
         f"[MTP Stats{name}] Average toks/fwd: 1.80, Accepted/Total Draft tokens: {4 * rounds // 5}/{2 * rounds}, Acceptance "
         "rate: 40.00%, Accepted tokens distribution: {0: '40.00%', 1: '40.00%', 2: '20.00%'}\n"
-        for name, rounds in ((" Interval", 50), ("         ", 50), (" Interval", 50), ("         ", 100))),
+        for name, rounds in ((" Interval", 50), ("         ", 50), (" Interval", 50), ("         ", 100), (" Interval", 50))),
         ("ATOM", 100, 200, 80, (60, 20))),
     "another engine, in words": ("[mtp] accepted 312 of 400 drafts\n", ("an engine", None, 400, 312, ())),
     "vllm-mlx's status": (json.dumps({"mtp": {"effective_draft_tokens": 1, "attempts": 400, "accepted": 310}}),

@@ -433,7 +433,9 @@ def test_short_rounds_are_blamed_only_where_they_accept_too_little(length, named
     seen = EngineObservation(0.0, Counters("x", 1000, 1300, 800, (700, 100)), (0,))
     counts = ObservedCounts(length=length, rounds=1000)
     hypotheses = GOOD, expects("no-prefill", 0.2, 0.5)
-    assert Diagnosis("x", None, (ObservedCase(seen, counts, hypotheses, 1.0, 0),)).named == named
+    found = Diagnosis("x", None, (ObservedCase(seen, counts, hypotheses, 1.0, 0),))
+    assert (found.named, found.needed) == (named, None)
+    assert ("--fixed-k" in found.summary) == found.is_inconclusive
 
 
 def test_share_of_novel_text():

@@ -119,26 +119,27 @@ def drafted(text, seconds=0.1):
     return (*plain(text[:1]), *rounds)
 
 
-def decoded(*, other=b""):
-    """other: what MTP says in place of the greedy text."""
-    loop = b"\n" * 99
+def decoded(*, other=b"", texts=3):
+    """other: what MTP says in place of the greedy text; texts: those beside one that loops."""
+    loop, count = b"\n" * 99, texts + 1
     greedy = DecodedPair(
-        DecodedSide((plain(TEXT), plain(loop))), DecodedSide((drafted(other or TEXT), drafted(loop, 1e-6)))
+        DecodedSide((*[plain(TEXT)] * texts, plain(loop))),
+        DecodedSide((*[drafted(other or TEXT)] * texts, drafted(loop, 1e-6))),
     )
-    sampled = DecodedPair(DecodedSide((plain(TEXT), plain(TEXT))), DecodedSide((drafted(TEXT), drafted(TEXT))))
-    return DecodedModel((tuple(b"# a prompt\n"),) * 2, greedy, sampled, 2, "native", "", 1)
+    sampled = DecodedPair(DecodedSide((plain(TEXT),) * count), DecodedSide((drafted(TEXT),) * count))
+    return DecodedModel((tuple(b"# a prompt\n"),) * count, greedy, sampled, 2, "native", "", 1)
 
 
 def test_loops_do_not_count():
     """Catches a speed-up of loops, which are easy to draft; where all loop, all count."""
-    pair = decoded().greedy
+    pair = decoded(texts=1).greedy
     assert pair.non_degenerate == [0]
     assert pair.figures().speedup == pytest.approx(2)
     assert pair.speedup > 2.5
     assert pair.figures().mtp.acceptance.rates == (1.0, 0.0)
     only = DecodedPair(pair.plain.select([1]), pair.mtp.select([1]))
     assert (only.non_degenerate, only.figures().speedup) == ([], only.speedup)
-    assert DecodedPair.join([decoded().greedy, only]).non_degenerate == [0]
+    assert DecodedPair.join([pair, only]).non_degenerate == [0]
 
 
 def test_seconds_are_without_the_prefill():
@@ -207,7 +208,7 @@ def told(tmp_path, monkeypatch, here):
 
 def test_a_published_model(tmp_path, here, monkeypatch):
     """Its answers with accepted drafts marked, figures of each, and one line where it is not there."""
-    whole = decoded()
+    whole = decoded(texts=1)
     prompts = ("Why is the sky blue?", "never asked", "also not")[: len(whole.prompts) + 1]
     answers = Answers(prompts, whole, lambda tokens: bytes(tokens).decode(errors="replace"), tmp_path / "smollm2")
     asked = []
@@ -255,7 +256,7 @@ def test_the_story(told, tmp_path):
         assert "\u27e6e\u27e7" in lines[2]
         story = [line.replace("\u27e6", "").replace("\u27e7", "") for line in lines[1:4]]
         assert story == ["# a prompt", "def add(a, b):", "    return a + b"]
-        assert "greedy         AL 2.00 at K = 2  a_1 1.00  a_2 0.00  (1 of 2 texts repetitive, left out)" in part
+        assert "greedy         AL 2.00 at K = 2  a_1 1.00  a_2 0.00  (1 of 4 texts repetitive, left out)" in part
         assert "plain 10 tokens/s, MTP 20 tokens/s = 2.00 x  output identical" in part
         assert part.count("output") == 1
     assert unwrapped("for 4 minutes (--minutes)") in unwrapped(second)
@@ -272,6 +273,8 @@ def test_a_disagreement_of_training_and_decoding_is_a_finding(told, tmp_path):
     )
     assert str(tmp_path / "model") in text
     assert len(json.loads(told("--json", rates=(1.0, 1.0)))["disagreements"]) == 2
+    (sampled,) = json.loads(told("--json", rates=(1.0, 1.0), texts=2))["disagreements"]  # two texts show nothing
+    assert sampled.startswith("temperature 1: ")
 
 
 def test_text_of_too_few_steps_is_called_what_it_is(told, tmp_path):
@@ -280,6 +283,12 @@ def test_text_of_too_few_steps_is_called_what_it_is(told, tmp_path):
     assert unwrapped("9 steps are too few for this model: its text is gibberish (2.89 bits per byte") in text
     assert unwrapped(f"`nextn demo --folder {tmp_path} --minutes 30` trains it longer") in text
     assert "toofew" not in unwrapped(told())
+
+
+def test_drafts_that_cost_more_than_they_save_are_named(told, monkeypatch):
+    monkeypatch.setattr(DecodedPair, "speedup", 0.9)
+    assert unwrapped("its drafts cost more than they save (greedy, temperature 1)") in unwrapped(told())
+    assert unwrapped("more than they save (temperature 1)") in unwrapped(told(texts=2))
 
 
 def test_prompts_are_no_longer_than_what_the_model_was_trained_on(tmp_path, monkeypatch):

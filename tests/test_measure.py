@@ -14,6 +14,7 @@ from nextn.cli import app
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError
 from nextn.evaluate import reference_texts
+from nextn.evaluate.acceptance_drop import AcceptanceChange
 from nextn.evaluate.reference import reference_acceptance, rescore
 from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes
 from nextn.evaluate.reference_texts import Controls
@@ -231,6 +232,13 @@ def test_it_repeats_to_the_last_digit(found, trained):
     assert json.dumps(again.to_dict()) == json.dumps(found["glm"].to_dict())
 
 
+def test_progress_counts_the_texts_of_a_batch(trained):
+    counted = []
+    prompts = [each.text for each in PROMPTS[:2]] * 5
+    reference_texts.generate_texts(trained["glm"], prompts, replace(PLAN, max_tokens=4), 0.0, on_text=counted.append)
+    assert counted == [8, 2]
+
+
 def test_hashes_are_of_the_weights(tmp_path, trained):
     """The head's hash changes with a head's tensor alone."""
     before = checkpoint_hashes(str(FIXTURES / "glm"))
@@ -281,6 +289,16 @@ def test_verb(tmp_path):
     assert math.isclose(record["figures"][0]["acceptance"][0], 1.0, abs_tol=0.2)
     assert record["probe"]["readings"]
     assert isinstance(run(tmp_path, "--min-acceptance", "2").exception, ConfigError)
+
+
+def test_the_exit_code_says_what_a_comparison_found(tmp_path, monkeypatch):
+    greedy, record = ("--temperatures", "0", "--max-tokens", "8"), tmp_path / "record.json"
+    assert run(tmp_path, *greedy, "--out", str(record)).exit_code == 0
+    codes = {}
+    for outcome in ("kept", "fell", "undecided"):
+        monkeypatch.setattr(AcceptanceChange, "outcome", outcome)
+        codes[outcome] = run(tmp_path, *greedy, "--baseline", str(record)).exit_code
+    assert codes == {"kept": 0, "fell": 1, "undecided": 3}
 
 
 @pytest.mark.slow

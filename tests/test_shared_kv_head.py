@@ -433,5 +433,6 @@ def test_measured_acceptance_and_its_faults(folders):
         parts = answered(engine, contract, [prompt.text for prompt in prompts], 3, 41, whole=True)
         seen = EngineObservation(0.0, sum_counters(each for _, each in parts), tuple(range(len(prompts))))
         found = diagnose_observations(model, prompts, [seen], greedy)
-        # A window is too wide on the last tokens of these texts only, which may be too few; then it says so.
-        assert (name or FINE) in (found.named[0], *found.undetectable[: 99 * name.startswith("window")])
+        # A wrong window changes the last tokens of these texts only. Where those are too few, the report says so.
+        is_named = found.named[0] == (name or FINE)
+        assert is_named or (name.startswith("window") and name in found.undetectable), (name, found.summary)

@@ -36,6 +36,7 @@ from nextn.train.metrics import EvalRecord, Evaluation, Record
 from nextn.train.self_generated import read_prompts as answered_prompts
 
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
+_MIN_TEXTS = 3  # that are not degenerate: figures of fewer say little of the model
 _AGREEMENT = 0.6  # of the accepted drafts that teacher forcing predicts; half of them are lost by the common faults
 _DECODE_S, _PUBLISHED_S = 8.0, 45.0  # seconds of decoding one model with one backend
 # As the recipe, but without compilation: a step would take 0.75 of the time, which does not make up for the minute or
@@ -99,6 +100,11 @@ class DecodedPair:
     def non_degenerate(self) -> list[int]:
         """Prompts whose text is not degenerate; the figures exclude the others, which are easy to draft."""
         return [index for index, check in enumerate(self.checks) if not check.is_degenerate]
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether enough texts are left for a conclusion from their figures."""
+        return len(self.non_degenerate) >= _MIN_TEXTS
 
     def figures(self) -> "DecodedPair":
         """Return the pair without degenerate texts, or all of it if every text is degenerate."""
@@ -191,7 +197,11 @@ class DemoReport:
         k, forced = self.decoded.num_speculative_tokens, self.trained.evaluation.forced
         command = f"nextn measure {shlex.quote(str(self.trained.folder / 'model'))}"
         cases = (("greedy", forced.match, self.decoded.greedy), ("temperature 1", forced.overlap, self.decoded.sampled))
-        lengths = [(label, expected_length(rates[:k]), pair.figures().mtp.acceptance) for label, rates, pair in cases]
+        lengths = [
+            (label, expected_length(rates[:k]), pair.figures().mtp.acceptance)
+            for label, rates, pair in cases
+            if pair.is_comparable
+        ]
         return [
             f"{label}: training's teacher-forced figures give AL {expected:.2f} at K = {min(k, len(forced.match))}, "
             f"decoding has {decoded.length:.2f}; `{command}` measures the head apart from the decoder"

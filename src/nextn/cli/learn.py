@@ -199,8 +199,9 @@ def _too_few_steps(report: "DemoReport") -> Iterator[str]:
 
     if (loss := bits(report.trained.evaluation.forced.loss[0])) > _GIBBERISH:
         yield f"its text is gibberish ({loss:.2f} bits per byte; below {_GIBBERISH} it resembles code)"
-    if report.decoded.greedy.figures().speedup < 1:
-        yield "its drafts cost more than they save"
+    pairs = {"greedy": report.decoded.greedy, "temperature 1": report.decoded.sampled}
+    if slower := [name for name, pair in pairs.items() if pair.is_comparable and pair.figures().speedup < 1]:
+        yield f"its drafts cost more than they save ({', '.join(slower)})"
 
 
 def _plots(draw: Callable[[], Sequence[Path]]) -> list[str]:

@@ -151,8 +151,8 @@ def _context(entry: Mapping) -> int | None:
 def _probe_capabilities(client: Client, served: ServedModel, *, chat: bool) -> Capabilities:
     """Send a request with all fields, then with fewer, and one of token ids, until the engine does not refuse."""
     refusal: EngineError | None = None
-    attempts = [(_PROBE, True, True), (_PROBE, True, False), (_PROBE, False, False)]
-    for probe, logprobs, extra_fields in [*attempts, *([] if chat else [(_IDS_PROBE, True, True)])]:
+    attempts = [(_PROBE, True, True), (_PROBE, True, False), (_PROBE, False, False), (_IDS_PROBE, True, True)]
+    for probe, logprobs, extra_fields in attempts[:3] if chat else attempts:
         try:
             answer = Endpoint(client, served, Capabilities(logprobs, extra_fields, 1.0), chat=chat).answer(probe)
         except EngineError as error:

@@ -132,6 +132,10 @@ def survival(model: Model, states: Sequence[Tensor], valid: Tensor) -> Tensor:
     return survived
 
 
+def _standard_error(deviations: Sequence[float]) -> float:
+    return statistics.stdev(deviations) / len(deviations) ** 0.5 if len(deviations) > 1 else 0.0
+
+
 @dataclass(frozen=True)
 class ExpectedAcceptance:
     """Expected counts over the rounds of several sequences, under one acceptance rule."""
@@ -159,6 +163,11 @@ class ExpectedAcceptance:
             (emitted - self.length * rounds) / mean for emitted, rounds in zip(self.emitted, self.rounds, strict=True)
         ]
 
+    @property
+    def error(self) -> float:
+        """The standard error of AL."""
+        return _standard_error(self.deviations)
+
 
 @dataclass(frozen=True)
 class HeldOutAcceptance:
@@ -180,7 +189,7 @@ class HeldOutAcceptance:
         """Return the standard error of the score, or of its difference from another head's on the same texts."""
         own = self._deviations
         deviations = own if other is None else [a - b for a, b in zip(own, other._deviations, strict=True)]
-        return statistics.stdev(deviations) / len(deviations) ** 0.5 if len(deviations) > 1 else 0.0
+        return _standard_error(deviations)
 
     def is_worse(self, other: "HeldOutAcceptance") -> bool:
         """Return whether the score is below another head's on the same texts by more than twice the noise."""

@@ -201,14 +201,16 @@ def _signature(values: Any) -> Any:
 @lru_cache(maxsize=4096)  # the layers of a model repeat each other, and so do its recordings
 def _forms_of_results(func: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> Any:
     """Return what the operation gives for arguments of these signatures, with forms in place of tensors."""
-    meta_kwargs = {name: _mapped(value, lambda form: form.empty("meta")) for name, value in kwargs}
-    if "device" in meta_kwargs:
-        meta_kwargs["device"] = torch.device("meta")
+
+    def result(made: Callable[[_Form], Tensor], **others: object) -> Any:
+        named = {name: _mapped(value, made) for name, value in kwargs} | others
+        return _mapped(func(*_mapped(args, made), **named), _form)
+
+    device = {"device": torch.device("meta")} if any(name == "device" for name, _ in kwargs) else {}
     try:
-        return _mapped(func(*_mapped(args, lambda form: form.empty("meta")), **meta_kwargs), _form)
+        return result(lambda form: form.empty("meta"), **device)
     except NotImplementedError:  # it has to be computed; memory that nobody wrote may hold indices that no row has
-        zeros = {name: _mapped(value, _Form.zeros) for name, value in kwargs}
-        return _mapped(func(*_mapped(args, _Form.zeros), **zeros), _form)
+        return result(_Form.zeros)
 
 
 def _mapped(values: Any, function: Callable[[Any], Any]) -> Any:
