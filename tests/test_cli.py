@@ -192,11 +192,14 @@ def test_an_interrupt_is_answered(monkeypatch, capfd):
     monkeypatch.setattr(common, "_QUIET_S", 0.01)
     with stop_flag() as stopped:
         signal.raise_signal(signal.SIGINT)
-        time.sleep(0.1)
+        said, deadline = "", time.monotonic() + 20
+        while "stopping after this step" not in said and time.monotonic() < deadline:
+            said += capfd.readouterr().err
+            time.sleep(0.01)
+        assert "stopping after this step" in said
         assert stopped()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert "stopping after this step" in capfd.readouterr().err
 
 
 @pytest.mark.one_case

@@ -5,12 +5,12 @@ import inspect
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from quick import case, loop
+from ticks import Ticks
 from tiny import CONFIGS
 from typer.main import get_command
 
@@ -52,13 +52,14 @@ def name_of(page):
 
 def test_outputs_hold_no_progress(capsys, monkeypatch):
     """Slow machines print it, quick ones do not."""
-    monkeypatch.setattr(progress, "_EVERY_S", 0.01)
+    ticks = Ticks()
+    monkeypatch.setattr(progress, "Event", lambda: ticks)
     with progress.progress_bars(quiet=False) as added:
         for step in (added("texts at temperature 0.7", 3), added("layers", 3e9, in_gb=True)):
             step()
-            time.sleep(0.05)
+            ticks.tick()
             step(status="layer 2/3")
-            time.sleep(0.05)
+            ticks.tick()
     printed = {line: make_outputs.PROGRESS.search(line) for line in capsys.readouterr().err.splitlines()}
     assert len(printed) >= 4
     assert all(printed.values()), printed
