@@ -11,7 +11,7 @@ from artifacts import LAYERS, LAYOUTS, bf16, load_json, publish
 from quick import families, others_slow
 from races import ROUNDS, race
 from test_checkpoint_quantization import GROUPS
-from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without
+from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without, without_layer_1
 
 import nextn
 from nextn.audit_rules.tensor_values import decode
@@ -165,6 +165,20 @@ def test_head_elsewhere(tmp_path):
     found = take(tmp_path / "out")
     assert (found.declared, absent(found), found.unrecognized) == (1, [], ())
     assert head_fingerprint(found) == head_fingerprint(take(publish(tmp_path / "whole", "glm4_moe")))
+
+
+def test_a_head_behind_layers_that_were_removed(tmp_path):
+    """The trunk has one layer less, and the head is where it was: it is moved, and keeps its values and copies."""
+    whole = take(publish(tmp_path / "whole", "glm4_moe"))
+    options = {"config": {"num_hidden_layers": 1}, "change": without_layer_1}
+    source = publish(tmp_path / "source", "glm4_moe", **options)
+    (fix,) = [each.fix for each in nextn.audit(source).findings if each.rule == "head-elsewhere"]
+    assert fix == f"nextn convert {source} OUT --to glm4_moe"
+    nextn.convert(source, tmp_path / "out")
+    found = take(tmp_path / "out")
+    assert (found.num_layers, found.modules, absent(found), found.unrecognized) == (1, (0,), [], ())
+    assert head_fingerprint(found) == head_fingerprint(whole)
+    assert found.copies.keys() == whole.copies.keys()
 
 
 @pytest.mark.more

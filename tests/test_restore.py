@@ -574,6 +574,27 @@ def packed(name):
     return change
 
 
+def test_a_head_elsewhere_is_replaced_with_its_copies(tmp_path):
+    """Those of embedding and output, too, which would be counted as one more MTP layer."""
+
+    def renamed(table):
+        without_layer_1(table)
+        for name in [each for each in table if each.startswith("model.layers.2.")]:
+            table[name.replace("layers.2.", "layers.1.")] = table.pop(name)
+
+    config = {"num_hidden_layers": 1}
+    base = publish(tmp_path / "base", "glm4_moe", config=config, change=renamed)
+    target = publish(tmp_path / "target", "glm4_moe", config=config, change=without_layer_1)
+    assert take(target).modules == (1,)
+    nextn.restore(target, base)
+    assert (take(target).modules, take(target).unrecognized) == ((0,), ())
+
+
+def without_layer_1(table):
+    for name in [each for each in table if each.startswith("model.layers.1.")]:
+        del table[name]
+
+
 def test_fp8_head_elsewhere(tmp_path):
     """Bytes of one scheme under the config of another would be read as garbage."""
     base = publish(tmp_path / "base", "glm4_moe", fp8=True)

@@ -252,7 +252,7 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             f"The head's first MTP layer is stored as layer {actual}; with {expected} trunk layers, engines look for "
             f"it as layer {expected}.",
             f"num_hidden_layers = {actual}, if the trunk has that many; else the head as model.layers.{expected}.",
-            f"Set num_hidden_layers to {actual} in {CONFIG}." if contiguous else restore(inventory),
+            f"Set num_hidden_layers to {actual} in {CONFIG}." if contiguous else _renamed_or_restored(inventory),
         )
     wrapped = [] if not inventory.family.has_bare_head or is_mlx(inventory.checkpoint) else [
         name for name in inventory.stored.values() if not name.startswith("mtp.")
@@ -277,7 +277,7 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
 
 
 def _renamed_or_restored(inventory: Inventory) -> str:
-    """Return the fix for a head under names of another layout, which can be converted only if it is complete."""
+    """Return the fix for a head under other names, which can be converted only if it is complete."""
     try:
         find_head(inventory, inventory.family)
     except CheckpointError:

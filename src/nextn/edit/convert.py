@@ -127,10 +127,12 @@ def convert(
 def find_head(inventory: Inventory, layout: Family, current: Family | None = None) -> Inventory:
     """Return the head in the layout of its names: `current`, else the model's own, else the one closest to `layout`.
 
+    A head behind the place that the config implies, as where layers were removed from the trunk, is found there.
     Raises CheckpointError for a head that is partial in every layout, or absent.
     """
     families = (current,) if current else (inventory.family, *rows())
-    heads = [_read_as(family, inventory) for family in families]
+    first_layer = inventory.num_layers + min(inventory.modules, default=0)
+    heads = [_read_as(family, inventory, first_layer) for family in families]
     complete = [head for head in heads if head and head.stored and not absent(head)]
     if complete:
         return min(complete, key=partial(_distance, inventory=inventory, layout=layout))
@@ -163,15 +165,18 @@ def _distance(head: Inventory, inventory: Inventory, layout: Family) -> tuple[in
     )
 
 
-def _read_as(family: Family, inventory: Inventory) -> Inventory | None:
-    """Read the tensors that are not the trunk's as those of `family`; None if it cannot have this many modules."""
+def _read_as(family: Family, inventory: Inventory, first_layer: int) -> Inventory | None:
+    """Read the tensors that are not the trunk's as those of `family`; None if it cannot have this many modules.
+
+    first_layer: Of the head, in layouts that count its layers after the trunk's.
+    """
     others = {info.name for layer in inventory.layers.values() for info in layer.values()} | set(
         inventory.shared.values()
     )
     others |= set() if inventory.draft_model is None else inventory.draft_model.names
     rest = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in others}
     try:
-        config = family.with_count({"num_hidden_layers": inventory.num_layers}, inventory.declared)
+        config = family.with_count({"num_hidden_layers": first_layer}, inventory.declared)
         head = Inventory.of(replace(inventory.checkpoint, tensors=rest, config=config), family=family)
     except FamilyError:
         return None

@@ -156,7 +156,8 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
         _refuse_complete(dst, src, force=force)
         notes += refuse_misfit(dst, src, force=force)
         packed = {canonical for canonical in dst.copies if not canonical.endswith(".weight")} if force else set()
-        gone = dst.spellings({*dst.own, *packed}) | (_unrecognized_heads(dst) if force else set())
+        stale = {canonical for canonical in dst.copies if int(canonical.split(".")[0]) not in src.modules}
+        gone = dst.spellings({*dst.own, *packed, *stale}) | (_unrecognized_heads(dst) if force else set())
         if gone:
             notes.append(f"replaces {counted(len(gone), 'tensor')} of the head that was there: {some(sorted(gone))}")
         fresh = {dst.published(name): Piece(src.checkpoint, src.stored[name]) for name in src.own}
