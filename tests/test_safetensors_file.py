@@ -310,6 +310,17 @@ def test_atomic_replaces_a_link_not_its_target(tmp_path):
     assert ((tmp_path / "blob").read_bytes(), (tmp_path / "link").read_bytes()) == (b"old", b"new")
 
 
+def test_a_file_that_the_library_put_in_its_place(tmp_path, monkeypatch):
+    """`save_file` renames one of its own over the file: that one is what must be on disk, for others to read."""
+    (tmp_path / "plain").touch()
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    with atomic(tmp_path / "new") as file:
+        save_file({"a": torch.ones(2)}, file.name)
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert synced == [(tmp_path / "new").stat().st_ino]
+
+
 def test_copy_onto_itself(theirs):
     """Catches a rewrite that destroys the file while it still reads from it."""
     before, opened = theirs.read_bytes(), Checkpoint.open(theirs)

@@ -219,9 +219,12 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temp.open("xb") as file:
+            mode = os.fstat(file.fileno()).st_mode
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+        # The safetensors library replaces the file by one of its own, which only its owner may read.
+        with temp.open("rb+") as written:
+            os.fchmod(written.fileno(), mode)
+            os.fsync(written.fileno())
         temp.replace(path)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error

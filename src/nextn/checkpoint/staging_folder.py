@@ -79,6 +79,9 @@ def atomic_folder(folder: Path, *, needed: int = 0) -> Iterator[Path]:
         new, old = stage / "new", stage / _OLD
         new.mkdir()
         yield new
+        # The safetensors library writes files that only their owner may read; the lock has the mode that others get.
+        for path in filter(Path.is_file, new.rglob("*")):
+            path.chmod((stage / _LOCK).stat().st_mode)
         if folder.exists():
             folder.rename(old)
         try:
