@@ -28,7 +28,7 @@ from nextn.decoding.records import Round
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
-from nextn.evaluate.likelihoods import FINE, combine_causes, indistinguishable_from, name_causes, rank_causes
+from nextn.evaluate.likelihoods import NO_FAULT, combine_causes, indistinguishable_from, name_causes, rank_causes
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.teacher_forced import ReferenceText, score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt, ReferencePlan
@@ -136,7 +136,7 @@ def trials(fixture: str, plan: ReferencePlan, *, count: int, repeats: int) -> It
     expected = expectations(reference_acceptance(model, reference_prompts, plan), model)
     known = {each.name for each in expected[0.0]}
     for fault in (None, *FAULTS):
-        name = fault.name if fault else FINE
+        name = fault.name if fault else NO_FAULT
         for repeat in range(repeats if name in known else 0):
             ids = prompts(fixture, count, seed=ENGINE_SEED + repeat)
             observed = list(engine(model, fault, ids, plan, seed=1000 * (repeat + 1)))

@@ -42,7 +42,7 @@ from nextn.evaluate.diagnose import Diagnosis, ObservedCase
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, observed_counts
-from nextn.evaluate.likelihoods import FINE
+from nextn.evaluate.likelihoods import NO_FAULT
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, ReferencePlan, read_prompts
@@ -136,8 +136,8 @@ def faults(args: argparse.Namespace, checkpoint: Path, ids: Ids, bench: Bench) -
         print(name, rows[name], flush=True)
 
     for each in (None, *(each for each in FAULTS if each.name in SIMULATED)):
-        note(f"{each.name if each else FINE} nextn", decoded(model, each, ids, args.tokens))
-    for name, cause in {"": FINE, **SERVED}.items():
+        note(f"{each.name if each else NO_FAULT} nextn", decoded(model, each, ids, args.tokens))
+    for name, cause in {"": NO_FAULT, **SERVED}.items():
         folder = bench.folder / name if name else checkpoint
         if name:
             plant(next(each for each in PLANTED if each.name == name), checkpoint, folder, other=checkpoint)

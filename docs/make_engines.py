@@ -78,7 +78,7 @@ def diagnosed(record: Record) -> Iterator[str]:
     for key, each in record["diagnosed"].items():
         name, _, engine = key.partition(" ")
         named = ", ".join(f"`{cause}` {count}" for cause, count in each["named"].items())
-        yield f"| {'intact' if name == 'fine' else f'`{name}`'} | {engine} | {each['counts']} | {named} |"
+        yield f"| {'intact' if name == 'no-fault' else f'`{name}`'} | {engine} | {each['counts']} | {named} |"
 
 
 def compared(results: Mapping[str, Record]) -> Iterator[str]:

@@ -97,7 +97,7 @@ PLANTED = (
     Planted("swapped", "the inputs of the projection are in the wrong order", _swapped, keys=("concat",)),
     Planted("shifted", "1 is subtracted from the head's norm weights", _shifted, keys=("gain:all:+1",)),
     Planted("stale", "the head is that of a trunk of another seed", _stale, words="of another trunk"),
-    Planted("quantized", "the head's matrices are rounded to 4 bits", partial(_quantized, 4), cause="fine"),
+    Planted("quantized", "the head's matrices are rounded to 4 bits", partial(_quantized, 4), cause="no-fault"),
     Planted("crushed", "the head's matrices are rounded to 2 bits", partial(_quantized, 2), cause="head-2-bit"),
 )
 

@@ -185,9 +185,8 @@ def _trace(name: str, model: Model) -> Golden:
 
 
 def _row(row: TraceRow) -> str:
-    phase = {"re-run": "refresh"}.get(row.phase, row.phase)
     yields = " ".join(re.findall(r"\d+", row.gives))
-    return f"{row.round} {phase} {row.by} {row.position} {row.token} {row.hidden} : {yields}"
+    return f"{row.round} {row.phase} {row.by} {row.position} {row.token} {row.hidden} : {yields}"
 
 
 def _bench(name: str, model: Model) -> Golden:

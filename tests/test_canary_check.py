@@ -414,7 +414,7 @@ def test_what_counts_can_show():
     results = {each.name: (each.outcome, each.evidence) for each in found.checks}
     assert results["C2"] == ("inconclusive", "norm-offset-missing gives the same counts at K = 2")
     assert results["C3"] == ("inconclusive", "this head cannot show it")
-    assert results["C5"] == ("passed", "no-prefill would be 9 accepted drafts away")
+    assert results["C5"] == ("passed", "no-prefill would differ by 9 accepted drafts")
     assert results["C13"] == ("inconclusive", "greedy texts do not show it; --sampled 8 requests others")
     found = report_with_distances({"right": 2, "wrong-hidden": 1, "no-prefill": 2, "pairs-off-by-one": 3})
     results = {each.name: each.outcome for each in found.checks}

@@ -126,7 +126,7 @@ def test_what_it_says_to_do_followed(tmp_path, serve, prompts, trained):
 @pytest.mark.parametrize(
     ("contract", "temperature", "named"),
     [
-        case(Contract(), 0, "fine", quick=False),
+        case(Contract(), 0, "no-fault", quick=False),
         case(Contract(prefill=False), 0, "no-prefill", quick=True),
         case(Contract(prefill=False), 1, "no-prefill", quick=False),
     ],
@@ -138,7 +138,7 @@ def test_streamed_trunk(contract, temperature, named, serve, prompts, trained, t
     records = []
     for more in ((), ("--stream",)):
         url = serve(kind=ServedModel, model=trained["glm"], contract=contract)
-        records.append(json.loads(run(url, prompts, *options, *more, code=int(named != "fine")).stdout))
+        records.append(json.loads(run(url, prompts, *options, *more, code=int(named != "no-fault")).stdout))
     loaded, streamed = records
     assert loaded["named"] == streamed["named"] == [named]
     by_name = [{each["name"]: each for each in record["causes"]} for record in records]
@@ -148,7 +148,7 @@ def test_streamed_trunk(contract, temperature, named, serve, prompts, trained, t
         for name, cause in by_name[1].items():
             for figure in ("mean_acceptance_length", "p_value", "log_likelihood"):
                 assert cause[figure] == pytest.approx(by_name[0][name][figure], rel=1e-3), (name, figure)
-    assert "would show in decoding only, which a streamed trunk cannot do: stale-head-cache" in streamed["notes"]
+    assert "which a streamed trunk cannot do: stale-head-cache" in streamed["notes"]
     assert list((tmp_path / "states").rglob("states.json"))
 
 
@@ -270,7 +270,7 @@ def test_what_a_file_may_lack(tmp_path, prompts, text, more, told):
 def test_a_case_with_fewer_depths_than_k(monkeypatch):
     """Its AL is in the column of the others, not in that of a depth."""
     seen = EngineObservation(0.0, Counters("vLLM"), (0,))
-    fine = ExpectedCounts("fine", [[9.0, 6.0, 4.0]] * 5, [[6.0, 4.0, 2.0]] * 5)
+    fine = ExpectedCounts("no-fault", [[9.0, 6.0, 4.0]] * 5, [[6.0, 4.0, 2.0]] * 5)
     cases = tuple(
         ObservedCase(seen, ObservedCounts(drafted, accepted), (fine,), 1.0, 0)
         for drafted, accepted in (((90, 60, 40), (60, 40, 20)), ((90, 60), (60, 40)))

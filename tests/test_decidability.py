@@ -11,7 +11,7 @@ from nextn.evaluate.decidability import can_decide, needed_evidence
 from nextn.evaluate.diagnose import INCONCLUSIVE, Diagnosis, ObservedCase
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, observed_counts
-from nextn.evaluate.likelihoods import FINE, Evidence
+from nextn.evaluate.likelihoods import NO_FAULT, Evidence
 from nextn.evaluate.workload import ReferencePlan
 
 
@@ -22,7 +22,7 @@ def fine(*rates, texts, rounds=10.0):
         offered.append(left)
         left *= rate
         kept.append(left)
-    return ExpectedCounts(FINE, [offered] * texts, [kept] * texts)
+    return ExpectedCounts(NO_FAULT, [offered] * texts, [kept] * texts)
 
 
 def diagnosis(counts, hypothesis, *, prompts=(0,)):
@@ -42,8 +42,8 @@ LONG = fine(0.9, 0.8, texts=60)
         (ObservedCounts(length=2.6, rounds=4), SHORT, (0,), (INCONCLUSIVE,)),
         (ObservedCounts((3, 3), (3, 2)), LONG, (0,), (INCONCLUSIVE,)),  # three rounds of the engine
         (ObservedCounts((99, 89), (89, 71)), SHORT, None, (INCONCLUSIVE,)),  # as it should be, but who knows
-        (ObservedCounts((600, 540), (540, 432)), LONG, (0,), (FINE,)),
-        (ObservedCounts(length=2.62, rounds=600), LONG, (0,), (FINE,)),
+        (ObservedCounts((600, 540), (540, 432)), LONG, (0,), (NO_FAULT,)),
+        (ObservedCounts(length=2.62, rounds=600), LONG, (0,), (NO_FAULT,)),
         (ObservedCounts((600, 0), (0, 0)), LONG, (0,), ()),  # nothing accepted, and enough seen
         (ObservedCounts(length=1.0, rounds=600), LONG, None, ()),
     ],
@@ -51,8 +51,8 @@ LONG = fine(0.9, 0.8, texts=60)
 def test_verdicts(counts, hypothesis, prompts, named):
     found = diagnosis(counts, hypothesis, prompts=prompts)
     assert found.named == named
-    assert _EXIT_CODES[found.outcome] == {(FINE,): 0, (INCONCLUSIVE,): 3}.get(named, 1)
-    assert (found.to_dict()["outcome"] == "passed") == (named == (FINE,)) if prompts is not None else True
+    assert _EXIT_CODES[found.outcome] == {(NO_FAULT,): 0, (INCONCLUSIVE,): 3}.get(named, 1)
+    assert (found.to_dict()["outcome"] == "passed") == (named == (NO_FAULT,)) if prompts is not None else True
     assert found.checks == []
 
 
@@ -87,7 +87,7 @@ def test_nothing_decides_between_workloads_that_differ_as_much():
     assert found.is_inconclusive
     assert found.needed is None
     assert "--drive" in found.summary
-    assert diagnosis(ObservedCounts((600,), (180,)), low).is_fine
+    assert diagnosis(ObservedCounts((600,), (180,)), low).has_no_fault
 
 
 def test_it_is_shown(capsys):

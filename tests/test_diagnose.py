@@ -1,4 +1,4 @@
-"""Injected faults are named from counters alone, by position or in total; an engine without fault is fine."""
+"""Injected faults are named from counters alone, by position or in total; an engine without a fault is not blamed."""
 
 import json
 import re
@@ -32,7 +32,7 @@ from nextn.evaluate.engine_run import (
 )
 from nextn.evaluate.faults import FAULTS, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
-from nextn.evaluate.likelihoods import FINE, MIN_FIT
+from nextn.evaluate.likelihoods import MIN_FIT, NO_FAULT
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
@@ -77,7 +77,7 @@ def test_injected_faults_are_named(diagnosed):
         found = diagnosed[fault]
         assert "nothing-accepted" not in {cause.name for cause in found.causes}  # drafts were accepted
         assert found.named == (fault,)
-        assert not found.is_fine
+        assert not found.has_no_fault
         assert found.summary.startswith(fault)
         assert found.checks[0].issues
         assert found.checks[0].advice
@@ -89,8 +89,8 @@ def test_injected_faults_are_named(diagnosed):
 
 def test_a_right_engine_is_fine(diagnosed):
     found = diagnosed[""]
-    assert found.named == (FINE,)
-    assert found.is_fine
+    assert found.named == (NO_FAULT,)
+    assert found.has_no_fault
     assert found.checks == []
     assert "head-quantized" in found.undetectable
     assert "wrong-hidden" not in found.undetectable
@@ -113,7 +113,7 @@ def test_totals_alone(trained, counters):
         diagnose(trained["glm"], PROMPTS, [EngineObservation(0.0, each, tuple(range(12)))], PLAN) for each in seen
     )
     assert "no-prefill" in low.named
-    assert fine.is_fine
+    assert fine.has_no_fault
     assert any("counts no positions" in note for note in low.notes)
     adapted = replace(counters["no-prefill"], draft_tokens=2 * counters["no-prefill"].num_drafts)
     shorter = diagnose(trained["glm"], PROMPTS, [EngineObservation(0.0, adapted, tuple(range(12)))], PLAN)
@@ -128,7 +128,7 @@ def test_other_prompts_are_another_workload(trained):
     right = counted(model)
     some = replace(right, per_position=tuple(round(0.9**k * each) for k, each in enumerate(right.per_position, 1)))
     other = diagnose(model, PROMPTS, [EngineObservation(0.0, some)], PLAN)
-    assert other.is_fine
+    assert other.has_no_fault
     assert any("--drive" in note and "domains" in note for note in other.notes)
     same = replace(
         other,
@@ -136,7 +136,7 @@ def test_other_prompts_are_another_workload(trained):
     )
     assert other.cases[0].other_workload
     assert not same.cases[0].other_workload
-    fine = [next(each for each in found.causes if each.name == FINE) for found in (other, same)]
+    fine = [next(each for each in found.causes if each.name == NO_FAULT) for found in (other, same)]
     assert fine[0].p_value > fine[1].p_value
 
 
@@ -147,7 +147,7 @@ def test_a_poor_head_is_the_weights(trained, counters):
     found = diagnose(poor, PROMPTS, [EngineObservation(0.0, counted(poor), tuple(range(12)))], PLAN)
     assert found.named == ("weights",)
     assert "poor" in found.summary
-    assert not found.is_fine
+    assert not found.has_no_fault
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_low_on_long_prompts_alone(trained):
         [EngineObservation(0.0, short, places[0]), EngineObservation(0.0, long, places[1])],
         PLAN,
     )
-    assert right.is_fine
+    assert right.has_no_fault
 
 
 def test_observed_counts():
@@ -253,7 +253,7 @@ def drive(serve, trained, *faults, **settings):
 def test_driving(serve, trained):
     """The same prompts: the engine's text is the reference's, its counts are, too."""
     found = drive(serve, trained)
-    assert found.is_fine
+    assert found.has_no_fault
     assert found.cases[0].diverged_share == 0
     assert not found.cases[0].other_workload
     assert drive(serve, trained, contract=Contract(prefill=False)).named == ("no-prefill",)
@@ -305,7 +305,7 @@ def case(kept, *hypotheses, num_drafted=1000, temperature=0.0, **known):
     return ObservedCase(seen, ObservedCounts((num_drafted, kept[0]), kept), hypotheses, 1.0, 0)
 
 
-GOOD, BAD = expects(FINE, 0.7, 0.5), expects("no-prefill", 0.3, 0.5)
+GOOD, BAD = expects(NO_FAULT, 0.7, 0.5), expects("no-prefill", 0.3, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -316,8 +316,8 @@ GOOD, BAD = expects(FINE, 0.7, 0.5), expects("no-prefill", 0.3, 0.5)
         ([case((100, 10), GOOD), case((100, 10), GOOD)], ()),  # low on short ones, too
         ([case((100, 10), GOOD)], ()),
         ([case((700, 350), GOOD, expects("no-prefill", 0.7, 0.5)), case((300, 150), GOOD, BAD)], ("no-prefill",)),
-        ([case((20, 10), expects(FINE, 0.15, 0.5), expects("no-prefill", 0.02, 0.5))], ("no-prefill",)),
-        ([case((150, 75), expects(FINE, 0.15, 0.5), expects("no-prefill", 0.02, 0.5))], ("weights",)),
+        ([case((20, 10), expects(NO_FAULT, 0.15, 0.5), expects("no-prefill", 0.02, 0.5))], ("no-prefill",)),
+        ([case((150, 75), expects(NO_FAULT, 0.15, 0.5), expects("no-prefill", 0.02, 0.5))], ("weights",)),
     ],
 )
 def test_named_causes(cases, named):
@@ -352,7 +352,7 @@ def test_the_summary_has_the_figures_of_the_case_that_decides():
 
 def test_the_headline_has_the_odds_against_the_next_cause():
     """What an engine that was not driven is assumed to do is in it, too."""
-    seen = case((100, 10), expects(FINE, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1))
+    seen = case((100, 10), expects(NO_FAULT, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1))
     assert "times likelier than the next cause, no-prefill, and " in Diagnosis("x", None, (seen,)).summary
     near = case((6, 0), *seen.expected, expects("inputs-swapped", 0.25, 0.1), num_drafted=60)
     found = Diagnosis("x", None, (near,))
@@ -374,11 +374,11 @@ def test_the_headline_has_the_odds_against_the_next_cause():
 
 def test_causes_that_the_counts_tell_apart_are_not_listed_as_like():
     """Expected to be too few rounds to tell two causes apart, which these counts nevertheless do."""
-    found = Diagnosis("x", None, (case((100, 10), expects(FINE, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1)),))
+    found = Diagnosis("x", None, (case((100, 10), expects(NO_FAULT, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1)),))
     for name in found.indistinguishable:
         assert not found.cause(name).is_separated(found.causes[0])
     for name in found.undetectable:
-        assert not found.cause(name).is_separated(found.cause(FINE))
+        assert not found.cause(name).is_separated(found.cause(NO_FAULT))
 
 
 def test_named_causes_are_not_listed_as_indistinguishable():
@@ -390,13 +390,13 @@ def test_named_causes_are_not_listed_as_indistinguishable():
 
 def test_a_cause_that_does_not_fit_is_not_listed_as_like():
     """With two texts the odds against it are small, and the counts exclude it; nothing is listed twice."""
-    causes = [("no-prefill", 0.83), (FINE, 0.83), ("nothing-accepted", 0.0), ("head-unset", 0.0)]
+    causes = [("no-prefill", 0.83), (NO_FAULT, 0.83), ("nothing-accepted", 0.0), ("head-unset", 0.0)]
     seen = case((0, 0), *(expects(name, rate, rate, texts=2) for name, rate in causes))
     seen = replace(seen, counts=ObservedCounts(length=1.0))
     found = Diagnosis("x", None, (replace(seen, observation=replace(seen.observation, prompt_indices=None)),))
     assert found.named == ("nothing-accepted", "head-unset")
-    assert not found.cause(FINE).is_separated(found.causes[0])
-    assert found.cause(FINE).p_value < MIN_FIT
+    assert not found.cause(NO_FAULT).is_separated(found.causes[0])
+    assert found.cause(NO_FAULT).p_value < MIN_FIT
     assert found.indistinguishable == ()
     assert not {*found.named, *found.indistinguishable} & {*found.undetectable}
 
@@ -461,7 +461,7 @@ def test_hypotheses_by_temperature(trained):
     found = expectations(measured, trained["glm_two"], faults=rules, on_fault=lambda: seen.append(1))
     assert len(seen) == len(rules)
     for temperature, hypotheses in found.items():
-        assert [each.name for each in hypotheses] == [FINE, "nothing-accepted", *[each.name for each in rules]]
+        assert [each.name for each in hypotheses] == [NO_FAULT, "nothing-accepted", *[each.name for each in rules]]
         assert all(list(each.domains) == list("xyxyxy") for each in hypotheses)
         fine, nothing, *wrong = hypotheses
         assert nothing.raw_rates.max() == 0
@@ -473,7 +473,7 @@ def test_hypotheses_by_temperature(trained):
 def test_repetitive_texts_of_the_same_prompts_count():
     """An engine counts repetitive texts of the same prompts too; for other prompts they are left out."""
     measured = SimpleNamespace(text_indices=lambda temperature: {0, 2})
-    uneven = ExpectedCounts(FINE, [[1.0], [2.0], [3.0]], [[0.0]] * 3)
+    uneven = ExpectedCounts(NO_FAULT, [[1.0], [2.0], [3.0]], [[0.0]] * 3)
     for places, sizes in (((1, 2), [2, 3]), (None, [1, 3])):
         (found,) = _on_prompts([uneven], measured, EngineObservation(0.0, Counters("x"), places))
         assert found.counts[0][:, 0].tolist() == sizes

@@ -135,7 +135,7 @@ def test_it_keeps_drafts(trained):
     assert sum(part.num_accepted for part in parts) > len(parts)
 
 
-@pytest.mark.parametrize("contract", [Contract(rerun=False), Contract(prefill=False), Contract(offset=-1)])
+@pytest.mark.parametrize("contract", [Contract(refresh=False), Contract(prefill=False), Contract(offset=-1)])
 def test_faults_can_be_injected(trained, contract):
     native, loop = both(
         trained, refrain(2, 30, seed=1).tolist(), Settings(num_speculative_tokens=4, max_tokens=24, contract=contract)

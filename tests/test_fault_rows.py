@@ -121,7 +121,7 @@ def test_a_head_that_was_not_loaded(trained):
 
 def test_a_fault_of_decoding_is_decoded(trained, measured):
     fault = next(each for each in FAULTS if each.name == "stale-head-cache")
-    assert not measure_under_fault(measured["glm"], trained["glm"], fault).contract.rerun
+    assert not measure_under_fault(measured["glm"], trained["glm"], fault).contract.refresh
 
 
 def test_fault_table(trained):

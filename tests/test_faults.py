@@ -57,7 +57,7 @@ def first_twice(head):
 FAULTS = {
     "prefill-skipped": ("glm", lambda model: (model, {"contract": Contract(prefill=False)}), 1.2),
     "pairs-shifted": ("glm", lambda model: (model, {"contract": Contract(offset=-1)}), 1.7),
-    "columns-not-re-run": ("glm_one", lambda model: (model, {"contract": Contract(rerun=False)}), 0.05),
+    "not-refreshed": ("glm_one", lambda model: (model, {"contract": Contract(refresh=False)}), 0.05),
     "pre-norm-hidden": ("glm", lambda model: (other_facts(model, hidden="pre"), {}), 0.8),
     "inputs-swapped": ("glm", lambda model: (other_facts(model, concat="hidden_first"), {}), 1.7),
     "wrong-next-hidden": ("glm", lambda model: (other_facts(model, next_hidden="pre"), {}), 0.06),
@@ -67,9 +67,7 @@ FAULTS = {
 
 
 # Faults of the contract and of inputs cost acceptance in test_fault_rows.py, too.
-@pytest.mark.parametrize(
-    "fault", others_slow(FAULTS, "columns-not-re-run", "gain-1+w-read-as-w", "second-loaded-as-first")
-)
+@pytest.mark.parametrize("fault", others_slow(FAULTS, "not-refreshed", "gain-1+w-read-as-w", "second-loaded-as-first"))
 def test_fault_costs_acceptance_and_nothing_else(fault, trained):
     name, plant, margin = FAULTS[fault]
     texts, right = figures(trained[name])

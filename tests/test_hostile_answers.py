@@ -55,7 +55,7 @@ RECORDS = [
     '{"engine": "x", "per_position": [@], "per_position_offered": []}',
 ]
 # Values that are right where they were put.
-FINE = {
+NO_FAULT = {
     (ANSWERS[0], "[]"), (ANSWERS[0], "{}"), (ANSWERS[4], "-Infinity"), (ANSWERS[4], "-1"),
     (ANSWERS[4], "1.5"),
     (RECORDS[3], "true"), (RECORDS[4], "[]"),
@@ -107,13 +107,17 @@ def log_texts():
 def files():
     """What `sources.read` gets: every hostile value in every record, then metrics, logs and large JSON."""
     histogram = json.dumps({"spec_verify_ct": 1, "spec_accept_histogram": [1] * 200_000})
-    generated = [record.replace("@", value) for record in RECORDS for value in VALUES if (record, value) not in FINE]
+    generated = [
+        record.replace("@", value) for record in RECORDS for value in VALUES if (record, value) not in NO_FAULT
+    ]
     large = (part * num for part, num in ((histogram, 1), ("[1,\n", 3_000_000), ("1\n{", 100_000)))
     return chain(picked(generated, 20), metrics_texts(), log_texts(), large)
 
 
 def answers():
-    generated = [answer.replace("@", value) for answer in ANSWERS for value in VALUES if (answer, value) not in FINE]
+    generated = [
+        answer.replace("@", value) for answer in ANSWERS for value in VALUES if (answer, value) not in NO_FAULT
+    ]
     return picked(generated, 20) + list(LARGE.values())
 
 

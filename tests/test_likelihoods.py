@@ -10,7 +10,7 @@ from scipy import stats
 from nextn.errors import ConfigError
 from nextn.evaluate.hypotheses import MIN_WORKLOAD_SPREAD, UNKNOWN_WORKLOAD_SPREAD, ExpectedCounts, ObservedCounts
 from nextn.evaluate.likelihoods import (
-    FINE,
+    NO_FAULT,
     NUMERICS,
     Cause,
     Evidence,
@@ -59,12 +59,12 @@ def test_ratios_are_calibrated(num_ref, num_engine, as_length):
     is uniform. Taking rounds as independent, or depths, or the reference as exact, fails this."""
     rng, ratios, p_values = np.random.default_rng(num_ref), [], []
     for _ in range(300):
-        right, near = expected(rng, FINE, RIGHT, num_ref), expected(rng, "near", NEAR, num_ref)
+        right, near = expected(rng, NO_FAULT, RIGHT, num_ref), expected(rng, "near", NEAR, num_ref)
         found = {
             each.name: each for each in rank_causes(seen(rng, RIGHT, num_engine, as_length=as_length), [right, near])
         }
-        ratios.append(found["near"].ratio_to(found[FINE]))
-        p_values.append(found[FINE].p_value)
+        ratios.append(found["near"].ratio_to(found[NO_FAULT]))
+        p_values.append(found[NO_FAULT].p_value)
     assert np.mean(np.array(ratios) > 10) < 0.1
     assert np.mean(np.array(ratios) > 100) < 0.03
     assert 0.005 < np.mean(np.array(p_values) < 0.05) < 0.1
@@ -72,8 +72,8 @@ def test_ratios_are_calibrated(num_ref, num_engine, as_length):
 
 def test_the_true_one_is_found():
     rng = np.random.default_rng(0)
-    hypotheses = [expected(rng, name, rates, 100) for name, rates in ((FINE, RIGHT), ("far", FAR))]
-    for name, rates in ((FINE, RIGHT), ("far", FAR)):
+    hypotheses = [expected(rng, name, rates, 100) for name, rates in ((NO_FAULT, RIGHT), ("far", FAR))]
+    for name, rates in ((NO_FAULT, RIGHT), ("far", FAR)):
         causes = rank_causes(seen(rng, rates, 100), hypotheses)
         assert causes[0].name == name
         assert name_causes(causes) == (name,)
@@ -98,33 +98,33 @@ def test_more_rounds_separate_more():
 
 
 def test_none_of_them():
-    """What fits nothing is not given the name of what is nearest; what is a little off stays fine."""
+    """What fits nothing is not given the name of what is nearest; what is a little off is no fault."""
     rng = np.random.default_rng(2)
-    hypotheses = [expected(rng, name, rates, 200) for name, rates in ((FINE, RIGHT), ("far", FAR))]
+    hypotheses = [expected(rng, name, rates, 200) for name, rates in ((NO_FAULT, RIGHT), ("far", FAR))]
     causes = rank_causes(seen(rng, (0.3, 0.8, 0.8, 0.8), 200), hypotheses)
     assert name_causes(causes) == ()
     assert causes[0].p_value < 1e-6
-    assert name_causes(rank_causes(seen(rng, (0.72, 0.61, 0.5, 0.4), 100), hypotheses)) == (FINE,)
+    assert name_causes(rank_causes(seen(rng, (0.72, 0.61, 0.5, 0.4), 100), hypotheses)) == (NO_FAULT,)
 
 
 def test_a_little_likelier_than_fine_is_fine():
     rng = np.random.default_rng(3)
-    hypotheses = [expected(rng, FINE, RIGHT, 40), expected(rng, "near", NEAR, 40)]
+    hypotheses = [expected(rng, NO_FAULT, RIGHT, 40), expected(rng, "near", NEAR, 40)]
     causes = rank_causes(seen(rng, NEAR, 10), hypotheses)
-    assert name_causes(causes) == (FINE,)
+    assert name_causes(causes) == (NO_FAULT,)
 
 
 def test_another_workload_is_no_fault():
-    """Other prompts move all depths together: by as much as domains differ that is fine; with the same prompts not."""
+    """Other prompts may move all depths by as much as domains differ; with the same prompts, that is a fault."""
     rng = np.random.default_rng(4)
     parts = [texts(rng, RIGHT, 40, shift=shift) for shift in (-0.8, 0.0, 0.9)]
     domains = [name for name in "abc" for _ in range(40)]
     offered, kept = (np.concatenate([part[side] for part in parts]).tolist() for side in (0, 1))
-    fine = ExpectedCounts(FINE, offered, kept, domains)
+    fine = ExpectedCounts(NO_FAULT, offered, kept, domains)
     near = replace(fine, name="near", num_accepted=(np.array(kept) * 0.7).tolist())
     harder = seen(rng, RIGHT, 200, shift=-0.9)
-    assert name_causes(rank_causes(harder, [fine, near], other_workload=True)) == (FINE,)
-    assert name_causes(rank_causes(harder, [fine, near])) != (FINE,)
+    assert name_causes(rank_causes(harder, [fine, near], other_workload=True)) == (NO_FAULT,)
+    assert name_causes(rank_causes(harder, [fine, near])) != (NO_FAULT,)
     assert 0.4 < fine.workload_spread[0] < 1.5
     assert (replace(fine, domains=()).workload_spread == UNKNOWN_WORKLOAD_SPREAD).all()
 
@@ -137,7 +137,7 @@ def test_expected_values_are_less_noisy_than_samples(as_length):
     for _ in range(500):
         offered = np.full((600, 1), 10.0)
         chances = 1 / (1 + np.exp(-rng.normal(0.5, 1.0, (660, 1))))
-        fine = ExpectedCounts(FINE, offered.tolist(), (offered * chances[60:]).tolist(), is_expectation=True)
+        fine = ExpectedCounts(NO_FAULT, offered.tolist(), (offered * chances[60:]).tolist(), is_expectation=True)
         kept = int(rng.binomial(10, chances[:60]).sum())
         counted = ObservedCounts(length=1 + kept / 600, rounds=600) if as_length else ObservedCounts((600,), (kept,))
         p_values.append(rank_causes(counted, [fine])[0].p_value)
@@ -147,11 +147,12 @@ def test_expected_values_are_less_noisy_than_samples(as_length):
 def test_two_temperatures_add_up():
     rng = np.random.default_rng(6)
     parts = [
-        rank_causes(seen(rng, RIGHT, 60), [expected(rng, FINE, RIGHT, 60), expected(rng, "far", FAR, 60)]) for _ in "ab"
+        rank_causes(seen(rng, RIGHT, 60), [expected(rng, NO_FAULT, RIGHT, 60), expected(rng, "far", FAR, 60)])
+        for _ in "ab"
     ]
     both = combine_causes(parts)
     assert both[0].log_likelihood == pytest.approx(sum(part[0].log_likelihood for part in parts))
-    assert [each.name for each in both] == [FINE, "far"]
+    assert [each.name for each in both] == [NO_FAULT, "far"]
     assert combine_causes([parts[0], parts[1][:1]])[0].name == parts[1][0].name
 
 
@@ -162,11 +163,11 @@ def cause(name, log_likelihood, misfit=0.5):
 @pytest.mark.parametrize(
     ("causes", "names"),
     [
-        ([cause("a", 0), cause(FINE, -math.log(50))], (FINE,)),
-        ([cause("a", 0), cause("b", -math.log(5)), cause("c", -math.log(20)), cause(FINE, -10)], ("a", "b")),
-        ([cause("a", 0, 1e-6), cause(FINE, -10)], ()),
-        ([cause(FINE, 0, 1e-6), cause("a", -1)], ()),
-        ([cause("a", 0), cause(FINE, -1, 1e-6)], ("a",)),  # hardly less likely, and still far off
+        ([cause("a", 0), cause(NO_FAULT, -math.log(50))], (NO_FAULT,)),
+        ([cause("a", 0), cause("b", -math.log(5)), cause("c", -math.log(20)), cause(NO_FAULT, -10)], ("a", "b")),
+        ([cause("a", 0, 1e-6), cause(NO_FAULT, -10)], ()),
+        ([cause(NO_FAULT, 0, 1e-6), cause("a", -1)], ()),
+        ([cause("a", 0), cause(NO_FAULT, -1, 1e-6)], ("a",)),  # hardly less likely, and still far off
         ([cause("a", 0), cause("b", -10)], ("a",)),
     ],
 )
@@ -268,11 +269,11 @@ def test_domains_differ_by_more_than_chance():
 def test_the_same_texts_separate_sooner():
     """diverged_share = 0: neither side varies between texts, so fewer rounds are needed."""
     rng = np.random.default_rng(7)
-    fine, near = expected(rng, FINE, RIGHT, 30), expected(rng, "near", NEAR, 30)
+    fine, near = expected(rng, NO_FAULT, RIGHT, 30), expected(rng, "near", NEAR, 30)
     observed = ObservedCounts(tuple(map(int, fine.counts[0].sum(0))), tuple(map(int, fine.counts[1].sum(0))))
     loose, tight = (rank_causes(observed, [fine, near], diverged_share=fresh) for fresh in (1.0, 0.0))
     assert tight[1].ratio < loose[1].ratio
-    assert tight[0].name == FINE
+    assert tight[0].name == NO_FAULT
 
 
 def test_edges():

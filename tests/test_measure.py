@@ -116,12 +116,12 @@ def test_faults_on_the_same_texts(found, trained):
     assert ours.figures(0.0).length.value < found["glm"].figures(0.0).length.value - 1
     assert ours.generated[0.0].pooled is None
     right = reference_acceptance(trained["glm_one"], PROMPTS, PLAN)
-    rerun = reference_acceptance(trained["glm_one"], PROMPTS, PLAN, contract=Contract(rerun=False))
-    assert rerun.scoring_pass == "decoder"
-    assert rerun.figures(0.0).length.value < right.figures(0.0).length.value
-    assert [each.num_speculative_tokens for each in rerun.table()] == [3] * len(rerun.table())
+    stale = reference_acceptance(trained["glm_one"], PROMPTS, PLAN, contract=Contract(refresh=False))
+    assert stale.scoring_pass == "decoder"
+    assert stale.figures(0.0).length.value < right.figures(0.0).length.value
+    assert [each.num_speculative_tokens for each in stale.table()] == [3] * len(stale.table())
     with pytest.raises(ConfigError, match="at K = 3 alone"):
-        rerun.figures(0.0, k=1)
+        stale.figures(0.0, k=1)
     later = reference_acceptance(
         trained["glm"], PROMPTS, replace(PLAN, temperatures=(0.0,)), contract=Contract(offset=1)
     )
@@ -222,7 +222,7 @@ def test_record(found):
     assert set(curves) >= {(0.0, "greedy", "x"), (1.0, "argmax", "all")}
     assert curves[0.0, "greedy", "all"]["outcome"] in ("saturates", "increases", "undecided")
     assert record["parts"] == []  # short texts without tags have one part
-    assert record["settings"]["contract"] == {"prefill": True, "rerun": True, "offset": 0}
+    assert record["settings"]["contract"] == {"prefill": True, "refresh": True, "offset": 0}
     assert len(record["hashes"]["prompts"]) == 64
 
 

@@ -181,7 +181,7 @@ def test_two_decodes_take_turns(model):
 
 REFUSED = {
     "a penalty": ({"sampling": Sampling(1.0, repetition_penalty=1.2)}, "glm4_moe"),
-    "a fault between rounds": ({"contract": Contract(rerun=False)}, "glm4_moe"),
+    "a fault between rounds": ({"contract": Contract(refresh=False)}, "glm4_moe"),
     "recurrent state": ({}, "qwen3_next"),
     "more drafts than one pass takes": ({"num_speculative_tokens": 130}, "glm4_moe"),
 }

@@ -168,8 +168,8 @@ def test_long_prompt_in_chunks(name):
 def test_cached_equals_uncached(model):
     """Texts and drafts are those of trunk and head run over the whole text without a cache.
 
-    Catches a head cache that was not prefilled, not re-run, or rolled back to the wrong column, and a mask or a window
-    that caches see otherwise: equality of the output sees none of these.
+    Catches a head cache that was not prefilled, not refreshed, or rolled back to the wrong position, and a mask or
+    window that differs with a cache. Equality of the output shows none of these.
     """
     start, modules = prompt(12), model.head.num_modules
     texts, log = decode(model, [start], num_speculative_tokens=modules, max_tokens=12)

@@ -32,7 +32,7 @@ from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.diagnose import diagnose_observations
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
-from nextn.evaluate.likelihoods import FINE
+from nextn.evaluate.likelihoods import NO_FAULT
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.family_table import by_name, deviations
@@ -434,5 +434,5 @@ def test_measured_acceptance_and_its_faults(folders):
         seen = EngineObservation(0.0, sum_counters(each for _, each in parts), tuple(range(len(prompts))))
         found = diagnose_observations(model, prompts, [seen], greedy)
         # A wrong window changes the last tokens of these texts only. Where those are too few, the report says so.
-        is_named = found.named[0] == (name or FINE)
+        is_named = found.named[0] == (name or NO_FAULT)
         assert is_named or (name.startswith("window") and name in found.undetectable), (name, found.summary)

@@ -274,8 +274,8 @@ def test_short_texts_and_refusals(trained):
     (found,) = score_texts(model, [text], trunk_outputs(model.trunk, [text]), 4)
     assert found.remaining == []
     assert found.survivals["greedy"].round_counts(found.remaining, 4) == ([0.0] * 4, [0.0] * 4)
-    with pytest.raises(ConfigError, match="rerun"):
-        list(score_texts(model, [text], trunk_outputs(model.trunk, [text]), 1, contract=Contract(rerun=False)))
+    with pytest.raises(ConfigError, match="refresh"):
+        list(score_texts(model, [text], trunk_outputs(model.trunk, [text]), 1, contract=Contract(refresh=False)))
 
 
 def test_groups_hold_few_positions(trained, monkeypatch):

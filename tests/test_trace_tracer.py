@@ -40,12 +40,12 @@ def test_every_column_is_fed_once_with_true_states():
     assert set(fed.values()) == {1}
 
 
-def test_kept_columns_are_re_run(trained):
-    """On a head whose drafts are kept: each kept column comes back as a re-run, at its place, with the true state."""
+def test_accepted_positions_are_refreshed(trained):
+    """On a head whose drafts are accepted, each accepted position is refreshed with the true state."""
     model = trained["glm"]
     start = refrain(1, 33, seed=5)[0].tolist()
     rows = list(trace(model, start, Settings(num_speculative_tokens=3, max_tokens=9)))
-    again = [row for row in rows if row.phase == "re-run"]
+    again = [row for row in rows if row.phase == "refresh"]
     drafted = [row.position for row in rows if row.phase == "draft" and row.hidden.startswith("g")]
     assert again
     assert all(row.hidden == f"h{row.position}" and row.by == "head[0]" for row in again)

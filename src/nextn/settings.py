@@ -72,7 +72,7 @@ class Contract:
     """The clauses of the engine contract on how a head is run. The defaults are right; each change injects a fault."""
 
     prefill: bool = True  # the head's cache is filled over the whole prompt
-    rerun: bool = True  # refresh: accepted positions run through the head again with the trunk's true hidden states
+    refresh: bool = True  # the head runs over accepted positions again, with the trunk's true hidden states
     # The head's input at position i is (t_{i+1}, h_{i+offset}); 0 or -1. With +1 it can be scored (`teacher_forced`),
     # but not drafted, as that state is not known yet.
     offset: int = 0

@@ -134,7 +134,7 @@ def trace(
     options: ModelOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Show which token and hidden state are at which position: in prefill, draft, verify and re-run, by round."""
+    """Show which token and hidden state are at which position: in prefill, draft, verify and refresh, by round."""
     from dataclasses import asdict
 
     settings = Settings(num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens)
@@ -149,7 +149,7 @@ def trace(
         return
     titles = ("round", "phase", "by", "position", "token", "hidden state", "result")
     table = figures_table(*titles, left=set(titles) - {"round", "position"})
-    styles = {"draft": "yellow", "verify": "cyan", "re-run": "magenta"}
+    styles = {"draft": "yellow", "verify": "cyan", "refresh": "magenta"}
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before.round != row.round:
             table.add_section()

@@ -1,6 +1,6 @@
 """`nextn diagnose`: why an engine's acceptance is lower than the reference.
 
-Exit codes: 0 fine, 1 findings, 2 nothing to compare, 3 too few data to decide.
+Exit codes: 0 no fault, 1 findings, 2 nothing to compare, 3 too few data to decide.
 """
 
 from dataclasses import replace
@@ -180,7 +180,7 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
         rates += [""] * (len(depths) - len(rates))  # an engine may have counted fewer depths in this case
         table.add_row(plain(label), *rates, f"{1 + case.num_accepted:.2f}", "", "", style="bold")
     table.add_section()
-    always = ("fine", *diagnosis.named)
+    always = ("no-fault", *diagnosis.named)
     others = [cause for cause in diagnosis.causes[_MAX_CAUSES:] if cause.name in always]
     for cause in [*diagnosis.causes[:_MAX_CAUSES], *others]:
         style = "bold" if cause.name in diagnosis.named else None

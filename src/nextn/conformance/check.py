@@ -181,7 +181,7 @@ class ConformanceReport(CheckReport):
         if nearest.distance <= max(self.fits[0].distance, self._distance(self.explanations[0].name)):
             evidence = f"{nearest.reading.name} gives the same counts at K = {self.num_speculative_tokens}"
             return clause.result("inconclusive", evidence)
-        evidence = f"{nearest.reading.name} would be {nearest.distance} accepted drafts away"
+        evidence = f"{nearest.reading.name} would differ by {nearest.distance} accepted drafts"
         return clause.result("passed", evidence)
 
     def _check_texts(self, clause: Clause) -> CheckResult:

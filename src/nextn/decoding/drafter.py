@@ -111,10 +111,10 @@ class Drafter:
         """
         if not num_steps:
             return [0] * len(num_accepted)
-        num_modules, rerun = self.head.num_modules, self.contract.rerun
+        num_modules, refresh = self.head.num_modules, self.contract.refresh
         num_final = list(map(len, self.pending))
-        num_not_refreshed = [0 if rerun or num_modules > 1 else min(count, num_steps - 1) for count in num_accepted]
-        if rerun or num_steps < num_modules:
+        num_not_refreshed = [0 if refresh or num_modules > 1 else min(count, num_steps - 1) for count in num_accepted]
+        if refresh or num_steps < num_modules:
             # Position i is final in layer k once token i + k is known; layers that did not run have nothing to keep.
             num_final = [max(0, final - num_modules + 1) if num_steps >= num_modules else 0 for final in num_final]
         lengths = [sum(counts) for counts in zip(self.bases, num_final, num_not_refreshed, strict=True)]

@@ -62,7 +62,7 @@ def _rows(model: Model, number: int, event: Event, result: SequenceRound, *, is_
             gives = f"h{position}" + _verification(model, event, result, index, last)
         elif phase == "draft":
             if index < last:
-                phase = "prefill" if is_first else "re-run"
+                phase = "prefill" if is_first else "refresh"
             else:
                 gives = _draft(model, event, result)
         hidden = "-" if event.module is None else f"h{position}" if event.hidden == "h" else event.hidden

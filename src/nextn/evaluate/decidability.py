@@ -1,7 +1,7 @@
-"""Whether counts and reference are enough to call an engine fine, and how much more would be. Imports no torch.
+"""Whether counts and reference are enough to exclude a fault, and how much more would be. Imports no torch.
 
-"Fine" is only said where an engine that loses half of the accepted drafts would be told from one without fault: the
-counts expected of such an engine must be `MIN_SEPARATING_RATIO` times likelier under that loss than without a fault.
+`no-fault` is concluded only if the evidence would reveal an engine that loses half of the accepted drafts: the counts
+expected of such an engine must be `MIN_SEPARATING_RATIO` times likelier under that loss than without a fault.
 """
 
 import math
@@ -9,15 +9,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
-from nextn.evaluate.likelihoods import FINE, MIN_SEPARATING_RATIO, Evidence, expected_ratio, name_causes, rank_causes
+from nextn.evaluate.likelihoods import (
+    MIN_SEPARATING_RATIO,
+    NO_FAULT,
+    Evidence,
+    expected_ratio,
+    name_causes,
+    rank_causes,
+)
 
-_MIN_SHARE = 0.5  # of the accepted drafts; an engine that keeps less is not fine
-_MAX_FACTOR = 256  # of the evidence at hand; more than that nobody collects
+_MIN_SHARE = 0.5  # of the accepted drafts; an engine that accepts less has a fault
+_MAX_FACTOR = 256  # of the evidence at hand; nobody collects more
 
 
 @dataclass(frozen=True)
 class NeededEvidence:
-    """What would decide between no fault and half of the drafts lost, beside what there is; both are about."""
+    """What would decide between no fault and half of the drafts lost, with the evidence at hand. All estimates."""
 
     reference_tokens: int  # new tokens of the reference's texts
     reference_texts: int
@@ -33,18 +40,18 @@ class NeededEvidence:
 def can_decide(evidence: Sequence[Evidence]) -> bool:
     """Return whether this much evidence decides between no fault and half of the drafts lost.
 
-    An engine that did accept less than half is only told from a fine one where its own counts exclude that it is fine.
+    If the engine accepted less than half of what is expected, its own counts must exclude `no-fault`, too.
     """
     total = 0.0
     for observed, expected, diverged_share, other_workload in evidence:
-        fine = _fine(expected)
+        faultless = _without_fault(expected)
         ratio = expected_ratio(
-            observed, _halved(fine), fine, diverged_share=diverged_share, other_workload=other_workload
+            observed, _halved(faultless), faultless, diverged_share=diverged_share, other_workload=other_workload
         )
         total += math.log(max(ratio, 1e-300))
-        causes = rank_causes(observed, [fine], diverged_share=diverged_share, other_workload=other_workload)
-        has_lost_half = observed.acceptance_length - 1 < _MIN_SHARE * fine.accepted_per_round[0]
-        if has_lost_half and name_causes(causes) == (FINE,):
+        causes = rank_causes(observed, [faultless], diverged_share=diverged_share, other_workload=other_workload)
+        has_lost_half = observed.acceptance_length - 1 < _MIN_SHARE * faultless.accepted_per_round[0]
+        if has_lost_half and name_causes(causes) == (NO_FAULT,):
             return False
     return total >= math.log(MIN_SEPARATING_RATIO)
 
@@ -52,10 +59,10 @@ def can_decide(evidence: Sequence[Evidence]) -> bool:
 def needed_evidence(evidence: Sequence[Evidence], *, driven: bool) -> NeededEvidence | None:
     """Return the least multiple of the evidence that decides; None if no amount of it does.
 
-    driven: the engine answers the reference's own prompts, so that more prompts give both sides more. Otherwise the
-    reference grows alone, as it can be repeated and a log cannot; the engine's counts grow where that is not enough.
+    driven: the engine answers the reference's own prompts, so more prompts add to both sides. Otherwise only the
+    reference grows, since a log cannot be extended; the engine's counts grow as well if that is not enough.
     """
-    texts = [_fine(item.expected) for item in evidence]
+    texts = [_without_fault(item.expected) for item in evidence]
     tokens = sum(round(each.counts[0][:, 0].sum() * (1 + each.accepted_per_round[0])) for each in texts)
     if not can_decide([_scaled(item, _MAX_FACTOR, _MAX_FACTOR) for item in evidence]):
         return None
@@ -68,33 +75,33 @@ def needed_evidence(evidence: Sequence[Evidence], *, driven: bool) -> NeededEvid
     return None
 
 
-def _fine(expected: Sequence[ExpectedCounts]) -> ExpectedCounts:
-    return next(each for each in expected if each.name == FINE)
+def _without_fault(expected: Sequence[ExpectedCounts]) -> ExpectedCounts:
+    return next(each for each in expected if each.name == NO_FAULT)
 
 
 def _factors(*, driven: bool) -> Iterator[tuple[int, int]]:
-    """(of the reference, of the engine's counts), the least first."""
+    """Yield pairs of factors (of the reference, of the engine's counts), the smallest first."""
     powers = [2**power for power in range(1, _MAX_FACTOR.bit_length())]
     if not driven:
         yield from ((factor, 1) for factor in powers)
     yield from ((factor, factor) for factor in powers)
 
 
-def _halved(fine: ExpectedCounts) -> ExpectedCounts:
-    """Half of the accepted drafts: a_1 is halved, the deeper a_k stay."""
-    drafted = [[row[0], *(_MIN_SHARE * count for count in row[1:])] for row in fine.num_drafted]
-    accepted = [[_MIN_SHARE * count for count in row] for row in fine.num_accepted]
-    return replace(fine, name="half", num_drafted=drafted, num_accepted=accepted)
+def _halved(faultless: ExpectedCounts) -> ExpectedCounts:
+    """Return the counts with half of the accepted drafts: a_1 is halved, the deeper a_k stay."""
+    drafted = [[row[0], *(_MIN_SHARE * count for count in row[1:])] for row in faultless.num_drafted]
+    accepted = [[_MIN_SHARE * count for count in row] for row in faultless.num_accepted]
+    return replace(faultless, name="half", num_drafted=drafted, num_accepted=accepted)
 
 
 def _scaled(item: Evidence, factor: int, engine_factor: int) -> Evidence:
-    """The same with this many times the texts, and times the engine's rounds."""
-    fine, observed = _fine(item.expected), item.counts
+    """Return the evidence with `factor` times the texts and `engine_factor` times the engine's rounds."""
+    faultless, observed = _without_fault(item.expected), item.counts
     more_texts = replace(
-        fine,
-        num_drafted=[*fine.num_drafted] * factor,
-        num_accepted=[*fine.num_accepted] * factor,
-        domains=[*fine.domains] * factor,
+        faultless,
+        num_drafted=[*faultless.num_drafted] * factor,
+        num_accepted=[*faultless.num_accepted] * factor,
+        domains=[*faultless.domains] * factor,
     )
     counts = ObservedCounts(
         tuple(count * engine_factor for count in observed.num_drafted),
@@ -106,6 +113,6 @@ def _scaled(item: Evidence, factor: int, engine_factor: int) -> Evidence:
 
 
 def _num_rounds(evidence: Sequence[Evidence]) -> int | None:
-    """Rounds that the engine counted; None if it does not report them."""
+    """Return the rounds that the engine counted; None if it does not report them."""
     rounds = [item.counts.num_drafted[0] if item.counts.num_drafted else item.counts.rounds for item in evidence]
     return None if None in rounds else sum(count or 0 for count in rounds)

@@ -22,8 +22,8 @@ from nextn.evaluate.faults import (
 )
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import (
-    FINE,
     MIN_FIT,
+    NO_FAULT,
     Cause,
     Evidence,
     combine_causes,
@@ -44,19 +44,19 @@ _ANY_ACCEPTED = 0.005  # accepted drafts per round that no rounding of a log mak
 INCONCLUSIVE = "inconclusive"
 
 DEFINITIONS = {
-    "ratio": "of likelihoods: this cause's for what the engine counted, to that of the likeliest cause",
-    "p_value": "probability of counts as far off as these if the cause holds",
-    "named": "fine unless a fault is 100 times likelier; else the faults that the likeliest does not beat ten times; "
-    "[] = even the likeliest does not fit (p_value below 0.001); acceptance-overridden = a "
-    "setting of the engine decides; weights = the counts are as expected, but the head is poor; context-length = only "
-    "long prompts fall short; inconclusive = fine is the likeliest or near it, but "
-    "the counts or the reference are too few to tell it from half of the drafts lost, see needed, or rounds of fewer "
-    "than K drafts may explain the counts",
-    "needed": "what would decide, about: new tokens and texts of the reference, rounds of the engine (null: those "
-    "that it counted are enough); null = decided, or no amount of it decides",
-    "indistinguishable": "causes that cannot be distinguished from the named here: this many rounds are expected to "
-    "give a ratio below 100",
-    "undetectable": "faults that cannot be distinguished from fine in the same way",
+    "ratio": "likelihood of the engine's counts under this cause, divided by that under the likeliest cause",
+    "p_value": "probability of counts at least this far off if the cause is true",
+    "named": "no-fault unless a fault is 100 times likelier; else the faults that are at least a tenth as likely as "
+    "the likeliest; [] = even the likeliest does not fit (p_value below 0.001); acceptance-overridden = a setting of "
+    "the engine decides the acceptance; weights = the counts are as expected, but the head is poor; context-length = "
+    "only long prompts fall short; inconclusive = no fault is 100 times likelier than no-fault, but there is too "
+    "little data to exclude that half of the drafts are lost (see needed), or rounds of fewer than K drafts may "
+    "explain the counts",
+    "needed": "estimate of the data that would decide: new tokens and texts of the reference, rounds of the engine "
+    "(null: its counts are enough); null = decided, or more data of this kind would not decide",
+    "indistinguishable": "causes that this many rounds cannot distinguish from the named ones: the expected ratio is "
+    "below 100",
+    "undetectable": "faults that this many rounds cannot distinguish from no-fault",
     "acceptance": "a_1..a_K, conditional on the shallower depths",
 }
 
@@ -149,7 +149,7 @@ class Diagnosis(CheckReport):
         >>> _ = Path("answer.json").write_text('{"timings": {"draft_n": 1000, "draft_n_accepted": 20}}')  # of llama.cpp
         >>> plan = nextn.ReferencePlan(temperatures=(0.0,), max_tokens=8, backend="torch")
         >>> found = nextn.diagnose("tiny", "answer.json", ["def add(a, b):"], plan, num_speculative_tokens=2)
-        >>> found.engine, found.is_fine
+        >>> found.engine, found.has_no_fault
         ('llama.cpp', False)
     """
 
@@ -175,7 +175,7 @@ class Diagnosis(CheckReport):
 
     @cached_property
     def named(self) -> tuple[str, ...]:
-        """("fine",), or the faults found: () if no known cause explains the counts.
+        """("no-fault",), or the faults found: () if no known cause explains the counts.
 
         Four are not among the hypotheses: `acceptance-overridden`, if a setting of the engine decides the acceptance,
         `weights`, if the counts are as expected, but the head itself is poor, `context-length`, if only long prompts
@@ -185,11 +185,11 @@ class Diagnosis(CheckReport):
         if self.overrides:
             return (OVERRIDDEN,)
         names = name_causes(self.causes)
-        if names != (FINE,) and self._may_be_short:
+        if names != (NO_FAULT,) and self._may_be_short:
             return (INCONCLUSIVE,)
-        if names == (FINE,) and self.reference_rate < _POOR_RATE:
+        if names == (NO_FAULT,) and self.reference_rate < _POOR_RATE:
             return (WEIGHTS,)
-        if names == (FINE,) and not can_decide(self._evidence):
+        if names == (NO_FAULT,) and not can_decide(self._evidence):
             return (INCONCLUSIVE,)
         return (CONTEXT,) if not names and self._falls_with_length else names
 
@@ -212,7 +212,7 @@ class Diagnosis(CheckReport):
         None beside an engine without fault: those are the `undetectable`.
         """
         best = self.named[0] if self.named else ""
-        if self.is_fine or not any(cause.name == best for cause in self.causes):
+        if self.has_no_fault or not any(cause.name == best for cause in self.causes):
             return ()
         like = [self.cause(name) for name in self._like(best) if name not in self.named]
         near = [cause for cause in like if not cause.is_separated(self.cause(best))]
@@ -228,15 +228,15 @@ class Diagnosis(CheckReport):
     @cached_property
     def undetectable(self) -> tuple[str, ...]:
         """Faults that would not show, or hardly, on this head in this many rounds."""
-        fine = self.cause(FINE)
-        listed = {FINE, *self.named, *self.indistinguishable}
-        near = [cause for cause in self.causes if cause.name not in listed and not cause.is_separated(fine)]
-        return tuple(cause.name for cause in near if FINE in self._like(cause.name))
+        faultless = self.cause(NO_FAULT)
+        listed = {NO_FAULT, *self.named, *self.indistinguishable}
+        near = [cause for cause in self.causes if cause.name not in listed and not cause.is_separated(faultless)]
+        return tuple(cause.name for cause in near if NO_FAULT in self._like(cause.name))
 
     @property
-    def is_fine(self) -> bool:
+    def has_no_fault(self) -> bool:
         """Whether the engine shows what this head should give."""
-        return self.named == (FINE,)
+        return self.named == (NO_FAULT,)
 
     @property
     def is_inconclusive(self) -> bool:
@@ -252,12 +252,12 @@ class Diagnosis(CheckReport):
 
     @property
     def outcome(self) -> Outcome:
-        return "passed" if self.is_fine else "inconclusive" if self.is_inconclusive else "failed"
+        return "passed" if self.has_no_fault else "inconclusive" if self.is_inconclusive else "failed"
 
     @property
     def checks(self) -> list[CheckResult]:
         """What to report about the named causes."""
-        return [cause_found(name) for name in self.named if name not in (FINE, INCONCLUSIVE)]
+        return [cause_found(name) for name in self.named if name not in (NO_FAULT, INCONCLUSIVE)]
 
     @property
     def reference_rate(self) -> float:
@@ -273,8 +273,8 @@ class Diagnosis(CheckReport):
         short, long = halves
         expected = _without_fault(long).accepted_per_round[0]
         return (
-            name_causes(short.causes) == (FINE,)
-            and name_causes(long.causes) != (FINE,)
+            name_causes(short.causes) == (NO_FAULT,)
+            and name_causes(long.causes) != (NO_FAULT,)
             and long.num_accepted < expected
         )
 
@@ -285,7 +285,9 @@ class Diagnosis(CheckReport):
         if not self.named:
             return min(self.cases, key=lambda case: case.cause(best).p_value)
         if best in self.named:
-            return max(self.cases, key=lambda case: case.cause(best).log_likelihood - case.cause(FINE).log_likelihood)
+            return max(
+                self.cases, key=lambda case: case.cause(best).log_likelihood - case.cause(NO_FAULT).log_likelihood
+            )
         return self.cases[0]
 
     @property
@@ -296,7 +298,7 @@ class Diagnosis(CheckReport):
         temperature, several = case.observation.temperature, len({each.observation.temperature for each in self.cases})
         where = f" at temperature {temperature:g}" if several > 1 else ""
         figures = f"AL {counted:.2f} where this head should give {expected:.2f}{where}"
-        if self.is_fine:
+        if self.has_no_fault:
             return f"the engine shows what this head should give: {figures}"
         if self.overrides:
             return f"the acceptance is not the head's: {', '.join(self.overrides)}; {figures}"
@@ -321,9 +323,9 @@ class Diagnosis(CheckReport):
     @property
     def _odds(self) -> str:
         """How much likelier the named fault is than the next cause, and than no fault."""
-        best, fine, after = self.causes[0], self.cause(FINE), self.next_cause
-        odds = f"{best.ratio_text(fine)} likelier than an engine without fault"
-        if after is None or after.name == FINE:
+        best, faultless, after = self.causes[0], self.cause(NO_FAULT), self.next_cause
+        odds = f"{best.ratio_text(faultless)} likelier than an engine without fault"
+        if after is None or after.name == NO_FAULT:
             return odds
         apart = " that these counts tell apart" if self.indistinguishable else ""
         return f"{best.ratio_text(after)} likelier than the next cause{apart}, {after.name}, and {odds}"
@@ -339,8 +341,8 @@ class Diagnosis(CheckReport):
 
     @property
     def next_checks(self) -> list[str]:
-        """What to check next, the cheapest first; none if the engine is fine or a setting decides."""
-        if self.is_fine or self.is_inconclusive or self.overrides:
+        """What to check next, the cheapest first; none without a fault, or if a setting of the engine decides."""
+        if self.has_no_fault or self.is_inconclusive or self.overrides:
             return []
         case = self.cases[0]
         driven = case.observation.prompt_indices is not None
@@ -384,13 +386,13 @@ class Diagnosis(CheckReport):
             notes += [f"{warning}; the engine has other weights, or a quantized trunk" for warning in origin.warnings]
         if self.reference.stream is not None:
             decoded = ", ".join(fault.name for fault in FAULTS if fault.contract)
-            notes.append(f"would show in decoding only, which a streamed trunk cannot do: {decoded}")
+            notes.append(f"not checked, as they show only in decoding, which a streamed trunk cannot do: {decoded}")
         if not self.cases[0].counts.num_drafted:
             shorter = "drafts fewer than K tokens in some rounds, so its counts by position do not compare; fix its K"
             why = shorter if self.cases[0].has_short_rounds else "counts no positions"
             notes.append(f"{self.engine} {why}: there is one figure only, and causes are hard to distinguish")
         unlikely = [cause.name for cause in self.causes if cause.name in self.priors]
-        if unlikely and not self.is_fine:
+        if unlikely and not self.has_no_fault:
             notes.append(
                 f"{self.engine}'s published code for this family does not have these faults, so their likelihoods are "
                 f"multiplied by {DOCUMENTED_PRIOR:g}: {', '.join(unlikely)}"
@@ -402,7 +404,9 @@ class Diagnosis(CheckReport):
                 "of them, and makes each improbable"
             )
         if self.undetectable:
-            notes.append(f"would not show in this many rounds, and cannot be excluded: {', '.join(self.undetectable)}")
+            notes.append(
+                f"faults that this many rounds would not show, so they are not excluded: {', '.join(self.undetectable)}"
+            )
         return notes + list(self.audit_notes)
 
     @property
@@ -434,7 +438,7 @@ class Diagnosis(CheckReport):
 
 
 def _without_fault(case: ObservedCase) -> ExpectedCounts:
-    return next(each for each in case.expected if each.name == FINE)
+    return next(each for each in case.expected if each.name == NO_FAULT)
 
 
 def diagnose_observations(
@@ -478,7 +482,7 @@ def diagnose_observations(
         for temperature, hypotheses in expected.items():
             hypotheses.append(expectation(TEMPLATE, other, temperature))
     if any(each.acceptance_length > 1 + _ANY_ACCEPTED for each in counts):
-        expected = {t: [each for each in some_of if each.name != NOTHING] for t, some_of in expected.items()}
+        expected = {t: [each for each in causes if each.name != NOTHING] for t, causes in expected.items()}
     cases = [
         ObservedCase(
             each,

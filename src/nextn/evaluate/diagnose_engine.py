@@ -76,7 +76,7 @@ def diagnose(
         ... )
         >>> plan = nextn.ReferencePlan(temperatures=(0.0,), max_tokens=8, backend="torch")
         >>> found = nextn.diagnose("tiny", "metrics.txt", ["def add(a, b):"], plan)
-        >>> found.is_fine, len(found.causes) > 10
+        >>> found.has_no_fault, len(found.causes) > 10
         (False, True)
     """
     plan = plan or ReferencePlan(temperatures=(0.0,), rule="ratio")

@@ -14,7 +14,7 @@ from torch import nn
 from nextn.engines.check_result import CheckResult
 from nextn.evaluate.conventions import Variant, apply_variants, variants
 from nextn.evaluate.hypotheses import ExpectedCounts
-from nextn.evaluate.likelihoods import FINE
+from nextn.evaluate.likelihoods import NO_FAULT
 from nextn.evaluate.reference import TextStates, reference_acceptance, rescore, text_states
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.model.head import Head
@@ -56,7 +56,7 @@ def measure_under_fault(
     if fault.rule:
         return reference
     if fault.contract:
-        if model.head is not None and model.head.family.trunk_kv and "rerun" in fault.contract:
+        if model.head is not None and model.head.family.trunk_kv and "refresh" in fault.contract:
             return None  # there are no keys to compute again
         if isinstance(model.trunk, StreamedTrunk):
             return None
@@ -176,7 +176,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "stale-head-cache", "the head's KV cache of accepted positions keeps the states that the head drafted with",
         "little where all drafts are accepted, more where some are", ("charlie12345/ROCmFPX#15",),
-        contract={"rerun": False},
+        contract={"refresh": False},
         advice="after verification run the accepted positions through the head again with the trunk's states (refresh)",
     ),
     Fault("pairs-off-by-one", "the hidden state is that of the previous position", "about 0 at every depth",
@@ -287,8 +287,10 @@ def expectations(
     faults: Sequence[Fault] = FAULTS,
     on_fault: Callable[[], None] = lambda: None,
 ) -> Mapping[float, list[ExpectedCounts]]:
-    """Return all hypotheses by temperature, "fine" first, over all texts, at the plan's K and by the plan's rule."""
-    hypotheses = {t: [expectation(FINE, reference, t), _nothing_accepted(reference, t)] for t in reference.generated}
+    """Return all hypotheses by temperature, `no-fault` first, over all texts, by the plan's K and acceptance rule."""
+    hypotheses = {
+        t: [expectation(NO_FAULT, reference, t), _nothing_accepted(reference, t)] for t in reference.generated
+    }
     hiddens = text_states(reference, model)
     for fault in faults:
         faulty = measure_under_fault(reference, model, fault, hiddens=hiddens)

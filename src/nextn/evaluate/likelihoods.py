@@ -23,9 +23,9 @@ import numpy as np
 from nextn.errors import ConfigError
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
 
-FINE = "fine"
+NO_FAULT = "no-fault"
 # Ratios of likelihoods.
-MIN_NAMED_RATIO = 100.0  # from which on a fault is named rather than "fine"
+MIN_NAMED_RATIO = 100.0  # from which on a fault is named rather than "no-fault"
 MIN_DISTINCT_RATIO = 10.0  # from which on the likeliest fault excludes another
 MIN_SEPARATING_RATIO = 100.0  # to be expected between hypotheses that can be distinguished
 MIN_FIT = 0.001  # a cause with a smaller p-value does not fit
@@ -148,16 +148,16 @@ def indistinguishable_from(name: str, *evidence: Evidence) -> tuple[str, ...]:
 def name_causes(causes: Sequence[Cause]) -> tuple[str, ...]:
     """Return the causes that the counts support, likeliest first.
 
-    ("fine",) unless a fault is `MIN_NAMED_RATIO` times likelier; else all faults that the likeliest does not beat by
-    `MIN_DISTINCT_RATIO`; () if even the likeliest does not fit (1 in 1000 if it holds).
+    ("no-fault",) unless a fault is `MIN_NAMED_RATIO` times likelier; else the likeliest fault, with all that it exceeds
+    by less than `MIN_DISTINCT_RATIO`; () if even the likeliest does not fit (p-value below `MIN_FIT`).
     """
     best = causes[0]
-    fine = next((cause for cause in causes if cause.name == FINE), None)
-    if fine is not None and best.ratio_to(fine) < MIN_NAMED_RATIO and fine.p_value >= MIN_FIT:
-        return (FINE,)
+    faultless = next((cause for cause in causes if cause.name == NO_FAULT), None)
+    if faultless is not None and best.ratio_to(faultless) < MIN_NAMED_RATIO and faultless.p_value >= MIN_FIT:
+        return (NO_FAULT,)
     if best.p_value < MIN_FIT:
         return ()
-    return tuple(each.name for each in causes if best.ratio_to(each) < MIN_DISTINCT_RATIO and each.name != FINE)
+    return tuple(each.name for each in causes if best.ratio_to(each) < MIN_DISTINCT_RATIO and each.name != NO_FAULT)
 
 
 def _sorted(causes: Sequence[Cause]) -> list[Cause]:

@@ -72,15 +72,15 @@ def reference_of_texts(
     contract: Contract | None = None,
     on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
-    """Score texts that the model generated from the prompts, by temperature; those of contract.rerun = False have none.
+    """Score texts that the model generated from the prompts, by temperature.
 
-    Arguments are those of `reference_acceptance`.
+    With contract.refresh = False, the report has no scores. Arguments are those of `reference_acceptance`.
     """
     contract = contract or Contract()
     report = ReferenceReport(
         plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name, **_of_model(model)
     )
-    if not contract.rerun:
+    if not contract.refresh:
         return report
     with exact_head(model):  # the backend that decodes: one for the texts and their states
         trunk = backend_for(model, plan.backend).trunk

@@ -184,14 +184,14 @@ def score_texts(
 
     It takes one parallel pass if `Head.can_rollout`, else position by position through the head's own caches.
     `contract` injects faults of decoding; an offset of +1, with which no decoder could draft, can be scored.
-    Raises ConfigError if there is no head, or for contract.rerun = False: then drafts depend on where rounds started.
+    Raises ConfigError if there is no head, or for contract.refresh = False: then drafts depend on where rounds started.
     """
     contract, head = contract or Contract(), model.head
     if head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
-    if not contract.rerun:
+    if not contract.refresh:
         raise ConfigError(
-            "contract.rerun = False can only be decoded, not scored: the head's cache depends on earlier rounds"
+            "contract.refresh = False can only be decoded, not scored: the head's cache depends on earlier rounds"
         )
     inputs = [_head_inputs(text, hidden, contract, head) for text, hidden in zip(texts, hiddens, strict=True)]
     for text, hidden, chains in zip(texts, hiddens, _draft_states(head, inputs, depths), strict=True):

@@ -793,7 +793,7 @@ _MINIMAX_M3 = Family(
         "transformers": _ignores("minimax_m3_vl/modeling_minimax_m3_vl.py"),
     },
     sources=(_HF + "conversion_mapping.py",),
-    unverified=("recycled: one engine alone runs the head", _FP8_UNKNOWN),
+    unverified=("next_hidden: only one engine runs the head", _FP8_UNKNOWN),
 )
 _KIMI_K3 = Family(
     name="kimi_k3", title="Kimi-K3", model_types=("kimi_k3",), draft_types=("kimi_k3_mtp",), count_fields=_NEXTN,
