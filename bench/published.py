@@ -1,12 +1,14 @@
 """The published model with the head in the package, in other engines: texts, counts, and what `diagnose` makes of them.
 
     python bench/published.py prompts.jsonl --engine llama.cpp --engine transformers --engine vllm --out FILE
-    python bench/published.py prompts.jsonl --faults --out FILE
+    python bench/published.py prompts.jsonl --faults nextn --faults llama.cpp --out FILE
 
-Trunk and head are written as one checkpoint for all three engines (`nextn adopt`). With --faults, our
-own decoder and llama.cpp run the intact head, then a faulty one, llama.cpp where the fault is in the files; each trial
-diagnoses the counts of another half of the prompts. Prompts are asked through the chat template
-(`examples/smollm2/humaneval.py` writes HumanEval's).
+Trunk and head are written as one checkpoint for all three engines (`nextn adopt`), or in the form that `nextn export`
+writes for each. For that the head's weights are put into the layouts mimo and step35; in the first it computes the
+same, in the second it gets another hidden state, so that less is accepted. With --faults, our own decoder and llama.cpp
+run the intact head, then a faulty one, llama.cpp where the fault is in the files; each trial diagnoses the counts of
+another half of the prompts. Prompts are asked through the chat template (`examples/smollm2/humaneval.py` writes
+HumanEval's).
 """
 
 import argparse
@@ -16,24 +18,29 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from engine_faults import PLANTED, plant
+from engine_faults import PLANTED, Files, Planted, plant
 from engines import environments
 from engines.referee import Ours, compared
 from engines.serving import Bench
 from engines.starting import Starter
 
-from nextn.checkpoint.checkpoint import SHIPPED_HEAD
+from nextn.checkpoint.checkpoint import SHIPPED_HEAD, SINGLE, Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import generate
 from nextn.edit.adopt import adopt
+from nextn.edit.export import export
 from nextn.edit.published_model import smollm2
 from nextn.engines.counters import Counters, sum_counters
 from nextn.evaluate.conventions import apply_variants
@@ -46,10 +53,16 @@ from nextn.evaluate.likelihoods import NO_FAULT
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, ReferencePlan, read_prompts
+from nextn.family_table import by_name, fitted
+from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.settings import Contract, Sampling, Settings
+from nextn.train.head_run import LAYOUTS
+from nextn.train.head_task import HEAD_FILE, write_standalone_head
 
 CONTEXT, K = 512, 3
+# The checkpoint of `nextn adopt`, or a form of `nextn export`.
+ENGINES = ("llama.cpp", "transformers", "vllm", "llama.cpp step35", "transformers own", "vllm mimo")
 SIMULATED = (
     "inputs-swapped",
     "norm-offset-missing",
@@ -58,24 +71,94 @@ SIMULATED = (
     "pairs-off-by-one",
     "head-quantized",
 )
-SERVED = {"swapped": "inputs-swapped", "shifted": "norm-offset-missing"}  # of PLANTED, in the files
+CAUSES = {"swapped": "inputs-swapped", "shifted": "norm-offset-missing"}  # of PLANTED
+HIDDEN, MIDDLE, BLOCK = 576, 15, ("self_attn.", "mlp.")
 Ids = Sequence[tuple[int, ...]]
 
 
-def engines(args: argparse.Namespace, checkpoint: Path, ids: Ids, bench: Bench) -> dict[str, Any]:
+def _unit_norms(files: Files) -> dict[str, Tensor]:
+    return files.changed("norm", by=torch.ones_like)
+
+
+def _reversed_states(files: Files) -> dict[str, Tensor]:
+    """As of a trunk whose channels are in another order."""
+    part = slice(None, HIDDEN) if any("mtp_layers" in name for name in files.names.values()) else slice(HIDDEN, None)
+
+    def changed(weight: Tensor) -> Tensor:
+        weight = weight.clone()
+        weight[:, part] = weight[:, part].flip(1)
+        return weight
+
+    return files.changed("projection", by=changed)
+
+
+def _middle_layer(files: Files) -> dict[str, Tensor]:
+    """The block is a layer of the trunk: what a head is before it is trained."""
+    layer = load_file(smollm2() / SINGLE)
+    names = {name: name[name.index(part) :] for name in files.names.values() for part in BLOCK if part in name}
+    copies = {name: layer.get(f"model.layers.{MIDDLE}.{end}") for name, end in names.items()}
+    fitting = {name: each for name, each in copies.items() if each is not None}
+    return files.tensors | {name: each.to(files.tensors[name].dtype) for name, each in fitting.items()}
+
+
+# In the files; `cause` is what they are called in the record.
+SERVED = (
+    *(replace(each, cause=CAUSES[each.name]) for each in PLANTED if each.name in CAUSES),
+    Planted("unit", "the head's norm weights are 1", _unit_norms, cause="norms-lost"),
+    Planted("other", "the head is of a trunk whose channels have another order", _reversed_states, cause="other-trunk"),
+    Planted("middle", "attention and MLP are those of a trunk layer", _middle_layer, cause="wrong-layer"),
+)
+
+
+def relaid(trunk: Path, layout: str, folder: Path) -> Path:
+    """Write the head in the package in another layout, in float32."""
+    model = Model.load(trunk, head=SHIPPED_HEAD)
+    assert model.head is not None
+    tensors = {name: value.clone() for name, value in model.head.named_parameters()}
+    model.family = fitted(by_name(LAYOUTS[layout]), Checkpoint.open(trunk).config)
+    head = Head(model.family, model.trunk)
+    with torch.no_grad():
+        for name, value in head.named_parameters():
+            value.copy_(tensors.get(name, torch.zeros_like(value)))  # the biases are new
+            if "projection" in name and model.family.concat == "hidden_first":
+                value.copy_(torch.cat(value.chunk(2, dim=1)[::-1], dim=1))
+            if "hidden_norm" in name and model.family.hidden == "pre":
+                value.mul_(model.trunk.final_norm.weight)
+    origin = Inventory.of(Checkpoint.open(trunk), family=model.family)
+    write_standalone_head(origin, head, folder / HEAD_FILE, dtype=torch.float32, source="")
+    return folder
+
+
+def form(name: str, adopted: Path, folder: Path) -> tuple[Path, Path | None, dict[str, Any]]:
+    """Return what serves as `name`: the checkpoint, the head beside it, and options of the worker."""
+    engine, _, layout = name.partition(" ")
+    if not layout:
+        return adopted, None, {}
+    # llama.cpp multiplies weights of bfloat16 by inputs that it rounds to them.
+    trunk, out = smollm2("float32" if engine == "llama.cpp" else "bfloat16"), folder / layout
+    head = relaid(trunk, layout, folder / f"{layout}-head") if layout in LAYOUTS else SHIPPED_HEAD
+    made = export(head, out if engine != "llama.cpp" else folder / f"{layout}.gguf", engine, trunk=trunk)
+    if engine == "llama.cpp":
+        return trunk, head, {"gguf": made.path}
+    if engine == "transformers":
+        return made.path, None, {}
+    return trunk, made.path, {"draft": str(made.path), "overrides": {"num_nextn_predict_layers": 1}}
+
+
+def engines(args: argparse.Namespace, adopted: Path, ids: Ids, bench: Bench) -> dict[str, Any]:
     """Compare each engine with our decoder, as `make test-engines` does on tiny checkpoints."""
-    ours = Ours.of(str(checkpoint), ids, tokens=args.tokens, num_speculative_tokens=K)
     found: dict[str, Any] = {}
-    for engine in args.engine:
+    for name in args.engine:
+        engine = name.partition(" ")[0]
+        checkpoint, head, options = form(name, adopted, bench.folder)
+        ours = Ours.of(str(checkpoint), ids, tokens=args.tokens, num_speculative_tokens=K, head=head)
         k_values = (1,) if engine == "transformers" else (1, K)
-        served = bench.served(engine, checkpoint, ids, k_values, args.tokens)
+        served = bench.served(engine, checkpoint, ids, k_values, args.tokens, **options)
         record = compared(ours, engine, served.plain, served.seen)
-        found[engine] = {"date": date.today().isoformat(), "versions": served.versions, "flags": served.flags, **record}
+        found[name] = {"date": date.today().isoformat(), "versions": served.versions, "flags": served.flags, **record}
+        shown = ("drafts", "identical", "gaps", "engine", "counts", "row_counts", "same_under_convention")
         for row in (record["plain"], *record["by_drafts"]):
-            print(
-                engine,
-                {key: row[key] for key in row if key in ("drafts", "identical", "gaps", "same_under_convention")},
-            )
+            print(name, {key: row[key] for key in row if key in shown}, flush=True)
     return found
 
 
@@ -125,23 +208,32 @@ class Trials:
         return {"counts": [total.num_drafts, *total.per_position], "named": dict(names.most_common())}
 
 
-def faults(args: argparse.Namespace, checkpoint: Path, ids: Ids, bench: Bench) -> dict[str, Any]:
-    """Diagnose the intact head and faulty ones, in our decoder and in llama.cpp."""
-    model = Model.load(checkpoint, dtype=torch.float32)
-    trials = Trials(model, ids, args.tokens)
+def faults(args: argparse.Namespace, adopted: Path, ids: Ids, bench: Bench) -> dict[str, Any]:
+    """Diagnose the intact head and faulty ones, in our decoder and in engines."""
     rows: dict[str, Any] = {}
 
-    def note(name: str, counts: Sequence[Counters]) -> None:
+    def note(name: str, trials: Trials, counts: Sequence[Counters]) -> None:
         rows[name] = trials.record(counts, args.trials)
         print(name, rows[name], flush=True)
 
-    for each in (None, *(each for each in FAULTS if each.name in SIMULATED)):
-        note(f"{each.name if each else NO_FAULT} nextn", decoded(model, each, ids, args.tokens))
-    for name, cause in {"": NO_FAULT, **SERVED}.items():
-        folder = bench.folder / name if name else checkpoint
-        if name:
-            plant(next(each for each in PLANTED if each.name == name), checkpoint, folder, other=checkpoint)
-        note(f"{cause} llama.cpp", bench.served("llama.cpp", folder, ids, (K,), args.tokens).seen[0].counts)
+    for name in args.faults:
+        engine = name.partition(" ")[0]
+        checkpoint, head, options = (adopted, None, {}) if name == "nextn" else form(name, adopted, bench.folder)
+        model = Model.load(checkpoint, head=head, dtype=torch.float32)
+        trials = Trials(model, ids, args.tokens)
+        if name == "nextn":
+            for each in (None, *(each for each in FAULTS if each.name in SIMULATED)):
+                note(f"{each.name if each else NO_FAULT} nextn", trials, decoded(model, each, ids, args.tokens))
+            continue
+        for fault in (None, *SERVED):
+            folder = intact = head or checkpoint
+            if fault is not None:
+                folder = bench.folder / f"{fault.name}-{engine}"
+                plant(fault, intact, folder, other=intact)
+            served = {**options, "draft": str(folder)} if head else options
+            trunk = checkpoint if head else folder
+            seen = bench.served(engine, trunk, ids, (K,), args.tokens, **served).seen[0]
+            note(f"{fault.cause if fault else NO_FAULT} {name}", trials, seen.counts)
     return rows
 
 
@@ -152,8 +244,8 @@ def stored(path: Path | None) -> Mapping[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--engine", action="append", default=[], choices=("llama.cpp", "transformers", "vllm"))
-    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--engine", action="append", default=[], choices=ENGINES)
+    parser.add_argument("--faults", action="append", default=[], choices=("nextn", "llama.cpp", "vllm mimo"))
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--trials", type=int, default=25, help="of each fault, and of the intact head")
@@ -181,7 +273,8 @@ def main() -> None:
         try:
             record["engines"] |= engines(args, checkpoint, ids, bench) if args.engine else {}
             if args.faults:
-                record["diagnose"] = {"date": date.today().isoformat(), "rows": faults(args, checkpoint, ids, bench)}
+                rows = record.get("diagnose", {}).get("rows", {}) | faults(args, checkpoint, ids, bench)
+                record["diagnose"] = {"date": date.today().isoformat(), "rows": rows}
         finally:
             bench.close()
     if args.out:

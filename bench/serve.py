@@ -2,9 +2,10 @@
 
     python bench/serve.py load CHECKPOINT --out bench/results/serve.json
     python bench/serve.py load TRUNK --head DRAFT --gguf BOTH.gguf    # a separate head, and llama.cpp's file with both
+    python bench/serve.py load CHECKPOINT --prompts humaneval         # chats of a benchmark
     python bench/serve.py prefill CHECKPOINT        # inter-token times of running streams beside a long prompt
     python bench/serve.py scheduler CHECKPOINT      # without HTTP: MTP against plain decoding, in turn
-    python bench/serve.py scheduler CHECKPOINT --head HEAD --prompts humaneval    # chats of a benchmark
+    python bench/serve.py scheduler CHECKPOINT --head HEAD --prompts humaneval
 
 `load` starts every server once and then, for each number of streams, runs all servers in turn, several times. A stream
 sends one greedy request after the other; all tokens are generated (`ignore_eos`). Engines other than nextn are built
@@ -57,6 +58,7 @@ class Server:
     variables: dict[str, str] = field(default_factory=dict)
     port: int = 0  # 0: a free one, then that one again
     process: subprocess.Popen | None = None
+    chat: bool = False  # prompts are a user's messages
 
     def start(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", self.port)) as free:
@@ -92,7 +94,7 @@ class Server:
         body = json.dumps(
             {
                 "model": self.model,
-                "prompt": prompt,
+                **({"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}),
                 "max_tokens": tokens,
                 "temperature": 0,
                 "stream": True,
@@ -103,7 +105,8 @@ class Server:
         started = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nContent-Type: application/json\r\n"
+            path = "chat/completions" if self.chat else "completions"
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nContent-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
             status = (await reader.readline()).split()[1]
             if status != b"200":
@@ -115,9 +118,10 @@ class Server:
                         break
                     continue
                 event = json.loads(line[6:])
-                if event.get("choices") and event["choices"][0].get("text"):
+                choice = (event.get("choices") or [{}])[0]
+                if piece := choice.get("text") or choice.get("delta", {}).get("content"):
                     times.append(time.perf_counter() - started)
-                    text.append(event["choices"][0]["text"])
+                    text.append(piece)
             return Streamed("".join(text), tuple(times), time.perf_counter() - started)
         finally:
             writer.close()
@@ -190,11 +194,8 @@ def servers_of(args: argparse.Namespace, folder: Path) -> tuple[list[Server], li
     return [server for server in chosen if not args.only or server.name.split()[0] in args.only], absent
 
 
-async def load_level(
-    server: Server, streams: int, requests: int, tokens: int, seed: int, files: Sequence[Path]
-) -> dict[str, object]:
-    """Run `streams` streams at once, each with this number of requests one after the other."""
-    prompts = prompts_of(streams * requests, 200, seed, files)
+async def load_level(server: Server, streams: int, tokens: int, prompts: Sequence[str]) -> dict[str, object]:
+    """Run `streams` streams at once, each with its share of the prompts one after the other."""
     answers: list[Streamed] = []
 
     async def one(index: int) -> None:
@@ -222,13 +223,20 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 async def load(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     servers, absent = servers_of(args, folder)
     rows: list[dict[str, object]] = []
+    questions = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else []
+
+    def prompts(streams: int, requests: int, seed: int) -> list[str]:
+        count = streams * requests
+        return random.Random(seed).sample(questions, count) if questions else prompts_of(count, 200, seed, args.text)
+
     try:
         for server in list(servers):
+            server.chat = bool(questions)
             server.start(folder)
             try:
                 await server.ready(args.start_s)
                 for streams in args.levels:  # once unmeasured: recordings, compilation, caches
-                    await load_level(server, streams, 1, args.tokens, 10_000 + streams, args.text)
+                    await load_level(server, streams, args.tokens, prompts(streams, 1, 10_000 + streams))
                 await asyncio.sleep(args.settle_s)
             except (Unavailable, OSError, ValueError) as error:
                 absent.append(f"{server.name}: {error}")
@@ -239,7 +247,7 @@ async def load(args: argparse.Namespace, folder: Path) -> dict[str, object]:
                 for server in servers:
                     # No prompt comes twice, as engines keep the caches of those that they have seen.
                     seed = 100 * streams + repeat
-                    figures = await load_level(server, streams, args.requests, args.tokens, seed, args.text)
+                    figures = await load_level(server, streams, args.tokens, prompts(streams, args.requests, seed))
                     rows.append({"server": server.name, "streams": streams, "repeat": repeat, **figures})
                     print(f"{streams:3} streams  {server.name:16} {figures['tokens_per_s']:8.0f} tokens/s", flush=True)
     finally:
@@ -386,6 +394,7 @@ def main() -> None:
     shared.add_argument(
         "--text", type=Path, nargs="+", default=list(PROMPTS), help="files whose pieces are the prompts"
     )
+    shared.add_argument("--prompts", help="questions as chats instead of pieces of --text: a benchmark or file")
     one = commands.add_parser("load", parents=[shared])
     one.add_argument("--head", type=Path, help="a separate head, as nextn and vLLM take it")
     one.add_argument("--gguf", type=Path, help="llama.cpp's file, if the checkpoint cannot be converted with the head")
@@ -409,7 +418,6 @@ def main() -> None:
     three.add_argument("--prompt-chars", type=int, default=200)
     three.add_argument("--context", type=int, default=1024)
     three.add_argument("--head", type=Path, help="a separate head")
-    three.add_argument("--prompts", help="questions as chats instead of pieces of --text: a benchmark or file")
     three.add_argument("--threads", type=int, default=os.cpu_count())
     three.add_argument("--dtype", default="float32")
     args = parser.parse_args()
