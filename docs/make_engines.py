@@ -111,7 +111,7 @@ def curve(record: Record) -> Iterator[str]:
             cells = map(_length, rows)
             at = "greedy" if not key[0] else f"T = {key[0]:g}, argmax"
             saturated = {"saturates": f"saturates at K = {each['saturated_at']}", "increases": "does not saturate"}
-            finding = saturated.get(each["outcome"], "undecided")
+            finding = saturated.get(each["outcome"], "inconclusive")
             domain = "" if key[2] == "all" else f", {key[2]}"
             yield f"| {name}{domain}, {at} | {rows[-1]['num_texts']} | {' | '.join(cells)} | {finding} |"
     if "llama.cpp" in found:

@@ -100,11 +100,11 @@ def test_improvement():
     alone = record() | {"texts": {"0": {"num": 24, "repetitive": list(range(24))}}}
     nothing = AcceptanceChange.of(alone, alone, source="old.json", limit=0.05)
     assert nothing.drops
-    assert nothing.conclusion.startswith("undecided: most texts are degenerate")
+    assert nothing.conclusion.startswith("inconclusive: most texts are degenerate")
     assert nothing.conclusion.endswith(", or --temperatures 1")
     fell = AcceptanceChange.of(alone, alone | record(0.4, texts=24) | {"texts": alone["texts"]}, source="o", limit=0.05)
-    assert fell.conclusion.startswith("undecided, though greedy a_1, greedy AL fell")
-    assert nothing.outcome == fell.outcome == "undecided"
+    assert fell.conclusion.startswith("inconclusive, though greedy a_1, greedy AL fell")
+    assert nothing.outcome == fell.outcome == "inconclusive"
     both = dict.fromkeys("01", alone["texts"]["0"])
     change = AcceptanceChange.of(*(sampled(0.8, 0.9) | {"texts": both} for _ in "ab"), source="old.json", limit=0.05)
     assert change.conclusion.endswith("use other prompts")  # temperature 1 is among what repeats itself
@@ -138,7 +138,7 @@ def test_conclusion():
     assert kept.conclusion.startswith("keep the head: no figure fell by more than 5.0% beyond its interval; training: ")
     assert (fell.outcome, kept.outcome, kept.as_record()["outcome"]) == ("fell", "kept", "kept")
     unknown = AcceptanceChange.of(record(width=0.3), record(width=0.3), source="old.json", limit=0.05)
-    assert (unknown.outcome, unknown.conclusion[:28]) == ("undecided", "undecided: no figure fell by")
+    assert (unknown.outcome, unknown.conclusion[:31]) == ("inconclusive", "inconclusive: no figure fell by")
     assert "24 texts are too few" in unknown.conclusion
 
 

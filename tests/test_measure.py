@@ -220,7 +220,7 @@ def test_record(found):
     )
     curves = {(each["temperature"], each["rule"], each["domain"]): each for each in record["curves"]}
     assert set(curves) >= {(0.0, "greedy", "x"), (1.0, "argmax", "all")}
-    assert curves[0.0, "greedy", "all"]["outcome"] in ("saturates", "increases", "undecided")
+    assert curves[0.0, "greedy", "all"]["outcome"] in ("saturates", "increases", "inconclusive")
     assert record["parts"] == []  # short texts without tags have one part
     assert record["settings"]["contract"] == {"prefill": True, "refresh": True, "offset": 0}
     assert len(record["hashes"]["prompts"]) == 64
@@ -295,10 +295,10 @@ def test_the_exit_code_says_what_a_comparison_found(tmp_path, monkeypatch):
     greedy, record = ("--temperatures", "0", "--max-tokens", "8"), tmp_path / "record.json"
     assert run(tmp_path, *greedy, "--out", str(record)).exit_code == 0
     codes = {}
-    for outcome in ("kept", "fell", "undecided"):
+    for outcome in ("kept", "fell", "inconclusive"):
         monkeypatch.setattr(AcceptanceChange, "outcome", outcome)
         codes[outcome] = run(tmp_path, *greedy, "--baseline", str(record)).exit_code
-    assert codes == {"kept": 0, "fell": 1, "undecided": 3}
+    assert codes == {"kept": 0, "fell": 1, "inconclusive": 3}
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
-_EXIT_CODES = {"kept": 0, "fell": 1, "undecided": 3}  # of a comparison
+_EXIT_CODES = {"kept": 0, "fell": 1, "inconclusive": 3}  # of a comparison
 
 
 @expanded("exact_head")

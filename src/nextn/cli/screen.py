@@ -138,7 +138,7 @@ def _widest(screen: "Console", renderable: "Table | Text") -> int:
 
 @dataclass(frozen=True)
 class Marks:
-    """How accepted drafts are marked: by a style, or by brackets where the output has no styles."""
+    """How the text of rounds with accepted drafts is marked: by a style, or by brackets if the output has no styles."""
 
     style: str
     brackets: tuple[str, str]

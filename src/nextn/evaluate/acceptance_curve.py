@@ -60,10 +60,10 @@ class AcceptanceCurve:
 
     @property
     def outcome(self) -> str:
-        """`saturates`, `increases` (the last draft adds `MIN_INCREASE` or more) or `undecided`, by the intervals."""
+        """`saturates`, `increases` (the last draft adds `MIN_INCREASE` or more) or `inconclusive`, by the intervals."""
         if self.saturated_at is not None:
             return "saturates"
-        return "increases" if self.increases[-1].low >= MIN_INCREASE else "undecided"
+        return "increases" if self.increases[-1].low >= MIN_INCREASE else "inconclusive"
 
     @cached_property
     def decline(self) -> Estimate:
@@ -87,7 +87,7 @@ class AcceptanceCurve:
             added = f"draft {self.largest} adds {_percent(last)} to AL"
             if self.outcome == "increases":
                 return f"AL does not saturate up to K = {self.largest}: {added}"
-            return f"undecided whether AL saturates before K = {self.largest}: {added}; more texts would decide"
+            return f"inconclusive whether AL saturates before K = {self.largest}: {added}; more texts would decide"
         if n == 0:
             return f"drafts do not pay at any K up to {self.largest}: each adds {_percent(self.increases[0])} to AL"
         return f"AL saturates at K = {n}: each draft beyond it adds {_percent(self.increases[n])}; {self._reason(n)}"

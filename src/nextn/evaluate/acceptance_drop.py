@@ -106,10 +106,10 @@ class AcceptanceChange:
 
     @property
     def outcome(self) -> str:
-        """`fell`, `kept`, or `undecided`: most texts are degenerate, or too few to show a drop of the limit."""
+        """`fell`, `kept`, or `inconclusive`: most texts are degenerate, or too few to show a drop of the limit."""
         if self._is_degenerate:
-            return "undecided"
-        return "fell" if self.fallen else "undecided" if self._noise else "kept"
+            return "inconclusive"
+        return "fell" if self.fallen else "inconclusive" if self._noise else "kept"
 
     @property
     def _is_degenerate(self) -> bool:
@@ -124,20 +124,20 @@ class AcceptanceChange:
 
     @property
     def conclusion(self) -> str:
-        """Keep, train or undecided, the expected improvement, and how many texts would show a drop of the limit."""
+        """Keep, train or inconclusive, the expected improvement, and how many texts would show a drop of the limit."""
         names = ", ".join(drop.label for drop in self.fallen)
         if self._is_degenerate:
             others = "" if any(self.degenerate) else ", or --temperatures 1"
             fell = f", though {names} fell by more than {self.limit:.1%}" if names else ""
             return (
-                f"undecided{fell}: most texts are degenerate (repetitive), which any head drafts: use other "
+                f"inconclusive{fell}: most texts are degenerate (repetitive), which any head drafts: use other "
                 f"prompts{others}"
             )
         best = self.most_trainable
         perfect = f"{best.label}; a perfect head: {best.ceiling / best.now - 1:.1%}"
         expected = f"expected improvement {best.improvement:.1%} ({perfect})"
         if not names:
-            known = "keep the head" if self.outcome == "kept" else "undecided"
+            known = "keep the head" if self.outcome == "kept" else "inconclusive"
             choice = f"{known}: no figure fell by more than {self.limit:.1%} beyond its interval; training: {expected}"
         elif max(drop.improvement for drop in self.fallen) <= self.limit:
             choice = (
