@@ -277,7 +277,7 @@ def test_a_case_with_fewer_depths_than_k(monkeypatch):
     )
     plan = ReferencePlan(num_speculative_tokens=3)
     diagnosis = Diagnosis(
-        "x", SimpleNamespace(plan=plan, origins={}, stream=None, domains=(), published_record=dict), cases
+        "x", SimpleNamespace(plan=plan, origin_warnings=[], stream=None, domains=(), published_record=dict), cases
     )
     tables = []
     monkeypatch.setitem(_show_diagnosis.__globals__, "print_table", tables.append)

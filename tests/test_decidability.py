@@ -27,7 +27,9 @@ def fine(*rates, texts, rounds=10.0):
 
 def diagnosis(counts, hypothesis, *, prompts=(0,)):
     seen = EngineObservation(0.0, Counters("vLLM"), prompts)
-    reference = SimpleNamespace(plan=ReferencePlan(2), origins={}, stream=None, domains=(), published_record=dict)
+    reference = SimpleNamespace(
+        plan=ReferencePlan(2), origin_warnings=[], stream=None, domains=(), published_record=dict
+    )
     return Diagnosis("x", reference, (ObservedCase(seen, counts, (hypothesis,), 1.0, 0),))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tiny import refrain
 
 from nextn.errors import ConfigError
 from nextn.evaluate.given_texts import TextOrigin, read_texts, text_origin, whole_text_outputs
+from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.teacher_forced import ReferenceText
 
 
@@ -93,6 +95,12 @@ def test_own_and_foreign_text_are_told_apart(trained):
     foreign = [ReferenceText(text.prompt, text.new) for text in texts["random"]]
     assert text_origin(trunk, foreign, whole_text_outputs(trunk, foreign)).agreement < 0.5
     assert not origins["greedy"].warnings
+
+
+def test_a_report_names_the_temperature_whose_text_is_foreign():
+    origins = {0.0: TextOrigin(100, 1.0, None, None), 0.5: TextOrigin(100, None, 2.0, 0.1)}
+    (warning,) = ReferenceReport.origin_warnings.fget(SimpleNamespace(origins=origins))
+    assert "temperature 0.5" in warning
 
 
 def test_threshold_of_sampled_text():

@@ -382,8 +382,8 @@ class Diagnosis(CheckReport):
             )
         for case in self.cases:
             notes += case.notes
-        for origin in self.reference.origins.values():
-            notes += [f"{warning}; the engine has other weights, or a quantized trunk" for warning in origin.warnings]
+        other = "the engine has other weights, or a quantized trunk"
+        notes += [f"{warning}; {other}" for warning in self.reference.origin_warnings]
         if self.reference.stream is not None:
             decoded = ", ".join(fault.name for fault in FAULTS if fault.contract)
             notes.append(f"not checked, as they show only in decoding, which a streamed trunk cannot do: {decoded}")

@@ -305,12 +305,16 @@ class ReferenceReport:
         return [each for each in self.domains[1:] if all_repetitive or {*domains[each]} - repetitive]
 
     @property
+    def origin_warnings(self) -> list[str]:
+        """Reasons to think that the trunk did not write the texts, by temperature."""
+        return [f"temperature {key:g}: {warning}" for key, each in self.origins.items() for warning in each.warnings]
+
+    @property
     def warnings(self) -> list[str]:
         """Reasons to trust the figures less."""
-        warnings = [] if self.engine is None else self.engine.warnings
+        warnings = [*([] if self.engine is None else self.engine.warnings), *self.origin_warnings]
         for temperature, generated in self.generated.items():
             repetitive, num_short = self.repetitive[temperature], len(generated.short)
-            warnings += self.origins[temperature].warnings if temperature in self.origins else []
             warnings += degeneracy_notes(
                 temperature, len(generated.texts), degenerate=repetitive, short=num_short, measured=self.generated
             )
