@@ -67,18 +67,18 @@ def audit(
 ) -> AuditReport:
     """Check a checkpoint's MTP head against its config and what engines expect.
 
-    Of a checkpoint on the hub, headers and a few small parts are read; of a local one, also all values of the head.
+    From the hub, only headers and a few small samples are read; from a local checkpoint, also all values of the head.
 
     Args:
         source: A checkpoint folder, .safetensors or .gguf file, hub id, `tiny` or an opened checkpoint.
-        head: Audit the head of this checkpoint, beside `source` as its trunk.
-        family: Name of the family to audit by, instead of that of the config's model_type.
+        head: A checkpoint whose head is audited, with `source` as its trunk.
+        family: Name of the family to assume, instead of the one of the config's model_type.
         ignore: Ids of rules whose findings are left out.
-        sample: Read samples of a local head's values only, as of a hub id.
+        sample: Read only samples of a local head's values, as for a hub id.
         require_head: Report a checkpoint that neither declares nor stores a head as an error.
 
     Returns:
-        The findings, worst first, and what was looked at.
+        The findings, worst first, and what was read.
 
     Raises:
         ConfigError: There is no such rule, or `head` is beside a GGUF file.
@@ -121,7 +121,7 @@ def _check_rules(rules: Collection[str]) -> None:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collecting garbage among a checkpoint's hundreds of thousands of live entries takes a fifth of the time."""
+    """Turn garbage collection off: over hundreds of thousands of live entries it takes a fifth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -139,8 +139,8 @@ def audit_checkpoint(
     Args:
         checkpoint: What to check.
         family: Overrides the family of the config's model_type.
-        sample: Read samples of the head's values only, as of a checkpoint on the hub, although its files are local.
-        trunk: The trunk beside which the head of `checkpoint` is to run.
+        sample: Read only samples of the head's values, although the files are local.
+        trunk: The trunk that the head of `checkpoint` is to run with, if it is in another checkpoint.
 
     Raises:
         FamilyError, CheckpointError: As `audit`.
@@ -149,7 +149,7 @@ def audit_checkpoint(
     if family is None:
         return _without_family(checkpoint)
     named = list(structure.names_foreign(Inventory.of(checkpoint, family=family)))
-    # What such names stand for is audited under the names that it should have: one cause, one finding.
+    # These tensors are audited under the names that they should have, so that one cause gives one finding.
     inventory = Inventory.of(with_plain_names(checkpoint) if named else checkpoint, family=family)
     whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
     alike = pruned.comparable(inventory)
@@ -193,7 +193,7 @@ def _family(checkpoint: Checkpoint) -> Family | None:
 
 
 def _without_family(checkpoint: Checkpoint) -> AuditReport:
-    """Audit a model whose type nextn knows no head of: its files, and whether anything in them looks like one."""
+    """Audit a model of a type without a known head: its files, and whether any tensor looks like a head's."""
     inventory = Inventory.of(checkpoint, family=replace(generic(checkpoint.config), default_count=0))
     names = [*inventory.stored.values(), *inventory.unrecognized]
     model_type = str(checkpoint.config["model_type"])[:80]

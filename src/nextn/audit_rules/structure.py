@@ -1,7 +1,7 @@
 """Compare the head that config.json declares with the one that is stored: absent, partial, elsewhere, or undeclared.
 
-Where a head is stored elsewhere, the rules that look for its parts under the declared names report nothing: one cause,
-one finding.
+If a head is stored under other names than declared, only that is reported: the rules that look for its parts under the
+declared names report nothing, so that one cause gives one finding.
 """
 
 import re
@@ -29,7 +29,7 @@ IDS = (
     "draft-model-stored", "draft-model-absent", "head-withheld",
 )  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
-_MAX_KINDS = 1000  # names, equal up to numbers, to match against all families
+_MAX_KINDS = 1000  # names to match against all families; names that differ only in numbers count once
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class HeadStructure:
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
-        """Return the modules that belong to a head, and are not trunk layers beyond the config's count."""
+        """Return the MTP layers that belong to a head; trunk layers beyond the config's count are left out."""
         appended = "{layer}" in self.inventory.family.names["block"]
         return tuple(module for module, roles in self.roles.items() if roles != {"block"} or not appended)
 
     @cached_property
     def counted_as_trunk(self) -> Mapping[int, list[str]]:
-        """Return trunk layer -> the head's own paths in it, where num_hidden_layers includes the head."""
+        """Return trunk layer -> the head's own paths in it; empty unless num_hidden_layers counts the head."""
         names, copies = self.inventory.family.names, self.inventory.family.copies
         if "{layer}" not in names["block"]:
             return {}
@@ -72,7 +72,7 @@ class HeadStructure:
 
     @cached_property
     def other_layout(self) -> tuple[tuple[Family, ...], tuple[str, ...]]:
-        """Return the families whose layout matches most unrecognized names, as several may, and those names."""
+        """Return the families whose layout matches the most unrecognized names (with ties), and those names."""
         kinds = {re.sub(r"\d+", "0", name): name for name in reversed(self.inventory.unrecognized)}
         candidates = list(kinds.values())[:_MAX_KINDS]
         best: tuple[list[Family], list[str]] = [], []
@@ -89,13 +89,13 @@ class HeadStructure:
 
     @property
     def layer_offset(self) -> int:
-        """By how many layers the head is stored after the layer index that the config implies."""
+        """Number of layers between the index that the config implies for the head and the one where it is stored."""
         appended = "{layer}" in self.inventory.family.names["block"]
         return self.heads[0] if self.heads and appended else 0
 
     @property
     def misplaced(self) -> bool:
-        """Whether the head is stored elsewhere than the config implies."""
+        """Whether the head is stored in another place than the config implies."""
         return bool(self.counted_as_trunk or self.layer_offset or (self.other_layout[1] and not self.heads))
 
 
@@ -107,8 +107,8 @@ def structure(inventory: Inventory) -> Iterator[Finding]:
 
 
 def names_foreign(inventory: Inventory) -> Iterator[Finding]:
-    """Report names that programs have while they run, by what wrote them."""
-    # The head's names without what the family publishes around them, which may be a running program's elsewhere.
+    """Report names of a running program (such as an FSDP wrapper), by the kind of program that wrote them."""
+    # Without the parts of the head's published names that would be a running program's in other checkpoints.
     known = {name: canonical for canonical in inventory.stored for name in inventory.spellings([canonical])}
     checked = {
         known.get(name, name): name
@@ -206,7 +206,7 @@ def foreign_head(model_type: str, names: list[str]) -> Finding:
 
 
 def _absent(head: HeadStructure) -> Iterator[Finding]:
-    """Report a config that declares modules of which no tensor is stored."""
+    """Report a config that declares MTP layers while no tensor of them is stored."""
     inventory = head.inventory
     if not inventory.declared or head.roles or head.misplaced or inventory.unrecognized:
         return
@@ -231,7 +231,7 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
 
 
 def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
-    """Report a head under another layer index, or in another family's layout, than the config implies."""
+    """Report a head under a layer index or in a family's layout that differs from what the config implies."""
     inventory = head.inventory
     if head.counted_as_trunk:
         first, paths = next(iter(head.counted_as_trunk.items()))
@@ -286,7 +286,7 @@ def _renamed_or_restored(inventory: Inventory) -> str:
 
 
 def _undeclared(head: HeadStructure) -> Iterator[Finding]:
-    """Report stored modules that the config does not declare."""
+    """Report stored MTP layers that the config does not declare."""
     inventory = head.inventory
     extra = [module for module in head.heads if module >= inventory.declared]
     if not extra or head.layer_offset or head.counted_as_trunk:
@@ -295,14 +295,14 @@ def _undeclared(head: HeadStructure) -> Iterator[Finding]:
     count = len(head.heads)
     yield Finding(
         "head-undeclared", "warning", _count_field(inventory),
-        f"Modules stored: {count}, declared: {inventory.declared}; engines ignore the others, or refuse to load them.",
+        f"MTP layers stored: {count}, declared: {inventory.declared}; engines ignore the rest, or refuse to load them.",
         f"{field} = {count}.",
         inventory.declaration(count),
     )  # fmt: skip
 
 
 def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
-    """Report declared modules of which nothing is stored, while others are."""
+    """Report declared MTP layers without any stored tensor, if other layers are stored."""
     inventory = head.inventory
     missing = [str(module) for module in range(inventory.declared) if module not in head.roles]
     if not missing or not head.roles or head.misplaced:
@@ -316,12 +316,12 @@ def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
 
 
 def _partial(head: HeadStructure) -> Iterator[Finding]:
-    """Report modules that lack some of their tensors."""
+    """Report MTP layers that lack some of their tensors."""
     inventory, reference = head.inventory, LayerReference(head.inventory)
     if head.misplaced or inventory.family.trunk_kv:  # see `query_heads`
         return
     if _beyond(head) and "{layer}" not in inventory.family.names["block"]:
-        return  # the layers that the block is like may be among those
+        return  # the trunk layers to compare the block with may be among those
     for module in (index for index in head.roles if index < inventory.declared):
         required = sorted(inventory.family.required(module) - {"block"})
         missing = sorted(inventory.family.required(module) - head.roles[module])
@@ -340,7 +340,7 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
 
 
 def _in_form(parts: Iterable[str], form: ExpertForm) -> list[str]:
-    """Return these parts as a head with experts in this form names them."""
+    """Return the names of these parts in a head whose experts are stored in this form."""
     found = {part: expert_path(f"{part}.weight") for part in parts}
     gated = any(path is not None and path.part == "gate_proj" for path in found.values())
     return list(dict.fromkeys(
@@ -350,7 +350,7 @@ def _in_form(parts: Iterable[str], form: ExpertForm) -> list[str]:
 
 
 def _experts_twice(head: HeadStructure) -> Iterator[Finding]:
-    """Report experts of one head, or of one layer of the trunk, in several forms."""
+    """Report experts of the head, or of one trunk layer, that are stored in several forms."""
     inventory = head.inventory
     layers = {f"layer {index}": {inventory.running_paths[path]: info for path, info in layer.items()}
               for index, layer in inventory.layers.items()}  # fmt: skip
@@ -362,7 +362,7 @@ def _experts_twice(head: HeadStructure) -> Iterator[Finding]:
 
 
 def _several_forms(inventory: Inventory, what: str, tensors: Mapping[str, TensorInfo]) -> Finding | None:
-    """Report experts of which an engine may use any form, or of which each form has a part only."""
+    """Report experts that are stored in several forms, or of which each form has only a part."""
     names: dict[ExpertForm, str] = {}
     parts: dict[ExpertForm, set[str]] = defaultdict(set)
     for path, info in tensors.items():
@@ -394,7 +394,7 @@ def _several_forms(inventory: Inventory, what: str, tensors: Mapping[str, Tensor
 
 
 def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
-    """Report tensors that look like a head's, or lie in its block, and that no known engine maps."""
+    """Report tensors that look like a head's, or are in its block, and whose names no known engine maps."""
     inventory = head.inventory
     known = {re.sub(r"\d+", "0", name) for name in head.other_layout[1]}
     names = [name for name in inventory.unrecognized if re.sub(r"\d+", "0", name) not in known]
@@ -421,7 +421,7 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
 
 
 def _beyond(head: HeadStructure) -> list[str]:
-    """Return the layers beyond the config's number that are no head's."""
+    """Return the layers beyond the config's number that do not belong to a head."""
     inventory = head.inventory
     if "{layer}" in inventory.family.names["block"]:
         modules = [module for module in head.roles if module not in head.heads and module >= inventory.declared]
@@ -438,9 +438,9 @@ def _unknown_parts(head: HeadStructure) -> Iterator[str]:
 
 
 def _unknown_rests(inventory: Inventory) -> Iterator[str]:
-    """Yield tensors of norms and projections that are neither their weight nor their bias, nor a part of these.
+    """Yield tensors of norms and projections that are not a weight, a bias, or a part of a quantized one.
 
-    A role may have more where the trunk's own modules have, such as gated norms.
+    Others are accepted if the trunk's own modules have them as well, as gated norms do.
     """
     names = inventory.checkpoint.tensors
     paths = {path for layer in inventory.layers.values() for path in layer} | names.keys()

@@ -82,7 +82,7 @@ class KVCache(TransformersCache):
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Let blocks inside the context read what is stored at their positions, and store nothing."""
+        """In this context, blocks attend to the stored keys and values, and store nothing."""
         for layer in self.layers:
             if type(layer) not in (AttentionLayer, IndexedLayer):
                 raise RollbackError(f"a {type(layer).__name__} of a cache cannot be read without storing")
@@ -127,7 +127,7 @@ class KVCache(TransformersCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that it takes at most."""
+        """Upper bound of the bytes that the cache takes."""
         return sum(layer.num_bytes for layer in self.layers)
 
     @property
@@ -137,7 +137,7 @@ class KVCache(TransformersCache):
 
     @property
     def bytes_per_state(self) -> int:
-        """Bytes that a sequence takes whatever its length; known after the first block."""
+        """Bytes that a sequence takes independent of its length; known after the first block."""
         return sum(layer.bytes_per_state for layer in self.layers)
 
     @property
@@ -146,12 +146,12 @@ class KVCache(TransformersCache):
         return max((getattr(layer, "compress_rate", 1) for layer in self.layers), default=1)
 
     def limit(self, num_positions: int) -> None:
-        """Reserve no memory beyond this many positions per sequence, which are all that it will hold."""
+        """Reserve memory for at most this many positions per sequence; the caller must not exceed them."""
         for layer in self.layers:
             layer.max_slots = num_positions
 
     def shrink(self) -> None:
-        """Give back the memory of sequences that left, where a cache keeps it."""
+        """Free the memory of sequences that left; only caches that keep it do anything."""
 
     def positions(self, num_positions: int) -> Tensor:
         """Return the positions [B, m] int64 of the next m tokens of each sequence."""
@@ -162,11 +162,11 @@ class KVCache(TransformersCache):
 
         Args:
             num_positions: m, the block's size.
-            window: Positions that a sliding-window layer sees, the query's own included.
-            always: Return a mask even where causal attention needs none.
+            window: Number of positions that a sliding-window layer attends to, including the query's own.
+            always: Return a mask even if causal attention needs none.
 
         Returns:
-            [B, 1, m, slots] bool, True = visible; None where causal attention needs no mask.
+            [B, 1, m, slots] bool, True = visible; None if causal attention needs no mask.
         """
         end = max(self.lengths) + num_positions
         is_plain = len(set(self.lengths)) == 1 and num_positions in (1, end) and (window is None or end <= window)

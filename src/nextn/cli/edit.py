@@ -69,7 +69,9 @@ def restore(
         str | None, typer.Option(help="Engine for which to write the missing copies of embed_tokens and lm_head.")
     ] = None,
     family: Annotated[str | None, typer.Option(help="Family, if the config's model_type does not name one.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a complete head; accept added tokens.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a complete head; accept one for another vocabulary size.")
+    ] = False,
     options: EditOptions,
     as_json: AsJson = False,
 ) -> None:

@@ -1,7 +1,7 @@
-"""Drafting: the head is refreshed with the positions that the trunk has seen, then continues from its own states.
+"""Drafting: refresh the head with the positions that the trunk has processed, then continue from its own states.
 
-`Drafter` is the head's half of a decode; `DecodingBatch` has the trunk's. In the native backend all of a round's drafts
-are one native call where nothing must happen between them; the loop here defines them and serves all other cases.
+In the native backend, one native call makes all drafts of a round if Python need not run between them.
+`Drafter._draft_in_torch` defines what that call computes, and handles all other cases.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ PassCallback = Callable[[str, int | None, Sequence[Sequence[int]], KVCache, str]
 
 
 class Drafter:
-    """The head's half of a decode. Subclasses may draft otherwise, see `rounds(make_drafter=)`.
+    """The head's part of decoding. Subclasses may draft in other ways, see `rounds(make_drafter=)`.
 
-    `pending[r]` holds the trunk's states at the last positions of sequence r, for the head's next refresh.
+    `pending[r]` holds the trunk's states at the last positions of sequence r, which the head's next refresh processes.
     """
 
-    # Whether the drafts of a round may be one native call; where not, each passes through `sample_drafts`.
+    # Whether one native call may make the drafts of a round; if not, each draft passes through `sample_drafts`.
     uses_native_chain = True
 
     def __init__(
@@ -49,8 +49,8 @@ class Drafter:
             like: [0, *hidden_shape], a tensor of the states' dtype and device.
             batch_size: Number of sequences.
             sampling: Sampling parameters of the drafts.
-            sampled: Sample drafts, else take q's argmax.
-            contract: What drafting does; changes inject faults.
+            sampled: Whether to sample drafts; otherwise they are the argmax of q.
+            contract: How the head is run; other values than the defaults inject faults.
             on_pass: Called before each pass; None lets the drafts of a round be one native call.
             trunk_cache: The trunk's cache, which a head without keys of its own reads.
         """
@@ -58,7 +58,7 @@ class Drafter:
         self._on_pass = on_pass
         self.caches = [head.cache(batch_size, trunk_cache) for _ in range(head.num_modules)]
         self.pending, self.previous = ([like for _ in range(batch_size)] for _ in range(2))
-        self.ends = [0] * batch_size  # positions that the trunk has seen
+        self.ends = [0] * batch_size  # number of positions that the trunk has processed
         self.bases: list[int] = []
         self._bind_chain()
 
@@ -83,8 +83,8 @@ class Drafter:
         """Draft for each sequence by the plan.
 
         Args:
-            plan: When to go on drafting.
-            limits: The most drafts of each sequence.
+            plan: Decides when a sequence stops drafting.
+            limits: The largest number of drafts of each sequence.
             tokens: All known tokens of each sequence.
             uniforms: Random numbers; None in greedy decoding.
             seen: [B, V] bool, the tokens that a repetition penalty applies to.
@@ -104,10 +104,10 @@ class Drafter:
         return DraftResult(drafts, confidences, q, num_steps)
 
     def commit(self, num_steps: int, num_accepted: Sequence[int]) -> list[int]:
-        """After verification, roll the head's caches back to the positions that saw true states and tokens only.
+        """After verification, roll the head's caches back to the positions that were computed from true states.
 
         Returns:
-            Per sequence, how many accepted positions keep what drafting wrote: none, unless the contract injects this.
+            Per sequence, how many accepted positions are not refreshed: 0, unless the contract injects this fault.
         """
         if not num_steps:
             return [0] * len(num_accepted)
@@ -124,7 +124,7 @@ class Drafter:
         return num_not_refreshed
 
     def add(self, head_input: Tensor, counts: Sequence[int], *, skip: Sequence[int] | None = None) -> None:
-        """Queue the first counts[row] states of head_input [B, T, H], without the first skip[row], for the refresh."""
+        """Queue the states skip[row] to counts[row] - 1 of head_input [B, T, H] for the next refresh."""
         for row, count in enumerate(counts):
             states = head_input[row, :count]
             self.ends[row] += count
@@ -135,13 +135,13 @@ class Drafter:
             self.pending[row] = torch.cat([self.pending[row], states[0 if skip is None else skip[row] :]])
 
     def prefill(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Run every MTP layer over the prompt's positions so far; a contract without prefill drops them instead."""
+        """Run every MTP layer over the pending positions of the prompt; drop them if the contract has no prefill."""
         self.refresh(tokens, run=self.contract.prefill)
 
     def catch_up(self, tokens: Sequence[Sequence[int]], num_pending: int) -> None:
         """Run every MTP layer over pending positions until each sequence has at most this many, and at least one."""
         while self.num_pending > num_pending:
-            self.refresh([row[:-1] for row in tokens], limit=num_pending)  # passes of one size: each is recorded
+            self.refresh([row[:-1] for row in tokens], limit=num_pending)  # equal sizes: the backend records each
 
     def refresh(self, tokens: Sequence[Sequence[int]], *, run: bool = True, limit: int | None = None) -> None:
         """Run every MTP layer over the pending positions whose tokens are known up to the deepest one, or drop them.
@@ -166,7 +166,7 @@ class Drafter:
         self.pending = [pending[count:] for pending, count in zip(self.pending, counts, strict=True)]
 
     def resume(self, pending: Sequence[Tensor], ends: Sequence[int]) -> None:
-        """Take over after native rounds: the states pending then, and the positions that the trunk has seen."""
+        """Continue after native rounds, with their pending states and the positions that the trunk has processed."""
         self.pending, self.ends = list(pending), list(ends)
 
     def append(self, other: "Drafter") -> None:
@@ -210,8 +210,8 @@ class Drafter:
         numbers: Sequence[Sequence[float]] | None,
         seen: Tensor | None,
     ) -> DraftResult:
-        """The plan decides on each draft before it is sampled, by the confidence of its distribution. A sequence that
-        has ended its drafts runs on with the others, but its tokens are not drafts."""
+        """Draft depth by depth. The plan decides by the confidence of each distribution whether to sample a draft; a
+        sequence that has stopped drafting runs on with the others, and its tokens are ignored."""
         progress = [plan.begin(limit) for limit in limits]
         drafts: list[list[int]] = [[] for _ in limits]
         distributions: list[Tensor] = []
@@ -252,7 +252,7 @@ class Drafter:
     def _block(
         self, phase: str, depth: int, counts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> tuple[int, Tensor]:
-        """The MTP layer of `depth`, and its tokens [B, T]: position i takes token i + depth."""
+        """Return the index of the MTP layer of `depth`, and its tokens [B, T]: position i takes token i + depth."""
         index = self.head.layer_index(depth)
         inputs = []
         for row, count in enumerate(counts):
@@ -273,7 +273,7 @@ class Drafter:
             self._on_pass(phase, index, tokens, self.caches[index], f"g{depth - 1}" if next_hidden else "h")
 
     def _start(self, row: int) -> int:
-        """The first position that is not final in the head."""
+        """Return the first position that is not final in the head's cache."""
         return self.ends[row] - len(self.pending[row])
 
 

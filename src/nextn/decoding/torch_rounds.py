@@ -1,7 +1,7 @@
-"""Rounds run by torch: draft, verify the drafts in one pass of the trunk, keep what was accepted.
+"""One round in torch: draft, verify the drafts in one pass of the trunk, commit the accepted ones.
 
-`TorchRounds.torch_round` is the loop's body, of the `torch` backend and wherever the native backend cannot run a whole
-round. `DecodingBatch` adds prompts, sequences that join and leave, and native rounds.
+`TorchRounds.torch_round` is the body of the decoding loop of the `torch` backend. The native backend uses it, too, for
+rounds that it cannot run as a whole. `DecodingBatch` adds prompts, sequences that join and leave, and native rounds.
 """
 
 import time
@@ -49,13 +49,13 @@ class TorchRounds:
         if self.drafter is not None:
             num_not_refreshed = self.drafter.commit(drafted.num_steps, num_accepted)
             self.drafter.add(hidden.head_input, num_committed, skip=num_not_refreshed)
-            if 0 < drafted.num_steps < self.drafter.head.num_modules:  # the layers that did not run fall behind
+            if 0 < drafted.num_steps < self.drafter.head.num_modules:  # deeper layers did not run: refresh them now
                 self.drafter.refresh(self._tokens)
         seconds = draft_end - started, time.perf_counter() - draft_end
         return VerifiedRound(drafted.drafts, drafted.confidences, verification, *seconds, choice)
 
     def _draft(self, choice: CopyChoice) -> DraftResult:
-        """Let the head draft for the sequences that copy nothing, and add the copies of the others."""
+        """Draft with the head for the sequences without copied drafts, and add the copied drafts of the others."""
         drafted = DraftResult.empty(len(self.sequences))
         if self.drafter is not None and choice.uses_head:
             uniforms = None if self._is_greedy else self._uniforms
@@ -75,9 +75,9 @@ class TorchRounds:
         return self.verifier(predicted.logits, drafted.distributions, drafted.drafts, uniforms, seen=self.seen)
 
     def _draft_limits(self, most: int) -> list[int]:
-        """The largest number of drafts of this round, per sequence.
+        """Return the largest number of drafts of this round, per sequence.
 
-        Each keeps to its own remaining tokens, and all to the context that the longest has left.
+        Each sequence is limited by its remaining tokens, and all by the context that is left to the longest one.
         """
         limit = self._within_block(most)
         if self.trunk.max_length is not None:
@@ -85,7 +85,7 @@ class TorchRounds:
         return [max(0, min(limit, sequence.remaining - 1)) for sequence in self.sequences]
 
     def _within_block(self, num_draft_tokens: int) -> int:
-        """The largest number of drafts up to this one that fits a block of the trunk."""
+        """Return this number of drafts, or the largest one that fits into a block of the trunk."""
         size = self.trunk.max_block_size
         return num_draft_tokens if size is None else min(num_draft_tokens, size - 1)
 
@@ -102,7 +102,7 @@ class TorchRounds:
         return self.settings.sampling.greedy and self.seen is None
 
     def _seen(self) -> Tensor:
-        """[B, V] bool: the tokens of each sequence so far, for penalties."""
+        """Return [B, V] bool: the tokens of each sequence so far, for the repetition penalty."""
         seen = torch.zeros(len(self.sequences), self.trunk.vocab_size, dtype=torch.bool)
         for row, sequence in enumerate(self.sequences):
             seen[row, sequence.tokens] = True

@@ -1,7 +1,7 @@
-"""The acceptance that a head should have, from the checkpoint alone: on texts of the trunk, with controls.
+"""The acceptance that a head should reach, from the checkpoint alone: on the trunk's own texts, with controls.
 
-The prompts are decoded once (`reference_texts`) and every position of these texts is scored (`teacher_forced`), so that
-every K, every acceptance rule and every wrong convention of the head (`rescore`) needs no more decoding.
+The prompts are decoded once (`reference_texts`), then every position of these texts is scored (`teacher_forced`). From
+the scores follow the figures of every K and acceptance rule. Other conventions of the head are scored by `rescore`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +46,8 @@ def reference_acceptance(
 ) -> ReferenceReport:
     """Decode the prompts at each temperature, then score every position.
 
-    `contract` injects faults of decoding; `on_text` is called with the number of texts that were decoded, `on_score`
-    for each that was scored. Raises ConfigError if there is no head, or the prompts cannot be used.
+    `contract` injects faults of decoding. `on_text` is called with the number of texts decoded so far, `on_score` after
+    each text that was scored. Raises ConfigError if there is no head, or the prompts cannot be used.
     """
     if model.head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
@@ -82,7 +82,7 @@ def reference_of_texts(
     )
     if not contract.refresh:
         return report
-    with exact_head(model):  # the backend that decodes: one for the texts and their states
+    with exact_head(model):  # with the backend that decoded the texts
         trunk = backend_for(model, plan.backend).trunk
         hiddens = {temperature: trunk_outputs(trunk, each.texts) for temperature, each in generated.items()}
     return rescore(report, model, contract, hiddens=hiddens, on_score=on_score)
@@ -96,9 +96,10 @@ def acceptance_on_texts(
     *,
     on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
-    """Score texts that exist already; each item of `given` has another temperature, and the same number of texts.
+    """Score given texts. Each item of `given` has the texts of one temperature; all have the same number of texts.
 
-    outputs: Their `whole_text_outputs`. on_score: As of `reference_acceptance`. Raises ConfigError if there is no head.
+    outputs: The `whole_text_outputs` of these texts. on_score: Called after each text that was scored. Raises
+    ConfigError if there is no head.
     """
     by_temperature = {each.texts[0].temperature: each for each in given}
     plan = replace(plan, temperatures=tuple(by_temperature))
@@ -144,10 +145,10 @@ def rescore(
     hiddens: TextStates | None = None,
     on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
-    """Score the same texts, and take the controls, with another convention of the head; the trunk must be the same.
+    """Score the reference's texts again, with controls, under another convention of the head and the same trunk.
 
-    hiddens: The `text_states`; None: computed here. Give them where several conventions are scored: on a large trunk
-    they take longer than the scores. on_score: Called for each text that was scored.
+    hiddens: The `text_states`; None computes them. Pass them if several conventions are scored, because on a large
+    trunk they take longer than the scores. on_score: Called after each text that was scored.
     """
     assert model.head is not None
     hiddens = hiddens or text_states(reference, model)
@@ -159,7 +160,7 @@ def rescore(
             scores.append(score)
             on_score()
         scored[temperature] = tuple(scores)
-    if contract != reference.contract:  # the decoder's counts are of the contract that it ran under
+    if contract != reference.contract:  # the decoder's counts are those of the other contract
         generated = {
             temperature: replace(each, acceptance_per_text=(), pooled=None, steps=())
             for temperature, each in generated.items()
@@ -170,7 +171,7 @@ def rescore(
 
 
 def _controls(reference: ReferenceReport, model: Model, hiddens: TextStates) -> Controls:
-    """Over the texts of the lowest temperature, greedy if it was measured."""
+    """Measure the controls on the texts of the lowest temperature, greedy if it was measured."""
     temperature = reference.plan.temperatures[0]
     texts, rule = reference.scored[temperature], reference.rules(temperature)[0]
     indices = sorted(index for index in reference.text_indices(temperature) if texts[index].remaining)
@@ -230,19 +231,19 @@ def measure(
 
 
 def open_model(model: str | Path | Model, source: str, head: str | Path | None) -> tuple[Model, str]:
-    """Return a model with a head, and the name of its checkpoint; one that is loaded already as it is."""
+    """Load the model unless it is loaded; return it with the name of its checkpoint."""
     return (model, source) if isinstance(model, Model) else (Model.load(model, head=head, device="auto"), str(model))
 
 
 def with_checkpoint(
     report: ReferenceReport, model: Model, source: str, *, head: str | Path | None = None
 ) -> ReferenceReport:
-    """Add the checkpoint's name and hashes (none without a name), and this machine."""
+    """Return the report with the checkpoint's name and hashes (none without a name), and this machine."""
     hashes = checkpoint_hashes(stored_in(model, source), head=head) if source else {}
     machine = Machine.of(model, weight_bits=WEIGHT_BITS[model.trunk.weights])
     return replace(report, source=source, hashes=hashes, machine=machine)
 
 
 def stored_in(model: Model, source: str) -> str | Checkpoint:
-    """Return the checkpoint of a streamed trunk, whose downloaded tensors need no second download; else the source."""
+    """Return the checkpoint of a streamed trunk, so that its tensors are not downloaded again; else the source."""
     return model.trunk.checkpoint if isinstance(model.trunk, StreamedTrunk) else source

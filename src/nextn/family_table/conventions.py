@@ -1,21 +1,22 @@
-"""What a row may say of a head, and what an engine does with it. Imports no torch."""
+"""The values that a family row can have, and what an engine does with the head. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 # Hidden state after or before the final norm, or a hyper-connection model's residual streams, not yet collapsed.
 Stage = Literal["post", "pre", "streams"]
-# A module's token input: the same as of the trunk's layers, or the embedding before the norm that some trunks apply.
+# The embedding that an MTP layer takes: as the trunk's layers take it, or before the norm that some trunks apply to it.
 Embedded = Literal["normed", "raw"]
-# Where a query is that reads the trunk's keys: at its pair's token or hidden state.
+# The position of a query that reads the trunk's keys: that of its pair's token, or that of its hidden state.
 TrunkKV = Literal["", "token", "hidden"]
-# One module at every depth; distinct modules, each given the last one's hidden state, or all given the trunk's.
+# recursive: one module runs at every depth. chained: each depth has its module, which takes the hidden state of the
+# depth before. unchained: each depth has its module, and all take the trunk's hidden state.
 Order = Literal["recursive", "chained", "unchained"]
-# Runs the head; reads it and has no graph for it; skips it on load; drops it at conversion; refuses to load; does not
-# know the family.
+# runs: runs the head. loads: reads it, but has no graph for it. ignores: skips it on load. drops: drops it at
+# conversion. refuses: does not load the checkpoint. absent: does not know the family.
 Support = Literal["runs", "loads", "ignores", "drops", "refuses", "absent"]
-# A missing tensor of the head is an error; is one in an unquantized checkpoint; the same, and a completely missing
-# module always is; keeps its initial value without an error; is not known to do either.
+# What an engine does if a tensor of the head is missing. raises: an error. unquantized: an error if the checkpoint is
+# unquantized. module: the same, and always an error if a whole module is missing. silent: the initial value stays.
 Missing = Literal["raises", "unquantized", "module", "silent", "unknown"]
 
 ENGINES = ("vllm", "sglang", "llamacpp", "transformers")

@@ -1,7 +1,7 @@
 """`Family`: the conventions by which published models store and compute their MTP head. Imports no torch.
 
-Where an engine deviates from a family's row, its entry says so, see `family_table.disagreements`. Tensor names
-are one table, read in both directions by `Family.published` and `Family.canonical`. The rows are in `rows`.
+The rows are in `rows`; an engine that deviates from a row has an entry in `Family.engines` that says so. Tensor names
+are one table: `Family.published` and `Family.canonical` translate between those in a file and those used here.
 """
 
 import re
@@ -15,7 +15,7 @@ from nextn.errors import FamilyError
 from nextn.family_table.config_fields import field_at, lookup, with_field
 from nextn.family_table.conventions import Embedded, EngineSupport, Fp8, Order, Stage, TrunkKV
 
-# How a file stores a layer's experts: a tensor for each expert, as transformers' modules, or a tensor for each matrix.
+# How a file stores a layer's experts, see `checkpoint.expert_forms`.
 ExpertForm = Literal["split", "fused", "stacked"]
 
 MAX_COUNT = 1000  # modules; published heads have at most eight
@@ -23,10 +23,10 @@ MAX_COUNT = 1000  # modules; published heads have at most eight
 
 @dataclass(frozen=True)
 class Family:
-    """One published convention.
+    """How one published model family stores and computes its MTP head. "Module" means MTP layer, as in config files.
 
-    A role is `token_norm`, `hidden_norm`, `projection` (or `token_projection` and `hidden_projection`, whose results
-    are added), `final_norm`, `block`, `embedding` and `output` where the file stores them, or specific to one family.
+    A role is a part of an MTP layer: `token_norm`, `hidden_norm`, `projection` (or `token_projection` and
+    `hidden_projection`, which are added), `final_norm`, `block`, `embedding`, `output`, or one of a single family.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Family:
     # from 0). A path with neither belongs to the whole head and counts as module 0's.
     names: Mapping[str, str]
     sources: tuple[str, ...]  # what was read besides the engines' code
-    engines: Mapping[str, EngineSupport]
+    engines: Mapping[str, EngineSupport]  # engine -> what it does with this head
     concat: Literal["embedding_first", "hidden_first"] = "embedding_first"  # eh_proj input order
     embedded: Embedded = "normed"
     hidden: Stage = "post"
@@ -53,17 +53,17 @@ class Family:
     block_renames: Mapping[str, str] = field(default_factory=dict)
     # Path in the trunk's files as transformers writes them -> published path; the first match counts.
     trunk_renames: Mapping[str, str] = field(default_factory=dict)
-    optional: Mapping[str, str] = field(default_factory=dict)  # role -> config field without which the head lacks it
+    optional: Mapping[str, str] = field(default_factory=dict)  # role -> config field that must be set for it to exist
     interleaved_gate_up: tuple[str, ...] = ()  # block paths whose gate_proj and up_proj are stored as alternating rows
     separate_gate_up: tuple[str, ...] = ()  # block paths stored separately, and concatenated in transformers
-    experts: ExpertForm = "split"  # of the head; an inventory's family has the form that the file has
+    experts: ExpertForm = "split"  # of the head as published; `Inventory.family` has the form of its file
     max_modules: int | None = None
     spare_count: bool = False  # the config may declare one module more than there are
     own_block: bool = False  # the block's matrices may have other shapes than a trunk layer's
-    runtime_names: tuple[str, ...] = ()  # ends of published names that in other families are of an engine's dump
+    runtime_names: tuple[str, ...] = ()  # ends of published names that look like those of an engine's memory dump
     trunk_experts: tuple[ExpertForm, ...] = ("split", "fused")  # the forms in which transformers loads the trunk's
-    block_lacks: tuple[str, ...] = ()  # beginnings of paths that trunk layers have and the block has not
-    block_adds: tuple[str, ...] = ()  # the same that the block has and trunk layers have not, each with a final dot
+    block_lacks: tuple[str, ...] = ()  # prefixes of paths that trunk layers have and the block does not
+    block_adds: tuple[str, ...] = ()  # prefixes, with a final dot, that the block has and trunk layers do not
     # transformers' model_type whose decoder layer the block is, with the trunk's sizes; "" = the trunk's own layers.
     layer_model: str = ""
     has_scaled_rotary: bool = True  # the block's rotary embeddings are scaled where the trunk's are
@@ -71,29 +71,29 @@ class Family:
     # The layers have queries only, at the position of a pair's token or hidden state, and read the keys and values of
     # the trunk's last layers that store any, of their own type; "" = they have keys and values of their own.
     trunk_kv: TrunkKV = ""
-    # What depths beyond the last MTP layer attend to: also their own keys, at positions that go on; or those that the
-    # layer's first run has stored, all at its position, and they store none (Megatron-LM#6472).
+    # Keys that depths beyond the last MTP layer attend to. "own": they store their own keys at increasing positions.
+    # "first": they store none, and all query the keys of the layer's first run from its position (Megatron-LM#6472).
     repeated_kv: Literal["own", "first"] = "own"
     # Part of a plain residual block -> its path in a trunk layer, where the block is made of such parts.
     parts: Mapping[str, str] = field(default_factory=dict)
     draft_types: tuple[str, ...] = ()
     trunk_types: tuple[str, ...] = ()  # model_types of the trunks beside which a head of its own repository runs
-    models: tuple[str, ...] = ()  # published models by which people look for the row, beside those of the title
+    models: tuple[str, ...] = ()  # other published models of the family, for searches; the title names the first ones
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other spellings, read and never written
     orders: tuple[str, ...] = ()  # roles that hold each token id once, as integers
-    own: tuple[str, ...] = ()  # stored roles that are the head's own; other embeddings and outputs are copies
+    own: tuple[str, ...] = ()  # embedding or output, if they are the head's own; otherwise stored ones are copies
     read_only_copies: tuple[str, ...] = ()  # copies that are read and never written
     # Where the trunk keeps embedding and lm_head.
     trunk: Mapping[str, str] = field(default_factory=lambda: {"embedding": "model.embed_tokens", "output": "lm_head"})
     wrappers: Mapping[str, str] = field(default_factory=dict)  # prefix that some checkpoints have -> what it replaces
     fp8: Fp8 | None = None
-    cannot_run: str = ""  # why `Head` does not compute it
+    cannot_run: str = ""  # why `Head` cannot compute it; "" if it can
     remarks: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()  # what none of the sources could settle
 
     @property
     def runs(self) -> bool:
-        """Whether `Head` computes it; if not, `cannot_run` says why."""
+        """Whether `Head` can compute this head; if not, `cannot_run` has the reason."""
         return not self.cannot_run
 
     @cached_property
@@ -103,7 +103,7 @@ class Family:
 
     @property
     def stored_once(self) -> tuple[str, ...]:
-        """The roles of which all modules share one tensor, in a layout for several modules."""
+        """The roles whose tensor all modules share, if the layout allows several modules."""
         return () if self.max_modules == 1 else tuple(role for role, path in self.names.items() if "{" not in path)
 
     @property
@@ -112,7 +112,7 @@ class Family:
         return {name: engine for name, engine in self.engines.items() if engine.support == "runs"}
 
     def required(self, module: int) -> frozenset[str]:
-        """Return the roles of a complete module, without copies; what all modules share counts as the first's."""
+        """Return the roles of a complete module, without copies; shared roles belong to module 0."""
         return frozenset(r for r, path in self.names.items() if r not in self.copies and (module == 0 or "{" in path))
 
     def published(self, name: str, num_layers: int, *, wrapper: str = "") -> str:
@@ -157,7 +157,7 @@ class Family:
         return None
 
     def wrapper(self, names: Collection[str]) -> str:
-        """Return the one of `wrappers` that these names of a checkpoint have, else ""."""
+        """Return the prefix of `wrappers` that these names of a checkpoint have; "" if they have none."""
         return next((each for each in self.wrappers if any(name.startswith(each) for name in names)), "")
 
     def shared_role(self, name: str) -> str | None:

@@ -45,7 +45,7 @@ class Targets:
     def labels(self, depth: int) -> Tensor:
         """Return the labels [B, T-depth] int64 of one depth; IGNORE where there is none, as at the last position.
 
-        A label counts if tokens i..i+depth+1 are of one document: no token of a document affects another's loss.
+        A label is valid if tokens i to i+depth+1 belong to one document, so no document affects the loss of another.
         """
         rows, length = self.tokens.shape
         labels = self.tokens.new_full((rows, max(length - depth, 0)), IGNORE, dtype=torch.int64)
@@ -58,7 +58,7 @@ class Targets:
         return labels
 
     def counts(self, depths: int) -> Tensor:
-        """Count the valid labels [depths + 1] of the trunk and each depth; sum these over ranks and micro-batches."""
+        """Count the valid labels [depths + 1] of the trunk and each depth; they add up over ranks and micro-batches."""
         return torch.stack([(self.labels(k) != IGNORE).sum() for k in range(depths + 1)])
 
 
@@ -110,18 +110,18 @@ def mtp_loss(
     Args:
         hiddens: final_hidden [B, T-k, H] of the trunk (k = 0) and each depth. Depths are scored even at lambda 0: pass
             hiddens[:1] to skip them.
-        weight: The lm_head weight [V, H] of all, or one for each.
+        weight: The lm_head weight [V, H] of the trunk and all depths, or a sequence with one for each.
         targets: The labels of the batch.
         lam: The lambda of the MTP terms.
         depth_weights: w_k; None: all 1.
-        denominator: What the summed cross-entropy L_k is divided by: the depth's own number of labels ("valid",
-            Megatron's choice), the trunk's ("tokens", the paper's 1/T: deeper depths weigh a little less in short
-            sequences), or a tensor [D+1]. With Targets.counts summed over micro-batches (and averaged over ranks where
-            gradients are averaged), the losses of the parts add up to that of the whole.
-        chunk: Rows of logits that exist at a time; None: about 64 MB.
+        denominator: The divisor of the summed cross-entropy of depth k: its own number of labels ("valid", as in
+            Megatron), the trunk's ("tokens", the paper's 1/T, by which deeper depths weigh a little less in short
+            sequences), or a tensor [D+1]. For gradient accumulation, pass the sum of Targets.counts over all
+            micro-batches (averaged over ranks if gradients are averaged); then the losses add up to the batch's loss.
+        chunk: Rows of logits that are in memory at a time; None: about 64 MB of them.
 
     Returns:
-        The scalar loss, with its parts by depth and their numbers of labels.
+        The scalar loss, its sum for each depth, and the number of labels of each depth.
 
     Raises:
         ConfigError: Shapes or weights do not fit each other.
@@ -143,7 +143,7 @@ def mtp_loss(
     divisors = denominators(denominator, counts, counts[:1])
     terms = [1.0, *(lam / depths * share for share in weights_by_depth)]
     wide = wide_dtype(hiddens[0], weights[0])
-    scale = divisors.new_tensor(terms, dtype=wide) / divisors  # x / 0 only weights rows that are dropped
+    scale = divisors.new_tensor(terms, dtype=wide) / divisors  # x / 0 only weights rows without label, all dropped
     total, sums = scale.new_zeros(()), scale.new_zeros(depths + 1)
     # Depths that share a weight are computed together.
     for shared in {id(tensor): tensor for tensor in weights}.values():

@@ -33,8 +33,8 @@ class Head(nn.Module):
 
     Args:
         family: The published convention that the head follows.
-        trunk: Whose embedding and lm_head it uses.
-        num_modules: MTP layers.
+        trunk: The trunk, whose embedding and lm_head the head uses.
+        num_modules: Number of MTP layers.
 
     Raises:
         ConfigError: The number of MTP layers is not one that the family has.
@@ -100,9 +100,9 @@ class Head(nn.Module):
         return self._at(index).layer_types
 
     def cache(self, batch_size: int, trunk_cache: KVCache | None = None) -> KVCache:
-        """Return an empty cache for one MTP layer; it has slots for those of all, which take no memory until used.
+        """Return an empty cache for one MTP layer; its entries for the other layers take no memory.
 
-        trunk_cache: The trunk's, of the same sequences, for a head that reads it.
+        trunk_cache: The trunk's cache of the same sequences, for a head that reads it.
         """
         layer_types = [layer_type for index in range(self.num_modules) for layer_type in self.layer_types(index)]
         return new_cache(layer_types, batch_size, device=self.trunk.device, max_rollback=_MAX_ROLLBACK)
@@ -124,8 +124,8 @@ class Head(nn.Module):
         """Run MTP layer `index`.
 
         Args:
-            index: Of the MTP layer.
-            tokens: [B, T], may be on the host.
+            index: Index of the MTP layer.
+            tokens: [B, T]; may be on the host.
             hidden: [B, T, *hidden_shape].
             cache: The T positions become a block of it, which the caller closes with `cache.commit`.
             within: [B, 1, T, T] bool that restricts causal attention further; without a cache only.
@@ -151,7 +151,7 @@ class Head(nn.Module):
         return self._forward(index, tokens, hidden, positions=positions, mask=mask, cache=cache)
 
     def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> None:
-        """Run MTP layer `index` as `step` does, for what that leaves in the cache."""
+        """Run MTP layer `index` as `step` does, only to update the cache."""
         self.step(index, tokens, hidden, cache=cache)
 
     def repeat(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: KVCache) -> HeadStep:
@@ -187,7 +187,7 @@ class Head(nn.Module):
         return self._at(index).output if "output" in self.family.own else self.trunk.output
 
     def capped(self, logits: Tensor) -> Tensor:
-        """As `Trunk.capped`."""
+        """Apply the trunk's logit cap, unless the head has an lm_head of its own. See `Trunk.capped`."""
         return logits if "output" in self.family.own else self.trunk.capped(logits)
 
     def _at(self, index: int) -> MTPLayer:
@@ -215,8 +215,8 @@ class Head(nn.Module):
         Args:
             tokens: [B, T].
             hidden: [B, T, *hidden_shape], the trunk's head_input.
-            depths: How many.
-            documents: [B, T] ids: attention and positions stay inside a document.
+            depths: Number of depths.
+            documents: [B, T] document ids; attention and positions stay inside a document.
         """
         if self.family.repeated_kv == "first" and depths > self.num_modules:
             return self.rollout_hidden(tokens, hidden, depths, documents=documents)
@@ -230,12 +230,12 @@ class Head(nn.Module):
     def rollout_hidden(
         self, tokens: Tensor, hidden: Tensor, depths: int, *, documents: Tensor | None = None
     ) -> list[Tensor]:
-        """Return what `teacher_forced_hidden` does, with attention as in decoding, for chains from all positions.
+        """Return final_hidden as `teacher_forced_hidden` does, with the attention of decoding.
 
-        The two differ beyond the last MTP layer D. There, `teacher_forced_hidden` lets depth k attend to depth k at
-        earlier positions, with rotary positions i. Here, as in decoding, it attends to layer D at positions j <= i and
-        to the chain's own earlier depths, with rotary positions i + k - D. Keys and masks take (depths - D + 1) times
-        the memory. Raises ConfigError if not `can_rollout`.
+        The two differ at depths k beyond the last MTP layer D. In `teacher_forced_hidden`, depth k at position i
+        attends to depth k at earlier positions, with rotary position i. Here, as if each position i began a chain of
+        drafts, it attends to depth D at positions j <= i and to the chain's own earlier depths, with rotary position
+        i + k - D. Keys and masks take (depths - D + 1) times the memory. Raises ConfigError if not `can_rollout`.
         """
         if not self.can_rollout:
             names = ", ".join(sorted({layer_type.name for layer_type in self.layer_types(self.num_modules - 1)}))
@@ -246,7 +246,7 @@ class Head(nn.Module):
     def _hidden_by_depth(
         self, tokens: Tensor, hidden: Tensor, depths: int, documents: Tensor | None, rollout: RolloutCache | None
     ) -> list[Tensor]:
-        """rollout: an empty cache to attend as in decoding; None: each depth attends to its own keys."""
+        """Run all depths. rollout: An empty cache, to attend as in decoding; None: each depth attends to its own."""
         check_depths(depths, length := tokens.shape[1])
         positions: Tensor = torch.arange(length, device=tokens.device).expand_as(tokens)
         within = None
@@ -275,9 +275,9 @@ class Head(nn.Module):
         return outs
 
     def forward(self, tokens: Tensor, hidden: Tensor | None = None, *, depths: int | None = None) -> Tensor:
-        """Return logits [B, T-D, D, V], of which [:, i, k-1] predict token i+k+1 from the tokens up to i+k.
+        """Return logits [B, T-D, D, V]; those at [:, i, k-1] predict token i+k+1 from the tokens up to i+k.
 
-        hidden: [B, T, *hidden_shape]; None: the token embeddings.
+        hidden: [B, T, *hidden_shape], the trunk's hidden states; None uses the token embeddings instead.
         """
         depths = self.num_modules if depths is None else depths
         states = self.teacher_forced_hidden(tokens, self.trunk.embedding(tokens) if hidden is None else hidden, depths)

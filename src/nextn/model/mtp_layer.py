@@ -40,11 +40,11 @@ class MTPLayer(nn.Module):
         """Create the layer with new weights.
 
         Args:
-            family: The conventions.
-            trunk: The trunk that it drafts for.
+            family: The published conventions.
+            trunk: The trunk that the head drafts for.
             index: Index of this layer in the head.
-            count: Number of the head's MTP layers.
-            source: The trunk whose layers and norms it has, usually `trunk` itself.
+            count: Number of MTP layers of the head.
+            source: The trunk whose decoder layer and norm classes are used, usually `trunk` itself.
         """
         super().__init__()
         size = trunk.config.hidden_size
@@ -82,7 +82,7 @@ class MTPLayer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its matrices."""
+        """The dtype of the layer's matrices."""
         return cast(nn.Linear, getattr(self, "projection", None) or self.token_projection).weight.dtype
 
     @property

@@ -76,7 +76,7 @@ class ServingEngine:
 
     @property
     def context_note(self) -> str | None:
-        """What to do where the memory for caches shortens the model's context; None where it does not."""
+        """What to do if the memory for caches shortens the model's context; None if it does not."""
         return reduced_context_note(self.backend, self.options, self.limits.max_model_len)
 
     def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> ServedGeneration:
@@ -160,7 +160,7 @@ class ServingEngine:
                     self._scheduler.step()
                 elif next(self._warm_up, "over") == "over":
                     self._wait()
-            except Exception as error:  # of no known request or batch; it must not end the server
+            except Exception as error:  # of no particular request or batch; it must not end the server
                 self._fail(error)
             self._stats = self._scheduler.stats()
         for sequence in list(self._open.values()):
@@ -293,7 +293,7 @@ def limits_within(backend: Backend, options: EngineOptions) -> SchedulerLimits:
 
 
 def reduced_context_note(backend: Backend, options: EngineOptions, length: int) -> str | None:
-    """Say that sequences of `length` positions are shorter than the model's context, and what holds all of it."""
+    """Return a note if `length` is shorter than the model's context, with the memory that all of it takes."""
     whole = options.max_model_len or backend.trunk.max_length or length
     if length >= whole:
         return None
@@ -311,13 +311,13 @@ def _prefix_share(backend: Backend) -> float:
 
 
 def _padding(backend: Backend, options: EngineOptions) -> int:
-    """A sequence that no longer drafts is padded to the drafts of others. Native buffers are not written there."""
+    """Return the positions by which a sequence that no longer drafts is padded to others; native buffers need none."""
     k = 0 if backend.head is None else options.num_speculative_tokens
     return 0 if backend.name == "native" else max(k, options.num_copy_tokens) + 1
 
 
 def _rows(options: EngineOptions) -> int:
-    """A sequence is in two caches while it joins a batch."""
+    """Return the number of sequences that caches must hold: one more, as it is in two caches while it joins a batch."""
     return options.max_num_seqs + 1
 
 

@@ -1,10 +1,8 @@
-"""Continuous batching over rounds: prompts are prefilled in chunks between rounds, and sequences join and leave batches
-between rounds.
+"""Continuous batching: between rounds, prompts are prefilled in chunks, and sequences join and leave batches.
 
-Sequences with the same `Group` form one batch: whether tokens are chosen by argmax alone, K, whether K may adapt, and
-how many tokens may be copied.
-Batches that need only the argmax use native rounds. The text of a sequence does not depend on the others: native
-kernels give a row the same bits whatever other rows there are, and each sequence has its own random numbers.
+Sequences with the same `Group` form one batch. Batches that need only the argmax use native rounds. The text of a
+sequence does not depend on the others: native kernels give a row the same bits whatever other rows there are, and each
+sequence has its own random numbers.
 """
 
 import math
@@ -30,7 +28,7 @@ _AHEAD_S, _AHEAD_PER_SEQUENCE_S = 0.008, 0.002  # seconds of rounds that run bef
 
 
 class Group(NamedTuple):
-    """What sequences of one batch have in common."""
+    """The settings that all sequences of a batch share."""
 
     is_argmax: bool  # whether tokens are chosen by argmax alone
     num_speculative_tokens: int  # K
@@ -109,7 +107,7 @@ class DraftPolicies:
         return self.measured(group).at(num_sequences) if group.adaptive else FixedLength(group.num_speculative_tokens)
 
     def expected(self, group: Group, num_sequences: int) -> DraftLength:
-        """Return the same without trials and probes, for the prompts of a group that will have this many sequences."""
+        """Return the fastest number of drafts so far, for a group that will have this many sequences."""
         best = self.measured(group).best(num_sequences) if group.adaptive else group.num_speculative_tokens
         return FixedLength(best)
 
@@ -149,7 +147,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self._prefilling: deque[ServedBatch] = deque()
         self._running: dict[Group, ServedBatch] = {}
-        self._takes_oldest = False  # whether the last chunk was of the oldest prompt
+        self._takes_oldest = False  # whether the last chunk belonged to the oldest prompt
         self._round_s = 0.0  # time of the last step's rounds
         with torch.inference_mode(), backend.trunk.pass_context():
             self.prefix_cache = prefix_cache or PrefixCache.of(backend, limits.prefix_bytes)
@@ -261,9 +259,9 @@ class Scheduler:
             del self._running[group]
 
     def _prefill(self) -> None:
-        """Process chunks of the prompts, for each prompt about as long as the last rounds took.
+        """Process chunks of the prompts, for about as long per prompt as the last rounds took.
 
-        So the more prompts there are, the longer running sequences wait: the first token of a request matters more.
+        With more prompts, running sequences wait longer, because the first token of a request matters more.
         """
         started, budget = self._clock(), len(self._prefilling) * max(self._round_s, _AHEAD_S)
         while self._prefilling:
@@ -296,7 +294,7 @@ class Scheduler:
             # Times of other sizes decay, so that a size that was slow once is tried again later.
             self._chunk_s = {each: seconds * _CHUNK_TIME_DECAY for each, seconds in self._chunk_s.items()}
             self._chunk_s[size] = self._clock() - started
-        return is_over or not batch.sequences  # which left where something failed
+        return is_over or not batch.sequences  # a sequence that failed has left its batch
 
     def _start(self, batch: ServedBatch) -> None:
         """Emit the first token, then let the sequence join the batch of its group."""

@@ -1,4 +1,4 @@
-"""A batch whose sequences choose their tokens by themselves, see `TokenSampler`."""
+"""A batch in which each sequence samples its own tokens, see `TokenSampler`."""
 
 import logging
 import time
@@ -45,7 +45,7 @@ class ServedSequence(BatchSequence):
     def of(
         cls, request: GenerationRequest, emit: Callable[[GenerationChunk], None], text: TextStream, number: int
     ) -> "ServedSequence":
-        """`number`: what its rounds are labeled with."""
+        """Return the sequence of a request. number: The label of its rounds."""
         sequence = cls(
             row=number,
             tokens=list(request.prompt),
@@ -167,7 +167,7 @@ class ServedBatch(DecodingBatch):
 
     @contextmanager
     def isolated(self, *others: "ServedBatch") -> Iterator[None]:
-        """Where something fails, end the sequences of this batch and of `others`, whose state is unknown then.
+        """On any failure, end the sequences of this batch and of `others`, because their state is then unknown.
 
         Other batches have caches of their own and go on.
         """

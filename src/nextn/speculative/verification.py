@@ -25,15 +25,15 @@ class Verification:
 
 
 def accept(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verification:
-    """Speculative sampling, Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1: emitted tokens are distributed as p.
+    """Verify drafts by speculative sampling (arXiv 2211.17192, algorithm 1): emitted tokens are distributed as p.
 
     Args:
         p: [B, K+1, V], the trunk's probabilities.
         q: [B, K, V], the head's; draft k was sampled from q[:, k]. K may be 0.
         drafts: [B, K] int64.
         u: [B, K] in [0, 1).
-        limit: [B], how many drafts of each sequence count; it must not depend on the value of a draft that it leaves
-            out. If all that count are accepted, next_probs is p[row, limit].
+        limit: [B], the number of drafts of each sequence to verify; None: all. It must not depend on the values of the
+            drafts beyond it. If all drafts up to the limit are accepted, next_probs is p[row, limit].
     """
     index = drafts[..., None]
     is_accepted = u * q.gather(-1, index)[..., 0] < p[:, :-1].gather(-1, index)[..., 0]
@@ -42,11 +42,11 @@ def accept(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | N
 
 
 def accept_block(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tensor | None = None) -> Verification:
-    """Block verification, Sun et al. 2024 (arXiv 2403.10444), algorithm 2: `accept` that verifies drafts jointly.
+    """Verify drafts jointly, by block verification (arXiv 2403.10444, algorithm 2).
 
-    Emitted tokens are distributed as p, and on average no fewer drafts are accepted than by `accept`: a draft with
-    p > q compensates for an earlier one with p < q. Arguments as for `accept`. A draft that would be rejected alone can
-    be accepted together with later ones, so acceptance rates per position are those of this rule.
+    The arguments are those of `accept`. Emitted tokens are distributed as p, and on average at least as many drafts are
+    accepted as by `accept`: a draft with p > q compensates for an earlier one with p < q. A draft that `accept` would
+    reject can be accepted together with later ones, so the two rules have different acceptance rates per position.
     """
     num_draft_tokens = drafts.shape[1]
     if not num_draft_tokens:
@@ -58,14 +58,14 @@ def accept_block(p: Tensor, q: Tensor, drafts: Tensor, *, u: Tensor, limit: Tens
     residual = (weight[:, 1:-1, None] * p[:, 1:-1] - q[:, 1:]).clamp_min(0).sum(-1)
     numerator = torch.where(depth == last[:, None], weight[:, 1:], F.pad(residual, (0, 1)))
     denominator = torch.where(depth == last[:, None], 1.0, F.pad(residual, (0, 1)) + 1 - weight[:, 1:])
-    # The longest accepted prefix counts, whatever the shorter ones do. At weight 1 the rule is 0 / 0 where p = q.
+    # The longest accepted prefix wins, even if shorter ones are rejected. At weight 1 with p = q the rule is 0 / 0.
     is_accepted = (depth <= last[:, None]) & ((u * denominator < numerator) | (weight[:, 1:] == 1))
     num_accepted = (is_accepted * depth).amax(-1)
     return Verification(num_accepted, _next_probs(p, q, num_accepted, limit=limit, scale=weight))
 
 
 def _prefix_weights(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
-    """[B, K+1]: 1, then min(1, previous weight * p / q) at each draft: the probability that this prefix is accepted."""
+    """Return the probability that each prefix is accepted [B, K+1]: w_0 = 1, w_k = min(1, w_{k-1} p_k / q_k)."""
     index = drafts[..., None]
     p_draft, q_draft = p[:, :-1].gather(-1, index)[..., 0], q.gather(-1, index)[..., 0]
     weights = [torch.ones_like(p_draft[:, 0])]
@@ -77,7 +77,7 @@ def _prefix_weights(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
 def _next_probs(
     p: Tensor, q: Tensor, num_accepted: Tensor, *, limit: Tensor | None, scale: Tensor | None = None
 ) -> Tensor:
-    """The distribution [B, V] of the next token: the residual max(scale * p - q, 0), or p after the last draft."""
+    """Return the next token's distribution [B, V]: the residual max(scale * p - q, 0), or p after the last draft."""
     row, num_draft_tokens = torch.arange(len(num_accepted), device=num_accepted.device), q.shape[1]
     p_next = p[row, num_accepted]
     if not num_draft_tokens:
@@ -94,7 +94,7 @@ class Verifier:
     """Verifies the drafts of a round by the trunk's logits."""
 
     def __init__(self, sampling: Sampling, *, block_verification: bool) -> None:
-        """block_verification: verify a sequence's drafts jointly, see `accept_block`."""
+        """Create a verifier. block_verification: Verify a sequence's drafts jointly, see `accept_block`."""
         self.sampling, self.block_verification = sampling, block_verification
 
     def __call__(
@@ -123,7 +123,7 @@ class Verifier:
     def decide(
         self, logits: Tensor, q: Tensor, drafts: Tensor, u: Tensor, limit: Tensor, *, seen: Tensor | None = None
     ) -> Tensor:
-        """Do the same over tensors: drafts [B, K], u [B, K+1], limit [B] -> [B, 2] int64: num_accepted, next token."""
+        """Verify drafts [B, K] with uniforms u [B, K+1]; return [B, 2] int64: num_accepted and next token."""
         p = to_probs(logits, self.sampling, None if seen is None else seen_prefixes(seen, drafts))
         rule = accept_block if self.block_verification else accept
         verification = rule(p, q, drafts, u=u[:, : drafts.shape[1]], limit=limit)

@@ -1,8 +1,8 @@
-"""Acceptance figures from drafted and accepted tokens. Imports no torch.
+"""Acceptance rates and mean acceptance length (AL) from drafted and accepted tokens. Imports no torch.
 
-The only place that defines a_k (`conditional_rates`) and AL: `mean_length` from emitted tokens, `length_of_drafts` from
-counts of drafts, `expected_length` from rates. The first two differ by rounds that the end of a text cuts: they emit no
-bonus token, which counts of drafts do not show.
+This module alone defines a_k (`conditional_rates`) and AL: `mean_length` from emitted tokens, `length_of_drafts` from
+counts of drafts, `expected_length` from rates. The first two differ in rounds that the end of a text cuts short: these
+emit no bonus token, and counts of drafts do not show it.
 """
 
 import math
@@ -67,12 +67,12 @@ def mean_length(emitted: float, num_rounds: float, *, no_rounds: float = math.na
 
 
 def length_of_drafts(num_accepted: float, num_rounds: float, *, no_rounds: float = math.nan) -> float:
-    """Return AL as engines report it: a bonus token and the accepted drafts of a round; `no_rounds` without rounds."""
+    """Return AL as engines report it: 1 + accepted drafts per round; `no_rounds` without rounds."""
     return mean_length(num_rounds + num_accepted, num_rounds, no_rounds=no_rounds)
 
 
 def _parts(decoded: "DecodedRound | DecodedText | DecodedSequence") -> "Iterable[DecodedSequence]":
-    """Return the rounds of single sequences of which a round of a batch, or a result, consists."""
+    """Return the single-sequence rounds of a batch's round, a result, or a single-sequence round itself."""
     return getattr(decoded, "rows", getattr(decoded, "rounds", (cast(DecodedSequence, decoded),)))
 
 
@@ -82,7 +82,7 @@ class Acceptance:
 
     Attributes:
         num_drafted: [K], rounds that drafted depth k and accepted every shallower draft.
-        num_accepted: [K], those of them that accepted depth k too.
+        num_accepted: [K], those of them that also accepted depth k.
         num_rounds: Rounds that drafted.
         emitted: Tokens that these rounds emitted, bonus tokens included.
 
@@ -102,8 +102,8 @@ class Acceptance:
         """Count over rounds that drafted at least one token.
 
         Args:
-            decoded: Any of `nextn.Result` (pooled by round), `Round` of `nextn.rounds`, or `SequenceRound`.
-            copied: Count the rounds whose drafts were copied from the text; else those in which the head drafted.
+            decoded: `nextn.Result`s, `Round`s of `nextn.rounds`, or `SequenceRound`s; the rounds of all are pooled.
+            copied: Count the rounds whose drafts were copied from the text, instead of those in which the head drafted.
 
         Returns:
             The counts. The prefill's first token and rounds without drafts do not count.
