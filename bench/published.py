@@ -155,7 +155,9 @@ def engines(args: argparse.Namespace, adopted: Path, ids: Ids, bench: Bench) -> 
         k_values = (1,) if engine == "transformers" else (1, K)
         served = bench.served(engine, checkpoint, ids, k_values, args.tokens, **options)
         record = compared(ours, engine, served.plain, served.seen)
-        found[name] = {"date": date.today().isoformat(), "versions": served.versions, "flags": served.flags, **record}
+        flags = json.loads(json.dumps(served.flags).replace(f"{bench.folder}/", ""))
+        about = {"date": date.today().isoformat(), "machine": processor_name(), "versions": served.versions}
+        found[name] = {**about, "flags": flags, **record}
         shown = ("drafts", "identical", "gaps", "engine", "counts", "row_counts", "same_under_convention")
         for row in (record["plain"], *record["by_drafts"]):
             print(name, {key: row[key] for key in row if key in shown}, flush=True)
