@@ -486,7 +486,7 @@ def test_a_start_that_is_worse_than_guessing_is_noted(corpus, tmp_path):
     with torch.no_grad():
         next(damaged.head.stack[0].final_norm.parameters()).mul_(-30)
     first, *others = [note for note in map(damaged.note, Trainer(damaged, out=tmp_path / "run").run()) if note]
-    assert "above 3.87 of guessing" in first
+    assert "above the 3.87 nats of guessing" in first
     assert not others
 
 

@@ -119,7 +119,7 @@ class IndexedLayer(AttentionLayer):
         return self.update_index(indexer_key_states[:, None])[:, 0]
 
     def update_index(self, idx_k: Tensor) -> Tensor:
-        """Do the same under MiniMax-M3's name, with an axis of one head: [B, 1, m, dim]."""
+        """Update the index keys under the name that MiniMax-M3 calls, with an axis of one head: [B, 1, m, dim]."""
         if self.is_frozen and self._index is not None:
             return self._index[:, :, : self._end]
         self._index = write_states(self._index, idx_k, self._starts, self.max_slots)

@@ -1,4 +1,4 @@
-"""What rounds are made of and what they return: sequences, drafts, rounds, and events for observers."""
+"""The records of decoding: sequences, drafts, rounds, and events for observers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ class Round:
     """One round of the batch.
 
     Attributes:
-        rows: Of the sequences that took part.
+        rows: The rounds of the sequences that took part.
         draft_s: Wall seconds of drafting, for all sequences together.
         verify_s: Wall seconds of verification, for all sequences together.
     """
@@ -66,7 +66,7 @@ Observer = Callable[[Event], None]
 class BatchSequence:
     """One sequence of a batch."""
 
-    row: int  # what its rounds are labeled with: the index of its prompt
+    row: int  # the label of its rounds: the index of its prompt
     tokens: list[int]  # all known; the trunk has seen all but the last
     max_tokens: int  # new tokens
     eos: tuple[int, ...]  # tokens that end it
@@ -77,7 +77,7 @@ class BatchSequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that it may still get."""
+        """Number of tokens that it may still get."""
         return self.max_tokens - len(self.new)
 
 
@@ -86,7 +86,7 @@ class DraftResult:
     """The drafts of one round."""
 
     drafts: list[list[int]]  # per sequence
-    confidences: list[list[float]]  # per sequence, of all distributions that the plan was asked about
+    confidences: list[list[float]]  # per sequence, of each distribution that the plan decided on
     distributions: Tensor | None = None  # q [B, K, V]; None in greedy decoding or without drafts
     num_steps: int = 0  # head steps that ran, including a last one from which nothing was drafted
 
@@ -95,7 +95,7 @@ class DraftResult:
         return cls([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
 
     def with_copies(self, copies: Sequence[Sequence[int]], like: Tensor | None) -> "DraftResult":
-        """Return the drafts with each sequence's copied tokens, where it has any, whose q is one-hot.
+        """Return the drafts, replaced by copied tokens for sequences that have any; the q of a copied token is one-hot.
 
         like: [.., V], a tensor on q's device; None in greedy decoding.
         """

@@ -62,7 +62,7 @@ HEAD = {
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A tensor of the GGUF, and the one whose bytes it gets; of all experts, those of each in turn."""
+    """A tensor of the GGUF file, and the stored tensor whose bytes it gets, or those of all experts in turn."""
 
     name: str
     source: Checkpoint
@@ -70,7 +70,7 @@ class StoredPart:
 
     @property
     def info(self) -> TensorInfo:
-        """Of the first."""
+        """The dtype and shape of the stored tensor, or of the first expert's."""
         return self.source.info(self.stored[0])
 
     @property

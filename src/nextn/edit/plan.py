@@ -1,6 +1,6 @@
-"""Write new files into a checkpoint's folder atomically: planned as data, staged in a hidden folder, then moved.
+"""Write new files into a checkpoint's folder atomically: plan them as data, stage them in a hidden folder, move them.
 
-Knows files and tensors, not heads.
+This module knows files and tensors, not heads.
 """
 
 import json
@@ -134,7 +134,7 @@ def _listed(before: object, after: object) -> str:
 
 
 def visible(checkpoint: Checkpoint, also: Collection[str] = ()) -> Checkpoint:
-    """Return the checkpoint with the tensors in indexed files, which are all that loaders open, and in files `also`."""
+    """Return the checkpoint as loaders see it: with the tensors in indexed files, and in the files `also`."""
     files = [file for file in checkpoint.files if file not in checkpoint.unindexed or file in also]
     tensors: dict[str, TensorInfo] = {}
     for name, info in ((name, info) for file in files for name, info in checkpoint.headers[file].tensors.items()):
@@ -151,10 +151,10 @@ def divide(
     beside: Mapping[str, Piece] = {},
     new_file: str = HEAD_FILE,
 ) -> Files:
-    """Plan the `fresh` tensors in a new indexed file, and rewrite files that hold `gone` tensors without them.
+    """Plan a new indexed file with the `fresh` tensors, and rewrite the files that hold `gone` tensors without them.
 
-    Tensors `beside` take the place of gone ones in the file that their first bytes come from.
-    Engines read all tensors of an indexed file, so removing tensors from the index only is not enough.
+    The tensors `beside` are written into the rewritten file of the tensor that they are made from. Engines read all
+    tensors of an indexed file, so it is not enough to remove tensors from the index.
     """
     kept = {name: info for name, info in checkpoint.tensors.items() if name not in gone and name not in fresh}
     used = {info.file for info in checkpoint.tensors.values()}
@@ -199,7 +199,7 @@ def index_document(files: Files, checkpoint: Checkpoint) -> dict[str, dict[str, 
     new = {name: piece.info.nbytes for pieces in files.weights.values() for name, piece in pieces.items()}
     total = sum(new[name] if name in new else checkpoint.tensors[name].nbytes for name in files.index)
     document, old = index_json(files.index, total), (checkpoint.read_json(INDEX) or {}).get("metadata")
-    # Of the old metadata, all but sizes, which the edit changes.
+    # Keep the old metadata except sizes, which the edit changes.
     kept = {key: value for key, value in old.items() if not key.startswith("total_")} if isinstance(old, dict) else {}
     return {INDEX: document | {"metadata": {"total_size": total, **kept}}}
 
@@ -266,7 +266,7 @@ def num_copied(checkpoint: Checkpoint, folder: Path, *, without: Collection[str]
 
 
 def _size(checkpoint: Checkpoint, source: ByteSource) -> int:
-    """Return the bytes of a file; of one on a hub, of its tensors only, which are known without a request."""
+    """Return the bytes of a file; for one on a hub, those of its tensors, which are known without a request."""
     if isinstance(source, LocalFile):
         return source.path.stat().st_size
     header = checkpoint.headers.get(source.name)
@@ -289,7 +289,7 @@ def _fill(plan: EditPlan, new: Path, on_bytes: Progress) -> None:
 
 
 def _check(plan: EditPlan, new: Path) -> None:
-    """Raise CheckpointError if the new files are not as planned, or the result lacks a tensor that is not to go."""
+    """Raise CheckpointError if the new files differ from the plan, or the result lacks a tensor that should stay."""
     weights, origin = plan.files.weights, plan.origin
     expected = {file: {name: piece.info for name, piece in pieces.items()} for file, pieces in weights.items()}
     copied = {
@@ -312,9 +312,9 @@ def _read(piece: Piece, begin: int, end: int) -> bytes:
 
 
 def _metadata(plan: EditPlan, pieces: Iterable[Piece]) -> dict[str, str]:
-    """Return what the header of a new file says: the plan's, over that of the files its tensors come from.
+    """Return the metadata of a new file: that of the files its tensors come from, updated by the plan's.
 
-    Some formats describe tensors there. Of an entry in several files the first is kept; JSON lists are joined.
+    Some formats describe tensors in it. Lists in several files are joined; of other entries, the first is kept.
     """
     sources = dict.fromkeys(piece.info.file for piece in pieces if piece.source.path == plan.origin.path)
     merged: dict[str, str] = {}
@@ -348,7 +348,7 @@ def _commit(plan: EditPlan, new: Path, stage: Path) -> None:
     First the configs: a target that lost its head already has a config that declares a missing head, while engines
     take an undeclared head for a layer of the trunk. Then weights, which no index lists yet. Then the index, which
     makes the head visible, and last the old files are removed. An exception undoes the completed steps in reverse; if
-    an undo fails, that ends it, as the folder is then still usable.
+    an undo fails, the rest is not undone, because the folder is usable as it is.
     """
     folder, old, gone = plan.folder, stage / "old", stage / "gone"
     for before, after in plan.files.renamed.items():
@@ -404,7 +404,7 @@ def _undo_removal(removed: Path, path: Path) -> None:
 
 
 def _gone(plan: EditPlan) -> set[str]:
-    """Return the old files that a new folder does not get."""
+    """Return the files of the checkpoint that are not copied to a new folder."""
     written = plan.documents.keys() | plan.files.weights.keys()
     return {*plan.files.dropped} | ({INDEX} if plan.files.index is None else set()) | written
 
@@ -420,7 +420,7 @@ def _add_others(plan: EditPlan, new: Path) -> None:
 
 
 def _can_link(source: LocalFile, folder: Path) -> bool:
-    """Whether a hard link is possible and safe: of weights, not of JSON files, which may be edited later."""
+    """Whether a hard link is possible and safe: for weights, but not for JSON files, which may be edited later."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return source.path.suffix in _WEIGHTS and source.path.stat().st_dev == there.stat().st_dev
 

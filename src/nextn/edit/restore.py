@@ -1,6 +1,6 @@
 """Restore the head of a checkpoint that lost it, byte for byte; add the copies of shared tensors that engines need.
 
-Reads no values of the head, which are for `audit`; compares stored copies with the trunk's tensors byte for byte.
+It does not look at the head's values, as `audit` does, but compares stored copies with the trunk's tensors.
 """
 
 from collections.abc import Collection, Mapping
@@ -49,25 +49,25 @@ def restore(
 ) -> EditPlan:
     """Write the head of `base` into the folder `target`.
 
-    Of a hub base only the head and samples of the trunk are read. Copies of embedding and lm_head are not
-    taken from `base`: they are written from the target's trunk, which may have been fine-tuned, for `aliases` and where
-    an engine needs the copies that the base has. After any failure the target is unchanged.
+    From a base on the hub, only the head and samples of the trunk are read. Copies of embedding and lm_head are never
+    taken from `base`, because the target's trunk may have been fine-tuned. They are written from the target's trunk
+    for the engine `aliases`, or if an engine needs the copies of the base. After any failure the target is unchanged.
 
     Args:
         target: A local checkpoint folder.
         base: A checkpoint that has the head: a folder, .safetensors file, hub id or opened checkpoint.
         out: A new folder for the complete result; by default `target` itself is changed.
-        aliases: An engine, whose missing copies of embedding and lm_head are written from the target's own trunk.
+        aliases: An engine for which to write missing copies of embedding and lm_head.
         family: Name of the family, for a model_type without one.
-        force: Replace a complete head, and tensors like a head's under names of no known layout; accept a head for
+        force: Replace a complete head, and tensors that look like a head's but have unknown names; accept a head for
             another vocabulary size.
         dry_run: Write nothing.
         trained_by: The run that just trained `base`; the record then says "train".
-        follow_links: Follow links that lead out of a checkpoint's folder. Those of a hub cache always are.
+        follow_links: Follow links that lead out of a checkpoint's folder. Links of a hub cache are always followed.
         on_bytes: Called with the bytes written so far and in all.
 
     Returns:
-        What was, or with `dry_run` would be, written.
+        The plan that was executed, or with `dry_run` would be.
 
     Raises:
         CheckpointError, FamilyError, ConfigError: The head does not fit; the message has the reasons.
@@ -101,9 +101,9 @@ def restore(
 
 
 def _target(path: str | Path, family: Family | None) -> tuple[Inventory, Inventory, list[str]]:
-    """Return what loaders see of the target, all that it holds, and notes of what its index lacked.
+    """Return the target as loaders see it, the target with all its files, and notes on what its index lacked.
 
-    A head in a file of its own that is not in the index counts as missing.
+    A head in a file that is not in the index counts as missing.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -182,12 +182,12 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
 
 
 def _unrecognized_heads(dst: Inventory) -> set[str]:
-    """Return the tensors that look like a head's and have no name of the family; not layers beyond the trunk's."""
+    """Return the tensors that look like a head's under unknown names, except layers beyond the trunk's."""
     return {name for name in dst.unrecognized if dst.family.trunk_layer(name) is None}
 
 
 def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:
-    """Raise CheckpointError for a target with a complete head: it has every part of the base's, however stored."""
+    """Raise CheckpointError if the target has every part of the base's head, in whatever form it is stored."""
     src_parts, dst_parts = (
         {_part(path) for name in inventory.own for path, _ in split_view(name, inventory.info(name))}
         for inventory in (src, dst)
@@ -206,7 +206,7 @@ def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:
 
 
 def _kept(whole: Inventory, dst: Inventory) -> list[str]:
-    """Return a note of the head's tensors that lie beside the index, and stay there unread."""
+    """Return a note if tensors of a head are in files that the index does not list, and stay there."""
     beside = {whole.checkpoint.tensors[name].file for name in whole.stored.values()} & set(dst.checkpoint.unindexed)
     return (
         [f"another head stays, unlisted, in {some(sorted(beside))}: `nextn convert --reindex` lists it"]
@@ -216,7 +216,7 @@ def _kept(whole: Inventory, dst: Inventory) -> list[str]:
 
 
 def _part(canonical: str) -> str:
-    """Return a tensor's module, `0.block.mlp.down_proj` of its `.weight`, or the name of a bare parameter."""
+    """Return the name without its last part (`0.block.mlp.down_proj` of a weight), or that of a bare parameter."""
     return canonical.rpartition(".")[0] if canonical.count(".") > 1 else canonical
 
 
@@ -261,7 +261,7 @@ def _trunk_tensor(dst: Inventory, role: str) -> str:
 
 
 def _configs(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece], count: int) -> dict[str, Mapping[str, object]]:
-    """Return the JSON files to change, so that engines look for the head and read it as it is stored."""
+    """Return the JSON files to change so that engines find the head and read it as it is stored."""
     edited = quantized_without(dst, src, fresh)
     config: Mapping[str, object] = edited.pop(CONFIG, dst.checkpoint.config)
     count_fields = dst.family.count_fields if dst.family.counted_in(config) else ()

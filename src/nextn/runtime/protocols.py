@@ -1,4 +1,4 @@
-"""What decoding needs of a backend; `torch_backend` and `native/session` have it."""
+"""The protocols that a decoding backend implements; the implementations are `torch_backend` and `native/session`."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -38,14 +38,14 @@ class DraftChain(Protocol):
 
 
 class WholeRounds(Protocol):
-    """Whole rounds as single calls, which keep the states that the head has not processed."""
+    """Runs whole rounds as single calls, and keeps the states that the head has not processed."""
 
     @property
     def can_draft(self) -> bool:
-        """Whether the head drafts in them; else its states are only collected."""
+        """Whether the head drafts in these rounds; if not, the states for it are only collected."""
 
     def has_room(self, num_positions: int) -> bool:
-        """Whether there is room for the states that a round of so many positions without the head leaves."""
+        """Whether the states of one more round of this many positions without drafts of the head fit."""
 
     def run(
         self,
@@ -64,16 +64,16 @@ class WholeRounds(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RoundsStart:
-    """What whole rounds take over from Python.
+    """The state of a batch at which whole rounds take over from Python.
 
     Attributes:
         chain: A `DraftChain` of the same backend; None for rounds without drafts of the head.
         tokens: All tokens of each sequence.
-        pending: Of each sequence, the states that the head has not processed; empty without a head. Without a chain
+        pending: The states of each sequence that the head has not processed; empty without a head. Without a chain
             they are only collected.
         max_speculative_tokens: Largest number of the head's drafts per round.
         max_copy_tokens: Largest number of copied tokens of a sequence per round.
-        remaining: Of each sequence, the number of tokens that it may still get.
+        remaining: The number of tokens that each sequence may still get.
         eos: Tokens that end a sequence.
     """
 
@@ -112,7 +112,7 @@ class DecodingTrunk(Protocol):
         """Return the prediction of the next token from final_hidden [..., H]."""
 
     def prepare(self, batch_size: int, block_sizes: Sequence[int], *, exact: bool) -> None:
-        """Make what passes of these sizes need, so that no round waits for it. exact: these very sizes are frequent."""
+        """Prepare passes of these sizes, so that no round waits for it. exact: Exactly these sizes will be frequent."""
 
     def verifier(self, sampling: Sampling, *, block_verification: bool) -> Verifier:
         """Return the verifier for a round's drafts."""
@@ -120,7 +120,7 @@ class DecodingTrunk(Protocol):
     def rounds(
         self, cache: AnyCache, sampling: Sampling, start: RoundsStart, *, block_verification: bool
     ) -> WholeRounds | None:
-        """Return whole rounds as single calls, over the trunk's cache; None: rounds run in Python.
+        """Return an object that runs whole rounds over the trunk's cache; None if rounds must run in Python.
 
         block_verification: Verify the drafts of a round jointly.
         """
@@ -130,7 +130,7 @@ class DecodingTrunk(Protocol):
 
 
 class DecodingRecursion(Protocol):
-    """The last MTP layer step by step, from its own hidden states."""
+    """Runs the last MTP layer step by step, from its own hidden states."""
 
     def step(self, tokens: Sequence[int]) -> Prediction:
         """Predict the next depth from one token per sequence; its position is committed until the caller rolls back."""
@@ -154,16 +154,16 @@ class DecodingHead(Protocol):
         """Run an MTP layer over a block of tokens [B, T] and states [B, T, ...]; the caller commits it."""
 
     def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: AnyCache) -> None:
-        """Run an MTP layer as `step` does, but only for what that leaves in the cache."""
+        """Run an MTP layer as `step` does, only to update the cache."""
 
     def predict(self, index: int, final_hidden: Tensor) -> Prediction:
         """Return an MTP layer's prediction from its final_hidden [B, H]."""
 
     def prepare(self, batch_size: int, block_sizes: Sequence[int]) -> None:
-        """Make what refreshes of these sizes need."""
+        """Prepare refreshes of these sizes."""
 
     def chain(self, cache: AnyCache, sampling: Sampling, *, sampled: bool) -> DraftChain | None:
-        """Return all drafts of a round as a single call; None if Python must run between them."""
+        """Return an object that makes all drafts of a round in one call; None if Python must run between them."""
 
     def recursion(self, cache: AnyCache, state: Tensor) -> DecodingRecursion:
         """Continue with the last MTP layer alone, from the next_hidden [B, ...] of the depth before."""

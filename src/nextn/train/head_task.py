@@ -1,6 +1,6 @@
-"""The task of training a head on a frozen trunk, where only the head has gradients, and the files that it writes.
+"""The task of training a head on a frozen trunk, and the files that it writes.
 
-A head is written alone, or with its trunk's files, which stay bit for bit as they are.
+A head is written alone, or together with its trunk's files, which are not changed.
 """
 
 import math
@@ -70,9 +70,9 @@ class HeadTask:
         config: Settings.
         origin: The checkpoint that the trunk was loaded from.
         held_out: Text for evaluation; None = the training text.
-        has_baseline: Whether the initial head was trained before, so that the result is compared with it.
+        has_baseline: Whether the head was trained before; if so, the result is compared with it.
         on_policy: Whether the labels were sampled from this trunk at the config's temperature.
-        ranks: The processes.
+        ranks: The processes that train together.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class HeadTask:
         self.named = {f"head.{name}": value for name, value in self.head.named_parameters()}
 
     def cached(self, folder: Path, limit_gb: float | None = None) -> HiddenStateCache:
-        """Use the trunk's hidden states stored in `folder` for an epoch, or all steps if those are fewer.
+        """Cache the trunk's hidden states of an epoch (of all steps, if they are fewer) in `folder`.
 
-        The returned cache must be filled before training. limit_gb: its maximal size, in 1e9 bytes. Raises ConfigError
-        for a folder of other states, also if a file of the trunk was modified since.
+        The returned cache must be filled before training. limit_gb: its maximum size, in 1e9 bytes. Raises ConfigError
+        if the folder has states of another trunk or text, or if a file of the trunk was modified since.
         """
         epoch = -(-self.batches.rows_per_epoch // self.config.batch_size)
         trunk = self.model.trunk
@@ -127,11 +127,11 @@ class HeadTask:
         return self.cache
 
     def stream_trunk(self, folder: Path, cache: HiddenStateCache, on_layer: Callable[[LayerProgress], None]) -> None:
-        """Run a streamed trunk once over all texts of the cache and of evaluations, which then need no trunk.
+        """Run a streamed trunk once over all texts of the cache and of evaluations, which then do not need it.
 
-        Of several processes the first one does, and the others take the states that are in the folder then.
+        If there are several processes, the first one runs it, and the others then read the states from the folder.
 
-        folder: See `StreamedTrunk.read_layers`; it must stay for as long as this process trains.
+        folder: See `StreamedTrunk.read_layers`; it must exist as long as this process trains.
         """
         trunk, rows = self.model.trunk, self.config.rows_per_pass
         assert isinstance(trunk, StreamedTrunk)
@@ -154,7 +154,7 @@ class HeadTask:
         return self._targets(example.batch).counts(self.config.depths)[1:]
 
     def loss(self, example: Example, lam: float, *, denominator: Tensor | None = None) -> HeadLoss:
-        """The config's objective against the trunk's output distribution, depths 1..K, times lam."""
+        """Return the config's objective over depths 1..K, against the trunk's output distribution, times lam."""
         trunk, config, targets = self.model.trunk, self.config, self._targets(example.batch)
         hidden = self.hidden(example)
         run = self.head.rollout_hidden if config.kv == "decode" else self.head.teacher_forced_hidden
@@ -186,7 +186,7 @@ class HeadTask:
         return SampledVocabulary.of(tokens, self.frequent, len(self.frequent) // 3, vocab_size=size, seed=seed)
 
     def hidden(self, example: Example) -> TrunkOutput:
-        """The trunk's states of a batch: from the cache, or computed."""
+        """Return the trunk's states of a batch, from the cache if there is one."""
         if example.hidden is not None:
             return example.hidden
         targets = self._targets(example.batch)
@@ -194,8 +194,8 @@ class HeadTask:
             return self.model.trunk(targets.tokens, documents=targets.documents)
 
     def _compute_states(self, batch: Batch) -> TrunkOutput:
-        """The trunk's states of a global batch, in passes of the size that this process trains with."""
-        if isinstance(self.model.trunk, StreamedTrunk):  # which has them, and runs without the other processes
+        """Compute the trunk's states of a global batch, in passes of the size that this process trains with."""
+        if isinstance(self.model.trunk, StreamedTrunk):  # it has read them, and needs no other process
             return self.hidden(Example(batch))
         rows = self.config.rows_per_pass // self.ranks.world
         pairs = zip(batch.tokens.split(rows), batch.documents.split(rows), strict=True)
@@ -210,19 +210,19 @@ class HeadTask:
         return {name: mean_per_depth(values, report.counts) for name, values in sums.items()}
 
     def note(self, record: Record) -> str | None:
-        """Return a note if the first step of a head is worse than guessing among all tokens."""
+        """Return a note if the loss of the first step is above that of guessing among all tokens."""
         if not isinstance(record, StepRecord) or record.step > 1 or self.config.objective not in ("ce", "kl"):
             return None
         loss, guess = record.loss[0], math.log(self.model.trunk.vocab_size)
         if loss <= guess:
             return None
         return (
-            f"the loss of step 1 is {loss:.2f} nats, above {guess:.2f} of guessing: the head starts from values that "
-            "do not fit this trunk, and its first steps only undo that"
+            f"the loss of step 1 is {loss:.2f} nats, above the {guess:.2f} nats of guessing: the initial values of the "
+            "head do not fit this trunk, and the first steps only undo that"
         )
 
     def evaluate(self, step: int, *, last: bool = False, on_evaluation: OnEvaluation = unseen) -> HeadRecord:
-        """Held-out acceptance, as deep as the config says."""
+        """Measure held-out acceptance at the config's number of depths."""
         # Eager: each new shape would be compiled separately.
         with torch.compiler.set_stance("force_eager"):
             examples = self._held_out_examples(step, on_evaluation)
@@ -232,9 +232,9 @@ class HeadTask:
     def curve(
         self, max_depths: int = MAX_CURVE_DEPTHS, *, on_point: Callable[[], None] = lambda: None
     ) -> list[HeldOutAcceptance]:
-        """Held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter. All processes call it.
+        """Measure held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter.
 
-        on_point: Called after each.
+        All processes must call it. on_point: Called after each number of drafts.
         """
 
         def measured() -> Iterator[HeldOutAcceptance]:
@@ -321,7 +321,7 @@ class HeadTask:
 
     @property
     def _trunk_autocast(self) -> bool:
-        """Whether the trunk runs under autocast: one in half precision runs as in decoding, without."""
+        """Whether the trunk runs under autocast; a trunk in half precision runs without, as in decoding."""
         return self.config.dtype == "bfloat16" and self.model.trunk.dtype == torch.float32
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
@@ -337,20 +337,20 @@ def freeze(trunk: torch.nn.Module, head: Head) -> torch.dtype:
     trunk.requires_grad_(False).eval()
     stored = next(value.dtype for value in head.parameters() if value.ndim > 1)
     head.float().eval()
-    for value in head.parameters():  # also deferred ones, which a head's own conversions leave alone
+    for value in head.parameters():  # also deferred ones, which `head.float()` skips
         value.data = value.data.float()
     return stored
 
 
 def _frequent(corpus: Corpus, config: HeadConfig, vocab_size: int) -> Tensor | None:
-    """The tokens that every step's loss is computed over, the most frequent of the text; None: all there are."""
+    """Return the most frequent tokens, over which every step computes the loss; None: the whole vocabulary."""
     if not config.loss_vocab or config.loss_vocab >= vocab_size:
         return None
     return DraftVocabulary.of([corpus.ids], max(1, config.loss_vocab * 3 // 4), vocab_size=vocab_size).ids
 
 
 def _deferred(model: Model, head: Head) -> DeferredInit:
-    """Let the head's parameters be computed, and cast, one at a time when they are sharded."""
+    """Defer the initialization of the head: parameters are computed and cast one at a time, when they are sharded."""
     if model.deferred is None:
         model.deferred = DeferredInit()
         model.deferred.defer(head)
@@ -416,7 +416,7 @@ def write_standalone_head(
         origin: The checkpoint of the trunk that the head was trained on.
         head: The head.
         path: The .safetensors file.
-        dtype: Cast parameters to it, except those that every model keeps in fp32.
+        dtype: The dtype of the written parameters, except those that every model keeps in fp32.
         source: What trained the head, for the record.
         trained_length: Tokens of the sequences that it was trained on, for the record; None if unknown.
 

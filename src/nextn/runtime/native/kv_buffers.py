@@ -264,7 +264,7 @@ class TrunkBuffers(TrunkKV):
         return self._buffers.allocation
 
     def reserve(self, num_positions: int) -> None:
-        """As `KVBuffers.reserve`: a padded block reads beyond the last position."""
+        """Reserve slots, see `KVBuffers.reserve`; a padded block reads beyond the last position."""
         self._buffers.reserve(num_positions)
 
     def advance(self, counts: Sequence[int]) -> None:

@@ -48,7 +48,7 @@ class NativeVerifier(Verifier):
         *,
         seen: Tensor | None = None,
     ) -> list[tuple[int, int]]:
-        """As `Verifier.__call__`, except for the order of sums."""
+        """Verify drafts as `Verifier.__call__` does, except for the order of sums."""
         return self.verification(logits, q).run(drafts, u)
 
     def verification(self, logits: Tensor, q: Tensor | None) -> "NativeVerification":

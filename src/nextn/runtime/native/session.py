@@ -74,12 +74,12 @@ class NativeTrunk:
         return {layer: self._passes.shapes(1)[layer] for layer in layers}
 
     def prepare(self, batch_size: int, block_sizes: Sequence[int], *, exact: bool) -> None:
-        """As `Trunk.prepare`."""
+        """Record passes of these sizes, see `DecodingTrunk.prepare`."""
         for replay in self._passes.prepare(batch_size, block_sizes, exact=exact):
             self.predict.prepare(replay)
 
     def verifier(self, sampling: Sampling, *, block_verification: bool) -> Verifier:
-        """As `Trunk.verifier`."""
+        """Return the verifier for a round's drafts, see `DecodingTrunk.verifier`."""
         if sampling.needs_seen or sampling.greedy:
             return Verifier(sampling, block_verification=block_verification)
         return NativeVerifier(self._runtime, sampling, block_verification=block_verification)
@@ -87,7 +87,7 @@ class NativeTrunk:
     def rounds(
         self, cache: KVBuffers, sampling: Sampling, start: RoundsStart, *, block_verification: bool
     ) -> NativeRounds | None:
-        """As `DecodingTrunk.rounds`; None if Python must run between the parts of a round."""
+        """Return native rounds, see `DecodingTrunk.rounds`; None if Python must run between the parts of a round."""
         batch_size, most = len(start.tokens), start.max_speculative_tokens
         if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(start.pending, most):
             return None
@@ -157,12 +157,12 @@ class NativeTrunk:
                 torch.set_num_threads(threads)
 
     def __call__(self, tokens: Tensor, cache: KVBuffers) -> TrunkOutput:
-        """As `Trunk.forward` with a cache; the next pass overwrites the states."""
+        """Run a block of tokens [B, T] over the cache; the next pass overwrites the returned states."""
         final_hidden, head_input = self._passes.run(tokens, cache)
         return _NativeTrunkOutput(final_hidden, head_input, self._passes.last)
 
     def read(self, hidden: TrunkOutput) -> Prediction:
-        """As `Trunk.read`, without copying the states; only before the next pass."""
+        """Return the prediction at each position of the last pass, without copying its states."""
         source = hidden.source if isinstance(hidden, _NativeTrunkOutput) else None
         return self.predict(hidden.final_hidden) if source is None else self.predict.predict_from(*source)
 
@@ -242,11 +242,11 @@ class NativeHead:
         return _allocate_cache(self._passes, batch_size)
 
     def step(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: HeadBuffers) -> HeadStep:
-        """As `Head.step` with a cache; the next pass overwrites the states."""
+        """Run an MTP layer over a block of the cache; the next pass overwrites the returned states."""
         return HeadStep(*self._passes[index].run(tokens, cache, states=hidden))
 
     def refresh(self, index: int, tokens: Tensor, hidden: Tensor, *, cache: HeadBuffers) -> None:
-        """As `step`, without what only the outputs need."""
+        """Run an MTP layer as `step` does, without the operations that only its outputs need."""
         if self.read_layers:  # there is nothing to store
             return cache.begin(tokens.shape[1])
         is_separate = self.num_modules == 1 and not cache.is_recurrent
@@ -257,7 +257,7 @@ class NativeHead:
         return self._lm_heads[index](final_hidden)
 
     def prepare(self, batch_size: int, block_sizes: Sequence[int]) -> None:
-        """As `Head.prepare`."""
+        """Record refreshes of these sizes, see `DecodingHead.prepare`."""
         largest = self._passes[0].max_block_size or BLOCK_SIZES[-1]
         sizes = range(1, min(largest, max(block_sizes) + self.num_modules - 1) + 1)
         # For both ways to draft: which one will be used is not known here, and recordings of a head are short.
@@ -301,7 +301,7 @@ class NativeHead:
         return outs
 
     def _draft_logits(self, index: int, states: Tensor) -> Tensor:
-        """As `Head.draft_logits`; the highest ones are exact if the LM head has few bits. Only for recordings."""
+        """Return `Head.draft_logits`; if the lm_head has few bits, only the highest are exact. For recordings."""
         logits = self._recorded.draft_logits(index, states)
         lm_head = self._draft_lm_heads.get(id(self._recorded.output(index)))
         return logits if lm_head is None else lm_head.rescore(logits, states, self._recorded.capped)
