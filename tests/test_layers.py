@@ -32,7 +32,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 64500
+LINE_BUDGET = 64470
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "family_table", "data.byte_tokenizer", "data.corpus",

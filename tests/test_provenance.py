@@ -14,12 +14,8 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import (
     RECORD,
     Provenance,
-    _head_bytes,
-    _trunk_bytes,
     as_float32,
     head_fingerprint,
-    is_head,
-    is_trunk,
     record_training,
     trained_length,
     trunk_fingerprint,
@@ -156,12 +152,9 @@ def test_a_tied_lm_head_and_the_signs_of_zeros(tmp_path):
     assert head_fingerprint(one) == head_fingerprint(other)
 
 
-def test_records_of_bytes_are_read(tmp_path):
-    """Fingerprints that nextn wrote before it compared values."""
-    inventory = Inventory.of(Checkpoint.open(publish(tmp_path / "model", "glm4_moe")))
-    assert is_head(_head_bytes(inventory), inventory)
-    assert is_trunk(_trunk_bytes(inventory), inventory)
-    assert not is_trunk("0" * 64, inventory)
-    record = Provenance.read(Checkpoint.open(SHIPPED))
+def test_the_record_of_the_shipped_checkpoint_is_of_its_head_and_trunk():
+    inventory = take(SHIPPED)
+    record = Provenance.read(inventory.checkpoint)
     assert record is not None
-    assert is_head(record.head, Inventory.of(Checkpoint.open(SHIPPED)))
+    assert record.head == head_fingerprint(inventory)
+    assert record.beside == record.trained_with == trunk_fingerprint(inventory)

@@ -13,7 +13,7 @@ from nextn.audit_rules.norm_weights import NormShift, NormValues, Values, shifts
 from nextn.audit_rules.tensor_values import SampledValues, TensorSummary, WholeValues, is_matrix
 from nextn.checkpoint.base_model import RECORD
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import Provenance, is_head, is_trunk
+from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.remote import LocalFile
 from nextn.errors import CheckpointError
 from nextn.family_table import lookup
@@ -353,18 +353,19 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
     if record is None:
         return
     retrain = f"Run `{against_base(inventory)}`: it says whether to keep or to train the head."
-    if not is_trunk(record.beside, inventory):
+    trunk = trunk_fingerprint(inventory)
+    if record.beside != trunk:
         yield Finding(
             "head-stale", "warning", RECORD, "The trunk's weights changed after the head was added.",
             f"The trunk with fingerprint {record.beside[:12]}.", retrain,
         )  # fmt: skip
-    elif record.trained_with and not is_trunk(record.trained_with, inventory):
+    elif record.trained_with not in ("", trunk):
         yield Finding(
             "head-stale", "note", RECORD,
             "The trunk's values differ from those that the head was trained on: acceptance may be lower.",
             f"The trunk with fingerprint {record.trained_with[:12]}.", retrain,
         )  # fmt: skip
-    if _is_small(inventory) and not is_head(record.head, inventory):
+    if _is_small(inventory) and record.head != head_fingerprint(inventory):
         yield Finding(
             "head-stale", "warning", RECORD, "The head's own tensors changed since the record was written.",
             f"The head with fingerprint {record.head[:12]}, from {record.source[:100]}.",

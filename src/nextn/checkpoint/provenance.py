@@ -26,7 +26,7 @@ from nextn.text_format import some
 # The trunk's samples: this many layers, evenly spaced, and this many weights of each.
 _LAYERS, _WEIGHTS = 8, 16
 _VALUES = 1024  # of each, from its middle
-_OF_VALUES = "v2-"  # what a fingerprint begins with that is not of bytes
+_FORMAT = "v2-"  # begins each fingerprint; another one where they are computed in another way
 
 _MAX_LENGTH = 2**31
 _EXPERTS = re.compile(r"\.(?:experts|switch_mlp)\.")
@@ -92,7 +92,7 @@ def head_fingerprint(inventory: Inventory) -> str:
         digest.update(json.dumps([canonical, value_dtype(info.dtype), info.shape]).encode())
         for piece in inventory.checkpoint.chunks(info):
             digest.update(as_float32(piece, info.dtype))
-    return _OF_VALUES + digest.hexdigest()
+    return _FORMAT + digest.hexdigest()
 
 
 def trunk_fingerprint(inventory: Inventory) -> str:
@@ -108,17 +108,7 @@ def trunk_fingerprint(inventory: Inventory) -> str:
         for info, data in samples
     )
     # Each once, as a tied lm_head is stored or not.
-    return _OF_VALUES + hashlib.sha256(b"".join(dict.fromkeys(values))).hexdigest()
-
-
-def is_head(recorded: str, inventory: Inventory) -> bool:
-    """Whether a recorded fingerprint is that of this head; also one of bytes, as nextn wrote it before."""
-    return recorded == (head_fingerprint if recorded.startswith(_OF_VALUES) else _head_bytes)(inventory)
-
-
-def is_trunk(recorded: str, inventory: Inventory) -> bool:
-    """Whether a recorded fingerprint is that of this trunk; also one of bytes, as nextn wrote it before."""
-    return recorded == (trunk_fingerprint if recorded.startswith(_OF_VALUES) else _trunk_bytes)(inventory)
+    return _FORMAT + hashlib.sha256(b"".join(dict.fromkeys(values))).hexdigest()
 
 
 def _middles(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> list[bytes]:
@@ -150,25 +140,6 @@ def as_float32(data: bytes, dtype: str) -> bytes:
     values = (stored.astype("<u4") << 16).view("<f4") if dtype == "BF16" else stored.astype("<f4")
     with np.errstate(invalid="ignore"):  # NaN
         return (values + np.float32(0)).tobytes()
-
-
-def _head_bytes(inventory: Inventory) -> str:
-    digest = hashlib.sha256()
-    for canonical in inventory.own:
-        info = inventory.info(canonical)
-        digest.update(json.dumps([canonical, info.dtype, info.shape]).encode())
-        for piece in inventory.checkpoint.chunks(info.name):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _trunk_bytes(inventory: Inventory) -> str:
-    names = list(_sampled(inventory))
-    digest = hashlib.sha256()
-    for name, data in zip(names, inventory.checkpoint.samples(names), strict=True):
-        info = inventory.checkpoint.info(name)
-        digest.update(json.dumps([info.dtype, info.shape]).encode() + data)
-    return digest.hexdigest()
 
 
 def trunk_identity(inventory: Inventory) -> str:
@@ -208,11 +179,9 @@ def trained_with(inventory: Inventory) -> str:
         if fingerprint := header.metadata.get("trained_with"):  # an extracted head
             return fingerprint
     record = Provenance.read(checkpoint)
-    has_trunk = bool(inventory.shared and inventory.layers)
-    # A fingerprint of bytes becomes one of values while its trunk is at hand.
-    if record is not None and not (has_trunk and is_trunk(record.trained_with, inventory)):
+    if record is not None:
         return record.trained_with
-    return trunk_fingerprint(inventory) if has_trunk else ""
+    return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
 
 
 def trained_length(inventory: Inventory) -> int | None:
@@ -303,7 +272,7 @@ def open_head(source: str | Path, trunk: Inventory) -> Inventory:
 def is_foreign(head: Inventory, trunk: Inventory) -> bool:
     """Whether the head's record names another trunk than this one."""
     recorded = trained_with(head)
-    return recorded != "" and not is_trunk(recorded, trunk)
+    return recorded not in ("", trunk_fingerprint(trunk))
 
 
 def misfits(head: Inventory, trunk: Inventory | None) -> Iterator[Misfit]:

@@ -11,7 +11,7 @@ from typing import Any
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import is_head
+from nextn.checkpoint.provenance import head_fingerprint
 from nextn.checkpoint.remote import ADVICE
 from nextn.checkpoint.snapshot import folder_of
 from nextn.edit.export import ENGINES as EXPORTED
@@ -138,7 +138,7 @@ def _record(folder: Path, given: Path | None, inventory: Inventory) -> Mapping[s
             "it with --measured"
         )
     path, record = next(iter(records.items()))
-    if not is_head(str(record["hashes"].get("head")), inventory):
+    if record["hashes"].get("head") != head_fingerprint(inventory):
         raise CheckpointError(f"{path}: its figures are of another head than that of {folder}; measure this one")
     return record
 
