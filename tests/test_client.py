@@ -86,8 +86,8 @@ def test_wrong_model(engine):
 @pytest.mark.parametrize(
     ("fault", "words", "status"),
     [
-        ("hang", "no complete answer within 0.6 s; raise --timeout", None),
-        ("drip", "no complete answer within 0.6 s; raise --timeout", None),
+        ("hang", "no complete answer within 0.6 s; see its log", None),
+        ("drip", "no complete answer within 0.6 s; see its log", None),
         ("huge", "longer than [0-9,]+ bytes", None),
         ("drop", "broke off its answer.*1 of 3 tries", None),
         ("http-500", "HTTP 500: the engine failed; see its log. Its message: it broke", 500),

@@ -150,11 +150,11 @@ def test_the_option(here, tmp_path, monkeypatch):
         "float32",
         "--json",
     ]
-    code, out, err = here(*arguments, "--draft-vocab", "auto", "--draft-text", str(file))
+    code, out, err = here(*arguments, "--draft-vocab", str(file))
     assert code == 0
     assert "of 264 tokens" in err
     assert json.loads(out)["text"] == json.loads(here(*arguments)[1])["text"]
-    for wrong in (["--draft-vocab", "few"], ["--draft-vocab", "auto"], ["--draft-text", str(file)]):
+    for wrong in (["--draft-vocab", "few"], ["--draft-vocab", f"{file}:0"], ["--draft-vocab", f"{file}:few"]):
         code, _, err = here(*arguments, *wrong)
         assert code == 2
         assert "--draft-vocab" in err

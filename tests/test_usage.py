@@ -35,7 +35,7 @@ CASES = [
     (["generate", MODEL, "text", "--max-tokens", "9" * 300], "expected a whole number >= 1, at most 2147483647"),
     (["generate", MODEL, "text", "--seed", "9" * 20], "seed = 99999999999999999999; expected a whole number"),
     (["generate", MODEL, "text", "--top-p", "7"], "top_p=7.0 must be above 0"),
-    (["generate", MODEL, "text", "--draft-vocab", "9", "--draft-text", "none.txt"], "--draft-text none.txt"),
+    (["generate", MODEL, "text", "--draft-vocab", "none.txt:9"], "--draft-vocab none.txt:9: not a readable"),
     (["generate", "nowhere", "text"], "nowhere: neither a folder"),
     (["trace", "nowhere", "text"], "nowhere: neither a folder"),
     (["bench", MODEL, "--prompts", "none.txt"], "none.txt: cannot be read"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TOKENS = 1536
 
 
-@expanded("exact_head", "backend", "weights", "kv_cache_dtype", "device", "device_map", "head")
+@expanded("exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device", "device_map", "head")
 def accuracy(
     *,
     others: Annotated[

@@ -175,7 +175,8 @@ def bench(
     for note in loaded.notes:
         print_note(note)
     plan = replace(plan, chat=use_chat(loaded, chat))
-    draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=options.backend)
+    if draftable is not None:
+        draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=options.backend)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = run_benchmark(loaded, texts, plan, source=source, on_run=lambda _: step())
@@ -196,7 +197,7 @@ def bench(
         print_lines(f"beside float32: {rounded[0].accuracy} of {rounded[1]}")
 
 
-@expanded("exact_head", "device_map", source="")
+@expanded("exact_head", "threads", "kv_cache_dtype", "device_map", source="")
 def advise(
     *,
     num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="The largest K to consider.")] = 8,

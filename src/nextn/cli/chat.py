@@ -42,7 +42,7 @@ _HELP = """\
 Ctrl-C stops an answer. A \\ at the end of a line continues the message on the next one."""
 
 
-@expanded("repetition_penalty", "argmax_drafts", "p_min", "exact_head", "device_map", max_tokens=512)
+@expanded("p_min", "seed", "exact_head", "threads", "kv_cache_dtype", "device_map", max_tokens=512)
 def chat(
     *,
     decoding: DecodingOptions,

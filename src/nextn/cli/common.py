@@ -362,7 +362,7 @@ class EngineAccess:
     """The options of commands whose texts an engine writes."""
 
     # A run may take days, and is resumable: each request is limited, their number is that of the prompts.
-    max_requests, max_seconds = 10**9, 10.0**9
+    max_requests, max_seconds, timeout = 10**9, 10.0**9, 600.0
 
     engine: Annotated[
         str | None,
@@ -376,7 +376,6 @@ class EngineAccess:
     concurrency: Annotated[
         int, typer.Option(min=1, help="Requests to the engine at a time.", rich_help_panel=_SERVED)
     ] = 8
-    timeout: Annotated[float, typer.Option(help="Seconds per request.", rich_help_panel=_SERVED)] = 600
 
     @property
     def url(self) -> str:

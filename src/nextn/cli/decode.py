@@ -42,11 +42,6 @@ class DecodingOptions:
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(help="0 = off.")] = 0
     top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0
-    min_p: Annotated[float, typer.Option(help="0 = off.")] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="1 = off.")] = 1.0
-    argmax_drafts: Annotated[
-        bool, typer.Option("--argmax-drafts", help="Draft the head's most likely token instead of a sampled one.")
-    ] = False
     p_min: Annotated[
         float, typer.Option(help="Stop drafting in a round when the head's probability drops below this.")
     ] = 0.0
@@ -59,8 +54,7 @@ class DecodingOptions:
             num_speculative_tokens=self.num_speculative_tokens,
             num_copy_tokens=self.num_copy_tokens,
             p_min=self.p_min,
-            sampling=Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty),
-            sampled_drafts=not self.argmax_drafts,
+            sampling=Sampling(self.temperature, self.top_k, self.top_p),
             max_tokens=self.max_tokens,
             seed=self.seed,
         )
@@ -71,29 +65,27 @@ class DraftVocabularyOptions:
     """The options of commands that can draft from a part of the vocabulary."""
 
     draft_vocab: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Draft only from the N most frequent tokens of --draft-text; auto = the N that is fastest; 0 = all."
+            metavar="FILE[:N]",
+            help="Draft only from the N most frequent tokens of a text file, which is similar to the text that will be "
+            "generated. Default of N: the number that is fastest.",
         ),
-    ] = "0"
-    draft_text: Annotated[Path | None, typer.Option(help="Text file similar to the text that will be generated.")] = (
-        None
-    )
+    ] = None
 
-    def read(self) -> "DraftableText":
-        """Check the options and read the text. Raises ConfigError."""
-        vocab, file = self.draft_vocab, self.draft_text
-        if vocab != "auto" and not vocab.isdecimal():
-            raise ConfigError(f"--draft-vocab {vocab!r}; expected a number of tokens, auto, or 0 for all tokens")
-        size = None if vocab == "auto" else int(vocab)
-        if (size == 0) != (file is None):
-            raise ConfigError(
-                "--draft-vocab N|auto and --draft-text FILE belong together: drafts are the frequent tokens of FILE"
-            )
+    def read(self) -> "DraftableText | None":
+        """Read the text; None if drafts are of all tokens. Raises ConfigError."""
+        if self.draft_vocab is None:
+            return None
+        file, _, number = self.draft_vocab.rpartition(":")
+        size = int(number) if file and number.isascii() and number.isdecimal() else None
         try:
-            return DraftableText(size, "" if file is None else file.read_text(encoding="utf-8"))
+            text = Path(self.draft_vocab if size is None else file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--draft-text {file}: not a readable text: {error}") from error
+            raise ConfigError(f"--draft-vocab {self.draft_vocab}: not a readable text: {error}") from error
+        if size == 0:
+            raise ConfigError(f"--draft-vocab {self.draft_vocab}; expected at least 1 token after the colon")
+        return DraftableText(size, text)
 
 
 @expanded()
@@ -106,7 +98,6 @@ def generate(
     ] = False,
     vocabulary: DraftVocabularyOptions,
     options: ModelOptions,
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
     chat: Chat = None,
     as_json: AsJson = False,
 ) -> None:
@@ -115,16 +106,19 @@ def generate(
     text = read_stdin() if prompt == "-" else prompt
     draftable, k = vocabulary.read(), settings.num_speculative_tokens
     loaded = options.load(need_head=k > 0)
-    draftable.apply(loaded, num_speculative_tokens=k, backend=options.backend)
+    if draftable is not None:
+        draftable.apply(loaded, num_speculative_tokens=k, backend=options.backend)
     length = _adaptive(loaded, settings, options.backend) if adaptive else None
-    request = _Request(text, settings, tuple(stop or ()), use_chat(loaded, chat), options.backend, length)
+    request = _Request(text, settings, use_chat(loaded, chat), options.backend, length)
     if as_json:
         print_json(_record(loaded, request))
     else:
         _show(loaded, request)
 
 
-@expanded("exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map", dtype="float32")
+@expanded(
+    "exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map", dtype="float32",
+)  # fmt: skip
 def trace(
     *,
     prompt: Annotated[str, typer.Argument(help="A short prompt: each of its tokens becomes a line.")],
@@ -162,7 +156,6 @@ def trace(
 class _Request:
     prompt: str
     settings: Settings
-    stop: tuple[str, ...]
     chat: bool
     backend: str
     length: "DraftLength | None"  # None: fixed
@@ -173,7 +166,6 @@ class _Request:
         return {
             "prompts": [self.prompt],
             "settings": self.settings,
-            "stop": self.stop,
             "chat": self.chat,
             "backend": self.backend,
             "length": self.length,
@@ -274,7 +266,7 @@ def _is_repetitive(tokens: "Sequence[int]") -> bool:
 
 @dataclass(frozen=True)
 class DraftableText:
-    """The text whose `size` most frequent tokens are drafted; None: the number that is fastest, 0: all tokens."""
+    """The text whose `size` most frequent tokens are drafted; None: the number that is fastest."""
 
     size: int | None
     text: str
@@ -284,8 +276,6 @@ class DraftableText:
 
         num_speculative_tokens: The largest K that will be used.
         """
-        if self.size == 0:
-            return
         from nextn.decoding.generate import encode, eos_tokens
 
         if model.head is None or not num_speculative_tokens:
@@ -305,9 +295,9 @@ class DraftableText:
         choice = choose_draft_vocabulary(model, tokens, num_speculative_tokens=k, always=always, backend=backend)
         whole = choice.estimates[-1]
         if choice.vocabulary is None:
-            print_note(f"--draft-vocab auto: all {whole.size} tokens, as no smaller number is faster here")
+            print_note(f"--draft-vocab: all {whole.size} tokens, as no smaller number is faster here")
             return
         print_note(
-            f"--draft-vocab auto: {len(choice.vocabulary)} of {whole.size} tokens; {choice.speedup:.2f} x plain "
+            f"--draft-vocab: {len(choice.vocabulary)} of {whole.size} tokens; {choice.speedup:.2f} x plain "
             f"decoding expected, {whole.speedup:.2f} x with all"
         )

@@ -187,7 +187,6 @@ def extract(
     *,
     model: CheckpointName,
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write, with a small config.json next to it.")],
-    copies: Annotated[bool, typer.Option("--copies", help="Also copies of embed_tokens and lm_head.")] = False,
     options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -195,7 +194,7 @@ def extract(
     from nextn.edit.convert import extract as extract_head
 
     checkpoint = open_checkpoint(model)
-    _run(partial(extract_head, checkpoint, out, copies=copies), options, as_json=as_json)
+    _run(partial(extract_head, checkpoint, out), options, as_json=as_json)
 
 
 @expanded()

@@ -102,7 +102,7 @@ def build(
 
 
 @canary_app.command(epilog=_EPILOG)
-@expanded("concurrency", "max_requests")
+@expanded("concurrency", "max_requests", "timeout")
 def check(
     *,
     canary: Annotated[Path, typer.Argument(help="Folder written by `canary build`.")],

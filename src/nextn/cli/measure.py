@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _EXIT_CODES = {"kept": 0, "fell": 1, "inconclusive": 3}  # of a comparison
 
 
-@expanded("exact_head")
+@expanded("exact_head", "threads", "kv_cache_dtype")
 def measure(
     *,
     num_speculative_tokens: Annotated[
@@ -63,7 +63,6 @@ def measure(
             show_default=False,
         ),
     ] = None,
-    seed: int = 0,
     options: ModelOptions,
     min_acceptance: Annotated[
         float | None,
@@ -133,7 +132,7 @@ def measure(
         if as_json:
             raise ConfigError(f"--format {form} excludes --json: one of them is printed")
     plan = ReferencePlan(
-        num_speculative_tokens, temperatures_or_default, max_tokens, chat, seed, options.backend, rule, thinking
+        num_speculative_tokens, temperatures_or_default, max_tokens, chat, 0, options.backend, rule, thinking
     )
     if earlier is not None and texts is None:  # their temperature is in the file
         check_settings(earlier, asdict(plan), source=str(baseline))
@@ -141,7 +140,7 @@ def measure(
     if options.native_only and (texts is not None or engine is not None):
         raise ConfigError(
             f"{' and '.join(options.native_only)} with --texts or --engine: the trunk reads given texts in torch, with "
-            "its weights as stored and no quantized cache; leave one of them out"
+            "its weights as stored; leave one of them out"
         )
     to_answer = read_prompts(prompts) if engine is None else first_turns(read_prompts(prompts))
     if figure is not None:

@@ -309,19 +309,18 @@ def extract(
     source: "str | Path | Checkpoint",
     out: str | Path,
     *,
-    copies: bool = False,
     follow_links: bool = False,
     dry_run: bool = False,
     on_bytes: Progress = quiet,
 ) -> EditPlan:
     """Write the head of `source` into the file `out`, with a small config.json next to it.
 
-    The result can be a base for `restore`; its header records where the head came from.
+    It can be a base for `restore`. Copies of the trunk's embedding and lm_head are left out; the header records where
+    the head came from.
 
     Args:
         source: A folder, .safetensors file, hub id or opened checkpoint.
         out: A new .safetensors file.
-        copies: Whether to include the modules' copies of the trunk's embedding and lm_head.
         follow_links: See `restore`.
         dry_run: Write nothing.
         on_bytes: Called with the bytes written so far and in all.
@@ -347,8 +346,7 @@ def extract(
     head = find_head(inventory, inventory.family)
     _refuse_different(head.family, inventory.family, None, len(head.modules))
     fresh, _ = _renamed(inventory, head, inventory.family)
-    if not copies:
-        fresh = {name: piece for name, piece in fresh.items() if piece.name not in head.copies.values()}
+    fresh = {name: piece for name, piece in fresh.items() if piece.name not in head.copies.values()}
     config = small_config(inventory, len(head.modules))
     refuse_config = partial(_refuse_foreign_config, path.with_name(CONFIG), config)
     refuse_config()

@@ -221,7 +221,8 @@ class Client:
     def _timed_out(self, path: str, seconds: float) -> EngineError:
         self.budget.check()
         return EngineError(
-            f"{self.url}{path}: no complete answer within {seconds:g} s; raise --timeout, or see its log"
+            f"{self.url}{path}: no complete answer within {seconds:g} s; see its log, or "
+            "raise --timeout of verify or diagnose"
         )
 
     def _status_error(self, path: str, response: httpx2.Response) -> Exception:
