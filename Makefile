@@ -33,7 +33,7 @@ MARCH   ?= x86-64
 THREADS ?= 1
 BUILD   ?= release
 MASKED  := scheduler rounds rounds_decode generate draft_chain batch session backend native_sampling mtp_loss distillation \
-	likelihoods teacher_forced kv_cache kv_buffers streamed_trunk precision self_check stored_codes
+	likelihoods teacher_forced kv_cache kv_buffers streamed_trunk precision self_check stored_codes shared_kv_head
 test-masked: $(VENV)/.ready
 	ATEN_CPU_CAPABILITY=$(ATEN) ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NEXTN_NATIVE_MARCH=$(MARCH) \
 	NEXTN_NATIVE_BUILD=$(BUILD) NEXTN_TEST_THREADS=$(THREADS) \

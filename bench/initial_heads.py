@@ -6,12 +6,14 @@
 * `middle`: as `fitted`, with a copy of the trunk's middle layer;
 * `random`: random values.
 
-    python bench/initial_heads.py smollm2 tiny --steps 0 50 200 1000
+    python bench/initial_heads.py tiny --steps 0 50 200 1000
+    python bench/initial_heads.py tiny --variants fitted random --optimizer muon      # added to the record
 
 Text and labels: Python's standard library, and what the trunk predicts on it. AL is that of K = 4 drafts.
 """
 
 import argparse
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -110,20 +112,23 @@ def main() -> None:
     parser.add_argument("trunks", nargs="+", help="folders, `tiny`, or `smollm2`")
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 50, 200, 1000])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     config = HeadConfig(
         steps=max(args.steps), batch_size=args.batch_size, length=args.length, depths=4, eval_every=50, eval_batches=8,
-        save_every=0, loss_vocab=8192,
+        save_every=0, loss_vocab=8192, optimizer=args.optimizer,
     )  # fmt: skip
-    record = {**machine(), "steps": args.steps, "tokens_per_step": args.batch_size * args.length, "trunks": {}}
+    record = json.loads(args.out.read_text()) if args.out.exists() else {"trunks": {}}
+    record |= machine()
     for name in args.trunks:
         checkpoint = smollm2("float32") if name == "smollm2" else name
         print(name)
         run = partial(trained, checkpoint, steps=args.steps, config=config)
-        record["trunks"][name] = {variant: run(variant) for variant in args.variants}
+        found = {"tokens_per_step": args.batch_size * args.length} | {each: run(each) for each in args.variants}
+        record["trunks"].setdefault(name, {})[args.optimizer] = found
         write_json(args.out, record)
 
 

@@ -2,10 +2,11 @@
 
 Where a draft is rejected, the head's second choice of that depth may be the right token. If the same pass had verified
 it, too, the round would yield one token more. The texts are the model's own greedy continuations, so that this needs no
-tree decoder: rounds are followed along the text as `nextn measure` does. The gain is an upper bound, as verification
-of K more positions counts as free.
+tree decoder: rounds are followed along the text as `nextn measure` does. Gains, of a second candidate at each depth and
+at the first alone, are upper bounds: attention along branches counts as free. `cost` is what K positions more, or one,
+add to a round's time.
 
-`python bench/second_candidates.py MODEL [MODEL ...] [--prompts FILE] [--out FILE]`
+`python bench/second_candidates.py MODEL [MODEL ...] [--prompts FILE] [--out FILE]`; a record of other models is kept
 """
 
 import argparse
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import nextn
 from nextn.checkpoint.safetensors_file import write_json
-from nextn.evaluate.decoding_costs import processor_name
+from nextn.evaluate.decoding_costs import measure_costs, processor_name
 from nextn.evaluate.reference_texts import generate_texts, prompt_tokens
 from nextn.evaluate.teacher_forced import ReferenceText, trunk_outputs
 from nextn.evaluate.workload import ReferencePlan, read_prompts
@@ -43,8 +44,12 @@ def ranks_by_depth(model: Model, text: ReferenceText, depths: int) -> Tensor:
     return torch.stack(ranks, dim=1)
 
 
-def follow_rounds(ranks: Tensor, *, second: bool) -> tuple[int, int, list[list[int]]]:
+def follow_rounds(ranks: Tensor, second: int) -> tuple[int, int, list[list[int]]]:
     """Follow rounds along a text.
+
+    Args:
+        ranks: [S, depths], see `ranks_by_depth`.
+        second: The first drafts, as many as this, have a second candidate beside them.
 
     Returns:
         Rounds, tokens, and by depth [rejected there, of those the second candidate right].
@@ -60,7 +65,7 @@ def follow_rounds(ranks: Tensor, *, second: bool) -> tuple[int, int, list[list[i
             is_second = int(ranks[position, accepted]) == 1
             rejected[accepted][0] += 1
             rejected[accepted][1] += is_second
-            gained = int(second and is_second)
+            gained = int(accepted < second and is_second)
         rounds, tokens = rounds + 1, tokens + accepted + 1 + gained
         position += accepted + 1 + gained
     return rounds, tokens, rejected
@@ -78,19 +83,30 @@ def measure(model: Model, prompts: Path | None, depths: Sequence[int], max_token
     if not usable:
         raise SystemExit("every text repeats itself or is short; give other --prompts or a trained model")
     ranks = [ranks_by_depth(model, text, max(depths)) for text in usable]
-    return [{"num_texts": len(usable), **_figures([each[:, :k] for each in ranks], k)} for k in depths]
+    costs = measure_costs(model, num_speculative_tokens=2 * max(depths))
+    return [
+        {
+            "num_texts": len(usable),
+            **_figures([each[:, :k] for each in ranks], k),
+            "cost": (costs.v[2 * k] + k * costs.c) / (costs.v[k] + k * costs.c) - 1,
+            "cost_of_first": (costs.v[k + 1] + k * costs.c) / (costs.v[k] + k * costs.c) - 1,
+        }
+        for k in depths
+    ]
 
 
 def _figures(ranks: Sequence[Tensor], k: int) -> dict[str, object]:
-    chain = [follow_rounds(each, second=False) for each in ranks]
-    both = [follow_rounds(each, second=True) for each in ranks]
-    chain_al, both_al = (sum(each[1] for each in run) / sum(each[0] for each in run) for run in (chain, both))
+    chain, first, both = ([follow_rounds(each, second) for each in ranks] for second in (0, 1, k))
+    chain_al, first_al, both_al = (
+        sum(each[1] for each in run) / sum(each[0] for each in run) for run in (chain, first, both)
+    )
     rejected = [[sum(each[2][depth][side] for each in chain) for side in (0, 1)] for depth in range(k)]
     return {
         "K": k,
         "al": chain_al,
         "al_with_second": both_al,
         "gain": both_al / chain_al - 1,
+        "gain_of_first": first_al / chain_al - 1,
         "second_is_right": [right / max(1, all_) for all_, right in rejected],
     }
 
@@ -98,13 +114,17 @@ def _figures(ranks: Sequence[Tensor], k: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
+    parser.add_argument("--head", help="of another checkpoint")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    record: dict[str, object] = {"date": datetime.now(UTC).date().isoformat(), "machine": processor_name()}
+    record: dict[str, object] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    record |= {"date": datetime.now(UTC).date().isoformat(), "machine": processor_name()}
     for name in args.models:
-        record[Path(name).name] = measured = measure(nextn.load(name), args.prompts, (2, 4, 8), args.max_tokens)
+        record[Path(name).name] = measured = measure(
+            nextn.load(name, head=args.head), args.prompts, (2, 4, 8), args.max_tokens
+        )
         print(name, json.dumps(measured, indent=1), flush=True)
     if args.out:
         write_json(args.out, record)

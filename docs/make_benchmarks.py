@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,33 @@ def scheduled() -> str:
     return table(head, (line(streams) for streams in dict.fromkeys(row["streams"] for row in rows)))
 
 
+def initial() -> str:
+    """Greedy AL of new heads by starting values and training steps, by `bench/initial_heads.py`."""
+    found = record("initial-heads")
+    kinds = {
+        "fitted": "last layer, fitted projection",
+        "middle": "middle layer, fitted projection",
+        "sum": "last layer, sum",
+        "state": "last layer, state alone",
+        "random": "random",
+    }
+
+    steps = (0, 50, 200, 1000)
+
+    def cell(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
+        counts = next((row["greedy"] for row in rows if row["step"] == steps), None)
+        return f"{counts['AL']:.2f} ± {1.96 * counts['error']:.2f}" if counts else "-"
+
+    rows = (
+        (name, label, optimizer, *(cell(variants[kind], count) for count in steps))
+        for name, optimizers in found["trunks"].items()
+        for optimizer, variants in optimizers.items()
+        for kind, label in kinds.items()
+        if kind in variants
+    )
+    return table(("trunk", "starting values", "optimizer", *(f"{count} steps" for count in steps)), rows)
+
+
 def audits() -> str:
     found = record("audit")
     hub, folder = found["hub"], found["folder"]
@@ -344,13 +371,15 @@ PARTS = {
     "audits": audits,
     "gpu": gpu,
 }
+HEADS = PAGE.with_name("heads.md")
 
 
 def pages() -> dict[Path, str]:
     page = PAGE.read_text()
     for name, part in PARTS.items():
         page = replace_part(page, name, part())
-    return {PAGE: page, README: replace_part(README.read_text(), "speeds", summary()), PICTURE: picture()}
+    heads = replace_part(HEADS.read_text(), "initial", initial())
+    return {PAGE: page, HEADS: heads, README: replace_part(README.read_text(), "speeds", summary()), PICTURE: picture()}
 
 
 if __name__ == "__main__":
