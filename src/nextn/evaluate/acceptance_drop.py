@@ -1,8 +1,8 @@
 """Compare a measurement of acceptance with an earlier one of the same prompts and settings. Imports no torch.
 
 A drop counts once it is larger than the limit and larger than the noise of both measurements: an interval of 24 texts
-is often as wide as a limit of 5 %. Whether training would help is another question: the rule `argmax` also falls
-where the trunk became less sure of its tokens, which a perfect head would show as well.
+is often as wide as a limit of 5 %. Whether training would help is another question: by the rule `argmax`, acceptance
+also falls if the trunk became less sure of its tokens, and a perfect head would lose as much.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from nextn.bounded_json import JsonLimits, parse_json
 from nextn.errors import ConfigError
 
-SERVER_RULES = ("greedy", "ratio", "argmax")  # of the rules that are measured
+SERVER_RULES = ("greedy", "ratio", "argmax")  # the acceptance rules that servers use
 RECORD = "measure.json"  # looked for in a folder
 _LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
 _IGNORED = ("backend",)  # settings that do not change what is measured
@@ -35,7 +35,7 @@ class Drop:
     half_width: float  # of the 95 % interval of the relative drop
     num_texts: int
     ceiling_before: float  # the figure of a perfect head on the earlier trunk
-    ceiling: float  # ..., and on this one
+    ceiling: float  # the figure of a perfect head on the present trunk
 
     @property
     def value(self) -> float:
@@ -55,7 +55,7 @@ class Drop:
         return self.value > limit and self.value > self.half_width
 
     def texts_needed(self, limit: float) -> int:
-        """The number of texts with which the interval would be as narrow as the limit, about."""
+        """Return an estimate of the number of texts that would make the interval as narrow as the limit."""
         return math.ceil(self.num_texts * max(1.0, self.half_width / limit) ** 2)
 
     @property
@@ -86,7 +86,7 @@ class AcceptanceChange:
             degenerate = _degenerate(baseline) | _degenerate(now)
             earlier = {_key(each): each for each in _figures(baseline)}
             pairs = [(earlier[_key(each)], each) for each in _figures(now) if _key(each) in earlier]
-            # Where all repeat themselves, the figures are shown, and nothing is concluded from them.
+            # If texts repeat themselves at all temperatures, the figures are shown without a conclusion.
             pairs = [pair for pair in pairs if _key(pair[1])[0] not in degenerate] or pairs
             ceilings = _ceilings(baseline), _ceilings(now)
             drops = tuple(drop for pair in pairs for drop in _drops(*pair, *ceilings))

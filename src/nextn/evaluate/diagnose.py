@@ -245,7 +245,7 @@ class Diagnosis(CheckReport):
 
     @cached_property
     def needed(self) -> NeededEvidence | None:
-        """What would decide; None if the case is decided, or no amount of the same evidence decides it."""
+        """The evidence that would decide; None if the case is decided, or more of the same would not decide it."""
         if not self.is_inconclusive or self._may_be_short:
             return None
         return needed_evidence(self._evidence, driven=not any(case.other_workload for case in self.cases))
@@ -352,7 +352,7 @@ class Diagnosis(CheckReport):
 
     @property
     def _needed_text(self) -> str:
-        """What to add so that the data decide."""
+        """The advice on data that would decide, as text."""
         needed = self.needed
         if self._may_be_short:
             return "the engine drafts fewer than K tokens in some rounds: let it draft K in all (nextn serve --fixed-k)"
@@ -373,7 +373,7 @@ class Diagnosis(CheckReport):
 
     @property
     def notes(self) -> list[str]:
-        """What to know about the comparison."""
+        """Notes on the comparison, for the user."""
         notes = list(dict.fromkeys(note for case in self.cases for note in case.observation.counters.notes))
         if self.cases[0].observation.prompt_indices is None:
             notes.append(

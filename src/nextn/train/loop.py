@@ -28,7 +28,7 @@ from nextn.train.metrics import EvalRecord, HeadRecord, OnEvaluation, Record, St
 from nextn.train.optimizers import build_optimizers, set_learning_rates
 
 _RECENT = 16  # steps whose median time predicts the next ones; compilation makes single steps much slower
-_SLOW = 0.5  # of the fastest step: it may be that other work has begun
+_SLOW = 0.5  # of the speed of the fastest step; below it, other work may have begun
 
 
 class Trainer:
@@ -229,7 +229,7 @@ def _due(step: int, every: int) -> bool:
 
 
 class Pace:
-    """Says how far a run is, what its learning rates are multiplied with, and when it ends.
+    """Tracks the progress of a run: its share that is done, the factor of the learning rates, and when it ends.
 
     Without `minutes` in the settings, everything follows the number of steps. With it, the learning rates follow the
     share of the budget that is used, and the run ends when half of a further step would not fit. Only steps count:
@@ -294,7 +294,7 @@ class Pace:
         return (self.config.steps - step) * self.step_s
 
     def num_steps(self, step: int) -> int:
-        """Return the number of steps of the run, with a time budget as expected from the speed so far."""
+        """Return the number of steps of the run; with a time budget, an estimate from the speed so far."""
         if not self.budget_s or not self.step_s:
             return self.config.steps
         return step if self.is_over(step) else step + max(1, round(self.remaining_s(step) / self.step_s))
@@ -338,7 +338,7 @@ class ThreadChoice:
         self._choose()
 
     def update(self, speed: float) -> None:
-        """Take the speed of a step, and choose again if it is slow; the first one, which compiles, says nothing."""
+        """Take the speed of a step, and choose again if it is slow. The first step is ignored, because it compiles."""
         self._num_steps += 1
         if self._num_steps == 1 or torch.get_num_threads() == 1:
             return
@@ -368,7 +368,7 @@ def time_of_work(choices: Sequence[int], *, rounds: int = 20) -> list[float]:
 def chosen_threads(*, enabled: bool) -> Iterator[Callable[[float], None]]:
     """Yield a function that takes the speed of each step and chooses the threads of the next; restore them at the end.
 
-    enabled: Otherwise it does nothing. The number of threads may change the last bits of a step.
+    enabled: If not, the function does nothing. The number of threads may change the last bits of a step.
     """
     before = torch.get_num_threads()
     try:
