@@ -87,7 +87,7 @@ def test_injected_faults_are_named(diagnosed):
     }
 
 
-def test_a_right_engine_is_fine(diagnosed):
+def test_a_correct_engine_has_no_fault(diagnosed):
     found = diagnosed[""]
     assert found.named == (NO_FAULT,)
     assert found.has_no_fault

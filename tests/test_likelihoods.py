@@ -107,7 +107,7 @@ def test_none_of_them():
     assert name_causes(rank_causes(seen(rng, (0.72, 0.61, 0.5, 0.4), 100), hypotheses)) == (NO_FAULT,)
 
 
-def test_a_little_likelier_than_fine_is_fine():
+def test_a_little_likelier_is_no_fault():
     rng = np.random.default_rng(3)
     hypotheses = [expected(rng, NO_FAULT, RIGHT, 40), expected(rng, "near", NEAR, 40)]
     causes = rank_causes(seen(rng, NEAR, 10), hypotheses)
