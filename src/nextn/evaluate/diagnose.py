@@ -355,7 +355,10 @@ class Diagnosis(CheckReport):
         """The advice on data that would decide, as text."""
         needed = self.needed
         if self._may_be_short:
-            return "the engine drafts fewer than K tokens in some rounds: let it draft K in all (nextn serve --fixed-k)"
+            return (
+                "the engine drafts fewer than K tokens in some rounds: let it draft K in all (nextn serve --fixed-k), "
+                "or ask for longer texts (--max-tokens), as some engines do so at the end of each"
+            )
         if needed is None:
             same_prompts = (
                 "ask the same prompts with --drive" if self.cases[0].other_workload else "compare longer runs"
