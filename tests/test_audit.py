@@ -309,6 +309,9 @@ BROKEN = {
     "scales lost": (
         "scale-missing", "error", "deepseek_v3", {"fp8": True, "change": drop(HEAD + ".*weight_scale_inv")},
         "matrices, .* in fp8 without a scale"),
+    "scale of a copy that is unquantized": (
+        "scale-unused", "error", "deepseek_v3", {"change": put(
+            "model.layers.2.shared_head.head.weight_scale", (V, 1))}, "beside unquantized matrices"),
     "head in fp8, trunk in bf16": (
         "precision-lower", "warning", "qwen3_5", {"change": lambda table: (
             put("mtp.layers.0.self_attn.o_proj.weight", (H, H), "F8_E4M3")(table),
@@ -567,7 +570,7 @@ def test_worst_first_and_without(tmp_path):
     assert report.without({"head-absent", "vocabulary"}).clean
 
 
-MENDED = ("head-absent", "head-partial", "modules-missing", "quantization", "scale-missing")
+MENDED = ("head-absent", "head-partial", "modules-missing", "quantization", "scale-missing", "scale-unused")
 RESTORED = [fault for fault, (rule, *_) in BROKEN.items() if rule in MENDED and fault != "a config that says nothing"]
 
 
@@ -590,6 +593,15 @@ def test_no_family_has_names_of_running_programs():
         places = [stem.format(layer=61, module=0) for stem in family.names.values()]
         found = foreign(f"_orig_mod.{place}.weight" for place in (*places, f"{family.names['block']}.mlp.down_proj"))
         assert [kind.what for kind, _ in found] == ["a wrapper of torch (compile, FSDP or activation checkpointing)"]
+
+
+def test_names_of_megatron_without_a_family(tmp_path):
+    """Advised to take Megatron's names for those of a family that has some of them."""
+    put("mtp.layers.0.enorm.weight", (H,))(table := {})
+    put("mtp.layers.0.transformer_layer.mlp.linear_fc1.weight", (H, H))(table)
+    write_safetensors(tmp_path / "model.safetensors", table)
+    write_json(tmp_path / "config.json", {"model_type": "qwen3", "num_hidden_layers": 2})
+    assert "names-foreign" in [each.rule for each in findings(tmp_path)]
 
 
 def test_packed_weights_that_no_reader_fits(tmp_path):

@@ -44,6 +44,13 @@ def edited(pick, make):
     return change
 
 
+def test_codes_in_the_trunk(tmp_path):
+    """Codes of int8 as bf16 in a matrix of the trunk, beside a sound head."""
+    change = edited(lambda name: name.endswith("layers.1.mlp.up_proj.weight"), lambda array: np.round(array * 500))
+    (finding,) = values(take(publish(tmp_path, "qwen3_5", change=change)))
+    assert (finding.rule, "of the trunk" in finding.found) == ("scale-missing", True)
+
+
 def is_norm(name):
     return "norm" in name and name.endswith(".weight")
 

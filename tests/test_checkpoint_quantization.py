@@ -106,7 +106,8 @@ COVERED = {
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["a.experts"]},
               {"mtp.fc": False, "mtp.experts.up": True, "a.experts.up": None}),
     "mlx": ({"group_size": 64, "mtp.fc": False}, {"mtp.fc": False, "mtp.x": None}),
-    "unknown": ({"quant_method": "sinq"}, {"mtp.fc": None}),
+    "quanto": ({"quant_method": "quanto", "modules_to_not_convert": ["mtp"]}, {"mtp.fc": False, "a.b": True}),
+    "unknown": ({"quant_method": "exl3"}, {"mtp.fc": None}),
 }  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def test_layer_number_that_begins_another(quantization):
 
 def test_edit_that_would_take_another_module_with_it(quantization):
     """Catches an edit that is not read back: AWQ cannot name mtp.fc without mtp.fc2, as it takes parts of names."""
-    with pytest.raises(CheckpointError, match=r"cannot leave \['mtp.fc'\] unquantized: .*'mtp.fc2'"):
+    with pytest.raises(CheckpointError, match=r"cannot leave mtp.fc unquantized: .*'mtp.fc2'"):
         quantization(SECTIONS["awq"], packed=["mtp.fc2"]).leaving_out(["mtp.fc"])
 
 
@@ -213,11 +214,11 @@ def test_both_files_are_edited(tmp_path):
     assert edited["hf_quant_config.json"] == {**own, "quantization": wanted}
 
 
-@pytest.mark.parametrize("section", [{"quant_method": "mxfp4"}, {"quant_method": "sinq"}])
-def test_formats_without_a_list(section, quantization):
-    """Catches an edit that no engine reads."""
+def test_formats_without_a_list(quantization):
+    """Catches an edit that no engine reads, and a head refused for a method whose loader may go by the tensors."""
     with pytest.raises(CheckpointError, match=r"cannot leave .* unquantized: .* list"):
-        quantization(section).leaving_out(["mtp.layers.0.mlp.experts.0.up_proj"])
+        quantization({"quant_method": "mxfp4"}).leaving_out(["mtp.layers.0.mlp.experts.0.up_proj"])
+    assert quantization({"quant_method": "exl3", "bits": 3}).leaving_out(["mtp.fc"]) == {}
 
 
 BROKEN = [

@@ -25,6 +25,7 @@ import nextn
         ("deepseek_v3", "qk_rope_head_dim", 16),
         ("qwen3_next", "linear_num_key_heads", 7),
         ("glm4_moe", "num_experts_per_tok", 9),
+        ("nemotron_h", "hybrid_override_pattern", "M|*/*E"),  # Megatron's: stages, and the head's layers
     ],
 )
 def test_a_claim_that_no_tensor_supports(family, field, value, tmp_path):

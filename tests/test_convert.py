@@ -16,7 +16,7 @@ from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapsh
 import nextn
 from nextn.audit_rules.tensor_values import decode
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
-from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.provenance import Provenance, as_float32, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
 from nextn.edit.compatibility import absent
 from nextn.edit.convert import _differences
@@ -179,6 +179,36 @@ def test_a_head_behind_layers_that_were_removed(tmp_path):
     assert (found.num_layers, found.modules, absent(found), found.unrecognized) == (1, (0,), [], ())
     assert head_fingerprint(found) == head_fingerprint(whole)
     assert found.copies.keys() == whole.copies.keys()
+
+
+LLAMA_CPP = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_llama_cpp_names(shift, tmp_path):
+    """A head renamed as for a GGUF file, norm weights as before or shifted: the fix of audit is enough."""
+
+    def rename(table):
+        for name in [each for each in table if each.startswith("mtp.")]:
+            value, path = table.pop(name), name.removeprefix("mtp.").removesuffix(".weight")
+            if shift and "norm" in name:
+                value = RawTensor("F32", value.shape, shift_fn("F32", shift)(as_float32(value.data, value.dtype)))
+            own = path.removeprefix("layers.0.") if path.startswith("layers.") else LLAMA_CPP[path]
+            table[f"model.layers.{LAYERS}.{own}.weight"] = value
+
+    source = publish(tmp_path / "source", "qwen3_5", change=rename)
+    (finding,) = [each for each in nextn.audit(source).findings if each.severity != "note"]
+    assert finding.fix == f"nextn convert {source} OUT --to qwen3_5"
+    nextn.convert(source, tmp_path / "out", to="qwen3_5")
+    assert nextn.audit(tmp_path / "out").clean
+    sound = publish(tmp_path / "sound", "qwen3_5")
+    name = "mtp.pre_fc_norm_hidden.weight"
+    assert np.allclose(numbers(tmp_path / "out", name), numbers(sound, name), atol=1e-6)
 
 
 @pytest.mark.more

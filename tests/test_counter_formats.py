@@ -179,6 +179,10 @@ TEXTS = {
         "rate: 40.00%, Accepted tokens distribution: {0: '40.00%', 1: '40.00%', 2: '20.00%'}\n"
         for name, rounds in ((" Interval", 50), ("         ", 50), (" Interval", 50), ("         ", 100), (" Interval", 50))),
         ("ATOM", 100, 200, 80, (60, 20))),
+    "oMLX, a finished request": ("MTP[0] finish=length tokens=150 cycles=148 accept=0/148 (0.0%)\n  emits[init=2]\n",
+                                ("an engine", None, 148, 0, ())),
+    "mlc-llm's metrics": (json.dumps({"spec_decode": {"draft_count": [99, 99, 90], "accept_count": [99, 80, 50]}}),
+                          ("mlc-llm", 99, 189, 130, (80, 50))),
     "another engine, in words": ("[mtp] accepted 312 of 400 drafts\n", ("an engine", None, 400, 312, ())),
     "vllm-mlx's status": (json.dumps({"mtp": {"effective_draft_tokens": 1, "attempts": 400, "accepted": 310}}),
                           ("vllm-mlx", 400, 400, 310, (310,))),

@@ -132,7 +132,7 @@ def test_one_draft_a_round_needs_no_positions():
 
 def test_shorter_rounds_are_noted():
     assert fill_in_derived(Counters("x", 10, 25, 12, (7, 3, 2))).notes == (SHORTER,)
-    assert fill_in_derived(Counters("x", 10, 30, 12, (7, 3, 2))).notes == ()
+    assert fill_in_derived(Counters("x", 10, 29, 12, (7, 3, 2))).notes == ()  # the ends of texts
 
 
 def test_prometheus_lines():

@@ -84,7 +84,7 @@ def test_a_draft_model_of_its_own_says_who_runs_it(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@loop(("arch", "what"), [("eagle3", "EAGLE"), ("dflash", "DFlash"), ("gemma4-assistant", "Gemma 4 assistant")])
+@loop(("arch", "what"), [("eagle3", "EAGLE"), ("dflash", "DFlash"), ("gemma4_mtp", "Gemma 4 assistant")])
 def test_gguf(tmp_path_factory, arch, what):
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"
     writer = gguf.GGUFWriter(path, arch)

@@ -29,7 +29,7 @@ from nextn.audit_rules import (
 from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity
 from nextn.audit_rules.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
-from nextn.checkpoint.foreign_names import with_plain_names
+from nextn.checkpoint.foreign_names import plain_name, with_plain_names
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.errors import ConfigError, FamilyError
@@ -182,7 +182,10 @@ def _family(checkpoint: Checkpoint) -> Family | None:
         return by_config(checkpoint.config)
     except FamilyError as error:
         names = list(checkpoint.tensors)[-_MAX_NAMES:]
-        matches = [row.name for row in rows() if any(_is_norm(row.canonical(name, 0)) for name in names)]
+        foreign = any(plain_name(name) != name for name in names)  # which `_without_family` names
+        matches = (
+            [] if foreign else [row.name for row in rows() if any(_is_norm(row.canonical(name, 0)) for name in names)]
+        )
         if not matches and isinstance(checkpoint.config.get("model_type"), str):
             return None
         if not matches:

@@ -91,6 +91,12 @@ def _layers(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Clai
     for field in _OF_LAYERS:
         if isinstance(entries := config.get(field), list) and len(entries) < inventory.num_layers:
             yield {f"length of {field}": len(entries)}, f"the trunk has {inventory.num_layers} layers"
+    pattern = config.get("hybrid_override_pattern")  # Megatron's also has the head's layers, and | between stages
+    if isinstance(pattern, str) and (len(pattern) != inventory.num_layers or not set(pattern) <= set("ME*-")):
+        yield (
+            {"hybrid_override_pattern": pattern},
+            (f"the trunk has {counted(inventory.num_layers, 'layer')}, each of which has one of M, E, * and -"),
+        )
     embedding = inventory.checkpoint.tensors.get(inventory.shared.get("embedding", ""))
     hidden = lookup_count(config, "hidden_size")
     if embedding and unpacked(embedding) and hidden and embedding.shape[1:] not in ((), (hidden,)):

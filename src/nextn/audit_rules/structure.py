@@ -401,7 +401,7 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
     inside = [] if head.misplaced or _beyond(head) else [*_unknown_rests(inventory), *_unknown_parts(head)]
     layers = _beyond(head)
     names = [name for name in names if inventory.family.trunk_layer(name) is None]
-    if layers:
+    if layers and not known:
         yield Finding(
             "names-unknown", "warning", f"{CONFIG}: num_hidden_layers",
             f"{counted(len(layers), 'layer')} ({some(layers)}) beyond the trunk's {inventory.num_layers}, without a "

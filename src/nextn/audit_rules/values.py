@@ -25,6 +25,7 @@ IDS = (
 )  # fmt: skip
 SMALL_HEAD = 64 * 1024 * 1024  # bytes; a head of this size may be read completely
 INITIALIZER_RANGE = 0.02  # transformers' own default, where config.json does not say
+_FLOATS = ("BF16", "F16", "F32")
 CODES = 4.0  # median size of a matrix; weights that were trained have 0.001 to 0.1
 MIN_VALUES = 256  # fewer say nothing about a distribution
 HUGE, TINY = 1e6, 1.17e-38
@@ -111,7 +112,10 @@ def _unusable(samples: SampledValues, whole: WholeValues | None) -> Iterator[Fin
     matrices = {inventory.stored[each]: array for each, array in samples.weights.items()}
     summaries = None if whole is None else whole.tensors
     yield from nonfinite_or_garbage(norm_weights | matrices, fix, summaries)
-    yield from _codes({name: array for name, array in matrices.items() if _is_float(inventory, name)}, fix)
+    yield from _codes({name: array for name, array in matrices.items() if _is_float(inventory, name)}, "head", fix)
+    trunk = {info.name: samples.trunk_weights[each] for each, (info, _) in samples.like.items()
+             if each in samples.trunk_weights and info.dtype in _FLOATS}  # fmt: skip
+    yield from _codes(trunk, "trunk", "Download, convert or quantize the trunk again.")
     names = {inventory.stored[each]: each for each in inventory.own if is_matrix(inventory, inventory.info(each))}
     constants = {name: each.constant for name, each in (summaries or {}).items() if each.constant is not None}
     matrices |= {name: np.array([value]) for name, value in constants.items() if name in names}
@@ -125,18 +129,18 @@ def _unusable(samples: SampledValues, whole: WholeValues | None) -> Iterator[Fin
 
 
 def _is_float(inventory: Inventory, name: str) -> bool:
-    return inventory.checkpoint.tensors[name].dtype in ("BF16", "F16", "F32")
+    return inventory.checkpoint.tensors[name].dtype in _FLOATS
 
 
-def _codes(matrices: Mapping[str, Values], fix: str) -> Iterator[Finding]:
+def _codes(matrices: Mapping[str, Values], side: str, fix: str) -> Iterator[Finding]:
     """Report matrices of floats that have the size of codes: of int8 up to 127, of fp8 up to 448."""
     sizes = {name: float(np.median(np.abs(array))) for name, array in matrices.items()}
     if names := [name for name, size in sizes.items() if CODES < size < HUGE]:
         largest = max(sizes[name] for name in names)
         yield Finding(
             "scale-missing", "error", some(names),
-            f"{counted(len(names), 'matrix')} of the head with values of a median size up to {largest:.3g}, as of int8 "
-            "or fp8 codes that were converted without their scales.",
+            f"{counted(len(names), 'matrix')} of the {side} with values of a median size up to {largest:.3g}, as of "
+            "int8 or fp8 codes that were converted without their scales.",
             f"Weights of a median size below {CODES:g}.", fix,
         )  # fmt: skip
 

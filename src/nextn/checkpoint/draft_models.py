@@ -57,7 +57,7 @@ MEDUSA = DraftModel(
 DRAFT_MODELS: tuple[DraftModel, ...] = (
     DraftModel(
         "Gemma4Assistant", "a Gemma 4 assistant as llama.cpp stores it", r"(?!)",
-        {"llama.cpp": "--spec-type draft-mtp"}, gguf=("gemma4-assistant",),
+        {"llama.cpp": "--spec-type draft-mtp"}, gguf=("gemma4-assistant", "gemma4_assistant", "gemma4_mtp"),
     ),
     DSPARK,
     DraftModel(

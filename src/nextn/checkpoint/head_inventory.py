@@ -164,6 +164,8 @@ def count_layers(checkpoint: Checkpoint) -> int:
             return count
     for key in ("layers_block_type", "hybrid_override_pattern"):  # Nemotron-H: one entry, or one letter, per layer
         layer_types = lookup(checkpoint.config, key)
+        if isinstance(layer_types, str):  # Megatron's also has the head's, after a slash, and | between stages
+            layer_types = layer_types.partition("/")[0].replace("|", "")
         if isinstance(layer_types, list | str) and layer_types:
             return len(layer_types)
     problem = "has none" if checkpoint.config else "is absent or empty"

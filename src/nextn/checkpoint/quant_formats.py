@@ -203,13 +203,13 @@ def settings_in(
 
 
 class Format:
-    """One parsed section of a config; this base class is for unknown methods.
+    """One parsed section of a config; this base class is for unknown methods, whose section is never edited.
 
     Attributes:
         lists_modules: Whether the section says which modules are quantized; if not, the stored tensors alone do.
     """
 
-    lists_modules = True
+    lists_modules = False
 
     def __init__(self, section: Section) -> None:
         self.section = section
@@ -228,7 +228,7 @@ class Format:
 
         `others` are the other matrices of the checkpoint, True if quantized, in which case they must not be left out.
         """
-        raise ValueError("no list of modules left unquantized is known for this method")
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +245,8 @@ class Lists:
 
 class Listed(Format):
     """A method with a list of unquantized modules."""
+
+    lists_modules = True
 
     def __init__(self, section: Section, lists: Lists) -> None:
         self.lists = lists
@@ -365,6 +367,8 @@ class Gptq(Format):
     vllm/model_executor/layers/quantization/utils/gptq_utils.py; GPTQModel, gptqmodel/quantization/config.py.
     """
 
+    lists_modules = True
+
     @cached_property
     def rules(self) -> Expressions:
         return Expressions(rule.removeprefix("-:").removeprefix("+:") for rule in table(self.section, "dynamic"))
@@ -394,6 +398,8 @@ class AutoRound(Format):
 
     vllm/model_executor/layers/quantization/inc.py; an entry with a complete name and without bits leaves it out.
     """
+
+    lists_modules = True
 
     @cached_property
     def rules(self) -> tuple[list[str], Expressions]:
@@ -438,6 +444,8 @@ class AutoRound(Format):
 class Mlx(Format):
     """A module may have its own settings, or false; else its tensors decide. mlx_lm/utils.py, load_model."""
 
+    lists_modules = True
+
     def covers(self, module: str) -> bool | None:
         return bool(self.section[module]) if module in self.section else None
 
@@ -447,6 +455,8 @@ class Mlx(Format):
 
 class ModelSlim(Format):
     """Each tensor has an entry, FLOAT or a method. vllm-ascend stops at a Linear without one."""
+
+    lists_modules = True
 
     def covers(self, module: str) -> bool | None:
         return self.section.get(f"{module}.weight") != "FLOAT"
@@ -464,8 +474,6 @@ class ModelSlim(Format):
 
 class Gguf(Format):
     """Blocks of a GGUF file, as `nextn convert --dtype stored` keeps them: a module is quantized if it has them."""
-
-    lists_modules = False
 
 
 def _names(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
@@ -498,6 +506,9 @@ _BNB = Lists(
 )  # bitsandbytes.py, is_layer_skipped_bnb
 _TORCHAO = Lists(_CONVERT, (component_run, bounded), branches, has_default=True)  # torchao.py, should_skip
 _MXFP4 = Lists(_CONVERT, (bounded,), _names)
+# transformers 5.23, quantizers/: methods whose list only transformers reads, and that it also applies on load.
+TRANSFORMERS_METHODS = ("bitnet", "eetq", "higgs", "metal", "nvfp4", "quanto", "sinq", "spqr", "vptq")
+_TRANSFORMERS = Lists(_CONVERT, (bounded,), _names, has_default=True)
 
 FORMATS: dict[str, Callable[[Section], Format]] = {
     "compressed-tensors": lambda section: CompressedTensors(section, _COMPRESSED),
@@ -509,6 +520,7 @@ FORMATS: dict[str, Callable[[Section], Format]] = {
     "bitsandbytes": lambda section: Listed(section, _BNB),
     "torchao": lambda section: TorchAo(section, _TORCHAO),
     "mxfp4": lambda section: Mxfp4(section, _MXFP4),
+    **dict.fromkeys(TRANSFORMERS_METHODS, lambda section: Listed(section, _TRANSFORMERS)),
     "gptq": Gptq,
     "gguf": Gguf,
     "mlx": Mlx,

@@ -14,6 +14,7 @@ from nextn.checkpoint.gguf_file import BLOCK_NAMES
 from nextn.checkpoint.quant_formats import FORMATS, Format, Section, quantized
 from nextn.errors import CheckpointError
 from nextn.family_table import lookup
+from nextn.text_format import some
 
 if TYPE_CHECKING:
     from nextn.checkpoint.safetensors_file import TensorInfo
@@ -132,7 +133,7 @@ class QuantConfig:
             if wrong := missed + changed:
                 raise ValueError(f"no entry expresses it without changing {brief(wrong[0])}")
         except ValueError as error:
-            what = f"{self.checkpoint.path}: {old.file} ({old.method}) cannot leave {brief(list(modules))}"
+            what = f"{self.checkpoint.path}: {old.file} ({old.method}) cannot leave {some(modules)}"
             remedy = "Quantize the head as the trunk is, or take a checkpoint of another format"
             raise CheckpointError(f"{what} unquantized: {error}. {remedy}.") from error
         return section

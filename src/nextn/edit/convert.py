@@ -18,7 +18,7 @@ from nextn.checkpoint.provenance import Provenance, staged_head, trained_length,
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
 from nextn.edit.expert_pieces import in_form, prune, trunk_in_form, with_num_experts
 from nextn.edit.links import refuse_links
-from nextn.edit.norm_shift import NormWeightShift, shifted
+from nextn.edit.norm_shift import NormWeightShift, shifted, stores_less_one
 from nextn.edit.plan import (
     EditPlan,
     Files,
@@ -102,6 +102,10 @@ def convert(
     inventory = Inventory.of(checkpoint)
     layout = by_name(to) if to else inventory.family
     head = find_head(inventory, layout, by_name(now) if now else None)
+    if layout.name == inventory.family.name != head.family.name:  # renamed, by a tool that may have shifted them or not
+        stored = replace(head.family, norm_weight="1+w" if stores_less_one(head) else "w")
+        head = replace(head, family=stored)
+        norm_weight = norm_weight or _SHIFTS.get((stored.norm_weight, layout.norm_weight))
     _refuse_different(head.family, layout, norm_weight, len(head.modules))
     head, left = _one_form(head, experts)
     target = experts or (head.family.experts if layout.name == head.family.name else layout.experts)

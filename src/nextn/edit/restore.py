@@ -12,6 +12,7 @@ from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
+from nextn.checkpoint.quantization import QuantConfig
 from nextn.edit.compatibility import ABOUT_HEAD, absent, indexed_but_missing, quantized_without, refuse_misfit
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
@@ -175,6 +176,11 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
             "engines use the trunk's. --add-aliases ENGINE writes them from the target's trunk"
         )
     documents = _configs(dst, src, fresh, count) if src is not None else {}
+    if src is not None and (quantized := QuantConfig.of(checkpoint)) is not None and not quantized.known:
+        notes.append(
+            f"{quantized.method}: nextn does not know how it lists unquantized modules, so its section of {CONFIG} is "
+            "as before: whether an engine builds the head unquantized, only loading it shows"
+        )
     files = divide(checkpoint, gone, fresh) if fresh else Files({}, None)
     documents |= index_document(files, checkpoint)
     path, lines = Path(checkpoint.path), changes(checkpoint, documents)

@@ -32,7 +32,7 @@ _PACKED = {
     b"\xfd7zXZ": "unxz",
 }
 _MAX_START = 1024 * 1024  # characters by which the kind of a file is recognized, and its settings are read
-_LOG_PREFIX = re.compile(r'\[[^\[\]{}"\n]{1,80}\][ \t]*[^\s,\]]')
+_LOG_PREFIX = re.compile(r'\[(?:[A-Z][^\[\]{}"\n]{1,80}\]|[^\[\]{}"\n]{1,80}\][ \t]*[^\s,\]])')
 # Keys of structured logs under which the line is, of Docker, Kubernetes, journald, Google Cloud and Python loggers.
 _MESSAGE_KEYS = ("log", "message", "msg", "MESSAGE", "textPayload", "line", "text", "event", "body")
 

@@ -18,6 +18,7 @@ from nextn.text_format import some
 
 MAX_POSITIONS = 256  # draft tokens per round: engines draft 1 to 64
 COUNTS = ("num_drafts", "draft_tokens", "accepted", "emitted")
+FULL_SHARE = 0.95  # of K, drafted per round on average: the last rounds of texts are shorter
 SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, ... are lower bounds"
 ROUNDED = "from rates rounded in the log: counts are approximate"
 FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
@@ -135,7 +136,7 @@ def fill_in_derived(counters: Counters) -> Counters:
     positions = counters.per_position
     if not positions and num_drafts is not None and tokens == num_drafts and accepted is not None:
         counters = replace(counters, per_position=(accepted,))  # one draft per round: all are of the first position
-    if num_drafts and tokens is not None and len(positions) > 1 and tokens < num_drafts * len(positions):
+    if num_drafts and tokens is not None and len(positions) > 1 and tokens < FULL_SHARE * num_drafts * len(positions):
         counters = replace(counters, notes=(*counters.notes, SHORTER))
     return counters
 

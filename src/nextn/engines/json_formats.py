@@ -2,7 +2,7 @@
 
 The fields are those of llama.cpp and ik_llama.cpp (`timings`), mlx-vlm and its ports (the same, with rounds), MTPLX
 (`accepted_by_depth`), SGLang (`meta_info`), vLLM (`metrics.speculative_decoding`, `bench serve --save-result`), AIPerf
-(`spec_decode_acceptance`) and TensorRT-LLM (`specDecodingStats`).
+(`spec_decode_acceptance`), mlc-llm (`draft_count`) and TensorRT-LLM (`specDecodingStats`).
 """
 
 import csv
@@ -217,6 +217,17 @@ def _vllm_mlx(record: Mapping) -> Counters:
     return Counters("vllm-mlx", attempts, attempts, accepted, (accepted,), k=k)
 
 
+def _mlc(record: Mapping) -> Counters:
+    """mlc-llm's engine metrics: step 0 is the trunk's own token of each round, step i its i-th draft."""
+    drafted, accepted = (
+        tuple(count(value, name) for value in _list(record, name)) for name in ("draft_count", "accept_count")
+    )
+    if drafted[:1] != accepted[:1] or len(drafted) != len(accepted):
+        raise ValueError("draft_count and accept_count differ at step 0, the trunk's own token, or in length")
+    return Counters("mlc-llm", drafted[0] if drafted else 0, sum(drafted[1:]), sum(accepted[1:]), accepted[1:],
+                    drafted[1:], k=len(drafted) - 1 if drafted else None)  # fmt: skip
+
+
 def _tensorrt(record: Mapping) -> Counters:
     """An iteration of TensorRT-LLM: one round for each request with draft tokens."""
     names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
@@ -245,6 +256,7 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "SGLang's server info": ("avg_spec_accept_length", _sglang_state),
     "LM Studio's statistics": ("accepted_draft_tokens_count", _lm_studio),
     "vllm-mlx's status": ("effective_draft_tokens", _vllm_mlx),
+    "mlc-llm's engine metrics": ("draft_count", _mlc),
     "TensorRT-LLM's iteration": ("specDecodingStats", _iteration),
 }
 

@@ -321,7 +321,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "acceptance with two counts", "ccept",
-        rf"(?i:(?<!\w)(?:mtp|drafts?|spec\w{{0,12}}|nextn)\b(?:\[[0-9]{{1,9}}\])?[^\n0-9]{{0,40}}?(?={_ACCEPTED}))",
+        rf"(?i:(?<!\w)(?:mtp|drafts?|spec\w{{0,12}}|nextn)\b(?:\[[0-9]{{1,9}}\])?(?:[^\n0-9]|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}))",
         {"accepted/drafted": rf"(?i:{_ACCEPTED})([0-9]{{1,12}}\s*(?:/|of)\s*[0-9]{{1,12}})(?![0-9.])"},
         ("accepted/drafted",), _ratio,
         "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",

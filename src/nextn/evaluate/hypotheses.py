@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from nextn.engines.counters import FIRST_TOKENS, NOTHING_DRAFTED, Counters
+from nextn.engines.counters import FIRST_TOKENS, FULL_SHARE, NOTHING_DRAFTED, Counters
 from nextn.errors import ConfigError, EngineError
 from nextn.stats.acceptance import conditional_rates, expected_length, length_of_drafts
 from nextn.stats.intervals import student_t
@@ -20,8 +20,6 @@ from nextn.stats.intervals import student_t
 # Standard deviations of log(a / (1 - a)) between workloads: the least, and the one where the reference has no domains.
 MIN_WORKLOAD_SPREAD, UNKNOWN_WORKLOAD_SPREAD = 0.25, 0.6
 
-# Rounds count as full from this share of K drafts per round on.
-_FULL_SHARE = 0.95
 _ROUNDING_SHARE = 0.01  # by which an AL from a log may exceed K + 1
 
 Rows = Sequence[Sequence[float]]
@@ -163,7 +161,7 @@ class ExpectedCounts:
         return float(mean), float(variance)
 
 
-def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: float = _FULL_SHARE) -> int:
+def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: float = FULL_SHARE) -> int:
     """Return K, the largest number of tokens that the engine drafts in a round.
 
     Counts by position show K. Totals show only the mean number of drafts per round: a lower bound of K, because an
@@ -201,7 +199,7 @@ def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: fl
     return given
 
 
-def observed_counts(counters: Counters, k: int, *, full_share: float = _FULL_SHARE) -> ObservedCounts:
+def observed_counts(counters: Counters, k: int, *, full_share: float = FULL_SHARE) -> ObservedCounts:
     """Return counts by position if possible, else the AL from total counts, else the engine's own AL.
 
     Rounds of fewer than `full_share` x K drafts on average are not full: counts by position do not say then how many
