@@ -59,7 +59,7 @@ def attempts(rng: random.Random, folders: dict[str, Path], root: Path):
     norm_weight = rng.choice((None, None, "add-1", "subtract-1"))
     yield "convert", source, out, lambda: nextn.convert(source, out, form=form, norm_weight=norm_weight)
     head = root / "head" / "head.safetensors"
-    yield "extract", base, head, lambda: nextn.extract(base, head, copies=rng.random() < 0.5)
+    yield "extract", base, head, lambda: nextn.extract(base, head)
 
 
 def run(call):
