@@ -390,7 +390,7 @@ def main() -> None:
     shared.add_argument("--out", type=Path)
     shared.add_argument("--logs", type=Path, default=Path("runs/serve-logs"))
     shared.add_argument("--start-s", type=float, default=600, help="time limit of a server's start")
-    shared.add_argument("--settle-s", type=float, default=20, help="idle time before the measurement, for warm-up")
+    shared.add_argument("--settle-s", type=float, default=120, help="idle time before the measurement, for warm-up")
     shared.add_argument(
         "--text", type=Path, nargs="+", default=list(PROMPTS), help="files whose pieces are the prompts"
     )
