@@ -105,8 +105,7 @@ def _figures(ranks: Sequence[Tensor], k: int) -> dict[str, object]:
         "K": k,
         "al": chain_al,
         "al_with_second": both_al,
-        "gain": both_al / chain_al - 1,
-        "gain_of_first": first_al / chain_al - 1,
+        "al_with_first": first_al,
         "second_is_right": [right / max(1, all_) for all_, right in rejected],
     }
 

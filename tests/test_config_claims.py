@@ -4,6 +4,8 @@ import pytest
 from artifacts import publish
 
 import nextn
+from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,11 @@ def test_a_claim_that_no_tensor_supports(family, field, value, tmp_path):
     assert [(each.rule, field in each.found) for each in found if each.severity != "note"] == [
         ("config-contradicts", True)
     ]
+
+
+def test_layers_of_a_pattern_of_megatron(tmp_path):
+    config = {"num_hidden_layers": None, "hybrid_override_pattern": "M|*/*E"}
+    assert Inventory.of(Checkpoint.open(publish(tmp_path, "nemotron_h", config=config))).num_layers == 2
 
 
 def test_norms_without_weights(tmp_path):

@@ -42,7 +42,7 @@ def other_weights(model, change):
     return replace(model, head=head)
 
 
-def shift_gains(head):
+def shift_norm_weights(head):
     # A zero-centered norm weight read as it is, or a plain one read as 1 + w: the effective gain is off by one.
     for name, value in head.named_parameters():
         if "norm" in name:
@@ -61,13 +61,13 @@ FAULTS = {
     "pre-norm-hidden": ("glm", lambda model: (other_facts(model, hidden="pre"), {}), 0.8),
     "inputs-swapped": ("glm", lambda model: (other_facts(model, concat="hidden_first"), {}), 1.7),
     "wrong-next-hidden": ("glm", lambda model: (other_facts(model, next_hidden="pre"), {}), 0.06),
-    "gain-1+w-read-as-w": ("qwen", lambda model: (other_weights(model, shift_gains), {}), 1.7),
+    "norm-1+w-read-as-w": ("qwen", lambda model: (other_weights(model, shift_norm_weights), {}), 1.7),
     "second-loaded-as-first": ("glm_two", lambda model: (other_weights(model, first_twice), {}), 0.7),
 }
 
 
 # Faults of the contract and of inputs cost acceptance in test_fault_rows.py, too.
-@pytest.mark.parametrize("fault", others_slow(FAULTS, "not-refreshed", "gain-1+w-read-as-w", "second-loaded-as-first"))
+@pytest.mark.parametrize("fault", others_slow(FAULTS, "not-refreshed", "norm-1+w-read-as-w", "second-loaded-as-first"))
 def test_fault_costs_acceptance_and_nothing_else(fault, trained):
     name, plant, margin = FAULTS[fault]
     texts, right = figures(trained[name])

@@ -8,13 +8,14 @@ import signal
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from quick import families, others_slow
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, FIXTURES, MOST, build, refrains
 
 from nextn.audit_rules import audit
@@ -26,7 +27,7 @@ from nextn.checkpoint.staging_folder import owned
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, TrainingError
 from nextn.model.model import Model
-from nextn.train import checkpointing, head_task
+from nextn.train import checkpointing
 from nextn.train.config import PARTS, HeadConfig, part_of
 from nextn.train.head_task import HeadTask, write_standalone_head, write_with_trunk
 from nextn.train.hidden_cache import KEY, HiddenStateCache
@@ -364,13 +365,13 @@ def killed(work, folder, is_due):
 
 def _slowly(folder):
     """Train with a checkpoint at every step, each of which takes long to write."""
-    whole = checkpointing.save_file
+    whole = checkpointing.write_tensors
 
-    def save(*args, **kwargs):
-        whole(*args, **kwargs)
+    def save(*args):
+        whole(*args)
         time.sleep(0.15)
 
-    checkpointing.save_file = save
+    checkpointing.write_tensors = save
     texts = refrains(12, 60, seed=1, eos=47)
     list(Trainer(of_fixture(texts, replace(CONFIG, save_every=1, steps=40)), out=folder).run())
 
@@ -495,15 +496,15 @@ def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):
     """One line that says what is whole, and how to go on; the run goes on from there to the same steps."""
     config = replace(CONFIG, save_every=2)
     told = losses(Trainer(of_fixture(corpus, config), out=tmp_path / "whole").run())
-    out, save = tmp_path / "run", checkpointing.save_file
+    out, save = tmp_path / "run", save_file
 
     def full(tensors, path, **options):
-        if "step-0000004" in str(path):
-            path.write_bytes(b"half")
+        if "step-0000004" in path:
+            Path(path).write_bytes(b"half")
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         save(tensors, path, **options)
 
-    monkeypatch.setattr(checkpointing, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(CheckpointError) as found:
         list(Trainer(of_fixture(corpus, config), out=out).run())
     assert str(found.value).startswith(f"{out / 'step-0000004'}: cannot be written: No space left on device")
@@ -593,6 +594,19 @@ def test_a_head_is_replaced_and_the_trunk_is_not(name, tmp_path):
         found.rule for found in audit(origin.checkpoint).findings
     }
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_files_of_the_trunk_keep_their_mode(tmp_path):
+    """They are linked, so that a change of the new folder's files would be one of the trunk's."""
+    trunk = shutil.copytree(FIXTURES / "glm", tmp_path / "trunk")
+    files = sorted(trunk.glob("*.safetensors"))
+    for file in files:
+        file.chmod(0o440)
+    head = Model.load(trunk).head
+    write_with_trunk(Inventory.of(Checkpoint.open(trunk)), head, tmp_path / "out", dtype=None, source="run")
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o440}
+    linked = [file for file in (tmp_path / "out").glob("*.safetensors") if file.stat().st_nlink > 1]
+    assert linked
 
 
 @pytest.mark.one_case
@@ -691,7 +705,7 @@ def test_a_failure_names_the_folder_and_leaves_the_old_one(tmp_path, monkeypatch
     def full(*_, **__):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(head_task, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device") as found:
         write()
     assert ".nextn" not in str(found.value)

@@ -615,7 +615,7 @@ def test_disk_full_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nextn.model.model.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         model.save(tmp_path / "model")
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
@@ -650,7 +650,8 @@ def test_experts_round_trip():
 
 
 def test_the_shard_is_plain_safetensors(saved):
-    _, shard = saved
+    folder, shard = saved
+    assert len({file.stat().st_mode for file in folder.glob("*.*")}) == 1  # none for its owner alone
     with safe_open(shard, framework="pt") as file:
         assert file.metadata()["format"] == "pt"
 

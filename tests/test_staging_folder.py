@@ -7,9 +7,7 @@ import signal
 from collections import namedtuple
 
 import pytest
-import torch
 from races import ROUNDS, race
-from safetensors.torch import save_file
 
 from nextn.checkpoint.staging_folder import atomic_folder, clear_stages, need_room, owned, staged
 from nextn.errors import CheckpointError, ConfigError
@@ -108,13 +106,6 @@ def test_a_folder_is_replaced_whole(tmp_path):
         (new / "file").write_text(str(1 / 0))
     assert (tmp_path / "out" / "file").read_text() == "two"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_files_of_a_folder_are_for_others_too(tmp_path):
-    with atomic_folder(tmp_path / "out") as new:
-        save_file({"a": torch.ones(2)}, new / "library")  # the library lets only the owner read it
-    (tmp_path / "plain").touch()
-    assert (tmp_path / "out" / "library").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_an_old_folder_that_was_moved_aside_is_put_back(tmp_path):

@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from nextn.edit.norm_shift import NEGATIVE
+
 Values = NDArray[np.float64]
 Side = Literal["head", "trunk", "both"]
 
@@ -23,7 +25,7 @@ Side = Literal["head", "trunk", "both"]
 #    logs: it must fit much better with the shift undone. Scaled weights fit equally well either way. Norms without a
 #    counterpart (token and hidden norm) are compared with all of the other side's and count half. One norm, or weights
 #    that the shift would have left near 1, where training starts anyway, make a suspicion and no proof.
-NEGATIVE, SOME_NEGATIVE = 0.2, 0.05  # shares of negative weights; a trained norm has none, or a few
+SOME_NEGATIVE = 0.05  # share of negative weights, below `NEGATIVE`, that is suspicious
 FIT, BETTER, SUSPICIOUS = 1.0, 0.4, 1.0  # nats: distance with the shift undone; how much smaller it is than as stored
 ENOUGH, NORMS = 1.8, 3  # certain: better by this in sum, over at least this many norms
 START = 0.35  # weights this close to 1 are where training starts

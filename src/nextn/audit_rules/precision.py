@@ -44,7 +44,7 @@ def precision(inventory: Inventory) -> Iterator[Finding]:
     yield from unused or _quantization(inventory, parts)
     yield from () if unused else _unreadable(inventory)
     yield from _built_plain(inventory, parts)
-    yield from _scale_missing(inventory, parts)
+    yield from _scales(inventory, parts)
     bare = {f"{part.module}.weight" for part in parts if part.storage == "fp8-bare"}
     yield from _precision_lower(inventory, reference, bare)
 
@@ -189,7 +189,7 @@ def _built_plain(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _scale_missing(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
+def _scales(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
     """Report fp8 matrices without a scale, and unquantized ones with one."""
     tensors = inventory.checkpoint.tensors
     stray = [name for part in parts if part.storage == "plain" and (name := scale_of(f"{part.module}.weight", tensors))]

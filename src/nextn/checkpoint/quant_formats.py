@@ -203,13 +203,13 @@ def settings_in(
 
 
 class Format:
-    """One parsed section of a config; this base class is for unknown methods, whose section is never edited.
+    """One parsed section of a config.
 
     Attributes:
         lists_modules: Whether the section says which modules are quantized; if not, the stored tensors alone do.
     """
 
-    lists_modules = False
+    lists_modules = True
 
     def __init__(self, section: Section) -> None:
         self.section = section
@@ -245,8 +245,6 @@ class Lists:
 
 class Listed(Format):
     """A method with a list of unquantized modules."""
-
-    lists_modules = True
 
     def __init__(self, section: Section, lists: Lists) -> None:
         self.lists = lists
@@ -367,8 +365,6 @@ class Gptq(Format):
     vllm/model_executor/layers/quantization/utils/gptq_utils.py; GPTQModel, gptqmodel/quantization/config.py.
     """
 
-    lists_modules = True
-
     @cached_property
     def rules(self) -> Expressions:
         return Expressions(rule.removeprefix("-:").removeprefix("+:") for rule in table(self.section, "dynamic"))
@@ -398,8 +394,6 @@ class AutoRound(Format):
 
     vllm/model_executor/layers/quantization/inc.py; an entry with a complete name and without bits leaves it out.
     """
-
-    lists_modules = True
 
     @cached_property
     def rules(self) -> tuple[list[str], Expressions]:
@@ -444,8 +438,6 @@ class AutoRound(Format):
 class Mlx(Format):
     """A module may have its own settings, or false; else its tensors decide. mlx_lm/utils.py, load_model."""
 
-    lists_modules = True
-
     def covers(self, module: str) -> bool | None:
         return bool(self.section[module]) if module in self.section else None
 
@@ -455,8 +447,6 @@ class Mlx(Format):
 
 class ModelSlim(Format):
     """Each tensor has an entry, FLOAT or a method. vllm-ascend stops at a Linear without one."""
-
-    lists_modules = True
 
     def covers(self, module: str) -> bool | None:
         return self.section.get(f"{module}.weight") != "FLOAT"
@@ -472,8 +462,10 @@ class ModelSlim(Format):
         return self.section | {f"{module}.weight": "FLOAT" for module in modules}
 
 
-class Gguf(Format):
-    """Blocks of a GGUF file, as `nextn convert --dtype stored` keeps them: a module is quantized if it has them."""
+class Unlisted(Format):
+    """A method whose tensors alone say what is quantized, as blocks of a GGUF file, or one that nextn does not know."""
+
+    lists_modules = False
 
 
 def _names(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
@@ -522,7 +514,7 @@ FORMATS: dict[str, Callable[[Section], Format]] = {
     "mxfp4": lambda section: Mxfp4(section, _MXFP4),
     **dict.fromkeys(TRANSFORMERS_METHODS, lambda section: Listed(section, _TRANSFORMERS)),
     "gptq": Gptq,
-    "gguf": Gguf,
+    "gguf": Unlisted,
     "mlx": Mlx,
     "modelslim": ModelSlim,
     **dict.fromkeys(("auto-round", "intel/auto-round"), AutoRound),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.gguf_file import BLOCK_NAMES
-from nextn.checkpoint.quant_formats import FORMATS, Format, Section, quantized
+from nextn.checkpoint.quant_formats import FORMATS, Format, Section, Unlisted, quantized
 from nextn.errors import CheckpointError
 from nextn.family_table import lookup
 from nextn.text_format import some
@@ -85,7 +85,7 @@ class QuantConfig:
     @property
     def known(self) -> bool:
         """Whether the methods are supported; `covers` is None for the modules of any other."""
-        return all(type(section.format) is not Format for section in self.sections)
+        return all(section.form in FORMATS for section in self.sections)
 
     def covers(self, module: str) -> bool | None:
         """Whether an engine that follows the config builds the Linear called `module` quantized.
@@ -173,7 +173,7 @@ def _sections(checkpoint: Checkpoint) -> Iterator[QuantSection]:
                 form = "modelopt-file" if file == MODELOPT_FILE else "modelopt"
             if form == "modelopt" and isinstance(inner := section.get("quantization"), dict):
                 keys, section, form = (*keys, "quantization"), inner, "modelopt-file"  # as vLLM also reads it
-            yield QuantSection(file, keys, method, form, FORMATS.get(form, Format)(section))
+            yield QuantSection(file, keys, method, form, FORMATS.get(form, Unlisted)(section))
         except ValueError as error:
             raise _fault(checkpoint, file, error) from error
 

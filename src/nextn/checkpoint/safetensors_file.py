@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as brief
 from threading import Lock
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from safetensors import SafetensorError
 
 from nextn.bounded_json import JsonLimits
 from nextn.checkpoint.remote import ByteSource, LocalFile
 from nextn.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Bits per element. The order is that of `enum Dtype` in the safetensors crate (tensor.rs, 0.8): files are laid out by
 # it, last first, which puts wide elements before narrow ones.
@@ -267,6 +270,14 @@ def _layout(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None
         offset = ends[name]
     header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     return ends, header + b" " * (-len(header) % 8)
+
+
+def write_tensors(path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | None = None) -> None:
+    """Write tensors of torch atomically."""
+    from safetensors.torch import save_file
+
+    with atomic(path) as file:
+        save_file(tensors, file.name, metadata=metadata)
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -79,9 +79,6 @@ def atomic_folder(folder: Path, *, needed: int = 0) -> Iterator[Path]:
         new, old = stage / "new", stage / _OLD
         new.mkdir()
         yield new
-        # The safetensors library writes files that only their owner may read; the lock has the mode that others get.
-        for path in filter(Path.is_file, new.rglob("*")):
-            path.chmod((stage / _LOCK).stat().st_mode)
         if folder.exists():
             folder.rename(old)
         try:
@@ -181,7 +178,7 @@ def _empty(stage: Path) -> None:
 
 def _failure(error: Exception, target: Path, stage: Path, needed: int) -> Exception:
     """Return the failure in terms of `target`, and for a full disk how much is missing."""
-    if _is_full(error) and (needed or not isinstance(error, NextnError)):
+    if _is_full(error):
         written = sum(path.lstat().st_size for path in stage.rglob("*") if path.is_file())
         missing = max(0, needed - written - free_bytes(target))
         how_much = f"{missing:,} more bytes are needed" if missing else f"{free_bytes(target):,} bytes are free"

@@ -175,8 +175,7 @@ def bench(
     for note in loaded.notes:
         print_note(note)
     plan = replace(plan, chat=use_chat(loaded, chat))
-    if draftable is not None:
-        draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=options.backend)
+    draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=options.backend)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(len(texts)))
         report = run_benchmark(loaded, texts, plan, source=source, on_run=lambda _: step())

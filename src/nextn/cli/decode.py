@@ -3,6 +3,7 @@
 Also the options that other decoding commands share: sampling, and drafting from a part of the vocabulary.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,19 +74,18 @@ class DraftVocabularyOptions:
         ),
     ] = None
 
-    def read(self) -> "DraftableText | None":
-        """Read the text; None if drafts are of all tokens. Raises ConfigError."""
+    def read(self) -> "DraftableText":
+        """Read the text. Raises ConfigError."""
         if self.draft_vocab is None:
-            return None
-        file, _, number = self.draft_vocab.rpartition(":")
-        size = int(number) if file and number.isascii() and number.isdecimal() else None
-        try:
-            text = Path(self.draft_vocab if size is None else file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--draft-vocab {self.draft_vocab}: not a readable text: {error}") from error
+            return DraftableText(None, None)
+        found = re.fullmatch(r"(.+):([0-9]{1,9})", self.draft_vocab)
+        file, size = (found[1], int(found[2])) if found else (self.draft_vocab, None)
         if size == 0:
             raise ConfigError(f"--draft-vocab {self.draft_vocab}; expected at least 1 token after the colon")
-        return DraftableText(size, text)
+        try:
+            return DraftableText(size, Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--draft-vocab {self.draft_vocab}: not a readable text: {error}") from error
 
 
 @expanded()
@@ -106,8 +106,7 @@ def generate(
     text = read_stdin() if prompt == "-" else prompt
     draftable, k = vocabulary.read(), settings.num_speculative_tokens
     loaded = options.load(need_head=k > 0)
-    if draftable is not None:
-        draftable.apply(loaded, num_speculative_tokens=k, backend=options.backend)
+    draftable.apply(loaded, num_speculative_tokens=k, backend=options.backend)
     length = _adaptive(loaded, settings, options.backend) if adaptive else None
     request = _Request(text, settings, use_chat(loaded, chat), options.backend, length)
     if as_json:
@@ -116,9 +115,7 @@ def generate(
         _show(loaded, request)
 
 
-@expanded(
-    "exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map", dtype="float32",
-)  # fmt: skip
+@expanded("exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map", dtype="float32")
 def trace(
     *,
     prompt: Annotated[str, typer.Argument(help="A short prompt: each of its tokens becomes a line.")],
@@ -266,16 +263,23 @@ def _is_repetitive(tokens: "Sequence[int]") -> bool:
 
 @dataclass(frozen=True)
 class DraftableText:
-    """The text whose `size` most frequent tokens are drafted; None: the number that is fastest."""
+    """The text whose `size` most frequent tokens are drafted.
+
+    Attributes:
+        size: None: the number that is fastest.
+        text: None: all tokens are drafted.
+    """
 
     size: int | None
-    text: str
+    text: str | None
 
     def apply(self, model: "Model", *, num_speculative_tokens: int, backend: str = "auto") -> None:
         """Restrict what the head drafts from. Raises ConfigError if that is impossible.
 
         num_speculative_tokens: The largest K that will be used.
         """
+        if self.text is None:
+            return
         from nextn.decoding.generate import encode, eos_tokens
 
         if model.head is None or not num_speculative_tokens:

@@ -109,8 +109,7 @@ def serve(
         )
         say_doing(f"loading {name}")
         loaded = source.load(need_head=k > 0)
-        if draftable is not None:
-            draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
+        draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
         from nextn.runtime.native.abi import zero_lost_pages
         from nextn.serve.api import create_app
         from nextn.serve.engine import ServingEngine

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # dtypes of norm weights, as numpy reads them
 _BF16_ROUNDING = 2.0**-9  # of a value, at most
-_NEGATIVE = 0.2  # share of the weights of one norm; trained weights hardly ever cross 0
+NEGATIVE = 0.2  # share of negative weights of one norm that shows weights less 1; a trained norm has hardly any
 _NORM_WEIGHT = re.compile(r"norm\w*(\.m)?\.weight$")
 _SHIFT = re.compile(r"(add|subtract)-([12])(?::(.+))?")
 
@@ -102,7 +102,7 @@ def stores_less_one(head: Inventory) -> bool:
     """Whether norm weights of the head are stored as w for 1 + w: then those below 1 are negative, and no others."""
     infos = [head.info(canonical) for canonical in head.stored if is_norm_weight(canonical)]
     stored = (_floats(head.checkpoint.read_bytes(info.name), info.dtype) for info in infos if info.dtype in _FLOATS)
-    return any((values < 0).mean() > _NEGATIVE for values in stored)
+    return any((values < 0).mean() > NEGATIVE for values in stored)
 
 
 def shift_fn(dtype: str, offset: float) -> Callable[[bytes], bytes]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, as_checkpoint,
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import is_foreign, open_head, trained_length, trunk_family
 from nextn.checkpoint.quantized_weights import fp8_section, quantize_tensors
-from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors
+from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors, write_tensors
 from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk, small_files
 from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader
@@ -231,6 +231,8 @@ class Model:
             target = None if self.trunk.keeps_fp32(name) else dtype
             state[name] = casts.setdefault((value.data_ptr(), value.shape), cast(value, target))
         model.save_pretrained(folder, state_dict=state)
+        for shard in folder.glob("*.safetensors"):  # which the library lets only the owner read
+            shard.chmod((folder / "config.json").stat().st_mode)
         if self.family.trunk_renames:
             _rename(folder, self.family.trunk_name)
         if self.tokenizer is not None:
@@ -352,8 +354,7 @@ def _quantize(folder: Path, family: Family, num_layers: int) -> None:
     plain = set()
     for shard in sorted(folder.glob("*.safetensors")):
         tensors = quantize_tensors(load_file(shard), family, num_layers)
-        save_file(tensors, folder / "part", metadata={"format": "pt"})
-        (folder / "part").replace(shard)  # not in place: the loaded tensors are still memory-mapped
+        write_tensors(shard, tensors, {"format": "pt"})
         matrices = [name for name, value in tensors.items() if value.ndim > 1 and value.itemsize > 1]
         plain |= {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
     _index(folder)
@@ -379,7 +380,7 @@ def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     names = [f"model-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1)]
     for shard, name in zip(shards, names, strict=False):
         shard.rename(folder / name)
-    save_file(dict(tensors), folder / names[-1], metadata={"format": "pt"})
+    write_tensors(folder / names[-1], dict(tensors), {"format": "pt"})
     _index(folder)
 
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nextn.checkpoint.safetensors_file import atomic, read_header, write_json
+from nextn.checkpoint.safetensors_file import atomic, read_header, write_json, write_tensors
 from nextn.checkpoint.staging_folder import SUFFIX, clear_stages, need_room, owned
 from nextn.errors import CheckpointError, ConfigError
 from nextn.train.config import FREE_SETTINGS, TrainConfig
@@ -133,7 +133,7 @@ def _step_of(line: str) -> float:
 
 def write_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
     """Write the optimizers' tensors."""
-    save_file(dict(moments), folder / _MOMENTS)
+    write_tensors(folder / _MOMENTS, dict(moments))
 
 
 def write_state(folder: Path, config: TrainConfig, **state: object) -> None:

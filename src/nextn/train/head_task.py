@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import GENERIC, trunk_fingerprint, trunk_identity
-from nextn.checkpoint.safetensors_file import atomic, write_json
+from nextn.checkpoint.safetensors_file import write_json, write_tensors
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.data.batches import Batch
@@ -270,7 +269,7 @@ class HeadTask:
         """Write the head alone, in fp32, and the fingerprint of its trunk."""
         with atomic_folder(folder) as stage:
             tensors = {name: value.contiguous() for name, value in self.head.state_dict().items()}
-            save_file(tensors, stage / HEAD_FILE, metadata={"trunk": self.fingerprint})
+            write_tensors(stage / HEAD_FILE, tensors, {"trunk": self.fingerprint})
             extra(stage)
 
     def read(self, folder: Path) -> None:
@@ -393,12 +392,6 @@ def write_head(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path.with_name(CONFIG), config)
     write_tensors(path, tensors, {"format": "pt", "family": head.family.name, **metadata})
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically."""
-    with atomic(path) as file:
-        save_file(tensors, file.name, metadata=metadata)
 
 
 def write_standalone_head(

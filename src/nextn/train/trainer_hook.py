@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.trainer_utils import IntervalStrategy
 
 from nextn.checkpoint.provenance import record_training
+from nextn.checkpoint.safetensors_file import write_tensors
 from nextn.edit.plan import EditPlan
 from nextn.edit.restore import restore
 from nextn.edit.save_hook import save_with, without_adapters
@@ -28,7 +29,7 @@ from nextn.model.head import Head
 from nextn.model.model import live_trunk, load_head
 from nextn.model.trunk import Trunk
 from nextn.train.cotrain import CotrainLoss, DetachedTrunk, HeadSettings, RunningFigures, model_inputs, targets_of
-from nextn.train.head_task import write_head, write_tensors
+from nextn.train.head_task import write_head
 from nextn.train.init_head import init_head
 from nextn.train.layer_inputs import checkpoint_layers
 
