@@ -24,18 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from engine_faults import PLANTED, Files, Planted, plant
+from engine_faults import PLANTED, plant
 from engines import environments
 from engines.referee import Ours, compared
 from engines.serving import Bench
 from engines.starting import Starter
 
-from nextn.checkpoint.checkpoint import SHIPPED_HEAD, SINGLE, Checkpoint
+from nextn.checkpoint.checkpoint import SHIPPED_HEAD, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import generate
@@ -72,42 +70,11 @@ SIMULATED = (
     "head-quantized",
 )
 CAUSES = {"swapped": "inputs-swapped", "shifted": "norm-offset-missing"}  # of PLANTED
-HIDDEN, MIDDLE, BLOCK = 576, 15, ("self_attn.", "mlp.")
 Ids = Sequence[tuple[int, ...]]
 
 
-def _unit_norms(files: Files) -> dict[str, Tensor]:
-    return files.changed("norm", by=torch.ones_like)
-
-
-def _reversed_states(files: Files) -> dict[str, Tensor]:
-    """As of a trunk whose channels are in another order."""
-    part = slice(None, HIDDEN) if any("mtp_layers" in name for name in files.names.values()) else slice(HIDDEN, None)
-
-    def changed(weight: Tensor) -> Tensor:
-        weight = weight.clone()
-        weight[:, part] = weight[:, part].flip(1)
-        return weight
-
-    return files.changed("projection", by=changed)
-
-
-def _middle_layer(files: Files) -> dict[str, Tensor]:
-    """The block is a layer of the trunk: what a head is before it is trained."""
-    layer = load_file(smollm2() / SINGLE)
-    names = {name: name[name.index(part) :] for name in files.names.values() for part in BLOCK if part in name}
-    copies = {name: layer.get(f"model.layers.{MIDDLE}.{end}") for name, end in names.items()}
-    fitting = {name: each for name, each in copies.items() if each is not None}
-    return files.tensors | {name: each.to(files.tensors[name].dtype) for name, each in fitting.items()}
-
-
 # In the files; `cause` is what they are called in the record.
-SERVED = (
-    *(replace(each, cause=CAUSES[each.name]) for each in PLANTED if each.name in CAUSES),
-    Planted("unit", "the head's norm weights are 1", _unit_norms, cause="norms-lost"),
-    Planted("other", "the head is of a trunk whose channels have another order", _reversed_states, cause="other-trunk"),
-    Planted("middle", "attention and MLP are those of a trunk layer", _middle_layer, cause="wrong-layer"),
-)
+SERVED = [replace(each, cause=CAUSES[each.name]) for each in PLANTED if each.name in CAUSES]
 
 
 def relaid(trunk: Path, layout: str, folder: Path) -> Path:
