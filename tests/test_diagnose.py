@@ -17,9 +17,9 @@ from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.conventions import apply_variants
-from nextn.evaluate.diagnose import Diagnosis, ObservedCase, _on_prompts, observed_plan
-from nextn.evaluate.diagnose import diagnose_observations as diagnose
-from nextn.evaluate.diagnose_engine import audit_lines
+from nextn.evaluate.diagnose import Diagnosis, ObservedCase
+from nextn.evaluate.diagnose_engine import _on_prompts, audit_lines, observed_plan
+from nextn.evaluate.diagnose_engine import diagnose_observations as diagnose
 from nextn.evaluate.engine_probe import engine_priors
 from nextn.evaluate.engine_run import (
     EngineObservation,
@@ -587,10 +587,11 @@ def plans(monkeypatch):
         generated = dict.fromkeys(plan.temperatures, drawn)
         return SimpleNamespace(text_source="", generated=generated, text_indices=lambda temperature: {0})
 
-    monkeypatch.setattr("nextn.evaluate.diagnose.reference_acceptance", reference)
-    monkeypatch.setattr("nextn.evaluate.diagnose.expectation", lambda name, *_: replace(GOOD, name=name))
+    monkeypatch.setattr("nextn.evaluate.diagnose_engine.reference_acceptance", reference)
+    monkeypatch.setattr("nextn.evaluate.diagnose_engine.expectation", lambda name, *_: replace(GOOD, name=name))
     monkeypatch.setattr(
-        "nextn.evaluate.diagnose.expectations", lambda measured, *_, **__: {each: [GOOD] for each in measured.generated}
+        "nextn.evaluate.diagnose_engine.expectations",
+        lambda measured, *_, **__: {each: [GOOD] for each in measured.generated},
     )
     return found
 

@@ -24,7 +24,7 @@ from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.engines.counters import Counters, sum_counters
-from nextn.evaluate import diagnose as diagnosing
+from nextn.evaluate import diagnose_engine as diagnosing
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.probe import probe, truncate_texts
 from nextn.evaluate.reference import reference_acceptance

@@ -29,7 +29,7 @@ from nextn.edit.export import export
 from nextn.engines.counters import sum_counters
 from nextn.errors import CheckpointError, FamilyError
 from nextn.evaluate.conventions import apply_variants, variants
-from nextn.evaluate.diagnose import diagnose_observations
+from nextn.evaluate.diagnose_engine import diagnose_observations
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
 from nextn.evaluate.likelihoods import NO_FAULT

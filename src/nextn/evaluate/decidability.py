@@ -44,7 +44,7 @@ def can_decide(evidence: Sequence[Evidence]) -> bool:
     """
     total = 0.0
     for observed, expected, diverged_share, other_workload in evidence:
-        faultless = _without_fault(expected)
+        faultless = without_fault(expected)
         ratio = expected_ratio(
             observed, _halved(faultless), faultless, diverged_share=diverged_share, other_workload=other_workload
         )
@@ -62,7 +62,7 @@ def needed_evidence(evidence: Sequence[Evidence], *, driven: bool) -> NeededEvid
     driven: the engine answers the reference's own prompts, so more prompts add to both sides. Otherwise only the
     reference grows, since a log cannot be extended; the engine's counts grow as well if that is not enough.
     """
-    texts = [_without_fault(item.expected) for item in evidence]
+    texts = [without_fault(item.expected) for item in evidence]
     tokens = sum(round(each.counts[0][:, 0].sum() * (1 + each.accepted_per_round[0])) for each in texts)
     if not can_decide([_scaled(item, _MAX_FACTOR, _MAX_FACTOR) for item in evidence]):
         return None
@@ -75,7 +75,7 @@ def needed_evidence(evidence: Sequence[Evidence], *, driven: bool) -> NeededEvid
     return None
 
 
-def _without_fault(expected: Sequence[ExpectedCounts]) -> ExpectedCounts:
+def without_fault(expected: Sequence[ExpectedCounts]) -> ExpectedCounts:
     return next(each for each in expected if each.name == NO_FAULT)
 
 
@@ -96,7 +96,7 @@ def _halved(faultless: ExpectedCounts) -> ExpectedCounts:
 
 def _scaled(item: Evidence, factor: int, engine_factor: int) -> Evidence:
     """Return the evidence with `factor` times the texts and `engine_factor` times the engine's rounds."""
-    faultless, observed = _without_fault(item.expected), item.counts
+    faultless, observed = without_fault(item.expected), item.counts
     more_texts = replace(
         faultless,
         num_drafted=[*faultless.num_drafted] * factor,

@@ -1,26 +1,22 @@
-"""Diagnosis of an engine's low acceptance, from its draft counts and the checkpoint's head with and without faults."""
+"""The report on an engine's low acceptance: its draft counts beside those of the head with and without faults."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from nextn import __version__
 from nextn.engines.check_result import CheckReport, CheckResult, Outcome
-from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence
-from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, engine_priors, next_checks
-from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share
+from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence, without_fault
+from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, next_checks
+from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import (
     CONTEXT,
     FAULTS,
-    NOTHING,
     OVERRIDDEN,
-    TEMPLATE,
     WEIGHTS,
     cause_found,
-    expectation,
-    expectations,
 )
-from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
+from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
 from nextn.evaluate.likelihoods import (
     MIN_FIT,
     NO_FAULT,
@@ -31,16 +27,12 @@ from nextn.evaluate.likelihoods import (
     name_causes,
     rank_causes,
 )
-from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
-from nextn.evaluate.workload import Prompt, ReferencePlan
-from nextn.model.model import Model
 from nextn.text_format import some
 
 # Greedy texts of one model differ at near-ties, late; those of another model differ early.
 _OTHER_MODEL_SHARE = 0.5
 _POOR_RATE = 0.2  # a reference with a lower a_1 is a poor head, whatever an engine does with it
-_ANY_ACCEPTED = 0.005  # accepted drafts per round that no rounding of a log makes of none
 INCONCLUSIVE = "inconclusive"
 
 DEFINITIONS = {
@@ -197,7 +189,8 @@ class Diagnosis(CheckReport):
     def _may_be_short(self) -> bool:
         """Whether an engine without fault may accept as much in rounds of fewer than K drafts: at least a_1 in each."""
         return all(
-            case.has_short_rounds and case.num_accepted >= _without_fault(case).raw_rates[0] for case in self.cases
+            case.has_short_rounds and case.num_accepted >= without_fault(case.expected).raw_rates[0]
+            for case in self.cases
         )
 
     @property
@@ -262,7 +255,7 @@ class Diagnosis(CheckReport):
     @property
     def reference_rate(self) -> float:
         """a_1 of the head at the lowest temperature without a fault."""
-        return float(_without_fault(self.cases[0]).raw_rates[0])
+        return float(without_fault(self.cases[0].expected).raw_rates[0])
 
     @property
     def _falls_with_length(self) -> bool:
@@ -271,7 +264,7 @@ class Diagnosis(CheckReport):
         if len(halves) < 2:
             return False
         short, long = halves
-        expected = _without_fault(long).accepted_per_round[0]
+        expected = without_fault(long.expected).accepted_per_round[0]
         return (
             name_causes(short.causes) == (NO_FAULT,)
             and name_causes(long.causes) != (NO_FAULT,)
@@ -294,7 +287,7 @@ class Diagnosis(CheckReport):
     def summary(self) -> str:
         """The diagnosis, in one sentence."""
         case = self._deciding_case
-        expected, counted = 1 + _without_fault(case).accepted_per_round[0], 1 + case.num_accepted
+        expected, counted = 1 + without_fault(case.expected).accepted_per_round[0], 1 + case.num_accepted
         temperature, several = case.observation.temperature, len({each.observation.temperature for each in self.cases})
         where = f" at temperature {temperature:g}" if several > 1 else ""
         figures = f"AL {counted:.2f} where this head should give {expected:.2f}{where}"
@@ -438,97 +431,3 @@ class Diagnosis(CheckReport):
             "next_checks": self.next_checks,
             "notes": self.notes,
         } | self.reference.published_record()
-
-
-def _without_fault(case: ObservedCase) -> ExpectedCounts:
-    return next(each for each in case.expected if each.name == NO_FAULT)
-
-
-def diagnose_observations(
-    model: Model,
-    prompts: Sequence[Prompt],
-    observations: Sequence[EngineObservation],
-    plan: ReferencePlan,
-    *,
-    source: str = "",
-    reference: ReferenceReport | None = None,
-    audit_notes: Sequence[str] = (),
-    on_text: Callable[..., None] = lambda num_texts=1: None,
-    on_fault: Callable[[], None] = lambda: None,
-) -> Diagnosis:
-    """Compare what an engine counted with the head's reference, and with every fault that the head can have.
-
-    Args:
-        model: The checkpoint that the engine serves, loaded.
-        prompts: The reference's prompts; the indices in `observations` refer to them.
-        observations: What the engine counted, by temperature or by length of the prompts.
-        plan: How to measure the reference. Its K is the engine's, see `observed_plan`; its temperatures are replaced
-            by those of the observations.
-        source: Name of the checkpoint in the report.
-        reference: A measurement by this plan of the engine's own answers; None measures the model's continuations of
-            the prompts.
-        audit_notes: Findings of the audit, which are added to the notes.
-        on_text: Called with the number of texts of the reference that were decoded, and for each that was scored.
-        on_fault: Called after each fault that was scored.
-
-    Raises:
-        ConfigError: The checkpoint has no head, or the counters contradict the plan's K.
-        EngineError: The counters have no figures.
-    """
-    plan = observed_plan(observations, plan, plan.num_speculative_tokens)
-    counts = [observed_counts(each.counters, plan.num_speculative_tokens) for each in observations]
-    reference = reference or reference_acceptance(model, prompts, plan, on_text=on_text, on_score=on_text)
-    expected = expectations(reference, model, on_fault=on_fault)
-    other_plan = _other_template(model, prompts, plan) if observations[0].prompt_indices is None else None
-    if other_plan is not None:
-        other = reference_acceptance(model, prompts, other_plan)
-        for temperature, hypotheses in expected.items():
-            hypotheses.append(expectation(TEMPLATE, other, temperature))
-    if any(each.acceptance_length > 1 + _ANY_ACCEPTED for each in counts):
-        expected = {t: [each for each in causes if each.name != NOTHING] for t, causes in expected.items()}
-    cases = [
-        ObservedCase(
-            each,
-            counted,
-            _on_prompts(expected[each.temperature], reference, each),
-            diverged_text_share(each, reference),
-            count_retokenized(each, reference),
-            plan.rule,
-        )
-        for each, counted in zip(observations, counts, strict=True)
-    ]
-    priors = engine_priors(model.family, observations[0].counters.engine)
-    return Diagnosis(source, reference, tuple(cases), tuple(audit_notes), priors)
-
-
-def observed_plan(
-    observations: Sequence[EngineObservation], plan: ReferencePlan, num_speculative_tokens: int | None
-) -> ReferencePlan:
-    """Return the plan with the engine's K and the temperatures of the observations.
-
-    num_speculative_tokens: K as the user sets it; None takes it from the counters. Raises as `engine_depth`.
-    """
-    k = engine_depth([each.counters for each in observations], num_speculative_tokens)
-    return replace(plan, num_speculative_tokens=k, temperatures=tuple(each.temperature for each in observations))
-
-
-def _other_template(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan) -> ReferencePlan | None:
-    """The plan with the chat template turned off if it was applied, else on.
-
-    None if the tokenizer has no template, or prompts are token ids.
-    """
-    has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
-    if not has_template or not all(isinstance(prompt.text, str) for prompt in prompts):
-        return None
-    is_applied = plan.chat is not False  # None applies it too, as there is one
-    return replace(plan, chat=not is_applied)
-
-
-def _on_prompts(
-    expected: Sequence[ExpectedCounts], reference: ReferenceReport, observation: EngineObservation
-) -> tuple[ExpectedCounts, ...]:
-    """The hypotheses over the engine's prompts; repetitive texts count only where the engine counted them too."""
-    indices = observation.prompt_indices
-    if indices is None:
-        indices = tuple(sorted(reference.text_indices(observation.temperature)))
-    return tuple(each.select(indices) for each in expected)

@@ -10,15 +10,24 @@ from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.engines.run_settings import with_settings
 from nextn.errors import ConfigError
-from nextn.evaluate.diagnose import Diagnosis, diagnose_observations, observed_plan
-from nextn.evaluate.engine_run import EngineObservation, drive_engine, read_engine_counters
-from nextn.evaluate.hypotheses import engine_depth
-from nextn.evaluate.reference import open_model
+from nextn.evaluate.diagnose import Diagnosis, ObservedCase
+from nextn.evaluate.engine_probe import engine_priors
+from nextn.evaluate.engine_run import (
+    EngineObservation,
+    count_retokenized,
+    diverged_text_share,
+    drive_engine,
+    read_engine_counters,
+)
+from nextn.evaluate.faults import NOTHING, TEMPLATE, expectation, expectations
+from nextn.evaluate.hypotheses import ExpectedCounts, engine_depth, observed_counts
+from nextn.evaluate.reference import open_model, reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, PromptSource, ReferencePlan, take_prompts
 from nextn.model.model import Model
 
 _MAX_FLAGS = 1024 * 1024  # bytes
+_ANY_ACCEPTED = 0.005  # accepted drafts per round that no rounding of a log makes of none
 
 Step = Callable[..., None]
 MeasureAnswers = Callable[[Sequence[EngineObservation], ReferencePlan], ReferenceReport]
@@ -176,3 +185,93 @@ def audit_lines(source: str, head: str | Path | None) -> list[str]:
     """Return the errors and warnings that `audit` finds in the checkpoint and its head, one line each."""
     findings = audit(source, head=head).findings
     return [f"audit: {each.severity}, {each.rule}: {each.found}" for each in findings if each.severity != "note"]
+
+
+def diagnose_observations(
+    model: Model,
+    prompts: Sequence[Prompt],
+    observations: Sequence[EngineObservation],
+    plan: ReferencePlan,
+    *,
+    source: str = "",
+    reference: ReferenceReport | None = None,
+    audit_notes: Sequence[str] = (),
+    on_text: Callable[..., None] = lambda num_texts=1: None,
+    on_fault: Callable[[], None] = lambda: None,
+) -> Diagnosis:
+    """Compare what an engine counted with the head's reference, and with every fault that the head can have.
+
+    Args:
+        model: The checkpoint that the engine serves, loaded.
+        prompts: The reference's prompts; the indices in `observations` refer to them.
+        observations: What the engine counted, by temperature or by length of the prompts.
+        plan: How to measure the reference. Its K is the engine's, see `observed_plan`; its temperatures are replaced
+            by those of the observations.
+        source: Name of the checkpoint in the report.
+        reference: A measurement by this plan of the engine's own answers; None measures the model's continuations of
+            the prompts.
+        audit_notes: Findings of the audit, which are added to the notes.
+        on_text: Called with the number of texts of the reference that were decoded, and for each that was scored.
+        on_fault: Called after each fault that was scored.
+
+    Raises:
+        ConfigError: The checkpoint has no head, or the counters contradict the plan's K.
+        EngineError: The counters have no figures.
+    """
+    plan = observed_plan(observations, plan, plan.num_speculative_tokens)
+    counts = [observed_counts(each.counters, plan.num_speculative_tokens) for each in observations]
+    reference = reference or reference_acceptance(model, prompts, plan, on_text=on_text, on_score=on_text)
+    expected = expectations(reference, model, on_fault=on_fault)
+    other_plan = _other_template(model, prompts, plan) if observations[0].prompt_indices is None else None
+    if other_plan is not None:
+        other = reference_acceptance(model, prompts, other_plan)
+        for temperature, hypotheses in expected.items():
+            hypotheses.append(expectation(TEMPLATE, other, temperature))
+    if any(each.acceptance_length > 1 + _ANY_ACCEPTED for each in counts):
+        expected = {t: [each for each in causes if each.name != NOTHING] for t, causes in expected.items()}
+    cases = [
+        ObservedCase(
+            each,
+            counted,
+            _on_prompts(expected[each.temperature], reference, each),
+            diverged_text_share(each, reference),
+            count_retokenized(each, reference),
+            plan.rule,
+        )
+        for each, counted in zip(observations, counts, strict=True)
+    ]
+    priors = engine_priors(model.family, observations[0].counters.engine)
+    return Diagnosis(source, reference, tuple(cases), tuple(audit_notes), priors)
+
+
+def observed_plan(
+    observations: Sequence[EngineObservation], plan: ReferencePlan, num_speculative_tokens: int | None
+) -> ReferencePlan:
+    """Return the plan with the engine's K and the temperatures of the observations.
+
+    num_speculative_tokens: K as the user sets it; None takes it from the counters. Raises as `engine_depth`.
+    """
+    k = engine_depth([each.counters for each in observations], num_speculative_tokens)
+    return replace(plan, num_speculative_tokens=k, temperatures=tuple(each.temperature for each in observations))
+
+
+def _other_template(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan) -> ReferencePlan | None:
+    """The plan with the chat template turned off if it was applied, else on.
+
+    None if the tokenizer has no template, or prompts are token ids.
+    """
+    has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
+    if not has_template or not all(isinstance(prompt.text, str) for prompt in prompts):
+        return None
+    is_applied = plan.chat is not False  # None applies it too, as there is one
+    return replace(plan, chat=not is_applied)
+
+
+def _on_prompts(
+    expected: Sequence[ExpectedCounts], reference: ReferenceReport, observation: EngineObservation
+) -> tuple[ExpectedCounts, ...]:
+    """The hypotheses over the engine's prompts; repetitive texts count only where the engine counted them too."""
+    indices = observation.prompt_indices
+    if indices is None:
+        indices = tuple(sorted(reference.text_indices(observation.temperature)))
+    return tuple(each.select(indices) for each in expected)
