@@ -287,6 +287,10 @@ async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
     questions = [encode(model, prompt.text, chat=True) for prompt in read_prompts(args.prompts)] if args.prompts else []
     backend, most, policies = backend_for(model, "auto"), max(args.levels), DraftPolicies()
     limits = SchedulerLimits(max_num_seqs=most, max_model_len=args.context, num_speculative_tokens=k)
+    for size in range(1, most + 1):  # as the server does while it is idle
+        backend.trunk.prepare(size, range(1, k + 2), exact=False)
+        if backend.head is not None:
+            backend.head.prepare(size, range(1, k + 2))
     for size in sorted({1 << power for power in range(most.bit_length())} | {most}):
         costs = measure_round_costs(backend, size, num_speculative_tokens=k, is_argmax=True, max_model_len=args.context)
         assert costs is not None

@@ -204,17 +204,20 @@ def served() -> str:
 
 def scheduled() -> str:
     """MTP against plain decoding in one scheduler, by `bench/serve.py scheduler`."""
-    rows = record("serve-smollm2")["scheduler"]["rows"]
 
-    def line(streams: int) -> tuple[str, ...]:
+    def line(model: str, rows: Sequence[Mapping[str, Any]], streams: int) -> tuple[str, ...]:
         found = [row for row in rows if row["streams"] == streams]
         ratios = [row["MTP"] / row["plain"] for row in found]
-        speeds = [f"{statistics.median(row[name] for row in found):.0f}" for name in ("plain", "MTP")]
+        speeds = [f"{statistics.median(row[name] for row in found):,.0f}" for name in ("plain", "MTP")]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        return (str(streams), *speeds, ratio, f"{statistics.mean(row['mean_drafts'] for row in found):.2f}")
+        return (model, str(streams), *speeds, ratio, f"{statistics.mean(row['mean_drafts'] for row in found):.2f}")
 
-    head = ("streams", "plain, tokens/s", "MTP, tokens/s", "ratio, median (least to most)", "drafts a round")
-    return table(head, (line(streams) for streams in dict.fromkeys(row["streams"] for row in rows)))
+    head = ("model", "streams", "plain, tokens/s", "MTP, tokens/s", "ratio, median (least to most)", "drafts a round")
+    models = {"SmolLM2": record("serve-smollm2"), "tiny": record("serve-tiny")}
+    parts = ((model, found["scheduler"]["rows"]) for model, found in models.items())
+    return table(
+        head, (line(model, rows, n) for model, rows in parts for n in dict.fromkeys(row["streams"] for row in rows))
+    )
 
 
 def initial() -> str:

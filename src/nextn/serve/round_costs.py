@@ -16,9 +16,10 @@ from nextn.speculative.draft_policy import FixedLength, RoundPlan
 
 _PROMPT_SIZE = 64  # positions, processed in one pass
 # Each number of drafts is measured in several turns, each longer than a time slice of another process: rounds that fit
-# between time slices would seem cheaper than they are on a busy machine.
-_NUM_TURNS, _TURN_S = 5, 0.02
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 12  # of a turn
+# between time slices would seem cheaper than they are on a busy machine. Turns that agree to within a factor end early.
+_MIN_TURNS, _MAX_TURNS, _AGREEMENT = 3, 5, 1.1
+_TURN_S, _MAX_ROUNDS = 0.02, 12  # a turn's least time, unless it has this many rounds
+_ROUNDS_PER_CALL = 3
 MAX_COPY_ROWS = 64  # positions of all sequences up to which rounds with copies are measured; longer ones take long
 _MAX_AHEAD_S = 0.01  # seconds of rounds in one native call, after which a waiting request is noticed
 
@@ -55,32 +56,40 @@ def measure_round_costs(
 
     Returns:
         The mean of a turn's rounds, and the median of that over turns. None if interrupted, or if `max_model_len` is
-        too small to measure all numbers.
+        too small for a turn.
     """
-    timer = _RoundTimer()
-    with backend.trunk.pass_context():
+    timer, sizes = _RoundTimer(), (num_speculative_tokens, num_copy_tokens)
+
+    def new_batch() -> ServedBatch | None:
         batch: ServedBatch | None = None
         for row in range(batch_size):
             if is_interrupted():
                 return None
-            sizes = num_speculative_tokens, num_copy_tokens
             one = _prefilled(backend, timer, row, sizes, is_argmax, max_model_len)
             if batch is None:
                 batch = one
             else:
                 batch.join(one)
-        assert batch is not None
+        return batch
+
+    with backend.trunk.pass_context():
+        batch = new_batch()
         kinds = [(length, 0) for length in candidate_lengths(num_speculative_tokens)]
         copies = candidate_lengths(num_copy_tokens)[1:] if num_copy_tokens else ()
         kinds[:0] = [(0, length) for length in copies if batch_size * (length + 1) <= MAX_COPY_ROWS]
         means: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
-        for _ in range(_NUM_TURNS):
+        for turn in range(_MAX_TURNS):
             # Most drafts first: after rounds without drafts, the head has to process the positions that it skipped.
             for kind in reversed(means):
                 seconds = _time_rounds(batch, timer, kind, batch_size, is_interrupted)
+                if seconds is None:  # sequences reached their maximum length, as those of small models soon do
+                    batch = new_batch()
+                    seconds = _time_rounds(batch, timer, kind, batch_size, is_interrupted)
                 if seconds is None:
                     return None
                 means[kind].append(seconds)
+            if turn + 1 >= _MIN_TURNS and all(max(each) <= _AGREEMENT * min(each) for each in means.values()):
+                break
         medians = {kind: statistics.median(seconds) for kind, seconds in means.items()}
         return RoundTimes(
             {length: seconds for (length, copied), seconds in medians.items() if not copied},
@@ -98,7 +107,7 @@ class _RoundTimer:
         return self.length.plan()
 
     def rounds_unchanged(self, batch_size: int) -> int:
-        return _MIN_ROUNDS
+        return _ROUNDS_PER_CALL
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         self.seconds.append(seconds)
@@ -144,13 +153,17 @@ def _prefilled(
 
 
 def _time_rounds(
-    batch: ServedBatch, timer: _RoundTimer, kind: tuple[int, int], batch_size: int, is_interrupted: Callable[[], bool]
+    batch: ServedBatch | None,
+    timer: _RoundTimer,
+    kind: tuple[int, int],
+    batch_size: int,
+    is_interrupted: Callable[[], bool],
 ) -> float | None:
-    """Return the mean seconds of a turn's rounds; None if interrupted or if a sequence ended."""
+    """Return the mean seconds of a turn's rounds; None if interrupted, if a sequence ended, or without a batch."""
     timer.length, timer.num_copied, timer.seconds = FixedLength(kind[0]), kind[1], []
-    while len(batch.sequences) == batch_size:
+    while batch is not None and len(batch.sequences) == batch_size:
         times = timer.seconds[1:]  # the first round may record its passes, or process positions that the head skipped
-        if not batch.queued and len(times) >= _MIN_ROUNDS and (len(times) >= _MAX_ROUNDS or sum(times) >= _TURN_S):
+        if not batch.queued and (len(times) >= _MAX_ROUNDS or sum(times) >= _TURN_S):
             return statistics.mean(times)
         if not batch.queued and is_interrupted():
             return None

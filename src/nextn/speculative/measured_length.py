@@ -333,7 +333,7 @@ class MeasuredLength:
             self.acceptance.fade()
             self._change(self._max, num_rounds)
         else:
-            self._change(best, _DECISION_INTERVAL)
+            self._change(best, _DECISION_INTERVAL if best else 4 * _DECISION_INTERVAL)
 
     def _is_stale(self, best: int, rates: Mapping[int, float], num_probe_rounds: int) -> bool:
         """Return whether drafts were last verified so long ago that a probe costs little."""
