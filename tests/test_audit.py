@@ -147,6 +147,14 @@ BROKEN = {
     "a matrix of a trunk layer lost": (
         "trunk-partial", "error", "glm4_moe", {"change": drop(r"layers\.0\.self_attn\.k_proj\.weight")},
         "lacks model.layers.0: self_attn.k_proj: no loader"),
+    "half of a layer alone of its type": (
+        "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model.*layers\.1\.self_attn\.(q_proj|q_norm|k_proj)")},
+        r"lacks model.layers.1: self_attn.k_proj, .*q_norm, .*q_proj: no loader"),
+    "half of the only dense MLP": (
+        "trunk-partial", "error", "glm4_moe", {"change": drop(r"layers\.0\.mlp\.(gate|up)_proj")},
+        "lacks model.layers.0: mlp.gate_proj, model.layers.0: mlp.up_proj: no"),
+    "a layer's attention lost": (
+        "trunk-partial", "error", "glm4_moe", {"change": drop(r"layers\.0\.self_attn")}, "layers.0: self_attn:"),
     "final norm lost": (
         "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model\.(language_model\.)?norm\.")}, "the final norm"),
     "another number of heads": (
@@ -186,6 +194,8 @@ BROKEN = {
             put("mtp.layers.0.mlp.experts.w2_weight", (4, H, 16))(table))}, "memory of vLLM"),
     "a compiled model": (
         "names-foreign", "error", "glm4_moe", {"change": rename("^", "_orig_mod.")}, "a wrapper of torch"),
+    "names of a GGUF file": (
+        "names-foreign", "error", "glm4_moe", {"change": rename(r"^model\.layers\.2\.", "blk.2.nextn.")}, "llama.cpp"),
     "a name of another layer class": (
         "names-unknown", "error", "glm4_moe", {"change": put("model.layers.2.self_attn.kv_b_proj.weight", (8, H))},
         "no known engine maps: model.layers.2.self_attn.kv_b_proj.weight;"),

@@ -8,6 +8,7 @@ from artifacts import LAYERS, LAYOUTS, bf16, publish, watched
 from quick import families, loop
 from tiny import FIXTURES
 
+from nextn.audit_rules import audit
 from nextn.audit_rules.norm_weights import NormValues, shifts
 from nextn.audit_rules.tensor_values import SampledValues, WholeValues, decode
 from nextn.audit_rules.values import head_stale, values
@@ -17,6 +18,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
+from nextn.edit.convert import convert
 
 HEAD = ("mtp.", f"model.layers.{LAYERS}.", f"model.layers.{LAYERS + 1}.")
 
@@ -88,10 +90,15 @@ def test_shifted_head(name, by, tmp_path):
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
 @pytest.mark.parametrize("by", [-1, 1])
 def test_shifted_trunk(name, by, tmp_path):
-    """MTPLX#306: the trunk is what was shifted, and no change of the head can mend it."""
+    """MTPLX#306: the trunk is what was shifted; for MLX, the head gets the same convention (MTPLX#511)."""
     pick = lambda each: not of_head(each) and is_norm(each)  # noqa: E731
     folder = publish(tmp_path, name, change=edited(pick, lambda norm_weights: norm_weights + by))
-    assert ["of the trunk are 1" in each.found for each in values(take(folder))] == [True]
+    (finding,) = values(take(folder))
+    assert "of the trunk are 1" in finding.found
+    assert ("--norm-weights add-1" in finding.fix) is (by == 1 and name == "qwen3_5")
+    if "add-1" in finding.fix:
+        convert(folder, tmp_path / "out", norm_weight="add-1")
+        assert audit(tmp_path / "out").clean
 
 
 @pytest.mark.parametrize(("by", "severity"), [(-1, "warning"), (1, "warning")])

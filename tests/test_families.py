@@ -265,6 +265,16 @@ def test_outer_type_wins():
         by_config({"model_type": "exaone4"})
 
 
+@pytest.mark.parametrize(("name", "family"), [
+    ("LongcatCausalLM", "longcat_flash_ngram"), ("Glm4MoeForCausalLM", "glm4_moe"),
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"), ("DeepseekV3ForCausalLM", "deepseek_v3"),
+])  # fmt: skip
+def test_a_config_without_a_model_type(name, family):
+    """LongCat-2.0 has null there."""
+    assert by_config({"model_type": None, "architectures": [name]}).name == family
+    assert by_config({"model_type": "glm4_moe", "architectures": [name]}).name == "glm4_moe"
+
+
 @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"model_type": "llama", "text_config": None}])
 def test_unknown_type_says_what_to_do(config):
     """A user must see what would be valid."""

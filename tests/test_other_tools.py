@@ -5,6 +5,7 @@ results of `restore` and `convert` in the same layouts.
 """
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -196,3 +197,37 @@ def test_mlx(packed, tmp_path):
         assert all(out.read_bytes(name) == old.read_bytes(name) for name in out.tensors)
         assert audit(out).clean
         assert "head-stale" not in [each.rule for each in audit(out).findings]
+
+
+def test_mlx_keeps_the_names_of_its_head(tmp_path):
+    """A head whose norm weights get the trunk's convention keeps the prefix under which MLX's engines look for it."""
+    names = {"model.": "language_model.model.", "mtp.": "language_model.mtp.", "lm_head": "language_model.lm_head"}
+
+    def change(table):
+        for old, new in names.items():
+            for name in [each for each in table if each.startswith(old)]:
+                table[name.replace(old, new, 1)] = table.pop(name)
+
+    section = {"group_size": 16, "bits": 4, "mode": "affine"}
+    folder = publish(tmp_path / "mlx", "qwen3_5", change=change, config={"quantization": section})
+    nextn.convert(folder, tmp_path / "out", norm_weight="add-1")
+    assert Checkpoint.open(tmp_path / "out").tensors.keys() == Checkpoint.open(folder).tensors.keys()
+
+
+def test_restore_beside_an_unknown_method(tmp_path):
+    """EXL3 stores three tensors and no weight: a head of plain weights is complete beside them."""
+
+    def change(table):
+        headless(NAME)(table)
+        for name in [each for each in table if each.endswith("_proj.weight")]:
+            stem, (rows, columns) = name.removesuffix("weight"), table.pop(name).shape
+            table |= {f"{stem}trellis": raw("U8", (columns, rows)), f"{stem}suh": raw("F32", (columns,)),
+                      f"{stem}svh": raw("F32", (rows,))}  # fmt: skip
+
+    target = publish(tmp_path / "target", NAME, change=change, config={"quantization_config": {"quant_method": "exl3"}})
+    nextn.restore(target, publish(tmp_path / "base", NAME))
+    assert audit(Checkpoint.open(target)).clean
+    lost = {
+        name: info for name, info in Checkpoint.open(target).tensors.items() if "layers.1.self_attn.k_proj" not in name
+    }
+    assert not audit(replace(Checkpoint.open(target), tensors=lost)).clean

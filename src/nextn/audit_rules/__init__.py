@@ -30,7 +30,7 @@ from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severit
 from nextn.audit_rules.tensor_values import WholeValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.foreign_names import plain_name, with_plain_names
-from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
 from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.errors import ConfigError, FamilyError
 from nextn.family_table import Family, by_config, by_name, generic, rows
@@ -161,7 +161,10 @@ def audit_checkpoint(
         engines.engine_support: partial(engines.engine_support, trunk=trunk),
     }
     rules = [bound.get(rule, rule) for rule in RULES]
-    findings = named + [finding for rule in rules for finding in rule(inventory)]
+    hidden = bool(named) and any(HEADLIKE.search(name) for name in checkpoint.tensors if plain_name(name) is None)
+    findings = named + [
+        finding for rule in rules for finding in rule(inventory) if not (hidden and finding.rule == "head-absent")
+    ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(
         checkpoint.path,

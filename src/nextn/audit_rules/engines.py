@@ -206,13 +206,17 @@ def experts_form(inventory: Inventory) -> Iterator[Finding]:
 def _trunk_form(inventory: Inventory) -> Iterator[Finding]:
     running, forms = inventory.running_paths, inventory.family.trunk_experts
     for layer in inventory.layers.values():
-        if any(info.dtype == "U32" for info in layer.values()):
+        # MLX's convolutions are [channels, width, 1], others' [channels, 1, width].
+        if any(
+            info.dtype == "U32" or (path.endswith("conv1d.weight") and info.shape[-1:] == (1,))
+            for path, info in layer.items()
+        ):
             yield Finding(
                 "engine-loads", "note", "the trunk",
-                "Its weights are in MLX's packed layout: mlx-lm, mlx-vlm and what is built on them load it, no other "
+                "Its weights are in MLX's layout: mlx-lm, mlx-vlm and what is built on them load it, no other "
                 "engine and not nextn.",
                 "An engine on MLX.",
-                "For others, take the model that was converted, or run `mlx_lm.convert --dequantize`.",
+                "For others, take the model that was converted.",
             )  # fmt: skip
             return
         for path, info in layer.items():

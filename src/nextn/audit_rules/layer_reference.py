@@ -7,7 +7,7 @@ one by one, in whatever form trunk and head store them.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from nextn.family_table import lookup
 _AUXILIARY = re.compile(
     r"(.*\.)?(inv_freq|[kv]_scale|(input|output)_(scale|global_scale|zero_point)|(fa_[qkv]\.|kv_cache_)(scale|offset))"
 )
+_PROJECTION = re.compile(r"(.*_proj)\.(?!bias$)([^.]+)")
 # Of blocks that are dense where all of the trunk's layers have experts.
 _DENSE = frozenset(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
@@ -71,11 +72,7 @@ class LayerReference:
 
     def compare(self, module: int) -> LayerComparison:
         """Compare a module's block with the trunk's layers."""
-        block = self.of_head.get(module, {})
-        parts: dict[str, str] = {}  # part -> a tensor of it
-        for path, part in _parts(block).items():
-            if part:
-                parts.setdefault(part, block[path].name)
+        parts = self.parts_of_head(module)
         groups = _decoder_layers(parts)
         if not self._candidates or len(self.inventory.layers) < self.inventory.num_layers:
             return LayerComparison(-1)
@@ -96,6 +93,15 @@ class LayerReference:
             best, expected = self._expected(frozenset())
             missing = sorted(expected)
         return LayerComparison(best, tuple(missing), tuple(sorted(set(unknown))))
+
+    def parts_of_head(self, module: int) -> dict[str, str]:
+        """Return part -> one tensor of it, of a module's block."""
+        block = self.of_head.get(module, {})
+        parts: dict[str, str] = {}
+        for path, part in _parts(block, self._unknown_leaves).items():
+            if part:
+                parts.setdefault(part, block[path].name)
+        return parts
 
     def _expected(self, parts: frozenset[str]) -> tuple[int, frozenset[str]]:
         """Return the layer most like a decoder layer with these parts, and the parts that it should have."""
@@ -149,7 +155,7 @@ class LayerReference:
         """Return trunk layer -> its parts, as a block names them."""
         cache: dict[tuple[str, tuple[int, ...]], frozenset[str]] = {}
         running = self.inventory.running_paths
-        suffixes = _parts({*running.values(), *self.forms})
+        suffixes = _parts({*running.values(), *self.forms}, self._unknown_leaves)
         layers = {}
         for index, layer in self.inventory.layers.items():
             found: set[str] = set()
@@ -161,6 +167,13 @@ class LayerReference:
                 found |= cache[key]
             layers[index] = frozenset(found)
         return layers
+
+    @cached_property
+    def _unknown_leaves(self) -> frozenset[str]:
+        """Return under which names the trunk's projections store what is no weight, as unknown quantizers do."""
+        paths = frozenset(self.inventory.running_paths.values())
+        found = (match for path in paths if (match := _PROJECTION.fullmatch(path)))
+        return frozenset(match[2] for match in found if f"{match[1]}.weight" not in paths)
 
     @cached_property
     def _kinds(self) -> Mapping[int, frozenset[str]]:
@@ -189,10 +202,12 @@ def _decoder_layers(parts: Iterable[str]) -> dict[str, frozenset[str]]:
     return {prefix: frozenset(own) for prefix, own in groups.items()}
 
 
-def _parts(paths: Iterable[str]) -> dict[str, str]:
-    """Return path -> the part it belongs to; "" for auxiliary tensors."""
+def _parts(paths: Iterable[str], leaves: Collection[str]) -> dict[str, str]:
+    """Return path -> the part it belongs to; "" for auxiliary tensors. leaves: Names of packed weights."""
     names = frozenset(paths)
-    return {path: "" if _AUXILIARY.fullmatch(path) else split_name(path, names)[0] for path in names}
+    parts = {path: "" if _AUXILIARY.fullmatch(path) else split_name(path, names)[0] for path in names}
+    packed = {path: match[1] for path in names if (match := _PROJECTION.fullmatch(path)) and match[2] in leaves}
+    return {path: packed.get(path, part) if part == path else part for path, part in parts.items()}
 
 
 def _kind(part: str) -> str:

@@ -3,6 +3,7 @@
 Reads names, dtypes and shapes only; how good quantized weights are, only a measurement of the acceptance can show.
 """
 
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -71,7 +72,9 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, {_describe(kind)}, and the "
             f"config ({method}) has {engines(failing) if failing else 'engines'} build them {claim}: they {effect}.",
             f"The head in {method}'s list of unquantized modules." if covered else f"A config that declares {kind}.",
-            restore(inventory, force=True),
+            # From itself: its values stay, and the config lists them.
+            inventory.restore_command(force=True, base=shlex.quote(inventory.checkpoint.path))
+            if covered and kind == "plain" else restore(inventory, force=True),
         )  # fmt: skip
 
     if config is not None and fused:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from nextn.audit_rules.findings import Finding, convert, restore, verb
 from nextn.audit_rules.layer_reference import LayerReference
+from nextn.audit_rules.trunk_layers import missing_parts
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import foreign
@@ -431,8 +432,10 @@ def _beyond(head: HeadStructure) -> list[str]:
 
 
 def _unknown_parts(head: HeadStructure) -> Iterator[str]:
-    """Yield tensors of the declared modules' blocks that no layer of the trunk has."""
+    """Yield tensors of the declared modules' blocks that no layer of the trunk has, where its layers are complete."""
     reference = LayerReference(head.inventory)
+    if any(missing_parts(head.inventory, reference)):
+        return
     for module in (index for index in head.roles if index < head.inventory.declared):
         yield from reference.compare(module).unknown
 

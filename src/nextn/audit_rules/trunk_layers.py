@@ -5,7 +5,7 @@ Knows no family's layers: a tensor is looked for among layers of the same type.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from nextn.audit_rules.config_claims import both_levels
 from nextn.audit_rules.findings import Finding
@@ -16,7 +16,10 @@ from nextn.text_format import counted, some
 IDS = ("trunk-partial",)
 FINAL_NORMS = ("norm.weight", "norm_f.weight", "final_layernorm.weight")
 _LAYER = re.compile(r"^(?!.*(?:visi|visual|audio)).*(?:layers|blocks|\bh)\.[0-9]+\.")
-_MATRIX = re.compile(r".*(?:proj|norm)")
+_MATRIX = re.compile(r".*(?:proj\w*|norm)")
+# The components without which no layer is complete: all layers have one of each, under one of its names.
+_ATTENTION, _MLP = re.compile(r".*(?:attn|attention|mixer|mamba)"), re.compile(r"mlps?|ffn|feed_forward|.*moe")
+_GATED = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 def trunk_layers(inventory: Inventory) -> Iterator[Finding]:
@@ -46,7 +49,7 @@ def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Findin
     """Report a trunk without its final norm, and layers without tensors that layers like them have."""
     if not inventory.layers or len(inventory.layers) < inventory.num_layers:
         return  # a head alone; `trunk-missing`
-    missing = [f"model.layers.{index}: {part}" for index, part in _missing_parts(inventory, reference)]
+    missing = [f"model.layers.{index}: {part}" for index, part in missing_parts(inventory, reference)]
     if not any(name.endswith(FINAL_NORMS) and inventory.family.trunk_layer(name) is None
                for name in inventory.checkpoint.tensors.keys() - set(inventory.stored.values())):  # fmt: skip
         missing.append("the final norm")
@@ -59,23 +62,62 @@ def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Findin
         )  # fmt: skip
 
 
-def _missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[tuple[int, str]]:
-    """Yield layer and part of what a component of a layer lacks and most of the same type have, beside its siblings."""
+def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[tuple[int, str]]:
+    """Yield layer and part of what a component of a layer lacks and most of the same type have, beside its siblings.
+
+    A component that is alone of its type is compared with that of the head's block, and its MLPs with all others.
+    """
+    components = {index: _components(parts) for index, parts in reference.parts_of_layers.items()}
+    yield from _without_component(components)
     groups: dict[tuple[object, str], dict[int, frozenset[str]]] = defaultdict(dict)
-    for index, parts in reference.parts_of_layers.items():
-        components: dict[str, set[str]] = defaultdict(set)
-        for part in parts:
-            components[part.partition(".")[0]].add(part)
-        for name, found in components.items():
-            groups[_layer_type(inventory, index, mlp=name == "mlp"), name][index] = frozenset(found)
-    for layers in groups.values():
+    for index, layer in components.items():
+        for name, found in layer.items():
+            groups[_layer_type(inventory, index, mlp=name == "mlp"), name][index] = found
+    alike = not (inventory.family.own_block or inventory.family.block_adds)
+    block = _components(reference.parts_of_head(0)) if alike and inventory.modules else {}
+    gated = any(leaves >= _GATED for parts in reference.parts_of_layers.values() for leaves in _modules(parts).values())
+    for (_, name), layers in groups.items():
         kinds = Counter(layers.values())
         for index, own in layers.items():
             larger = [other for other, count in kinds.items() if own < other and count >= kinds[own]]
-            for part in sorted(max(larger, key=lambda other: kinds[other]) - own) if larger else ():
+            larger += [block[name]] if len(layers) == 1 and own < block.get(name, own) else []
+            lost = max(larger, key=lambda other: kinds[other]) - own if larger else frozenset()
+            lost |= _half_gated(own) if gated and _MLP.fullmatch(name) else set()
+            for part in sorted(lost):
                 parent = part.rpartition(".")[0]
                 if parent and _MATRIX.fullmatch(part) and any(each.rpartition(".")[0] == parent for each in own):
                     yield index, part
+
+
+def _components(parts: Iterable[str]) -> dict[str, frozenset[str]]:
+    components: dict[str, set[str]] = defaultdict(set)
+    for part in parts:
+        components[part.partition(".")[0]].add(part)
+    return {name: frozenset(found) for name, found in components.items()}
+
+
+def _without_component(layers: Mapping[int, Collection[str]]) -> Iterator[tuple[int, str]]:
+    """Yield layers that have no attention, or no MLP, where others have one."""
+    for kind in (_ATTENTION, _MLP):
+        names = {index: sorted(filter(kind.fullmatch, layer)) for index, layer in layers.items()}
+        usual = max(names.values(), default=[])
+        yield from ((index, usual[0]) for index, own in names.items() if usual and not own)
+
+
+def _modules(parts: Iterable[str]) -> dict[str, set[str]]:
+    """Return module -> the names of its parts."""
+    modules: dict[str, set[str]] = defaultdict(set)
+    for part in parts:
+        modules[part.rpartition(".")[0]].add(part.rpartition(".")[2])
+    return modules
+
+
+def _half_gated(parts: Iterable[str]) -> set[str]:
+    """Return the projections that gated MLPs among these parts lack."""
+    modules = {
+        name: leaves for name, leaves in _modules(parts).items() if leaves & _GATED and "gate_up_proj" not in leaves
+    }
+    return {f"{name}.{leaf}" for name, leaves in modules.items() for leaf in _GATED - leaves}
 
 
 def _layer_type(inventory: Inventory, index: int, *, mlp: bool) -> str:

@@ -33,6 +33,7 @@ HUGE, TINY = 1e6, 1.17e-38
 STEP = 2.0**-8
 MIN_ON_GRID = 32  # values between -0.5 and 0.5, half of which at most are multiples of STEP by chance
 NOTABLE = 0.01  # of a norm weight
+_ADD_ONE = "--norm-weights add-1"
 
 
 def values(inventory: Inventory, whole: WholeValues | None = None) -> Iterator[Finding]:
@@ -53,8 +54,12 @@ def _norm_shifts(samples: SampledValues) -> Iterator[Finding]:
         either = f"`{undo}`, or `{restore(inventory, force=True)}`."
         fix = {
             "head": f"Run {either}" if shift.certain else f"Measure the acceptance; if it is low, run {either}",
-            "trunk": "Convert the trunk again from its source, with a converter that keeps the family's convention; "
-            f"or, if it is the head that is wrong: `{restore(inventory, force=True)}`.",
+            "trunk": "Convert the trunk again from its source, with a converter that keeps the family's convention"
+            + (
+                f"; or, for an engine that multiplies by the stored weight (MLX): `{convert(inventory, _ADD_ONE)}`."
+                if zero_centered and shift.offset == 1
+                else "."
+            ),
             "both": "Nothing, if this file is for an engine that multiplies by the stored weight (MLX); else convert "
             "trunk and head again from their source.",
         }[shift.side]

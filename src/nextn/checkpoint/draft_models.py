@@ -79,6 +79,11 @@ DRAFT_MODELS: tuple[DraftModel, ...] = (
     ),
     MEDUSA,
     DraftModel(
+        "mlx-vlm", "an MTP head that mlx-vlm split off its model, with names and norm weights of its own; for other "
+        "engines, take the head of that model", r"(?!)",
+        {"mlx-vlm": "--draft-model"}, names=(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight",),
+    ),
+    DraftModel(
         "speculators", "a draft model in the layout of the speculators library", r"(?!)", {"vLLM": ""},
         fields=("speculators_model_type", "speculators_config"),
     ),

@@ -60,6 +60,9 @@ KINDS = (
             r".*(?:\.(?:linear_qkv|linear_fc[12]|linear_proj|transformer_layer\.self_attention)"
             r"|\bmtp\.layers\.\d+\.mtp_model_layer)\..+"),
         "\0", "Megatron-LM's names", "Export the model to the Hugging Face layout (Megatron-Bridge, mbridge)."),
+    ForeignNames(
+        re.compile(r"^(?:blk\.\d+|token_embd)\..+"), "\0", "llama.cpp (GGUF)",
+        "Convert the GGUF file that they are from (`nextn convert FILE.gguf OUT`), or rename them."),
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from nextn.errors import CheckpointError
 from nextn.family_table import Family, by_config, lookup, lookup_count
 
 # Parts of names that no trunk uses and that mark a head, whoever wrote it.
-_HEADLIKE = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|e_proj|h_proj)([._]|$)")
+HEADLIKE = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|e_proj|h_proj)([._]|$)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Inventory:
                 spellings[canonical].append(name)
             elif (role := family.shared_role(name)) is not None:
                 shared[role] = name
-            elif family.names and (layer is not None or family.trunk_kv or _HEADLIKE.search(name)):
+            elif family.names and (layer is not None or family.trunk_kv or HEADLIKE.search(name)):
                 unrecognized.append(name)
         family = _fitted(family, spellings)
         heads = {canonical: _published(family, canonical, names, num_layers) for canonical, names in spellings.items()}

@@ -146,8 +146,9 @@ def declared(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def is_mlx(checkpoint: Checkpoint) -> bool:
-    """Whether MLX quantized the checkpoint, whose engines have names of their own."""
-    return isinstance(checkpoint.config.get("quantization"), Mapping)
+    """Whether MLX wrote the checkpoint, whose engines have names of their own."""
+    formats = {header.metadata.get("format") for header in checkpoint.headers.values()}
+    return "mlx" in formats or isinstance(checkpoint.config.get("quantization"), Mapping)
 
 
 def _fault(checkpoint: Checkpoint, file: str, error: ValueError) -> CheckpointError:

@@ -15,6 +15,7 @@ from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, as_checkpoin
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
+from nextn.checkpoint.quantization import is_mlx
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
 from nextn.edit.expert_pieces import in_form, prune, trunk_in_form, with_num_experts
 from nextn.edit.links import refuse_links
@@ -241,9 +242,16 @@ def _renamed(
               for canonical, name in head.stored.items() if head.role(canonical) in layout.names}  # fmt: skip
     left = sorted(head.stored.keys() - placed.keys())
     pieces = in_form(placed, layout.experts, inventory.checkpoint) | routers
-    named = {layout.published(canonical, inventory.num_layers, wrapper=wrapper): piece
+    prefix = _own_prefix(head) if layout.name == head.family.name and is_mlx(inventory.checkpoint) else ""
+    named = {prefix + layout.published(canonical, inventory.num_layers, wrapper=wrapper): piece
              for canonical, piece in pieces.items()}  # fmt: skip
     return named, [f"left out: {some([head.stored[each]])}, a copy that {layout.name} does not store" for each in left]
+
+
+def _own_prefix(head: Inventory) -> str:
+    """Return what all names of the head have before the published ones; MLX's engines look for them there."""
+    prefixes = {name.removesuffix(head.published(canonical)) for canonical, name in head.stored.items()}
+    return next(iter(prefixes)) if len(prefixes) == 1 else ""
 
 
 def _plan(

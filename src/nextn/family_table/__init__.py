@@ -3,6 +3,7 @@
 `spec` defines a family, `rows` has the cited facts; this module looks them up.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from reprlib import repr as brief
@@ -39,6 +40,7 @@ MIMO_ARCHITECTURE = "MiMoForCausalLM"
 # The field of config.json by which a head alone says that it is in another layout than its trunk's: a row's name.
 LAYOUT_FIELD = "mtp_layout"
 # Models without a family whose RMSNorm multiplies by 1 + w.
+_MAX_CLASS = 100  # characters of a name in architectures
 _ONE_PLUS = {"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"}
 
 
@@ -133,8 +135,13 @@ def by_config(config: Mapping[str, object]) -> Family:
 
 
 def _types(config: Mapping[str, object]) -> list[object]:
-    text = config.get("text_config")
-    return [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
+    """Return the model_types of a config.json; where it has none, as LongCat-2.0's, those that its classes imply."""
+    text, classes = config.get("text_config"), config.get("architectures")
+    types = [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
+    if any(types) or not isinstance(classes, list):
+        return types
+    names = [re.sub(r"(For)?(CausalLM|ConditionalGeneration)$", "", str(name)[:_MAX_CLASS]) for name in classes[:1]]
+    return [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() for name in names]
 
 
 def beside(config: Mapping[str, object]) -> Family | None:

@@ -858,11 +858,13 @@ _XING4 = replace(
 )
 _LONGCAT_NGRAM = replace(
     _LONGCAT, name="longcat_flash_ngram", title="LongCat-Flash with n-gram embeddings (Lite), and sparse",
-    model_types=("longcat_flash_ngram", "longcat_flash_sparse"), draft_types=(), engines=_UNRUN,
-    models=("LongCat-Flash-Lite",),
+    # The last is the class of LongCat-2.0, whose model_type is null.
+    model_types=("longcat_flash_ngram", "longcat_flash_sparse", "longcat"), draft_types=(), engines=_UNRUN,
+    models=("LongCat-Flash-Lite", "LongCat-2.0"),
     sources=(
         "https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/longcat_flash_ngram/language.py",
         "https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/longcat_flash_sparse/language.py",
+        "https://github.com/vllm-project/vllm/pull/48302",
     ),
     cannot_run="transformers has no trunk of this type",
     remarks=("mlx-vlm 0.7.10 loads the trunk and drops model.mtp.",),

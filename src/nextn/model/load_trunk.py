@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.provenance import trunk_identity
+from nextn.checkpoint.quantization import is_mlx
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
@@ -136,11 +137,10 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
         yield
     except CheckpointError as error:
         reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
-        if weights.method == "mlx" or any(each.metadata.get("format") == "mlx" for each in checkpoint.headers.values()):
+        if is_mlx(checkpoint):
             reasons.append(
                 "its weights are in MLX's layout, which mlx-lm and mlx-vlm load, and neither transformers nor nextn: "
-                "give the model that was converted, or the result of `mlx_lm.convert --dequantize`; `nextn audit` "
-                "reads such files"
+                "give the model that was converted; `nextn audit` reads such files"
             )
         elif packed:
             reasons.append(
