@@ -138,12 +138,7 @@ def whole(run, command):
 def test_records_that_cannot_be_written_are_refused_at_once(here, tmp_path):
     """Before the model is looked for, as measuring takes long."""
     (tmp_path / "file").touch()
-    for words in (
-        ["measure", "no-model"],
-        ["diagnose", "no-model"],
-        ["accuracy", "no-model"],
-        ["canary", "check", "none"],
-    ):
+    for words in (["measure", "no-model"], ["diagnose", "no-model"]):
         for out in (tmp_path, tmp_path / "file" / "record.json"):
             code, printed, error = here(*words, "--out", out)
             assert (code, printed, str(out) in error, error.count("\n")) == (2, "", True, 1)

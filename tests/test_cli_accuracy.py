@@ -21,10 +21,9 @@ def test_every_way_is_compared(here, fixture_folder, few_texts, tmp_path):
     folder, other = fixture_folder / "glm", tmp_path / "rounded"
     assert here("quantize", folder, other, "--weights", "int8", "--group-size", 32)[0] == 0
     args = [folder, other, "--texts", few_texts, "--weights", "stored,int8", "--backend", "native,torch", "--json"]
-    code, said, complaint = here("accuracy", *args, "--out", tmp_path / "record.json")
+    code, said, complaint = here("accuracy", *args)
     assert code == 0, complaint
     record = json.loads(said)
-    assert json.loads((tmp_path / "record.json").read_text()) == record
     ways = [(each["source"], each["weights"], each["backend"]) for each in record["figures"]]
     three = [("stored", "native"), ("stored", "torch"), ("int8", "native")]
     assert ways == [(str(name), *way) for name in (folder, other) for way in three]
@@ -71,7 +70,6 @@ def test_weights_of_16_bits_have_no_such_line_and_those_without_tokenizer_a_note
         (["--weights", "int8", "--backend", "torch"], "only the native backend"),
         (["--texts", "absent.txt"], "absent.txt"),
         (["absent-folder"], "absent-folder"),
-        (["--tokens", 1], "--tokens"),
         ([], "give records of token ids"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else "",

@@ -236,7 +236,7 @@ def serve(trained):
 
     def started(*faults, **settings):
         running.append(ServedModel(*faults, model=trained["glm"], **settings))
-        return Endpoint.open(running[-1].url, Budget(Limits(requests=200, seconds=60)))
+        return Endpoint.open(running[-1].url, Budget(Limits(seconds=60)))
 
     yield started
     for each in running:
@@ -571,7 +571,7 @@ def test_the_first_token_of_a_request_is_no_draft(asked):
 
 def test_an_address_is_asked_and_ids_go_through_no_template(trained):
     with pytest.raises(EngineError, match="nothing answers"):
-        read_engine_counters("http://localhost:9/v1", Budget(Limits(requests=2, seconds=5)))
+        read_engine_counters("http://localhost:9/v1", Budget(Limits(seconds=5)))
     endpoint = SimpleNamespace(chat=True)
     with pytest.raises(ConfigError, match="cannot go through a chat template"):
         drive_engine(endpoint, trained["glm"], PROMPTS, PLAN)
@@ -644,7 +644,7 @@ def test_audit_lines(monkeypatch):
 
 def test_an_engine_without_a_tokenizer():
     """It takes prompts of token ids only, which are what it is asked."""
-    engine, budget = FakeEngine("no-tokenizer"), Budget(Limits(requests=20, seconds=20, answer_s=5))
+    engine, budget = FakeEngine("no-tokenizer"), Budget(Limits(seconds=20, answer_s=5))
     try:
         assert Endpoint.open(engine.url, budget).capabilities.extra_fields
         with pytest.raises(EngineError, match="no tokenizer"):

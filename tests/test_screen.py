@@ -195,7 +195,7 @@ def test_verify(models, nextn, hostile):
     answer = {"choices": [{"text": f"t{EVIL}\nno findings", "finish_reason": EVIL}], "usage": {}}
     for answers in ({"completions": (200, answer)}, {}):
         url = hostile(models=models, **answers)
-        code, said = nextn("verify", url, "--max-requests", 20, "--samples", 2, "--timeout", 5)
+        code, said = nextn("verify", url, "--samples", 2, "--timeout", 5)
         assert code in (0, 1, 2)
         assert not any(line.startswith("no findings  forged") for line in said.splitlines())
 

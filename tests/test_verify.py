@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import count
 
 import pytest
 from fake_engine import no_key  # noqa: F401
@@ -22,8 +23,8 @@ PROMPTS = read_prompts()[::2]
 def run(engine):
     """Checks of an engine with these faults, alone or against a correct one -> by name."""
 
-    def checked(*faults, names=(), alone=False, against=(), limits=None, prompts=PROMPTS, settings=SMALL, **options):
-        budget = Budget(limits or Limits(answer_s=2, wait_s=0.6))
+    def checked(*faults, names=(), alone=False, against=(), budget=None, prompts=PROMPTS, settings=SMALL, **options):
+        budget = budget or Budget(Limits(answer_s=2, wait_s=0.6))
         target = Endpoint.open(engine(*faults, **options).url, budget)
         reference = None if alone else Endpoint.open(engine(*against, drafts="drafts-too" in against).url, budget)
         return {check.name: check for check in run_checks(target, reference, prompts, settings, names=names)}
@@ -119,7 +120,7 @@ FIRST = {each[2]: each for each in reversed(BROKEN)}.values()
 def test_broken(run, fault, alone, name, words):
     faults = ("mixed", "swapped") if fault == "swapped" else (fault,)
     limits = Limits(answer_s=0.5 if fault == "hang" else 5, wait_s=0.6, answer_bytes=1_000_000)
-    found = run(*faults, names=[name], alone=alone, limits=limits)[name]
+    found = run(*faults, names=[name], alone=alone, budget=Budget(limits))[name]
     assert (found.outcome, words in found.evidence) == ("failed", True), found.evidence
     assert found.advice
 
@@ -251,12 +252,12 @@ def test_certain_text_has_no_power(run):
     assert "power 0." in found["sampled-distribution"].evidence
 
 
-def test_requests_run_out(run):
+def test_time_runs_out(run):
     """What was found stands; the rest says that it was not run."""
-    found = run(alone=True, limits=Limits(requests=32))
+    found = run(alone=True, budget=Budget(Limits(seconds=90), clock=count().__next__))
     assert list(found) == list(CHECKS)
     assert found["greedy"].outcome == "passed"
-    assert "not finished: the limit of 32 requests is used up" in found["replay"].evidence
+    assert "not finished: the limit of 90 s is over" in found["replay"].evidence
     assert "not run: " in found["mtp-on"].evidence
     assert set(outcomes(found).values()) == {"passed", "inconclusive"}
 
@@ -325,7 +326,7 @@ def test_strict_command_fails_on_an_inconclusive_check(nextn, engine):
     [
         (["http://127.0.0.1:9"], "nothing answers"),
         (["ftp://x"], "not an HTTP address"),
-        (["http://127.0.0.1:9", "--max-requests", "0"], "limit requests = 0"),
+        (["http://127.0.0.1:9", "--max-seconds", "0"], "limit seconds = 0"),
         (["http://127.0.0.1:9", "--samples", "1"], "samples = 1; expected a whole number >= 8"),
     ],
 )

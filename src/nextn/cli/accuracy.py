@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import AsJson, ModelOptions, RecordFile, expanded, shipped_path
+from nextn.cli.common import AsJson, ModelOptions, expanded, shipped_path
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table
 from nextn.cli.streaming import reason_to_stream
@@ -37,25 +37,19 @@ def accuracy(
         str | None,
         typer.Option(help="File of text or records, or a data set. Default: Python's documentation, as help() has it."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Of all texts, each of up to 512.")] = TOKENS,
-    out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare a model's next-token distributions with those in float32, at every bit width, backend and file."""
-    from nextn.checkpoint.safetensors_file import write_json
-
     choices = _choices(options, others or (), weights, backend)
     if texts is not None:
         from nextn.data.sources import check_sources
 
         check_sources([texts])
-    reference, compared = _reference(choices[0], texts, tokens, quiet=as_json)
+    reference, compared = _reference(choices[0], texts, quiet=as_json)
     with progress_bars(quiet=as_json) as progress:
         found = [_candidate(each, reference, progress(_name(each), compared.num_tokens)) for each in choices]
     record: dict[str, object] = {"texts": compared.as_record(), "reference": choices[0].source}
     record |= {"figures": [each.as_record() for each in found]}
-    if out is not None:
-        write_json(out, record)
     if as_json:
         print_json(record)
     else:
@@ -78,7 +72,7 @@ def accuracy_of(loaded: "Model", options: ModelOptions, *, quiet: bool) -> "tupl
             "tokenizer; nextn accuracy --texts reads token ids"
         )
         return None
-    reference, compared = _reference(options, None, TOKENS, quiet=quiet)
+    reference, compared = _reference(options, None, quiet=quiet)
     with progress_bars(quiet=quiet) as progress:
         step = progress("accuracy", compared.num_tokens)
         found = Candidate.of(loaded, reference, source=options.source, backend=options.backend, on_position=step)
@@ -107,15 +101,13 @@ def _listed(name: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     return values
 
 
-def _reference(
-    options: ModelOptions, texts: str | None, tokens: int, *, quiet: bool
-) -> "tuple[Reference, ComparedTexts]":
+def _reference(options: ModelOptions, texts: str | None, *, quiet: bool) -> "tuple[Reference, ComparedTexts]":
     """Run the model in float32, each layer read once for all texts, so that no model is too large."""
     from nextn.evaluate.accuracy import CONTEXT, Reference, compared_texts
 
     loaded = replace(options, dtype="float32", weights="stored", backend="auto").load(need_head=False, stream=True)
     context = min(CONTEXT, loaded.trunk.max_length or CONTEXT)
-    compared = compared_texts(loaded.tokenizer, texts, num_tokens=tokens, context=context)
+    compared = compared_texts(loaded.tokenizer, texts, num_tokens=TOKENS, context=context)
     with progress_bars(quiet=quiet) as progress:
         step = progress("layers in float32", loaded.trunk.num_layers)
         return Reference.of(loaded.trunk, compared.tokens, on_layer=lambda _: step()), compared

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @expanded(
-    "num_copy_tokens", "p_min", "exact_head", "threads", "kv_cache_dtype", "head",
+    "num_copy_tokens", "exact_head", "threads", "kv_cache_dtype", "head",
     temperature=1.0, max_tokens=512,
 )  # fmt: skip
 def answer(

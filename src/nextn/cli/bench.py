@@ -196,7 +196,7 @@ def bench(
         print_lines(f"beside float32: {rounded[0].accuracy} of {rounded[1]}")
 
 
-@expanded("exact_head", "threads", "kv_cache_dtype", "device_map", source="")
+@expanded("exact_head", "threads", "kv_cache_dtype", "device_map", "concurrency", source="")
 def advise(
     *,
     num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="The largest K to consider.")] = 8,

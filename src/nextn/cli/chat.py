@@ -42,7 +42,7 @@ _HELP = """\
 Ctrl-C stops an answer. A \\ at the end of a line continues the message on the next one."""
 
 
-@expanded("p_min", "seed", "exact_head", "threads", "kv_cache_dtype", "device_map", max_tokens=512)
+@expanded("num_copy_tokens", "seed", "exact_head", "threads", "kv_cache_dtype", "device_map", max_tokens=512)
 def chat(
     *,
     decoding: DecodingOptions,

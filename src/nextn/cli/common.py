@@ -361,8 +361,7 @@ class ModelOptions:
 class EngineAccess:
     """The options of commands whose texts an engine writes."""
 
-    # A run may take days, and is resumable: each request is limited, their number is that of the prompts.
-    max_requests, max_seconds, timeout = 10**9, 10.0**9, 600.0
+    max_seconds, timeout = 10.0**9, 600.0  # a run may take days, and is resumable
 
     engine: Annotated[
         str | None,
@@ -392,14 +391,13 @@ class EngineAccess:
         """The budget that all endpoints of a run share."""
         from nextn.engines.client import Budget, Limits
 
-        return Budget(Limits(requests=self.max_requests, seconds=self.max_seconds, answer_s=self.timeout))
+        return Budget(Limits(seconds=self.max_seconds, answer_s=self.timeout))
 
 
 @dataclass(frozen=True)
 class EngineTest(EngineAccess):
     """The options of commands that send requests to an engine to test it."""
 
-    max_requests: Annotated[int, typer.Option(help="Maximum number of requests.")] = 2000
     max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900
     timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120
 

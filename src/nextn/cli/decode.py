@@ -5,7 +5,7 @@ Also the options that other decoding commands share: sampling, and drafting from
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,9 +43,6 @@ class DecodingOptions:
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(help="0 = off.")] = 0
     top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0
-    p_min: Annotated[
-        float, typer.Option(help="Stop drafting in a round when the head's probability drops below this.")
-    ] = 0.0
     seed: int = 0
 
     @property
@@ -54,7 +51,6 @@ class DecodingOptions:
         return Settings(
             num_speculative_tokens=self.num_speculative_tokens,
             num_copy_tokens=self.num_copy_tokens,
-            p_min=self.p_min,
             sampling=Sampling(self.temperature, self.top_k, self.top_p),
             max_tokens=self.max_tokens,
             seed=self.seed,
@@ -115,7 +111,7 @@ def generate(
         _show(loaded, request)
 
 
-@expanded("exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map", dtype="float32")
+@expanded("dtype", "exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map")
 def trace(
     *,
     prompt: Annotated[str, typer.Argument(help="A short prompt: each of its tokens becomes a line.")],
@@ -129,7 +125,7 @@ def trace(
     from dataclasses import asdict
 
     settings = Settings(num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens)
-    options = options.prepared()
+    options = replace(options, dtype="float32").prepared()
     from nextn.decoding.generate import encode
     from nextn.decoding.trace import trace as traced
 

@@ -182,7 +182,7 @@ def convert(
     _run(edit, options, as_json=as_json)
 
 
-@expanded()
+@expanded("dry_run")
 def extract(
     *,
     model: CheckpointName,

@@ -4,13 +4,12 @@ Exit codes: 0 nothing failed, 1 findings, 2 usage error.
 """
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, RecordFile, expanded, first_turns
+from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, expanded, first_turns
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, show_report
 from nextn.errors import ConfigError
@@ -43,7 +42,6 @@ def verify(
             show_default=False,
         ),
     ] = False,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per greedy text.")] = 48,
     samples: Annotated[int, typer.Option(help="Sampled texts per prompt and endpoint.")] = 64,
     context: Annotated[int, typer.Option(help="Maximum number of tokens of the long-context check.")] = 8192,
     asked: EngineTest,
@@ -56,7 +54,7 @@ def verify(
     from nextn.evaluate.workload import read_prompts
     from nextn.verify_checks import VerifySettings, verify_reports
 
-    settings = VerifySettings(max_tokens=max_tokens, samples=samples, concurrency=asked.concurrency, context=context)
+    settings = VerifySettings(samples=samples, concurrency=asked.concurrency, context=context)
     texts, budget = first_turns(read_prompts(prompts)), asked.budget()
     with progress_bars(quiet=as_json) as progress:
         step = progress("verify", None)
@@ -81,7 +79,6 @@ def build(
     out: Annotated[Path, typer.Argument(help="Folder for the checkpoint and canary.json; an old one is replaced.")],
     family: Annotated[str, typer.Option(help="Family of the checkpoint, such as glm4_moe.")],
     seed: int = 0,
-    dtype: Annotated[str, typer.Option(help="dtype of the stored weights: float32 or bfloat16.")] = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -92,7 +89,7 @@ def build(
 
     with progress_bars(quiet=as_json) as progress:
         step = progress("steps", sum(shape_of(family).steps))
-        record = build_canary(out, family, seed=seed, dtype=dtype, device=device, on_record=lambda _: step())
+        record = build_canary(out, family, seed=seed, device=device, on_record=lambda _: step())
     if as_json:
         print_json(record)
         return
@@ -102,7 +99,7 @@ def build(
 
 
 @canary_app.command(epilog=_EPILOG)
-@expanded("concurrency", "max_requests", "timeout")
+@expanded("concurrency", "timeout")
 def check(
     *,
     canary: Annotated[Path, typer.Argument(help="Folder written by `canary build`.")],
@@ -113,11 +110,9 @@ def check(
         int, typer.Option(min=0, help="Passes over the prompts above temperature 0, such as 8: they show C13.")
     ] = 0,
     asked: EngineTest,
-    out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Check an engine against the contract, clause by clause, by its texts and counters on the canary's prompts."""
-    from nextn.checkpoint.safetensors_file import write_json
     from nextn.conformance.check import check as check_run
     from nextn.conformance.engine_run import from_files
     from nextn.conformance.record import Canary
@@ -137,8 +132,6 @@ def check(
     else:
         run, sampled_run = _drive(known, asked, passes=sampled, quiet=as_json)
     report = check_run(known, run, num_speculative_tokens=num_speculative_tokens, sampled_run=sampled_run)
-    if out is not None:
-        write_json(out, report.to_dict())
     if as_json:
         print_json(report.to_dict())
     else:
@@ -153,7 +146,7 @@ def _drive(
     from nextn.conformance.engine_run import run_greedy, run_sampled
 
     count = len(canary.prompts)
-    endpoint = replace(asked, max_requests=(100 + 10 * passes) * count).open()
+    endpoint = asked.open()
     with progress_bars(quiet=quiet) as progress:
         step = progress("prompts", count * (1 + passes))
         run = run_greedy(endpoint, canary, on_prompt=step)

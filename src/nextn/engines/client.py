@@ -1,4 +1,4 @@
-"""HTTP to a server that may be down, slow, broken or hostile: limits on bytes, seconds and requests, and retries.
+"""HTTP to a server that may be down, slow, broken or hostile: limits on bytes and seconds, and retries.
 
 Every failure is one EngineError. Knows nothing of what an answer contains.
 """
@@ -28,14 +28,13 @@ _MAX_ERROR = 64 * 1024  # bytes read of an error's body
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
-_MOST = 10**9  # of requests and seconds, which is 31 years
+_MOST = 10**9  # of seconds, which is 31 years
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of a run and of each of its requests."""
 
-    requests: int = 1000  # of the run
     seconds: float = 900.0  # of the run
     answer_s: float = 120.0  # of one answer, from connecting to its last byte
     answer_bytes: int = 8 * 1024 * 1024
@@ -43,14 +42,14 @@ class Limits:
     wait_s: float = 20.0  # the longest wait between two tries
 
     def __post_init__(self) -> None:
-        for name in ("requests", "seconds", "answer_s", "answer_bytes", "tries"):
+        for name in ("seconds", "answer_s", "answer_bytes", "tries"):
             if not 0 < getattr(self, name) <= _MOST:
                 raise ConfigError(f"limit {name} = {getattr(self, name)}; expected a number above 0, at most {_MOST}")
 
 
 @dataclass
 class Budget:
-    """Requests and seconds that all endpoints of one run share. Thread-safe."""
+    """The seconds that all endpoints of one run share, and the number of their requests. Thread-safe."""
 
     limits: Limits = field(default_factory=Limits)
     clock: Callable[[], float] = time.monotonic
@@ -70,11 +69,9 @@ class Budget:
             raise BudgetError(f"the limit of {self.limits.seconds:g} s is over; raise --max-seconds")
 
     def take(self) -> None:
-        """Count one request. Raises BudgetError when no requests or no time are left."""
+        """Count one request. Raises BudgetError when the time is over."""
         self.check()
         with self._lock:
-            if self.used >= self.limits.requests:
-                raise BudgetError(f"the limit of {self.limits.requests} requests is used up; raise --max-requests")
             self.used += 1
 
 

@@ -44,7 +44,6 @@ def diagnose(
     flags: str | None = None,
     own_template: bool = False,
     served: str | None = None,
-    max_requests: int = 2000,
     max_seconds: float = 900.0,
     timeout: float = 120.0,
     source: str = "",
@@ -62,9 +61,8 @@ def diagnose(
         flags: The engine's command line and environment, or a file with them: K, and settings that force acceptance.
         own_template: With `drive`, send text through the engine's own chat template.
         served: Model name, if the engine serves several.
-        max_requests: Requests that may be sent to the engine.
-        max_seconds: Seconds that they may take together.
-        timeout: Seconds that one of them may take.
+        max_seconds: Seconds that all requests to the engine may take.
+        timeout: Seconds that one request may take.
         source: The checkpoint that a loaded model came from; without it, none is audited.
         head: The checkpoint that the head comes from, if another one.
 
@@ -90,7 +88,7 @@ def diagnose(
     """
     plan = plan or ReferencePlan(temperatures=(0.0,), rule="ratio")
     texts, origin = take_prompts(prompts)
-    budget = Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
+    budget = Budget(Limits(seconds=max_seconds, answer_s=timeout))
     target: Endpoint | Counters
     if drive:
         texts = [replace(prompt, later=()) for prompt in texts]

@@ -103,7 +103,6 @@ def verify(
     settings: VerifySettings | None = None,
     model: str | None = None,
     chat: bool = False,
-    max_requests: int = 2000,
     max_seconds: float = 900.0,
     timeout: float = 120.0,
     on_check: Callable[[str], None] = lambda name: None,
@@ -119,9 +118,8 @@ def verify(
         settings: How much is sent, and what is tolerated.
         model: Name of the model, if an endpoint serves several.
         chat: Send prompts as user messages through the engine's chat template.
-        max_requests: Requests that the run may send to both endpoints.
-        max_seconds: Seconds that they may take together.
-        timeout: Seconds that one of them may take.
+        max_seconds: Seconds that all requests to both endpoints may take.
+        timeout: Seconds that one request may take.
         on_check: Called with the name of each check before it runs.
 
     Returns:
@@ -138,7 +136,7 @@ def verify(
         ...     print(type(error).__name__)
         EngineError
     """
-    budget = Budget(Limits(requests=max_requests, seconds=max_seconds, answer_s=timeout))
+    budget = Budget(Limits(seconds=max_seconds, answer_s=timeout))
     *_, report = verify_reports(
         url, against, prompts=prompts, checks=checks, settings=settings, model=model, chat=chat, budget=budget,
         on_check=on_check,
