@@ -5,6 +5,7 @@ import time
 from nextn.runtime.backend import backend_for
 from nextn.serve.scheduler import Scheduler, SchedulerLimits
 from nextn.serve.served_batch import ServedSequence
+from nextn.speculative.draft_policy import NO_DRAFTS, FixedLength
 
 
 class Text:
@@ -15,6 +16,15 @@ class Text:
 
     def stop_after(self, new):
         return new.index(7) + 1 if 7 in new else None
+
+
+class Switched(FixedLength):
+    """K drafts, or none while `is_off`."""
+
+    is_off = True
+
+    def plan(self):
+        return NO_DRAFTS if self.is_off else super().plan()
 
 
 class Clock:

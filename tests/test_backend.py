@@ -250,11 +250,14 @@ def test_products_are_those_of_rounded_weights_and_activations(name, weights):
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("folder", "dtype", "weights"),
-    each_once([("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)], ["int8", "int4"]),
+    each_once(
+        [("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)], ["int8", "int4", "int8 cache"]
+    ),
 )
-def test_quantized_models_decode_with_drafts_what_they_decode_without(folder, dtype, weights):
-    model, start = quantized(Model.load(FIXTURES / folder, dtype=dtype), weights), refrain(6, 40, seed=9).tolist()
-    made = backend_for(model)
+def test_models_of_few_bits_decode_with_drafts_what_they_decode_without(folder, dtype, weights):
+    """Also with keys and values of eight bits."""
+    model, start = Model.load(FIXTURES / folder, dtype=dtype), refrain(6, 40, seed=9).tolist()
+    made = backend_for(with_int8_cache(model) if weights == "int8 cache" else quantized(model, weights))
     texts, log = decode(made, start, num_speculative_tokens=3, max_tokens=32)
     assert texts == decode(made, start, num_speculative_tokens=0, max_tokens=32)[0]
     assert texts[2:3] == decode(made, start[2:3], num_speculative_tokens=4, max_tokens=32)[0], "alone"
@@ -324,19 +327,6 @@ def test_an_int8_cache_holds_rounded_keys_and_values(name):
     for near, far, exact in ((found, twin, plain), (step, twin_step, plain_step)):
         assert (near - far).norm() < 1e-4 * far.norm()
         assert (near - exact).norm() > 10 * (near - far).norm()
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-    ("folder", "dtype"), [("glm", torch.bfloat16), ("glm", torch.float32), ("qwen", torch.bfloat16)]
-)
-def test_with_an_int8_cache_models_decode_with_drafts_what_they_decode_without(folder, dtype):
-    model, start = with_int8_cache(Model.load(FIXTURES / folder, dtype=dtype)), refrain(6, 40, seed=9).tolist()
-    made = backend_for(model)
-    texts, log = decode(made, start, num_speculative_tokens=3, max_tokens=32)
-    assert texts == decode(made, start, num_speculative_tokens=0, max_tokens=32)[0]
-    assert texts[2:3] == decode(made, start[2:3], num_speculative_tokens=4, max_tokens=32)[0], "alone"
-    assert Acceptance.of(log).length > 1.5
 
 
 @pytest.mark.more

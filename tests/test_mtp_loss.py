@@ -104,43 +104,6 @@ def test_labels_by_hand():
     assert Targets(targets.tokens).labels(6).shape == Targets(targets.tokens).labels(9).shape == (1, 0)
 
 
-def test_packed_documents_are_separate_documents():
-    """Catches a label, hidden or count of one document that enters the loss or the gradient of its neighbor."""
-    hiddens, weight, tokens = random_batch(0, length=8)
-    documents = (torch.arange(8) >= 5).long().expand(2, 8)
-    packed = mtp_loss(hiddens, weight, Targets(tokens, documents=documents), lam=0.3)
-    apart = [
-        mtp_loss([h[:, at] for h in hiddens_of], weight, Targets(tokens[:, at]), lam=0.3, denominator=packed.counts)
-        for at, hiddens_of in (
-            (slice(0, 5), [h[:, : 5 - k] for k, h in enumerate(hiddens)]),
-            (slice(5, 8), hiddens),
-        )
-    ]
-    torch.testing.assert_close(packed.counts, apart[0].counts + apart[1].counts)
-    torch.testing.assert_close(packed.sums, apart[0].sums + apart[1].sums, atol=1e-12, rtol=0)
-    ours, theirs = (
-        torch.autograd.grad(total, [*hiddens, weight]) for total in (packed.total, apart[0].total + apart[1].total)
-    )
-    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("denominator", ["valid", "tokens"])
-def test_no_token_touches_another_document(denominator):
-    """Catches B's tokens or hiddens moving the gradient in A's columns, where the last k+1 columns must have none."""
-    hiddens, weight, tokens = random_batch(0, length=8)
-    in_b = torch.arange(8) >= 5
-    changed = [h.detach().where(~in_b[: h.shape[1], None], 50.0).requires_grad_() for h in hiddens]
-    gradients = []
-    for states, words in ((hiddens, tokens), (changed, torch.where(in_b, (tokens + 1) % V, tokens))):
-        targets = Targets(words, documents=in_b.long().expand(2, 8))
-        total = mtp_loss(states, weight, targets, lam=0.3, denominator=denominator).total
-        gradients.append([g[:, :5] for g in torch.autograd.grad(total, states)])
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-12, rtol=0)
-    for k, gradient in enumerate(gradients[0]):
-        assert gradient[:, : 4 - k].abs().sum(-1).min() > 0
-        assert gradient[:, 4 - k :].abs().max() == 0
-
-
 def test_parts_with_common_counts_add_up_to_the_whole():
     """Catches micro-batches being averaged with equal weight although they hold different numbers of labels."""
     hiddens, weight, tokens = random_batch(1, rows=4)

@@ -37,20 +37,9 @@ def take(folder) -> Inventory:
     return Inventory.of(Checkpoint.open(folder))
 
 
-def headless(name):
-    """Drop every tensor of the head, copies included."""
-    family = by_name(name)
-
-    def change(table):
-        for each in [each for each in table if family.canonical(each, LAYERS) is not None]:
-            del table[each]
-
-    return change
-
-
 def lost(folder, name, **options):
     """A fine-tune (other values in the trunk) that lost its head."""
-    return publish(folder, name, **{"seed": 1, "change": headless(name)} | options)
+    return publish(folder, name, **{"seed": 1, "change": without(name)} | options)
 
 
 def bytes_of(folder, names=None) -> dict[str, tuple]:
@@ -118,7 +107,7 @@ def test_other_depth_and_wrapper(tmp_path):
     base = publish(tmp_path / "base", "kimi_k3")
 
     def prune(table):
-        headless("kimi_k3")(table)
+        without("kimi_k3")(table)
         for each in [each for each in table if ".layers.1." in each]:
             del table[each]
 
@@ -202,11 +191,12 @@ def test_hub_base(side_file, tmp_path):
 
 
 def without(name, *parts):
-    """Drop head tensors whose names hold one of `parts`."""
+    """Drop head tensors whose names hold one of `parts`; without parts all of the head, copies included."""
     family = by_name(name)
 
     def change(table):
-        for each in [each for each in table if family.canonical(each, LAYERS) and any(part in each for part in parts)]:
+        head = [each for each in table if family.canonical(each, LAYERS) is not None]
+        for each in [each for each in head if not parts or any(part in each for part in parts)]:
             del table[each]
 
     return change
@@ -262,7 +252,7 @@ def grown(table):
 
 # base's layout and options, target's options, error and reason
 REFUSED = {
-    "no head": ("glm4_moe", {"change": headless("glm4_moe")}, {}, CheckpointError, "holds no head"),
+    "no head": ("glm4_moe", {"change": without("glm4_moe")}, {}, CheckpointError, "holds no head"),
     "role": ("glm4_moe", {"change": without("glm4_moe", "eh_proj")}, {}, CheckpointError, "partial.*0.projection"),
     "expert": ("glm4_moe", {"change": without("glm4_moe", "experts.3.")}, {}, CheckpointError, "partial.*expert 3"),
     "count": ("glm4_moe", {"config": {"num_nextn_predict_layers": 2}}, {}, CheckpointError, "partial.*1.token_norm"),
@@ -272,7 +262,7 @@ REFUSED = {
     "heads": ("glm4_moe", {"config": {"num_key_value_heads": 4}}, {}, CheckpointError,
               "num_key_value_heads is 4, the target's 2"),
     "fp8": ("glm4_moe", {"fp8": True}, {}, CheckpointError, "quantized .fp8-block.*no quantization"),
-    "vocabulary": ("glm4_moe", {}, {"change": lambda table: (headless("glm4_moe")(table), grown(table))},
+    "vocabulary": ("glm4_moe", {}, {"change": lambda table: (without("glm4_moe")(table), grown(table))},
                    CheckpointError, "vocab_size is 64, the target's 66.*--force"),
 }  # fmt: skip
 
@@ -308,11 +298,11 @@ def test_shape_of_a_block(tmp_path):
 def test_added_tokens(tmp_path):
     """A fine-tune with two more tokens keeps its head if the user says so: the head has no vocabulary of its own."""
     base = publish(tmp_path / "base", "glm4_moe")
-    target = lost(tmp_path / "target", "glm4_moe", change=lambda table: (headless("glm4_moe")(table), grown(table)))
+    target = lost(tmp_path / "target", "glm4_moe", change=lambda table: (without("glm4_moe")(table), grown(table)))
     plan = nextn.restore(target, base, force=True)
     assert any("another vocabulary" in note for note in plan.notes)
     own = publish(tmp_path / "own", "step3p5")
-    target = lost(tmp_path / "step", "step3p5", change=lambda table: (headless("step3p5")(table), grown(table)))
+    target = lost(tmp_path / "step", "step3p5", change=lambda table: (without("step3p5")(table), grown(table)))
     with pytest.raises(CheckpointError, match="vocab_size is 64"):
         nextn.restore(target, own, force=True)
 
@@ -418,7 +408,7 @@ class Stop(BaseException):
 def test_interrupted(shards, change, kind, tmp_path, monkeypatch):
     """Whichever step of the last moves fails, the target is as it was, and no file of ours is left."""
     base = publish(tmp_path / "base", "glm4_moe")
-    broken = fused if change else headless("glm4_moe")
+    broken = fused if change else without("glm4_moe")
     whole = publish(
         tmp_path / "whole", "glm4_moe", seed=1, shards=shards, change=broken, config={"num_nextn_predict_layers": 0}
     )
@@ -564,7 +554,7 @@ def packed(name):
     """Drop the head, and store the trunk's projections in fp8 with one scale each."""
 
     def change(table):
-        headless(name)(table)
+        without(name)(table)
         for each in [each for each in table if each.endswith("_proj.weight")]:
             shape = table[each].shape
             table[each] = RawTensor("F8_E4M3", shape, bytes(shape[0] * shape[1]))

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from quick import each_once, families, others_slow
-from scheduled import Answers, Clock, Text, alone, scheduler_of
+from scheduled import Answers, Clock, Switched, Text, alone, scheduler_of
 from tiny import CONFIGS, build, prompt, refrain
 
 from nextn.cache.kv_cache import KVCache
@@ -25,7 +25,7 @@ from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.scheduler import DraftPolicies, Group
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.settings import Sampling
-from nextn.speculative.draft_policy import NO_DRAFTS, FixedLength
+from nextn.speculative.draft_policy import FixedLength
 
 KINDS = (
     {},
@@ -267,20 +267,11 @@ def caches_of(batch):
     return [batch.cache, *batch.drafter.caches]
 
 
-class Drafting(FixedLength):
-    """K drafts, or none while `is_off`."""
-
-    is_off = True
-
-    def plan(self):
-        return NO_DRAFTS if self.is_off else super().plan()
-
-
 @pytest.mark.one_case
 @pytest.mark.parametrize(("name", "backend"), each_once(["glm_two", "glm_one"], ["native", "torch"]))
 def test_prefixes_that_the_head_has_not_seen(trained, name, backend):
     """Requests without drafts leave them to the first one that drafts; its drafts are those of a cold start."""
-    policy, shared = Drafting(3), tuple(refrain(1, 200, seed=9).tolist()[0])
+    policy, shared = Switched(3), tuple(refrain(1, 200, seed=9).tolist()[0])
     requests = {
         key: GenerationRequest(prompt=(*shared[:size], *tail), max_tokens=30)
         for key, size, tail in ((0, 70, ()), (1, 140, ()), (2, 200, ()), (3, 140, (1, 2)), (4, 200, ()))
@@ -307,7 +298,7 @@ def test_prefixes_that_the_head_has_not_seen(trained, name, backend):
 @pytest.mark.parametrize("more", [0, 10**6])
 def test_completed_prefixes_stay_within_memory(more):
     """What three MTP layers add needs more memory than the states do; without it, blocks stay as they are."""
-    policy, request = Drafting(3), GenerationRequest(prompt=tuple(prompt(200)), max_tokens=3)
+    policy, request = Switched(3), GenerationRequest(prompt=tuple(prompt(200)), max_tokens=3)
     model = build("glm4_moe", modules=3)
     answers = Answers(scheduler_of(model, prefix_bytes=10**8, length=lambda num_sequences: policy))
     answers.run({0: [(0, request)]})

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from quick import case
-from scheduled import Answers, Text, alone, scheduler_of
+from scheduled import Answers, Switched, Text, alone, scheduler_of
 from tiny import build, prompt, refrain
 
 from nextn.decoding import batch as batch_module
@@ -18,19 +18,10 @@ from nextn.serve import scheduler as scheduler_module
 from nextn.serve.request import GenerationRequest
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.settings import Sampling
-from nextn.speculative.draft_policy import NO_DRAFTS, FixedLength
+from nextn.speculative.draft_policy import FixedLength
 
 TILE = 32  # positions whose order in a cache is up to the kernels
 K = 3
-
-
-class Switched(FixedLength):
-    """K drafts, or none while `is_off`."""
-
-    is_off = True
-
-    def plan(self):
-        return NO_DRAFTS if self.is_off else super().plan()
 
 
 class Walk:
