@@ -194,6 +194,9 @@ BROKEN = {
             put("mtp.layers.0.mlp.experts.w2_weight", (4, H, 16))(table))}, "memory of vLLM"),
     "a compiled model": (
         "names-foreign", "error", "glm4_moe", {"change": rename("^", "_orig_mod.")}, "a wrapper of torch"),
+    "tied on one level, without an lm_head": (
+        "trunk-missing", "error", "qwen3_5", {"change": drop("^lm_head"), "config": {
+            "tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}}, "lm_head shared"),
     "names of a GGUF file": (
         "names-foreign", "error", "glm4_moe", {"change": rename(r"^model\.layers\.2\.", "blk.2.nextn.")}, "llama.cpp"),
     "a name of another layer class": (
@@ -643,3 +646,12 @@ def test_sizes_that_are_none(tmp_path):
     many = list(range(1, 100_000))
     write_json(tmp_path / "config.json", config | {"head_dim_x": many, "x_head_dim": many, "num_x_heads": many})
     assert not findings(tmp_path)
+
+
+def test_a_vision_model_that_is_not_there(tmp_path):
+    """Nothing looks at it, and a clean report says so."""
+    vision = {"vision_config": {"depth": 2}}
+    assert (
+        "vision_config"
+        in audit(publish(tmp_path, "qwen3_5", wrapper="model.language_model.", config=vision)).unchecked[0]
+    )

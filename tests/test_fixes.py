@@ -68,7 +68,8 @@ VALUES = {
     "a copied block": ("block-copied", "qwen3_5", {"change": copied_block}),
 }  # fmt: skip
 # Cases whose fix edits config.json, and rules of which some cases have advice alone.
-EDITED = ("tied, with an lm_head of its own", "counted as a layer", "config silent", "dequantized, config kept",
+EDITED = ("tied on one level, without an lm_head",
+          "tied, with an lm_head of its own", "counted as a layer", "config silent", "dequantized, config kept",
           "int4 config, bf16 weights")  # fmt: skip
 ADVICE = {
     "experts-twice", "config-contradicts", "names-foreign", "names-unknown", "vocabulary", "trunk-missing",

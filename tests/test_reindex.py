@@ -201,3 +201,20 @@ def test_headless_has_nothing_to_index(tmp_path):
     with pytest.raises(ConfigError, match="nothing to index"):
         reindex(tmp_path)
     assert take(tmp_path).checkpoint.problems == ()
+
+
+def test_files_of_two_uploads(tmp_path):
+    """An index of a new upload, half of whose files are there, beside those of an old one: no edit mixes them."""
+    folder, new = (
+        publish(tmp_path / "old", "glm4_moe", shards=3),
+        publish(tmp_path / "new", "glm4_moe", shards=4, seed=1),
+    )
+    for name in ("model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors", INDEX):
+        shutil.copy(new / name, folder / name)
+    (finding,) = [each for each in audit(folder).findings if each.rule == "index" and each.severity == "error"]
+    assert finding.fix.startswith("Download model-00003-of-00004.safetensors, model-00004-of-00004.safetensors again")
+    before = bytes_of(folder)
+    for edit in (lambda: reindex(folder), lambda: nextn.restore(folder, new, force=True)):
+        with pytest.raises(CheckpointError, match=r"two uploads.*: download model-00003-of-00004"):
+            edit()
+    assert bytes_of(folder) == before

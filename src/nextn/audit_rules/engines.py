@@ -56,17 +56,16 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
             "trunk-missing", "error", f"{path}.weight",
             f"The {ROLES[role]} shared with the head is not stored as {path}.weight{instead}: {_runners(inventory)}",
             f"{path}.weight in a file of the checkpoint.",
-            f"Rename {elsewhere[0]} to {path}.weight." if elsewhere else "Download or save the trunk again.",
+            f"Rename {elsewhere[0]} to {path}.weight." if elsewhere
+            else f"Set tie_word_embeddings to true in {CONFIG}." if role == "output" and any(_ties(inventory))
+            else "Download or save the trunk again.",
         )  # fmt: skip
 
 
 def tied_differs(inventory: Inventory) -> Iterator[Finding]:
     """Report a config that ties embedding and lm_head of a checkpoint that stores another lm_head."""
     embedding, output = (inventory.shared.get(role) for role in ("embedding", "output"))
-    text = inventory.checkpoint.config.get("text_config")
-    levels = (inventory.checkpoint.config, text if isinstance(text, Mapping) else {})
-    tied = any(level.get("tie_word_embeddings") is True for level in levels)
-    if tied and embedding and output and not same(inventory.checkpoint, embedding, output):
+    if any(_ties(inventory)) and embedding and output and not same(inventory.checkpoint, embedding, output):
         yield Finding(
             "tied-differs", "error", f"{CONFIG}: tie_word_embeddings",
             f"tie_word_embeddings is true, and {output} differs from {embedding}: engines drop it, and trunk and head "
@@ -74,6 +73,13 @@ def tied_differs(inventory: Inventory) -> Iterator[Finding]:
             f"tie_word_embeddings = false, or no {output}.",
             f"Set tie_word_embeddings to false in {CONFIG} if the lm_head was trained; else remove {output}.",
         )  # fmt: skip
+
+
+def _ties(inventory: Inventory) -> Iterator[bool]:
+    """Yield for each level of the config whether it ties embedding and lm_head."""
+    text = inventory.checkpoint.config.get("text_config")
+    for level in (inventory.checkpoint.config, text if isinstance(text, Mapping) else {}):
+        yield level.get("tie_word_embeddings") is True
 
 
 def shared_missing(inventory: Inventory) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from functools import partial
 
 from nextn.audit_rules.findings import Finding, Severity, restore, same, verb
 from nextn.checkpoint.checkpoint import INDEX, SINGLE
-from nextn.checkpoint.file_index import FileIndex, file_index
+from nextn.checkpoint.file_index import FileIndex, file_index, mixed_files
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.edit.reindex import side_files
 from nextn.text_format import counted, some
@@ -57,8 +57,9 @@ def _index_wrong(inventory: Inventory, derived: FileIndex, unlisted: Sequence[st
         )
     if heads:
         found += f"; {counted(heads, 'tensor')} of the head among them"
-    path = shlex.quote(checkpoint.path)
-    return Finding("index", "error", INDEX, f"{found}.", _VALID, f"nextn convert {path} --reindex")
+    mixed, command = mixed_files(checkpoint), f"nextn convert {shlex.quote(checkpoint.path)} --reindex"
+    fix = f"{mixed[0].upper()}{mixed[1:]}." if mixed else command
+    return Finding("index", "error", INDEX, f"{found}.", _VALID, fix)
 
 
 def _absent(inventory: Inventory, file: str, found: str, lost: Sequence[str]) -> Finding:

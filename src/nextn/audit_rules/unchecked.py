@@ -25,6 +25,10 @@ def unchecked(inventory: Inventory, *, trunk: Inventory | None = None) -> Iterat
     others = _others(inventory)
     if others:
         yield f"{counted(len(others), 'tensor')} outside the trunk's layers and the head, such as {some(others[:2])}"
+    elif inventory.layers:
+        for part in ("vision_config", "audio_config"):
+            if inventory.checkpoint.config.get(part):
+                yield f"the model of {part}, of which no tensor is stored"
     if method := _unknown_method(inventory):
         yield f"which modules {method} quantizes, as nextn does not know this method"
     stored = [name for name in inventory.stored if inventory.role(name) not in inventory.family.orders]

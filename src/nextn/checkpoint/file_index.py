@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nextn.checkpoint.checkpoint import SINGLE, Checkpoint
+from nextn.checkpoint.checkpoint import SAMPLE, SINGLE, Checkpoint
 from nextn.checkpoint.foreign_names import foreign
+from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.family_table import Family, find, generic
+from nextn.text_format import some
 
 _SHARD = re.compile(r"model[-.\w]*\.safetensors")
+_MOST_COMPARED = 4  # tensors that two files hold
 _Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
 
@@ -54,6 +57,26 @@ def file_index(checkpoint: Checkpoint, family: Family | None = None) -> FileInde
                    if file in checkpoint.headers and name in checkpoint.headers[file].tensors}  # fmt: skip
     unlisted = tuple(_unlisted(checkpoint, weight_map, family))
     return FileIndex(weight_map, unlisted, tuple(own.keys() - weight_map.keys()), tuple(left_out))
+
+
+def mixed_files(checkpoint: Checkpoint) -> str:
+    """Return what to do where the files are of two uploads, which one index would mix; "" where they are of one.
+
+    Then the index names files that are absent, and files that it does not name have its tensors with other values.
+    """
+    tensors, named = checkpoint.tensors, set((checkpoint.index or {}).values())
+    others = (
+        info for file, header in checkpoint.headers.items() if file not in named for info in header.tensors.values()
+    )
+    twice = [(info, tensors[info.name]) for info in others if tensors[info.name].file in named][:_MOST_COMPARED]
+    absent = sorted(named - checkpoint.headers.keys())
+    if not absent or all(a.form == b.form and _sample(checkpoint, a) == _sample(checkpoint, b) for a, b in twice):
+        return ""
+    return f"download {some(absent)} again (`hf download`), and remove the files that the index does not name"
+
+
+def _sample(checkpoint: Checkpoint, info: TensorInfo) -> list[bytes]:
+    return checkpoint.read_blocks([(info, info.nbytes // 2 // 16 * 16)], SAMPLE)
 
 
 def with_sound_index(checkpoint: Checkpoint, index: FileIndex, *, without: frozenset[str] = frozenset()) -> Checkpoint:

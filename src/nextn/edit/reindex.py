@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nextn.checkpoint.checkpoint import SINGLE, Checkpoint, as_checkpoint
-from nextn.checkpoint.file_index import FileIndex, file_index, with_sound_index
+from nextn.checkpoint.file_index import FileIndex, file_index, mixed_files, with_sound_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
 from nextn.edit.links import refuse_links
@@ -54,7 +54,7 @@ def reindex(
     index = file_index(checkpoint)
     if index.is_sound and not index.absent:
         raise ConfigError(f"{checkpoint.path}: loaders find every tensor as it is; nothing to index")
-    sound = with_sound_index(checkpoint, index)
+    sound = _with_sound_index(checkpoint, index)
     several = len(set(index.weight_map.values())) > 1
     renamed = {SINGLE: free_name(FIRST_SHARD, sound.sources)} if several and SINGLE in sound.headers else {}
     files = Files({}, {name: renamed.get(file, file) for name, file in index.weight_map.items()}, renamed)
@@ -77,7 +77,14 @@ def sound(checkpoint: Checkpoint, *, without: frozenset[str] = frozenset()) -> t
     if all(index.weight_map[name] in without for name in index.unlisted):
         return checkpoint, []
     fresh = replace(index, unlisted=tuple(name for name in index.unlisted if index.weight_map[name] not in without))
-    return with_sound_index(checkpoint, index, without=without), notes(fresh)
+    return _with_sound_index(checkpoint, index, without=without), notes(fresh)
+
+
+def _with_sound_index(checkpoint: Checkpoint, index: FileIndex, *, without: frozenset[str] = frozenset()) -> Checkpoint:
+    """Return it with the derived index. Raises CheckpointError for files of two uploads, which it would mix."""
+    if fix := mixed_files(checkpoint):
+        raise CheckpointError(f"{checkpoint.path}: its files are of two uploads, with other values: {fix}.")
+    return with_sound_index(checkpoint, index, without=without)
 
 
 def side_files(inventory: Inventory) -> frozenset[str]:
