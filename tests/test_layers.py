@@ -34,13 +34,8 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-<<<<<<< HEAD
 LINE_BUDGET = 64656
 OPTION_BUDGET = 283  # of all commands
-=======
-LINE_BUDGET = 64656
-OPTION_BUDGET = 295  # of all commands
->>>>>>> fe3cce56 (Fixes keep a complete head; files of two uploads are never mixed; what config.json declares and no file holds is named)
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "family_table", "data.byte_tokenizer", "data.corpus",

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 from artifacts import EXPERTS, load_json, publish
-from test_restore import headless
+from test_restore import without
 
 import nextn
 from nextn.audit_rules import audit
@@ -60,7 +60,7 @@ def quantized(folder, method):
     """A model that lost its head, with the Linears of its layers as the tool packs them."""
 
     def change(table):
-        headless(NAME)(table)
+        without(NAME)(table)
         for name in [
             each for each in table if each.split(".")[-2] in PACKED and each.endswith(".weight") and "layers" in each
         ]:
@@ -116,7 +116,7 @@ def test_modelslim_gets_an_entry_for_each_matrix(tmp_path):
     whole = publish(tmp_path / "whole", NAME, change=change)
     names = [name for name in Checkpoint.open(whole).tensors if "layers.2" not in name]
     description = {name: "W8A8_DYNAMIC" if "_proj.weight" in name else "FLOAT" for name in names}
-    target = publish(tmp_path / "target", NAME, change=lambda table: (change(table), headless(NAME)(table)))
+    target = publish(tmp_path / "target", NAME, change=lambda table: (change(table), without(NAME)(table)))
     for folder in (whole, target):
         (folder / MODELSLIM_FILE).write_text(json.dumps(description))
     assert [each.rule for each in audit(Checkpoint.open(whole)).findings if each.severity != "note"] == ["quantization"]
@@ -142,7 +142,7 @@ def test_metadata_survive(form, tmp_path):
 
 def test_metadata_of_the_index_survive(tmp_path):
     """All that another tool wrote there, with the new size; a count of parameters that no longer holds is left out."""
-    target = publish(tmp_path / "target", NAME, change=headless(NAME), shards=2)
+    target = publish(tmp_path / "target", NAME, change=without(NAME), shards=2)
     index = load_json(target / INDEX)
     index["metadata"] |= {"total_parameters": 7, "quantized_by": "a tool"}
     (target / INDEX).write_text(json.dumps(index))
@@ -161,7 +161,7 @@ def test_an_explicit_list_gets_nothing_more():
 
 def in_mlx(table, *, packed):
     """The trunk as mlx_lm.convert writes it: one tensor for all experts of a matrix, and codes in words of 32 bits."""
-    headless(NAME)(table)
+    without(NAME)(table)
     for name in [each for each in table if ".experts.0." in each]:
         stem, part = name.split(".experts.0.")
         parts = [table.pop(name.replace(".0.", f".{number}.") if number else name) for number in range(EXPERTS)]
@@ -218,7 +218,7 @@ def test_restore_beside_an_unknown_method(tmp_path):
     """EXL3 stores three tensors and no weight: a head of plain weights is complete beside them."""
 
     def change(table):
-        headless(NAME)(table)
+        without(NAME)(table)
         for name in [each for each in table if each.endswith("_proj.weight")]:
             stem, (rows, columns) = name.removesuffix("weight"), table.pop(name).shape
             table |= {f"{stem}trellis": raw("U8", (columns, rows)), f"{stem}suh": raw("F32", (columns,)),

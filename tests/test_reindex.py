@@ -7,7 +7,7 @@ import shutil
 import pytest
 from artifacts import publish
 from test_convert import tensors
-from test_restore import bytes_of, headless, lost, own_names, take
+from test_restore import bytes_of, lost, own_names, take, without
 
 import nextn
 from nextn.audit_rules import audit
@@ -197,7 +197,7 @@ def test_layers_that_no_file_holds(tmp_path):
 
 def test_headless_has_nothing_to_index(tmp_path):
     """A sound index is left alone."""
-    publish(tmp_path, NAME, shards=2, change=headless(NAME))
+    publish(tmp_path, NAME, shards=2, change=without(NAME))
     with pytest.raises(ConfigError, match="nothing to index"):
         reindex(tmp_path)
     assert take(tmp_path).checkpoint.problems == ()
