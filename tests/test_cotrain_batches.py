@@ -1,5 +1,7 @@
 """What a fine-tune's batch means to a head: which tokens are labels, and which belong together."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -65,6 +67,9 @@ def test_positions_in_three_dimensions():
         ({"labels": None}, "this one has attention_mask, input_ids"),
         ({"pixel_values": torch.zeros(1)}, "pixel_values"),
         ({"shift_labels": ids(2, 3, -100)}, "shift_labels"),
+        ({"labels": ids(2, 3, -100)}, "labels are shifted"),
+        ({"labels": ids(1, 2)}, r"\(1, 3\) and \(1, 2\)"),
+        ({"input_ids": torch.tensor([1, 2, 3])}, r"\(3,\) and \(1, 3\)"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, "0 for padding"),
     ],
 )
@@ -96,6 +101,8 @@ MARKINGS = {
     "position_ids of one dimension": ids(0, 1, 2, 0, 1, 0, 1, 2)[0],
     "seq_idx of one dimension": NUMBERS[0],
     "input_pos": ids(0, 1, 2, 0, 1, 0, 1, 2),
+    "flash_attn_kwargs": SimpleNamespace(cu_seqlens_q=ENDS, max_seqlen_q=3),
+    "packed_seq_params": {"cu_seqlens_q": torch.tensor([0, 1, 2, 4]), "cu_seqlens_q_padded": ENDS},
 }
 
 
@@ -170,9 +177,11 @@ def test_markings_that_are_refused(marking, words):
 def test_names_that_look_like_markings():
     """Refused by name where they have more than one document a row, unless another marking says where these begin."""
     tokens, positions = torch.arange(4)[None], {"position_ids": ids(0, 1, 0, 1)}
-    many = {"packed_seq_lens": [2, 2], "seqlens": torch.tensor([2, 2]), "cu_seqlens_padded": [0, 2, 4],
+    many = {"packed_seq_lens": [2, 2], "seqlens": torch.tensor([2, 2]), "cumulative_len": [torch.tensor([0, 2, 4])],
             "sub_seq_lens": [[2, 2]], "_packed_seq_ids": ids(1, 1, 2, 2), "sample_ids": ids(0, 0, 1, 1),
-            "mask": BLOCKS[:, 0, :4, :4], "boundaries": [0, 2]}  # fmt: skip
+            "mask": BLOCKS[:, 0, :4, :4], "boundaries": [0, 2], "sequence_lengths": ids(2, 2), "doc_lens": [2, 2],
+            "inputs_segmentation": ids(1, 1, 2, 2), "attn_mask_startend_row_indices": ids(2, 2, 4, 4)[:, None, :, None],
+            "attn_bias": torch.zeros(1, 1, 4, 4), "attention_masks": SimpleNamespace(mask_mod=len)}  # fmt: skip
     for name, value in many.items():
         batch = {"input_ids": tokens, "labels": tokens, name: value}
         with pytest.raises(ConfigError, match=f"by {name}, which train_head does not know"):
@@ -180,5 +189,6 @@ def test_names_that_look_like_markings():
         assert targets_of(batch | positions).documents.tolist() == [[0, 0, 1, 1]]
     one = {"seq_len": [4], "sample_ids": [7], "document_ids_": ids(1, 1, 1, 1), "cu_seqlens_padded": [0, 4],
            "max_seqlen": 4, "num_sequences": 1, "loss_mask": ids(0, 1, 1, 1), "token_type_ids": ids(0, 0, 1, 1),
-           "assistant_masks": ids(0, 1, 0, 1), "segment_idx": ids(3, 3, 3, 3)}  # fmt: skip
+           "lengths": [4], "sample_weights": torch.ones(1, 4), "assistant_masks": ids(0, 1, 0, 1),
+           "segment_idx": ids(3, 3, 3, 3)}  # fmt: skip
     assert targets_of({"input_ids": tokens, "labels": tokens} | one).documents.tolist() == [[0, 0, 0, 0]]

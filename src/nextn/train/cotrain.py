@@ -288,9 +288,23 @@ def targets_of(inputs: Mapping[str, object]) -> Targets:
     if unsupported is not None or not isinstance(tokens, Tensor) or not isinstance(labels, Tensor):
         names = unsupported or ", ".join(sorted(inputs))
         raise ConfigError(f"a head is trained on batches of text with input_ids and labels; this one has {names}")
+    if tokens.is_nested or tokens.ndim != 2 or labels.shape != tokens.shape:
+        shapes = ["nested" if each.is_nested else tuple(each.shape) for each in (tokens, labels)]
+        raise ConfigError(f"input_ids and labels are {shapes[0]} and {shapes[1]}; expected [rows, tokens], both alike")
+    if _are_shifted(tokens, labels):
+        raise ConfigError(
+            "labels are shifted: each is the next of input_ids; give labels at their own token's position"
+        )
     documents = document_indices(inputs, tokens)
     mask = (labels != IGNORE) & (documents >= 0)
     return Targets(labels.where(mask, tokens), documents, mask)
+
+
+def _are_shifted(tokens: Tensor, labels: Tensor) -> bool:
+    """Return whether all labels are those of the next position, and not those of their own."""
+    has_label = labels != IGNORE
+    is_next = (labels[:, :-1] == tokens[:, 1:]) | ~has_label[:, :-1]
+    return bool(is_next.all() & (has_label & (labels != tokens)).any() & has_label[:, :-1].any())
 
 
 def must_mask(documents: Tensor) -> bool:

@@ -8,8 +8,9 @@ at once mean the union of their boundaries: nobody sees that a head learns acros
 one label.
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -17,21 +18,13 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 
-# Markings whose meaning is not known here: a batch with one of them is refused, by name.
-_REFUSED = (
-    "packing_params",
-    "segment_ids",
-    "document_ids",
-    "doc_ids",
-    "sequence_ids",
-    "block_mask",
-    "packed_seq_params",
-)
 _ENDS = ("cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+_PADDED = "_padded"  # ends in the layout of the tokens, where documents are padded; those without it count no padding
 # Names that look like a marking. A batch with one of them is refused where nothing else marks more than one document.
 _LIKE_MARKING = re.compile(
-    r"(?!max_|num_).*(?:cu_?seq|seq_?len|packed|boundar).*|mask|.*(?:attn|attention|block|diag)_?masks?"
-    r"|.*(?:sample|example|segment|document|doc|seq|sequence)_(?:ids?|idx|index)"
+    r"(?!max_|num_).*(?:cu_?seq|cumulative|varlen|pack|boundar|segment|eod_|seq(?:uence)?_?(?:len|start|mask)).*"
+    r"|mask|.*(?:attn|attention|block|diag)_?(?:mask|bias).*|(?:.*_)?len(?:gth)?s"
+    r"|.*(?:sample|example|document|doc|seq|sequence|chunk)_(?:ids?|idx|index|starts?|start_.*)"
 )
 
 
@@ -40,13 +33,11 @@ def document_indices(inputs: Mapping[str, object], tokens: Tensor) -> Tensor:
 
     Raises ConfigError for a marking that is not known, or that does not fit the tokens.
     """
-    for name in _REFUSED:
-        if inputs.get(name) is not None:
-            raise _unknown(name)
+    inputs = dict(_with_fields(inputs))
     starts, is_padding = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
     for name, value in inputs.items():
         reader = _READERS.get(name)
-        if reader is not None and value is not None:
+        if reader is not None and name + _PADDED not in inputs:
             new_starts, new_padding = reader(name, value, tokens)
             starts, is_padding = starts | new_starts, is_padding | new_padding
     if not starts[:, 1:].any():
@@ -54,20 +45,30 @@ def document_indices(inputs: Mapping[str, object], tokens: Tensor) -> Tensor:
     return starts.cumsum(-1).masked_fill(is_padding, -1)
 
 
+def _with_fields(inputs: Mapping[str, object], depth: int = 2) -> Iterator[tuple[str, object]]:
+    """Yield the values of a batch, and those inside others, as in the `flash_attn_kwargs` of NeMo RL."""
+    for name, value in inputs.items():
+        fields = value._asdict() if hasattr(value, "_asdict") else getattr(value, "__dict__", value)
+        if value is not None:
+            yield name, value
+        if isinstance(fields, Mapping) and not isinstance(value, Tensor) and name not in _READERS and depth:
+            yield from _with_fields(fields, depth - 1)
+
+
 def _refuse_unread(inputs: Mapping[str, object], tokens: Tensor) -> None:
     """Raise ConfigError for a value that looks like a marking and has more entries than one document a row needs."""
     for name, value in inputs.items():
-        if name in _READERS or value is None or not _LIKE_MARKING.fullmatch(name):
+        if name in _READERS or not _LIKE_MARKING.fullmatch(name):
             continue
-        numbers = value if isinstance(value, Tensor) else torch.tensor(_flat(value))
-        constant = numbers.ndim == 2 and numbers.shape == tokens.shape and not numbers.diff(dim=-1).any()
-        if numbers.numel() > len(tokens) + int("cu" in name) and not constant:
+        constant = isinstance(value, Tensor) and value.shape == tokens.shape and not value.diff(dim=-1).any()
+        if _num_entries(value) > len(tokens) + int("cu" in name) and not constant:
             raise _unknown(name)
 
 
-def _flat(value: object) -> list[int]:
-    inner = [_flat(each) for each in value] if isinstance(value, list | tuple) else []
-    return [number for each in inner for number in each] if isinstance(value, list | tuple) else [0]
+def _num_entries(value: object) -> float:
+    if isinstance(value, list | tuple):
+        return sum(map(_num_entries, value))
+    return value.numel() if isinstance(value, Tensor) else 1 if isinstance(value, int | float | str) else math.inf
 
 
 def _unknown(name: str) -> ConfigError:
@@ -174,7 +175,7 @@ _READERS: dict[str, Callable[[str, object, Tensor], tuple[Tensor, Tensor]]] = {
     "seq_idx": _from_numbers,
     "seq_lengths": _from_lengths,
     "packed_seq_lengths": _from_flat_lengths,
-    **dict.fromkeys(_ENDS, _from_ends),
+    **dict.fromkeys((*_ENDS, *(name + _PADDED for name in _ENDS)), _from_ends),
 }
 
 
