@@ -182,7 +182,7 @@ def test_split(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     first, second, *_ = sorted(tmp_path.glob("*.gguf"))
-    assert audit_gguf(first).findings == ()
+    assert audit_gguf(first).findings == audit_gguf(second).findings == ()
     second.unlink()
     with pytest.raises(CheckpointError, match=second.name):
         audit_gguf(first)

@@ -130,7 +130,7 @@ def test_what_to_give_instead(tmp_path):
     (tmp_path / "a.pt").write_bytes(b"x")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "sha256-ab").write_bytes(b"GGUF\x03")
-    for name in ("a.tar.gz", "a.nemo"):
+    for name in ("a.tar.gz", "a.nemo", "m.gguf.part2of2"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
@@ -141,6 +141,7 @@ def test_what_to_give_instead(tmp_path):
         str(tmp_path / "sha256-ab"): f"ln -s {tmp_path / 'sha256-ab'} model.gguf",
         str(tmp_path / "a.tar.gz"): "an archive; unpack it",
         str(tmp_path / "a.nemo"): "a NeMo archive",
+        str(tmp_path / "m.gguf.part2of2"): "join all parts in their order",
         "./nothing": "neither a folder",
         "https://huggingface.co/org/name/tree/main": "give the hub id org/name.",
         "hf.co/org/name": "give the hub id org/name.",

@@ -18,6 +18,7 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "transfo
 ROLES = {"embedding": "embedding", "output": "lm_head"}
 
 HEAD_REQUIRED = "head-required"
+CONVERT = "Convert the model again with llama.cpp's convert_hf_to_gguf.py, from a checkpoint that `nextn audit` passes."
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 8  # what `same` reads of each tensor
 
 
@@ -92,9 +93,10 @@ class AuditReport:
         """Return the report with an error if the checkpoint neither declares nor stores a head."""
         if self.declared or self.modules or any(finding.rule == HEAD_REQUIRED for finding in self.findings):
             return self
+        gguf = f"Run `nextn restore` on the checkpoint first. {CONVERT}"
         missing = Finding(
             HEAD_REQUIRED, "error", self.path, "No MTP head is declared, and none is stored.", "A head.",
-            f"nextn restore {shlex.quote(self.path)} --from BASE",
+            gguf if self.path.endswith(".gguf") else f"nextn restore {shlex.quote(self.path)} --from BASE",
         )  # fmt: skip
         return replace(self, findings=(missing, *self.findings))
 

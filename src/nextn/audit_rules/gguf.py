@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity
+from nextn.audit_rules.findings import CONVERT, SEVERITIES, AuditReport, Finding, Severity
 from nextn.audit_rules.norm_weights import NormValues, Values, shifts
 from nextn.audit_rules.structure import no_head
 from nextn.audit_rules.values import nonfinite_or_garbage, norm_shift_finding, zero_or_constant
@@ -38,7 +38,6 @@ ENOUGH = 8.5  # bits per weight of Q8_0
 MUCH_LESS = 0.75  # of the trunk's bits per weight
 LAYERS_PER_NORM = 4
 MATRICES = 48  # of the head, of which some rows are read
-CONVERT = "Convert the model again with llama.cpp's convert_hf_to_gguf.py, from a checkpoint that `nextn audit` passes."
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 # The largest published headers are below 20 MiB, nearly all of it vocabulary.
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # of a split model
 _MAX_HEADER = 1 << 26
 _MAX_DIMS, _MAX_ROW, _MAX_FILES = 4, 1 << 20, 1000
 _MAX_VALUES = 10_000  # one for each layer
@@ -127,6 +128,9 @@ class GgufFile:
             import gguf  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"GGUF files need the gguf package: {install_command('gguf')}") from error
+        if (part := _PART.fullmatch(path.name)) and part[2] != "00001":  # the first alone has the model's metadata
+            first_path = path.with_name(f"{part[1]}-00001-of-{part[3]}.gguf")
+            path = first_path if first_path.is_file() else path
         first = _read(path)
         kinds = (first.metadata.get(f"general.{key}") for key in ("type", "architecture"))
         if named := next((_OTHERS[kind] for kind in kinds if isinstance(kind, str) and kind in _OTHERS), ""):
@@ -147,9 +151,12 @@ def _others(path: Path, metadata: dict[str, Scalar]) -> list[Path]:
     count = metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:
         return []
-    match = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    match = _PART.fullmatch(path.name)
     if match is None or int(match[3]) != count or count > _MAX_FILES:
-        raise CheckpointError(f"{path}: one of {count} files, whose names must end in -00001-of-{count:05d}.gguf.")
+        raise CheckpointError(
+            f"{path}: one of {count} files, whose names must end in -00001-of-{count:05d}.gguf. Only `llama-gguf-split "
+            "--merge` joins them."
+        )
     names = [f"{match[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
     absent = [name for name in names if not path.with_name(name).is_file()]
     if absent:

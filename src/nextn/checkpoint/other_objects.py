@@ -117,6 +117,10 @@ def source_sentence(name: str) -> str:
 def _file_sentence(name: str, path: Path) -> str:
     if path.suffix in PICKLES:
         return pickle_sentence([name])
+    if re.search(r"\.part\d+of\d+$|\.gguf-split-[a-z]$", path.name):
+        return (
+            f"{name}: one part of a file that was cut: join all parts in their order with `cat`, and give the result."
+        )
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == b"GGUF":

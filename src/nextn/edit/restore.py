@@ -107,6 +107,8 @@ def _target(path: str | Path, family: Family | None) -> tuple[Inventory, Invento
     A head in a file that is not in the index counts as missing.
     """
     folder = Path(path).expanduser()
+    if folder.suffix == ".gguf":
+        raise CheckpointError(f"{path}: a GGUF file: restore the head in the checkpoint, and convert that again.")
     if not folder.is_dir():
         raise CheckpointError(f"{path}: not a folder. Only a local folder can be changed; download a hub model first.")
     checkpoint = Checkpoint.open(folder)
