@@ -5,11 +5,10 @@ local sparse file of its full size, in which only the header and the downloaded 
 as a complete shard would be.
 """
 
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from ctypes import CDLL, c_int, c_long
@@ -26,13 +25,12 @@ from huggingface_hub import is_offline_mode
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, shipped_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.remote import ADVICE, ByteSource, LocalFile, RemoteFile, split_hub_id
-from nextn.checkpoint.safetensors_file import TensorInfo, write_json
+from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.checkpoint.staging_folder import owned
 from nextn.errors import CheckpointError
 
 # Config, tokenizer, chat template. A pattern with a slash never matches: other folders hold other formats.
 _OTHER_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
-_RECORD = "ranges.json"
 _WORKERS, _PIECE = 8, 8 * 1024 * 1024  # requests at a time, and bytes of each
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of Linux
 
@@ -55,28 +53,20 @@ def on_disk(inventory: Inventory) -> Inventory:
     return Inventory.of(Checkpoint.open(folder), family=inventory.family)
 
 
-def in_parts(inventory: Inventory, *, keep: Path | None = None) -> Inventory:
+def in_parts(inventory: Inventory) -> Inventory:
     """Return the inventory of the same checkpoint; tensors on the hub are downloaded when they are read.
 
     With HF_HUB_OFFLINE=1 it is returned as it is.
 
-    Args:
-        inventory: Of an opened checkpoint.
-        keep: Folder to keep tensors in; None: the hub's cache, where each is forgotten after use.
-
     Raises:
-        CheckpointError: As `on_disk` and `PartialDownload`; for `keep` beside a local checkpoint.
+        CheckpointError: As `on_disk` and `PartialDownload`.
     """
     checkpoint = inventory.checkpoint
-    if is_offline_mode():
-        return inventory
-    if not _remote(inventory):
-        if keep is not None:
-            raise CheckpointError(f"{checkpoint.path}: nothing is to be downloaded, so there are no shards to keep")
+    if is_offline_mode() or not _remote(inventory):
         return inventory
     folder = _download(checkpoint.path, checkpoint.ref, _OTHER_FILES)
     cache = Path(hub.constants.HF_HUB_CACHE) / f"nextn--{checkpoint.path.replace('/', '--')}"
-    partial = PartialDownload(checkpoint, keep or cache, keep=keep is not None).checkpoint
+    partial = PartialDownload(checkpoint, cache).checkpoint
     others = {name: LocalFile(path, name) for name in partial.sources if (path := folder / name).is_file()}
     return replace(inventory, checkpoint=replace(partial, sources={**partial.sources, **others}))
 
@@ -142,83 +132,53 @@ def _reason(error: Exception) -> str:
 
 
 class PartialDownload:
-    """The folder with a checkpoint's sparse files.
+    """The folder with a checkpoint's sparse files, which are removed at the end.
 
     Attributes:
         num_bytes: Downloaded so far.
         seconds: That this took.
     """
 
-    def __init__(self, checkpoint: Checkpoint, folder: Path, *, keep: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Hold the folder, which no other process may use meanwhile.
 
         Args:
             checkpoint: Of a hub id.
             folder: Where the files are.
-            keep: Forget nothing, and use what an earlier process left; else all files are removed at the end.
 
         Raises:
-            CheckpointError: Another process holds the folder, it cannot be written, or it is of another checkpoint.
+            CheckpointError: Another process holds the folder, or it cannot be written.
         """
         self.num_bytes, self.seconds, self._lock = 0, 0.0, Lock()
-        self._keep, self._identity = keep, {"repo": checkpoint.path, "revision": checkpoint.revision}
-        self._stack = ExitStack()
+        stack = ExitStack()
         with _writing(folder):
-            stage = self._stack.enter_context(owned(folder, inside=keep))
-        finalize(self, self._stack.close)
-        self._folder = folder if keep else stage
-        present = self._read_record()
-        self._files = {
-            name: PartialFile(self, source, self._folder / name, header.tensors.values(), present.get(name, {}))
+            stage = stack.enter_context(owned(folder))
+        finalize(self, stack.close)
+        files = {
+            name: PartialFile(self, source, stage / name, header.tensors.values())
             for name, header in checkpoint.headers.items()
             if isinstance(source := checkpoint.sources[name], RemoteFile)
         }
-        self.checkpoint = replace(checkpoint, sources={**checkpoint.sources, **self._files})
+        self.checkpoint = replace(checkpoint, sources={**checkpoint.sources, **files})
 
     @property
     def rate(self) -> float:
         """Bytes per second of all downloads so far; 0 before the first."""
         return self.num_bytes / self.seconds if self.seconds else 0.0
 
-    def _read_record(self) -> dict[str, dict[int, int]]:
-        """Ranges that an earlier process left, by file."""
-        path = self._folder / _RECORD
-        if not path.exists():
-            return {}
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            identity, files = {key: record[key] for key in self._identity}, record["files"]
-            present = {name: {int(begin): int(end) for begin, end in ranges} for name, ranges in files.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: not readable: {error}. Remove the folder to start again") from error
-        if identity != self._identity:
-            was, now = ("{repo} at {revision}".format(**each) for each in (identity, self._identity))
-            raise CheckpointError(f"{self._folder} holds shards of {was}, not of {now}; give another folder")
-        return present
-
-    def _write_record(self) -> None:
-        if self._keep:
-            files = {name: sorted(file.present.items()) for name, file in self._files.items() if file.present}
-            write_json(self._folder / _RECORD, {**self._identity, "files": files})
-
 
 class PartialFile:
     """A shard on a hub, of which some tensors are on disk; a `ByteSource` that reads those there, others by request."""
 
     def __init__(
-        self,
-        download: PartialDownload,
-        remote: ByteSource,
-        path: Path,
-        tensors: Iterable[TensorInfo],
-        present: Mapping[int, int],
+        self, download: PartialDownload, remote: ByteSource, path: Path, tensors: Iterable[TensorInfo]
     ) -> None:
         self.download, self.path, self.name = download, path, remote.name
         self._remote, self._local = remote, LocalFile(path, remote.name)
         ranges = [(info.begin, info.end) for info in tensors]
         self._header_end = min((begin for begin, _ in ranges), default=0)
         self._size = max((end for _, end in ranges), default=0)
-        self.present = dict(present) if path.exists() and path.stat().st_size == self._size else {}
+        self.present: dict[int, int] = {}  # begin -> end of the ranges on disk
 
     def __str__(self) -> str:
         return str(self._remote)
@@ -253,7 +213,6 @@ class PartialFile:
             self.present |= dict(missing)
             self.download.num_bytes += sum(end - begin for begin, end in missing)
             self.download.seconds += time.perf_counter() - started
-            self.download._write_record()
 
     def _missing(self, ranges: Iterable[Range]) -> list[Range]:
         return sorted(each for each in ranges if self.present.get(each[0]) != each[1])
@@ -277,9 +236,7 @@ class PartialFile:
             pool.shutdown(cancel_futures=True)
 
     def forget(self, ranges: Iterable[Range]) -> None:
-        """Free the disk space of tensors that are not needed any more, unless they are to be kept."""
-        if self.download._keep:
-            return
+        """Free the disk space of tensors that are not needed any more."""
         with self.download._lock, self.path.open("r+b") as file:
             for begin, end in ranges:
                 if self.present.pop(begin, None) is not None and (fallocate := _fallocate()) is not None:

@@ -294,7 +294,6 @@ class ModelOptions:
         *,
         need_head: bool,
         stream: bool = False,
-        shards: Path | None = None,
         in_torch: bool = False,
     ) -> "Model":
         """Load the model; call `prepared` first.
@@ -302,7 +301,6 @@ class ModelOptions:
         Args:
             need_head: Whether the checkpoint must have a head.
             stream: See `Model.load`.
-            shards: See `Model.load`.
             in_torch: The trunk will run in torch whatever the backend is, so quantized weights are dequantized.
         """
         import torch
@@ -322,7 +320,6 @@ class ModelOptions:
             device="cpu" if self.native_only else self.device,
             stream=stream,
             defer=self.device_map is not None,
-            shards=shards,
             head=self.head if need_head else None,
         )
         loaded.trunk.kv_cache_dtype = self.kv_cache_dtype

@@ -144,7 +144,7 @@ def _diagnose(
     from nextn.evaluate.faults import FAULTS
     from nextn.evaluate.reference_texts import prompt_tokens
 
-    loaded = options.load(need_head=True, stream=source.is_streamed, shards=source.shards)
+    loaded = options.load(need_head=True, stream=source.is_streamed)
     stored, num_texts = None, len(prompts) * len(plan.temperatures)
     if source.is_streamed and isinstance(target, Endpoint):
         ids = [prompt_tokens(loaded, prompt, plan) for prompt in prompts]

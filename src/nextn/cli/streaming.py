@@ -52,16 +52,6 @@ def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
     return streaming_plan.reason_to_stream(checkpoint, options.torch_dtype, resolve_device(options.device))
 
 
-KeepShards = Annotated[
-    Path | None,
-    typer.Option(
-        help="With --stream and a hub id: keep downloads in this folder, for later runs. Default: each layer is "
-        "deleted after use.",
-        rich_help_panel=_PANEL,
-    ),
-]
-
-
 @dataclass(frozen=True)
 class GivenTextOptions:
     """The options of commands that read texts which exist already, with a trunk that may be streamed."""
@@ -91,7 +81,6 @@ class GivenTextOptions:
             rich_help_panel=_PANEL,
         ),
     ] = None
-    keep_shards: KeepShards = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,6 @@ class TextOptions:
     reason: str | None  # why the trunk is streamed; None: it is loaded
     states: Path | None
     quiet: bool
-    shards: Path | None = None  # see `Model.load`
 
     @classmethod
     def of(
@@ -117,19 +105,17 @@ class TextOptions:
         """Check the options of texts. Raises ConfigError, without texts for a model that is to be streamed, too."""
         from nextn.data.sources import check_sources
 
-        file, shards = given.texts, given.keep_shards
+        file = given.texts
         if file is not None and engine.url:
             raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
         if file is not None:
             check_sources([file])
-        source = cls(file, engine, reason_to_stream(options, given.stream), given.states, quiet, shards)
+        source = cls(file, engine, reason_to_stream(options, given.stream), given.states, quiet)
         if source.is_streamed and not source.has_texts:
             raise ConfigError(
                 f"a streamed trunk ({source.reason}) cannot generate the texts to measure on: name a served copy of "
                 "the model with --engine, or give a file of texts with --texts; --no-stream loads the model in any case"
             )
-        if shards is not None and not source.is_streamed:
-            raise ConfigError(f"--keep-shards {shards}: the model fits into memory; --stream streams it nevertheless")
         return source
 
     @property
@@ -172,7 +158,7 @@ def _measure_texts(
     from nextn.evaluate.reference import acceptance_on_texts
 
     probe = None
-    loaded = options.load(need_head=True, stream=source.is_streamed, shards=source.shards, in_torch=True)
+    loaded = options.load(need_head=True, stream=source.is_streamed, in_torch=True)
     if source.file is not None:
         temperature = plan.temperatures[0] if len(plan.temperatures) == 1 else None
         reader = partial(read_texts, source.file, loaded.trunk, loaded.tokenizer)

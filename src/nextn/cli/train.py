@@ -9,7 +9,6 @@ import typer
 
 from nextn.cli.common import AsJson, Device, ModelOptions, check_device, expanded, shipped_option
 from nextn.cli.progress import say_doing
-from nextn.cli.streaming import KeepShards
 from nextn.cli.train_common import check_options, export_head, merge_settings, with_layout
 from nextn.cli.train_run import DEFAULT_RECIPE, print_result, train_head, train_joint
 from nextn.errors import ConfigError
@@ -141,7 +140,6 @@ class TrainOptions:
             rich_help_panel=_HEAD,
         ),
     ] = False
-    keep_shards: KeepShards = None
     follow_links: Annotated[
         bool,
         typer.Option(
@@ -221,7 +219,7 @@ def _check(options: "RunOptions") -> None:
     if not options.freeze_trunk:
         values = (
             options.trunk, options.head, options.cache_gb, options.layout, options.settings.get("trained_parts"),
-            options.keep_shards, options.export,
+            options.export,
         )  # fmt: skip
         flags = (
             options.init_head, options.head_only, options.on_policy, options.allow_worse, options.curve, options.stream,
@@ -229,7 +227,7 @@ def _check(options: "RunOptions") -> None:
         if any(value is not None for value in values) or any(flags):
             raise ConfigError(
                 "--from, --head, --init-head, --layout, --set trained_parts, --head-only, --on-policy, --cache-gb, "
-                "--allow-worse, --curve, --stream, --keep-shards, --export need --freeze-trunk"
+                "--allow-worse, --curve, --stream, --export need --freeze-trunk"
             )
         return
     if options.trunk is None:

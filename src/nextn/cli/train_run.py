@@ -143,7 +143,6 @@ def _prepare_head(out: Path, options: "RunOptions", ranks: "Ranks", *, quiet: bo
         layout=options.layout,
         follow_links=options.follow_links,
         stream=options.stream,
-        shards=_path(options.keep_shards),
     )
     return prepare_head_run(
         out,

@@ -91,7 +91,6 @@ class Model:
         skip_head: bool = False,
         stream: bool = False,
         defer: bool = False,
-        shards: Path | None = None,
         head: str | Path | None = None,
     ) -> "Model":
         """Load a model.
@@ -108,7 +107,6 @@ class Model:
                 when it runs texts. The files must stay as they are. Of a hub id, tensors are downloaded when they are
                 needed, and forgotten after use.
             defer: Do not load the trunk's decoder layers yet; the trunk is a `DeferredTrunk`, whose files must stay.
-            shards: With `stream` and a hub id: keep them in this folder instead, for later runs.
             head: Use the head of this checkpoint instead: a folder, a .safetensors file next to its config.json, or a
                 hub id.
 
@@ -132,7 +130,7 @@ class Model:
         beside = None if head is None else open_head(head, inventory)
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
         if stream:
-            inventory = in_parts(inventory, keep=shards)
+            inventory = in_parts(inventory)
         inventory = on_disk(inventory)
         folder = folder_of(inventory.checkpoint)
         with ExitStack() as files:

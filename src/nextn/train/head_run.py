@@ -66,7 +66,6 @@ class StartingPoint:
     layout: str | None = None  # of a fresh head, see `LAYOUTS`; None: the family's
     follow_links: bool = False  # follow links that lead out of the trunk's folder
     stream: bool = False  # the trunk runs once, layer by layer, see `HeadTask.stream_trunk`
-    shards: Path | None = None  # keep what is downloaded of a streamed trunk, see `Model.load`
 
     def __post_init__(self) -> None:
         if self.layout is not None and self.layout not in LAYOUTS:
@@ -75,10 +74,6 @@ class StartingPoint:
             raise ConfigError(f"--layout {self.layout}: only for a fresh head (--init-head); others keep their layout")
         if self.fresh and self.head is not None:
             raise ConfigError(f"a fresh head and the head of {self.head} exclude each other; give only one")
-        if self.shards is not None and not self.stream:
-            raise ConfigError(
-                f"--keep-shards {self.shards}: only with --stream; other trunks are downloaded completely"
-            )
         if self.num_modules is not None and not self.fresh:
             raise ConfigError(
                 f"modules = {self.num_modules}: only for a fresh head; an existing one keeps its number of modules"
@@ -242,7 +237,7 @@ def load_starting_point(
     origin = Inventory.of(checkpoint, family=family)
     origin.refuse_draft_model(adding=start.fresh or start.head is not None)
     if start.stream:
-        origin = in_parts(origin, keep=start.shards if ranks.is_first else None)
+        origin = in_parts(origin)
     origin = on_disk(origin)
     refuse_links(origin.checkpoint, follow=start.follow_links)
     if start.stream or not ranks.is_alone:

@@ -19,11 +19,10 @@ _FREE = (
     "tensorboard",
     "device",
     "stream",
-    "keep_shards",
     "export",
 )
 _FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
-_PATHS = ("tokenizer", "model", "trunk", "head", "keep_shards")
+_PATHS = ("tokenizer", "model", "trunk", "head")
 _NAMES = {"trunk": "--from"}
 
 
@@ -52,7 +51,6 @@ class RunOptions:
     tensorboard: bool = False
     device: str | None = None
     stream: bool = False
-    keep_shards: str | None = None
     export: str | None = None
 
     def absolute(self) -> "RunOptions":
