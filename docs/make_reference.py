@@ -179,8 +179,8 @@ OVERRIDES_INTRO = """\
 ## Settings that decide the acceptance
 
 With these settings, which are looked for in the log and in `--flags`, the engine accepts drafts that the trunk did not
-sample: the counts say nothing about the head, and the text is not the trunk's. `diagnose` names them as
-`acceptance-overridden`.
+sample, so the text is not the trunk's, or another drafter makes them: the counts say nothing about the head. `diagnose`
+names them as `acceptance-overridden`.
 """
 
 

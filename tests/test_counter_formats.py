@@ -130,6 +130,8 @@ TEXTS = {
                            ("an engine under AIPerf", 14848, None, 12288, (8448, 3840))),
     "AIPerf's console": ("│  Token-Weighted Acceptance Length │   3.20 │   N/A │\n",
                          ("an engine under AIPerf", None, None, None, ())),
+    "TensorRT-LLM's console": ("Mean Avg Decoded Tokens per Iter:        2.74\nMedian Avg Decoded Tokens per Iter: 2.8\n",
+                               ("TensorRT-LLM", None, None, None, ())),
     "mlx-vlm": (json.dumps({"timings": {"predicted_n": 111, "draft_kind": "mtp", "draft_rounds": 30, "draft_n": 90,
                                         "draft_n_accepted": 81}}), ("mlx-vlm", 30, 90, 81, ())),
     "mlx-vlm, a short answer": (json.dumps({"timings": {"predicted_n": 2, "draft_rounds": 1, "draft_n": 7,
@@ -436,6 +438,10 @@ FORCED = [
     "ServerArgs(speculative_accept_threshold_acc=0.5)",
     "--spec-decoding-acceptance-method typical_acceptance_sampler",
     "MLX_SERVE_MTP_TYPICAL=0.09",
+    "SpeculativeConfig(method='eagle3', num_spec_tokens=3)",
+    "--speculative-algorithm NGRAM",
+    "--spec-type draft-eagle3,ngram-mod",
+    "0.06.9 I statistics     draft-eagle3: #calls(b,g,a) = 1 87 87",
 ]
 NOT_FORCED = [
     "ServerArgs(speculative_accept_threshold_single=1.0, speculative_accept_threshold_acc=1.0)",
@@ -445,6 +451,8 @@ NOT_FORCED = [
     "rejection_sample_method=block",
     "use_relaxed_acceptance_for_thinking=False",
     "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=0",
+    '{"method": "mtp"} --speculative-algorithm EAGLE --spec-type ngram-mod,draft-mtp --spec-type none',
+    "statistics ngram-mod: #calls = 11\nstatistics draft-mtp: #calls = 11",
 ]
 
 
@@ -454,7 +462,7 @@ def test_forced_and_relaxed_acceptance():
         assert read(f"{text}\n{VLLM}\n").overrides == overrides_in(text)
     for text in NOT_FORCED:
         assert overrides_in(text) == (), text
-    assert {each.effect for each in OVERRIDES} == {"forced", "relaxed"}
+    assert {each.effect for each in OVERRIDES} == {"forced", "relaxed", "another drafter's"}
 
 
 @pytest.mark.parametrize(
@@ -466,6 +474,8 @@ def test_forced_and_relaxed_acceptance():
         ("slot print_timing: draft acceptance = 0.5\n", "llama.cpp's draft acceptance, which lacks"),
         ("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n", "they are of vllm, and vllm:spec_decode"),
         ("sglang:gen_throughput 54.6\n", "they are of sglang, and sglang:spec_accept_length"),
+        ("I spec       accept: adaptive n : 1 -> 2 (seq 0, n_draft=1, n_accepted=1)\n", "adaptive depth, which lacks"),
+        ("- drafted=35\n- accepted_drafts=29\n", "'- accepted_drafts=29' has none"),
         ("Position 0: 82.10\nAccepted tokens: 5\n", "nearest: table of vllm bench serve"),
         ("Hello\n", "nothing in it is of an engine's drafts"),
         ('{"a": 1}', "nothing in it is of an engine's drafts"),
@@ -485,7 +495,10 @@ def test_each_format_is_documented():
     assert len(set(names)) == len(names)
     assert all(each.counted and each.literal for each in LOG_FORMATS)
     read_from = {read(text).source for text, _ in TEXTS.values()}
-    assert read_from >= {each.name for each in LOG_FORMATS} - {"llama.cpp's rounds (trace output)"}
+    assert read_from >= {each.name for each in LOG_FORMATS} - {
+        "llama.cpp's rounds (trace output)",
+        "llama.cpp's changes of an adaptive depth",
+    }
 
 
 def test_counts_with_bonus_tokens_are_compared_by_length():

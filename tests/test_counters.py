@@ -88,6 +88,7 @@ sglang:generation_tokens_total{tp_rank="0"} 100
     assert found.acceptance().length == 2.5
     older = from_metrics('sglang:spec_accept_length{tp_rank="0"} 2.5\n')
     assert (older.length, older.has_drafts) == (2.5, None)
+    assert Counters("x", 199, 0, 0).has_drafts is False
     with pytest.raises(EngineError, match=r"its own acceptance length is 2.50"):
         older.acceptance()
 

@@ -15,6 +15,7 @@ from nextn.engines.answers import AnswerToken, EngineAnswer
 from nextn.engines.client import Budget, Limits
 from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.engines.endpoint import Endpoint
+from nextn.engines.run_settings import with_settings
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
@@ -430,12 +431,14 @@ def test_rounds_that_were_shorter_than_k():
 )
 def test_short_rounds_are_blamed_only_where_they_accept_too_little(length, named):
     """Rounds of one draft accept a_1 = 0.7 of an engine without fault, those of two 1.05."""
-    seen = EngineObservation(0.0, Counters("x", 1000, 1300, 800, (700, 100)), (0,))
     counts = ObservedCounts(length=length, rounds=1000)
     hypotheses = GOOD, expects("no-prefill", 0.2, 0.5)
-    found = Diagnosis("x", None, (ObservedCase(seen, counts, hypotheses, 1.0, 0),))
-    assert (found.named, found.needed) == (named, None)
-    assert ("--fixed-k" in found.summary) == found.is_inconclusive
+    adaptive = with_settings(Counters("x", length=length), ["--speculative-algorithm EAGLE --speculative-adaptive"])
+    for counters in (Counters("x", 1000, 1300, 800, (700, 100)), Counters("x", 1000, 1300, 800), adaptive):
+        seen = EngineObservation(0.0, counters, (0,))
+        found = Diagnosis("x", None, (ObservedCase(seen, counts, hypotheses, 1.0, 0),))
+        assert (found.named, found.needed) == (named, None)
+        assert ("--fixed-k" in found.summary) == found.is_inconclusive
 
 
 def test_share_of_novel_text():

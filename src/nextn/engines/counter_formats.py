@@ -195,6 +195,8 @@ def _need(reading: LogReading, source: str, start: str) -> Counters:
         raise EngineError(f"{source}: no draft counts in it; nearest: {name}, which lacks {missing!r}")
     name, words = _nearest(start)
     hint = f"nearest: {name}, by {words!r}" if name else "nothing in it is of an engine's drafts"
+    if not name and (line := re.search(r"(?i)[^\n]{0,60}(?<![a-z])accept[^\n]{0,60}", start)):
+        hint = f"{line[0].strip()!r} has none; accepted and drafted tokens are read as `MTP accepted 29/35`"
     raise EngineError(
         f"{source}: no draft counts in it; {hint}. Check that MTP was on, and that the part with the counts "
         f"was copied; formats that are read: {docs_page('reference/counter-formats')}"

@@ -20,6 +20,7 @@ MAX_POSITIONS = 256  # draft tokens per round: engines draft 1 to 64
 COUNTS = ("num_drafts", "draft_tokens", "accepted", "emitted")
 FULL_SHARE = 0.95  # of K, drafted per round on average: the last rounds of texts are shorter
 SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, ... are lower bounds"
+ADAPTIVE = "the engine adapts the number of drafts of a round: its acceptance length is not that of K drafts in each"
 ROUNDED = "from rates rounded in the log: counts are approximate"
 FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
 SOME_POSITIONS = "acceptance of the last positions is missing: only the totals are compared"
@@ -98,7 +99,7 @@ class Counters:
     def has_drafts(self) -> bool | None:
         """Whether anything was drafted; None where the engine reports no counts."""
         counts = [count for count in (self.num_drafts, self.draft_tokens) if count is not None]
-        return any(counts) if counts else None
+        return all(counts) if counts else None
 
     def acceptance(self) -> Acceptance:
         """Return conditional acceptance rates with intervals; no positions where the engine does not count by position.

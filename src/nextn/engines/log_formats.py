@@ -267,6 +267,11 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "a request: accepted and drafted tokens of all its drafters; mean length with bonus token, in newer builds",
     ),
     LogFormat(
+        "llama.cpp's changes of an adaptive depth", " adaptive ", r"accept: adaptive (?:draft depth|n) ",
+        {"draft acceptance": r"(?!)()"}, ("draft acceptance",), lambda fields: None,
+        "rounds after which K changed: no sample of all, so a line with `draft acceptance` is needed",
+    ),
+    LogFormat(
         "llama.cpp's speculative examples", "n_drafted", r"(?<!\w)n_draft\s+=",
         {name: rf"(?<!\w){name}\s*=\s*({_INT})" for name in ("n_draft", "n_drafted", "n_accept")},
         ("n_drafted", "n_accept"), _llama_example, "the run: K, drafted and accepted tokens; no rounds", num_lines=8,
@@ -300,6 +305,12 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
          for name in ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")},
         ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens"), _tensorrt,
         "an iteration: draft tokens, accepted drafts, and requests with drafts, each of which is a round",
+    ),
+    LogFormat(
+        "table of TensorRT-LLM's benchmark_serving", "Decoded Tokens per Iter:", r"Mean Avg Decoded Tokens per Iter:",
+        _colon("Mean Avg Decoded Tokens per Iter"), ("Mean Avg Decoded Tokens per Iter",),
+        lambda fields: Counters("TensorRT-LLM", length=_float(fields, "Mean Avg Decoded Tokens per Iter")),
+        "the run, as a mean of its requests: tokens per round with bonus token; no counts",
     ),
     LogFormat(
         "ATOM's MTP Stats", "MTP Stats", r"\[MTP Stats *\]",

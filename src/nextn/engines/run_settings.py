@@ -2,14 +2,14 @@
 
 Benchmarks force acceptance so that engines can be compared at one length: drafts are then accepted unseen. Other
 settings relax the rule: drafts are accepted that the trunk did not sample. In both cases the text is not the trunk's,
-and the counts say nothing about the head.
+and the counts say nothing about the head. Nor do those of another drafter.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from nextn.engines.counters import MAX_POSITIONS, Counters
+from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, Counters
 
 _ASSIGN = r"['\"\\]*\s*(?:[:=]|\s)\s*['\"\\]*"  # NAME=1, name: 1, "name": 1, --name 1
 _NUMBER = r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
@@ -23,7 +23,9 @@ class Override:
     name: str  # as people write it
     engine: str
     pattern: str  # with one group, the value
-    effect: str  # forced: drafts are accepted unseen; relaxed: others than the trunk's tokens are accepted
+    # forced: drafts are accepted unseen; relaxed: others than the trunk's tokens are accepted; another drafter's: the
+    # drafts are not the MTP head's.
+    effect: str
     off: tuple[float, ...] = ()  # values that turn it off
     off_from: float | None = None  # and those from here on
 
@@ -35,7 +37,16 @@ def _named(name: str, value: str = _NUMBER) -> str:
 
 
 _TRUE = r"(true|True|1)\b"
+_OTHERS = "another drafter's"
 OVERRIDES: tuple[Override, ...] = (
+    Override("method", "vLLM",
+             _named("method", r"(eagle3?|medusa|mlp_speculator|ngram\w*|suffix|draft_model|dflash|dspark)\b"), _OTHERS),
+    Override("--speculative-algorithm", "SGLang",
+             _named("speculative_algorithm", r"(EAGLE3|NGRAM|STANDALONE|DFLASH|DSPARK)\b"), _OTHERS),
+    Override("--spec-type", "llama.cpp", _named("spec_type", r"((?:draft|ngram)-(?:(?!mtp)[\w,-])+)(?![\w,-])"),
+             _OTHERS),
+    Override("statistics", "llama.cpp",
+             r"(?s)\A(?!.*statistics\s+(?:draft-)?mtp).*?statistics\s+((?:draft|ngram)-[a-z0-9-]+):", _OTHERS),
     Override("synthetic_acceptance_length", "vLLM", _named("synthetic_acceptance_length"), "forced"),
     Override("synthetic_acceptance_rates", "vLLM", _named("synthetic_acceptance_rates", r"(\[[^\]\n]{1,400}\])"),
              "forced"),
@@ -59,6 +70,8 @@ OVERRIDES: tuple[Override, ...] = (
     Override("MLX_SERVE_MTP_TYPICAL", "mlx-serve", _named("MLX_SERVE_MTP_TYPICAL"), "relaxed", off=(0,)),
 )  # fmt: skip
 
+# Settings by which rounds draft fewer tokens than K, by how likely the drafts are or were.
+_ADAPTIVE = re.compile(r"(?<![\w-])--(?:speculative-adaptive(?![\w-])|spec-draft-adaptive\S*)|draft-mtp-adaptive")
 # K as its users write it; those of SGLang and mlx-vlm count the bonus token or the block.
 _DEPTHS = (
     (_named("num_speculative_tokens", r"([0-9]{1,3})\b"), 0),
@@ -106,7 +119,8 @@ def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
         if k is None and not counters.per_position and not counters.per_position_offered:
             k = _depth(text)
         overrides = tuple(dict.fromkeys((*counters.overrides, *overrides_in(text))))
-        counters = replace(counters, version=version, k=k, overrides=overrides)
+        notes = counters.notes + ((ADAPTIVE,) if _ADAPTIVE.search(text, 0, _MAX_TEXT) else ())
+        counters = replace(counters, version=version, k=k, overrides=overrides, notes=tuple(dict.fromkeys(notes)))
     return counters
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from nextn import __version__
 from nextn.engines.check_result import CheckReport, CheckResult, Outcome
+from nextn.engines.counters import ADAPTIVE, FULL_SHARE
 from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence, without_fault
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, next_checks
 from nextn.evaluate.engine_run import EngineObservation
@@ -72,8 +73,13 @@ class ObservedCase:
 
     @property
     def has_short_rounds(self) -> bool:
-        """Whether counts by position do not compare, because rounds drafted fewer tokens than K."""
-        return not self.counts.num_drafted and bool(self.observation.counters.per_position)
+        """Whether the counts do not compare as they are, because rounds drafted fewer tokens than K."""
+        counters, most = (
+            self.observation.counters,
+            self.expected[0].depths * (self.observation.counters.num_drafts or 0),
+        )
+        is_short = counters.draft_tokens is not None and counters.draft_tokens < FULL_SHARE * most
+        return not self.counts.num_drafted and (is_short or ADAPTIVE in counters.notes)
 
     @property
     def num_accepted(self) -> float:
@@ -384,7 +390,7 @@ class Diagnosis(CheckReport):
             decoded = ", ".join(fault.name for fault in FAULTS if fault.contract)
             notes.append(f"not checked, as they show only in decoding, which a streamed trunk cannot do: {decoded}")
         if not self.cases[0].counts.num_drafted:
-            shorter = "drafts fewer than K tokens in some rounds, so its counts by position do not compare; fix its K"
+            shorter = "drafts fewer than K tokens in some rounds, so its counts do not compare with K in all; fix its K"
             why = shorter if self.cases[0].has_short_rounds else "counts no positions"
             notes.append(f"{self.engine} {why}: there is one figure only, and causes are hard to distinguish")
         unlikely = [cause.name for cause in self.causes if cause.name in self.priors]

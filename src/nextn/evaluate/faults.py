@@ -266,9 +266,9 @@ OTHER_CAUSES = (
     CheckResult(
         OVERRIDDEN,
         "failed",
-        "a setting of the engine accepts drafts that the trunk did not sample: the counts say nothing about the head, "
-        "and the text is not the trunk's",
-        "remove the setting, then compare again; it is for benchmarks of speed, whose texts must not be used",
+        "a setting of the engine has another drafter in place of the head, or accepts drafts that the trunk did not "
+        "sample (the text is then not the trunk's): the counts say nothing about the head",
+        "remove the setting, then compare again; forced acceptance is for benchmarks of speed alone",
     ),
     CheckResult(
         CONTEXT,
