@@ -655,3 +655,14 @@ def test_a_vision_model_that_is_not_there(tmp_path):
         "vision_config"
         in audit(publish(tmp_path, "qwen3_5", wrapper="model.language_model.", config=vision)).unchecked[0]
     )
+
+
+def test_a_head_between_the_trunks_layers(tmp_path):
+    """A merge that repeats layers and takes the head for one: to end the trunk there would cut off the rest."""
+
+    def repeat(table):
+        table |= {name.replace(".1.", ".3.", 1): table[name] for name in table if ".layers.1." in name}
+
+    folder = publish(tmp_path, "glm4_moe", change=repeat, config={"num_hidden_layers": LAYERS + 2})
+    (finding,) = findings(folder, "head-elsewhere")
+    assert finding.fix.startswith("Save the trunk again without layer 2")

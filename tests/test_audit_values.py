@@ -101,6 +101,16 @@ def test_shifted_trunk(name, by, tmp_path):
         assert audit(tmp_path / "out").clean
 
 
+def test_a_head_that_is_half_in_the_trunks_convention(tmp_path):
+    """omlx#1507, with a trunk in MLX's convention: what has it stays as it is, the rest gets it."""
+    pick = lambda name: is_norm(name) and "mtp.layers" not in name  # noqa: E731
+    folder = publish(tmp_path, "qwen3_5", change=edited(pick, lambda norm_weights: norm_weights + 1))
+    shifted = next(each for each in values(take(folder)) if "of the trunk" in each.found)
+    names = shifted.fix.partition("add-1:")[2].partition("`")[0].split(",")
+    assert len(names) == 4
+    assert all(name.startswith("mtp.layers.0.") for name in names)
+
+
 @pytest.mark.parametrize(("by", "severity"), [(-1, "warning"), (1, "warning")])
 def test_mixed_convention(by, severity, tmp_path):
     """omlx#1507: only some norms of one head are off; they are named, the others are not."""

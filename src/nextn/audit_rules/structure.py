@@ -242,7 +242,8 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             f"Layer {first} holds the head's {joined(paths)}, and the config counts it as one of the trunk's "
             f"{inventory.num_layers} layers.",
             f"num_hidden_layers = {first}: the head's layers come after the trunk's.",
-            f"Set num_hidden_layers to {first} in {CONFIG}.",
+            f"Set num_hidden_layers to {first} in {CONFIG}." if max(inventory.layers) in head.counted_as_trunk
+            else f"Save the trunk again without layer {first}, and restore the head behind it.",
         )  # fmt: skip
     elif head.layer_offset:
         actual, expected = inventory.num_layers + head.layer_offset, inventory.num_layers

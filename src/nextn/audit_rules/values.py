@@ -33,7 +33,6 @@ HUGE, TINY = 1e6, 1.17e-38
 STEP = 2.0**-8
 MIN_ON_GRID = 32  # values between -0.5 and 0.5, half of which at most are multiples of STEP by chance
 NOTABLE = 0.01  # of a norm weight
-_ADD_ONE = "--norm-weights add-1"
 
 
 def values(inventory: Inventory, whole: WholeValues | None = None) -> Iterator[Finding]:
@@ -56,7 +55,7 @@ def _norm_shifts(samples: SampledValues) -> Iterator[Finding]:
             "head": f"Run {either}" if shift.certain else f"Measure the acceptance; if it is low, run {either}",
             "trunk": "Convert the trunk again from its source, with a converter that keeps the family's convention"
             + (
-                f"; or, for an engine that multiplies by the stored weight (MLX): `{convert(inventory, _ADD_ONE)}`."
+                f"; or, for an engine that multiplies by the stored weight (MLX): `{_as_in_trunk(samples)}`."
                 if zero_centered and shift.offset == 1
                 else "."
             ),
@@ -64,6 +63,13 @@ def _norm_shifts(samples: SampledValues) -> Iterator[Finding]:
             "trunk and head again from their source.",
         }[shift.side]
         yield norm_shift_finding(shift, convention=inventory.family.norm_weight, fix=fix)
+
+
+def _as_in_trunk(samples: SampledValues) -> str:
+    """Return the command that adds 1 to the norm weights of the head that have not been shifted as the trunk's have."""
+    raw = tuple(name for name, norm in samples.head_norms.items() if np.quantile(norm.values, 0.01) < 1)
+    shift = NormShift(raw, -1, "head", certain=True, median=1.0)
+    return convert(samples.inventory, f"--norm-weights {_undoing(shift, samples)}")
 
 
 def _undoing(shift: NormShift, samples: SampledValues) -> str:
