@@ -147,8 +147,8 @@ def prompts_of(count: int, size: int, seed: int = 0, files: Sequence[Path] = PRO
 
 
 def nextn_server(checkpoint: Path, *options: str, name: str = "nextn") -> Server:
-    command = [sys.executable, "-m", "nextn", "serve", str(checkpoint), "--port", "{port}", *options]
-    return Server(name, command, checkpoint.name)
+    called = ["--port", "{port}", "--served-model-name", checkpoint.name]
+    return Server(name, [sys.executable, "-m", "nextn", "serve", str(checkpoint), *called, *options], checkpoint.name)
 
 
 def servers_of(args: argparse.Namespace, folder: Path) -> tuple[list[Server], list[str]]:

@@ -231,7 +231,7 @@ def initial() -> str:
         "random": "random",
     }
 
-    steps = (0, 50, 200, 1000)
+    steps = (0, 50, 100, 200, 1000)
 
     def cell(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
         counts = next((row["greedy"] for row in rows if row["step"] == steps), None)
