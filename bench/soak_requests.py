@@ -25,10 +25,10 @@ _SCHEMA = {
 }  # fmt: skip
 _TOOL = {"type": "function", "function": {"name": "store", "parameters": _SCHEMA}}
 INVALID: Sequence[Mapping[str, object] | bytes] = (
-    {"temperature": "hot"}, {"max_tokens": -1}, {"model": "none"}, {"logprobs": 10**9}, {"prompt": None},
+    {"temperature": "hot"}, {"max_tokens": -2}, {"model": "none"}, {"logprobs": 10**9}, {"prompt": None},
     {"prompt": "x" * 200_000}, {"stop": [""] * 9}, {"num_speculative_tokens": 1000}, {"n": 10**9}, {"prompt": [10**9]},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
-    {"no_such_field": 1}, b"{", b"\xff\xfe", b"[" * 5000, b"",
+    {"n": 0}, b"{", b"\xff\xfe", b"[" * 5000, b"",
 )  # fmt: skip
 
 
