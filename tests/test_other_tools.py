@@ -220,9 +220,9 @@ def test_restore_beside_an_unknown_method(tmp_path):
     def change(table):
         without(NAME)(table)
         for name in [each for each in table if each.endswith("_proj.weight")]:
-            stem, (rows, columns) = name.removesuffix("weight"), table.pop(name).shape
-            table |= {f"{stem}trellis": raw("U8", (columns, rows)), f"{stem}suh": raw("F32", (columns,)),
-                      f"{stem}svh": raw("F32", (rows,))}  # fmt: skip
+            stem, (num_rows, width) = name.removesuffix("weight"), table.pop(name).shape
+            table |= {f"{stem}trellis": raw("U8", (width, num_rows)), f"{stem}suh": raw("F32", (width,)),
+                      f"{stem}svh": raw("F32", (num_rows,))}  # fmt: skip
 
     target = publish(tmp_path / "target", NAME, change=change, config={"quantization_config": {"quant_method": "exl3"}})
     nextn.restore(target, publish(tmp_path / "base", NAME))

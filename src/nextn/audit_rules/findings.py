@@ -115,9 +115,12 @@ def verb(names: Sequence[str], stem: str) -> str:
     return f"{engines(names)} {stem}{'s' if len(names) == 1 else ''}"
 
 
-def restore(inventory: Inventory, *, force: bool = False) -> str:
-    """Return the command that restores the head from the base model; `force`: it replaces a complete head."""
-    return inventory.restore_command(force=force)
+def restore(inventory: Inventory, *, force: bool = False, own: bool = False) -> str:
+    """Return the command that restores the head from the base model.
+
+    force: it replaces a complete head. own: from the checkpoint itself, so that the head keeps its values.
+    """
+    return inventory.restore_command(force=force, base=_path(inventory) if own else None)
 
 
 def aliases(inventory: Inventory, engine: str) -> str:

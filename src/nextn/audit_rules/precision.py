@@ -3,7 +3,6 @@
 Reads names, dtypes and shapes only; how good quantized weights are, only a measurement of the acceptance can show.
 """
 
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -73,8 +72,7 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             f"config ({method}) has {engines(failing) if failing else 'engines'} build them {claim}: they {effect}.",
             f"The head in {method}'s list of unquantized modules." if covered else f"A config that declares {kind}.",
             # From itself: its values stay, and the config lists them.
-            inventory.restore_command(force=True, base=shlex.quote(inventory.checkpoint.path))
-            if covered and kind == "plain" else restore(inventory, force=True),
+            restore(inventory, force=True, own=covered and kind == "plain"),
         )  # fmt: skip
 
     if config is not None and fused:

@@ -5,7 +5,6 @@ declared names report nothing, so that one cause gives one finding.
 """
 
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -419,14 +418,8 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
             f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
             f"{_looks(inventory)}.",
             f"Names such as {some(_own_names(inventory))}.",
-            f"Rename them, or run `{_without_these(inventory, complete=complete)}`, which removes them.",
+            f"Rename them, or run `{restore(inventory, force=True, own=complete)}`, which removes them.",
         )  # fmt: skip
-
-
-def _without_these(inventory: Inventory, *, complete: bool) -> str:
-    """Return the command that removes unknown names; a complete head is its own base, and keeps its values."""
-    own = shlex.quote(inventory.checkpoint.path) if complete else None
-    return inventory.restore_command(force=True, base=own)
 
 
 def _beyond(head: HeadStructure) -> list[str]:

@@ -74,10 +74,8 @@ class ObservedCase:
     @property
     def has_short_rounds(self) -> bool:
         """Whether the counts do not compare as they are, because rounds drafted fewer tokens than K."""
-        counters, most = (
-            self.observation.counters,
-            self.expected[0].depths * (self.observation.counters.num_drafts or 0),
-        )
+        counters, depths = self.observation.counters, self.expected[0].depths
+        most = depths * (counters.num_drafts or 0)
         is_short = counters.draft_tokens is not None and counters.draft_tokens < FULL_SHARE * most
         return not self.counts.num_drafted and (is_short or ADAPTIVE in counters.notes)
 

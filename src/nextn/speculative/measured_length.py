@@ -23,7 +23,8 @@ _MAX_OLD_WEIGHT = 64.0  # of earlier drafts when a probe begins: they may be out
 _MIN_LEARNED = 8.0  # below this, a probe starts at once
 
 # Decisions and probes, in rounds unless noted.
-_DECISION_INTERVAL = 16
+# Rounds without drafts show nothing of the acceptance, and longer runs of them are cheaper.
+_DECISION_INTERVAL, _PLAIN_INTERVAL = 16, 64
 _TRIAL_ROUNDS = 4  # with a number of drafts whose cost is unknown
 _PROBE_DRAFTS = 16  # drafts that a probe should verify; a larger batch needs fewer rounds for that
 _MAX_PROBE_SHARE = 0.01  # share of the time that probes may cost
@@ -333,7 +334,7 @@ class MeasuredLength:
             self.acceptance.fade()
             self._change(self._max, num_rounds)
         else:
-            self._change(best, _DECISION_INTERVAL if best else 4 * _DECISION_INTERVAL)
+            self._change(best, _DECISION_INTERVAL if best else _PLAIN_INTERVAL)
 
     def _is_stale(self, best: int, rates: Mapping[int, float], num_probe_rounds: int) -> bool:
         """Return whether drafts were last verified so long ago that a probe costs little."""
