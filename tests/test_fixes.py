@@ -13,7 +13,7 @@ import pytest
 import torch
 from artifacts import bf16, publish
 from safetensors.torch import load_file, save_file
-from test_audit import BROKEN, RawTensor
+from test_audit import BROKEN, H, RawTensor, put
 from test_audit_values import edited, floats, is_norm, of_head
 from tiny import FIXTURES, refrain
 
@@ -149,6 +149,23 @@ def test_fixes_followed(case, here, tmp_path):
         assert {name: before[name] for name in trunk} == {name: after.get(name) for name in trunk}
         changed = {name for name in before.keys() & after.keys() & sound.keys() if before[name] != after[name]}
         assert not {name for name in changed if before[name] == sound[name]}, command
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [("names-unknown", {"change": put("mtp.stray.weight", (8, H))}), CASES["packed trunk, plain head, int4"][::2]],
+)
+def test_fixes_keep_a_complete_head(rule, options, here, tmp_path):
+    """Another model's head is not better than the user's own."""
+    folder = publish(tmp_path / "own", "qwen3_5", **options)
+    halved = edited(lambda name: of_head(name) and "proj" in name, lambda weights: weights / 2)
+    base = publish(tmp_path / "base", "qwen3_5", change=halved)
+    finding = next(each for each in audit(Checkpoint.open(folder)).findings if each.rule == rule)
+    before, (command,) = tensors(folder), commands(finding.fix)
+    after = tensors(followed(command, folder, base, here))
+    assert rule not in rules(folder)
+    assert after == {name: value for name, value in before.items() if name in after}
+    assert before.keys() - after.keys() <= {"mtp.stray.weight"}
 
 
 @pytest.mark.parametrize("case", EDITED)
