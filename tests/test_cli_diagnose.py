@@ -214,9 +214,11 @@ def test_answers_before_a_restart_of_the_engine_are_not_used(serve, prompts, tra
         _stored_observation(tmp_path / "observed.json", endpoint)
 
 
-def test_streamed_trunk_cannot_generate(serve, prompts):
-    for more in ((), ("--drive", "--own-template")):
-        error = run("localhost:9", prompts, "--stream", *more).exception
+def test_streamed_trunk_cannot_generate(serve, prompts, tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text("draft acceptance = 0.5 (2 accepted / 4 generated), mean len = 2.0\n")
+    for engine, more in ((str(log), ("-k", "2")), (serve(), ("--drive", "--own-template"))):
+        error = run(engine, prompts, "--stream", *more).exception
         assert "so the texts are the engine's answers to prompts of token ids: add --drive" in str(error)
 
 

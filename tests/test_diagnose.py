@@ -21,6 +21,7 @@ from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
 from nextn.evaluate.diagnose_engine import _on_prompts, audit_lines, observed_plan
 from nextn.evaluate.diagnose_engine import diagnose_observations as diagnose
+from nextn.evaluate.engine_counters import read_engine_counters
 from nextn.evaluate.engine_probe import engine_priors
 from nextn.evaluate.engine_run import (
     EngineObservation,
@@ -28,7 +29,6 @@ from nextn.evaluate.engine_run import (
     count_retokenized,
     diverged_text_share,
     drive_engine,
-    read_engine_counters,
     split_by_length,
 )
 from nextn.evaluate.faults import FAULTS, expectations, fault_variant

@@ -61,20 +61,22 @@ def answer(
     from nextn.data.sources import check_sources
 
     check_sources([source for source in prompts if not is_benchmark(source)])
+    endpoint = None if asked.engine is None else asked.open()  # before anything that imports torch
     from nextn.model.model import TextInterface
     from nextn.train.self_generated import generate_answers, read_prompts, served_answers
 
-    model_of_text = options.load(need_head=False) if asked.engine is None else TextInterface.read(options.source)
+    model_of_text = options.load(need_head=False) if endpoint is None else TextInterface.read(options.source)
     chat = use_chat(model_of_text, chat)
     prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=settings.seed, chat=chat)
     for note in notes:
         print_note(note)
     with stop_flag() as stopped, progress_bars(quiet=as_json) as added:
         if isinstance(model_of_text, TextInterface):
+            assert endpoint is not None
             settings = replace(settings, num_speculative_tokens=0, eos=model_of_text.eos)
             tokenizer = model_of_text.tokenizer
             progress = served_answers(
-                asked.open(), prompt_ids, settings, out, tokenizer, concurrency=asked.concurrency, should_stop=stopped
+                endpoint, prompt_ids, settings, out, tokenizer, concurrency=asked.concurrency, should_stop=stopped
             )
         else:
             progress = generate_answers(

@@ -81,6 +81,7 @@ def diagnose(
 ) -> None:
     """Name the most likely causes of an engine's low acceptance, from its own counters and the checkpoint."""
     from nextn.checkpoint.safetensors_file import write_json
+    from nextn.evaluate.engine_counters import check_temperatures, counted_so_far
     from nextn.evaluate.workload import prompts_record, read_prompts
 
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
@@ -88,15 +89,18 @@ def diagnose(
     options = options.prepared()
     texts, asked = read_prompts(prompts), replace(asked, engine=engine)
     texts = first_turns(texts) if drive else texts
-    source = TextOptions.of(options, given, asked, quiet=as_json)
-    _check_texts(plan, source, drive=drive, own_template=own_template)
-    from nextn.evaluate.diagnose_engine import read_counters
-
-    target: Endpoint | Counters
+    target: Endpoint | Counters  # before anything that imports torch
     if drive:
         target = asked.open(chat=own_template)
     else:
-        target = read_counters(engine, asked.budget(), num_speculative_tokens, flags, served=asked.served)
+        check_temperatures(plan)
+        target = counted_so_far(engine, asked.budget(), num_speculative_tokens, flags, served=asked.served)
+    source = TextOptions.of(options, given, asked, quiet=as_json)
+    if source.is_streamed and (not drive or own_template):
+        raise ConfigError(
+            f"a streamed trunk ({source.reason}) cannot generate, so the texts are the engine's answers to prompts of "
+            "token ids: add --drive, and leave --own-template out; --no-stream loads the model in any case"
+        )
     diagnosis = _diagnose(target, options, source, plan, texts, num_speculative_tokens, flags)
     reference = replace(diagnosis.reference, prompts_source=prompts_record(prompts, texts))
     diagnosis = replace(diagnosis, reference=reference)
@@ -110,19 +114,6 @@ def diagnose(
         if reference.published is not None:
             print_published(reference.published)
     raise typer.Exit(_EXIT_CODES[diagnosis.outcome])
-
-
-def _check_texts(plan: ReferencePlan, source: TextOptions, *, drive: bool, own_template: bool) -> None:
-    """Raise ConfigError for texts that engine and reference cannot have in common."""
-    from nextn.evaluate.diagnose_engine import check_temperatures
-
-    if not drive:
-        check_temperatures(plan)
-    if source.is_streamed and (not drive or own_template):
-        raise ConfigError(
-            f"a streamed trunk ({source.reason}) cannot generate, so the texts are the engine's answers to prompts of "
-            "token ids: add --drive, and leave --own-template out; --no-stream loads the model in any case"
-        )
 
 
 def _diagnose(

@@ -89,6 +89,7 @@ class TextOptions:
 
     file: str | None
     engine: EngineAccess
+    endpoint: "Endpoint | None"  # of that engine, where it is asked for texts
     reason: str | None  # why the trunk is streamed; None: it is loaded
     states: Path | None
     quiet: bool
@@ -99,6 +100,7 @@ class TextOptions:
         options: ModelOptions,
         given: GivenTextOptions,
         engine: EngineAccess,
+        endpoint: "Endpoint | None" = None,
         *,
         quiet: bool,
     ) -> "TextOptions":
@@ -110,7 +112,7 @@ class TextOptions:
             raise ConfigError("--texts and --engine: the texts are of a file or of an engine; leave one out")
         if file is not None:
             check_sources([file])
-        source = cls(file, engine, reason_to_stream(options, given.stream), given.states, quiet)
+        source = cls(file, engine, endpoint, reason_to_stream(options, given.stream), given.states, quiet)
         if source.is_streamed and not source.has_texts:
             raise ConfigError(
                 f"a streamed trunk ({source.reason}) cannot generate the texts to measure on: name a served copy of "
@@ -164,7 +166,8 @@ def _measure_texts(
         reader = partial(read_texts, source.file, loaded.trunk, loaded.tokenizer)
         given = [reader(temperature=temperature, max_tokens=plan.max_tokens)]
     else:
-        given, probe = _ask_engine(loaded, source, plan, prompts)
+        assert source.endpoint is not None
+        given, probe = _ask_engine(loaded, source.endpoint, source, plan, prompts)
     texts = [text for each in given for text in each.texts]
     all_texts = texts + ([] if probe is None else [probe.reference_text])
     outputs, record = _run_trunk(loaded, all_texts, source, num_drafts=plan.num_speculative_tokens)
@@ -177,7 +180,7 @@ def _measure_texts(
 
 
 def _ask_engine(
-    model: "Model", source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+    model: "Model", endpoint: "Endpoint", source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
 ) -> "tuple[list[GivenTexts], EngineProbe | None]":
     """The engine's continuations at each temperature, stored beside the states, and its log-probabilities, if any."""
     from nextn.evaluate.given_texts import read_texts
@@ -187,7 +190,8 @@ def _ask_engine(
     from nextn.train.self_generated import served_answers
 
     check_thinking(model, plan)
-    endpoint, given, eos = source.engine.open(), [], TextInterface.of(model).eos
+    given: list[GivenTexts] = []
+    eos = TextInterface.of(model).eos
     ids = [prompt_tokens(model, prompt, plan) for prompt in prompts]
     stored = engine_folder(endpoint, source, ids, "answers", [plan.max_tokens, plan.seed])
     for temperature in plan.temperatures:

@@ -9,15 +9,14 @@ from nextn.engines.client import Budget, Limits
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.engines.run_settings import with_settings
-from nextn.errors import ConfigError
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
+from nextn.evaluate.engine_counters import check_temperatures, counted_so_far, flag_texts
 from nextn.evaluate.engine_probe import engine_priors
 from nextn.evaluate.engine_run import (
     EngineObservation,
     count_retokenized,
     diverged_text_share,
     drive_engine,
-    read_engine_counters,
 )
 from nextn.evaluate.faults import NOTHING, TEMPLATE, expectation, expectations
 from nextn.evaluate.hypotheses import ExpectedCounts, engine_depth, observed_counts
@@ -26,7 +25,6 @@ from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, PromptSource, ReferencePlan, take_prompts
 from nextn.model.model import Model
 
-_MAX_FLAGS = 1024 * 1024  # bytes
 _ANY_ACCEPTED = 0.005  # accepted drafts per round that no rounding of a log makes of none
 
 Step = Callable[..., None]
@@ -95,33 +93,12 @@ def diagnose(
         target = Endpoint.open(engine, budget, model=served, chat=own_template)
     else:
         check_temperatures(plan)
-        target = read_counters(engine, budget, num_speculative_tokens, flags, served=served)
+        target = counted_so_far(engine, budget, num_speculative_tokens, flags, served=served)
     loaded, source = open_model(model, source, head)
     notes = audit_lines(source, head) if source else []
     observed = observe(loaded, target, texts, plan)
     found = compare(loaded, observed, texts, plan, num_speculative_tokens, flags=flags, source=source, notes=notes)
     return replace(found, reference=replace(found.reference, prompts_source=origin))
-
-
-def check_temperatures(plan: ReferencePlan) -> None:
-    """Raise ConfigError for several temperatures, which counters that are there already are not of."""
-    if len(plan.temperatures) > 1:
-        given = ",".join(f"{temperature:g}" for temperature in plan.temperatures)
-        raise ConfigError(
-            f"--temperatures {given}: the engine's counters are of one temperature; name it, or use --drive"
-        )
-
-
-def read_counters(
-    engine: str, budget: Budget, num_speculative_tokens: int | None, flags: str | None, *, served: str | None = None
-) -> Counters:
-    """Return what an engine counted so far.
-
-    Raises as `read_engine_counters`, and as `engine_depth` with the counters and `flags`: before a model is loaded.
-    """
-    counters = read_engine_counters(engine, budget, served=served)
-    engine_depth([with_settings(counters, flag_texts(flags))], num_speculative_tokens)
-    return counters
 
 
 def observe(
@@ -166,17 +143,6 @@ def compare(
         on_fault=on_fault,
     )  # fmt: skip
     return replace(found, reference=replace(found.reference, source=source))
-
-
-def flag_texts(flags: str | None) -> list[str]:
-    """Return an engine's command line, given as text or as the file that it is in."""
-    if flags is None:
-        return []
-    path = Path(flags)
-    try:
-        return [path.read_bytes()[:_MAX_FLAGS].decode(errors="replace") if path.is_file() else flags]
-    except (OSError, ValueError):  # longer than a path, or with NUL
-        return [flags]
 
 
 def audit_lines(source: str, head: str | Path | None) -> list[str]:

@@ -1,7 +1,6 @@
 """Runs of the reference's prompts on a live engine: the gain of its counters, and its texts beside the reference's."""
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,8 @@ from typing import Any
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.engines.answers import EngineAnswer, EngineRequest, common_prefix, parse_answer
 from nextn.engines.ask import ask_counted, read_counters
-from nextn.engines.client import Budget
-from nextn.engines.counter_formats import read
 from nextn.engines.counters import Counters
-from nextn.engines.endpoint import Endpoint, fetch_metrics
-from nextn.engines.metrics_formats import from_metrics
+from nextn.engines.endpoint import Endpoint
 from nextn.errors import CheckpointError, ConfigError, EngineError
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import prompt_tokens
@@ -50,19 +46,6 @@ def split_by_length(ids: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     if len(short) < 2 or total_long / len(long) < _LONG_RATIO * total_short / half:
         return [tuple(range(len(ids)))]
     return [tuple(sorted(short)), tuple(sorted(long))]
-
-
-def read_engine_counters(engine: str, budget: Budget, *, served: str | None = None) -> Counters:
-    """Read what an engine has counted so far, from a file (metrics, log or JSON) or the /metrics of a running engine.
-
-    `served` is the model name, if the engine serves several. Raises ConfigError if `engine` is neither a file nor an
-    address, EngineError if it does not answer or reports no draft counts.
-    """
-    if Path(engine).exists():
-        return read(Path(engine), model=served)
-    if "://" not in engine and not re.fullmatch(r"[\w.-]+:\d+(/.*)?|localhost", engine):
-        raise ConfigError(f"--engine {engine}: no such file, and not an address such as localhost:8000")
-    return from_metrics(fetch_metrics(engine, budget), model=served)
 
 
 def drive_engine(

@@ -1,0 +1,61 @@
+"""What a running engine, or one whose metrics or log were saved, has counted so far. Imports no torch."""
+
+import re
+from pathlib import Path
+
+from nextn.engines.client import Budget
+from nextn.engines.counter_formats import read
+from nextn.engines.counters import Counters
+from nextn.engines.endpoint import fetch_metrics
+from nextn.engines.metrics_formats import from_metrics
+from nextn.engines.run_settings import with_settings
+from nextn.errors import ConfigError
+from nextn.evaluate.hypotheses import engine_depth
+from nextn.evaluate.workload import ReferencePlan
+
+_MAX_FLAGS = 1024 * 1024  # bytes
+
+
+def check_temperatures(plan: ReferencePlan) -> None:
+    """Raise ConfigError for several temperatures, which counters that are there already are not of."""
+    if len(plan.temperatures) > 1:
+        given = ",".join(f"{temperature:g}" for temperature in plan.temperatures)
+        raise ConfigError(
+            f"--temperatures {given}: the engine's counters are of one temperature; name it, or use --drive"
+        )
+
+
+def counted_so_far(
+    engine: str, budget: Budget, num_speculative_tokens: int | None, flags: str | None, *, served: str | None = None
+) -> Counters:
+    """Return what an engine counted so far.
+
+    Raises as `read_engine_counters`, and as `engine_depth` with the counters and `flags`: before a model is loaded.
+    """
+    counters = read_engine_counters(engine, budget, served=served)
+    engine_depth([with_settings(counters, flag_texts(flags))], num_speculative_tokens)
+    return counters
+
+
+def read_engine_counters(engine: str, budget: Budget, *, served: str | None = None) -> Counters:
+    """Read what an engine has counted so far, from a file (metrics, log or JSON) or the /metrics of a running engine.
+
+    `served` is the model name, if the engine serves several. Raises ConfigError if `engine` is neither a file nor an
+    address, EngineError if it does not answer or reports no draft counts.
+    """
+    if Path(engine).exists():
+        return read(Path(engine), model=served)
+    if "://" not in engine and not re.fullmatch(r"[\w.-]+:\d+(/.*)?|localhost", engine):
+        raise ConfigError(f"--engine {engine}: no such file, and not an address such as localhost:8000")
+    return from_metrics(fetch_metrics(engine, budget), model=served)
+
+
+def flag_texts(flags: str | None) -> list[str]:
+    """Return an engine's command line, given as text or as the file that it is in."""
+    if flags is None:
+        return []
+    path = Path(flags)
+    try:
+        return [path.read_bytes()[:_MAX_FLAGS].decode(errors="replace") if path.is_file() else flags]
+    except (OSError, ValueError):  # longer than a path, or with NUL
+        return [flags]
