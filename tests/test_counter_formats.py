@@ -138,6 +138,15 @@ TEXTS = {
                                                         "draft_n_accepted": 6}}), ("mlx-vlm", 1, 7, 6, ())),
     "llama.cpp's timings": (json.dumps({"timings": {"predicted_n": 100, "draft_n": 78, "draft_n_accepted": 60}}),
                             ("llama.cpp", 39, 78, 60, (0,) * 0)),
+    "llama.cpp's speed_bench.py": (json.dumps({
+        "completed_samples": 2, "failed_samples": 1, "selected_samples": 3, "config": {"bench": "qualitative", "osl": 48},
+        "results": [
+            {"id": "he-0", "ok": True, "turns": 1, "completion_tokens": 48, "draft_n": 27, "draft_n_accepted": 19},
+            {"id": "he-1", "ok": True, "turns": 2, "completion_tokens": 96, "draft_n": 54, "draft_n_accepted": 38},
+            {"id": "he-2", "ok": False, "turns": 1, "completion_tokens": 0, "draft_n": 0, "draft_n_accepted": 0},
+        ],
+        "summary": [{"category": "overall", "draft_n": 81, "accepted": 57, "accept_rate": 57 / 81}],
+    }), ("llama.cpp", 84, 81, 57, ())),
     "timings with bonus tokens": (json.dumps({"timings": {"predicted_n": 100, "draft_n": 78, "draft_n_accepted": 99}})
                                   .replace("78", "120"), ("llama.cpp", None, 120, None, ())),
     "ik_llama.cpp's timings": (

@@ -138,6 +138,22 @@ def _timings(record: Mapping) -> Counters:
     return Counters("llama.cpp", max(int(drafted > 0), generated - 1 - accepted), drafted, accepted)
 
 
+def _speed_bench(record: Mapping) -> Counters:
+    """llama.cpp's speed_bench.py --output: each turn of a result as a request with `timings`; failed ones are left out.
+
+    The rows of its `summary` repeat these.
+    """
+    rounds = drafted = accepted = 0
+    for result in _list(record, "results", maximum=_MAX_ROWS):
+        if not isinstance(result, Mapping) or not result.get("ok"):
+            continue
+        names = ("completion_tokens", "turns", "draft_n", "draft_n_accepted")
+        tokens, turns, offered, kept = (count(result.get(name), name) for name in names)
+        rounds += max(int(offered > 0), tokens - turns - kept)
+        drafted, accepted = drafted + offered, accepted + kept
+    return Counters("llama.cpp", rounds, drafted, accepted)
+
+
 def _by_depth(record: Mapping) -> Counters:
     """MTPLX: drafts and accepted drafts by depth; each verification is a round."""
     accepted, drafted = (
@@ -247,6 +263,7 @@ def _iteration(record: Mapping) -> Counters:
 JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "nextn's counters": ("per_position_offered", _own),
     "timings of llama.cpp, ik_llama.cpp or mlx-vlm": ("draft_n", _timings),
+    "llama.cpp's speed_bench.py --output": ("selected_samples", _speed_bench),
     "MTPLX's statistics": ("accepted_by_depth", _by_depth),
     "SGLang's meta_info": ("spec_verify_ct", _meta_info),
     "vLLM's or AIPerf's record of a request": ("num_spec_steps", _vllm_request),
