@@ -105,8 +105,7 @@ def main() -> None:
     model = Model.load(args.model, dtype=getattr(torch, args.dtype))
     engine = backend_for(model, args.backend)
     prompts = [list(prompt.text) for prompt in read_prompts(args.prompts)]
-    bits = {"head_bits": engine.head_bits, "draft_lm_head_bits": engine.draft_lm_head_bits}
-    machine = asdict(Machine.of(model, **bits))
+    machine = asdict(Machine.of(model, engine))
     record = {"backend": engine.name, "machine": machine, "definition": __doc__}
     record |= {"batches": batches(engine, prompts, args), "prefills": prefills(engine, prompts, args)}
     if args.out:

@@ -27,8 +27,15 @@ from nextn.decoding.generate import generate
 from nextn.decoding.records import Round
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
-from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
-from nextn.evaluate.likelihoods import NO_FAULT, combine_causes, indistinguishable_from, name_causes, rank_causes
+from nextn.evaluate.hypotheses import ObservedCounts
+from nextn.evaluate.likelihoods import (
+    NO_FAULT,
+    Evidence,
+    combine_causes,
+    indistinguishable_from,
+    name_causes,
+    rank_causes,
+)
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.teacher_forced import ReferenceText, score_texts, trunk_outputs
 from nextn.evaluate.workload import Prompt, ReferencePlan
@@ -140,13 +147,13 @@ def trials(fixture: str, plan: ReferencePlan, *, count: int, repeats: int) -> It
         for repeat in range(repeats if name in known else 0):
             ids = prompts(fixture, count, seed=ENGINE_SEED + repeat)
             observed = list(engine(model, fault, ids, plan, seed=1000 * (repeat + 1)))
-            yield diagnosed(fixture, name, list(zip(observed, expected.values(), strict=True)))
+            yield diagnosed(fixture, name, list(map(Evidence, observed, expected.values())))
 
 
-def diagnosed(fixture: str, name: str, cases: Sequence[tuple[ObservedCounts, Sequence[ExpectedCounts]]]) -> Trial:
+def diagnosed(fixture: str, name: str, cases: Sequence[Evidence]) -> Trial:
     """Diagnose both temperatures together; the prompts of both sides are of one kind."""
-    causes = combine_causes([rank_causes(*case) for case in cases])
-    lengths = tuple(1 + sum(counts.num_accepted) / max(1, counts.num_drafted[0]) for counts, _ in cases)
+    causes = combine_causes([rank_causes(case) for case in cases])
+    lengths = tuple(1 + sum(counts.num_accepted) / max(1, counts.num_drafted[0]) for counts, *_ in cases)
     return Trial(fixture, name, name_causes(causes), indistinguishable_from(name, *cases), lengths)
 
 

@@ -61,7 +61,8 @@ def test_ratios_are_calibrated(num_ref, num_engine, as_length):
     for _ in range(300):
         right, near = expected(rng, NO_FAULT, RIGHT, num_ref), expected(rng, "near", NEAR, num_ref)
         found = {
-            each.name: each for each in rank_causes(seen(rng, RIGHT, num_engine, as_length=as_length), [right, near])
+            each.name: each
+            for each in rank_causes(Evidence(seen(rng, RIGHT, num_engine, as_length=as_length), [right, near]))
         }
         ratios.append(found["near"].ratio_to(found[NO_FAULT]))
         p_values.append(found[NO_FAULT].p_value)
@@ -74,7 +75,7 @@ def test_the_true_one_is_found():
     rng = np.random.default_rng(0)
     hypotheses = [expected(rng, name, rates, 100) for name, rates in ((NO_FAULT, RIGHT), ("far", FAR))]
     for name, rates in ((NO_FAULT, RIGHT), ("far", FAR)):
-        causes = rank_causes(seen(rng, rates, 100), hypotheses)
+        causes = rank_causes(Evidence(seen(rng, rates, 100), hypotheses))
         assert causes[0].name == name
         assert name_causes(causes) == (name,)
         assert causes[0].ratio == 1
@@ -86,11 +87,11 @@ def test_more_rounds_separate_more():
     rng = np.random.default_rng(1)
     one, other = (expected(rng, name, rates, 200) for name, rates in (("one", RIGHT), ("other", NEAR)))
     few, many = seen(rng, RIGHT, 5), seen(rng, RIGHT, 400)
-    assert 1 <= expected_ratio(few, one, other) < expected_ratio(many, one, other)
+    assert 1 <= expected_ratio(Evidence(few), one, other) < expected_ratio(Evidence(many), one, other)
     twin, far = replace(one, name="twin"), expected(rng, "far", FAR, 200)
     assert indistinguishable_from("one", Evidence(many, [one, twin, far])) == ("twin",)
     assert indistinguishable_from("far", Evidence(many, [one, twin, far])) == ()
-    assert expected_ratio(many, far, one) > 1e6
+    assert expected_ratio(Evidence(many), far, one) > 1e6
     # Several observations separate what one does not.
     middling = seen(rng, RIGHT, 30)
     assert indistinguishable_from("one", Evidence(middling, [one, other])) == ("other",)
@@ -101,16 +102,16 @@ def test_none_of_them():
     """What fits nothing is not given the name of what is nearest; what is a little off is no fault."""
     rng = np.random.default_rng(2)
     hypotheses = [expected(rng, name, rates, 200) for name, rates in ((NO_FAULT, RIGHT), ("far", FAR))]
-    causes = rank_causes(seen(rng, (0.3, 0.8, 0.8, 0.8), 200), hypotheses)
+    causes = rank_causes(Evidence(seen(rng, (0.3, 0.8, 0.8, 0.8), 200), hypotheses))
     assert name_causes(causes) == ()
     assert causes[0].p_value < 1e-6
-    assert name_causes(rank_causes(seen(rng, (0.72, 0.61, 0.5, 0.4), 100), hypotheses)) == (NO_FAULT,)
+    assert name_causes(rank_causes(Evidence(seen(rng, (0.72, 0.61, 0.5, 0.4), 100), hypotheses))) == (NO_FAULT,)
 
 
 def test_a_little_likelier_is_no_fault():
     rng = np.random.default_rng(3)
     hypotheses = [expected(rng, NO_FAULT, RIGHT, 40), expected(rng, "near", NEAR, 40)]
-    causes = rank_causes(seen(rng, NEAR, 10), hypotheses)
+    causes = rank_causes(Evidence(seen(rng, NEAR, 10), hypotheses))
     assert name_causes(causes) == (NO_FAULT,)
 
 
@@ -123,8 +124,8 @@ def test_another_workload_is_no_fault():
     fine = ExpectedCounts(NO_FAULT, offered, kept, domains)
     near = replace(fine, name="near", num_accepted=(np.array(kept) * 0.7).tolist())
     harder = seen(rng, RIGHT, 200, shift=-0.9)
-    assert name_causes(rank_causes(harder, [fine, near], other_workload=True)) == (NO_FAULT,)
-    assert name_causes(rank_causes(harder, [fine, near])) != (NO_FAULT,)
+    assert name_causes(rank_causes(Evidence(harder, [fine, near], other_workload=True))) == (NO_FAULT,)
+    assert name_causes(rank_causes(Evidence(harder, [fine, near]))) != (NO_FAULT,)
     assert 0.4 < fine.workload_spread[0] < 1.5
     assert (replace(fine, domains=()).workload_spread == UNKNOWN_WORKLOAD_SPREAD).all()
 
@@ -140,14 +141,14 @@ def test_expected_values_are_less_noisy_than_samples(as_length):
         fine = ExpectedCounts(NO_FAULT, offered.tolist(), (offered * chances[60:]).tolist(), is_expectation=True)
         kept = int(rng.binomial(10, chances[:60]).sum())
         counted = ObservedCounts(length=1 + kept / 600, rounds=600) if as_length else ObservedCounts((600,), (kept,))
-        p_values.append(rank_causes(counted, [fine])[0].p_value)
+        p_values.append(rank_causes(Evidence(counted, [fine]))[0].p_value)
     assert np.mean(np.array(p_values) < 0.01) < 0.014
 
 
 def test_two_temperatures_add_up():
     rng = np.random.default_rng(6)
     parts = [
-        rank_causes(seen(rng, RIGHT, 60), [expected(rng, NO_FAULT, RIGHT, 60), expected(rng, "far", FAR, 60)])
+        rank_causes(Evidence(seen(rng, RIGHT, 60), [expected(rng, NO_FAULT, RIGHT, 60), expected(rng, "far", FAR, 60)]))
         for _ in "ab"
     ]
     both = combine_causes(parts)
@@ -199,7 +200,7 @@ def test_distribution_of_counts(offered, effect):
 def test_two_rounds_vary_no_more_than_two_can():
     """One text gives little information, but the engine's counts have a distribution."""
     one = ExpectedCounts("one", [[9.0]], [[5.0]])
-    found = [rank_causes(ObservedCounts((2,), (kept,)), [one])[0].log_likelihood for kept in range(3)]
+    found = [rank_causes(Evidence(ObservedCounts((2,), (kept,)), [one]))[0].log_likelihood for kept in range(3)]
     assert sum(map(math.exp, found)) == pytest.approx(1)
 
 
@@ -210,7 +211,9 @@ def test_distribution_of_lengths():
     for rounds, other in ((10**12, False), (100, False), (10**12, True)):
         scale = math.sqrt(within / rounds + numerics + workload * other)
         (found,) = rank_causes(
-            ObservedCounts(length=1.75 + scale, rounds=rounds), [EVEN], diverged_share=0.0, other_workload=other
+            Evidence(
+                ObservedCounts(length=1.75 + scale, rounds=rounds), [EVEN], diverged_share=0.0, other_workload=other
+            )
         )
         assert found.p_value == pytest.approx(ONE_SIGMA, abs=1e-3)
         assert found.log_likelihood == pytest.approx(stats.t.logpdf(scale, 4, scale=scale), abs=1e-3)
@@ -218,12 +221,13 @@ def test_distribution_of_lengths():
 
 def test_counts_of_the_same_text_vary_by_chance_alone():
     """diverged_share = 0: by the binomial of the engine's rounds, whatever differs between texts."""
-    assert rank_causes(ObservedCounts((100,), (55,)), [EVEN], diverged_share=0.0)[0].p_value == pytest.approx(
+    assert rank_causes(Evidence(ObservedCounts((100,), (55,)), [EVEN], diverged_share=0.0))[0].p_value == pytest.approx(
         ONE_SIGMA, abs=0.01
     )
     uneven = ExpectedCounts("uneven", [[1000.0]] * 40, [[900.0], [100.0]] * 20)
     same, other = (
-        rank_causes(ObservedCounts((100,), (65,)), [uneven], diverged_share=fresh)[0].p_value for fresh in (0.0, 1.0)
+        rank_causes(Evidence(ObservedCounts((100,), (65,)), [uneven], diverged_share=fresh))[0].p_value
+        for fresh in (0.0, 1.0)
     )
     assert same < 0.003
     assert other > 0.5
@@ -231,8 +235,10 @@ def test_counts_of_the_same_text_vary_by_chance_alone():
 
 def test_apart_by_the_rounds_that_reach_each_depth():
     other = ExpectedCounts("other", EVEN.num_drafted, [[50.0, 5.0]] * 5)
-    right, wrong = rank_causes(ObservedCounts((800, 400), (400, 200)), [EVEN, other])
-    assert expected_ratio(ObservedCounts((800, 800), (0, 0)), EVEN, other) == pytest.approx(right.ratio_to(wrong))
+    right, wrong = rank_causes(Evidence(ObservedCounts((800, 400), (400, 200)), [EVEN, other]))
+    assert expected_ratio(Evidence(ObservedCounts((800, 800), (0, 0))), EVEN, other) == pytest.approx(
+        right.ratio_to(wrong)
+    )
 
 
 def test_design_effects():
@@ -253,7 +259,7 @@ def test_rates_of_few_rounds():
     assert ExpectedCounts("rare", [[0.25]] * 2, [[0.125]] * 2, is_expectation=True).raw_rates[0] == 0.5
     nothing = ExpectedCounts("nothing", [[0.0]] * 5, [[0.0]] * 5)
     assert (
-        rank_causes(ObservedCounts(length=1.5), [nothing])[0].p_value > 0.5
+        rank_causes(Evidence(ObservedCounts(length=1.5), [nothing]))[0].p_value > 0.5
     )  # it expects nothing, so nothing contradicts it
 
 
@@ -271,7 +277,7 @@ def test_the_same_texts_separate_sooner():
     rng = np.random.default_rng(7)
     fine, near = expected(rng, NO_FAULT, RIGHT, 30), expected(rng, "near", NEAR, 30)
     observed = ObservedCounts(tuple(map(int, fine.counts[0].sum(0))), tuple(map(int, fine.counts[1].sum(0))))
-    loose, tight = (rank_causes(observed, [fine, near], diverged_share=fresh) for fresh in (1.0, 0.0))
+    loose, tight = (rank_causes(Evidence(observed, [fine, near], diverged_share=fresh)) for fresh in (1.0, 0.0))
     assert tight[1].ratio < loose[1].ratio
     assert tight[0].name == NO_FAULT
 
@@ -291,11 +297,11 @@ def test_edges():
         ObservedCounts(length=1.0, rounds=10**7),
         ObservedCounts((10**8, 10**7), (10**7, 10**6)),
     ):
-        causes = rank_causes(observed, [none, all_, alone, dead], other_workload=True)
+        causes = rank_causes(Evidence(observed, [none, all_, alone, dead], other_workload=True))
         assert all(math.isfinite(each.log_likelihood) and 0 <= each.p_value <= 1 + 1e-9 for each in causes)
-    assert rank_causes(ObservedCounts((100, 0), (0, 0)), [all_, none])[0].name == "none"
-    assert rank_causes(ObservedCounts(length=1.0, rounds=100), [all_, none])[0].name == "none"
-    assert rank_causes(ObservedCounts((100, 100), (100, 100)), [none, all_])[0].name == "all"
+    assert rank_causes(Evidence(ObservedCounts((100, 0), (0, 0)), [all_, none]))[0].name == "none"
+    assert rank_causes(Evidence(ObservedCounts(length=1.0, rounds=100), [all_, none]))[0].name == "none"
+    assert rank_causes(Evidence(ObservedCounts((100, 100), (100, 100)), [none, all_]))[0].name == "all"
     with pytest.raises(ConfigError, match="accepted <= drafted"):
         ObservedCounts((3,), (4,))
     with pytest.raises(ConfigError, match="accepted <= drafted"):
@@ -303,7 +309,7 @@ def test_edges():
     with pytest.raises(ConfigError, match="nothing to compare"):
         ObservedCounts()
     with pytest.raises(ConfigError, match="engine drafts 3"):
-        rank_causes(ObservedCounts((9, 9, 9), (9, 9, 9)), [none])
+        rank_causes(Evidence(ObservedCounts((9, 9, 9), (9, 9, 9)), [none]))
     with pytest.raises(ConfigError, match="shapes differ"):
         ExpectedCounts("x", [[1.0, 1.0]], [[1.0]])
     with pytest.raises(ConfigError, match="shapes differ"):

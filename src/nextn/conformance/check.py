@@ -17,7 +17,7 @@ from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
-from nextn.evaluate.likelihoods import MIN_FIT, MIN_NAMED_RATIO, Cause, name_causes, rank_causes
+from nextn.evaluate.likelihoods import MIN_FIT, MIN_NAMED_RATIO, Cause, Evidence, name_causes, rank_causes
 
 # Accepted drafts that rounding may add or remove: a share of those expected, and the least number of them.
 _TOLERANCE, _MIN_TOLERANCE = 0.03, 2
@@ -318,7 +318,7 @@ def check_acceptance_rule(clause: Clause, canary: Canary, k: int, run: SampledRu
     except EngineError as error:
         return clause.result("inconclusive", f"at temperature {canary.sampled.temperature:g}: {error}")
     expected = hypotheses(canary.sampled.rules, run.counters, observed, k)
-    return _outcome(clause, canary, observed, rank_causes(observed, expected))
+    return _outcome(clause, canary, observed, rank_causes(Evidence(observed, expected)))
 
 
 def hypotheses(

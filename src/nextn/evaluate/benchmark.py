@@ -244,7 +244,7 @@ class BenchmarkReport:
     @property
     def plain_step_s(self) -> float:
         """Median seconds of a baseline step while decoding the texts; nan without one."""
-        return Spread.of(_without_nan([run.round_s for run in self.runs if not run.num_speculative_tokens])).median
+        return Spread.of([run.round_s for run in self.runs if not run.num_speculative_tokens]).median
 
     @property
     def step_note(self) -> str | None:
@@ -316,7 +316,7 @@ class BenchmarkReport:
             cost = statistics.mean(map(self.costs.round_cost, drafted)) if drafted else self.costs.round_cost(0)
         else:
             length, cost = counts.length if k else 1.0, self.costs.round_cost(k)
-        speed = Spread.of(_without_nan([run.tokens_per_s for run in mtp]))
+        speed = Spread.of([run.tokens_per_s for run in mtp])
         bytes_read = self.machine.step_bytes + statistics.mean(drafted or [0]) * self.machine.draft_bytes
         bytes_per_token = bytes_read / length
         return BenchmarkFigures(
@@ -325,13 +325,13 @@ class BenchmarkReport:
             domain=domain,
             all_repetitive=indices <= self.repetitive[temperature],
             tokens_per_s=speed,
-            speedup=Spread.of(_without_nan([run.tokens_per_s / other.tokens_per_s for run, other in pairs])),
+            speedup=Spread.of([run.tokens_per_s / other.tokens_per_s for run, other in pairs]),
             tokens_per_round=tokens_per_round,
             acceptance=counts,
             copied=Acceptance.of((each for run in mtp for each in run.rounds), copied=True),
             share=_time_shares(mtp),
             expected_speedup=length / cost,
-            overhead=Spread.of(_without_nan([run.round_s / other.round_s for run, other in pairs])).median - cost,
+            overhead=Spread.of([run.round_s / other.round_s for run, other in pairs]).median - cost,
             bytes_per_token=bytes_per_token,
             bandwidth_used=bytes_per_token * speed.median / self.machine.bandwidth,
         )
@@ -388,10 +388,6 @@ def _tokens_per_round(runs: Sequence[Run]) -> float:
     return mean_length(sum(len(run.tokens) - 1 for run in runs), sum(len(run.rounds) - 1 for run in runs))
 
 
-def _without_nan(values: Sequence[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
-
-
 def _time_shares(runs: Sequence[Run]) -> dict[str, float]:
     wall = sum(run.wall_s for run in runs if len(run.rounds) > 1)
     if not wall:
@@ -424,12 +420,7 @@ def run_benchmark(
     context = min(round(statistics.mean(lengths)), max_context)
     costs = measure_costs(model, num_speculative_tokens=plan.k_values[-1], context=context, backend=plan.backend)
     engine, draft_vocabulary = backend_for(model, plan.backend), model.head.draft_vocabulary if model.head else None
-    machine = Machine.of(
-        model,
-        head_bits=engine.head_bits,
-        draft_lm_head_bits=engine.draft_lm_head_bits,
-        weight_bits=engine.weight_bits,
-    )
+    machine = Machine.of(model, engine)
     return BenchmarkReport(source, plan, tuple(prompts), tuple(log), costs, machine, engine.reason, draft_vocabulary)
 
 

@@ -43,14 +43,11 @@ def can_decide(evidence: Sequence[Evidence]) -> bool:
     If the engine accepted less than half of what is expected, its own counts must exclude `no-fault`, too.
     """
     total = 0.0
-    for observed, expected, diverged_share, other_workload in evidence:
-        faultless = without_fault(expected)
-        ratio = expected_ratio(
-            observed, _halved(faultless), faultless, diverged_share=diverged_share, other_workload=other_workload
-        )
-        total += math.log(max(ratio, 1e-300))
-        causes = rank_causes(observed, [faultless], diverged_share=diverged_share, other_workload=other_workload)
-        has_lost_half = observed.acceptance_length - 1 < _MIN_SHARE * faultless.accepted_per_round[0]
+    for item in evidence:
+        faultless = without_fault(item.expected)
+        total += math.log(max(expected_ratio(item, _halved(faultless), faultless), 1e-300))
+        causes = rank_causes(item._replace(expected=[faultless]))
+        has_lost_half = item.counts.acceptance_length - 1 < _MIN_SHARE * faultless.accepted_per_round[0]
         if has_lost_half and name_causes(causes) == (NO_FAULT,):
             return False
     return total >= math.log(MIN_SEPARATING_RATIO)
@@ -109,7 +106,7 @@ def _scaled(item: Evidence, factor: int, engine_factor: int) -> Evidence:
         observed.length,
         None if observed.rounds is None else observed.rounds * engine_factor,
     )
-    return Evidence(counts, [more_texts], item.diverged_share, item.other_workload)
+    return item._replace(counts=counts, expected=[more_texts])
 
 
 def _num_rounds(evidence: Sequence[Evidence]) -> int | None:

@@ -24,7 +24,8 @@ from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS
 from nextn.runtime.native.lm_head import FORMAT, num_draft_rows
 from nextn.runtime.protocols import DraftChain
-from nextn.settings import Sampling, available_cores
+from nextn.runtime.torch_backend import TorchTrunk
+from nextn.settings import WEIGHT_BITS, Sampling, available_cores
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan
 from nextn.stats.speedup import Costs, Spread
 
@@ -201,15 +202,12 @@ class Machine:
     kv_cache_dtype: str = "auto"  # see `Trunk.kv_cache_dtype`
 
     @classmethod
-    def of(
-        cls,
-        model: Model,
-        *,
-        head_bits: int | None = None,
-        draft_lm_head_bits: int | None = None,
-        weight_bits: int | None = None,
-    ) -> "Machine":
-        """Describe this machine; call it last, as peak_memory is what was used so far."""
+    def of(cls, model: Model, engine: Backend | None = None) -> "Machine":
+        """Describe this machine; call it last, as peak_memory is what was used so far.
+
+        engine: What decoded; None: nothing was decoded, or not with weights that the backend chooses.
+        """
+        bits = engine or Backend(TorchTrunk(model.trunk), None, weight_bits=WEIGHT_BITS[model.trunk.weights])
         device = model.trunk.device
         peak = peak_memory(device)  # before the bandwidth test, which allocates much
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -221,14 +219,14 @@ class Machine:
             versions=versions | {"transformers": transformers.__version__},
             dtype=str(model.trunk.dtype).removeprefix("torch."),
             bandwidth=copy_bandwidth(device),
-            step_bytes=step_bytes(model.trunk, weight_bits),
+            step_bytes=step_bytes(model.trunk, bits.weight_bits),
             draft_bytes=0
             if model.head is None
-            else draft_bytes(model.head, head_bits, lm_head_bits=draft_lm_head_bits),
+            else draft_bytes(model.head, bits.head_bits, lm_head_bits=bits.draft_lm_head_bits),
             peak_memory=peak,
-            head_bits=head_bits,
-            draft_lm_head_bits=draft_lm_head_bits,
-            weight_bits=weight_bits,
+            head_bits=bits.head_bits,
+            draft_lm_head_bits=bits.draft_lm_head_bits,
+            weight_bits=bits.weight_bits,
             kv_cache_dtype=model.trunk.kv_cache_dtype,
         )
 

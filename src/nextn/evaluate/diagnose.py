@@ -87,9 +87,12 @@ class ObservedCase:
     @cached_property
     def causes(self) -> list[Cause]:
         """All hypotheses, the likeliest first."""
-        return rank_causes(
-            self.counts, self.expected, diverged_share=self.diverged_share, other_workload=self.other_workload
-        )
+        return rank_causes(self.evidence)
+
+    @property
+    def evidence(self) -> Evidence:
+        """The counts beside what is expected, for `likelihoods`."""
+        return Evidence(self.counts, self.expected, self.diverged_share, self.other_workload)
 
     def cause(self, name: str) -> Cause:
         """Return the hypothesis of this name, by this case alone."""
@@ -217,7 +220,7 @@ class Diagnosis(CheckReport):
 
     @property
     def _evidence(self) -> list[Evidence]:
-        return [Evidence(case.counts, case.expected, case.diverged_share, case.other_workload) for case in self.cases]
+        return [case.evidence for case in self.cases]
 
     def _like(self, name: str) -> tuple[str, ...]:
         return indistinguishable_from(name, *self._evidence)

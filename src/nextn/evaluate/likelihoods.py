@@ -67,20 +67,20 @@ class Cause:
         return f"{text} times" if ratio < 1e30 else f"more than {text} times"
 
 
-def rank_causes(
-    observed: ObservedCounts,
-    expected: Sequence[ExpectedCounts],
-    *,
-    diverged_share: float = 1.0,
-    other_workload: bool = False,
-) -> list[Cause]:
-    """Return all hypotheses, the likeliest first. Raises ConfigError if the engine drafts deeper than they do.
+class Evidence(NamedTuple):
+    """The counts of one observation, and what each hypothesis expects of it."""
 
-    `diverged_share` is the share of the reference's text from the first token that differs from the engine's; at 1
-    the counts of both vary between texts independently. `other_workload`: the engine's prompts are not those of the
-    reference.
-    """
-    return _sorted([_evaluate(observed, each, diverged_share, other_workload=other_workload) for each in expected])
+    counts: ObservedCounts
+    expected: Sequence[ExpectedCounts] = ()
+    # Of the reference's text, from the first token that differs from the engine's; at 1 the counts of both vary between
+    # texts independently.
+    diverged_share: float = 1.0
+    other_workload: bool = False  # the engine's prompts are not those of the reference
+
+
+def rank_causes(evidence: Evidence) -> list[Cause]:
+    """Return all hypotheses, the likeliest first. Raises ConfigError if the engine drafts deeper than they do."""
+    return _sorted([_evaluate(evidence, each) for each in evidence.expected])
 
 
 def combine_causes(parts: Sequence[Sequence[Cause]], *, priors: Mapping[str, float] = {}) -> list[Cause]:
@@ -105,27 +105,10 @@ def combine_causes(parts: Sequence[Sequence[Cause]], *, priors: Mapping[str, flo
     )
 
 
-def expected_ratio(
-    observed: ObservedCounts,
-    true: ExpectedCounts,
-    other: ExpectedCounts,
-    *,
-    diverged_share: float = 1.0,
-    other_workload: bool = False,
-) -> float:
+def expected_ratio(evidence: Evidence, true: ExpectedCounts, other: ExpectedCounts) -> float:
     """Return the ratio of likelihoods, true to other, for an engine with as many rounds where `true` holds exactly."""
-    typical = _typical_counts(observed, true)
-    right, wrong = (_evaluate(typical, each, diverged_share, other_workload=other_workload) for each in (true, other))
-    return right.ratio_to(wrong)
-
-
-class Evidence(NamedTuple):
-    """The counts of one observation, and what each hypothesis expects; see `expected_ratio` for the others."""
-
-    counts: ObservedCounts
-    expected: Sequence[ExpectedCounts]
-    diverged_share: float = 1.0
-    other_workload: bool = False
+    typical = evidence._replace(counts=_typical_counts(evidence.counts, true))
+    return _evaluate(typical, true).ratio_to(_evaluate(typical, other))
 
 
 def indistinguishable_from(name: str, *evidence: Evidence) -> tuple[str, ...]:
@@ -135,12 +118,9 @@ def indistinguishable_from(name: str, *evidence: Evidence) -> tuple[str, ...]:
     """
     names = [each.name for each in evidence[0].expected]
     index, totals = names.index(name), [0.0] * len(names)
-    for observed, expected, diverged_share, other_workload in evidence:
-        for other, hypothesis in enumerate(expected):
-            ratio = expected_ratio(
-                observed, expected[index], hypothesis, diverged_share=diverged_share, other_workload=other_workload
-            )
-            totals[other] += math.log(ratio)
+    for item in evidence:
+        for other, hypothesis in enumerate(item.expected):
+            totals[other] += math.log(expected_ratio(item, item.expected[index], hypothesis))
     limit = math.log(MIN_SEPARATING_RATIO)
     return tuple(each for each, total in zip(names, totals, strict=True) if each != name and total < limit)
 
@@ -179,22 +159,20 @@ def _typical_counts(observed: ObservedCounts, true: ExpectedCounts) -> ObservedC
     )
 
 
-def _evaluate(
-    observed: ObservedCounts, expected: ExpectedCounts, diverged_share: float, *, other_workload: bool
-) -> Cause:
+def _evaluate(evidence: Evidence, expected: ExpectedCounts) -> Cause:
+    observed = evidence.counts
     if len(observed.num_drafted) > expected.depths:
         depths = f"{expected.depths} depths are expected, the engine drafts {len(observed.num_drafted)}"
         raise ConfigError(f"{expected.name}: {depths}; take a reference with as many drafts as the engine")
     fit = _fit_by_depth if observed.num_drafted else _fit_by_length
-    log_likelihood, p_value = fit(observed, expected, diverged_share, other_workload=other_workload)
+    log_likelihood, p_value = fit(evidence, expected)
     rates = tuple(map(float, expected.raw_rates))
     return Cause(expected.name, log_likelihood, p_value, rates, 1 + expected.accepted_per_round[0])
 
 
-def _fit_by_depth(
-    observed: ObservedCounts, expected: ExpectedCounts, diverged_share: float, *, other_workload: bool
-) -> tuple[float, float]:
+def _fit_by_depth(evidence: Evidence, expected: ExpectedCounts) -> tuple[float, float]:
     """(log-likelihood, p-value) of counts by depth."""
+    observed, diverged_share = evidence.counts, evidence.diverged_share
     used = [k for k, count in enumerate(observed.num_drafted) if count]
     if not used:
         return 0.0, 1.0
@@ -205,7 +183,7 @@ def _fit_by_depth(
     noise = rates * (1 - rates)
     effects = expected.design_effects[used] + (1.0 if expected.is_expectation else 0.0)
     eye = np.eye(len(used))
-    drift = expected.workload_spread[used] if other_workload else np.zeros(len(used))
+    drift = expected.workload_spread[used] if evidence.other_workload else np.zeros(len(used))
     # (variance relative to a(1-a), correlation between depths) of each part.
     parts: list[tuple[np.ndarray, np.ndarray]] = [
         (diverged_share * np.maximum(1.0, effects) / drafted, correlations),
@@ -240,10 +218,9 @@ def _log_beta(a: float, b: float) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
-def _fit_by_length(
-    observed: ObservedCounts, expected: ExpectedCounts, diverged_share: float, *, other_workload: bool
-) -> tuple[float, float]:
+def _fit_by_length(evidence: Evidence, expected: ExpectedCounts) -> tuple[float, float]:
     """(log-likelihood, p-value) of an AL: Student's t around the hypothesis', at texts - 1 degrees of freedom."""
+    observed = evidence.counts
     assert observed.length is not None
     mean, spread = expected.accepted_per_round
     survival, rounds = np.cumprod(expected.rates), float(expected.counts[0][:, 0].sum())
@@ -253,9 +230,9 @@ def _fit_by_length(
     between = max(spread * rounds / engine_rounds + (sampling if expected.is_expectation else 0.0), sampling)
     # The derivative of the AL by log(a / (1 - a)) at depth k: everything deeper changes with it.
     gradient = survival[::-1].cumsum()[::-1] * (1 - expected.rates)
-    drift = expected.workload_spread if other_workload else np.zeros(expected.depths)
+    drift = expected.workload_spread if evidence.other_workload else np.zeros(expected.depths)
     systematic = float((gradient**2).sum() * NUMERICS**2 + (gradient * drift).sum() ** 2)
-    variance = max(diverged_share * (between + spread), sampling) + systematic
+    variance = max(evidence.diverged_share * (between + spread), sampling) + systematic
     degrees = max(1, len(expected.num_accepted) - 1)
     t = (observed.length - 1 - mean) / math.sqrt(variance)
     constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi * variance)

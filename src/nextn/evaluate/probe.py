@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
+from operator import add, mul
 from typing import Literal
 
 from torch import Tensor
@@ -326,19 +327,11 @@ def _controls(head: Head) -> Iterator[Variant]:
     for group in [*([role] for role in roles), *([roles] if len(roles) > 1 else [])]:
         where = f"weight of {group[0]}" if len(group) == 1 else "weights of all norms"
         for factor in _FACTORS:
-            change = partial(set_norms, partial(_scaled, factor), group)
+            change = partial(set_norms, partial(mul, factor), group)
             yield Variant(f"control:{where}:*{factor:.2f}", f"{where} times {factor:.2f}", change=change)
         for summand in _SUMMANDS:
-            change = partial(set_norms, partial(_shifted, summand), group)
+            change = partial(set_norms, partial(add, summand), group)
             yield Variant(f"control:{where}:{summand:+g}", f"{where} {summand:+g}", change=change)
-
-
-def _scaled(factor: float, weight: Tensor) -> Tensor:
-    return weight * factor
-
-
-def _shifted(summand: float, weight: Tensor) -> Tensor:
-    return weight + summand
 
 
 def truncate_texts(texts: Sequence[ReferenceText], *, tokens: int = 48) -> list[ReferenceText]:

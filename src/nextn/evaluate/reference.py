@@ -7,12 +7,11 @@ the scores follow the figures of every K and acceptance rule. Other conventions 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import Machine
-from nextn.evaluate.given_texts import GivenTexts, ThinkTokens, text_origin, think_tokens
+from nextn.evaluate.given_texts import GivenTexts, text_origin, think_tokens
 from nextn.evaluate.reference_report import ReferenceReport, checkpoint_hashes
 from nextn.evaluate.reference_texts import (
     Controls,
@@ -30,7 +29,7 @@ from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime.backend import backend_for
-from nextn.settings import WEIGHT_BITS, Contract
+from nextn.settings import Contract
 
 TextStates = Mapping[float, Sequence[TrunkOutput]]  # the trunk's, of each text, by temperature
 
@@ -77,9 +76,7 @@ def reference_of_texts(
     With contract.refresh = False, the report has no scores. Arguments are those of `reference_acceptance`.
     """
     contract = contract or Contract()
-    report = ReferenceReport(
-        plan, contract, tuple(prompts), generated, {}, "decoder", family=model.family.name, **_of_model(model)
-    )
+    report = _unscored(model, plan, contract, prompts, generated, "decoder")
     if not contract.refresh:
         return report
     with exact_head(model):  # with the backend that decoded the texts
@@ -107,29 +104,25 @@ def acceptance_on_texts(
     prompts = tuple(Prompt(text.prompt, domain) for text, domain in zip(first.texts, first.domains, strict=True))
     generated = {temperature: GeneratedTexts(each.texts, (), None) for temperature, each in by_temperature.items()}
     hiddens = dict(zip(by_temperature, outputs, strict=True))
-    report = ReferenceReport(
-        plan,
-        Contract(),
-        prompts,
-        generated,
-        {},
-        "parallel",
-        family=model.family.name,
-        **_of_model(model),
+    report = replace(
+        _unscored(model, plan, Contract(), prompts, generated, "parallel"),
         text_source=", ".join(dict.fromkeys(each.source for each in given)),
         origins={t: text_origin(model.trunk, each.texts, hiddens[t]) for t, each in by_temperature.items()},
     )
     return rescore(report, model, Contract(), hiddens=hiddens, on_score=on_score)
 
 
-class _OfModel(TypedDict):
-    num_mtp_layers: int
-    think_tokens: ThinkTokens | None
-
-
-def _of_model(model: Model) -> _OfModel:
+def _unscored(
+    model: Model,
+    plan: ReferencePlan,
+    contract: Contract,
+    prompts: Sequence[Prompt],
+    generated: Mapping[float, GeneratedTexts],
+    scoring_pass: str,
+) -> ReferenceReport:
+    report = ReferenceReport(plan, contract, tuple(prompts), generated, {}, scoring_pass, family=model.family.name)
     layers = 1 if model.head is None else model.head.num_modules
-    return {"num_mtp_layers": layers, "think_tokens": think_tokens(model.tokenizer)}
+    return replace(report, num_mtp_layers=layers, think_tokens=think_tokens(model.tokenizer))
 
 
 def text_states(reference: ReferenceReport, model: Model) -> TextStates:
@@ -240,8 +233,7 @@ def with_checkpoint(
 ) -> ReferenceReport:
     """Return the report with the checkpoint's name and hashes (none without a name), and this machine."""
     hashes = checkpoint_hashes(stored_in(model, source), head=head) if source else {}
-    machine = Machine.of(model, weight_bits=WEIGHT_BITS[model.trunk.weights])
-    return replace(report, source=source, hashes=hashes, machine=machine)
+    return replace(report, source=source, hashes=hashes, machine=Machine.of(model))
 
 
 def stored_in(model: Model, source: str) -> str | Checkpoint:

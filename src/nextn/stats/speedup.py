@@ -27,7 +27,8 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Compute quartiles by linear interpolation; nan without values."""
+        """Compute quartiles by linear interpolation of the values that are not nan; nan without any."""
+        values = [value for value in values if not math.isnan(value)]
         if len(values) < 2:
             only = values[0] if values else math.nan
             return cls(only, only, only, len(values))
