@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 from quick import loop, others_slow
+from reference_products import round_cached, round_rows
 from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import Runtime, load
-from nextn.runtime.native.quantization import round_cached, round_rows
 
 # Of float32: what torch itself is off by at 192 channels.
 TOLERANCE = {torch.float32: 9e-6, torch.bfloat16: 1e-2}

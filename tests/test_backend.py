@@ -3,6 +3,7 @@
 import pytest
 import torch
 from quick import each_once
+from reference_products import grouped_linear, round_cached
 from tiny import CONFIGS, FIXTURES, build, decode, refrain
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -14,10 +15,9 @@ from nextn.model.mtp_layer import HeadStep
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime import backend
 from nextn.runtime.backend import backend_for
-from nextn.runtime.native import grouped
 from nextn.runtime.native.abi import Runtime, load
 from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS, quantize_groups
-from nextn.runtime.native.quantization import dequantize, quantize, round_cached
+from nextn.runtime.native.quantization import dequantize, quantize
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.stats.acceptance import Acceptance
 
@@ -210,7 +210,7 @@ class QuantizedTwin(TorchDispatchMode):
 
     @staticmethod
     def product(x: torch.Tensor, weight: torch.Tensor, is_int4: bool) -> torch.Tensor:
-        return grouped.grouped_linear(x, quantize_groups(weight, *(FOUR_BITS if is_int4 else EIGHT_BITS), load()))
+        return grouped_linear(x, quantize_groups(weight, *(FOUR_BITS if is_int4 else EIGHT_BITS), load()))
 
 
 def quantized(model: Model, weights: str) -> Model:

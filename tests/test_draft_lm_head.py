@@ -6,6 +6,7 @@ import pytest
 import torch
 from packed import Case, quantize_folder
 from quick import each_once
+from reference_products import grouped_linear
 from tiny import CONFIGS, FIXTURES, build, decode, prompt, refrain
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
 from nextn.runtime.native import lm_head
 from nextn.runtime.native.abi import Runtime, load, type_of
-from nextn.runtime.native.grouped import EIGHT_BITS, grouped_linear, quantize_groups
+from nextn.runtime.native.grouped import EIGHT_BITS, quantize_groups
 from nextn.runtime.native.kv_buffers import KVBuffers
 from nextn.runtime.native.lm_head import FORMAT, DraftLMHead, has_four_bits
 from nextn.runtime.native.session import NativeHead, NativeTrunk

@@ -7,11 +7,12 @@ import pytest
 import torch
 from compiled import compiled
 from quick import loop, others_slow
+from reference_products import grouped_linear
 from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import BYTES, Runtime, load
-from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, RoundedFormat, grouped_linear, quantize_groups
+from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, RoundedFormat, quantize_groups
 from nextn.runtime.native.memory import HugePages
 from nextn.runtime.native.quantization import pack_quantized, quantize
 from nextn.runtime.native.stored_codes import Fp8Format
@@ -224,7 +225,7 @@ def in_bytes(
 ) -> Tensor:
     out = torch.empty(len(x), len(weight))
     extra = [] if bias is None else [bias]
-    packed = pack_quantized(weight, HugePages().take) if packed is None else packed
+    packed = pack_quantized(weight, HugePages().take, load()) if packed is None else packed
     runtime.call("linear", [out, x, packed, *extra], [*weight.shape, 1, BYTES])
     return out
 
@@ -245,7 +246,7 @@ def assert_sums_in_bytes(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | 
 def test_weights_of_a_byte(runtime: Runtime, n: int, k: int) -> None:
     """Any size and number of rows; a row has the same bits in any batch."""
     weight, x = drawn(n, k, dtype=torch.bfloat16), drawn(max(ROWS), k, dtype=torch.bfloat16, seed=1)
-    packed = pack_quantized(weight, HugePages().take)
+    packed = pack_quantized(weight, HugePages().take, load())
     alone = torch.cat([in_bytes(runtime, row[None], weight, packed=packed) for row in x])
     assert_sums_in_bytes(alone, x, weight)
     for rows in ROWS:
@@ -260,20 +261,20 @@ def test_weights_of_a_byte_wherever_linear_layers_are(runtime: Runtime, rows: in
     weights = drawn(4, 50, 100, dtype=half, seed=1)
     expected = [in_bytes(runtime, x, weight, bias) for weight in weights]
     assert_sums_in_bytes(expected[2], x, weights[2], bias)
-    packed = pack_quantized(merge_weights(list(weights), 1, 16), HugePages().take)
+    packed = pack_quantized(merge_weights(list(weights), 1, 16), HugePages().take, load())
     outs = [torch.empty(rows, 50, dtype=half) for _ in weights]
     runtime.call("linear", [*outs, x, packed, *[bias] * 4], [50, 50, 50, 50, 100, 1, BYTES])
     for out, alone in zip(outs, expected, strict=True):
         assert torch.equal(out, alone.to(half))
     halves = [in_bytes(runtime, x, weight) for weight in weights[:2]]
     product, alone = torch.empty(rows, 50, dtype=half), torch.empty(rows, 50, dtype=half)
-    packed = pack_quantized(merge_weights(list(weights[:2]), 4, 16), HugePages().take)
+    packed = pack_quantized(merge_weights(list(weights[:2]), 4, 16), HugePages().take, load())
     runtime.call("gated_linear", [product, x, packed], [50, 100, BYTES])
     runtime.call("silu_mul", [alone, *halves])
     assert torch.equal(product, alone)
     ids = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))
     out = torch.empty(rows, 50, dtype=half)
-    whole = pack_quantized(weights, HugePages().take)
+    whole = pack_quantized(weights, HugePages().take, load())
     runtime.call("expert_linear", [out, x, ids, whole, bias.expand(4, 50).contiguous()], [50, 100, BYTES])
     assert torch.equal(out, torch.stack([expected[expert][row] for row, expert in enumerate(ids)]).to(half))
 
@@ -526,9 +527,9 @@ def test_refuses_what_no_kernel_takes(runtime: Runtime) -> None:
         ([out, x, packed[:-1]], [8, 8, 1, 0]),
         ([out, x, packed, torch.empty(7)], [8, 8, 1, 0]),
         (
-            [out, x, pack_quantized(weight, HugePages().take)],
+            [out, x, pack_quantized(weight.bfloat16(), HugePages().take, load())],
             [8, 8, 1, BYTES],
-        ),  # bytes are for rows of bf16
+        ),  # are for rows of bf16
         ([out, x.bfloat16(), packed], [8, 8, 1, BYTES]),
         ([out, out, x, packed], [8, 8, 8, 1, 0]),  # two layers and the weights of one
         ([out, out, x, both, torch.empty(8)], [8, 8, 8, 1, 0]),

@@ -4,12 +4,13 @@ import pytest
 import torch
 from packed import random_k_quant
 from quick import loop
+from reference_products import kquant_linear
 
 from nextn.checkpoint.gguf_blocks import KQuantWeight
 from nextn.checkpoint.gguf_file import K_QUANTS
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import load
-from nextn.runtime.native.grouped import KQuantFormat, kquant_linear, merge_kquants
+from nextn.runtime.native.grouped import KQuantFormat, merge_kquants
 
 
 def take(size: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from packed import block_folder, random_blocks
 from quick import each_once, others_slow
+from reference_products import kquant_linear
 from safetensors.torch import save_file
 from stored import in_one_file, set_config, tensors_of
 from tiny import build, prompt
@@ -26,7 +27,6 @@ from nextn.model.model import Model
 from nextn.model.packed_experts import PackedExperts, packed_parts
 from nextn.model.packed_linear import PackedLinear, StoredIntegers, StoredKQuant, packed_layers
 from nextn.runtime.backend import backend_for, unused_codes
-from nextn.runtime.native.grouped import kquant_linear
 from nextn.settings import Settings
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.05}

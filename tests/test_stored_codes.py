@@ -6,6 +6,7 @@ import pytest
 import torch
 from packed import Case, Values, fp8_folder, quantize_folder, random_values, section, stored
 from quick import each_once, others_slow
+from reference_products import grouped_linear
 from safetensors.torch import save_file
 from stored import in_one_file, set_config
 from tiny import build, prompt
@@ -23,7 +24,7 @@ from nextn.model.packed_linear import PackedLinear, StandIns, StoredFp8, StoredI
 from nextn.runtime.backend import backend_for, unused_codes
 from nextn.runtime.native.abi import FP8 as FP8_TYPE
 from nextn.runtime.native.abi import INT4, load
-from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS, GroupedWeight, grouped_linear, quantize_groups
+from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS, GroupedWeight, quantize_groups
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.stored_codes import unsupported
 from nextn.runtime.native.trace import Trace, Untraceable

@@ -13,6 +13,7 @@ import torch
 from compiled import made_once
 from packed import random_k_quant
 from quick import others_slow
+from reference_products import grouped_linear, kquant_linear
 
 import nextn.runtime.native
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, K_QUANTS
@@ -21,8 +22,6 @@ from nextn.runtime.native.grouped import (
     GroupedFormat,
     GroupedWeight,
     KQuantFormat,
-    grouped_linear,
-    kquant_linear,
     quantize_groups,
 )
 

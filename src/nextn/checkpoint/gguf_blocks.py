@@ -127,38 +127,14 @@ def _high_bits(parts: Tensor, bits: int) -> Tensor:
     return (parts[..., None, :] >> shifts & 2**bits - 1).flatten(-2)
 
 
-def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return _nibbles(blocks[..., 2:], 16), _halves(blocks[..., :2])
-
-
-def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return _nibbles(blocks[..., 4:], 16), _halves(blocks[..., :2])
-
-
 def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
     codes = _nibbles(blocks[..., 6:], 16) | _fields(blocks[..., 2:6], 1) << 4
     return codes + (128 - 16), _halves(blocks[..., :2])
 
 
-def _q5_1(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return _nibbles(blocks[..., 8:], 16) | _fields(blocks[..., 4:8], 1) << 4, _halves(blocks[..., :2])
-
-
-def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return blocks[..., 2:] ^ 128, _halves(blocks[..., :2])
-
-
 def _looked_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
     """Replace codes of four bits by values, which become codes of eight bits."""
     return (torch.tensor(values) + 128).to(torch.uint8)[codes.long()]
-
-
-def _iq4_nl(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return _looked_up(_nibbles(blocks[..., 2:], 16), _IQ4_VALUES), _halves(blocks[..., :2])
-
-
-def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    return _looked_up(_nibbles(blocks[..., 1:], 16), _MXFP4_VALUES), _mxfp4_scales(blocks[..., :1])
 
 
 def _mxfp4_scales(exponents: Tensor) -> Tensor:
@@ -170,14 +146,6 @@ def _iq4_xs(blocks: Tensor) -> tuple[Tensor, Tensor]:
     high = _fields(blocks[..., 2:4], 2)
     factors = (_nibbles(blocks[..., 4:8], 1) | high << 4).float() - 32
     return _looked_up(_nibbles(blocks[..., 8:], 16), _IQ4_VALUES), _floats(blocks[..., :2])[..., None] * factors
-
-
-def _q4_k(blocks: Tensor) -> KQuantWeight:
-    return _with_minima("Q4_K", blocks, _nibbles(blocks[..., 16:], 32))
-
-
-def _q5_k(blocks: Tensor) -> KQuantWeight:
-    return _with_minima("Q5_K", blocks, _nibbles(blocks[..., 48:], 32) | _high_bits(blocks[..., 16:48], 1) << 4)
 
 
 def _with_minima(kind: str, blocks: Tensor, codes: Tensor) -> KQuantWeight:
@@ -198,10 +166,26 @@ def _q6_k(blocks: Tensor) -> KQuantWeight:
 
 
 _READERS: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
+    "Q4_0": lambda blocks: (_nibbles(blocks[..., 2:], 16), _halves(blocks[..., :2])),
+    "Q4_1": lambda blocks: (_nibbles(blocks[..., 4:], 16), _halves(blocks[..., :2])),
+    "Q5_0": _q5_0,
+    "Q5_1": lambda blocks: (
+        _nibbles(blocks[..., 8:], 16) | _fields(blocks[..., 4:8], 1) << 4, _halves(blocks[..., :2])
+    ),
+    "Q8_0": lambda blocks: (blocks[..., 2:] ^ 128, _halves(blocks[..., :2])),
+    "IQ4_NL": lambda blocks: (_looked_up(_nibbles(blocks[..., 2:], 16), _IQ4_VALUES), _halves(blocks[..., :2])),
+    "MXFP4": lambda blocks: (
+        _looked_up(_nibbles(blocks[..., 1:], 16), _MXFP4_VALUES), _mxfp4_scales(blocks[..., :1])
+    ),
     "IQ4_XS": _iq4_xs,
 }  # fmt: skip
-_K_READERS: Mapping[str, Callable[[Tensor], KQuantWeight]] = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+_K_READERS: Mapping[str, Callable[[Tensor], KQuantWeight]] = {
+    "Q4_K": lambda blocks: _with_minima("Q4_K", blocks, _nibbles(blocks[..., 16:], 32)),
+    "Q5_K": lambda blocks: _with_minima(
+        "Q5_K", blocks, _nibbles(blocks[..., 48:], 32) | _high_bits(blocks[..., 16:48], 1) << 4
+    ),
+    "Q6_K": _q6_k,
+}
 
 
 _LARGEST = 15  # code of four bits

@@ -90,10 +90,6 @@ def _llama(meta: Metadata) -> Config:
     return {"attention_bias": meta.has_tensor("attn_q.bias"), "mlp_bias": meta.has_tensor("ffn_up.bias")}
 
 
-def _nothing(meta: Metadata) -> Config:
-    return {}
-
-
 def _glm4_moe(meta: Metadata) -> Config:
     return {
         "attention_bias": meta.has_tensor("attn_q.bias"),
@@ -189,30 +185,14 @@ def _by_key_head(config: Config) -> Change:
     return Change(torch.cat([part.view(keys, -1) for part in parts], dim=1).flatten())
 
 
-def _plain_convolution(config: Config) -> Change:
-    return Change(values=lambda weight: weight.unsqueeze(1))
-
-
-def _plain_decay(config: Config) -> Change:
-    return Change(values=lambda values: torch.log(-values))
-
-
 def _convolution(config: Config) -> Change:
     rows = _value_rows("linear_value_head_dim", after_keys=True)(config).rows
     return Change(rows, values=lambda weight: weight.unsqueeze(1))
 
 
-def _decay(config: Config) -> Change:
-    return Change(_value_heads(config, 1), values=lambda values: torch.log(-values))
-
-
 def _one_row(config: Config) -> Change:
     """A matrix of one row, which may be a vector in the file."""
     return Change(values=lambda weight: weight.reshape(1, -1))
-
-
-def _value_columns(config: Config) -> Change:
-    return Change(columns=_value_heads(config, config["linear_value_head_dim"]))
 
 
 _DENSE = {block: layer for layer, block in LAYER.items()}
@@ -246,8 +226,10 @@ _QWEN35 = Architecture(
     changes={
         "attn_qkv": _value_rows("linear_value_head_dim", after_keys=True),
         "attn_gate": _value_rows("linear_value_head_dim"),
-        "ssm_alpha": _value_rows(), "ssm_beta": _value_rows(), "ssm_dt.bias": _value_rows(), "ssm_a": _decay,
-        "ssm_conv1d": _convolution, "ssm_out": _value_columns, "ssm_norm": lambda config: Change(),
+        "ssm_alpha": _value_rows(), "ssm_beta": _value_rows(), "ssm_dt.bias": _value_rows(),
+        "ssm_a": lambda config: Change(_value_heads(config, 1), values=lambda values: torch.log(-values)),
+        "ssm_conv1d": _convolution, "ssm_norm": lambda config: Change(),
+        "ssm_out": lambda config: Change(columns=_value_heads(config, config["linear_value_head_dim"])),
     },
     norm_offset=1.0,
 )  # fmt: skip
@@ -256,8 +238,8 @@ ARCHITECTURES = {
         "llama", "LlamaForCausalLM", _llama, _DENSE,
         changes={"attn_q": _rotary_pairs("num_attention_heads"), "attn_k": _rotary_pairs("num_key_value_heads")},
     ),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _nothing, _DENSE),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _nothing, _DENSE),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", lambda meta: {}, _DENSE),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", lambda meta: {}, _DENSE),
     "glm4moe": Architecture(
         "glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE,
         {CORRECTION[1]: CORRECTION[0]},
@@ -269,7 +251,8 @@ ARCHITECTURES = {
         _QWEN35, model_type="qwen3_next", model_class="Qwen3NextForCausalLM", config=_qwen3_5_moe, layer=_QWEN3_NEXT,
         joined={"attn_qkv": "attn_gate"},
         changes={
-            "attn_qkv": _by_key_head, "ssm_conv1d": _plain_convolution, "ssm_a": _plain_decay,
+            "attn_qkv": _by_key_head, "ssm_conv1d": lambda config: Change(values=lambda weight: weight.unsqueeze(1)),
+            "ssm_a": lambda config: Change(values=lambda values: torch.log(-values)),
             "ssm_norm": lambda config: Change(), "ffn_gate_inp_shexp": _one_row,
         },
     ),

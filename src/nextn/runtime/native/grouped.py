@@ -18,7 +18,6 @@ from nextn.checkpoint.mapped_memory import slices_released_after_use
 from nextn.errors import ConfigError
 from nextn.runtime.native.abi import INT4, INT4_MINIMA, INT8, Q4_K, Runtime
 from nextn.runtime.native.memory import merge_weights, rows_per_slice
-from nextn.runtime.native.quantization import GROUP, round_rows
 
 COLUMNS = 32  # output channels of a block (csrc/product.h)
 GROUPS = (32, 64, 128)  # values along K, of all weights
@@ -102,21 +101,6 @@ def group_size(k: int, groups: int) -> int:
     )
 
 
-def grouped_linear(x: Tensor, weight: GroupedWeight) -> Tensor:
-    """Multiply activations [..., K] with a weight [N, K] -> float32 [..., N], as the native op does."""
-    size = group_size(weight.codes.shape[-1], weight.scales.shape[-1])
-    rounded, row_scales = round_rows(x)
-    values = rounded.flatten(-2).unflatten(-1, (-1, size))[..., : weight.scales.shape[-1], :]
-    codes = pad(weight.codes.float(), (0, -weight.codes.shape[-1] % size)).unflatten(-1, (-1, size))
-    zeros = 0 if weight.has_minima else weight.zeros[..., None]
-    sums = torch.einsum("...gk,ngk->...ng", values.double(), codes.double() - zeros).float()  # of whole numbers
-    scales = row_scales.repeat_interleave(rounded.shape[-1] // size, -1)[..., None, : weight.scales.shape[-1]]
-    products = sums * (scales * weight.scales)
-    if weight.has_minima:
-        products = products + scales * values.sum(-1)[..., None, :] * weight.zeros.float()
-    return products.sum(-1)
-
-
 def _words(weight: GroupedWeight) -> Tensor:
     """Return the int32 words of all groups, see csrc/grouped.cpp."""
     if weight.has_minima:
@@ -195,22 +179,6 @@ def merge_kquants(weights: Sequence[KQuantWeight], parts: int, columns: int) -> 
     if not others and parts == 1:
         return first
     return first.map(lambda *each: merge_weights(each, parts, columns), *others)
-
-
-def kquant_linear(x: Tensor, weight: KQuantWeight) -> Tensor:
-    """Multiply activations [..., K] with a weight [N, K] -> float32 [..., N], as the native op does."""
-    rounded, row_scales = round_rows(x)  # [..., K / 128, 128]
-    size = weight.codes.shape[1] // weight.group_scales.shape[1]
-    groups = (weight.codes.double() - weight.zero).unflatten(1, (-1, GROUP // size, size))
-    values = rounded.double().unflatten(-1, (-1, size))
-    sums = torch.einsum("...agk,nagk->...nag", values, groups).float()  # of whole numbers
-    scaled = (sums * weight.group_scales.float().unflatten(1, (-1, GROUP // size))).sum(-1)
-    scaled = scaled * weight.scales.repeat_interleave(SUPERBLOCK // GROUP, 1)
-    if weight.min_scales is not None and weight.group_mins is not None:
-        group_mins = weight.group_mins.float().unflatten(1, (-1, GROUP // size))
-        minima = torch.einsum("...ag,nag->...na", values.sum(-1).float(), group_mins)
-        scaled = scaled - minima * weight.min_scales.repeat_interleave(SUPERBLOCK // GROUP, 1)
-    return (scaled * row_scales[..., None, :]).sum(-1)
 
 
 @torch.no_grad()
