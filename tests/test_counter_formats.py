@@ -198,6 +198,10 @@ TEXTS = {
     "vllm-mlx's status": (json.dumps({"mtp": {"effective_draft_tokens": 1, "attempts": 400, "accepted": 310}}),
                           ("vllm-mlx", 400, 400, 310, (310,))),
     "vLLM, cut before the last position": (VLLM.split(", 0.788")[0], ("vLLM", 99, 198, 169, (91, 78))),
+    "vMLX": ("".join(
+        f"[NativeMTP] depth=3{active} verifyCalls=13 outputTokens=32 acceptedByDepth={by} bonus=4 rejected=9 "
+        "prefixCommit=13 avgCommittedPerVerify=2.46 avgAcceptP=0.000\n"
+        for active, by in ((" activeDepth=3", "0:4,1:3,2:2,3:4"), ("", "none"))), ("vMLX", 13, 39, 19, (9, 6, 4))),
     "a stream": ('data: {"choices": []}\n\ndata: {"choices": [], "timings": {"draft_n": 78, "draft_n_accepted": 60, '
                  '"predicted_n": 100}}\n\ndata: [DONE]\n', ("llama.cpp", 39, 78, 60, ())),
 }  # fmt: skip
@@ -350,6 +354,59 @@ def test_two_engines_in_one_file():
     ):
         assert any("also there, and not added" in note for note in read(f"{first}\n{second}\n").notes)
         assert any("also there, and not added" in note for note in read(f"{second}\n{first}\n").notes)
+
+
+def statistics(rounds, accepted):
+    line = STATISTICS.replace("=  2091", f"= {accepted}").replace("=   902", f"= {min(rounds, accepted)}")
+    return line.replace("3297", str(3 * rounds)).replace("=   1099", f"= {rounds}").partition("] ")[2]
+
+
+@pytest.mark.parametrize("size", [None, 700])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("[53409] {}", "[53410] {}"),
+        ("(APIServer pid=7) INFO {}", "(APIServer pid=8) INFO {}"),
+        ("[2025-05-31 18:31:21 DP0 TP0] {}", "[2025-05-31 18:31:21 DP1 TP1] {}"),
+        ("(pid=7) Engine 000: idle\n(pid=7) {}", "(pid=7) Engine 001: idle\n(pid=7) {}"),
+        ("llama-1  | {}", "llama-2  | {}"),
+        ("d3.log:{}", "d4.log:{}"),
+        ("[pod/llm-0/server] {}", "[pod/llm-1/server] {}"),
+        ("Jul 20 18:11:49 host-a vllm[11]: {}", "Jul 20 18:11:49 host-a vllm[12]: {}"),
+    ],
+)
+def test_processes_of_one_log_are_counted_apart(first, second, size, monkeypatch):
+    """Each has its own totals since the start; a log is read in pieces."""
+    if size is not None:
+        monkeypatch.setattr("nextn.engines.log_reader._CHUNK", size)
+        monkeypatch.setattr("nextn.engines.log_reader._MAX_ENTRY", size // 2)
+    lines = [
+        shape.format(statistics(*counts))
+        for count in range(1, 9)
+        for shape, counts in ((first, (100 * count, 150 * count)), (second, (10 * count, count)))
+    ]
+    counters = read("\n".join(lines))
+    assert (counters.num_drafts, counters.accepted) == (880, 1208)
+    (note,) = counters.notes
+    assert "2 in all" in note
+    assert "1.10" in note
+    assert "2.50" in note
+
+
+def test_a_restart_is_seen_by_any_count_that_fell():
+    counters = read(f"{statistics(100, 160)}\n{statistics(120, 20)}\n")
+    assert (counters.num_drafts, counters.accepted, counters.notes) == (220, 180, ())
+
+
+def test_metrics_of_several_ranks_name_how_far_apart_they_are():
+    series = "".join(
+        f'vllm:spec_decode_num_{name}{{engine="{engine}",model_name="m"}} {count}\n'
+        for engine, accepted in enumerate((150, 2))
+        for name, count in (("drafts", 100), ("draft_tokens", 200), ("accepted_tokens", accepted))
+    )
+    (note,) = read(series).notes
+    assert "1.02 (engine 1) to 2.50 (engine 0)" in note
+    assert read(series.replace('engine="1"', 'engine="0"')).notes == ()
 
 
 def test_an_answer_of_prometheus():

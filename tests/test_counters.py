@@ -7,6 +7,7 @@ import pytest
 
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import (
+    ADDED,
     FIRST_TOKENS,
     ROUNDED,
     SHORTER,
@@ -18,7 +19,7 @@ from nextn.engines.counters import (
     sum_series,
 )
 from nextn.engines.json_formats import from_json
-from nextn.engines.log_formats import read_log
+from nextn.engines.log_reader import read_log
 from nextn.engines.metrics_formats import from_metrics, prefix_hits, without_first_tokens
 from nextn.errors import EngineError
 
@@ -213,7 +214,12 @@ def test_own_json_round_trip(tmp_path):
     found = from_metrics(VLLM, model="a")
     path = tmp_path / "counters.json"
     path.write_text(json.dumps(found.as_record()))
-    assert read(path) == Counters("vLLM", 200, 400, 250, (170, 80))  # summed over one: no start of counting
+    notes = found.notes
+    assert notes[0].startswith(ADDED)
+    assert found.minus(found).notes == ()
+    assert read(path) == Counters(
+        "vLLM", 200, 400, 250, (170, 80), notes=notes
+    )  # summed over one: no start of counting
     path.write_text("\n".join([json.dumps(found.as_record())] * 2))
     assert read(path).num_drafts == 400
 

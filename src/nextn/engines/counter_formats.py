@@ -11,7 +11,8 @@ from typing import TextIO
 from nextn.bounded_json import loads
 from nextn.engines.counters import Counters, fill_in_derived, sum_counters
 from nextn.engines.json_formats import JSON_READERS, TABLE_START, objects, read_table
-from nextn.engines.log_formats import LOG_FORMATS, LogReading, read_log
+from nextn.engines.log_formats import LOG_FORMATS
+from nextn.engines.log_reader import LogReading, read_log
 from nextn.engines.metrics_formats import METRICS_FORMAT, METRICS_LINE, from_metrics
 from nextn.engines.run_settings import with_settings
 from nextn.errors import EngineError

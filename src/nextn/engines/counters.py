@@ -23,6 +23,7 @@ SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, .
 ADAPTIVE = "the engine adapts the number of drafts of a round: its acceptance length is not that of K drafts in each"
 ROUNDED = "from rates rounded in the log: counts are approximate"
 FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
+ADDED = "the counts of several processes are added"
 SOME_POSITIONS = "acceptance of the last positions is missing: only the totals are compared"
 NOTHING_DRAFTED = (
     "counts no round that drafted; check that MTP is on, and that requests were sent (`nextn serve` stops drafting "
@@ -90,6 +91,7 @@ class Counters:
             emitted=_difference(self.emitted, before.emitted),
             per_position=_differences(self.per_position, before.per_position),
             per_position_offered=_differences(self.per_position_offered, before.per_position_offered),
+            notes=tuple(note for note in self.notes if not note.startswith(ADDED)),  # which is of the totals
         )
 
     def _all(self) -> tuple[int, ...]:
@@ -100,6 +102,13 @@ class Counters:
         """Whether anything was drafted; None where the engine reports no counts."""
         counts = [count for count in (self.num_drafts, self.draft_tokens) if count is not None]
         return all(counts) if counts else None
+
+    @property
+    def mean_length(self) -> float | None:
+        """The mean acceptance length by the counts, else the engine's own."""
+        if not self.num_drafts or self.accepted is None:
+            return self.length
+        return 1 + self.accepted / self.num_drafts
 
     def acceptance(self) -> Acceptance:
         """Return conditional acceptance rates with intervals; no positions where the engine does not count by position.
@@ -167,6 +176,15 @@ def sum_counters(parts: Iterable[Counters]) -> Counters | None:
     for part in parts:
         sums.add(part)
     return sums.counters()
+
+
+def added_note(parts: Mapping[str, Counters]) -> tuple[str, ...]:
+    """Return a note that the counts of several processes were added, and how far apart they are; () for one."""
+    if len(parts) < 2:
+        return ()
+    lengths = sorted((part.mean_length, name or "others") for name, part in parts.items() if part.mean_length)
+    ends = " to ".join(f"{length:.2f} ({name})" for length, name in lengths[:: max(1, len(lengths) - 1)])
+    return (f"{ADDED}, {len(parts)} in all{': AL ' if ends else ''}{ends}",)
 
 
 @dataclass

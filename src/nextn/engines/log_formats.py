@@ -8,25 +8,17 @@ example), SGLang 0.5 (observability/scheduler_metrics_mixin.py, bench_serving.py
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import TextIO
+from dataclasses import dataclass
 
-from nextn.engines.counters import MAX_POSITIONS, ROUNDED, Counters, CounterSums, fill_in_derived, with_all_positions
+from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, ROUNDED, Counters, with_all_positions
+from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
-_CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
-_MAX_LINE = 64 * 1024
-_MAX_ENTRY = 8 * 1024  # characters
-_MAX_UNREADABLE = 1000  # entries of a format, after which several in one line are read as one
-_MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
-_NUM = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
+NUMBER = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
 _THOUSANDS = r"[0-9]{1,3}(?:[.,'’ ][0-9]{3})+"
 # What is left of a number that is written in another way is no count.
 _INT = rf"(?:{_THOUSANDS}|[0-9]{{1,15}}(?:\.0+)?)(?![.,'’]?[0-9])"
-_SPACES = str.maketrans("\t\u00a0\u202f", "   ")
-_LIST = rf"{_NUM}(?:(?:[,;]\s*| +){_NUM}){{0,{MAX_POSITIONS}}}"  # a spreadsheet's locale sets what is between them
-_COLORS = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,20}[A-Za-z]")  # of a terminal, or as `cat -v` shows them
+_LIST = rf"{NUMBER}(?:(?:[,;]\s*| +){NUMBER}){{0,{MAX_POSITIONS}}}"  # a spreadsheet's locale sets what is between them
 _ACCEPTED = r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?[0-9.,]{1,12}\s*%[^0-9\n(]{0,20})?\(?"  # and two counts
 Fields = Mapping[str, list[str]]  # name of a field -> its values in the entry
 
@@ -51,7 +43,7 @@ def _whole(text: str) -> int:
     return int(re.sub(r"\D", "", text) if re.fullmatch(_THOUSANDS, text) else text.partition(".")[0])
 
 
-def _number(text: str) -> float:
+def to_number(text: str) -> float:
     return float(text.replace(",", "."))
 
 
@@ -60,11 +52,11 @@ def _int(fields: Fields, name: str) -> int | None:
 
 
 def _float(fields: Fields, name: str) -> float | None:
-    return _number(fields[name][0]) if fields.get(name) else None
+    return to_number(fields[name][0]) if fields.get(name) else None
 
 
 def _rates(text: str) -> list[float]:
-    return [_number(rate) for rate in re.findall(_NUM, text)]
+    return [to_number(rate) for rate in re.findall(NUMBER, text)]
 
 
 def _vllm(fields: Fields) -> Counters | None:
@@ -100,7 +92,7 @@ def _table(fields: Fields) -> Counters | None:
         _float(fields, "Acceptance length"),
     )  # fmt: skip
     percent, shares = fields.get("Position", []), fields.get("acceptance at token", [])
-    rates = [_number(rate) / 100 for rate in percent] or [_number(rate) for rate in shares]
+    rates = [to_number(rate) / 100 for rate in percent] or [to_number(rate) for rate in shares]
     if drafts is None and drafted and rates:
         drafts = round(drafted / len(rates))
     if drafts is None and accepted and length and length > 1:
@@ -186,6 +178,18 @@ def _ratio(fields: Fields) -> Counters:
     return Counters("an engine", None, drafted, accepted)
 
 
+def _native_mtp(fields: Fields) -> Counters:
+    """A request. [n]: rounds that accepted n drafts; `rejected` counts rounds, not drafts."""
+    depth, active = (_int(fields, name) for name in ("depth", "activeDepth"))
+    pairs = [pair.split(":") for pair in fields["acceptedByDepth"][0].split(",") if ":" in pair]
+    found = {int(accepted): int(count) for accepted, count in pairs}
+    histogram = [found.get(accepted, 0) for accepted in range(max([*found, depth or 0]) + 1)]
+    rounds, accepted = sum(histogram), sum(index * count for index, count in enumerate(histogram))
+    is_fixed = depth is not None and active in (None, depth)
+    drafted, notes = (depth * rounds, ()) if depth is not None and is_fixed else (None, (ADAPTIVE,))
+    return Counters("vMLX", rounds, drafted, accepted, accepted_at_least(histogram), notes=notes, k=depth)
+
+
 def _llama_example(fields: Fields) -> Counters:
     """The examples count no rounds; K is the option --draft-max."""
     return Counters("llama.cpp", None, _int(fields, "n_drafted"), _int(fields, "n_accept"), k=_int(fields, "n_draft"))
@@ -202,7 +206,7 @@ def _aiperf(fields: Fields) -> Counters:
     return Counters("an engine under AIPerf", length=_float(fields, "Token-Weighted Acceptance Length"))
 
 
-def _colon(*names: str, value: str = _NUM) -> dict[str, str]:
+def _colon(*names: str, value: str = NUMBER) -> dict[str, str]:
     """Fields that are printed as `name: value`."""
     return {name: rf"{re.escape(name)}:\s*({value})" for name in names}
 
@@ -212,7 +216,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "table of vllm bench serve", "Acceptance length:", r"(?<![\w-])Acceptance length:",
         {**_colon("Acceptance length"), **_colon("Drafts", "Draft tokens", "Accepted tokens", value=_INT),
-         "Position": rf"(?<![\w-])Position [0-9]{{1,3}}:\s+({_NUM})"},
+         "Position": rf"(?<![\w-])Position [0-9]{{1,3}}:\s+({NUMBER})"},
         ("Acceptance length",), _table,
         "rounds, draft tokens and accepted drafts of the run; positions in per cent of all rounds; AL with bonus token",
         num_lines=10 + MAX_POSITIONS,
@@ -221,8 +225,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "vLLM's offline example", "num_drafts:", r"(?<!\w)num_drafts:",
         {"Drafts": rf"num_drafts:\s*({_INT})", "Draft tokens": rf"num_draft_tokens:\s*({_INT})",
          "Accepted tokens": rf"num_accepted_tokens:\s*({_INT})",
-         "Acceptance length": rf"mean acceptance length:\s*({_NUM})",
-         "acceptance at token": rf"acceptance at token [0-9]{{1,3}}:\s*({_NUM})"},
+         "Acceptance length": rf"mean acceptance length:\s*({NUMBER})",
+         "acceptance at token": rf"acceptance at token [0-9]{{1,3}}:\s*({NUMBER})"},
         ("Drafts", "Accepted tokens"), _table,
         "rounds, draft tokens and accepted drafts of the run; positions as shares of all rounds",
         num_lines=10 + MAX_POSITIONS,
@@ -261,7 +265,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "llama.cpp's draft acceptance", "draft acceptance", r"draft acceptance(?: rate)? =",
         {"accepted / generated": rf"\(\s*({_INT} accepted /\s*{_INT}) generated\)",
-         "mean len": rf"mean (?:len|acceptance length)\s*=\s*({_NUM})",
+         "mean len": rf"mean (?:len|acceptance length)\s*=\s*({NUMBER})",
          "acceptance rate per position": rf"acceptance rate per position\s*=\s*\(({_LIST})\)"},
         ("accepted / generated",), _llama_request,
         "a request: accepted and drafted tokens of all its drafters; mean length with bonus token, in newer builds",
@@ -283,7 +287,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "SGLang's Decode batch", " batch", r"Decode (?:rank )?batch",
-        {"accept len": rf"accept[ _]len:\s*({_NUM})", "avg_accept_len": rf"avg_accept_len:\s*({_NUM})"},
+        {"accept len": rf"accept[ _]len:\s*({NUMBER})", "avg_accept_len": rf"avg_accept_len:\s*({NUMBER})"},
         ("accept len",), _sglang,
         "an interval, of TokenSpeed, too: tokens per round with bonus token, and a rate, which shows K; no counts",
     ),
@@ -320,13 +324,19 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "since the start: accepted and draft tokens, and rounds by their number of accepted drafts", is_cumulative=True,
     ),
     LogFormat(
+        "vMLX's NativeMTP line", "[NativeMTP]", r"\[NativeMTP\]",
+        {**{name: rf"(?<!\w){name}=({_INT})" for name in ("depth", "activeDepth")},
+         "acceptedByDepth": r"acceptedByDepth=(none|[0-9:,]{1,999})"},
+        ("depth", "acceptedByDepth"), _native_mtp, "a request: rounds by their number of accepted drafts",
+    ),
+    LogFormat(
         "AIPerf's Spec Decode table", "Token-Weighted Acceptance Length", r"Token-Weighted Acceptance Length",
-        {"Token-Weighted Acceptance Length": rf"Token-Weighted Acceptance Length\s*[|│┃]?\s*({_NUM})"},
+        {"Token-Weighted Acceptance Length": rf"Token-Weighted Acceptance Length\s*[|│┃]?\s*({NUMBER})"},
         ("Token-Weighted Acceptance Length",), _aiperf, "the run: tokens per round with bonus token; no counts",
     ),
     LogFormat(
         "table of ik_llama.cpp's llama-spec-bench", "a.len mean", r"[|] *(?:draft-)?mtp *[|]",
-        {"a.len": rf"% *[|] *({_NUM})/"}, ("a.len",),
+        {"a.len": rf"% *[|] *({NUMBER})/"}, ("a.len",),
         lambda fields: Counters("ik_llama.cpp", length=_float(fields, "a.len")),
         "a task: tokens per round with bonus token; no counts",
     ),
@@ -339,155 +349,3 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         is_general=True,
     ),
 )  # fmt: skip
-
-
-@dataclass
-class _Reader:
-    """Sums the entries of one format; the last of cumulative ones, and of each run where the counts begin anew."""
-
-    format: LogFormat
-    sums: CounterSums = field(default_factory=CounterSums)
-    last: Counters | None = None
-    end: int = -1  # of the last entry, in the text at hand
-    missing: str = ""  # field of an entry that could not be read
-    num_unreadable: int = 0
-
-    @cached_property
-    def marker(self) -> re.Pattern[str]:
-        return re.compile(self.format.marker)
-
-    @cached_property
-    def patterns(self) -> dict[str, re.Pattern[str]]:
-        return {name: re.compile(pattern) for name, pattern in self.format.fields.items()}
-
-    def add(self, entry: str) -> None:
-        fields = {name: pattern.findall(entry) for name, pattern in self.patterns.items()}
-        if missing := next((name for name in self.format.required if not fields[name]), ""):
-            self.missing, self.num_unreadable = missing, self.num_unreadable + 1
-            return
-        counters = self.format.counters(fields)
-        if counters is None:
-            return
-        if not self.format.is_cumulative:
-            self.sums.add(counters)
-            return
-        if self.last is not None and (counters.draft_tokens or 0) < (self.last.draft_tokens or 0):
-            self.sums.add(self.last)  # the engine was started again
-        self.last = counters
-
-    def counters(self) -> Counters | None:
-        if self.last is not None:
-            self.sums.add(self.last)
-            self.last = None
-        found = self.sums.counters()
-        return None if found is None else replace(fill_in_derived(found), source=self.format.name)
-
-
-@dataclass(frozen=True)
-class LogReading:
-    """What a log holds."""
-
-    counters: Counters | None
-    incomplete: tuple[tuple[str, str], ...] = ()  # (format, missing field) of entries that could not be read
-
-
-def read_log(file: TextIO, *, general: bool = False) -> LogReading:
-    """Sum the counts of all entries of the first format that the log has; others are named in a note.
-
-    Args:
-        file: The log.
-        general: Look for the formats that are not of one engine, and for no others.
-    """
-    readers = [_Reader(each) for each in LOG_FORMATS]
-    depths, ahead = _SglangDepth(), ""
-    while text := (ahead + file.read(_CHUNK) + file.readline(_MAX_LINE)).translate(_SPACES):
-        is_last = len(text) < _CHUNK
-        text = _COLORS.sub("", text)
-        # An entry of several lines may go on in the text after this one.
-        body = len(text) if is_last else max(1, len(text) - _MAX_ENTRY)
-        for reader in readers:
-            reader.end = -1
-        here = tuple(
-            index for index, each in enumerate(LOG_FORMATS) if each.literal in text and each.is_general == general
-        )
-        for match in _markers(here).finditer(text) if here else ():
-            if match.start() >= body:
-                break
-            reader = readers[int((match.lastgroup or "_0")[1:])]
-            if match.start() < reader.end:
-                continue
-            entry, reader.end = _entry(text, match.start(), reader)
-            reader.add(entry)
-            depths.add(entry)
-        ahead = text[body:]
-        if is_last:
-            break
-    found = [(reader.format.name, counters) for reader in readers if (counters := reader.counters()) is not None]
-    incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
-    if not found:
-        return LogReading(None, incomplete)
-    (name, counters), *others = found
-    # llama.cpp's logs have all of its formats.
-    others = [other for other in others if other[1].engine != "llama.cpp" or counters.engine != "llama.cpp"]
-    if others:
-        note = f"read from {name}; also there, and not added: {', '.join(other for other, _ in others)}"
-        counters = replace(counters, notes=(*counters.notes, note))
-    if counters.engine in ("SGLang", "TokenSpeed") and counters.k is None:
-        counters = replace(counters, k=depths.k)
-    return LogReading(counters, incomplete)
-
-
-@cache
-def _markers(indices: tuple[int, ...]) -> re.Pattern[str]:
-    """The markers of these formats, each in a group named after its index."""
-    return re.compile("|".join(f"(?P<_{index}>{LOG_FORMATS[index].marker})" for index in indices))
-
-
-def _entry(text: str, start: int, reader: _Reader) -> tuple[str, int]:
-    """The entry's text, up to the next one of its format, and where that may begin."""
-    limit = min(start + _MAX_ENTRY, len(text))
-    if reader.format.num_lines == 1:
-        limit = _line_end(text, start, limit)
-    following = reader.num_unreadable < _MAX_UNREADABLE and reader.marker.search(text, start + 1, limit)
-    stop = following.start() if following else limit
-    lines = text[start:stop].split("\n", reader.format.num_lines)
-    # Of many entries in one line, none looks for the end of that line beyond the next entry.
-    return "\n".join(lines[: reader.format.num_lines]), _line_end(text, start, stop if following else len(text))
-
-
-def _line_end(text: str, start: int, limit: int) -> int:
-    end = text.find("\n", start, limit)
-    return limit if end < 0 else end
-
-
-class _SglangDepth:
-    """K from pairs of accept len and accept rate, which two versions of SGLang define differently.
-
-    In recent versions (0.5.15) the rate is (AL - 1) / K, in older ones AL / (K + 1). Both are rounded to two decimals,
-    so one pair may allow several K; K is the one that all pairs allow by one definition, if none is by the other.
-    """
-
-    _PAIR = re.compile(rf"accept[ _]len:\s*({_NUM}), accept[ _]rate:\s*({_NUM})")
-
-    def __init__(self) -> None:
-        self.allowed: list[set[int] | None] = [None, None]
-        self.num_lines = 0
-
-    def add(self, entry: str) -> None:
-        match = self._PAIR.search(entry)
-        if match is None or self.num_lines >= _MAX_DEPTH_LINES:
-            return
-        length, rate = _number(match[1]), _number(match[2])
-        if rate < 0.02 or not 1 <= length <= MAX_POSITIONS:
-            return
-        self.num_lines += 1
-        for index, (tokens, extra) in enumerate(((length - 1, 0), (length, 1))):
-            low, high = (tokens - 0.005) / (rate + 0.005), (tokens + 0.005) / max(rate - 0.005, 1e-9)
-            fitting = {k for k in range(1, 65) if low <= k + extra <= high}
-            known = self.allowed[index]
-            self.allowed[index] = fitting if known is None else known & fitting
-
-    @property
-    def k(self) -> int | None:
-        candidates = [found for found in self.allowed if found]
-        return next(iter(candidates[0])) if len(candidates) == 1 and len(candidates[0]) == 1 else None

@@ -15,6 +15,7 @@ from nextn.engines.counters import (
     MAX_POSITIONS,
     Counters,
     Series,
+    added_note,
     fill_in_derived,
     parse_series,
     sum_series,
@@ -39,6 +40,7 @@ _CACHE_HITS = (
 # Draft and accepted tokens without rounds, of llama.cpp's forks.
 _LLAMA_DRAFTED = ("llamacpp:n_drafted", "llamacpp:n_draft")
 _LLAMA_ACCEPTED = ("llamacpp:n_drafted_accepted", "llamacpp:n_draft_accepted", "llamacpp:n_accepted")
+_PROCESS_LABELS = ("model_name", "instance", "engine", "dp_rank")
 METRICS_FORMAT = "Prometheus metrics"
 METRICS_COUNTED = (  # engine, series, what is counted; for the documentation
     ("vLLM, llama.cpp, nextn, any prefix", "`*:spec_decode_num_drafts`, `..._draft_tokens`, `..._accepted_tokens`, "
@@ -65,7 +67,9 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
     for reader in readers:
         counters = reader(samples)
         if counters is not None:
-            return fill_in_derived(replace(counters, source=METRICS_FORMAT))
+            parts = {name: part for name, each in _processes(samples).items() if (part := reader(each)) is not None}
+            notes = (*counters.notes, *added_note(parts))
+            return fill_in_derived(replace(counters, source=METRICS_FORMAT, notes=notes))
     like = sorted({sample.name for sample in samples if re.search("spec|draft|accept|mtp", sample.name)})
     if like and not _nearest(samples):
         raise EngineError(
@@ -76,6 +80,17 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
         f"the metrics have no draft counters{_nearest(samples)}: MTP is off, or the engine is too old; turn MTP on or "
         "update the engine"
     )
+
+
+def _processes(samples: list[Series]) -> dict[str, list[Series]]:
+    """The series of each model, server and rank, by the labels in which they differ."""
+    values = {label: {sample.labels.get(label) for sample in samples} - {None} for label in _PROCESS_LABELS}
+    differ = [label for label, found in values.items() if len(found) > 1]
+    parts: dict[str, list[Series]] = {}
+    for sample in samples:
+        own = ", ".join(f"{label} {sample.labels[label]}" for label in differ if label in sample.labels)
+        parts.setdefault(own, []).append(sample)
+    return parts
 
 
 def _nearest(samples: list[Series]) -> str:

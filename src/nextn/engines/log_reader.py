@@ -1,0 +1,203 @@
+"""Read the entries of a log and add their counts, of each process apart."""
+
+import re
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import TextIO
+
+from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, CounterSums, added_note, fill_in_derived
+from nextn.engines.log_formats import LOG_FORMATS, NUMBER, LogFormat, to_number
+
+_CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
+_MAX_LINE = 64 * 1024
+_MAX_ENTRY = 8 * 1024  # characters
+_MAX_UNREADABLE = 1000  # entries of a format, after which several in one line are read as one
+_MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
+_SPACES = str.maketrans("\t\u00a0\u202f", "   ")
+_COLORS = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,20}[A-Za-z]")  # of a terminal, or as `cat -v` shows them
+_MAX_PREFIX = 500  # characters of a line before its entry, and of the line before it
+_MAX_PROCESSES = 1000
+# What tells the processes of one log apart: vLLM's and SGLang's ranks, llama.cpp's router, compose, grep, Kubernetes,
+# syslog.
+_PROCESS = re.compile(
+    r"\bpid=[0-9]+|\bDP[0-9]+|\[[0-9]+\](?= +[0-9.]+ [A-Z] )|(?m:^)[\w.-]+(?= +\| )|"
+    r"(?m:^)[\w./-]+\.\w+(?=:)|\[pod/[^\]\s]+\]|\w\[[0-9]+\](?=:)"
+)
+_RANK = re.compile(r"\bEngine [0-9]+(?=:)")  # in the line before the counts, of a process with several ranks
+
+
+@dataclass
+class _Reader:
+    """Sums the entries of one format; the last of cumulative ones, and of each run where the counts begin anew."""
+
+    format: LogFormat
+    sums: CounterSums = field(default_factory=CounterSums)
+    processes: dict[str, CounterSums] = field(default_factory=dict)  # the same counts, of each
+    last: dict[str, Counters] = field(default_factory=dict)  # of each process, not added yet
+    end: int = -1  # of the last entry, in the text at hand
+    missing: str = ""  # field of an entry that could not be read
+    num_unreadable: int = 0
+
+    @cached_property
+    def marker(self) -> re.Pattern[str]:
+        return re.compile(self.format.marker)
+
+    @cached_property
+    def patterns(self) -> dict[str, re.Pattern[str]]:
+        return {name: re.compile(pattern) for name, pattern in self.format.fields.items()}
+
+    def add(self, entry: str, process: str) -> None:
+        fields = {name: pattern.findall(entry) for name, pattern in self.patterns.items()}
+        if missing := next((name for name in self.format.required if not fields[name]), ""):
+            self.missing, self.num_unreadable = missing, self.num_unreadable + 1
+            return
+        counters = self.format.counters(fields)
+        if counters is None:
+            return
+        if len({*self.processes, *self.last}) >= _MAX_PROCESSES:
+            process = ""
+        if not self.format.is_cumulative:
+            self._count(process, counters)
+            return
+        last = self.last.get(process)
+        if last is not None and any((getattr(counters, name) or 0) < (getattr(last, name) or 0) for name in COUNTS):
+            self._count(process, last)  # the engine was started again
+        self.last[process] = counters
+
+    def _count(self, process: str, counters: Counters) -> None:
+        self.sums.add(counters)
+        self.processes.setdefault(process, CounterSums()).add(counters)
+
+    def counters(self) -> Counters | None:
+        for process, last in self.last.items():
+            self._count(process, last)
+        self.last = {}
+        found = self.sums.counters()
+        if found is None:
+            return None
+        found, parts = fill_in_derived(found), {name: sums.counters() for name, sums in self.processes.items()}
+        notes = added_note({name: part for name, part in parts.items() if part is not None})
+        return replace(found, source=self.format.name, notes=(*found.notes, *notes))
+
+
+@dataclass(frozen=True)
+class LogReading:
+    """What a log holds."""
+
+    counters: Counters | None
+    incomplete: tuple[tuple[str, str], ...] = ()  # (format, missing field) of entries that could not be read
+
+
+def read_log(file: TextIO, *, general: bool = False) -> LogReading:
+    """Sum the counts of all entries of the first format that the log has; others are named in a note.
+
+    Args:
+        file: The log.
+        general: Look for the formats that are not of one engine, and for no others.
+    """
+    readers = [_Reader(each) for each in LOG_FORMATS]
+    depths, ahead, begin = _SglangDepth(), "", 0
+    while text := (ahead + file.read(_CHUNK) + file.readline(_MAX_LINE)).translate(_SPACES):
+        is_last = len(text) < _CHUNK
+        text = _COLORS.sub("", text)
+        # An entry of several lines may go on in the text after this one.
+        body = len(text) if is_last else max(1, len(text) - _MAX_ENTRY)
+        body = body if is_last else max(text.rfind("\n", begin + 1, body), 0) or body
+        for reader in readers:
+            reader.end = -1
+        here = tuple(
+            index for index, each in enumerate(LOG_FORMATS) if each.literal in text and each.is_general == general
+        )
+        for match in _markers(here).finditer(text, begin) if here else ():
+            if match.start() >= body:
+                break
+            reader = readers[int((match.lastgroup or "_0")[1:])]
+            if match.start() < reader.end:
+                continue
+            entry, reader.end = _entry(text, match.start(), reader)
+            reader.add(entry, _process(text, match.start()))
+            depths.add(entry)
+        if is_last:
+            break
+        kept = max(text.rfind("\n", max(0, body - _MAX_PREFIX), body), 0) or body  # with the line before the next entry
+        ahead, begin = text[kept:], body - kept
+    found = [(reader.format.name, counters) for reader in readers if (counters := reader.counters()) is not None]
+    incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
+    if not found:
+        return LogReading(None, incomplete)
+    (name, counters), *others = found
+    # llama.cpp's logs have all of its formats.
+    others = [other for other in others if other[1].engine != "llama.cpp" or counters.engine != "llama.cpp"]
+    if others:
+        note = f"read from {name}; also there, and not added: {', '.join(other for other, _ in others)}"
+        counters = replace(counters, notes=(*counters.notes, note))
+    if counters.engine in ("SGLang", "TokenSpeed") and counters.k is None:
+        counters = replace(counters, k=depths.k)
+    return LogReading(counters, incomplete)
+
+
+def _process(text: str, start: int) -> str:
+    """Return what the line of an entry says of its process, and the line before it of its rank; "" for nothing."""
+    begin = text.rfind("\n", max(0, start - _MAX_PREFIX), start) + 1
+    own = _PROCESS.findall(text, begin, start)
+    before = text[text.rfind("\n", max(0, begin - _MAX_PREFIX), max(0, begin - 1)) + 1 : begin]
+    rank = _RANK.search(before)
+    if rank is not None and _PROCESS.findall(before, 0, rank.start()) == own:
+        own.append(rank[0])
+    return " ".join(own)
+
+
+@cache
+def _markers(indices: tuple[int, ...]) -> re.Pattern[str]:
+    """The markers of these formats, each in a group named after its index."""
+    return re.compile("|".join(f"(?P<_{index}>{LOG_FORMATS[index].marker})" for index in indices))
+
+
+def _entry(text: str, start: int, reader: _Reader) -> tuple[str, int]:
+    """The entry's text, up to the next one of its format, and where that may begin."""
+    limit = min(start + _MAX_ENTRY, len(text))
+    if reader.format.num_lines == 1:
+        limit = _line_end(text, start, limit)
+    following = reader.num_unreadable < _MAX_UNREADABLE and reader.marker.search(text, start + 1, limit)
+    stop = following.start() if following else limit
+    lines = text[start:stop].split("\n", reader.format.num_lines)
+    # Of many entries in one line, none looks for the end of that line beyond the next entry.
+    return "\n".join(lines[: reader.format.num_lines]), _line_end(text, start, stop if following else len(text))
+
+
+def _line_end(text: str, start: int, limit: int) -> int:
+    end = text.find("\n", start, limit)
+    return limit if end < 0 else end
+
+
+class _SglangDepth:
+    """K from pairs of accept len and accept rate, which two versions of SGLang define differently.
+
+    In recent versions (0.5.15) the rate is (AL - 1) / K, in older ones AL / (K + 1). Both are rounded to two decimals,
+    so one pair may allow several K; K is the one that all pairs allow by one definition, if none is by the other.
+    """
+
+    _PAIR = re.compile(rf"accept[ _]len:\s*({NUMBER}), accept[ _]rate:\s*({NUMBER})")
+
+    def __init__(self) -> None:
+        self.allowed: list[set[int] | None] = [None, None]
+        self.num_lines = 0
+
+    def add(self, entry: str) -> None:
+        match = self._PAIR.search(entry)
+        if match is None or self.num_lines >= _MAX_DEPTH_LINES:
+            return
+        length, rate = to_number(match[1]), to_number(match[2])
+        if rate < 0.02 or not 1 <= length <= MAX_POSITIONS:
+            return
+        self.num_lines += 1
+        for index, (tokens, extra) in enumerate(((length - 1, 0), (length, 1))):
+            low, high = (tokens - 0.005) / (rate + 0.005), (tokens + 0.005) / max(rate - 0.005, 1e-9)
+            fitting = {k for k in range(1, 65) if low <= k + extra <= high}
+            known = self.allowed[index]
+            self.allowed[index] = fitting if known is None else known & fitting
+
+    @property
+    def k(self) -> int | None:
+        candidates = [found for found in self.allowed if found]
+        return next(iter(candidates[0])) if len(candidates) == 1 and len(candidates[0]) == 1 else None
