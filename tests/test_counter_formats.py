@@ -146,7 +146,11 @@ TEXTS = {
             {"id": "he-2", "ok": False, "turns": 1, "completion_tokens": 0, "draft_n": 0, "draft_n_accepted": 0},
         ],
         "summary": [{"category": "overall", "draft_n": 81, "accepted": 57, "accept_rate": 57 / 81}],
-    }), ("llama.cpp", 84, 81, 57, ())),
+    }), ("llama.cpp", 81, 81, 57, (57,))),
+    "llama.cpp's timings, one draft a round, none in the last": (
+        json.dumps({"timings": {"predicted_n": 100, "draft_n": 54, "draft_n_accepted": 44}}),
+        ("llama.cpp", 54, 54, 44, (44,)),
+    ),
     "timings with bonus tokens": (json.dumps({"timings": {"predicted_n": 100, "draft_n": 78, "draft_n_accepted": 99}})
                                   .replace("78", "120"), ("llama.cpp", None, 120, None, ())),
     "ik_llama.cpp's timings": (

@@ -135,6 +135,15 @@ def _offered(counters: Counters, depth: int) -> int:
     return counters.per_position[depth - 1]
 
 
+def drafting_rounds(generated: int, drafted: int, accepted: int, *, num_texts: int = 1) -> int:
+    """Return the rounds with drafts of an engine that counts none, from the tokens that it generated after the prefill.
+
+    A round gives its accepted drafts and a bonus token. The last one of a text may have had no room for a draft.
+    """
+    rounds = max(int(drafted > 0), generated - accepted)
+    return drafted if 0 < rounds - drafted <= num_texts else rounds
+
+
 def fill_in_derived(counters: Counters) -> Counters:
     """Add the counts that follow from the others, and a note where some rounds drafted less than the longest."""
     drafted, kept = counters.draft_tokens, counters.accepted or 0

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TextIO
 
 from nextn.bounded_json import MAX_COUNT, count, optional_count, short_repr, string
-from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, fill_in_derived, sum_counters
+from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, drafting_rounds, fill_in_derived, sum_counters
 from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
@@ -135,7 +135,7 @@ def _timings(record: Mapping) -> Counters:
         return Counters("llama.cpp", None, drafted, accepted)
     if drafted and accepted and accepted in (generated, generated - 1):
         return Counters("llama.cpp", None, drafted, None, emitted=accepted, notes=(BONUS_INCLUDED,))
-    return Counters("llama.cpp", max(int(drafted > 0), generated - 1 - accepted), drafted, accepted)
+    return Counters("llama.cpp", drafting_rounds(generated - 1, drafted, accepted), drafted, accepted)
 
 
 def _speed_bench(record: Mapping) -> Counters:
@@ -149,7 +149,7 @@ def _speed_bench(record: Mapping) -> Counters:
             continue
         names = ("completion_tokens", "turns", "draft_n", "draft_n_accepted")
         tokens, turns, offered, kept = (count(result.get(name), name) for name in names)
-        rounds += max(int(offered > 0), tokens - turns - kept)
+        rounds += drafting_rounds(tokens - turns, offered, kept, num_texts=turns)
         drafted, accepted = drafted + offered, accepted + kept
     return Counters("llama.cpp", rounds, drafted, accepted)
 

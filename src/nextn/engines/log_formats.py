@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, ROUNDED, Counters, with_all_positions
+from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, ROUNDED, Counters, drafting_rounds, with_all_positions
 from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
@@ -160,7 +160,7 @@ def _llama_request(fields: Fields) -> Counters:
 def _llama_bench(fields: Fields) -> Counters:
     """A request's tokens are one of prefill and, of each round, its accepted drafts and a bonus token."""
     emitted, drafted, accepted = (_int(fields, name) or 0 for name in ("pred", "draft", "acc"))
-    return Counters("llama.cpp", max(0, emitted - 1 - accepted) if drafted else 0, drafted, accepted)
+    return Counters("llama.cpp", drafting_rounds(emitted - 1, drafted, accepted) if drafted else 0, drafted, accepted)
 
 
 def _atom(fields: Fields) -> Counters:
