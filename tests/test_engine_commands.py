@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from artifacts import publish
 
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import SHIPPED, Checkpoint
 from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import rows
 from nextn.serve.engine_commands import (
@@ -66,6 +66,14 @@ def test_every_family(row, engine, checkpoints):
             assert option(command, "--model-draft") == outs[1] if row.name in SEPARATE_GGUF else len(outs) == 1
     assert found.notes[0].startswith("Flags as of ")
     assert all(note.endswith((".", "`", row.name)) or "Fix: " in note for note in found.notes), found.notes
+
+
+def test_llama_cpp_aborts_without_linear_attention():
+    """As on tiny: `GGML_ASSERT(buffer) failed`. The same layout with linear attention is served."""
+    with pytest.raises(ConfigError, match=r"aborts on a trunk .* full attention .*; use vLLM and SGLang$"):
+        engine_commands(Checkpoint.open(SHIPPED), "llama.cpp")
+    assert engine_commands(Checkpoint.open(SHIPPED), "vllm").commands
+    assert engine_commands(Checkpoint.open(FIXTURES / "qwen"), "llama.cpp").commands
 
 
 def test_a_script_can_be_run_by_a_shell(tmp_path):

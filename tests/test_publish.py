@@ -70,7 +70,8 @@ def test_card(folder):
     assert rows[2:] == ["| greedy | 0.750 (0.70-0.80) |  | 2.25 |"]
     assert "24 prompts, up to 48 new tokens each" in card
     assert "- one warning" in card
-    for command in ("nextn serve org/model", "vllm serve org/model", "hf download org/model"):
+    launch = "python -m sglang.launch_server --model-path org/model"
+    for command in ("nextn serve org/model", "vllm serve org/model", launch):
         assert f"\n{command}" in card
     assert str(folder) not in card
 

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nextn.audit_rules import Finding, audit
@@ -104,13 +104,25 @@ def as_script(found: EngineCommands) -> str:
 
 def _support(inventory: Inventory, engine: str) -> EngineSupport:
     support = inventory.family.engines[ENGINES[engine]]
-    if support.support != "runs":
-        others = [name for name, row in ENGINES.items() if inventory.family.engines[row].support == "runs"]
-        instead = f"use {joined(NAMES[name] for name in others)}" if others else "none of the three does"
-        reason = f": {'; '.join(support.notes)}" if support.notes else ""
-        refusal = f"{NAMES[engine]} {VERSIONS[engine]} {_REFUSALS[support.support]} ({inventory.family.title}){reason}"
-        raise ConfigError(f"{refusal}; {instead}")
-    return support
+    runs = [name for name, row in ENGINES.items() if inventory.family.engines[row].support == "runs"]
+    refusal = _REFUSALS.get(support.support)
+    if refusal is None and engine == "llama.cpp" and _has_no_state(inventory.checkpoint.config):
+        refusal = "aborts on a trunk of this family whose layers all have full attention"
+        support, runs = replace(support, notes=()), [name for name in runs if name != engine]
+    if refusal is None:
+        return support
+    instead = f"use {joined(NAMES[name] for name in runs)}" if runs else "none of the three does"
+    reason = f": {'; '.join(support.notes)}" if support.notes else ""
+    raise ConfigError(f"{NAMES[engine]} {VERSIONS[engine]} {refusal} ({inventory.family.title}){reason}; {instead}")
+
+
+def _has_no_state(config: Mapping[str, object]) -> bool:
+    """Whether a trunk of a family with linear attention has none, where llama.cpp allocates no state and asserts one.
+
+    ggml-backend.cpp: GGML_ASSERT(buffer) failed.
+    """
+    types = config.get("layer_types")
+    return "linear_num_value_heads" in config and isinstance(types, list) and "linear_attention" not in types
 
 
 def _check_head(inventory: Inventory) -> None:
