@@ -19,7 +19,6 @@ from nextn.errors import ConfigError
 from nextn.serve.grammar import (
     JSON_OBJECT,
     GrammarCompiler,
-    GrammarLimits,
     Lark,
     Regex,
     json_schema,
@@ -321,7 +320,8 @@ def test_the_least_recently_used_grammar_goes(monkeypatch):
     compiled = []
     original = GrammarCompiler._compile
     monkeypatch.setattr(GrammarCompiler, "_compile", lambda self, spec: compiled.append(spec) or original(self, spec))
-    compiler = GrammarCompiler(byte_tokenizer(), V, limits=GrammarLimits(max_cached=2))
+    monkeypatch.setattr("nextn.serve.grammar._MAX_CACHED", 2)
+    compiler = GrammarCompiler(byte_tokenizer(), V)
     a, b, c = Regex("a"), Regex("b"), Regex("c")
     for spec in (a, b, a, c, a, b):
         compiler.compile(spec)

@@ -27,28 +27,10 @@ class Clause:
     must: str  # the requirement in a sentence
     faults: tuple[str, ...] = ()  # names of `evaluate.faults.FAULTS` that break it, and what `check` itself detects
 
-    def result(
-        self,
-        outcome: Outcome,
-        evidence: str,
-        *,
-        expected: str = "",
-        seen: str = "",
-        fault: str = "",
-        issues: tuple[str, ...] = (),
-    ) -> CheckResult:
-        """Return the result for this clause, with the requirement if it failed; see `CheckResult` for the others."""
-        return CheckResult(
-            self.id,
-            outcome,
-            evidence,
-            title=self.name,
-            expected=expected,
-            seen=seen,
-            fault=fault,
-            issues=issues,
-            requirement=self.must if outcome == "failed" else "",
-        )
+    def result(self, outcome: Outcome, evidence: str, **more: Any) -> CheckResult:
+        """Return the result for this clause, with the requirement if it failed; more: see `CheckResult`."""
+        requirement = self.must if outcome == "failed" else ""
+        return CheckResult(self.id, outcome, evidence, title=self.name, requirement=requirement, **more)
 
 
 # fmt: off

@@ -16,7 +16,7 @@ from nextn.data.degeneracy import MIN_TOKENS, degeneracy, degeneracy_notes
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
-from nextn.evaluate.decoding_costs import Clock, Machine, adaptive_length, measure_costs
+from nextn.evaluate.decoding_costs import Machine, adaptive_length, measure_costs
 from nextn.evaluate.reference import reference_of_texts
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import GeneratedTexts, play_turns
@@ -98,16 +98,14 @@ class Run:
         return self.wall_s / (len(self.rounds) - 1) if len(self.rounds) > 1 else math.nan
 
 
-def benchmark_runs(
-    model: Model, prompts: Sequence[Prompt], plan: BenchmarkPlan, *, clock: Clock = time.perf_counter
-) -> Iterator[Run]:
+def benchmark_runs(model: Model, prompts: Sequence[Prompt], plan: BenchmarkPlan) -> Iterator[Run]:
     """Yield all runs of the plan in its order, after a short run of each K to warm up. Raises ConfigError."""
     ids = [prompt.tokens(model, chat=plan.chat) for prompt in prompts]
     eos, engine = eos_tokens(model), backend_for(model, plan.backend)
     lengths: dict[float, DraftLength | None] = dict.fromkeys(plan.temperatures)
     for k in plan.k_values:
         settings = Settings(num_speculative_tokens=k, max_tokens=min(plan.max_tokens, 2 + 2 * k), eos=eos)
-        _decode(engine, ids[0], settings, None, clock)
+        _decode(engine, ids[0], settings, None)
     if plan.adaptive:  # one per temperature, as confidences are calibrated differently
         limit, backend = plan.k_values[-1], plan.backend
         lengths = {
@@ -127,19 +125,19 @@ def benchmark_runs(
                 seed=plan.seed + repeat,
             )
             length = lengths[temperature] if k == ADAPTIVE else None
-            log, wall_s = _decode(engine, ids[prompt], settings, length, clock)
+            log, wall_s = _decode(engine, ids[prompt], settings, length)
             yield Run(prompt, k, temperature, repeat, log, wall_s)
 
 
 def _decode(
-    engine: Backend, prompt: Sequence[int], settings: Settings, length: DraftLength | None, clock: Clock
+    engine: Backend, prompt: Sequence[int], settings: Settings, length: DraftLength | None
 ) -> tuple[tuple[Round, ...], float]:
     """All rounds, and the seconds of those after the prefill."""
     stream = rounds(engine.trunk, engine.head, [prompt], settings, length=length)
     log = [next(stream)]
-    started = clock()
+    started = time.perf_counter()
     log += stream
-    return tuple(log), clock() - started
+    return tuple(log), time.perf_counter() - started
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,6 @@ def measure_loads(
     *,
     temperature: float = 0.0,
     max_tokens: int = 256,
-    repeats: int = REPEATS,
-    seed: int = 0,
     on_pass: Callable[[], None] = lambda: None,
 ) -> LoadAdvice:
     """Time both servers at each number of streams, in turn, on the same prompts.
@@ -182,8 +180,6 @@ def measure_loads(
         loads: Numbers of streams.
         temperature: Of the requests.
         max_tokens: Of each answer.
-        repeats: Pairs of passes at each load.
-        seed: Of the first request; each has its own.
         on_pass: Called after each pass over one server.
 
     Raises:
@@ -195,11 +191,11 @@ def measure_loads(
         asked = list(islice(cycle(prompts), max(2 * streams, min(len(prompts), _PROMPTS))))
         speeds: dict[Endpoint, list[float]] = {engine: [], plain: []}
         span = CounterSpan(engine, required=True)
-        for turn in range(repeats):
+        for turn in range(REPEATS):
             for server in (plain, engine) if turn % 2 == 0 else (engine, plain):
-                speeds[server].append(_tokens_per_s(server, asked, streams, temperature, max_tokens, seed))
+                speeds[server].append(_tokens_per_s(server, asked, streams, temperature, max_tokens))
                 on_pass()
-        gained = span.gained(num_requests=repeats * len(asked))
+        gained = span.gained(num_requests=REPEATS * len(asked))
         if gained is None:
             raise EngineError(span.no_counters)
         counted.append(gained)
@@ -219,11 +215,10 @@ def refuse_drafts(plain: Endpoint, prompt: str | tuple[int, ...]) -> None:
 
 
 def _tokens_per_s(
-    server: Endpoint, prompts: Sequence[str | tuple[int, ...]], streams: int, temperature: float, most: int, seed: int
+    server: Endpoint, prompts: Sequence[str | tuple[int, ...]], streams: int, temperature: float, most: int
 ) -> float:
     requests = [
-        EngineRequest(prompt, most, temperature, seed=seed + place, use_cache=False)
-        for place, prompt in enumerate(prompts)
+        EngineRequest(prompt, most, temperature, seed=place, use_cache=False) for place, prompt in enumerate(prompts)
     ]
     start = time.perf_counter()
     tokens = [answer.completion_tokens for answer in ask(server, requests, concurrency=streams)]

@@ -68,39 +68,28 @@ def from_nextn_error(error: NextnError) -> ApiError:
 
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error as `api_errors` writes it."""
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(NextnError, _on_nextn_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_exception)
+    for kind in (ApiError, NextnError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer)
 
 
-def _response(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.document(request.url.path), error.status, headers=dict(error.headers))
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _response(request, error)
-
-
-async def _on_nextn_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, NextnError)
-    shown = from_nextn_error(error)
-    if shown.status >= 500:
+async def _answer(request: Request, error: Exception) -> Response:
+    shown = _shown(request, error)
+    if isinstance(error, NextnError) and shown.status >= 500:  # of others, uvicorn logs the traceback
         _LOG.error("%s %s failed", request.method, request.url.path[:200], exc_info=error)
-    return _response(request, shown)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    what = {404: _NO_ROUTE, 405: "the route has other methods"}.get(error.status_code, error.detail)
-    shown = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}", code=code)
-    response = _response(request, shown)
-    response.headers.update(error.headers or {})
+    response = JSONResponse(shown.document(request.url.path), shown.status, headers=dict(shown.headers))
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
     return response
 
 
-async def _on_exception(request: Request, error: Exception) -> Response:
-    """uvicorn logs the traceback; the client gets none."""
-    return _response(request, internal_error())
+def _shown(request: Request, error: Exception) -> ApiError:
+    """What the client gets to know of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NextnError):
+        return from_nextn_error(error)
+    if not isinstance(error, HTTPException):
+        return internal_error()
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+    what = {404: _NO_ROUTE, 405: "the route has other methods"}.get(error.status_code, error.detail)
+    return ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}", code=code)

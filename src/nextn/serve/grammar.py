@@ -58,16 +58,12 @@ GrammarSpec = JsonSchema | Regex | Lark
 JSON_OBJECT = JsonSchema('{"type": "object"}')
 
 
-@dataclass(frozen=True)
-class GrammarLimits:
-    """Bounds on what a request may ask to compile. The defaults keep compilation below a second."""
-
-    max_chars: int = 65_536  # of the schema or grammar
-    max_pattern: int = 4_096  # characters of a regular expression, with whose square the time grows
-    max_depth: int = 32  # nested objects and arrays of a schema
-    max_items: int = 1_000  # of one array of a schema, such as an enum
-    max_properties: int = 250  # members of one object of a schema
-    max_cached: int = 64  # compiled grammars that are kept, least recently used first to go
+# Bounds on what a request may ask to compile, which keep compilation below a second.
+_MAX_CHARS = 65_536  # of the schema or grammar
+_MAX_PATTERN = 4_096  # characters of a regular expression, with whose square the time grows
+_MAX_DEPTH = 32  # nested objects and arrays of a schema
+_MAX_ITEMS, _MAX_PROPERTIES = 1_000, 250  # of one array of a schema, such as an enum; of one object
+_MAX_CACHED = 64  # compiled grammars that are kept, least recently used first to go
 
 
 class GrammarCompiler:
@@ -77,22 +73,16 @@ class GrammarCompiler:
         tokenizer: A fast tokenizer of transformers: byte-level, or SentencePiece with byte fallback.
         vocab_size: V, the size of the masks. Ids that the tokenizer does not have are never allowed.
         eos_ids: Tokens that end a sequence, allowed only where the grammar may end; default: the tokenizer's EOS.
-        limits: Bounds on grammars and on the number that is kept.
 
     Raises:
         ConfigError: llguidance is not installed, or cannot use the tokenizer.
     """
 
     def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        vocab_size: int,
-        *,
-        eos_ids: Sequence[int] | None = None,
-        limits: GrammarLimits = GrammarLimits(),
+        self, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, *, eos_ids: Sequence[int] | None = None
     ) -> None:
         eos = [tokenizer.eos_token_id] if eos_ids is None else list(eos_ids)
-        self._tokenizer, self._limits = _read_tokenizer(tokenizer, vocab_size, eos), limits
+        self._tokenizer = _read_tokenizer(tokenizer, vocab_size, eos)
         self._after_end = torch.zeros(vocab_size, dtype=torch.bool)
         self._after_end[eos] = True
         self._cache: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
@@ -121,14 +111,11 @@ class GrammarCompiler:
                 self._cache.move_to_end(spec)
         if matcher is None:
             matcher = self._compile(spec)  # outside the lock: other requests need not wait
-            self._remember(spec, matcher)
+            with self._lock:
+                self._cache[spec] = matcher
+                if len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
         return matcher
-
-    def _remember(self, spec: GrammarSpec, matcher: "LLMatcher") -> None:
-        with self._lock:
-            self._cache[spec] = matcher
-            if len(self._cache) > self._limits.max_cached:
-                self._cache.popitem(last=False)
 
     def _forget(self, spec: GrammarSpec, matcher: "LLMatcher") -> None:
         """Compile this grammar again next time: copies share a lexer, and one that reached a limit stays so."""
@@ -139,7 +126,7 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec) -> "LLMatcher":
         from llguidance import LLMatcher
 
-        grammar = _grammar_text(spec, self._limits)
+        grammar = _grammar_text(spec)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_parser_limits())
         if matcher.is_error():
             raise ConfigError(f"{_title(spec)} cannot be used: {_reason(matcher)}")
@@ -293,16 +280,16 @@ def _parser_limits() -> "LLParserLimits":
     return LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, step_max_items=400_000, verbose_errors=False)
 
 
-def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
+def _grammar_text(spec: GrammarSpec) -> str:
     from llguidance import LLMatcher
 
     text = next(iter(vars(spec).values()))
-    most = limits.max_pattern if isinstance(spec, Regex) else limits.max_chars
+    most = _MAX_PATTERN if isinstance(spec, Regex) else _MAX_CHARS
     if len(text) > most:
         raise ConfigError(f"{_title(spec)} has {len(text):,} characters; expected at most {most:,}")
     match spec:
         case JsonSchema(schema):
-            check_schema(json.loads(schema), limits)
+            check_schema(json.loads(schema))
             try:
                 return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
             except ValueError as error:  # NaN, Infinity, or a number that no double holds
@@ -313,7 +300,7 @@ def _grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> str:
             return LLMatcher.grammar_from_lark(grammar)
 
 
-def check_schema(schema: object, limits: GrammarLimits) -> None:
+def check_schema(schema: object) -> None:
     """Raise ConfigError for a schema that is too deep, has too many members in one place, or would not be followed.
 
     llguidance holds numbers as doubles: of a constant beyond 2**53 it would write another number.
@@ -327,9 +314,9 @@ def check_schema(schema: object, limits: GrammarLimits) -> None:
             )
         if not isinstance(value, dict | list):
             continue
-        if depth > limits.max_depth:
-            raise ConfigError(f"JSON schema is nested more than {limits.max_depth} levels deep")
-        most = limits.max_properties if isinstance(value, dict) else limits.max_items
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"JSON schema is nested more than {_MAX_DEPTH} levels deep")
+        most = _MAX_PROPERTIES if isinstance(value, dict) else _MAX_ITEMS
         if len(value) > most:
             kind = "object of {} members" if isinstance(value, dict) else "array of {} items"
             raise ConfigError(f"JSON schema has an {kind.format(f'{len(value):,}')}; expected at most {most:,}")

@@ -40,17 +40,10 @@ class ServerMetrics:
             "nextn:inter_token_latency_seconds", "Between two chunks of a sequence; a chunk has the tokens of a round."
         )
         self.whole = self._histogram("nextn:e2e_request_latency_seconds", "Of a whole sequence.", _DURATIONS)
-        labels = ("model_name", "position")
-        self._positions = Counter(_PER_POSITION, "Accepted, by position.", labels, registry=self._registry)
-        self._copy_positions = Counter(
-            _COPIES_PER_POSITION, "Copied and accepted, by position.", labels, registry=self._registry
-        )
-        self._finished = Counter(
-            "nextn:request_success", "Sequences that ended.", ("model_name", "finished_reason"), registry=self._registry
-        )
-        self._errors = Counter(
-            "nextn:http_errors", "Answers with an error.", ("model_name", "status"), registry=self._registry
-        )
+        self._positions = self._labelled(_PER_POSITION, "Accepted, by position.", "position")
+        self._copy_positions = self._labelled(_COPIES_PER_POSITION, "Copied and accepted, by position.", "position")
+        self._finished = self._labelled("nextn:request_success", "Sequences that ended.", "finished_reason")
+        self._errors = self._labelled("nextn:http_errors", "Answers with an error.", "status")
         self._registry.register(_EngineCollector(model, stats))
 
     def observe(self, chunk: GenerationChunk, *, since_submitted: float, since_chunk: float | None) -> None:
@@ -94,6 +87,9 @@ class ServerMetrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ("model_name",), registry=self._registry).labels(self._model)
+
+    def _labelled(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, ("model_name", label), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = _LATENCIES) -> Histogram:
         labels = ("model_name",)

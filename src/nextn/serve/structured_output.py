@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from nextn.errors import ConfigError
@@ -13,7 +13,6 @@ from nextn.serve.call_text import Tool
 from nextn.serve.grammar import (
     JSON_WHITESPACE,
     GrammarCompiler,
-    GrammarLimits,
     GrammarSpec,
     Lark,
     check_schema,
@@ -181,7 +180,7 @@ class _Rules:
 
     def value(self, schema: Mapping[str, object]) -> str:
         """A JSON value of a schema."""
-        check_schema(schema, GrammarLimits())
+        check_schema(schema)
         options = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
         return self.add(f"%json {json.dumps({**options, **schema}, ensure_ascii=False)}")
 
@@ -255,27 +254,18 @@ def _deepseek(rules: _Rules, tools: Sequence[Tool], parallel: bool) -> Lark:
     return rules.grammar(f"{begin} {_calls(rules, calls, '', parallel)} {last}")
 
 
-def _qwen_xml(rules: _Rules, tools: Sequence[Tool], parallel: bool) -> Lark:
-    end = rules.literal("</function>\n</tool_call>")
-
-    def call(tool: Tool) -> str:
-        head = rules.literal(f"<tool_call>\n<function={tool.name}>\n")
-        pairs = _pairs(rules, tool, lambda key: f"<parameter={key}>\n", "\n</parameter>", "\n")
-        return f"{head} {pairs} {end}"
-
-    return rules.grammar(_calls(rules, [call(tool) for tool in tools], rules.literal("\n"), parallel))
-
-
-def _glm_xml(rules: _Rules, tools: Sequence[Tool], parallel: bool) -> Lark:
-    def call(tool: Tool) -> str:
-        head = rules.literal(f"<tool_call>{tool.name}\n")
-        pairs = _pairs(rules, tool, lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n")
-        return f"{head} {pairs} {rules.literal('</tool_call>')}"
-
-    return rules.grammar(_calls(rules, [call(tool) for tool in tools], rules.literal("\n"), parallel))
+def _xml(
+    rules: _Rules, tools: Sequence[Tool], parallel: bool, *, head: str, key: str, value_end: str, end: str
+) -> Lark:
+    """head: Of a call, with the tool's name in place of {}. key: Before a value, with its name in place of {}."""
+    calls = [
+        f"{rules.literal(head.format(tool.name))} {_pairs(rules, tool, key, value_end)} {rules.literal(end)}"
+        for tool in tools
+    ]
+    return rules.grammar(_calls(rules, calls, rules.literal("\n"), parallel))
 
 
-def _pairs(rules: _Rules, tool: Tool, begin: Callable[[str], str], end: str, after: str) -> str:
+def _pairs(rules: _Rules, tool: Tool, begin: str, end: str) -> str:
     """The arguments one by one, in the schema's order: strings as they are, other values as JSON."""
     properties, required = tool.parameters.get("properties") or {}, tool.parameters.get("required") or ()
     if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
@@ -286,7 +276,8 @@ def _pairs(rules: _Rules, tool: Tool, begin: Callable[[str], str], end: str, aft
         if not set(key) <= _IDENTIFIER:
             raise ConfigError(f"tool {tool.name!r}: parameter {key!r}; expected letters, digits and _-.:/")
         inner = schema if isinstance(schema, Mapping) else {}
-        pair = f"{rules.literal(begin(key))} {_bare_value(rules, inner, shared, end)} {rules.literal(after)}"
+        value = _bare_value(rules, inner, shared, end)
+        pair = f"{rules.literal(begin.format(key))} {value} {rules.literal(chr(10))}"
         pairs.append(rules.add(pair) if key in required else f"({pair})?")
     return " ".join(pairs)
 
@@ -302,9 +293,15 @@ def _bare_value(rules: _Rules, schema: Mapping[str, object], shared: Mapping[str
 
 _GRAMMARS: Mapping[str, Callable[[_Rules, Sequence[Tool], bool], Lark]] = {
     "hermes": _hermes,
-    "qwen_xml": _qwen_xml,
-    "glm_xml": _glm_xml,
+    "qwen_xml": partial(
+        _xml, head="<tool_call>\n<function={}>\n", key="<parameter={}>\n", value_end="\n</parameter>",
+        end="</function>\n</tool_call>",
+    ),
+    "glm_xml": partial(
+        _xml, head="<tool_call>{}\n", key="<arg_key>{}</arg_key>\n<arg_value>", value_end="</arg_value>",
+        end="</tool_call>",
+    ),
     "deepseek": _deepseek,
     "mistral": _mistral,
     "llama3_json": _llama,
-}
+}  # fmt: skip

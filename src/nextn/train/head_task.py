@@ -290,29 +290,17 @@ class HeadTask:
 
     def write_result(self, folder: Path, source: Path) -> None:
         """Write the trunk's own files with this head, in the family's published layout."""
-        with unsharded(self.head, self.ranks):
-            if self.ranks.is_first:
-                write_with_trunk(
-                    self.origin,
-                    self.head,
-                    folder,
-                    dtype=self.stored_dtype,
-                    source=str(source),
-                    trained_length=self.config.length,
-                )
+        self._write_unsharded(write_with_trunk, folder, source)
 
     def write_head(self, file: Path, source: Path) -> None:
         """Write the head alone, as a base for `restore`."""
+        self._write_unsharded(write_standalone_head, file, source)
+
+    def _write_unsharded(self, write: Callable[..., None], path: Path, source: Path) -> None:
+        record = {"source": str(source), "trained_length": self.config.length}
         with unsharded(self.head, self.ranks):
             if self.ranks.is_first:
-                write_standalone_head(
-                    self.origin,
-                    self.head,
-                    file,
-                    dtype=self.stored_dtype,
-                    source=str(source),
-                    trained_length=self.config.length,
-                )
+                write(self.origin, self.head, path, dtype=self.stored_dtype, **record)
 
     def _targets(self, batch: Batch) -> Targets:
         device = self.model.trunk.device

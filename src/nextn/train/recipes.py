@@ -25,44 +25,13 @@ class Recipe:
     refine: Mapping[str, object] | None = None
 
 
-def byte_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
+def byte_model(*, layers: int, hidden: int, vocab_size: int) -> dict[str, object]:
     """Return the config of a deep, narrow dense Qwen3.5 with attention in every layer: draft steps are cheap for it."""
-    shape = _shape(layers, hidden, vocab_size, max_length)
+    shape = _shape(layers, hidden, vocab_size)
     return shape | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * layers}
 
 
-def hybrid_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
-    """Return `byte_model` with Qwen3.5's layer types: three gated delta nets per attention layer; the head attends."""
-    return byte_model(layers=layers, hidden=hidden, vocab_size=vocab_size, max_length=max_length) | {
-        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
-        "linear_num_key_heads": hidden // 128,
-        "linear_num_value_heads": hidden // 64,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-    }
-
-
-def mixed_model(*, layers: int, hidden: int, vocab_size: int, max_length: int = 4096) -> dict[str, object]:
-    """Return the config of a deep, narrow GLM-4.5, dense except for its last layer, and a head with small experts.
-
-    It is deep so that a draft step costs a sixteenth of a trunk pass, and of this family because most engines run its
-    head.
-    """
-    return _shape(layers, hidden, vocab_size, max_length) | {
-        "model_type": "glm4_moe",
-        "use_qk_norm": True,
-        "attention_bias": False,
-        "first_k_dense_replace": layers - 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 1,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 3 * hidden // 4,
-        "n_group": 1,
-        "topk_group": 1,
-    }
-
-
-def _shape(layers: int, hidden: int, vocab_size: int, max_length: int) -> dict[str, object]:
+def _shape(layers: int, hidden: int, vocab_size: int) -> dict[str, object]:
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden,
@@ -71,7 +40,7 @@ def _shape(layers: int, hidden: int, vocab_size: int, max_length: int) -> dict[s
         "num_attention_heads": hidden // 64,
         "num_key_value_heads": 1 << (hidden // 128).bit_length() - 1,  # a power of two, for an even split over cores
         "head_dim": 64,
-        "max_position_embeddings": max_length,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": 257,
@@ -81,8 +50,18 @@ def _shape(layers: int, hidden: int, vocab_size: int, max_length: int) -> dict[s
 
 # Overrides of `byte_model`: several heads in spite of the small width.
 _NARROW = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-# Overrides of `mixed_model`: fewer heads, wider MLPs.
-_WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 1152}
+# Overrides of `byte_model` with 8 layers of 256: three gated delta nets per layer with attention; the head attends.
+_HYBRID = {
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+# A GLM-4.5 of 16 layers of 384, dense except for its last layer, with few heads, and a head with small experts. It is
+# deep so that a draft step costs a sixteenth of a trunk pass, and of this family because most engines run its head.
+_MIXED = {
+    "model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": False, "first_k_dense_replace": 15,
+    "n_routed_experts": 4, "num_experts_per_tok": 1, "n_shared_experts": 1, "moe_intermediate_size": 288, "n_group": 1,
+    "topk_group": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 1152,
+}  # fmt: skip
 
 
 def _byte_training(**settings: Any) -> TrainConfig:
@@ -110,7 +89,7 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
             "half-hour byte-level code model, made to be decoded fast",
             # 52 MB in bfloat16 exceed the CPU cache: as for larger models, a baseline step is limited by memory
             # bandwidth, and verification uses compute that would idle. Attention reads no weights, so it is kept small.
-            mixed_model(layers=16, hidden=384, vocab_size=vocab_size) | _WIDE,
+            _shape(layers=16, hidden=384, vocab_size=vocab_size) | _MIXED,
             _byte_training(steps=450, batch_size=8, length=512, depths=4, compile=True, save_every=100),
             27,
             # The head alone on its trunk's distribution, with more depths than the first stage could afford.
@@ -118,7 +97,7 @@ def by_name(name: str, *, vocab_size: int) -> Recipe:
         ),
         "hybrid": Recipe(
             "quarter-hour byte-level code model with gated delta nets, to see what MTP brings where state is recurrent",
-            hybrid_model(layers=8, hidden=256, vocab_size=vocab_size),
+            byte_model(layers=8, hidden=256, vocab_size=vocab_size) | _HYBRID,
             _byte_training(steps=400, batch_size=8, length=256, depths=4, save_every=100),
             15,
         ),
