@@ -245,15 +245,8 @@ def decode_model(
 ) -> DecodedModel:
     """Decode prompts one by one, each without and with drafts in turn, so that other load affects both equally.
 
-    Args:
-        model: Trunk and head.
-        texts: Prompts as token ids.
-        num_speculative_tokens: Draft tokens per round, K.
-        backend: See `backend_for`.
-        seconds: A time budget, from which the length of the texts and the number of prompts follow; at least one is
-            decoded. The creation of the backend does not count.
-        min_prompts: How many prompts texts should be short enough for.
-        clock: Returns seconds.
+    With a time budget of `seconds`, the length of the texts (short enough for `min_prompts`) and the number of prompts
+    follow from it; at least one is decoded. The creation of the backend does not count.
     """
     decoder = backend_for(model, backend)
     threads = 1 if decoder.name == "torch" else torch.get_num_threads()

@@ -26,22 +26,14 @@ class KQuantWeight:
     """A weight [N, K] in superblocks of 256 values, each of several groups.
 
     A value is scale * group_scale * (code - zero) - min_scale * group_min.
-
-    Attributes:
-        kind: One of `K_QUANTS`.
-        codes: uint8 [N, K].
-        scales: float32 [N, K / 256].
-        group_scales: int8 [N, K / group size].
-        min_scales: float32 [N, K / 256]; None without minima.
-        group_mins: int8 [N, K / group size]; None without minima.
     """
 
-    kind: str
-    codes: Tensor
-    scales: Tensor
-    group_scales: Tensor
-    min_scales: Tensor | None
-    group_mins: Tensor | None
+    kind: str  # one of `K_QUANTS`
+    codes: Tensor  # uint8 [N, K]
+    scales: Tensor  # float32 [N, K / 256]
+    group_scales: Tensor  # int8 [N, K / group size]
+    min_scales: Tensor | None  # float32 [N, K / 256]; None without minima
+    group_mins: Tensor | None  # int8 [N, K / group size]; None without minima
 
     @property
     def zero(self) -> int:

@@ -302,19 +302,12 @@ def bits(tensor: GgufTensor) -> float:
 
 
 class BlockType(NamedTuple):
-    """Sizes of a block of one type.
+    """Sizes of a block of one type."""
 
-    Attributes:
-        size: Values of a block.
-        num_bytes: Bytes of a block.
-        bits: Bits of a code after it was taken apart.
-        group_size: Values with a common scale.
-    """
-
-    size: int
-    num_bytes: int
-    bits: int
-    group_size: int
+    size: int  # values of a block
+    num_bytes: int  # bytes of a block
+    bits: int  # bits of a code after it was taken apart
+    group_size: int  # values with a common scale
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {

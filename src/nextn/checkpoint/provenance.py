@@ -197,14 +197,7 @@ def trained_length(inventory: Inventory) -> int | None:
 def record_training(
     folder: Path, *, source: str, made_by: Literal["train", "convert"] = "train", trained_length: int | None = None
 ) -> None:
-    """Write the record of a head from `source` that was trained with the trunk in this folder.
-
-    Args:
-        folder: The checkpoint.
-        source: Where the head came from.
-        made_by: What wrote it.
-        trained_length: Tokens of the sequences that it was trained on; None if unknown.
-    """
+    """Write the record of a head from `source` that was trained with the trunk in this folder."""
     inventory = Inventory.of(Checkpoint.open(folder))
     trunk = trunk_fingerprint(inventory)
     Provenance(head_fingerprint(inventory), trunk, trunk, source, made_by=made_by, trained_length=trained_length).write(

@@ -142,10 +142,6 @@ class PartialDownload:
     def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Hold the folder, which no other process may use meanwhile.
 
-        Args:
-            checkpoint: Of a hub id.
-            folder: Where the files are.
-
         Raises:
             CheckpointError: Another process holds the folder, or it cannot be written.
         """

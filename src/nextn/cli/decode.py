@@ -259,15 +259,10 @@ def _is_repetitive(tokens: "Sequence[int]") -> bool:
 
 @dataclass(frozen=True)
 class DraftableText:
-    """The text whose `size` most frequent tokens are drafted.
+    """The text whose `size` most frequent tokens are drafted."""
 
-    Attributes:
-        size: None: the number that is fastest.
-        text: None: all tokens are drafted.
-    """
-
-    size: int | None
-    text: str | None
+    size: int | None  # none: the number that is fastest
+    text: str | None  # none: all tokens are drafted
 
     def apply(self, model: "Model", *, num_speculative_tokens: int, backend: str = "auto") -> None:
         """Restrict what the head drafts from. Raises ConfigError if that is impossible.

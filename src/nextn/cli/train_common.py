@@ -204,13 +204,7 @@ def check_run(run: "HeadRun", out: Path, engine: str) -> None:
 
 
 def export_head(out: Path, head: Path, options: "RunOptions") -> tuple[dict[str, object], str]:
-    """Export a run's head; return what to record and what to print.
-
-    Args:
-        out: The run's folder.
-        head: What the run wrote.
-        options: The run's, with an engine and a trunk.
-    """
+    """Export a run's head; return what to record and what to print."""
     from nextn.edit.export import as_text, export
 
     assert options.export is not None  # the caller made sure

@@ -190,12 +190,7 @@ def _run_trainer(
 ) -> None:
     """Train to the end, from the last checkpoint if there is one; exit with code 130 if stopped earlier.
 
-    Args:
-        trainer: The trainer.
-        out: The run's folder, as the user named it.
-        tensorboard: Write a log for it.
-        as_json: Show no progress.
-        note: Returns a remark on a record, or None.
+    note: Returns a remark on a record, or None.
     """
     from nextn.train.metrics import event_log
 

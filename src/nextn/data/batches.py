@@ -45,10 +45,6 @@ class Batches:
     numpy keeps stable between versions.
 
     Args:
-        corpus: The documents.
-        batch_size: Rows of the global batch.
-        length: Tokens per row.
-        seed: Seed of the order and the offsets.
         pack: Whether a row may hold several documents.
         name: What error messages call the corpus.
 

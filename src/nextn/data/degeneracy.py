@@ -15,17 +15,11 @@ _MAX_PERIOD = 256  # tokens of a period that is searched for
 
 @dataclass(frozen=True)
 class Degeneracy:
-    """How repetitive a text is. Acceptance measured on degenerate text says nothing about the head.
+    """How repetitive a text is. Acceptance measured on degenerate text says nothing about the head."""
 
-    Attributes:
-        distinct: Distinct 8-grams / all 8-grams.
-        loop: Share of the longest stretch, anywhere, that repeats at least three times with one period.
-        period: That period in tokens, 0 if there is none.
-    """
-
-    distinct: float
-    loop: float
-    period: int
+    distinct: float  # distinct 8-grams / all 8-grams
+    loop: float  # share of the longest stretch, anywhere, that repeats at least three times with one period
+    period: int  # that period in tokens, 0 if there is none
 
     @property
     def is_degenerate(self) -> bool:

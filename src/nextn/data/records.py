@@ -27,23 +27,14 @@ Record = Mapping[str, object]
 
 @dataclass(eq=False)
 class RecordReader:
-    """Reads records with one tokenizer, and counts conversations that a user should know of.
+    """Reads records with one tokenizer, and counts conversations that a user should know of."""
 
-    Attributes:
-        tokenizer: Encodes texts, and renders conversations with its chat template.
-        all_tokens: Every token is a label, prompts and user turns included.
-        context: Positions that the model was made for.
-        conversations: Conversations read.
-        unanswered: Conversations without a label.
-        long: Conversations longer than the context.
-    """
-
-    tokenizer: "PreTrainedTokenizerBase"
-    all_tokens: bool = False
-    context: int | None = None
-    conversations: int = field(default=0, init=False)
-    unanswered: int = field(default=0, init=False)
-    long: int = field(default=0, init=False)
+    tokenizer: "PreTrainedTokenizerBase"  # encodes texts, and renders conversations with its chat template
+    all_tokens: bool = False  # every token is a label, prompts and user turns included
+    context: int | None = None  # positions that the model was made for
+    conversations: int = field(default=0, init=False)  # conversations read
+    unanswered: int = field(default=0, init=False)  # conversations without a label
+    long: int = field(default=0, init=False)  # conversations longer than the context
 
     def document(self, record: Record, location: str) -> Document:
         """Convert a record to a document; in a record with several formats, conversations and answers win over text.

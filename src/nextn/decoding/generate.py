@@ -95,11 +95,7 @@ def encode(
 ) -> list[int]:
     """Return a prompt's token ids; ids pass through.
 
-    Args:
-        model: Its tokenizer encodes text.
-        prompt: Text or token ids.
-        chat: Apply the chat template, with the prompt as user message.
-        variables: Variables of the template.
+    chat: Apply the chat template, with the prompt as user message, and these variables.
     """
     if not isinstance(prompt, str):
         return list(prompt)

@@ -19,11 +19,7 @@ def check_written(
 ) -> Forms:
     """Compare the new files with what they should hold, and return their headers.
 
-    Args:
-        folder: Of messages.
-        stage: Where the new files are.
-        expected: What each should hold.
-        copied: For tensors whose bytes are those of a stored one: new file -> name -> a function that reads some.
+    copied: For tensors whose bytes are those of a stored one: new file -> name -> a function that reads some.
 
     Raises CheckpointError, before the folder is changed.
     """

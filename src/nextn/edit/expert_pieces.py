@@ -176,11 +176,6 @@ def read_expert_list(given: str) -> list[int]:
 def prune(inventory: Inventory, head: Inventory, keep: Sequence[int]) -> tuple[Inventory, Inventory, dict[str, Piece]]:
     """Return checkpoint and head with these experts of each module, in this order, and pieces of their routers.
 
-    Args:
-        inventory: The checkpoint.
-        head: Its head, whose experts may be stored in any form.
-        keep: Numbers of the experts.
-
     Returns:
         Both inventories, with the experts one by one, and canonical name -> piece of what has an entry per expert.
 

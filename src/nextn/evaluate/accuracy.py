@@ -47,25 +47,15 @@ CONTEXT = 512  # tokens of a text
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Next-token distributions of a candidate beside those of the reference, over positions whose next token is known.
+    """Next-token distributions of a candidate beside the reference's, over positions whose next token is known."""
 
-    Attributes:
-        positions: Their number.
-        kl_mean: Of KL(reference || candidate), in nats.
-        kl_p99: The same, its 99th percentile.
-        same_argmax: Share of positions where both have the same most probable token.
-        perplexity_ratio: The candidate's perplexity over the reference's.
-        perplexity: The reference's.
-        ties: Share of positions where the candidate's two largest logits are equal.
-    """
-
-    positions: int
-    kl_mean: float
-    kl_p99: float
-    same_argmax: float
-    perplexity_ratio: float
-    perplexity: float
-    ties: float
+    positions: int  # their number
+    kl_mean: float  # of KL(reference || candidate), in nats
+    kl_p99: float  # the same, its 99th percentile
+    same_argmax: float  # share of positions where both have the same most probable token
+    perplexity_ratio: float  # the candidate's perplexity over the reference's
+    perplexity: float  # the reference's
+    ties: float  # share of positions where the candidate's two largest logits are equal
 
     def __str__(self) -> str:
         return (

@@ -28,11 +28,7 @@ Steps = Sequence[tuple[int, int]]  # (num_drafted, num_accepted) of each round
 def exchange_text(report: "ReferenceReport", form: str, *, source: str, prompts: str) -> str:
     """Return the measurement as another tool writes it.
 
-    Args:
-        report: Of one temperature; above 0, decoded by rule `argmax`, which is how the engines of these tools accept.
-        form: One of `FORMATS`.
-        source: The checkpoint's name.
-        prompts: What the prompts are, in words.
+    The report is of one temperature; above 0, decoded by rule `argmax`, which is how the engines of these tools accept.
 
     Raises:
         ConfigError: As `check_form`.

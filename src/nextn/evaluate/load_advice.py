@@ -33,23 +33,14 @@ _NO_LIMIT = 1024  # the end of vLLM's last range, which it extends to its larges
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """What was measured at one number of streams.
+    """What was measured at one number of streams."""
 
-    Attributes:
-        streams: Requests under way all the time.
-        plain: Tokens/s of all streams together, without MTP.
-        drafted: The same with MTP.
-        speedup: drafted / plain, of each repeat.
-        length: AL, by the engine's counters.
-        drafts: Mean number of drafts in a round.
-    """
-
-    streams: int
-    plain: Spread
-    drafted: Spread
-    speedup: Spread
-    length: float
-    drafts: float
+    streams: int  # requests under way all the time
+    plain: Spread  # tokens/s of all streams together, without MTP
+    drafted: Spread  # the same with MTP
+    speedup: Spread  # drafted / plain, of each repeat
+    length: float  # AL, by the engine's counters
+    drafts: float  # mean number of drafts in a round
 
     @property
     def round_cost(self) -> float:
@@ -70,19 +61,12 @@ class LoadPoint:
 
 @dataclass(frozen=True)
 class LoadAdvice:
-    """K for each number of streams.
+    """K for each number of streams."""
 
-    Attributes:
-        engine: The engine's name, by its counters.
-        temperature: Of the requests.
-        rates: a_1 .. a_K over all loads; equal at all depths where the engine counts no positions.
-        points: One per number of streams, in rising order.
-    """
-
-    engine: str
-    temperature: float
-    rates: tuple[float, ...]
-    points: tuple[LoadPoint, ...]
+    engine: str  # the engine's name, by its counters
+    temperature: float  # of the requests
+    rates: tuple[float, ...]  # a_1 .. a_K over all loads; equal at all depths where the engine counts no positions
+    points: tuple[LoadPoint, ...]  # one per number of streams, in rising order
 
     @property
     def schedule(self) -> list[tuple[int, int | None, int]]:
@@ -172,15 +156,8 @@ def measure_loads(
 ) -> LoadAdvice:
     """Time both servers at each number of streams, in turn, on the same prompts.
 
-    Args:
-        engine: The server with MTP, at a fixed K.
-        plain: The same model without.
-        prompts: Texts or token ids; each load asks 16 or twice as many as it has streams, repeating
-            them from the start.
-        loads: Numbers of streams.
-        temperature: Of the requests.
-        max_tokens: Of each answer.
-        on_pass: Called after each pass over one server.
+    Each load asks 16 prompts or twice as many as it has streams, repeating them from the start. on_pass: Called after
+    each pass over one server.
 
     Raises:
         ConfigError: The plain server drafts, or the other does not.

@@ -62,9 +62,7 @@ class TeacherBatch:
         """Allocate the buffers.
 
         Args:
-            teacher: The trunk's side.
             positions: [M], the position of each row.
-            dtype: Of p.
             tile: The most rows per request.
             block: The most positions computed at a time.
             draft_vocabulary: Ascending ids [N]; None: the whole vocabulary.

@@ -161,11 +161,7 @@ def head_config(
 ) -> PreTrainedConfig:
     """Derive the config of a head's layers from the trunk's.
 
-    Args:
-        config: The trunk's.
-        layer_types: Of the trunk's layers.
-        count: Number of MTP layers.
-        overrides: Fields to change; a list has one entry per decoder layer of an MTP layer.
+    overrides: Fields to change; a list has one entry per decoder layer of an MTP layer.
     """
     spec = config._heterogeneity_spec if config.is_heterogeneous else None
     config = copy.deepcopy(config)

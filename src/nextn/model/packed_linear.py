@@ -70,23 +70,14 @@ class StoredCodes(ABC):
 
 @dataclass(frozen=True, eq=False)
 class StoredIntegers(StoredCodes):
-    """A 4-bit or 8-bit weight, one scale per group.
+    """A 4-bit or 8-bit weight, one scale per group."""
 
-    Attributes:
-        bits: Bits per code, 4 or 8.
-        group_size: Input channels per group.
-        num_groups: Groups per output channel.
-        is_symmetric: Whether there are no zero points.
-        is_reordered: Whether the input channels of a group are not consecutive.
-        has_minima: Whether groups have a minimum instead of a zero point.
-    """
-
-    bits: int
-    group_size: int
-    num_groups: int
-    is_symmetric: bool
-    is_reordered: bool
-    has_minima: bool = False
+    bits: int  # bits per code, 4 or 8
+    group_size: int  # input channels per group
+    num_groups: int  # groups per output channel
+    is_symmetric: bool  # whether there are no zero points
+    is_reordered: bool  # whether the input channels of a group are not consecutive
+    has_minima: bool = False  # whether groups have a minimum instead of a zero point
 
     @classmethod
     def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredIntegers":
@@ -112,13 +103,9 @@ class StoredIntegers(StoredCodes):
 
 @dataclass(frozen=True, eq=False)
 class StoredKQuant(StoredCodes):
-    """A weight in superblocks of a K-quant of GGUF.
+    """A weight in superblocks of a K-quant of GGUF."""
 
-    Attributes:
-        kind: One of `K_QUANTS`.
-    """
-
-    kind: str
+    kind: str  # one of `K_QUANTS`
 
     @classmethod
     def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredKQuant":
@@ -137,13 +124,9 @@ class StoredKQuant(StoredCodes):
 
 @dataclass(frozen=True, eq=False)
 class StoredFp8(StoredCodes):
-    """An fp8 weight.
+    """An fp8 weight."""
 
-    Attributes:
-        block: Output and input channels that share a scale.
-    """
-
-    block: tuple[int, int]
+    block: tuple[int, int]  # output and input channels that share a scale
 
     @classmethod
     def of(cls, stored: StoredTensor, stand_in: Tensor) -> "StoredFp8":

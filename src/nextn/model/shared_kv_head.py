@@ -83,11 +83,6 @@ class SharedKVHead(Head):
     def __init__(self, family: Family, trunk: Trunk, config: Mapping[str, object]) -> None:
         """Create the head with new weights.
 
-        Args:
-            family: The conventions; `trunk_kv` is set.
-            trunk: The trunk.
-            config: The config.json of the head's own checkpoint.
-
         Raises:
             FamilyError: The config is not one of such a head, or the trunk's keys, states or tokens do not fit it.
         """

@@ -31,10 +31,7 @@ BlockEvent = tuple[Literal["start", "more", "end"], Block, str]  # what happened
 class BlockAnswer:
     """The blocks of one sequence.
 
-    Args:
-        request: The sequence.
-        parser: Splits its text; None: all of it is content.
-        token_texts: Texts of tokens.
+    parser: Splits its text; None: all of it is content.
     """
 
     def __init__(self, request: GenerationRequest, parser: MessageParser | None, token_texts: TokenTexts) -> None:

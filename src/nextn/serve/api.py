@@ -141,10 +141,7 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
     """Return the ASGI application; `app.state.api` is its `Api`.
 
-    Args:
-        engine: Generates. `Api.stop` closes it.
-        model: The model that the engine runs: tokenizer, chat template, vocabulary.
-        options: Names and limits.
+    The application closes the engine in `Api.stop`.
     """
     api = Api(engine, model, options)
     # No generated pages about the API: they load scripts from other sites.

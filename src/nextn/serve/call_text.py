@@ -137,12 +137,7 @@ class TextCursor:
     ) -> None:
         """Move past the text of a value and put it into the arguments: of a string, as much as is there.
 
-        Args:
-            end: The mark after the value.
-            tool: Has the value's type.
-            key: Of the value.
-            arguments: All values so far.
-            frame: May be once before and once after the value, of which it is no part.
+        `frame` may be once before and once after the value, of which it is no part.
         """
         if key in arguments:
             raise MalformedCallError

@@ -21,12 +21,7 @@ _FORCED_S = 0.2  # for errors to be sent, when the server is ended at once
 
 
 class HttpServer(uvicorn.Server):
-    """Serves one application until SIGINT or SIGTERM; a second SIGINT ends it at once.
-
-    Args:
-        app: From `create_app`.
-        options: The same as the application's.
-    """
+    """Serves one application until SIGINT or SIGTERM; a second SIGINT ends it at once."""
 
     _api: Api
 

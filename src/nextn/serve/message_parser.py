@@ -217,7 +217,6 @@ class MessageParser:
 
     Args:
         syntax: How calls are written; None if the request has no tools.
-        tools: The request's tools.
         reasoning: Split off `<think>` ... `</think>`.
         is_open: The prompt ends inside reasoning.
     """

@@ -72,10 +72,7 @@ class PrefixCache:
     def __init__(self, max_bytes: int, *, block_size: int = _BLOCK, block_bytes: int = 1) -> None:
         """Create an empty cache.
 
-        Args:
-            max_bytes: Of all blocks.
-            block_size: Positions per block, a multiple of 32.
-            block_bytes: Of one block, for reports.
+        block_size: Positions per block, a multiple of 32.
         """
         self.block_size, self.max_bytes, self.nbytes = block_size, max_bytes, 0
         self._block_bytes, self.max_positions = block_bytes, max_bytes // block_bytes * block_size

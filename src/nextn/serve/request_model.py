@@ -62,10 +62,7 @@ class RequestModel(BaseModel):
 def parse_request(model: type[M], document: object, ignored: set[str] | None = None) -> M:
     """Check a JSON document.
 
-    Args:
-        model: What it should be.
-        document: The parsed JSON.
-        ignored: Gets the paths of fields that were ignored.
+    ignored: Gets the paths of fields that were ignored.
 
     Raises:
         ApiError: For the first value that is not valid.

@@ -134,9 +134,6 @@ class Scheduler:
         """Create an idle scheduler.
 
         Args:
-            backend: Trunk and head.
-            limits: Sizes.
-            clock: Returns seconds.
             has_arrivals: Returns whether sequences have arrived that are not in `waiting` yet; rounds then end early.
             policies: Policies with earlier measurements; None: without any.
             prefix_cache: An empty prefix cache; None: create one as the limits say.

@@ -124,16 +124,7 @@ class ServedBatch(DecodingBatch):
         num_copy_tokens: int = 0,
         length: DraftLength,
     ) -> None:
-        """Create a batch of one sequence.
-
-        Args:
-            trunk: The passes of the trunk.
-            head: The passes of the head.
-            sequence: The sequence.
-            num_speculative_tokens: K, the largest number of the head's drafts per round.
-            num_copy_tokens: The largest number of copied tokens per round.
-            length: Policy for their number.
-        """
+        """Create a batch of one sequence."""
         self.is_argmax = TokenSampler.is_argmax(sequence.request)
         make = Drafter if self.is_argmax else partial(CoupledDrafter, sequences=lambda: self.sequences)
         settings = Settings(num_speculative_tokens=num_speculative_tokens, num_copy_tokens=num_copy_tokens)

@@ -148,9 +148,6 @@ class RoundCosts:
         """Update the costs with the time of a round.
 
         Args:
-            batch_size: Number of sequences.
-            length: Number of drafts.
-            seconds: Time of the round.
             is_ratio: Whether to attribute the time to this number of drafts. Otherwise it is attributed to the machine
                 and the sequences, and the costs of all numbers of drafts change by the same factor.
             num_before: Rounds of this batch size directly before it.

@@ -43,17 +43,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of trunk passes and draft steps, in seconds, for `batch` sequences with `context` tokens in the cache.
-
-    Attributes:
-        steps: steps[m-1] is the time of an m-token trunk pass.
-        draft: The time of one draft step.
-    """
+    """Times of trunk passes and draft steps, in seconds, for `batch` sequences with `context` tokens in the cache."""
 
     batch: int
     context: int
-    steps: tuple[Spread, ...]
-    draft: Spread
+    steps: tuple[Spread, ...]  # steps[m-1] is the time of an m-token trunk pass
+    draft: Spread  # the time of one draft step
 
     @property
     def v(self) -> tuple[float, ...]:

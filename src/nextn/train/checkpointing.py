@@ -165,9 +165,6 @@ def write_shards(
     """Write `folder` atomically; all processes call it with the same tensor names.
 
     Args:
-        folder: The checkpoint.
-        tensors: Sharded or replicated tensors.
-        ranks: The processes.
         owner: An id that `read_shards` must be given too.
         finish: Called by the first process when the tensors are on disk, before the folder gets its name.
 

@@ -244,9 +244,6 @@ def shard(
     Not sharded are packed (quantized) layers, as packed bytes cannot be split, and a streamed trunk.
 
     Args:
-        trunk: The trunk.
-        head: The head.
-        ranks: The processes.
         dtype: fp32 layers are gathered in it; gradients are always reduced in fp32. A layer with a parameter that must
             stay in fp32 keeps its dtype.
         deferred: Computes the parameters that are on the meta device, one at a time.

@@ -238,13 +238,8 @@ def heldout_acceptance(
     """Measure held-out acceptance with `depths` drafts per round.
 
     Args:
-        trunk: The trunk.
-        head: The head.
         batches: Batches, and the trunk's states of each where they are known already.
-        depths: K.
-        temperature: Of the sampled figures.
         on_policy: Whether the labels were sampled from the trunk at the temperature.
-        dtype: Autocast dtype; float32 = no autocast.
         ranks: The processes; each evaluates its own rows and returns the figures of all.
     """
     totals = [[torch.zeros(depths, dtype=torch.float64) for _ in range(2)] for _ in _RULES]

@@ -64,14 +64,9 @@ class HeadTask:
     and are cast back to their stored dtype in the result.
 
     Args:
-        model: Trunk and head.
-        corpus: Text to train on.
-        config: Settings.
-        origin: The checkpoint that the trunk was loaded from.
-        held_out: Text for evaluation; None = the training text.
+        held_out: Text for evaluation; None: the training text.
         has_baseline: Whether the head was trained before; if so, the result is compared with it.
         on_policy: Whether the labels were sampled from this trunk at the config's temperature.
-        ranks: The processes that train together.
     """
 
     def __init__(
@@ -369,11 +364,8 @@ def write_head(
     """Write the head under its published names, as a base for `restore`.
 
     Args:
-        head: The head.
-        path: The .safetensors file.
         config: Written to config.json in the same folder.
-        dtype: See `head_tensors`.
-        wrapper: See `head_tensors`.
+        dtype, wrapper: See `head_tensors`.
         metadata: Entries of the file's header besides the family.
     """
     tensors = head_tensors(head, copies=False, dtype=dtype, wrapper=wrapper)

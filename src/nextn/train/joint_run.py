@@ -74,15 +74,10 @@ def prepare_joint_run(
     """Build the model of a recipe, or of another config, load the data and build the trainer.
 
     Args:
-        out: The run's folder.
-        data: Files, folders or data sets, see `load_corpora`.
-        recipe: Name of the recipe.
+        data, all_tokens: See `load_corpora`.
         model: A transformers config to train instead of the recipe's model; without the recipe's second stage.
         tokenizer: A folder, if not the byte tokenizer.
-        num_modules: Number of MTP modules.
         settings: Override the recipe's; `refine` holds those of the second stage.
-        all_tokens: See `load_corpora`.
-        ranks: The processes.
 
     Raises:
         ConfigError: Data, config or settings cannot be used.

@@ -123,13 +123,9 @@ class NativeDraftChain:
         """Create a chain.
 
         Args:
-            runtime: The native runtime.
             refresh_passes: Passes of the head that only write keys and values.
             step_passes: Passes over one position that leave the inputs of the next, see `NativeHead`.
-            cache: The head's cache.
-            sampling: Sampling parameters of the drafts.
             sampled: Drafts are sampled, not the argmax of their distributions.
-            scratch: Memory for the distributions.
         """
         self.cache = cache
         self._runtime, self._scratch = runtime, scratch

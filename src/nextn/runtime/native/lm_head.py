@@ -56,12 +56,7 @@ class LMHead:
     ) -> None:
         """Prepare to record.
 
-        Args:
-            runtime: The native runtime.
-            weights: Packs weights.
-            logits: Computes the logits of states.
-            weight: The weight [V, H] that it uses.
-            vocabulary: The tokens that the logits are of; None for all.
+        vocabulary: The tokens that the logits are of; None for all.
         """
         self._runtime, self._weights, self._logits, self._vocabulary = runtime, weights, logits, vocabulary
         self._hidden_size = weight.shape[1]

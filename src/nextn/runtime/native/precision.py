@@ -24,17 +24,11 @@ _Ties = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Widened:
-    """A pass with float32 in place of bf16.
+    """A pass with float32 in place of bf16."""
 
-    Attributes:
-        groups: Its groups.
-        outputs: Its outputs.
-        keys: Of storages in float32, with those of the bf16 ones that they replace.
-    """
-
-    groups: list[Lowered]
-    outputs: list[Tensor]
-    keys: dict[int, int]
+    groups: list[Lowered]  # its groups
+    outputs: list[Tensor]  # its outputs
+    keys: dict[int, int]  # of storages in float32, with those of the bf16 ones that they replace
 
 
 def widen(

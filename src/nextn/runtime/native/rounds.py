@@ -180,11 +180,7 @@ class NativeRounds:
         """Take over decoding from Python.
 
         Args:
-            runtime: The native runtime.
             blocks: Returns the block that verifies a round.
-            passes: Passes of the trunk.
-            cache: The trunk's cache.
-            start: The sequences.
             max_length: Tokens of a sequence; None: unlimited.
             vocab_size: Size of the distributions that drafts are verified with; None in greedy decoding.
         """

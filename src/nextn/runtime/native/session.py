@@ -196,10 +196,6 @@ class NativeHead:
         """Record the head.
 
         Args:
-            head: The head.
-            trunk: Its trunk.
-            runtime: The native runtime.
-            weights: Packs weights.
             own_lm_head: Use these weights for the LM head even if the family shares the trunk's.
             lm_heads: LM heads in another form than the trunk's, which `weights` knows.
         """
