@@ -34,11 +34,17 @@ class SequenceRound:
 
 @dataclass(frozen=True)
 class Round:
-    """One round of the batch."""
+    """One round of the batch.
 
-    rows: tuple[SequenceRound, ...]  # the rounds of the sequences that took part
-    draft_s: float  # wall seconds of drafting, for all sequences together
-    verify_s: float  # wall seconds of verification, for all sequences together
+    Attributes:
+        rows: The rounds of the sequences that took part.
+        draft_s: Wall seconds of drafting, for all sequences together.
+        verify_s: Wall seconds of verification, for all sequences together.
+    """
+
+    rows: tuple[SequenceRound, ...]
+    draft_s: float
+    verify_s: float
 
 
 @dataclass(frozen=True)
