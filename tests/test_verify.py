@@ -1,6 +1,7 @@
 """`verify` passes on a correct engine, and on one that breaks a property it fails in that property's check, by name."""
 
 import json
+import sys
 from functools import partial
 from itertools import count
 
@@ -8,6 +9,7 @@ import pytest
 from fake_engine import no_key  # noqa: F401
 from quick import others_slow
 
+from nextn.engines.check_result import CheckResult
 from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
@@ -335,6 +337,23 @@ def test_command_usage(nextn, args, words):
     code, out, err = nextn(*args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err
+
+
+def test_each_result_is_printed_as_soon_as_it_is_known(nextn, engine, monkeypatch):
+    def first(session):
+        return CheckResult("greedy", "passed", "all the same")
+
+    def second(session):
+        sys.stdout.flush()
+        return CheckResult("replay", "passed", f"printed {'all the same' in sys.stdout.buffer.getvalue().decode()}")
+
+    monkeypatch.setitem(CHECKS, "greedy", first)
+    monkeypatch.setitem(CHECKS, "replay", second)
+    _, out, _ = nextn(engine().url, "--check", "greedy", "--check", "replay")
+    assert [line.split() for line in out.splitlines()[:2]] == [
+        ["passed", "greedy", "all", "the", "same"],
+        ["passed", "replay", "printed", "True"],
+    ]
 
 
 @pytest.mark.more

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, expanded, first_turns
-from nextn.cli.progress import progress_bars
-from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, show_report
+from nextn.cli.progress import Step, progress_bars
+from nextn.cli.screen import (
+    figures_table,
+    plain,
+    print_json,
+    print_lines,
+    print_table,
+    show_checks,
+    show_headline,
+    show_report,
+)
 from nextn.errors import ConfigError
 from nextn.text_format import docs_page
 
@@ -52,24 +61,26 @@ def verify(
 ) -> None:
     """Check that a server's output is the same with MTP on and off: greedy, sampled, cached, JSON, tools, stops."""
     from nextn.evaluate.workload import read_prompts
-    from nextn.verify_checks import VerifySettings, verify_reports
+    from nextn.verify_checks import CHECKS, VerifySettings, verify_reports
 
     settings = VerifySettings(samples=samples, concurrency=asked.concurrency, context=context)
-    texts, budget = first_turns(read_prompts(prompts)), asked.budget()
-    with progress_bars(quiet=as_json) as progress:
-        step = progress("verify", None)
-        reports = verify_reports(
-            url, against, prompts=texts, checks=check or (), settings=settings, model=asked.served, chat=chat,
-            budget=budget, on_check=lambda name: step(0, status=f"{name}, {budget.used} requests"),
-        )  # fmt: skip
-        report = next(reports)
-        with suppress(KeyboardInterrupt):  # the results so far are reported below
-            for report in reports:  # noqa: B007
-                pass
+    texts, budget, steps = first_turns(read_prompts(prompts)), asked.budget(), list[Step]()
+    reports = verify_reports(
+        url, against, prompts=texts, checks=check or (), settings=settings, model=asked.served, chat=chat,
+        budget=budget, on_check=lambda name: steps[-1](0, status=f"{name}, {budget.used} requests"),
+    )  # fmt: skip
+    report = next(reports)
+    with suppress(KeyboardInterrupt):  # the results so far are reported
+        while not report.is_complete:
+            with progress_bars(quiet=as_json) as progress:  # of one check, so that nothing is printed beside a bar
+                steps.append(progress("verify", None))
+                known, report = len(report.checks), next(reports)
+            if not as_json:
+                show_checks(report.checks[known:], names=check or CHECKS)
     if as_json:
         print_json(report.to_dict())
     else:
-        show_report(report)
+        show_headline(report)
     has_findings = report.failed or (strict and report.has_inconclusive)
     raise typer.Exit(1 if has_findings else 0 if report.is_complete else 130)
 

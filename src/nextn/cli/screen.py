@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from nextn.engines.check_result import CheckReport
+    from nextn.engines.check_result import CheckReport, CheckResult
 
 T = TypeVar("T")
 MAX_ROWS = 50  # of one table: untrusted files can name any number of things
@@ -316,22 +316,34 @@ _HEADLINES = {"passed": "no findings", "failed": "findings", "inconclusive": "in
 
 def show_report(report: "CheckReport") -> None:
     """Print a row for each check and a line for the report."""
+    show_checks(report.checks)
+    show_headline(report)
+
+
+def show_checks(checks: "Sequence[CheckResult]", *, names: Iterable[str] = ()) -> None:
+    """Print a row for each check. names: of all checks, where each is printed as soon as it is known."""
     from rich.table import Table
 
+    if not checks:
+        return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    has_titles = any(check.title for check in report.checks)
-    for _ in range(3 if has_titles else 2):
+    has_titles = any(check.title for check in checks)
+    for known in (_STYLES, names) if names else ((), ()):
+        table.add_column(no_wrap=True, min_width=max(map(len, known), default=None))
+    if has_titles:
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for check in report.checks:
+    for check in checks:
         evidence = plain(shown(check.evidence))
         width = max((len(label) for label, _ in check.details), default=0)
         for label, line in check.details:
             evidence.append(f"\n{label:<{width}}  {shown(line)}", style="cyan" if label == "to do" else "default")
         title = [plain(check.title)] if has_titles else []
         table.add_row(plain(check.outcome, style=_STYLES[check.outcome]), plain(check.name), *title, evidence)
-    screen = console()
-    if report.checks:
-        screen.print(table)
+    console().print(table)
+
+
+def show_headline(report: "CheckReport") -> None:
+    """Print the line for the report."""
     headline = plain(_HEADLINES[report.outcome], style=_STYLES[report.outcome])
-    screen.print(headline.append(f"  {shown(report.summary)}", style="default"), soft_wrap=True)
+    console().print(headline.append(f"  {shown(report.summary)}", style="default"), soft_wrap=True)
