@@ -6,6 +6,8 @@ import pytest
 import torch
 from quick import families, loop
 from tiny import CONFIGS, FIXTURES, MOST, build, prompt, refrain
+from torch import nn
+from torch.nn import functional
 
 from nextn.errors import ConfigError
 from nextn.model.head import Head
@@ -173,3 +175,32 @@ def test_modules_without_room():
     model = build("qwen3_5")
     with pytest.raises(ConfigError, match="modules = 2; qwen3_5 allows at most 1"):
         init_head(model.family, model.trunk, TOKENS, num_modules=2)
+
+
+class Codes(nn.Module):
+    """A linear layer that keeps int8 codes under `weight`, as bitsandbytes does."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.out_features, self.in_features, self.bias = linear.out_features, linear.in_features, linear.bias
+        self.scale = linear.weight.detach().abs().amax() / 127
+        self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, inputs):
+        return functional.linear(inputs, self.weight * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+def test_codes_of_another_library_are_no_weights(name):
+    """Its layers' codes copied as values, or matrices that are left at random."""
+    model = build(name, initializer_range=0.1)
+    block = Head(model.family, model.trunk).stack[0]
+    for layer in model.trunk.decoder.layers:
+        for path, linear in [*layer.named_modules()]:
+            if type(linear) is nn.Linear and path.startswith("self_attn"):
+                layer.set_submodule(path, Codes(linear))
+    with torch.no_grad():
+        _, notes = module._copy_layer(block.layers[0], block.layer_types[0], model.trunk, model.family)
+        last = model.trunk.decoder.layers[-1].self_attn.q_proj
+        torch.testing.assert_close(block.layers[0].self_attn.q_proj.weight, last.weight * last.scale)
+    assert notes == []

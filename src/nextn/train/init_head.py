@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -141,7 +142,7 @@ def _copy_layer(layer: nn.Module, kind: LayerType, trunk: Trunk, family: Family)
         with _loaded_layer(trunk, index) as source:
             tensors = _tensors(source)
             for value, counterpart in pairs:
-                value.copy_(tensors[counterpart])
+                value.copy_(_dequantized(source, counterpart, trunk.dtype, tensors[counterpart]))
     more = f" and {len(missing) - 1} more" if missing[1:] else ""
     note = f"no layer of the trunk has the block's {missing[0]}{more}: initialized at random" if missing else ""
     return sources, [note] if note else []
@@ -152,8 +153,27 @@ def _loaded_layer(trunk: Trunk, index: int) -> AbstractContextManager[nn.Module]
 
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a layer; of a matrix in another library's codes, one without values and of its shape."""
     # Layers with adapters (LoRA) keep their own weights under `base_layer`.
-    return {name.replace(".base_layer.", "."): value for name, value in layer.state_dict().items()}
+    tensors = {name.replace(".base_layer.", "."): value for name, value in layer.state_dict().items()}
+    for name, module in layer.named_modules():
+        rows, columns = (getattr(module, size, None) for size in ("out_features", "in_features"))
+        if isinstance(rows, int) and isinstance(columns, int):
+            weight = tensors.get(f"{name}.weight")
+            if weight is None or type(weight) is not Tensor or not weight.is_floating_point():
+                tensors[f"{name}.weight"] = torch.empty(rows, columns, device="meta")
+    return tensors
+
+
+def _dequantized(layer: nn.Module, name: str, dtype: torch.dtype, value: Tensor) -> Tensor:
+    """Return `value`; of a matrix in codes, what its module makes of the identity, whichever library runs it."""
+    if not value.is_meta:
+        return value
+    module = layer.get_submodule(name.rpartition(".")[0])
+    device = next((each.device for each in chain(module.parameters(), module.buffers())), None)
+    bias = getattr(module, "bias", None)
+    columns: Tensor = module(torch.eye(value.shape[1], dtype=dtype, device=device))
+    return (columns if bias is None else columns - bias).T
 
 
 def _has_no_input_norm(layer: nn.Module) -> bool:
