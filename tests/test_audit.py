@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,6 +156,13 @@ BROKEN = {
         "lacks model.layers.0: mlp.gate_proj, model.layers.0: mlp.up_proj: no"),
     "a layer's attention lost": (
         "trunk-partial", "error", "glm4_moe", {"change": drop(r"layers\.0\.self_attn")}, "layers.0: self_attn:"),
+    "half of the only linear attention": (
+        "trunk-partial", "error", "qwen3_5", {"change": drop(r"linear_attn\.(A_log|conv1d|in_proj_qkv)")},
+        "layers.0: linear_attn.A_log, .*linear_attn.conv1d, .*linear_attn.in_proj_qkv: no"),
+    "a part of the only delta attention": (
+        "trunk-partial", "error", "glm5_next", {"change": drop(r"\.dt_bias$")}, "self_attn.dt_bias: no"),
+    "a part of the only Mamba layer": (
+        "trunk-partial", "error", "nemotron_h", {"change": drop(r"\.D$")}, "mixer.D: no"),
     "final norm lost": (
         "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model\.(language_model\.)?norm\.")}, "the final norm"),
     "another number of heads": (
@@ -666,3 +674,13 @@ def test_a_head_between_the_trunks_layers(tmp_path):
     folder = publish(tmp_path, "glm4_moe", change=repeat, config={"num_hidden_layers": LAYERS + 2})
     (finding,) = findings(folder, "head-elsewhere")
     assert finding.fix.startswith("Save the trunk again without layer 2")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "glm_moe_dsa"])
+def test_every_tensor_of_a_layer_counts(name, tmp_path):
+    """Norms, biases, routers and indexers, which no matrix is beside: transformers has no value for them, either."""
+    checkpoint = Checkpoint.open(publish(tmp_path, name))
+    for lost in (each for each in checkpoint.tensors if re.search(r"layers\.[01]\.", each)):
+        left = {key: info for key, info in checkpoint.tensors.items() if key != lost}
+        assert not audit(replace(checkpoint, tensors=left), sample=True).clean, lost

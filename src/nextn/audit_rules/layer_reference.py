@@ -7,7 +7,7 @@ one by one, in whatever form trunk and head store them.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -152,7 +152,15 @@ class LayerReference:
 
     @cached_property
     def parts_of_layers(self) -> Mapping[int, frozenset[str]]:
-        """Return trunk layer -> its parts, as a block names them."""
+        """Return trunk layer -> its parts, as a block names them, without those that blocks lack."""
+        return self._layers(self._in_block)
+
+    @cached_property
+    def parts_of_trunk(self) -> Mapping[int, frozenset[str]]:
+        """Return trunk layer -> all of its parts, as the running model names them."""
+        return self._layers(lambda path: path)
+
+    def _layers(self, named: Callable[[str], str | None]) -> Mapping[int, frozenset[str]]:
         cache: dict[tuple[str, tuple[int, ...]], frozenset[str]] = {}
         running = self.inventory.running_paths
         suffixes = _parts({*running.values(), *self.forms}, self._unknown_leaves)
@@ -162,7 +170,7 @@ class LayerReference:
             for path, info in layer.items():
                 key = running[path], info.shape[:1] if expert_path(running[path]) else ()
                 if key not in cache:
-                    views = {own for view, _ in split_view(key[0], info) if (own := self._in_block(view)) is not None}
+                    views = {own for view, _ in split_view(key[0], info) if (own := named(view)) is not None}
                     cache[key] = frozenset(suffixes.get(view, view) for view in views) - {""}
                 found |= cache[key]
             layers[index] = frozenset(found)

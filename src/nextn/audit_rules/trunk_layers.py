@@ -18,8 +18,18 @@ FINAL_NORMS = ("norm.weight", "norm_f.weight", "final_layernorm.weight")
 _LAYER = re.compile(r"^(?!.*(?:visi|visual|audio)).*(?:layers|blocks|\bh)\.[0-9]+\.")
 _MATRIX = re.compile(r".*(?:proj\w*|norm)")
 # The components without which no layer is complete: all layers have one of each, under one of its names.
-_ATTENTION, _MLP = re.compile(r".*(?:attn|attention|mixer|mamba)"), re.compile(r"mlps?|ffn|feed_forward|.*moe")
+_ATTENTION, _MLP = (
+    re.compile(r".*(?:attn|attention|mixer|mamba)"),
+    re.compile(r"mlps?|ffn|feed_forward|.*moe|.*experts?"),
+)
 _GATED = frozenset({"gate_proj", "up_proj", "down_proj"})
+# Recurrent mixers: gated delta nets (Qwen3.5, Qwen3-Next), Mamba 2, Kimi delta attention without its gates.
+_DELTA = "A_log dt_bias conv1d norm out_proj"
+_MIXERS = tuple(frozenset(parts.split()) for parts in (
+    f"{_DELTA} in_proj_qkv in_proj_z in_proj_a in_proj_b", f"{_DELTA} in_proj_qkvz in_proj_ba", f"{_DELTA} D in_proj",
+    "A_log dt_bias q_conv1d k_conv1d v_conv1d q_proj k_proj v_proj b_proj o_norm",
+))  # fmt: skip
+_ORDINARY = re.compile("[qkvo]_proj|(out_|o_)?(norm|proj)")  # also of attention, or of what no row here has
 
 
 def trunk_layers(inventory: Inventory) -> Iterator[Finding]:
@@ -57,36 +67,52 @@ def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Findin
         yield Finding(
             "trunk-partial", "error", missing[0],
             f"The trunk lacks {some(missing)}: no loader has a value for {'it' if len(missing) == 1 else 'them'}.",
-            "The tensors that the other layers of the same type have, and the final norm.",
+            "The tensors that layers of the same type have, and the final norm.",
             "Download or save the trunk again.",
         )  # fmt: skip
 
 
 def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[tuple[int, str]]:
-    """Yield layer and part of what a component of a layer lacks and most of the same type have, beside its siblings.
-
-    A component that is alone of its type is compared with that of the head's block, and its MLPs with all others.
+    """Yield layer and part of what a component of a layer lacks: what all others of the same type and the head's block
+    have, or most have beside its siblings, or what is known to belong together.
     """
-    components = {index: _components(parts) for index, parts in reference.parts_of_layers.items()}
+    components = {index: _components(parts) for index, parts in reference.parts_of_trunk.items()}
     yield from _without_component(components)
+    alike = not (inventory.family.own_block or inventory.family.block_adds or inventory.family.block_lacks)
+    block = _components(reference.parts_of_head(0)) if alike and inventory.modules else {}
+    others = {index: frozenset(filter(_is_other, layer)) for index, layer in components.items()}
+    yield from _in_all_others(others, [frozenset(filter(_is_other, block))] if block else [])
     groups: dict[tuple[object, str], dict[int, frozenset[str]]] = defaultdict(dict)
     for index, layer in components.items():
         for name, found in layer.items():
             groups[_layer_type(inventory, index, mlp=name == "mlp"), name][index] = found
-    alike = not (inventory.family.own_block or inventory.family.block_adds)
-    block = _components(reference.parts_of_head(0)) if alike and inventory.modules else {}
-    gated = any(leaves >= _GATED for parts in reference.parts_of_layers.values() for leaves in _modules(parts).values())
+    gated = any(leaves >= _GATED for parts in reference.parts_of_trunk.values() for leaves in _modules(parts).values())
     for (_, name), layers in groups.items():
+        lost = set(_in_all_others(layers, [block[name]] if name in block else []))
         kinds = Counter(layers.values())
         for index, own in layers.items():
             larger = [other for other, count in kinds.items() if own < other and count >= kinds[own]]
             larger += [block[name]] if len(layers) == 1 and own < block.get(name, own) else []
-            lost = max(larger, key=lambda other: kinds[other]) - own if larger else frozenset()
-            lost |= _half_gated(own) if gated and _MLP.fullmatch(name) else set()
-            for part in sorted(lost):
-                parent = part.rpartition(".")[0]
-                if parent and _MATRIX.fullmatch(part) and any(each.rpartition(".")[0] == parent for each in own):
-                    yield index, part
+            most = max(larger, key=lambda other: kinds[other]) if larger else own
+            parts = {
+                part for part in most - own if _MATRIX.fullmatch(part) and part.rpartition(".")[0] in _modules(own)
+            }
+            parts |= _incomplete(own, _MIXERS if not _MLP.fullmatch(name) else (_GATED,) if gated else ())
+            lost |= {(index, part) for part in parts}
+        yield from sorted(lost)
+
+
+def _in_all_others(layers: Mapping[int, frozenset[str]], more: list[frozenset[str]]) -> Iterator[tuple[int, str]]:
+    """Yield layer and part of one that has nothing but what the others, and `more`, have, and lacks a part of that."""
+    kinds = Counter(layers.values())
+    for index, own in layers.items():
+        others = [kind for kind in kinds if kind != own] + more
+        if kinds[own] == 1 and len(layers) + len(more) > 2 and own < (common := frozenset.intersection(*others)):
+            yield from ((index, part) for part in sorted(common - own))
+
+
+def _is_other(component: str) -> bool:
+    return not (_ATTENTION.fullmatch(component) or _MLP.fullmatch(component))
 
 
 def _components(parts: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -112,12 +138,15 @@ def _modules(parts: Iterable[str]) -> dict[str, set[str]]:
     return modules
 
 
-def _half_gated(parts: Iterable[str]) -> set[str]:
-    """Return the projections that gated MLPs among these parts lack."""
-    modules = {
-        name: leaves for name, leaves in _modules(parts).items() if leaves & _GATED and "gate_up_proj" not in leaves
-    }
-    return {f"{name}.{leaf}" for name, leaves in modules.items() for leaf in _GATED - leaves}
+def _incomplete(parts: Iterable[str], whole: Iterable[frozenset[str]]) -> set[str]:
+    """Return the parts that modules among these lack of the one in `whole` that they resemble most."""
+    lost = set()
+    for module, leaves in _modules(parts).items():
+        own = {leaf for leaf in leaves if not _ORDINARY.fullmatch(leaf)}
+        alike = [names for names in whole if len(names & own) > len(names) // 4 and "gate_up_proj" not in leaves]
+        best = max(alike, key=lambda names: len(names & leaves), default=leaves)
+        lost |= {f"{module}.{leaf}" for leaf in best - leaves}
+    return lost
 
 
 def _layer_type(inventory: Inventory, index: int, *, mlp: bool) -> str:
@@ -125,7 +154,7 @@ def _layer_type(inventory: Inventory, index: int, *, mlp: bool) -> str:
     lists = (value for field, value in both_levels(inventory.checkpoint.config).items()
              if (isinstance(value, list) or (isinstance(value, str) and "pattern" in field))
              and len(value) >= inventory.num_layers
-             and (mlp or not re.search("mlp|moe", field)))  # fmt: skip
+             and (field != "layer_types" if mlp else not re.search("mlp|moe", field)))  # fmt: skip
     return " ".join(str(value[index])[:40] for value in lists)
 
 
