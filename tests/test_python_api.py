@@ -104,6 +104,44 @@ def test_measure_and_diagnose_give_the_json_of_the_commands(tmp_path):
     assert nextn.measure(nextn.load("tiny"), ["def add(a, b):"], plan).hashes == {}  # weights may have been changed
 
 
+@pytest.mark.more
+def test_arguments_of_another_type_are_refused_by_name():
+    """What a notebook passes by mistake; one text would be decoded character by character."""
+    model, settings = nextn.load("tiny"), nextn.Settings(max_tokens=4)
+    plan = nextn.ReferencePlan(1, (0.0,), 8, backend="torch")
+    wrong = {
+        "prompts is 'def add'": [
+            lambda: nextn.generate(model, "def add", settings),
+            lambda: list(nextn.stream(model, "def add", settings)),
+        ],
+        "prompts is {'input_ids'": [lambda: nextn.generate(model, {"input_ids": [1]}, settings)],
+        "a prompt is": [
+            lambda: nextn.generate(model, [[{"role": "user", "content": "hi"}]], settings),
+            lambda: nextn.measure(model, [1, 2], plan),
+            lambda: nextn.measure(model, [[1.5]], plan),
+        ],
+        "settings is int 2; expected nextn.Settings": [lambda: nextn.generate(model, ["a"], 2)],
+        "model is ": [
+            lambda: nextn.generate("tiny", ["a"], settings),
+            lambda: nextn.measure(model.trunk, ["a"], plan),
+            lambda: nextn.keep_head(3),
+        ],
+        "plan is Settings": [lambda: nextn.measure(model, ["a"], settings)],
+        "sampling is float 0.7; expected nextn.Sampling": [lambda: nextn.Settings(sampling=0.7)],
+        "eos is int 2; expected": [lambda: nextn.Settings(eos=2)],
+        "max_tokens is str '5'; expected": [lambda: nextn.Settings(max_tokens="5")],
+        "temperature 1.0 was not measured; expected one of 0": [
+            lambda: nextn.measure(model, ["def add(a, b):"], plan).figures(1.0)
+        ],
+        "trainer is ": [lambda: nextn.train_head(model)],
+        "head is ": [lambda: nextn.save_head(model, "x")],
+    }
+    for words, calls in wrong.items():
+        for call in calls:
+            with pytest.raises(nextn.NextnError, match=re.escape(words)):
+                call()
+
+
 def test_verify_gives_the_json_of_the_command():
     engine = FakeEngine("one-more")
     try:

@@ -64,9 +64,16 @@ class TrainingError(NextnError):
     exit_code = 1
 
 
+def require_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise ConfigError for an argument of another type."""
+    if not isinstance(value, kinds):
+        raise ConfigError(f"{name} is {type(value).__name__} {value!r:.60}; expected {expected}")
+
+
 def require_at_least(settings: object, most: int = 2**31 - 1, **least: int) -> None:
     """Raise ConfigError for the first of these fields that is below its least value, or above `most`."""
     for name, low in least.items():
         value = getattr(settings, name)
+        require_type(name, value, (int, float), f"a number >= {low}")
         if not low <= value <= most:
             raise ConfigError(f"{name} = {value!s:.40}; expected a whole number >= {low}, at most {most}")

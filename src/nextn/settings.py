@@ -4,15 +4,34 @@ Imports no torch, so that the command line rejects a wrong value at once.
 """
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
+from operator import index
 
-from nextn.errors import ConfigError, require_at_least
+from nextn.errors import ConfigError, require_at_least, require_type
 
 BACKENDS = ("auto", "native", "torch")
 WEIGHT_BITS = {"stored": None, "int8": 8, "int4": 4}
 WEIGHTS = tuple(WEIGHT_BITS)  # what products use, see `Trunk.weights`
 KV_CACHE_DTYPES = ("auto", "int8")  # see `Trunk.kv_cache_dtype`
+
+
+def check_prompts(prompts: object) -> None:
+    """Raise ConfigError for one text, whose characters would be prompts, and for what is no list of prompts."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts is {prompts!r:.60}; expected a list of texts or of token ids, such as ['def add(']")
+
+
+def prompt_ids(prompt: object) -> tuple[int, ...]:
+    """Return the token ids of a prompt that is not text. Raises ConfigError for anything else."""
+    try:
+        return tuple(map(index, prompt))  # type: ignore[call-overload]
+    except TypeError as error:
+        raise ConfigError(
+            f"a prompt is {prompt!r:.60}; expected text or a list of token ids. Messages: render them by the "
+            "tokenizer's apply_chat_template, or give one user message as text with chat=True"
+        ) from error
 
 
 def available_cores() -> int:
@@ -116,6 +135,8 @@ class Settings:
     def __post_init__(self) -> None:
         require_at_least(self, _MAX_DRAFTS, num_speculative_tokens=0, num_copy_tokens=0)
         require_at_least(self, max_tokens=1, chunk=1)
+        require_type("sampling", self.sampling, Sampling, "nextn.Sampling(temperature)")
+        require_type("eos", self.eos, (tuple, list, type(None)), "token ids, such as (2,), or None")
         require_at_least(self, 2**63 - 1, seed=-(2**63))
         if self.contract.offset not in (0, -1):
             raise ConfigError(f"contract.offset = {self.contract.offset}; expected 0 or -1")

@@ -146,7 +146,7 @@ def measure(
     if figure is not None:
         check_figure(figure)
     quiet = as_json or form is not None
-    endpoint = None if engine is None else asked.open()  # before anything that imports torch
+    endpoint = None if engine is None or texts is not None else asked.open()  # before anything that imports torch
     source = TextOptions.of(options, given_texts, asked, endpoint, quiet=quiet)
     if against is not None:  # first, so that one model is in memory at a time
         other = replace(options, source=shipped_path(against), head=None).prepared()

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from nextn.data.chat_template import apply_chat_template, tokenizer_failures
 from nextn.decoding.records import Observer, Round, SequenceRound
 from nextn.decoding.rounds import rounds
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, require_type
 from nextn.model.model import Model, TextInterface
 from nextn.runtime.backend import backend_for
-from nextn.settings import Settings
+from nextn.settings import Settings, check_prompts, prompt_ids
 from nextn.speculative.draft_policy import DraftLength
 from nextn.stats.acceptance import Acceptance
 
@@ -98,7 +98,7 @@ def encode(
     chat: Apply the chat template, with the prompt as user message, and these variables.
     """
     if not isinstance(prompt, str):
-        return list(prompt)
+        return list(prompt_ids(prompt))
     tokenizer = _tokenizer(model)
     if (surrogate := re.search("[\ud800-\udfff]", prompt)) is not None:
         raise ConfigError(
@@ -168,6 +168,9 @@ def stream(
         >>> chunks[-1].finish, "".join(chunk.text for chunk in chunks) != ""
         ('length', True)
     """
+    require_type("model", model, Model, "what nextn.load returns")
+    require_type("settings", settings, Settings, "nextn.Settings(...)")
+    check_prompts(prompts)
     eos = eos_tokens(model) if settings.eos is None else settings.eos
     settings = replace(settings, eos=eos)
     if any(not text for text in stop):
@@ -221,6 +224,7 @@ def generate(
         >>> len(result.tokens), result.finish
         (8, 'length')
     """
+    check_prompts(prompts)
     log: list[Round] = []
     texts, finishes = [""] * len(prompts), [""] * len(prompts)
     sequence_rounds: list[list[SequenceRound]] = [[] for _ in prompts]

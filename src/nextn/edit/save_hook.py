@@ -17,7 +17,7 @@ from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint, shipped_path
 from nextn.checkpoint.staging_folder import named_after, owned
 from nextn.edit.convert import extract
 from nextn.edit.restore import restore
-from nextn.errors import CheckpointError
+from nextn.errors import CheckpointError, ConfigError
 
 _METHOD = "save_pretrained"
 
@@ -40,6 +40,8 @@ def keep_head(model: PreTrainedModel, source: str | Path | None = None) -> None:
         >>> nextn.audit("kept").modules
         (0,)
     """
+    if not hasattr(model, _METHOD):
+        raise ConfigError(f"model is {type(model).__name__}; expected a transformers model, or its PEFT wrapper")
     model = without_adapters(model)
     if isinstance(vars(model).get(_METHOD), _Saver):
         return

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, require_type
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.given_texts import GivenTexts, text_origin, think_tokens
 from nextn.evaluate.reference_report import ReferenceReport, checkpoint_hashes
@@ -217,6 +217,7 @@ def measure(
     """
     texts, origin = take_prompts(prompts)
     plan = plan or ReferencePlan()
+    require_type("plan", plan, ReferencePlan, "nextn.ReferencePlan(...)")
     loaded, source = open_model(model, source, head)
     report = reference_acceptance(loaded, texts, plan, on_text=on_text, on_score=on_score)
     report = replace(report, prompts_source=origin)
@@ -225,6 +226,7 @@ def measure(
 
 def open_model(model: str | Path | Model, source: str, head: str | Path | None) -> tuple[Model, str]:
     """Load the model unless it is loaded; return it with the name of its checkpoint."""
+    require_type("model", model, (str, Path, Model), "a folder, a hub id, or what nextn.load returns")
     return (model, source) if isinstance(model, Model) else (Model.load(model, head=head, device="auto"), str(model))
 
 

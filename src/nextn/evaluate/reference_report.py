@@ -260,7 +260,10 @@ class ReferenceReport:
         return {}
 
     def rules(self, temperature: float) -> list[str]:
-        """Return the acceptance rules with figures, the usual one first."""
+        """Return the acceptance rules with figures, the usual one first. Raises ConfigError as `figures`."""
+        if temperature not in self.plan.temperatures:
+            measured = ", ".join(f"{each:g}" for each in self.plan.temperatures)
+            raise ConfigError(f"temperature {temperature!r:.40} was not measured; expected one of {measured}")
         if temperature in self.scored:
             return ["greedy"] if not temperature else [rule for rule in RULES if rule != "greedy"]
         return [self.plan.rule if temperature else "greedy"]

@@ -23,7 +23,7 @@ from nextn.data.benchmark_prompts import (
 )
 from nextn.engines.counters import MAX_POSITIONS
 from nextn.errors import ConfigError
-from nextn.settings import Sampling, Settings
+from nextn.settings import Sampling, Settings, check_prompts, prompt_ids
 
 if TYPE_CHECKING:
     from nextn.data.records import Record
@@ -107,8 +107,9 @@ def take_prompts(given: PromptSource) -> tuple[list[Prompt], dict[str, object]]:
     if given is None or isinstance(given, str | Path):
         prompts = read_prompts(given)
         return prompts, prompts_record(given, prompts)
+    check_prompts(given)
     prompts = [
-        each if isinstance(each, Prompt) else Prompt(each if isinstance(each, str) else tuple(each), "own")
+        each if isinstance(each, Prompt) else Prompt(each if isinstance(each, str) else prompt_ids(each), "own")
         for each in given
     ]
     if not prompts:

@@ -24,7 +24,7 @@ from nextn.checkpoint.safetensors_file import write_tensors
 from nextn.edit.plan import EditPlan
 from nextn.edit.restore import restore
 from nextn.edit.save_hook import save_with, without_adapters
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, require_type
 from nextn.model.head import Head
 from nextn.model.model import live_trunk, load_head
 from nextn.model.trunk import Trunk
@@ -75,6 +75,8 @@ def train_head(
         1
     """
     settings = settings or HeadSettings()
+    require_type("trainer", trainer, Trainer, "a transformers Trainer or a subclass of it, such as TRL's")
+    require_type("settings", settings, HeadSettings, "nextn.HeadSettings(...)")
     _check_supported(trainer)
     model = without_adapters(trainer.model)
     trunk_class = Trunk if settings.joint else DetachedTrunk
@@ -177,6 +179,7 @@ def save_head(head: Head, folder: str | Path, *, source: str = "a training loop"
         >>> nextn.save_head(model.head, "saved").num_bytes > 0
         True
     """
+    require_type("head", head, Head, "what nextn.load_head or nextn.train_head returns")
     saved = CotrainedHead(head, made_by=source)
     with saved.open_base(Path(folder)) as base:
         plan = restore(folder, base, force=True, follow_links=True)
