@@ -153,6 +153,29 @@ def test_flattened_rows_of_transformers():
                 assert targets_of(kept).documents.tolist() == DOCUMENTS
 
 
+def test_numbers_of_tokens_by_any_name_are_refused():
+    """Of documents: a number that rises now and then. Positions, token types around an image and masks are none."""
+    tokens = ids(5, 6, 7, 8, 9, 3)
+    for name, value in (
+        ("batch_idx", ids(0, 0, 1, 1, 2, -1)),
+        ("trajectory_ids", ids(3, 3, 3, 7, 7, 7)),
+        ("token_type_ids", ids(0, 0, 0, 1, 1, 1)),
+        ("batch_idx", torch.tensor([0, 0, 0, 1, 1, 1])),  # flattened
+    ):
+        with pytest.raises(ConfigError, match=f"by {name}, which train_head does not know"):
+            targets_of({"input_ids": tokens, "labels": tokens, name: value})
+        told = {"position_ids": ids(0, 1, 0, 1, 0, 1)}  # by another marking
+        assert targets_of({"input_ids": tokens, "labels": tokens, name: value, **told}).documents.max() == 2
+    for name, value in (
+        ("cache_position", torch.arange(6)),
+        ("token_type_ids", ids(0, 1, 1, 0, 0, 0)),
+        ("token_type_ids", ids(0, 0, 0, 0, 0, 0)),
+        ("completion_mask", ids(0, 0, 0, 1, 1, 1)),
+        ("advantages", torch.tensor([[0.0, 0.0, 0.5, 0.5, 1.0, 1.0]])),
+    ):
+        targets_of({"input_ids": tokens, "labels": tokens, name: value})
+
+
 @pytest.mark.parametrize(
     ("marking", "words"),
     [
@@ -188,7 +211,7 @@ def test_names_that_look_like_markings():
             targets_of(batch)
         assert targets_of(batch | positions).documents.tolist() == [[0, 0, 1, 1]]
     one = {"seq_len": [4], "sample_ids": [7], "document_ids_": ids(1, 1, 1, 1), "cu_seqlens_padded": [0, 4],
-           "max_seqlen": 4, "num_sequences": 1, "loss_mask": ids(0, 1, 1, 1), "token_type_ids": ids(0, 0, 1, 1),
+           "max_seqlen": 4, "num_sequences": 1, "loss_mask": ids(0, 1, 1, 1), "token_type_ids": ids(0, 0, 0, 0),
            "lengths": [4], "sample_weights": torch.ones(1, 4), "assistant_masks": ids(0, 1, 0, 1),
            "segment_idx": ids(3, 3, 3, 3)}  # fmt: skip
     assert targets_of({"input_ids": tokens, "labels": tokens} | one).documents.tolist() == [[0, 0, 0, 0]]

@@ -19,6 +19,7 @@ from torch import Tensor
 from nextn.errors import ConfigError
 
 _ENDS = ("cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+_TOKENS = ("input_ids", "labels", "shift_labels")
 _PADDED = "_padded"  # ends in the layout of the tokens, where documents are padded; those without it count no padding
 # Names that look like a marking. A batch with one of them is refused where nothing else marks more than one document.
 _LIKE_MARKING = re.compile(
@@ -58,11 +59,25 @@ def _with_fields(inputs: Mapping[str, object], depth: int = 2) -> Iterator[tuple
 def _refuse_unread(inputs: Mapping[str, object], tokens: Tensor) -> None:
     """Raise ConfigError for a value that looks like a marking and has more entries than one document a row needs."""
     for name, value in inputs.items():
-        if name in _READERS or not _LIKE_MARKING.fullmatch(name):
+        if name in (*_READERS, *_TOKENS):
+            continue
+        if not _LIKE_MARKING.fullmatch(name):
+            if "mask" not in name and _numbers_tokens(value, tokens):
+                raise _unknown(name)
             continue
         constant = isinstance(value, Tensor) and value.shape == tokens.shape and not value.diff(dim=-1).any()
         if _num_entries(value) > len(tokens) + int("cu" in name) and not constant:
             raise _unknown(name)
+
+
+def _numbers_tokens(value: object, tokens: Tensor) -> bool:
+    """Whether each token has a number that rises now and then, or -1 for padding, as documents are numbered."""
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.numel() != tokens.numel():
+        return False
+    numbers = value.reshape(tokens.shape).long()
+    steps = numbers.diff(dim=-1)
+    rises = (steps >= 0) | (numbers[:, 1:] == -1)
+    return bool(rises.all() and (steps > 0).any() and (steps != 1).any())  # one more for each token: its position
 
 
 def _num_entries(value: object) -> float:
