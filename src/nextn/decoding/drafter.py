@@ -151,19 +151,23 @@ class Drafter:
             run: Whether to run the layers; else the positions are dropped.
             limit: The most positions of a sequence; None: all.
         """
-        last = self.head.num_modules
-        num_known = [len(row) - last - self._start(index) for index, row in enumerate(tokens)]
+        num_known = [len(row) - self.head.num_modules - self._start(index) for index, row in enumerate(tokens)]
         num_pending = [len(pending) if limit is None else min(len(pending), limit) for pending in self.pending]
         counts = [max(0, min(pair)) for pair in zip(num_pending, num_known, strict=True)]
-        states = _padded([pending[:count] for pending, count in zip(self.pending, counts, strict=True)])
         if max(counts) and run:
-            for depth in range(1, last):
-                step = self._step("prefill", depth, counts, states, tokens)
-                states = step.next_hidden if self.head.uses_next_hidden(depth + 1) else states
-            index, block = self._block("prefill", last, counts, tokens)
-            self.head.refresh(index, block, states, cache=self.caches[index])
-            self.caches[index].commit(counts)
+            self._run_layers(tokens, counts)
         self.pending = [pending[count:] for pending, count in zip(self.pending, counts, strict=True)]
+
+    def _run_layers(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        """Run every MTP layer over the first counts[r] pending positions of each sequence r."""
+        last = self.head.num_modules
+        states = _padded([pending[:count] for pending, count in zip(self.pending, counts, strict=True)])
+        for depth in range(1, last):
+            step = self._step("prefill", depth, counts, states, tokens)
+            states = step.next_hidden if self.head.uses_next_hidden(depth + 1) else states
+        index, block = self._block("prefill", last, counts, tokens)
+        self.head.refresh(index, block, states, cache=self.caches[index])
+        self.caches[index].commit(counts)
 
     def resume(self, pending: Sequence[Tensor], ends: Sequence[int]) -> None:
         """Continue after native rounds, with their pending states and the positions that the trunk has processed."""

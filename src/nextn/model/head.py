@@ -256,23 +256,34 @@ class Head(nn.Module):
         for depth in range(1, depths + 1):
             num, index = length - depth, self.layer_index(depth)
             inputs = tokens[:, depth:], (next_hidden if self.uses_next_hidden(depth) else hidden)[:, :num]
-            own = positions[:, :num]
             if rollout is None or depth < self.num_modules:
                 visible = None if within is None else within[:, :, :num, :num]
-                step = self.step(index, *inputs, positions=own, within=visible)
+                step = self.step(index, *inputs, positions=positions[:, :num], within=visible)
             else:
-                window = self._at(index).layer_type.window
-                is_shared, device = self.family.repeated_kv == "first", tokens.device
-                reach = self.num_modules if is_shared else depth
-                visible = chain_mask(length, self.num_modules, reach, window=window, within=within, device=device)
-                mask = self.trunk.to_attention_mask(visible[:, :, :num])
-                own = own if is_shared else own + (depth - self.num_modules)
-                if is_shared and depth > self.num_modules:
-                    rollout.freeze()
-                step = self._forward(index, *inputs, positions=own, mask=mask, cache=rollout)
+                step = self._rollout_step(depth, inputs, positions, within, rollout)
             outs.append(step.final_hidden)
             next_hidden = step.next_hidden
         return outs
+
+    def _rollout_step(
+        self, depth: int, inputs: tuple[Tensor, Tensor], positions: Tensor, within: Tensor | None, rollout: RolloutCache
+    ) -> HeadStep:
+        """Run a depth of the last MTP layer as in decoding. positions [B, T] and `within` are of the whole text."""
+        index, num = self.layer_index(depth), inputs[0].shape[1]
+        is_shared = self.family.repeated_kv == "first"
+        if is_shared and depth > self.num_modules:
+            rollout.freeze()
+        visible = chain_mask(
+            positions.shape[1],
+            self.num_modules,
+            self.num_modules if is_shared else depth,
+            window=self._at(index).layer_type.window,
+            within=within,
+            device=positions.device,
+        )
+        own = positions[:, :num] + (0 if is_shared else depth - self.num_modules)
+        mask = self.trunk.to_attention_mask(visible[:, :, :num])
+        return self._forward(index, *inputs, positions=own, mask=mask, cache=rollout)
 
     def forward(self, tokens: Tensor, hidden: Tensor | None = None, *, depths: int | None = None) -> Tensor:
         """Return logits [B, T-D, D, V]; those at [:, i, k-1] predict token i+k+1 from the tokens up to i+k.

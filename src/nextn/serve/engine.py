@@ -128,14 +128,13 @@ class ServingEngine:
     def _check_queue(self, parent: object | None) -> None:
         """Raise QueueFullError for the first sequence of an API request if too many requests wait for a first place."""
         sequences = list(self._open.values())
-        if parent is not None and (
-            parent is self._last_parent or any(parent is sequence.request.parent for sequence in sequences)
-        ):
+        if parent is not None and any(parent is known for known in (self._last_parent, *map(request_of, sequences))):
             return
-        begun = {request_of(sequence) for sequence in sequences if sequence.has_place}
-        requests = begun.union(map(request_of, sequences))
-        num_free = max(0, self.options.max_num_seqs - sum(sequence.has_place for sequence in sequences))
-        if len(requests) - len(begun) >= self.options.max_queue + num_free:
+        placed = [sequence for sequence in sequences if sequence.has_place]
+        requests = set(map(request_of, sequences))
+        num_waiting = len(requests - set(map(request_of, placed)))
+        num_free = max(0, self.options.max_num_seqs - len(placed))
+        if num_waiting >= self.options.max_queue + num_free:
             raise QueueFullError(
                 f"{len(requests)} requests are running or waiting, which is the limit; try again later"
             )
