@@ -6,7 +6,7 @@ Knows the family's names and layouts; not how tensors are read (`TensorReader`) 
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,46 +77,35 @@ def fuse_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def interleave(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
-    """Combine `block.<path>.gate_proj.weight` and `up_proj` [I, H] to `gate_up_proj` [2I, H], rows alternating."""
+def _join_gate_up(
+    state: Mapping[str, Tensor], paths: Sequence[str], join: Callable[[Sequence[Tensor]], Tensor]
+) -> dict[str, Tensor]:
+    """Join `block.<path>.gate_proj.weight` and `up_proj` [I, H] to `gate_up_proj` [2I, H]."""
     out = dict(state)
-    for name in [name for name in state if _matches(name, paths, "gate_proj.weight")]:
-        stem = name.removesuffix("gate_proj.weight")
-        pair = [out.pop(f"{stem}{part}_proj.weight") for part in ("gate", "up")]
-        out[f"{stem}gate_up_proj.weight"] = torch.stack(pair, dim=1).flatten(0, 1)
+    for stem in _stems(state, paths, "gate_proj.weight"):
+        out[f"{stem}gate_up_proj.weight"] = join([out.pop(f"{stem}{part}_proj.weight") for part in ("gate", "up")])
     return out
 
 
-def deinterleave(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
-    """Invert `interleave`."""
-    out = dict(state)
-    for name in [name for name in state if _matches(name, paths, "gate_up_proj.weight")]:
-        stem, rows = name.removesuffix("gate_up_proj.weight"), out.pop(name)
-        out |= {f"{stem}gate_proj.weight": rows[0::2], f"{stem}up_proj.weight": rows[1::2]}
-    return out
-
-
-def split_gate_up(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
+def _split_gate_up(
+    state: Mapping[str, Tensor], paths: Sequence[str], split: Callable[[Tensor], Sequence[Tensor]]
+) -> dict[str, Tensor]:
     """Split `block.<path>.gate_up_proj.weight` [2I, H] into `gate_proj` and `up_proj` [I, H]."""
     out = dict(state)
-    for name in [name for name in state if _matches(name, paths, "gate_up_proj.weight")]:
-        gate, up = out.pop(name).chunk(2)
-        stem = name.removesuffix("gate_up_proj.weight")
+    for stem in _stems(state, paths, "gate_up_proj.weight"):
+        gate, up = split(out.pop(f"{stem}gate_up_proj.weight"))
         out |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
     return out
 
 
-def concat_gate_up(state: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, Tensor]:
-    """Invert `split_gate_up`."""
-    out = dict(state)
-    for name in [name for name in state if _matches(name, paths, "gate_proj.weight")]:
-        stem = name.removesuffix("gate_proj.weight")
-        out[f"{stem}gate_up_proj.weight"] = torch.cat([out.pop(f"{stem}{part}_proj.weight") for part in ("gate", "up")])
-    return out
+def _stems(state: Mapping[str, Tensor], paths: Sequence[str], part: str) -> list[str]:
+    ends = tuple(f".block.{path}.{part}" for path in paths)
+    return [name.removesuffix(part) for name in state if name.endswith(ends)]
 
 
-def _matches(name: str, paths: Sequence[str], part: str) -> bool:
-    return any(name.endswith(f".block.{path}.{part}") for path in paths)
+def _interleaved(pair: Sequence[Tensor]) -> Tensor:
+    """Return the rows of both, alternating."""
+    return torch.stack(list(pair), dim=1).flatten(0, 1)
 
 
 _EXPERTS_AT_ONCE = 8  # of those that are loaded while they run
@@ -130,14 +119,14 @@ def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def to_stored_layout(head: Head, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the head's own state, by canonical name, to the family's stored layout; undone by `to_runtime_layout`."""
-    state = split_gate_up(interleave(state, head.family.interleaved_gate_up), head.family.separate_gate_up)
+    state = _join_gate_up(state, head.family.interleaved_gate_up, _interleaved)
+    state = _split_gate_up(state, head.family.separate_gate_up, lambda rows: rows.chunk(2))
     return split_experts(state, head.family.experts)
 
 
 def to_runtime_layout(head: Head, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return concat_gate_up(
-        fuse_experts(deinterleave(state, head.family.interleaved_gate_up)), head.family.separate_gate_up
-    )
+    state = _split_gate_up(state, head.family.interleaved_gate_up, lambda rows: (rows[0::2], rows[1::2]))
+    return _join_gate_up(fuse_experts(state), head.family.separate_gate_up, torch.cat)
 
 
 def head_tensors(
