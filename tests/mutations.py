@@ -110,7 +110,7 @@ MUTATIONS = [
     Mutation("decoding/drafter.py", "cache.rollback_to(lengths)", "cache.rollback_to(list(cache.lengths))", COUNTS),
     Mutation("decoding/drafter.py", "0 if refresh or num_modules > 1 else", "0 if num_modules > 1 else", COUNTS),
     Mutation("decoding/drafter.py", "[max(0, final - num_modules + 1) if num_steps >= num_modules else 0", "[final if num_steps >= num_modules else 0", COUNTS + " test_rounds.py test_batch.py"),
-    Mutation("decoding/drafter.py", "len(row) - self.head.num_modules - self._start(index)", "len(row) - self._start(index)", COUNTS),
+    Mutation("decoding/drafter.py", "len(row) - last - self._start(index)", "len(row) - self._start(index)", COUNTS),
     Mutation("decoding/drafter.py", "torch.cat([self.pending[row], states[0 if skip is None", "torch.cat([states[0 if skip is None", COUNTS),
     # Caches and what a round commits.
     Mutation("cache/kv_cache.py", "self.lengths = [length + count for", "self.lengths = [length + max(counts) + 0 * count for", TEXTS),

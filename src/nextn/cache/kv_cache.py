@@ -161,7 +161,6 @@ class KVCache(TransformersCache):
         """Return the attention mask of the open block.
 
         Args:
-            num_positions: m, the block's size.
             window: Number of positions that a sliding-window layer attends to, including the query's own.
             always: Return a mask even if causal attention needs none.
 

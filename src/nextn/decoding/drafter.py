@@ -45,10 +45,7 @@ class Drafter:
         """Create a drafter whose caches are empty.
 
         Args:
-            head: The passes of the head.
             like: [0, *hidden_shape], a tensor of the states' dtype and device.
-            batch_size: Number of sequences.
-            sampling: Sampling parameters of the drafts.
             sampled: Whether to sample drafts; otherwise they are the argmax of q.
             contract: How the head is run; other values than the defaults inject faults.
             on_pass: Called before each pass; None lets the drafts of a round be one native call.
@@ -151,23 +148,19 @@ class Drafter:
             run: Whether to run the layers; else the positions are dropped.
             limit: The most positions of a sequence; None: all.
         """
-        num_known = [len(row) - self.head.num_modules - self._start(index) for index, row in enumerate(tokens)]
+        last = self.head.num_modules
+        num_known = [len(row) - last - self._start(index) for index, row in enumerate(tokens)]
         num_pending = [len(pending) if limit is None else min(len(pending), limit) for pending in self.pending]
         counts = [max(0, min(pair)) for pair in zip(num_pending, num_known, strict=True)]
-        if max(counts) and run:
-            self._run_layers(tokens, counts)
-        self.pending = [pending[count:] for pending, count in zip(self.pending, counts, strict=True)]
-
-    def _run_layers(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
-        """Run every MTP layer over the first counts[r] pending positions of each sequence r."""
-        last = self.head.num_modules
         states = _padded([pending[:count] for pending, count in zip(self.pending, counts, strict=True)])
-        for depth in range(1, last):
-            step = self._step("prefill", depth, counts, states, tokens)
-            states = step.next_hidden if self.head.uses_next_hidden(depth + 1) else states
-        index, block = self._block("prefill", last, counts, tokens)
-        self.head.refresh(index, block, states, cache=self.caches[index])
-        self.caches[index].commit(counts)
+        if max(counts) and run:
+            for depth in range(1, last):
+                step = self._step("prefill", depth, counts, states, tokens)
+                states = step.next_hidden if self.head.uses_next_hidden(depth + 1) else states
+            index, block = self._block("prefill", last, counts, tokens)
+            self.head.refresh(index, block, states, cache=self.caches[index])
+            self.caches[index].commit(counts)
+        self.pending = [pending[count:] for pending, count in zip(self.pending, counts, strict=True)]
 
     def resume(self, pending: Sequence[Tensor], ends: Sequence[int]) -> None:
         """Continue after native rounds, with their pending states and the positions that the trunk has processed."""

@@ -273,14 +273,9 @@ class Head(nn.Module):
         is_shared = self.family.repeated_kv == "first"
         if is_shared and depth > self.num_modules:
             rollout.freeze()
-        visible = chain_mask(
-            positions.shape[1],
-            self.num_modules,
-            self.num_modules if is_shared else depth,
-            window=self._at(index).layer_type.window,
-            within=within,
-            device=positions.device,
-        )
+        length, device, window = positions.shape[1], positions.device, self._at(index).layer_type.window
+        reach = self.num_modules if is_shared else depth
+        visible = chain_mask(length, self.num_modules, reach, window=window, within=within, device=device)
         own = positions[:, :num] + (0 if is_shared else depth - self.num_modules)
         mask = self.trunk.to_attention_mask(visible[:, :, :num])
         return self._forward(index, *inputs, positions=own, mask=mask, cache=rollout)

@@ -40,10 +40,7 @@ class MTPLayer(nn.Module):
         """Create the layer with new weights.
 
         Args:
-            family: The published conventions.
-            trunk: The trunk that the head drafts for.
             index: Index of this layer in the head.
-            count: Number of MTP layers of the head.
             source: The trunk whose decoder layer and norm classes are used, usually `trunk` itself.
         """
         super().__init__()
