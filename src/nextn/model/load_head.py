@@ -78,7 +78,7 @@ def fuse_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _join_gate_up(
-    state: Mapping[str, Tensor], paths: Sequence[str], join: Callable[[Sequence[Tensor]], Tensor]
+    state: Mapping[str, Tensor], paths: Sequence[str], join: Callable[[list[Tensor]], Tensor]
 ) -> dict[str, Tensor]:
     """Join `block.<path>.gate_proj.weight` and `up_proj` [I, H] to `gate_up_proj` [2I, H]."""
     out = dict(state)
@@ -103,9 +103,9 @@ def _stems(state: Mapping[str, Tensor], paths: Sequence[str], part: str) -> list
     return [name.removesuffix(part) for name in state if name.endswith(ends)]
 
 
-def _interleaved(pair: Sequence[Tensor]) -> Tensor:
+def _interleaved(pair: list[Tensor]) -> Tensor:
     """Return the rows of both, alternating."""
-    return torch.stack(list(pair), dim=1).flatten(0, 1)
+    return torch.stack(pair, dim=1).flatten(0, 1)
 
 
 _EXPERTS_AT_ONCE = 8  # of those that are loaded while they run
