@@ -51,6 +51,37 @@ def test_drops():
     assert drops(record(), record(0.9))[0].value < 0
 
 
+def by_text(*texts, head="h"):
+    """A record with (drafted, accepted) of each text; texts that differ much have a wide interval."""
+    drafted, accepted = (sum(each[side] for each in texts) for side in (0, 1))
+    counts = {str(index): [[drafted], [accepted]] for index, (drafted, accepted) in enumerate(texts)}
+    hashes = {"prompts": "a", "head": head, "trunk": "t"}
+    return record(accepted / drafted, 0.2, len(texts), by_text={"0": {"greedy": counts}}, hashes=hashes)
+
+
+def test_texts_of_the_same_prompts_are_compared_one_by_one():
+    """How they differ from each other is no noise."""
+    texts = [(100, 90), (100, 40), (100, 70), (100, 20)]
+    same = AcceptanceChange.of(by_text(*texts), by_text(*texts), source="old.json", limit=0.05)
+    assert [drop.half_width for drop in same.drops] == [0, 0]
+    assert same.outcome == "kept"
+    other = drops(by_text(*texts), by_text(*texts, head="other"))  # that changed no draft: at most 3 of 220, 3 of 620
+    assert [drop.half_width for drop in other] == pytest.approx([3 / 220, 3 / 620])
+    fell = [(drafted, round(0.9 * accepted)) for drafted, accepted in texts]
+    rate, length = drops(by_text(*texts), by_text(*fell, head="other"))
+    assert rate.value == pytest.approx(0.1)
+    assert rate.half_width == pytest.approx(3 / 198)
+    assert rate.exceeds(0.05)
+    assert length.half_width < 0.04
+    uneven = [(100, 80), (100, 50), (100, 50), (100, 18)]
+    assert 0.1 < drops(by_text(*texts), by_text(*uneven))[0].half_width < 1
+    for older in (record(0.55, 0.2, 4), by_text(texts[0])):  # without counts by text, or of one text
+        assert drops(older, by_text(*texts))[0].half_width > 0.2
+    broken = by_text(*texts) | {"by_text": {"0": {"greedy": {"0": [[1], ["x"]], "1": [[1], [1]]}}}}
+    with pytest.raises(ConfigError, match="not a record of this version"):
+        drops(broken, by_text(*texts))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

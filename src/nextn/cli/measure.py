@@ -236,7 +236,7 @@ def _show_comparison(compared: AcceptanceChange, *, quiet: bool) -> None:
         table = figures_table(title, "before", "now", "change", "perfect head", "", left=("", title), no_wrap=False)
         for drop in compared.drops:
             changed = 0.0 - drop.value  # not -0.0
-            low, high = changed - drop.half_width, changed + drop.half_width
+            low, high = max(-1.0, changed - drop.half_width), changed + drop.half_width
             change = f"{changed:+.1%} ({low:+.1%} to {high:+.1%})"
             # Of later drafts it is on other positions: those where the head's own earlier drafts were accepted.
             ceiling = f"{drop.ceiling:.3f}" if drop.figure in ("a_1", "AL") else ""

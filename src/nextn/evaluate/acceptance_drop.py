@@ -9,10 +9,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from nextn.bounded_json import JsonLimits, parse_json
 from nextn.errors import ConfigError
+from nextn.evaluate.acceptance_curve import length_of
+from nextn.stats.intervals import jackknife
 
 SERVER_RULES = ("greedy", "ratio", "argmax")  # the acceptance rules that servers use
 RECORD = "measure.json"  # looked for in a folder
@@ -89,7 +92,9 @@ class AcceptanceChange:
             # If texts repeat themselves at all temperatures, the figures are shown without a conclusion.
             pairs = [pair for pair in pairs if _key(pair[1])[0] not in degenerate] or pairs
             ceilings = _ceilings(baseline), _ceilings(now)
-            drops = tuple(drop for pair in pairs for drop in _drops(*pair, *ceilings))
+            drops = tuple(
+                drop for pair in pairs for drop in _drops(*pair, *ceilings, _paired(baseline, now, *_key(pair[1])))
+            )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{source}: not a record of this version's `nextn measure --out` ({error!r})") from error
         if not drops:
@@ -241,8 +246,53 @@ def _ceilings(record: _Record) -> dict[float, list[float]]:
     return ceilings
 
 
+def _paired(before: _Record, now: _Record, temperature: float, rule: str) -> list[float]:
+    """The half-widths of the drops of a_1, ..., AL over the texts of both records; nan where they do not say.
+
+    A text of one measurement is compared with that of the same prompt in the other, so how texts differ from each other
+    is no noise. Where few drafts changed, they may have changed by chance in no text: then at most 3 in all did (95 %).
+    """
+    depths = int(_number(_object(now["settings"])["num_speculative_tokens"]))
+    texts = [_object(_object(_object(each.get("by_text", {})).get(f"{temperature:g}", {})).get(rule, {}))
+             for each in (before, now)]  # fmt: skip
+    rows = [
+        [_number(count) for each in texts for counts in _list(each[index]) for count in _list(counts)]
+        for index in sorted(texts[0].keys() & texts[1].keys())
+    ]
+    if len(rows) < 2 or {len(row) for row in rows} != {4 * depths}:
+        return [math.nan] * (depths + 1)
+    is_same = _fingerprints(before) == _fingerprints(now) is not None
+    accepted = [sum(row[3 * depths + depth] for row in rows) for depth in range(depths)]
+    totals = [*accepted, sum(accepted) + sum(row[2 * depths] for row in rows)]
+    widths = []
+    for index, total in enumerate(totals):
+        found = jackknife(partial(_relative_drop, index=index, depths=depths), rows)
+        least = 0.0 if is_same else 3 / total if total else math.inf
+        widths.append(max((found.high - found.low) / 2, least))
+    return widths
+
+
+def _fingerprints(record: _Record) -> tuple[object, object] | None:
+    hashes = _object(record["hashes"])
+    return (hashes["head"], hashes["trunk"]) if {"head", "trunk"} <= hashes.keys() else None
+
+
+def _relative_drop(sums: Sequence[float], *, index: int, depths: int) -> float:
+    """The relative drop of a_1, ..., AL: drafted and accepted by depth, before and now."""
+    before, now = sums[: 2 * depths], sums[2 * depths :]
+    old, new = (
+        length_of(each) if index == depths else each[depths + index] / each[index] if each[index] else math.nan
+        for each in (before, now)
+    )
+    return 1 - new / old if old else math.nan
+
+
 def _drops(
-    before: _Record, now: _Record, old_ceilings: Mapping[float, list[float]], new_ceilings: Mapping[float, list[float]]
+    before: _Record,
+    now: _Record,
+    old_ceilings: Mapping[float, list[float]],
+    new_ceilings: Mapping[float, list[float]],
+    paired: Sequence[float],
 ) -> Iterator[Drop]:
     num_texts = int(min(_number(each["num_texts"]) for each in (before, now)))
     (temperature, rule), intervals = _key(now), [_intervals(each) for each in (before, now)]
@@ -254,7 +304,7 @@ def _drops(
             continue
         # The ends of an interval are about as far from the value on both sides; errors of a ratio add in squares.
         relative = [(high - low) / 2 / value if value else 0.0 for value, low, high in (old, new)]
-        width = math.hypot(*relative) * new[0] / old[0]
+        width = math.hypot(*relative) * new[0] / old[0] if math.isnan(paired[index]) else paired[index]
         figure = f"a_{index + 1}" if index < depths else "AL"
         yield Drop(temperature, rule, figure, old[0], new[0], width, num_texts, *(each[index] for each in ceilings))
 

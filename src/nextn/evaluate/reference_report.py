@@ -39,6 +39,8 @@ DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",
     "mean_acceptance_length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round, with the bonus token",
     "interval_95": INTERVAL,
+    "by_text": "num_drafted and num_accepted by depth at the largest K, of each text by its number (of a conversation, "
+    "its first); by them, measurements of the same prompts are compared text by text",
     "curve": "whether AL still grows with K. increases: by n = 0, 1, ..., how much each draft beyond n adds, as a part "
     f"of AL@n, paired on texts; saturated_at: the smallest n with less than {MIN_INCREASE:.0%} by its interval; "
     "decline: acceptance beyond it less a_1",
@@ -204,7 +206,7 @@ class ReferenceReport:
         groups = [[each for each in found if each.startswith("context") is is_band] for is_band in (True, False)]
         return [
             AcceptanceFigures.of(
-                self._by_conversation(found[part]), temperature=temperature, rule=rule, k=k, domain=part
+                list(self._by_conversation(found[part]).values()), temperature=temperature, rule=rule, k=k, domain=part
             )
             for group in groups
             for part in group
@@ -237,21 +239,25 @@ class ReferenceReport:
         counts = self.generated[temperature].acceptance_per_text
         return [(_padded(each.num_drafted, k), _padded(each.num_accepted, k)) for each in counts]
 
-    def _by_conversation(self, counts: Mapping[int, TextCounts]) -> list[TextCounts]:
+    def _by_conversation(self, counts: Mapping[int, TextCounts]) -> dict[int, TextCounts]:
         """The counts of texts, by index, those of one conversation added: its turns are no independent samples."""
-        merged: dict[tuple[bool, int], TextCounts] = {}
+        merged: dict[int, TextCounts] = {}
+        first: dict[tuple[bool, int], int] = {}
         for index in sorted(counts):
             conversation = self.prompts[index].conversation
-            key = (conversation is not None, index if conversation is None else conversation)
+            key = first.setdefault((conversation is not None, index if conversation is None else conversation), index)
             drafted, accepted = counts[index]
             if key in merged:
                 before = merged[key]
                 drafted = [a + b for a, b in zip(before[0], drafted, strict=True)]
                 accepted = [a + b for a, b in zip(before[1], accepted, strict=True)]
             merged[key] = (drafted, accepted)
-        return list(merged.values())
+        return merged
 
     def _used(self, temperature: float, rule: str, k: int, domain: str) -> list[TextCounts]:
+        return list(self._used_by_text(temperature, rule, k, domain).values())
+
+    def _used_by_text(self, temperature: float, rule: str, k: int, domain: str = "all") -> dict[int, TextCounts]:
         counts = self.counts(temperature, rule, k)
         return self._by_conversation({index: counts[index] for index in self.text_indices(temperature, domain)})
 
@@ -360,6 +366,13 @@ class ReferenceReport:
             "domains": {domain: len(indices) for domain, indices in by_domain(self.prompts).items()},
             "texts": {f"{temperature:g}": self._text_counts(temperature) for temperature in self.generated},
             "figures": [figures.as_record() for figures in self.table()],
+            "by_text": {
+                f"{temperature:g}": {
+                    rule: self._used_by_text(temperature, rule, self.plan.num_speculative_tokens)
+                    for rule in self.rules(temperature)
+                }
+                for temperature in self.plan.temperatures
+            },
             "curves": self._curve_records(),
             "parts": [
                 figures.as_record()
