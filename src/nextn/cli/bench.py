@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -53,48 +53,33 @@ Against = Annotated[
 ADVICE_FILE = "advice.json"  # in the folder of `nextn advise --out`
 
 
-@dataclass(frozen=True)
-class LoadQuestion:
-    """What the engines are asked."""
+def _advice_by_load(
+    prompts: "Sequence[Prompt]",
+    loads: Sequence[int],
+    plan: BenchmarkPlan,
+    engine: "Endpoint",
+    plain_engine: "Endpoint",
+    *,
+    quiet: bool,
+) -> "list[LoadAdvice]":
+    """Return advice for every temperature, from an engine with MTP and one without."""
+    from nextn.evaluate.load_advice import REPEATS, measure_loads, refuse_drafts
 
-    prompts: "Sequence[Prompt]"
-    loads: Sequence[int]
-    temperatures: Sequence[float]
-    max_tokens: int
-    chat: bool
-
-    def answer(self, model: str | None, access: EngineAccess, against: str, *, quiet: bool) -> "list[LoadAdvice]":
-        """Return advice for every temperature.
-
-        Raises:
-            ConfigError: The options do not go together, the engine does not draft, or the other one does.
-            EngineError: An engine is down, or refuses a request.
-        """
-        if model is not None:
-            raise ConfigError("--against gives advice for an engine and takes no MODEL; leave it out")
-        if not access.url:
-            raise ConfigError("--against takes --engine ADDRESS, the server with MTP")
-        engine = access.open(chat=self.chat)
-        return self._measure(engine, replace(access, engine=against).open(chat=self.chat), quiet=quiet)
-
-    def _measure(self, engine: "Endpoint", plain_engine: "Endpoint", *, quiet: bool) -> "list[LoadAdvice]":
-        from nextn.evaluate.load_advice import REPEATS, measure_loads, refuse_drafts
-
-        texts = [prompt.text for prompt in first_turns(self.prompts)]
-        refuse_drafts(plain_engine, texts[0])
-        with progress_bars(quiet=quiet) as progress:
-            return [
-                measure_loads(
-                    engine,
-                    plain_engine,
-                    texts,
-                    self.loads,
-                    temperature=temperature,
-                    max_tokens=self.max_tokens,
-                    on_pass=progress(f"T={temperature:g}", 2 * REPEATS * len(set(self.loads))),
-                )
-                for temperature in self.temperatures
-            ]
+    texts = [prompt.text for prompt in first_turns(prompts)]
+    refuse_drafts(plain_engine, texts[0])
+    with progress_bars(quiet=quiet) as progress:
+        return [
+            measure_loads(
+                engine,
+                plain_engine,
+                texts,
+                loads,
+                temperature=temperature,
+                max_tokens=plan.max_tokens,
+                on_pass=progress(f"T={temperature:g}", 2 * REPEATS * len(set(loads))),
+            )
+            for temperature in plan.temperatures
+        ]
 
 
 def report_by_load(found: "Sequence[LoadAdvice]", out: Path | None, *, as_json: bool) -> None:
@@ -227,8 +212,13 @@ def advise(
     to_decode = read_prompts(prompts)
     _check_out(out, has_figures=against is None)
     if against is not None:
-        question = LoadQuestion(to_decode, sizes, plan.temperatures, max_tokens, chat is not False)
-        report_by_load(question.answer(options.source or None, asked, against, quiet=as_json), out, as_json=as_json)
+        if options.source:
+            raise ConfigError("--against gives advice for an engine and takes no MODEL; leave it out")
+        if not asked.url:
+            raise ConfigError("--against takes --engine ADDRESS, the server with MTP")
+        engines = (each.open(chat=chat is not False) for each in (asked, replace(asked, engine=against)))
+        found = _advice_by_load(to_decode, sizes, plan, *engines, quiet=as_json)
+        report_by_load(found, out, as_json=as_json)
         return
     if not options.source:
         raise ConfigError(

@@ -18,6 +18,7 @@ from nextn.runtime.native.graph_analysis import (
     is_same_view,
     single_instruction,
     split_concatenations,
+    with_changes,
 )
 from nextn.runtime.native.lowering import Instruction, Lowered
 from nextn.runtime.native.norm_fusion import IsConstant, fuse_add_norm, fuse_qk_norm_rope, fuse_rms_norms
@@ -103,11 +104,11 @@ def _are_halves(tensor: Tensor, lower: Tensor, upper: Tensor) -> bool:
 
 def fuse_swiglu(groups: Sequence[Lowered], use_defs: UseDefs) -> list[Lowered]:
     """Fuse silu(a) and its later product with b into one `silu_mul`, at the position of the product."""
-    matches = {
-        index: match for index in range(len(groups)) if (match := _match_swiglu(groups, use_defs, index)) is not None
-    }
-    products = dict(matches.values())
-    return [products.get(index, group) for index, group in enumerate(groups) if index not in matches]
+    changes = dict[int, Lowered | None]()
+    for index in range(len(groups)):
+        if (match := _match_swiglu(groups, use_defs, index)) is not None:
+            changes |= {index: None, match[0]: match[1]}
+    return with_changes(groups, changes)
 
 
 def _match_swiglu(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> tuple[int, Lowered] | None:
@@ -135,14 +136,12 @@ def merge_linear_layers(
 ) -> list[Lowered]:
     """Merge linear layers of one input (queries, keys and values; gate and up projection) into one `linear`, so that
     workers synchronize once. It takes the position of the first layer."""
-    out: list[Lowered | None] = list(groups)
+    changes = dict[int, Lowered | None]()
     for index in range(len(groups)):
-        layers = _find_mergeable(groups, use_defs, index, weight_type) if out[index] is not None else []
+        layers = _find_mergeable(groups, use_defs, index, weight_type) if index not in changes else []
         if len(layers) > 1:
-            out[index] = _merge([groups[layer].instructions[0] for layer in layers])
-            for layer in layers[1:]:
-                out[layer] = None
-    return [group for group in out if group is not None]
+            changes |= dict.fromkeys(layers) | {index: _merge([groups[layer].instructions[0] for layer in layers])}
+    return with_changes(groups, changes)
 
 
 def _find_mergeable(groups: Sequence[Lowered], use_defs: UseDefs, index: int, weight_type: WeightType) -> list[int]:
@@ -185,13 +184,12 @@ def _merge(layers: Sequence[Instruction]) -> Lowered:
 
 def fuse_gated_linear(groups: Sequence[Lowered], use_defs: UseDefs) -> list[Lowered]:
     """Fuse each `silu_mul` with the linear layer, or expert layer, that computes both of its inputs."""
-    out: list[Lowered | None] = list(groups)
+    changes = dict[int, Lowered | None]()
     for index in range(len(groups)):
-        match = _match_gated_linear(groups, use_defs, index)
-        if match is not None:
+        if (match := _match_gated_linear(groups, use_defs, index)) is not None:
             layer_index, instruction = match
-            out[layer_index], out[index] = None, Lowered.native(instruction)
-    return [group for group in out if group is not None]
+            changes |= {layer_index: None, index: Lowered.native(instruction)}
+    return with_changes(groups, changes)
 
 
 def _match_gated_linear(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> tuple[int, Instruction] | None:

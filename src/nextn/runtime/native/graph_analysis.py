@@ -1,6 +1,6 @@
 """Use-def analysis of a lowered pass, and the passes built on it: dead-code elimination and copy elimination."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -65,6 +65,12 @@ class UseDefs:
 
     def _is_private(self, tensors: Sequence[Tensor], start: int, end: int) -> bool:
         return all(start <= index < end for tensor in tensors for index in self.uses(tensor))
+
+
+def with_changes(groups: Sequence[Lowered], changes: Mapping[int, Lowered | None]) -> list[Lowered]:
+    """Return the groups with others at these indices; None: without any."""
+    changed = (changes.get(index, group) for index, group in enumerate(groups))
+    return [group for group in changed if group is not None]
 
 
 def single_instruction(groups: Sequence[Lowered], index: int) -> Instruction | None:
@@ -146,15 +152,13 @@ def eliminate_copies(groups: Sequence[Lowered], live: Sequence[Tensor]) -> list[
 
 
 def _eliminate_once(groups: Sequence[Lowered], live: Sequence[Tensor]) -> list[Lowered]:
-    use_defs = UseDefs(groups, live)
-    out: list[Lowered | None] = list(groups)
+    use_defs, changes = UseDefs(groups, live), dict[int, Lowered | None]()
     for index in range(len(groups)):
-        copy_index = _find_copy(groups, use_defs, index)
-        if copy_index is not None:
+        if (copy_index := _find_copy(groups, use_defs, index)) is not None:
             (writer,), (copy,) = groups[index].instructions, groups[copy_index].instructions
             redirected = Instruction(writer.op, (copy.tensors[0], *writer.tensors[1:]), writer.ints, writer.reals)
-            out[index], out[copy_index] = Lowered.native(redirected), None
-    return [group for group in out if group is not None]
+            changes |= {index: Lowered.native(redirected), copy_index: None}
+    return with_changes(groups, changes)
 
 
 def _find_copy(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> int | None:

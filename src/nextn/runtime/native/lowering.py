@@ -125,8 +125,8 @@ def _rules() -> dict[Any, Rule]:
         aten.softplus: _softplus,
         aten.clamp: _clamp,
         aten.clamp_min: _clamp,
-        aten.full_like: _full_like,
-        aten.new_full: _new_full,
+        aten.full_like: _fill_with(1),
+        aten.new_full: _fill_with(2),
         aten.native_layer_norm: _layer_norm,
         aten.constant_pad_nd: _pad,
     }
@@ -172,12 +172,8 @@ def _fill(value: float) -> Rule:
     return lambda lowering, entry: [Instruction("fill", (entry.outs[0],), reals=(value,))]
 
 
-def _full_like(lowering: Lowering, entry: Entry) -> list[Instruction]:
-    return [Instruction("fill", (entry.outs[0],), reals=(float(entry.args[1]),))]
-
-
-def _new_full(lowering: Lowering, entry: Entry) -> list[Instruction]:
-    return [Instruction("fill", (entry.outs[0],), reals=(float(entry.args[2]),))]
+def _fill_with(position: int) -> Rule:
+    return lambda lowering, entry: [Instruction("fill", (entry.outs[0],), reals=(float(entry.args[position]),))]
 
 
 def _matmul(lowering: Lowering, entry: Entry) -> list[Instruction] | None:

@@ -13,6 +13,7 @@ from nextn.runtime.native.graph_analysis import (
     is_pair,
     is_same_view,
     single_instruction,
+    with_changes,
 )
 from nextn.runtime.native.lowering import Instruction, Lowered
 from nextn.runtime.native.trace import storage_key
@@ -141,15 +142,12 @@ def _is_vector(tensor: Tensor) -> bool:
 def fuse_qk_norm_rope(groups: Sequence[Lowered], use_defs: UseDefs) -> list[Lowered]:
     """Fuse the RMSNorm of each head with its rotary embedding into one `norm_rope`, at the position of the latter.
     Those of queries and keys become one call."""
-    out: list[Lowered | None] = list(groups)
+    changes = dict[int, Lowered | None]()
     for index in range(len(groups)):
-        match = _match_norm_rope(groups, use_defs, index)
-        if match is not None:
+        if (match := _match_norm_rope(groups, use_defs, index)) is not None:
             indices, instruction = match
-            for replaced in (index, *indices):
-                out[replaced] = None
-            out[indices[0]] = Lowered.native(instruction)
-    return _merge_norm_ropes([group for group in out if group is not None])
+            changes |= dict.fromkeys((index, *indices)) | {indices[0]: Lowered.native(instruction)}
+    return _merge_norm_ropes(with_changes(groups, changes))
 
 
 def _match_norm_rope(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> tuple[list[int], Instruction] | None:
