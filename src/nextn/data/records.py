@@ -39,9 +39,14 @@ class RecordReader:
     def document(self, record: Record, location: str) -> Document:
         """Convert a record to a document; in a record with several formats, conversations and answers win over text.
 
-        Raises ConfigError, with the location, for unknown columns, values of the wrong type, or a conversation that the
-        chat template rejects.
+        Raises ConfigError, with the location, for unknown columns, values of the wrong type, a conversation that the
+        chat template rejects, or text without a tokenizer.
         """
+        if self.tokenizer is None and not {"prompt", "tokens"} <= record.keys():
+            raise ConfigError(
+                f'{location}: the checkpoint has no tokenizer, so only records with "prompt" and "tokens" of token ids '
+                "can be read; add tokenizer.json to its folder"
+            )
         for columns, read in (
             (("messages",), self._conversation),
             (("prompt", "tokens"), self._answer),

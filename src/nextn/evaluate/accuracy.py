@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nextn.checkpoint.mapped_memory import released_after_use
 from nextn.data.corpus import encoder, read_text
-from nextn.data.records import Record, RecordReader
+from nextn.data.records import RecordReader
 from nextn.data.sources import Source, has_records, read_records
 from nextn.edit.quantize import Importance
 from nextn.errors import ConfigError
@@ -314,7 +314,8 @@ def _enough(documents: Iterable[Sequence[int]], num_tokens: int, size: int) -> I
 def _documents(tokenizer: "PreTrainedTokenizerBase | None", source: Source | None) -> Iterator[Sequence[int]]:
     if source is not None and has_records(source):
         reader = RecordReader(cast(Any, tokenizer))  # records of token ids need none
-        yield from (_ids(reader, record, location) for location, record in read_records(source))
+        for location, record in read_records(source):
+            yield [int(token) for token in reader.document(record, location).ids]
         return
     if tokenizer is None:
         raise ConfigError(
@@ -324,15 +325,6 @@ def _documents(tokenizer: "PreTrainedTokenizerBase | None", source: Source | Non
     encode = encoder(tokenizer)
     for text in _topics() if source is None else [read_text(Path(source))]:
         yield [int(token) for token in encode([text])[0]]
-
-
-def _ids(reader: RecordReader, record: Record, location: str) -> list[int]:
-    if reader.tokenizer is None and not {"prompt", "tokens"} <= record.keys():
-        raise ConfigError(
-            f'{location}: the checkpoint has no tokenizer, so only records with "prompt" and "tokens" of token ids can '
-            "be read; add tokenizer.json to its folder"
-        )
-    return [int(token) for token in reader.document(record, location).ids]
 
 
 def _topics() -> list[str]:

@@ -78,11 +78,6 @@ def read_texts(
         records = iter([(str(source), {"text": Path(source).read_text(encoding="utf-8")})])
     texts, domains = [], []
     for location, record in records:
-        if tokenizer is None and not {"prompt", "tokens"} <= record.keys():
-            raise ConfigError(
-                f'{location}: the checkpoint has no tokenizer, so only records with "prompt" and "tokens" of token ids '
-                "can be read; add tokenizer.json to its folder"
-            )
         document = reader.document(record, location)
         ids = document.ids.tolist()
         if ids and max(ids) >= trunk.vocab_size:

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from nextn import __version__
 from nextn.decoding.records import SequenceRound
@@ -95,6 +95,7 @@ class Answer:
     kind = ""  # the field `object` of whole answers
     chunk_kind = ""  # and of streamed ones
     prefix = ""  # of ids
+    empty_part: ClassVar[Json] = {}  # of a streamed choice to which a chunk adds nothing
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class Answer:
             extra["rounds"] = [self._round(one) for one in chunk.rounds]
         if part is None and not extra and chunk.finish is None:
             return []
-        event = {"index": index, **(part or self._empty_part()), "finish_reason": self._finish(index), **extra}
+        event = {"index": index, **(part or self.empty_part), "finish_reason": self._finish(index), **extra}
         return [self._with_usage_field({**self._envelope(self.chunk_kind), "choices": [event]})]
 
     def last_events(self) -> list[Json]:
@@ -211,15 +212,13 @@ class Answer:
         """What a chunk adds to a streamed choice; None for nothing."""
         raise NotImplementedError
 
-    def _empty_part(self) -> Json:
-        raise NotImplementedError
-
 
 class CompletionAnswer(Answer):
     """The answer of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
+    empty_part: ClassVar[Json] = {"text": "", "logprobs": None}
     body: CompletionRequest
 
     def add(self, index: int, chunk: GenerationChunk) -> None:
@@ -251,9 +250,6 @@ class CompletionAnswer(Answer):
             return None
         return {"text": chunk.text, "logprobs": self._logprobs(self.choices[index], chunk.logprobs)}
 
-    def _empty_part(self) -> Json:
-        return {"text": "", "logprobs": None}
-
     def _logprobs(self, choice: GeneratedChoice, logprobs: Sequence[TokenLogprob]) -> Json | None:
         """Parallel lists, as of OpenAI's completions; `top_logprobs` always has the chosen token, too."""
         if self.requests[0].logprobs is None:
@@ -283,6 +279,7 @@ class ChatAnswer(Answer):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
+    empty_part: ClassVar[Json] = {"delta": {}, "logprobs": None}
 
     def __init__(
         self,
@@ -333,9 +330,6 @@ class ChatAnswer(Answer):
             delta = parse_message(parser, chunk.text) if is_last else parser.push(chunk.text)
         fields = self._fields(index, delta)
         return {"delta": fields, "logprobs": self._logprobs(chunk.logprobs)} if fields or chunk.logprobs else None
-
-    def _empty_part(self) -> Json:
-        return {"delta": {}, "logprobs": None}
 
     def _fields(self, index: int, delta: MessageDelta) -> dict[str, Any]:
         """What a delta adds to a message."""
