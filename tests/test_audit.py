@@ -616,6 +616,13 @@ def test_no_family_has_names_of_running_programs():
         assert [kind.what for kind, _ in found] == ["a wrapper of torch (compile, FSDP or activation checkpointing)"]
 
 
+def test_an_adapters_matrices_are_of_one_kind():
+    """They have the prefix of its model, too, which is no second fault."""
+    ((kind, names),) = foreign(["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"])
+    assert len(names) == 1
+    assert "matrices" in kind.what
+
+
 def test_names_of_megatron_without_a_family(tmp_path):
     """Advised to take Megatron's names for those of a family that has some of them."""
     put("mtp.layers.0.enorm.weight", (H,))(table := {})

@@ -11,7 +11,7 @@ from tiny import FIXTURES
 from nextn.audit_rules import audit
 from nextn.audit_rules.norm_weights import NormValues, shifts
 from nextn.audit_rules.tensor_values import SampledValues, WholeValues, decode
-from nextn.audit_rules.values import head_stale, values
+from nextn.audit_rules.values import _share_initial, head_stale, values
 from nextn.checkpoint.base_model import RECORD
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
@@ -498,3 +498,9 @@ def test_stale_head(tmp_path):
     assert next(text for _, text in stale(folder, head="other")).startswith("The head's own tensors changed")
     (folder / RECORD).write_text("[]")
     assert [each.severity for each in head_stale(take(folder))] == ["note"]
+
+
+def test_a_trunk_that_was_not_read_shows_no_sign(tmp_path):
+    """One in codes is not called trained because none of its matrices could be judged."""
+    samples = SampledValues.of(take(publish(tmp_path, "glm4_moe")))
+    assert not _share_initial(samples, {}, {}) < 0.5

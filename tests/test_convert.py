@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,10 +13,12 @@ from quick import families, others_slow
 from races import ROUNDS, race
 from test_checkpoint_quantization import GROUPS
 from test_restore import bytes_of, lost, no_waiting_for_disks, own_names, snapshot, take, without, without_layer_1
+from tiny import build
 
 import nextn
 from nextn.audit_rules.tensor_values import decode
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, as_float32, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
 from nextn.edit.compatibility import absent
@@ -504,3 +507,28 @@ def test_experts_in_several_forms(tmp_path):
         assert tensors(tmp_path / f"split{place}") == before
         nextn.convert(mixed, tmp_path / f"fused{place}", experts="fused")
         assert tensors(tmp_path / f"fused{place}") == fused
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "step3p5"])
+def test_layers_under_another_path(name, tmp_path):
+    """Numbered from 0 as in Megatron's exports, not after the trunk's: the fix keeps the head."""
+    base = publish(tmp_path / "base", name)
+    renamed = publish(tmp_path / "renamed", name, change=under_another_path)
+    (finding,) = [each for each in nextn.audit(renamed).findings if each.severity == "error"]
+    assert finding.fix == f"nextn convert {renamed} OUT --to {name}"
+    nextn.convert(renamed, tmp_path / "out", to=name)
+    assert tensors(tmp_path / "out") == tensors(base)
+
+
+def under_another_path(table):
+    for key in [key for key in table if key.startswith(f"model.layers.{LAYERS}.")]:
+        table[key.replace(f"model.layers.{LAYERS}.", "mtp.layers.0.")] = table.pop(key)
+
+
+def test_modules_of_other_types_are_complete(tmp_path):
+    """By mtp_mlp_layer_types, one module is dense and two have experts: neither lacks what the other has."""
+    build("step3p5", modules=3).save(tmp_path / "model")
+    head = Inventory.of(Checkpoint.open(tmp_path / "model"))
+    assert absent(head) == []
+    lost = {key: name for key, name in head.stored.items() if key != "2.block.self_attn.q_proj.weight"}
+    assert absent(replace(head, stored=lost)) == ["2.block.self_attn.q_proj.weight"]

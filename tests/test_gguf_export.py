@@ -399,8 +399,10 @@ def test_experts_that_the_graph_does_not_compute(tmp_path):
         export(folder, tmp_path / "out.gguf", "llama.cpp")
     with pytest.raises(FamilyError, match="2 MTP layers; a GGUF here holds one"):
         export(glm4_moe(tmp_path / "two", modules=2), tmp_path / "out.gguf", "llama.cpp")
-    with pytest.raises(FamilyError, match=r"family glm4_moe is served as it is"):
+    with pytest.raises(FamilyError, match=r"family glm4_moe: it is served as it is: `nextn serve .* --print vllm`"):
         export(folder, tmp_path / "out", "vllm")
+    with pytest.raises(FamilyError, match=r"family glm4_moe: load the model as it is.*use_mtp"):  # not in --print
+        export(folder, tmp_path / "out", "transformers")
 
 
 def test_one_expert_is_refused_for_every_engine(tmp_path):

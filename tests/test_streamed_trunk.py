@@ -461,7 +461,7 @@ def rewrite(path: Path, change) -> None:
 
 def test_missing_tensor_is_reported_before_anything_runs(folder):
     rewrite(shard(folder), lambda tensors: tensors.pop("model.layers.1.self_attn.o_proj.weight"))
-    with pytest.raises(CheckpointError, match=r"missing or have another shape: model\.layers\.1\.self_attn\.o_proj"):
+    with pytest.raises(CheckpointError, match=r"missing or of another shape: model\.layers\.1\.self_attn\.o_proj"):
         Model.load(folder, stream=True)
 
 

@@ -35,7 +35,8 @@ _UNSUPPORTED: dict[Support, tuple[str, str]] = {
 
 def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
     """Report an embedding or lm_head of the trunk, which the head uses, that is not under the name engines look for."""
-    if not inventory.layers:
+    pickled = inventory.checkpoint.pickled
+    if not (inventory.layers or pickled):
         return  # a head alone
     if len(inventory.layers) < inventory.num_layers:
         lost = list(islice((i for i in range(inventory.num_layers) if i not in inventory.layers), 4))
@@ -44,8 +45,10 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
             "trunk-missing", "error", f"{CONFIG}: num_hidden_layers",
             f"Of {inventory.num_layers} trunk layers {count} {'is' if count == 1 else 'are'} in no file: "
             f"{some([str(index) for index in lost])}{' and more' if count > len(lost) else ''}.",
-            "Every layer that the config declares.", "Download or save the trunk again.",
+            "Every layer that the config declares.", pickled or "Download or save the trunk again.",
         )  # fmt: skip
+        if pickled:
+            return
     for role, path in inventory.family.trunk.items():
         tied = role == "output" and lookup(inventory.checkpoint.config, "tie_word_embeddings") is not False
         if role in inventory.shared or tied or storage(inventory.checkpoint.tensors, path) is not None:

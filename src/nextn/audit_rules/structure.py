@@ -19,7 +19,7 @@ from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import is_mlx, split_name
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.edit.convert import find_head
+from nextn.edit.convert import elsewhere, find_head
 from nextn.errors import CheckpointError
 from nextn.family_table import ExpertForm, Family, beside, declared_fields, rows, withheld
 from nextn.text_format import counted, joined, some
@@ -77,14 +77,14 @@ class HeadStructure:
         kinds = {re.sub(r"\d+", "0", name): name for name in reversed(self.inventory.unrecognized)}
         candidates = list(kinds.values())[:_MAX_KINDS]
         best: tuple[list[Family], list[str]] = [], []
-        for family in rows():
+        for family in (*elsewhere(self.inventory), *rows()):
             canonicals = {name: family.canonical(name, self.inventory.num_layers) for name in candidates}
             matches = [name for name, canonical in canonicals.items() if canonical]
             if not any(canonical and canonical.split(".")[1] != "block" for canonical in canonicals.values()):
                 continue
             if len(matches) > len(best[1]):
                 best = [family], matches
-            elif matches and matches == best[1]:
+            elif matches and matches == best[1] and best[0][0].name != self.inventory.family.name:
                 best[0].append(family)
         return tuple(best[0]), tuple(sorted(best[1]))
 

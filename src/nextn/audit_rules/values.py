@@ -3,6 +3,7 @@
 Packed integers are not decoded here; `precision` covers how they are stored.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
@@ -281,7 +282,7 @@ def _untrained(samples: SampledValues) -> Iterator[Finding]:
 
 
 def _share_initial(samples: SampledValues, weights: Mapping[str, Values], dtypes: Mapping[str, str]) -> float:
-    """Return the share of matrices that look freshly initialized; fp8 is left out, as its scales are not read."""
+    """Return the share of matrices that look freshly initialized, NaN if too few were read; fp8 needs its scales."""
     config_std = lookup(samples.inventory.checkpoint.config, "initializer_range")
     std = float(config_std) if isinstance(config_std, int | float) and config_std > 0 else INITIALIZER_RANGE
     initial = [
@@ -289,7 +290,7 @@ def _share_initial(samples: SampledValues, weights: Mapping[str, Values], dtypes
         for each, array in weights.items()
         if len(array) >= MIN_VALUES and not dtypes[each].startswith("F8") and np.isfinite(array).all()
     ]
-    return sum(initial) / len(initial) if len(initial) > 1 else 0.0
+    return sum(initial) / len(initial) if len(initial) > 1 else math.nan
 
 
 def _is_initial(array: Values, std: float, *, fan_in: int) -> bool:

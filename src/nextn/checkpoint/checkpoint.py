@@ -167,6 +167,12 @@ class Checkpoint:
         named = {SINGLE} if self.index is None else set(self.index.values())
         return tuple(file for file in self.headers if file not in named)
 
+    @property
+    def pickled(self) -> str:
+        """What to do with the weights that other files than safetensors hold; "" if there are none."""
+        names = [name for name in self.sources if name.startswith("pytorch_model") and name.endswith(PICKLES)]
+        return f"Its weights are in {pickle_sentence(names)}" if names else ""
+
     def info(self, name: str) -> TensorInfo:
         """Return the tensor called `name`; CheckpointError if there is none."""
         if name not in self.tensors:

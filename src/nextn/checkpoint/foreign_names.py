@@ -84,7 +84,10 @@ def plain_name(name: str) -> str | None:
 def foreign(names: Iterable[str]) -> list[tuple[ForeignNames, list[str]]]:
     """Return each kind with the names that are of it."""
     marked = [name for name in names if len(name) <= _MAX_LENGTH and _ANY.search(name)]
-    found = [(kind, [name for name in marked if kind.pattern.search(name)]) for kind in KINDS]
+    # A tensor that has no other name is of the kind that says so alone.
+    nameless = {name for name in marked if plain_name(name) is None}
+    found = [(kind, [name for name in marked if kind.pattern.search(name)
+                     and (kind.plain == "\0") == (name in nameless)]) for kind in KINDS]  # fmt: skip
     return [(kind, own) for kind, own in found if own]
 
 

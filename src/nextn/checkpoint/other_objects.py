@@ -96,7 +96,8 @@ def pickle_sentence(names: Sequence[str]) -> str:
     """Say what to do with files of torch.save."""
     return (
         f"{', '.join(names[:3])}: pickle files are not read, as they can run code. Convert each file with "
-        "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE), which keeps every tensor."
+        "safetensors.torch.save_file({name: value.contiguous().clone() for name, value in torch.load(FILE, "
+        'weights_only=True).items()}, NEW_FILE, {"format": "pt"}), which keeps every tensor.'
     )
 
 

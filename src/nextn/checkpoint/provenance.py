@@ -252,7 +252,8 @@ def open_head(source: str | Path, trunk: Inventory) -> Inventory:
     checkpoint = checkpoint if checkpoint.config else replace(checkpoint, config=trunk.checkpoint.config)
     head = Inventory.of(checkpoint, family=_family(checkpoint, trunk))
     if not head.own:
-        raise CheckpointError(f"{checkpoint.path}: holds no head of family {head.family.name}; `nextn train` makes one")
+        make = f"`{head.restore_command()}` restores" if head.declared and head.layers else "`nextn train` makes"
+        raise CheckpointError(f"{checkpoint.path}: holds no head of family {head.family.name}; {make} one")
     if not head.family.trunk_kv and head.num_layers != trunk.num_layers:
         raise CheckpointError(
             f"{checkpoint.path}: its head is for a trunk of {head.num_layers} layers, {trunk.checkpoint.path} has "

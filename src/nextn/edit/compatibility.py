@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -43,18 +43,29 @@ def absent(inventory: Inventory) -> list[str]:
         for role in family.names
         if role in family.required(index) and (str(index), role) not in have
     ]
-    # Modules, and the experts of one, may be in different forms.
+    # Modules, and the experts of one, may be in different forms, and of different types, as by mtp_mlp_layer_types.
     tails: dict[int, set[str]] = defaultdict(set)
     for canonical in inventory.stored:
         for path, _ in split_view(canonical, inventory.info(canonical)):
             number, _, tail = path.partition(".")
             tails[int(number)].add(tail)
-    every = {tail for module in tails.values() for tail in module if tail.startswith("block.")}
+    components = {index: _components(module) for index, module in sorted(tails.items())}
     for index, module in sorted(tails.items()):
-        block = every if f"{index}.block" not in missing else set()
-        missing += sorted(f"{index}.{tail}" for tail in block - module)
+        for other in components.values() if f"{index}.block" not in missing else ():
+            lost = {tail for name, part in other.items() if (own := components[index].get(name, set())) < part
+                    for tail in part - own}  # fmt: skip
+            missing += sorted({f"{index}.{tail}" for tail in lost} - {*missing})
         missing += [f"{index}.block: expert {number}" for number in _missing_experts(module, inventory)]
     return missing + indexed_but_missing(inventory, head=True)
+
+
+def _components(tails: Iterable[str]) -> dict[str, set[str]]:
+    """Return component of a block, such as `mlp`, -> its tails."""
+    components: dict[str, set[str]] = defaultdict(set)
+    for tail in tails:
+        if tail.startswith("block."):
+            components[tail.split(".")[1]].add(tail)
+    return components
 
 
 def _missing_experts(tails: set[str], inventory: Inventory) -> list[int]:

@@ -5,6 +5,7 @@ Bytes, dtypes and scales stay as they are, unless norm weights are to be shifted
 
 import json
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -135,7 +136,7 @@ def find_head(inventory: Inventory, layout: Family, current: Family | None = Non
     A head behind the place that the config implies, as where layers were removed from the trunk, is found there.
     Raises CheckpointError for a head that is partial in every layout, or absent.
     """
-    families = (current,) if current else (inventory.family, *rows())
+    families = (current,) if current else (inventory.family, *rows(), *elsewhere(inventory))
     first_layer = inventory.num_layers + min(inventory.modules, default=0)
     heads = [_read_as(family, inventory, first_layer) for family in families]
     complete = [head for head in heads if head and head.stored and not absent(head)]
@@ -144,10 +145,23 @@ def find_head(inventory: Inventory, layout: Family, current: Family | None = Non
     if inventory.stored:
         raise CheckpointError(
             f"{inventory.checkpoint.path}: its head is partial, without {some(absent(inventory), 5)}. "
-            "`nextn restore` completes it."
+            f"`{inventory.restore_command()}` completes it."
         )
     inventory.refuse_draft_model()
-    raise CheckpointError(f"{inventory.checkpoint.path}: holds no head in any known layout. `nextn restore` adds one.")
+    command = inventory.restore_command()
+    raise CheckpointError(f"{inventory.checkpoint.path}: holds no head in any known layout. `{command}` adds one.")
+
+
+def elsewhere(inventory: Inventory) -> list[Family]:
+    """Return the family with the head's layers under another path and numbered from 0, if its names are there."""
+    family, names = inventory.family, [*inventory.unrecognized, *inventory.stored.values()]
+    block, heads = family.names["block"], {role for role in family.names if role not in ("block", *family.copies)}
+    own = [path.removeprefix(block) for role, path in family.names.items() if role in heads and path.startswith(block)]
+    found = [{match[1] for name in names if (match := re.fullmatch(rf"(.+)\.\d+{re.escape(path)}\.weight", name))}
+             for path in own]  # fmt: skip
+    roots = set.intersection(*found) if found and "{layer}" in block else set()
+    return [replace(family, wrappers={}, names={role: path.replace(block, f"{root}.{{module}}")
+                                                for role, path in family.names.items()}) for root in roots]  # fmt: skip
 
 
 def _distance(head: Inventory, inventory: Inventory, layout: Family) -> tuple[int, bool, int, int]:

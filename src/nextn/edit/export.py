@@ -23,6 +23,7 @@ from nextn.edit.plan import EditPlan, Files, Piece, execute, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import Family, find, lookup
+from nextn.text_format import joined
 
 ENGINES = {
     "vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23",
@@ -216,8 +217,14 @@ def _refuse_family(family: Family, trunk: Inventory, engine: str, path: str) -> 
         return
     is_added = family.name == GENERIC or family.separate
     if not is_added and not (engine == "llama.cpp" and family.name == _CONVERTED):
-        command = f"nextn serve {shlex.quote(path)} --print {engine}"
-        raise FamilyError(f"{path}: a head of family {family.name} is served as it is: `{command}`")
+        if engine == "transformers" and engine in family.runners:
+            way = "load the model as it is, and call `model.generate(**inputs, use_mtp=True)`"
+        elif engine.replace(".", "") in family.runners:
+            way = f"it is served as it is: `nextn serve {shlex.quote(path)} --print {engine}`"
+        else:
+            engines = [ENGINES[name] for name in ENGINES if name.replace(".", "") in family.runners]
+            way = f"{ENGINES[engine]} does not run it; engines that do: {joined(engines) or 'none'}"
+        raise FamilyError(f"{path}: a head of family {family.name}: {way}")
     if engine == "transformers" and family.name != GENERIC:
         raise FamilyError(f"{path}: transformers runs heads of the trunk's own layers; train one without --layout")
     if engine == "llama.cpp" and family.layer_model:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import ADAPTER, Checkpoint
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.provenance import trunk_identity
 from nextn.checkpoint.quantization import is_mlx
@@ -137,6 +137,7 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
         yield
     except CheckpointError as error:
         reasons = [problem.message for problem in checkpoint.problems if problem.kind == "missing_file"]
+        reasons += filter(None, [checkpoint.pickled])
         if is_mlx(checkpoint):
             reasons.append(
                 "its weights are in MLX's layout, which mlx-lm and mlx-vlm load, and neither transformers nor nextn: "
@@ -158,9 +159,11 @@ def _check_trunk(checkpoint: Checkpoint, trunk: Trunk) -> list[str]:
     scales = ((matrix.name, matrix.scales()) for matrix in codes)
     _check_finite(checkpoint.path, chain(values, scales))
     loaded_type, model_type = trunk.model.config.model_type, checkpoint.config.get("model_type")
+    notes = [f"{ADAPTER}: the adapter beside the model is not applied; PEFT's `merge_and_unload` merges it"]
+    notes = notes if ADAPTER in checkpoint.sources else []
     if loaded_type != model_type:
-        return [f"only the text model ({loaded_type}) of {model_type} is loaded, and would be saved"]
-    return []
+        notes.append(f"only the text model ({loaded_type}) of {model_type} is loaded, and would be saved")
+    return notes
 
 
 def _check_finite(path: str, state: Iterable[tuple[str, Tensor]]) -> None:

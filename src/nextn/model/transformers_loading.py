@@ -26,6 +26,7 @@ from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import CheckpointError, NextnError
 from nextn.model.family_layers import add_unused_experts
 from nextn.model.packed_linear import StandIns
+from nextn.text_format import counted
 
 
 class LazyTensor(Protocol):
@@ -115,7 +116,7 @@ def check_complete(folder: Path, incomplete: Collection[object]) -> None:
     if incomplete:
         bad = sorted(map(str, incomplete))
         raise CheckpointError(
-            f"{folder}: {len(bad)} trunk tensors are missing or have another shape: {', '.join(bad[:8])}"
+            f"{folder}: {counted(len(bad), 'tensor')} of the trunk missing or of another shape: {', '.join(bad[:8])}"
         )
 
 
