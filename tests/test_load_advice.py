@@ -38,6 +38,10 @@ def test_cost_of_a_round_decides_k():
 def test_a_gain_that_is_not_sure_is_none():
     assert point(4, 1.1).best(RATES) > 0
     assert point(4, 1.1, low=0.7).best(RATES) == 0
+    assert (
+        "at 4 and 8 streams MTP was faster in some passes"
+        in advice(point(1, 1.5), point(4, 1.1, low=0.7), point(8, 1.2, low=0.9)).notes[0]
+    )
 
 
 def test_a_round_that_costs_less_than_a_plain_one_has_free_drafts():

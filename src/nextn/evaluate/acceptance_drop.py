@@ -151,7 +151,7 @@ class AcceptanceChange:
             )
         else:
             choice = f"train the head: {names} fell by more than {self.limit:.1%}; {expected}"
-        return f"{choice}{self._noise}"
+        return choice if names else f"{choice}{self._noise}"
 
     @property
     def _noise(self) -> str:

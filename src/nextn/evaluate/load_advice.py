@@ -17,6 +17,7 @@ from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
 from nextn.stats.acceptance import expected_length, length_of_drafts
 from nextn.stats.speedup import Spread, uniform_rate
+from nextn.text_format import joined
 
 DEFINITIONS = {
     "speedup": "tokens/s with MTP over tokens/s without, same prompts, one after the other; median over repeats",
@@ -92,9 +93,14 @@ class LoadAdvice:
     def notes(self) -> list[str]:
         """What makes the figures uncertain."""
         k, least = len(self.rates), min(point.drafts for point in self.points)
+        unsure = [point.streams for point in self.points if point.speedup.low < 1 < point.speedup.high]
+        passes = [
+            f"at {joined(map(str, unsure))} streams MTP was faster in some passes and slower in others: use an "
+            "idle machine, more --prompts or more --max-tokens"
+        ] if unsure else []  # fmt: skip
         if least > k - 0.1:
-            return []
-        return [
+            return passes
+        return passes + [
             f"the engine drafted {least:.1f} of {k} tokens in a round: it chooses K itself, so the expected speed-ups "
             "are uncertain; measure it at a fixed K"
         ]
