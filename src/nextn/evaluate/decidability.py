@@ -32,10 +32,6 @@ class NeededEvidence:
     engine_rounds: int | None  # None if the engine's counts are enough as they are
     engine_rounds_now: int | None
 
-    def as_record(self) -> dict[str, object]:
-        """Return the fields for JSON reports."""
-        return dict(vars(self))
-
 
 def can_decide(evidence: Sequence[Evidence]) -> bool:
     """Return whether this much evidence decides between no fault and half of the drafts lost.

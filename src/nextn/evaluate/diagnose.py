@@ -428,7 +428,7 @@ class Diagnosis(CheckReport):
             "definitions": DEFINITIONS,
             **super().to_dict(),
             "overrides": list(self.overrides),
-            "needed": None if self.needed is None else self.needed.as_record(),
+            "needed": self.needed and asdict(self.needed),
             "named": list(self.named),
             "indistinguishable": list(self.indistinguishable),
             "causes": [cause.as_record() for cause in self.causes],

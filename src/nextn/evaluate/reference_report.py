@@ -385,7 +385,7 @@ class ReferenceReport:
                 f"{temperature:g}": None if texts.pooled is None else texts.pooled.as_record()
                 for temperature, texts in self.generated.items()
             },
-            "controls": None if self.controls is None else self.controls.as_record(),
+            "controls": self.controls and asdict(self.controls),
             "warnings": self.warnings,
         }
         prompts_record = {"prompts": dict(self.prompts_source)} if self.prompts_source else {}

@@ -165,10 +165,6 @@ class Controls:
             )
         return warnings
 
-    def as_record(self) -> dict[str, object]:
-        """Return the fields for JSON reports."""
-        return dict(vars(self))
-
 
 def measure_controls(
     model: Model, scored: Sequence[ScoredText], hiddens: Sequence[TrunkOutput], rule: str, *, contract: Contract

@@ -58,9 +58,7 @@ def proportion(num_accepted: Sequence[float], num_drafted: Sequence[float], *, e
     return Estimate(rate, *wilson_interval(rate * count, count, z))
 
 
-def jackknife(
-    statistic: Callable[[Sequence[float]], float], rows: Sequence[Sequence[float]], *, error: float = 0.05
-) -> Estimate:
+def jackknife(statistic: Callable[[Sequence[float]], float], rows: Sequence[Sequence[float]]) -> Estimate:
     """Estimate a function of the sums of the rows' columns, with its leave-one-out interval (Quenouille 1956).
 
     rows: The counts of each text.
@@ -74,7 +72,7 @@ def jackknife(
         statistic([a + b for a, b in zip(*sides, strict=True)]) for sides in zip(before[:-1], behind[1:], strict=True)
     ]
     mean = sum(others) / num_texts
-    half = student_t(num_texts - 1, error) * math.sqrt(
+    half = student_t(num_texts - 1, 0.05) * math.sqrt(
         (num_texts - 1) / num_texts * sum((other - mean) ** 2 for other in others)
     )
     return Estimate(value, value - half, value + half)

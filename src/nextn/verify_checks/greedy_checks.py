@@ -6,7 +6,7 @@ log-probabilities of both sides a little, a fault moves those of one side by muc
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from nextn.bounded_json import short_repr
 from nextn.engines.answers import AnswerToken, EngineAnswer, common_prefix
@@ -161,10 +161,6 @@ class Difference:
         position = f"prompt {self.prompt + 1}, {unit} {self.position + 1}"
         return f"{position}: {_token_text(self.one)} against {_token_text(self.other)}, {gap}"
 
-    def as_record(self) -> dict[str, object]:
-        """Return the JSON form."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class Agreement:
@@ -201,8 +197,8 @@ class Agreement:
             "compared": self.compared,
             "unit": self.unit,
             "tie_gaps": [tie.gap for tie in self.ties],
-            "faults": [fault.as_record() for fault in self.faults],
-            "unknown": [difference.as_record() for difference in self.unknown],
+            "faults": list(map(asdict, self.faults)),
+            "unknown": list(map(asdict, self.unknown)),
         }
         return CheckResult(name, outcome, evidence, "" if outcome == "passed" else advice, figures)  # type: ignore[arg-type]
 

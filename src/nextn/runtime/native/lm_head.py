@@ -18,8 +18,7 @@ from nextn.runtime.native.grouped import RoundedFormat
 from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.passes import BLOCK_SIZES
 from nextn.runtime.native.program import Replay
-from nextn.runtime.native.trace import TraceRecorder
-from nextn.runtime.native.trace_hooks import record_op
+from nextn.runtime.native.trace import TraceRecorder, current_trace
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.speculative.sampling import HeadOutput, Prediction
@@ -37,7 +36,7 @@ def with_confidence(logits: Tensor, vocabulary: DraftVocabulary | None = None) -
     With a draft vocabulary, the given logits are those of its tokens, and the others are -inf.
     """
     best, confidence = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
-    record_op("confidence", [best, confidence, logits], outs=2)
+    current_trace().add_native("confidence", [best, confidence, logits], outs=2)
     if vocabulary is None:
         return [logits, best, confidence]
     return [vocabulary.expand(logits), vocabulary.ids[best], confidence]

@@ -35,11 +35,6 @@ _IGNORED = IGNORABLE_ARGUMENTS | {
 _OTHER_RULE = "a recurrent layer whose update is not the gated delta rule"
 
 
-def record_op(op: str, views: Sequence[Tensor], *, outs: int) -> None:
-    """Record a native op that writes its first `outs` views in the current trace."""
-    current_trace().add_native(op, views, outs=outs)
-
-
 class RecordingLayer:
     """One attention layer of a `RecordingCache`."""
 
