@@ -100,9 +100,10 @@ class LoadAdvice:
         ] if unsure else []  # fmt: skip
         if least > k - 0.1:
             return passes
-        return passes + [
+        return [
+            *passes,
             f"the engine drafted {least:.1f} of {k} tokens in a round: it chooses K itself, so the expected speed-ups "
-            "are uncertain; measure it at a fixed K"
+            "are uncertain; measure it at a fixed K",
         ]
 
     @property
