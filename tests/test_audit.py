@@ -141,6 +141,11 @@ BROKEN = {
         "names-foreign", "error", "qwen3_5_moe", {"change": lambda table: (
             drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.gate_up_proj.weight", (4, 32, H))(table),
             put("mtp.layers.0.mlp.experts.down_proj.weight", (4, H, 16))(table))}, "fused experts with a module each"),
+    "an engine's fused projections": (
+        "names-foreign", "error", "qwen3_5", {"change": lambda table: (
+            drop(r"^model.*mlp\.(gate|up)_proj")(table),
+            *(put(f"model.layers.{layer}.mlp.gate_up_proj.weight", (4 * H, H))(table) for layer in range(LAYERS)))},
+        r"2 tensors .*fused projections"),
     "fused experts transposed": (
         "shape", "error", "qwen3_5_moe", {"change": lambda table: (
             drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.gate_up_proj", (4, H, 32))(table),

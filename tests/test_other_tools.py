@@ -214,6 +214,17 @@ def test_mlx_keeps_the_names_of_its_head(tmp_path):
     assert Checkpoint.open(tmp_path / "out").tensors.keys() == Checkpoint.open(folder).tensors.keys()
 
 
+def test_restore_into_mlx_says_how_norm_weights_are_stored(tmp_path):
+    """Not where both store w - 1, nor where the family stores w."""
+    mlx, notes = {"quantization": {"group_size": 16, "bits": 4, "mode": "affine"}}, {}
+    for name, config in (("qwen3_5", mlx), ("qwen3_5", {}), ("glm4_moe", mlx)):
+        folder = tmp_path / f"{name}{len(config)}"
+        target = publish(folder, name, change=without(name), config=config)
+        plan = nextn.restore(target, publish(tmp_path / name, name), dry_run=True)
+        notes[folder.name] = any(f"nextn audit {target}" in note for note in plan.notes)
+    assert notes == {"qwen3_51": True, "qwen3_50": False, "glm4_moe1": False}
+
+
 def test_restore_beside_an_unknown_method(tmp_path):
     """EXL3 stores three tensors and no weight: a head of plain weights is complete beside them."""
 

@@ -114,7 +114,7 @@ def names_foreign(inventory: Inventory) -> Iterator[Finding]:
     checked = {
         known.get(name, name): name
         for name in sorted(inventory.checkpoint.tensors)
-        if name.rpartition(".")[2] not in inventory.family.runtime_names
+        if not name.endswith(inventory.family.runtime_names)
     }
     for kind, keys in foreign(checked):
         names = [checked[key] for key in keys]

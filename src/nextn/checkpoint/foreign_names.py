@@ -47,6 +47,10 @@ KINDS = (
         re.compile(r"(?<=\.experts\.)(?:routed_experts\.)?w2_weight"), "down_proj",
         "fused experts in the memory of vLLM or SGLang", "Write the checkpoint's own names: experts.down_proj."),
     ForeignNames(
+        re.compile(r"^(?!.*visi)(?:.*\.)?(?:self_attn\.qkv_proj|mlp\.gate_up_proj)\.(?:weight|bias)$"), "\0",
+        "fused projections in the memory of vLLM or SGLang",
+        "Save the checkpoint's own: q_proj, k_proj and v_proj, gate_proj and up_proj."),
+    ForeignNames(
         re.compile(r"(?<=\.experts\.)gate_up_proj\.weight$"), "gate_up_proj", "fused experts with a module each",
         "Write the checkpoint's own names: experts.gate_up_proj and experts.down_proj, without .weight."),
     ForeignNames(

@@ -3,6 +3,7 @@
 It does not look at the head's values, as `audit` does, but compares stored copies with the trunk's tensors.
 """
 
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
-from nextn.checkpoint.quantization import QuantConfig
+from nextn.checkpoint.quantization import QuantConfig, is_mlx
 from nextn.edit.compatibility import ABOUT_HEAD, absent, indexed_but_missing, quantized_without, refuse_misfit
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
@@ -165,6 +166,11 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
             notes.append(f"replaces {counted(len(gone), 'tensor')} of the head that was there: {some(sorted(gone))}")
         fresh = {dst.published(name): Piece(src.checkpoint, src.stored[name]) for name in src.own}
         count = len(src.modules)
+        if family.norm_weight == "1+w" and is_mlx(checkpoint) > is_mlx(src.checkpoint):
+            notes.append(
+                "MLX's files store norm weights with 1 added, and the head's stay as in their source: "
+                f"`nextn audit {shlex.quote(checkpoint.path)}` names the command that adds it"
+            )
     if engine is None and src is not None and (engine := _skipping_engine(src)) is not None:
         notes.append(f"writes copies of the target's tensors into the MTP layers, as the base has: {engine} needs them")
     if engine is not None:

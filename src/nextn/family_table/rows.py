@@ -321,7 +321,7 @@ _GLM5_NEXT = replace(
 )
 _GLM_OCR = replace(
     _GLM4_MOE, name="glm_ocr", title="GLM-OCR", model_types=("glm_ocr", "glm_ocr_text"), draft_types=("glm_ocr_mtp",),
-    count_fields=_NEXTN, block={}, wrappers=_TEXT, fp8=None,
+    count_fields=_NEXTN, block={}, wrappers=_TEXT, fp8=None, runtime_names=("gate_up_proj.weight",),
     engines={
         "vllm": replace(_GLM4_MOE.engines["vllm"], source=_VM + "glm_ocr_mtp.py"),
         "sglang": _sglang("glm_ocr_nextn.py"),
@@ -440,7 +440,7 @@ _MIMO = Family(
 )
 _MIMO_V2 = Family(
     name="mimo_v2", title="MiMo-V2-Flash / V2.5 / V2.6 / Pro / Omni", model_types=("mimo_v2_flash", "mimo_v2"),
-    models=("MiMo-V2.6-Flash-RL", "MiMo-V2.6-Pro-RL"),
+    models=("MiMo-V2.6-Flash-RL", "MiMo-V2.6-Pro-RL"), runtime_names=("qkv_proj.weight",),
     draft_types=("mimo_v2_mtp", "mimo_v2_omni_mtp"), count_fields=_NEXTN, default_count=3,
     names=_module("model.mtp.layers.{module}"),
     block_renames={"post_attention_layernorm": "pre_mlp_layernorm", "self_attn.sinks": "self_attn.attention_sink_bias"},
@@ -719,7 +719,7 @@ _EXAONE4_5 = replace(
 )
 _INKLING = Family(
     name="inkling", title="Inkling", model_types=("inkling_mm_model", "inkling_model", "inkling_text"),
-    runtime_names=("w13_weight", "w2_weight"), draft_types=("inkling_mtp",),
+    runtime_names=("w13_weight", "w2_weight", "w13_dn.weight"), draft_types=("inkling_mtp",),
     count_fields=("mtp_config.num_nextn_predict_layers", "num_mtp_layers"),
     default_count=0,
     names={
@@ -979,6 +979,7 @@ _NO_MTP = "no MTP graph for models without a family of their own"
 GENERIC = replace(
     _DEEPSEEK_V3, name="generic", title="A head for any decoder-only model", model_types=(), draft_types=(),
     count_fields=("num_mtp_layers",), default_count=0, block={}, fp8=None, wrappers=_TEXT,
+    runtime_names=("qkv_proj.weight", "qkv_proj.bias", "gate_up_proj.weight", "gate_up_proj.bias"),  # Phi, GLM-4
     names={role: path for role, path in _APPENDED.items() if role not in ("embedding", "output")},
     engines={
         "vllm": EngineSupport("absent", _VM + "registry.py", notes=(_NO_MTP,)),
