@@ -311,7 +311,11 @@ class Diagnosis(CheckReport):
             return f"short prompts give the expected acceptance, long ones do not ({figures} on the short ones)"
         if not self.named:
             side = "above" if counted > expected else "below"
-            return f"no known fault explains it: {figures}, {side} what is expected of any of {len(self.causes)} causes"
+            easier = ", as on easier prompts, or of another head" if side == "above" and case.other_workload else ""
+            return (
+                f"no known fault explains it: {figures}, {side} what is expected of any of {len(self.causes)} "
+                f"causes{easier}"
+            )
         return f"{' or '.join(self.named)}: {figures}; {self._odds}{self._assumed}"
 
     @property
