@@ -329,8 +329,9 @@ def test_named_causes(cases, named):
 def test_summary_of_a_diagnosis():
     unknown = [Diagnosis("x", None, (case(kept, GOOD),)).summary for kept in ((950, 900), (100, 10))]
     assert [": AL 2.85" in unknown[0], "above what" in unknown[0], "below what" in unknown[1]] == [True] * 3
-    own = [Diagnosis("x", None, (case(kept, GOOD, exclusive=False),)).summary for kept in ((950, 900), (100, 10))]
-    assert ["easier prompts" in each for each in (*unknown, *own)] == [False, False, True, False]
+    poor = expects(NO_FAULT, 0.05, 0.05)
+    own = [Diagnosis("x", None, (case((950, 900), poor, exclusive=each),)).summary for each in (True, False)]
+    assert ["easier prompts" in each for each in (*unknown, *own)] == [False, False, False, True]
     some, many, countless = (
         Diagnosis("x", None, (case((count * 3 // 10, count * 3 // 20), GOOD, BAD, num_drafted=count),)).summary
         for count in (40, 100, 10**6)
