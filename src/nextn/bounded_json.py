@@ -95,6 +95,10 @@ def _too_deep() -> str:
 def loads(text: str, **options: Any) -> object:
     """Parse a JSON document; lone surrogates, which no file or terminal accepts, become U+FFFD.
 
+    Args:
+        text: The document.
+        options: Of `json.loads`.
+
     Raises:
         ValueError: It is not JSON, too long, nested too deeply, or its values would take too much memory.
     """

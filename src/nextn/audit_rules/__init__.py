@@ -137,6 +137,7 @@ def audit_checkpoint(
     """Run every rule on an opened checkpoint.
 
     Args:
+        checkpoint: What to check.
         family: Overrides the family of the config's model_type.
         sample: Read only samples of the head's values, although the files are local.
         trunk: The trunk that the head of `checkpoint` is to run with, if it is in another checkpoint.

@@ -121,6 +121,7 @@ class Checkpoint:
         fetched, and nothing is stored; files in the hub's cache are read there, and with HF_HUB_OFFLINE=1 no others.
 
         Args:
+            path_or_id: What to open.
             token: For a hub id; None: that of huggingface_hub.
             endpoint: For a hub id; None: that of huggingface_hub.
 

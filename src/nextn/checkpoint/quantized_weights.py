@@ -189,6 +189,7 @@ def round_to_nearest(weight: Tensor, bits: int, group_size: int, importance: Ten
     """Quantize a weight [N, K] symmetrically, with scales in its own dtype for groups that divide K.
 
     Args:
+        weight: The weight.
         bits: 8: the largest value has code 127 or -127. 4: of the scales that are tried, the one with the least squared
             error.
         group_size: Input channels of a group.

@@ -261,8 +261,8 @@ def _is_repetitive(tokens: "Sequence[int]") -> bool:
 class DraftableText:
     """The text whose `size` most frequent tokens are drafted."""
 
-    size: int | None  # none: the number that is fastest
-    text: str | None  # none: all tokens are drafted
+    size: int | None  # None: the number that is fastest
+    text: str | None  # None: all tokens are drafted
 
     def apply(self, model: "Model", *, num_speculative_tokens: int, backend: str = "auto") -> None:
         """Restrict what the head drafts from. Raises ConfigError if that is impossible.

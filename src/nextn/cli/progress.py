@@ -96,6 +96,7 @@ def status_lines(status: Callable[[], str], every_s: float, *, clock: Callable[[
 
     Args:
         status: Returns it; "" if nothing is.
+        every_s: Seconds between lines.
         clock: Returns the beginning of a line.
     """
     is_over, printed, due = Event(), "", 0.0

@@ -45,6 +45,7 @@ class DecodingBatch(TorchRounds):
         """Create a batch whose prompts are not processed yet.
 
         Args:
+            trunk: The passes of the trunk.
             head: The passes of the head; may be None if settings.num_speculative_tokens is 0.
             sequences: The sequences; their tokens are the prompts.
             settings: How to decode. Of max_tokens, eos and seed, those of each sequence count.

@@ -341,6 +341,7 @@ class Detokenizer:
     makes the whole run invalid, where `DecodeStream` raises because its earlier pieces were wrong.
 
     Args:
+        tokenizer: Any tokenizer of transformers.
         skip_special_tokens: Leave special tokens out of the text.
     """
 

@@ -181,6 +181,7 @@ def adopt(
     Args:
         source: A folder, hub id or opened checkpoint of a model without a family. A head of the trunk's own layer in
             it is kept.
+        out: A new folder.
         head: A folder or file with such a head alone; None: the one in `source`, if there is one.
         follow_links: See `restore`.
         dry_run: Write nothing.

@@ -81,6 +81,7 @@ def export(
         engine: One of `ENGINES`.
         trunk: Folder of the trunk; None: the one that the head was trained on, if it is still there, or is inside.
         tokenizer: For llama.cpp, a GGUF with the trunk's tokenizer, if nextn cannot write it.
+        num_speculative_tokens: K of the command.
 
     Raises:
         ConfigError: The engine is unknown, or cannot run the head.
@@ -166,7 +167,10 @@ def check_export(engine: str, family: Family, trunk: Inventory, *, num_modules: 
     """Raise what `export` would raise for any head of this family on this trunk, before one is trained.
 
     Args:
+        engine: See `export`.
+        family: Of the head.
         trunk: Of the trunk's checkpoint; for llama.cpp in a local folder.
+        num_modules: Of the head.
     """
     path = trunk.checkpoint.path
     _refuse_family(family, trunk, engine, path)

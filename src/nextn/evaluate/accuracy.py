@@ -223,6 +223,7 @@ def choose_weights(model: Model, reference: Reference, *, source: str, max_kl: f
         model: Loaded, for the native backend. Its weights are `stored` if fewer bits diverge more.
         reference: Of the same model in float32.
         source: What the model was loaded from.
+        max_kl: Mean divergence, in nats.
 
     Returns:
         What was compared, from the fewest bits on; the last one is what was chosen, unless it diverges more.

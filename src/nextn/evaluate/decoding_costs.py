@@ -274,6 +274,7 @@ def draft_bytes(
     """Return the bytes of weights that a draft step reads: one MTP layer (their mean) and the lm_head.
 
     Args:
+        head: The head.
         bits: `Backend.head_bits`; None for weights as stored.
         num_tokens: Rows of the lm_head. Default: those of the draft vocabulary, else all.
         lm_head_bits: `Backend.draft_lm_head_bits`; None for those of the other weights.

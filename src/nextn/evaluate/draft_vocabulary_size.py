@@ -64,6 +64,7 @@ def choose_draft_vocabulary(
     Args:
         model: A model with a head; costs are measured with its weights.
         tokens: A text similar to what will be decoded. Its last part is held out to measure acceptance on.
+        num_speculative_tokens: The largest K.
         always: Token ids that every vocabulary contains.
         backend: See `backend_for`.
 

@@ -52,6 +52,7 @@ def head_loss(
     Args:
         hiddens: final_hidden [B, T-k, H] of each depth.
         weights: lm_head weight [V, H] of all depths, or one for each.
+        teacher: The trunk's side.
         objective: One of `OBJECTIVES`.
         depth_weights: w_k; None: all 1.
         chunk: Rows of logits that exist at a time; None: about 64 MB.

@@ -135,6 +135,7 @@ def head_tensors(
     """Return the head's tensors under their published names and in the family's stored layout.
 
     Args:
+        head: The head.
         copies: Include the copies of shared tensors in each MTP layer, where the family stores them.
         dtype: Cast all but the tensors that always stay fp32; None: as is.
         wrapper: The name prefix of the family that the trunk's tensors have.
@@ -187,6 +188,7 @@ def load_tensors(
     """Load every tensor of a `meta_head` and return notes. Raises CheckpointError listing all problems.
 
     Args:
+        head: The head.
         weights: The stored tensors. With either option, their files must stay open.
         split_experts: Leave experts that are stored one by one, and large, in the files: they are checked now, and
             loaded a few at a time when they run.

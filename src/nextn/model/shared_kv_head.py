@@ -45,8 +45,10 @@ class QueryLayers(MTPLayer):
         """Create the layer with new weights.
 
         Args:
+            family: The conventions.
             trunk: The trunk whose embeddings and states it takes, and whose keys it reads.
             source: A model of the head's own sizes, whose last layers become this one's.
+            types: Of these decoder layers.
             num_centroids: Groups of tokens, of which only the best few are drafted from; 0: all tokens are.
         """
         nn.Module.__init__(self)

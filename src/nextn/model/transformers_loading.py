@@ -64,6 +64,7 @@ def model_from_folder(
     """Load the model of a checkpoint folder.
 
     Args:
+        folder: The checkpoint.
         state: Tensors by stored name, not quantized, whatever the config says; None: transformers reads the files.
         dtype: None: the config's, else the stored one.
         packed: Tensors of `state` whose codes linear layers of the decoder keep, if transformers loads them as they

@@ -284,6 +284,8 @@ class Trunk(nn.Module):
         """Build the decoder layers of an MTP layer, of the trunk's own class and freshly initialized.
 
         Args:
+            index: Of the MTP layer.
+            count: Number of MTP layers.
             overrides: Changes of the config; a list has one entry per decoder layer. With several, the result is an
                 nn.ModuleList.
             parts: If given, the submodules of a decoder layer that form a `ResidualBlock`.
@@ -392,6 +394,7 @@ class Trunk(nn.Module):
         """Return the attention mask of layers of this type.
 
         Args:
+            layer_type: The layers'.
             num_positions: T, the number of queries.
             rows: Batch size, for layers that need one mask per sequence.
             cache: Mask its open block; without a cache, the T positions start at 0.

@@ -61,6 +61,7 @@ def engine_commands(
 
     Args:
         checkpoint: A folder or a hub checkpoint.
+        engine: One of `ENGINES`.
         num_speculative_tokens: K; None: 3, or for a head of several MTP layers, their number.
 
     Raises:

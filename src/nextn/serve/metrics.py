@@ -50,6 +50,7 @@ class ServerMetrics:
         """Count a chunk.
 
         Args:
+            chunk: What the engine emitted.
             since_submitted: Seconds since the request was submitted.
             since_chunk: Seconds since the previous chunk with tokens of this sequence; None: this is the first one.
         """

@@ -30,6 +30,9 @@ class Publication:
     """What will be in a repository.
 
     Args:
+        folder: With the files.
+        repo: The hub id.
+        card: The content of README.md.
         files: Names of the other files, with their sizes in bytes.
     """
 

@@ -90,6 +90,9 @@ class Answer:
 
     Args:
         options: The served name, and whether every answer has `metrics`.
+        body: The request.
+        requests: Its sequences.
+        token_texts: Texts of single tokens.
     """
 
     kind = ""  # the field `object` of whole answers

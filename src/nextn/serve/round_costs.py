@@ -46,6 +46,8 @@ def measure_round_costs(
     """Measure rounds as the scheduler runs them.
 
     Args:
+        backend: Trunk and head.
+        batch_size: Number of sequences.
         num_speculative_tokens: K, the largest number of the head's drafts per round.
         num_copy_tokens: The largest number of copied tokens of a sequence per round.
         is_argmax: Whether tokens are the argmax; otherwise they are sampled at temperature 1.

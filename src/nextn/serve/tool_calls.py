@@ -42,6 +42,7 @@ def tool_syntax(chat_template: str | None, name: str | None = None) -> ToolSynta
     """Find the syntax of a chat template.
 
     Args:
+        chat_template: The template's text.
         name: Use this syntax instead, one of `SYNTAXES`.
 
     Returns:

@@ -128,6 +128,7 @@ class RoundCosts:
         """Return a number of drafts that was not measured at this batch size and may be the fastest, or None.
 
         Args:
+            batch_size: Number of sequences.
             rates: Expected tokens per second by number of drafts.
             best: The number of drafts with the highest rate.
         """

@@ -136,11 +136,14 @@ def prepare_head_run(
     """Load the starting point and the data, and build the trainer.
 
     Args:
+        out: The run's folder.
         start: The trunk and the initial head.
         data: Files, folders or data sets, see `load_corpora`.
+        settings: Fields of `HeadConfig`.
         all_tokens: See `load_corpora`.
         tokenizer: A folder, if not the model's own.
         on_policy: Data without a header was sampled from this trunk at the settings' temperature.
+        ranks: The processes.
         show_layers: Shows the progress over the layers of the trunk while a new head is initialized from it.
 
     Raises:
@@ -224,6 +227,7 @@ def load_starting_point(
     """Return the trunk and the initial head (none if it is to be fresh), the trunk's checkpoint, and notes.
 
     Args:
+        start: What to load.
         near: A folder for temporary files while loading.
         ranks: The processes; several load the trunk's decoder layers when they are sharded.
     """

@@ -387,6 +387,8 @@ def write_standalone_head(
 
     Args:
         origin: The checkpoint of the trunk that the head was trained on.
+        head: The head.
+        path: The .safetensors file.
         dtype: The dtype of the written parameters, except those that every model keeps in fp32.
         source: What trained the head, for the record.
         trained_length: Tokens of the sequences that it was trained on, for the record; None if unknown.

@@ -45,7 +45,10 @@ class HiddenStateCache:
     """Batches 0..num_batches-1 of `batches`, with the trunk's hidden states.
 
     Args:
+        trunk: The trunk.
+        batches: The batches.
         num_batches: How many of them to store.
+        folder: Where the shards are.
         dtype: Of the stored states, None = the trunk's own.
         autocast: Run the trunk under bfloat16 autocast, as training does.
         compute: Computes the states of a batch, None = a plain forward pass of the trunk.

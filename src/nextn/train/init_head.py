@@ -56,8 +56,11 @@ def init_head(
     their own.
 
     Args:
+        family: The head's family.
+        trunk: The trunk.
         tokens: [B, T], a text on which the trunk's layers are measured and the projection is fitted: some thousand
             tokens; fewer make a worse start.
+        num_modules: Number of MTP modules.
         folder: Of the states of a streamed trunk, see `StreamedTrunk.read_layers`.
         on_layer: Called after each layer of a streamed trunk.
         deferred: Defers the head's parameters, which are then on the meta device.
@@ -246,6 +249,7 @@ def fit_projection(head: Head, index: int, tokens: Tensor, hidden: Tensor, targe
 
     Args:
         head: The head; the layer's parameters may be deferred.
+        index: Of the MTP layer.
         tokens: [B, T].
         hidden: [B, T, H], the trunk's head_input.
         target: [B, T, H], the input of the trunk layer that the block is a copy of.

@@ -30,6 +30,7 @@ def measure_layers(
     """Run a trunk over tokens [B, T].
 
     Args:
+        trunk: The trunk.
         tokens: [B, T].
         wanted: Indices of layers whose inputs are returned.
         folder: Of the states of a streamed trunk, see `StreamedTrunk.read_layers`; the inputs are kept there, too.

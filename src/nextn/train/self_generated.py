@@ -159,6 +159,7 @@ def generate_answers(
         settings: Decoding settings; `eos = None` takes the checkpoint's, and a model without a head drafts nothing.
         out: The .jsonl file; an existing one is resumed after its last complete batch.
         batch_size: Prompts decoded together.
+        backend: See `backend_for`.
         should_stop: Called in every round; the batch under way is then dropped.
 
     Raises:

@@ -197,6 +197,7 @@ class Program:
         """Append a call and keep its tensors alive.
 
         Args:
+            op: Name of the op.
             tensors: Its views, outputs first.
             ints: Integer parameters, in the op's order.
             reals: Floating-point parameters, in the op's order.

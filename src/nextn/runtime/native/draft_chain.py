@@ -175,6 +175,7 @@ class NativeDraftChain:
         Args:
             tokens: Of each sequence, the tokens after its pending positions.
             states: Of each sequence, the trunk's states at these positions.
+            plan: The round's plan.
             limits: Of each sequence, its largest number of drafts.
             uniforms: Of each sequence, one random number per draft; None in greedy decoding.
 
@@ -204,6 +205,7 @@ class NativeDraftChain:
         """Prepare for native code that drafts by this plan.
 
         Args:
+            plan: The plan.
             max_speculative_tokens: Largest number of drafts of a sequence per round.
             num_pending: Largest number of pending positions of a sequence in any of these rounds.
             num_later: Positions that rounds before the last one add.

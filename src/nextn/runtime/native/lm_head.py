@@ -121,6 +121,7 @@ def has_four_bits(head: Head, num_tokens: int | None = None) -> bool:
     """Return whether the native backend drafts with an lm_head of four bits.
 
     Args:
+        head: The head.
         num_tokens: Rows of the lm_head. Default: those of the draft vocabulary, else all.
     """
     output, trunk = head.output(0), head.trunk

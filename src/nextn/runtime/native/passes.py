@@ -84,9 +84,11 @@ class Passes:
         """Create passes without recording any.
 
         Args:
+            runtime: The native runtime.
             weights: Packed weights, shared with other passes.
             layer_types: Type of each layer of the stack.
             run_pass: (inputs, cache) -> outputs. Anything that neither the outputs nor the cache need is not computed.
+            dtype: Of hidden states.
             int8_cache: Whether attention layers store keys and values in 8 bits.
             state_shape: Shape of a hidden state that is an input; None for a trunk.
             make_cache: Creates the cache of a recorded pass.

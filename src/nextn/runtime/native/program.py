@@ -52,8 +52,10 @@ class Replay:
         """Record `run()` and lower it.
 
         Args:
+            runtime: The native runtime.
             trace: A fresh trace with the inputs. Other tensors that `run()` reads are constants of the replay.
             run: The pass; it returns its outputs.
+            weights: Packs weights.
             scratch: Memory shared with other replays; None for memory of its own.
             num_wide: Of the outputs, how many of the first are in float32 if that keeps bits of theirs that are rounded
                 to bfloat16 in the recording.

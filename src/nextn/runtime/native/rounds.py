@@ -247,6 +247,7 @@ class NativeRounds:
         """Run rounds by this plan, stopping after the first in which a sequence ends.
 
         Args:
+            plan: The plan.
             max_speculative_tokens: Largest number of the head's drafts per round; each sequence also stays within its
                 remaining tokens.
             uniforms: Random numbers of each sequence; None in greedy decoding.

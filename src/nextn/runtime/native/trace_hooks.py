@@ -203,6 +203,7 @@ def copy_for_recording(module: ModuleT, copies: Sequence[tuple[nn.Module, nn.Mod
     configs are its own.
 
     Args:
+        module: The module.
         copies: Modules that it refers to, each with the copy that the new module refers to instead.
 
     Raises:

@@ -104,6 +104,7 @@ class PackedWeights:
         """Create an empty store.
 
         Args:
+            runtime: The native runtime.
             default: Format of quantized weights; None to pack them as they are.
             dtype: Type of the weights that are quantized.
             formats: Weights that have another format than the default, and so have views of them.
