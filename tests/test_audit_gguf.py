@@ -170,6 +170,12 @@ def test_engines(tmp_path):
     assert told(tmp_path, arch="llama") == [("engine-absent", "warning")]
 
 
+def test_names_of_a_fork(tmp_path):
+    """Beside a complete head or without one, what llama.cpp does not read is named."""
+    fork = table() | {"mtp.fc_embd.weight": make("mtp.fc_embd.weight", (32, 32))}
+    assert told(tmp_path, tensors=fork) == [("names-unknown", "warning")]
+
+
 def test_split(tmp_path):
     """The head may lie in another file of a split model; a file that is absent is named."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen35", split_max_tensors=20)

@@ -18,6 +18,7 @@ from nextn.audit_rules.structure import no_head
 from nextn.audit_rules.values import nonfinite_or_garbage, norm_shift_finding, zero_or_constant
 from nextn.checkpoint.draft_models import in_gguf
 from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, bits, readable_kinds
+from nextn.checkpoint.head_inventory import HEADLIKE
 from nextn.checkpoint.provenance import evenly_spaced
 from nextn.edit.gguf_layout import HEAD
 from nextn.errors import CheckpointError
@@ -87,7 +88,7 @@ def audit_gguf(path: Path) -> AuditReport:
     Raises ConfigError without the gguf package, CheckpointError for a file that is damaged or lacks metadata.
     """
     gguf = GgufHead.of(GgufFile.open(path))
-    rules = (_declaration, _experts, _parts, _block, _copies, _precision, _values, _engine)
+    rules = (_declaration, _unknown, _experts, _parts, _block, _copies, _precision, _values, _engine)
     findings = [finding for rule in rules for finding in rule(gguf)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     family = gguf.row.name if gguf.row else gguf.arch
@@ -95,6 +96,17 @@ def audit_gguf(path: Path) -> AuditReport:
     return AuditReport(
         str(path), family, len(gguf.declared), modules, tuple(findings), unchecked=tuple(_unchecked(gguf))
     )
+
+
+def _unknown(gguf: GgufHead) -> Iterator[Finding]:
+    """Report tensors like a head's outside the blocks, such as forks write."""
+    if names := [name for name in gguf.file.tensors if HEADLIKE.search(name) and not name.startswith("blk.")]:
+        yield Finding(
+            "names-unknown", "warning", names[0],
+            f"{counted(len(names), 'tensor')} like a head's under names that llama.cpp does not read: {some(names)}.",
+            "blk.N.nextn.*, behind the trunk's blocks.",
+            f"Serve the file with the fork that wrote it, or {CONVERT[0].lower()}{CONVERT[1:]}",
+        )  # fmt: skip
 
 
 def _unchecked(gguf: GgufHead) -> Iterator[str]:
