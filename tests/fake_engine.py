@@ -167,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
             engine.requests.append((self.path, body, self.headers.get("Authorization")))
         trick = next((each for each in engine.faults if each.startswith("http-")), None)
         if trick and engine.num > 1:
-            self.fail(int(trick[5:]))
+            self.fail(int(trick[5:8]), message=trick[9:] or "it broke")
         elif "busy-once" in engine.faults and engine.num == 2:
             self.fail(503, {"Retry-After": "0"})
         elif "key" in engine.faults and self.headers.get("Authorization") != "Bearer secret-key":
@@ -325,8 +325,8 @@ class Handler(BaseHTTPRequestHandler):
                 return
             time.sleep(0.05)
 
-    def fail(self, status, headers=()):
-        self.give(status, json.dumps({"error": {"message": "it broke"}}).encode(), headers=dict(headers))
+    def fail(self, status, headers=(), message="it broke"):
+        self.give(status, json.dumps({"error": {"message": message}}).encode(), headers=dict(headers))
 
     def give_json(self, found, status=200):
         self.give(status, json.dumps(found).encode())

@@ -91,6 +91,7 @@ def test_wrong_model(engine):
         ("huge", "longer than [0-9,]+ bytes", None),
         ("drop", "broke off its answer.*1 of 3 tries", None),
         ("http-500", "HTTP 500: the engine failed; see its log. Its message: it broke", 500),
+        ("http-500 Context size has been exceeded.", "HTTP 500: its context is too small.*with a larger one", 500),
         ("http-404", "HTTP 404: not found; check the address", 404),
         ("http-400", "HTTP 400: the engine refuses the request", 400),
         ("http-429", r"HTTP 429: the engine is busy: it broke \(2 of 3 tries\)", 429),

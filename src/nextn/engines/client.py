@@ -20,6 +20,11 @@ from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.redaction import MASK, Redactor
 
 KEY_ENV = "OPENAI_API_KEY"
+_CONTEXT = re.compile(r"(?i)context[ _](?:size|length|window)")
+_CONTEXT_ADVICE = (
+    "its context is too small for this request, or for those that run together; start it with a larger one (-c of "
+    "llama.cpp, --max-model-len of vLLM, --context-length of SGLang), or use shorter prompts and fewer new tokens"
+)
 _KEY_ADVICE = f"the key comes from the environment: set {KEY_ENV}"
 _BUSY = frozenset({429, 503})
 _FIRST_WAIT = 0.5  # seconds, doubled at each attempt
@@ -237,6 +242,8 @@ class Client:
             403: f"the key has no permission for this; {_KEY_ADVICE}",
             404: "not found; check the address (it ends before /v1) and the model's name",
         }.get(status, "the engine failed; see its log" if status >= 500 else "the engine refuses the request")
+        if _CONTEXT.search(message):
+            advice = _CONTEXT_ADVICE
         return EngineError(f"{prefix}: {advice}. Its message: {message}", status=status)
 
     def _error_message(self, response: httpx2.Response) -> str:

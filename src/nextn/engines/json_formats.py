@@ -139,14 +139,11 @@ def _timings(record: Mapping) -> Counters:
 
 
 def _speed_bench(record: Mapping) -> Counters:
-    """llama.cpp's speed_bench.py --output: each turn of a result as a request with `timings`; failed ones are left out.
-
-    The rows of its `summary` repeat these.
-    """
+    """llama.cpp's speed_bench.py --output: turns of `results` count as requests; the rows of `summary` repeat them."""
     rounds = drafted = accepted = 0
     for result in _list(record, "results", maximum=_MAX_ROWS):
-        if not isinstance(result, Mapping) or not result.get("ok"):
-            continue
+        if not isinstance(result, Mapping):
+            raise ValueError(f"results has an entry {short_repr(result)}; expected an object")
         names = ("completion_tokens", "turns", "draft_n", "draft_n_accepted")
         tokens, turns, offered, kept = (count(result.get(name), name) for name in names)
         rounds += drafting_rounds(tokens - turns, offered, kept, num_texts=turns)
