@@ -178,16 +178,16 @@ def test_modules_without_room():
 
 
 class Codes(nn.Module):
-    """A linear layer that keeps int8 codes under `weight`, as bitsandbytes does."""
+    """A linear layer that keeps int8 codes under `weight`, as bitsandbytes does, and adds a bias."""
 
     def __init__(self, linear):
         super().__init__()
-        self.out_features, self.in_features, self.bias = linear.out_features, linear.in_features, linear.bias
+        self.out_features, self.in_features, self.bias = linear.out_features, linear.in_features, torch.tensor(1.0)
         self.scale = linear.weight.detach().abs().amax() / 127
         self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
 
     def forward(self, inputs):
-        return functional.linear(inputs, self.weight * self.scale, self.bias)
+        return functional.linear(inputs, self.weight * self.scale) + self.bias
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
