@@ -1,5 +1,5 @@
 """Write the tables of docs/benchmarks/engines.md from bench/results/engines.json, which `make test-engines` writes, and
-smollm2-engines.json and smollm2-curve.json, which bench/published.py and bench/curves.py write.
+smollm2-engines.json, -curve.json and -clients.json, which published.py, curves.py and clients.py of bench/ write.
 """
 
 import json
@@ -19,9 +19,9 @@ Record = Mapping[str, Any]
 def records() -> Record:
     """Return both records as one."""
     published = json.loads((RESULTS / "smollm2-engines.json").read_text())
-    curve_file = RESULTS / "smollm2-curve.json"
-    curves = json.loads(curve_file.read_text()) if curve_file.exists() else {}
-    sections = {"curve": curves, "published": published["engines"], "diagnosed": published["diagnose"]["rows"]}
+    sections = {"published": published["engines"], "diagnosed": published["diagnose"]["rows"]}
+    for name in ("curve", "clients"):
+        sections[name] = json.loads((RESULTS / f"smollm2-{name}.json").read_text())
     return json.loads((RESULTS / "engines.json").read_text()) | sections
 
 
@@ -119,6 +119,25 @@ def curve(record: Record) -> Iterator[str]:
         yield from beside({row["num_speculative_tokens"]: row for row in rows}, ks)
 
 
+def clients(record: Record) -> Iterator[str]:
+    """AL, rounds and accepted drafts by K of each client."""
+    found = record["clients"]["clients"]
+    yield f"| K | nextn: AL | rounds, accepted | {' | | '.join(f'{name}: AL' for name in found)} | |"
+    yield f"|---|---|---|{'---|---|' * len(found)}"
+    for rows in zip(*found.values(), strict=True):
+        cells = [f"{row['mean_acceptance_length']:.2f} | {_counts(row)}" for row in rows]
+        ours = f"{_interval(rows[0]['nextn'])} | {_counts(rows[0]['nextn_counts'])}"
+        yield f"| {rows[0]['num_speculative_tokens']} | {ours} | {' | '.join(cells)} |"
+
+
+def _counts(row: Record) -> str:
+    return f"{row['num_drafts']}, {row['accepted']}"
+
+
+def _interval(length: Record) -> str:
+    return f"{length['value']:.2f} ({length['low']:.2f}-{length['high']:.2f})"
+
+
 def _length(row: Record) -> str:
     """AL with its interval within what it can be."""
     length, most = row["mean_acceptance_length"], row["num_speculative_tokens"] + 1
@@ -150,7 +169,8 @@ TITLES = {
     "published": "a published model", "modules": "several MTP layers",
 }  # fmt: skip
 COMPARED = ("pairs", "head", "drafts", "gguf", "inside", "adopted", "published")
-TABLES = {"modules": modules, "versions": versions, "faults": faults, "diagnosed": diagnosed, "curve": curve}
+TABLES = {"modules": modules, "versions": versions, "faults": faults, "diagnosed": diagnosed, "curve": curve,
+          "clients": clients}  # fmt: skip
 
 
 def pages() -> dict[Path, str]:
