@@ -279,8 +279,10 @@ def fit_projection(head: Head, index: int, tokens: Tensor, hidden: Tensor, targe
 def can_fit(module: MTPLayer, hidden: Tensor, target: Tensor) -> bool:
     """Whether the projection takes one embedding and one state and returns one; not with several streams."""
     roles = ("projection", "token_projection", "hidden_projection")
-    is_linear = all(isinstance(getattr(module, role), nn.Linear) for role in roles if hasattr(module, role))
-    return is_linear and hidden.ndim == target.ndim == 3 and hidden.shape[-1] == target.shape[-1]
+    projections = [getattr(module, role) for role in roles if hasattr(module, role)]
+    width = target.shape[-1]
+    is_linear = all(isinstance(each, nn.Linear) and each.out_features == width for each in projections)
+    return is_linear and hidden.ndim == target.ndim == 3 and hidden.shape[-1] == width
 
 
 def _normalized(head: Head, states: Tensor) -> Tensor:
