@@ -696,3 +696,41 @@ def test_every_tensor_of_a_layer_counts(name, tmp_path):
     for lost in (each for each in checkpoint.tensors if re.search(r"layers\.[01]\.", each)):
         left = {key: info for key, info in checkpoint.tensors.items() if key != lost}
         assert not audit(replace(checkpoint, tensors=left), sample=True).clean, lost
+
+
+@pytest.mark.more
+def test_layers_with_experts_are_compared_with_each_other(tmp_path):
+    """A router is clean where the first layer is dense, and no list in the config says so."""
+
+    def repeat(table):
+        head = {name.replace(".2.", ".4.", 1): table.pop(name) for name in [*table] if ".layers.2." in name}
+        sparse = [name for name in table if ".layers.1." in name]
+        table |= {name.replace(".1.", f".{index}.", 1): table[name] for index in (2, 3) for name in sparse} | head
+
+    checkpoint = Checkpoint.open(publish(tmp_path, "glm4_moe", change=repeat, config={"num_hidden_layers": 4}))
+    assert "model.layers.0.mlp.gate_proj.weight" in checkpoint.tensors
+    assert audit(checkpoint, sample=True).clean
+    for lost in (each for each in checkpoint.tensors if re.search(r"layers\.[123]\.(?!mlp\.experts)", each)):
+        left = {key: info for key, info in checkpoint.tensors.items() if key != lost}
+        assert not audit(replace(checkpoint, tensors=left), sample=True).clean, lost
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+def test_weights_and_their_scales(name, tmp_path):
+    """One of them is in a file that is not there, of trunk and head."""
+    checkpoint = Checkpoint.open(publish(tmp_path, name, fp8=True))
+    scales = [each for each in checkpoint.tensors if each.endswith(".weight_scale_inv")]
+    for lost in [*scales, *(each.removesuffix("_scale_inv") for each in scales)]:
+        left = replace(checkpoint, tensors={key: info for key, info in checkpoint.tensors.items() if key != lost})
+        found = [each.found for each in audit(left, sample=True).findings if each.severity != "note"]
+        assert lost.partition(".weight")[0] in " ".join(found), lost
+
+
+def test_a_bias_is_no_projection(tmp_path):
+    """A role of which nothing but the bias is left."""
+
+    def lose(table):
+        table["mtp.fc.bias"] = replace(table.pop("mtp.fc.weight"), shape=(H,), data=bytes(2 * H))
+
+    (finding,) = findings(publish(tmp_path, "qwen3_5", change=lose), "head-partial")
+    assert "lacks 1: mtp.fc" in finding.found

@@ -11,6 +11,7 @@ from nextn.audit_rules.config_claims import both_levels
 from nextn.audit_rules.findings import Finding
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.quantization import lost_scales, lost_weights
 from nextn.text_format import counted, some
 
 IDS = ("trunk-partial",)
@@ -60,8 +61,12 @@ def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Findin
     if not inventory.layers or len(inventory.layers) < inventory.num_layers:
         return  # a head alone; `trunk-missing`
     missing = [f"model.layers.{index}: {part}" for index, part in missing_parts(inventory, reference)]
+    of_head = {*inventory.stored.values(), *inventory.unrecognized}
+    trunk = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in of_head}
+    missing += [f"{module}.weight" for module in lost_weights(trunk)]
+    missing += [f"the scales of {name}" for name in lost_scales(trunk)]
     if not any(name.endswith(FINAL_NORMS) and inventory.family.trunk_layer(name) is None
-               for name in inventory.checkpoint.tensors.keys() - set(inventory.stored.values())):  # fmt: skip
+               for name in trunk):  # fmt: skip
         missing.append("the final norm")
     if missing:
         yield Finding(
@@ -103,11 +108,14 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
 
 
 def _in_all_others(layers: Mapping[int, frozenset[str]], more: list[frozenset[str]]) -> Iterator[tuple[int, str]]:
-    """Yield layer and part of one that has nothing but what the others, and `more`, have, and lacks a part of that."""
+    """Yield layer and part of one that has nothing but what two others like it have, also in `more`, and lacks a part.
+
+    Dense MLPs and experts are not alike: they share less than half of their parts.
+    """
     kinds = Counter(layers.values())
     for index, own in layers.items():
-        others = [kind for kind in kinds if kind != own] + more
-        if kinds[own] == 1 and len(layers) + len(more) > 2 and own < (common := frozenset.intersection(*others)):
+        alike = [kind for kind in [*layers.values(), *more] if kind != own and 2 * len(kind & own) >= len(own)]
+        if kinds[own] == 1 and len(alike) > 1 and own < (common := frozenset.intersection(*alike)):
             yield from ((index, part) for part in sorted(common - own))
 
 

@@ -78,6 +78,16 @@ class Inventory:
         return tuple(sorted({int(canonical.split(".")[0]) for canonical in self.stored}))
 
     @cached_property
+    def roles(self) -> Mapping[int, frozenset[str]]:
+        """Module -> its stored roles. One of which there is a bias alone is not stored."""
+        roles: dict[int, set[str]] = defaultdict(set)
+        for canonical in self.stored:
+            module, role, *tail = canonical.split(".", 2)
+            if tail != ["bias"]:
+                roles[int(module)].add(role)
+        return {module: frozenset(roles[module]) for module in sorted(roles)}
+
+    @cached_property
     def base_model(self) -> str | None:
         """The model that the checkpoint was made from, see `base_model.base_model`."""
         return base_model(self.checkpoint)
