@@ -230,8 +230,8 @@ def split_name(name: str, names: Collection[str]) -> tuple[str, str]:
 def lost_weights(tensors: "Mapping[str, TensorInfo]") -> list[str]:
     """Return the modules of which scales, zero points or the like are stored, and no weight."""
     beside = (name for name in tensors if name.endswith(_BESIDE_WEIGHT))
-    modules = dict.fromkeys(split_name(name, ())[0] for name in beside)
-    return [module for module in modules if storage(tensors, module) is None]
+    modules = dict.fromkeys(name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in beside)
+    return [name for name in modules if f"{name}.weight" not in tensors and storage(tensors, name) is None]
 
 
 def lost_scales(tensors: "Mapping[str, TensorInfo]") -> list[str]:
