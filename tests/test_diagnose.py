@@ -22,7 +22,7 @@ from nextn.evaluate.diagnose import Diagnosis, ObservedCase
 from nextn.evaluate.diagnose_engine import _on_prompts, audit_lines, observed_plan
 from nextn.evaluate.diagnose_engine import diagnose_observations as diagnose
 from nextn.evaluate.engine_counters import read_engine_counters
-from nextn.evaluate.engine_probe import engine_priors
+from nextn.evaluate.engine_probe import documented_faults, engine_priors
 from nextn.evaluate.engine_run import (
     EngineObservation,
     ask_prompts,
@@ -664,6 +664,14 @@ def test_faults_that_an_engines_published_code_does_not_have():
     vllm, llama = (engine_priors(by_name("gemma4_assistant"), engine) for engine in ("vLLM", "llama.cpp"))
     assert llama.keys() - vllm.keys() == {"query-shifted"}
     assert {"wrong-keys", "window-lost", "inputs-swapped"} <= vllm.keys()
+
+
+def test_faults_that_an_engines_published_code_has(diagnosed):
+    """vLLM passes on the state before GLM's norm: conventions that are not the family's, of engines that run it."""
+    found = replace(diagnosed["wrong-hidden"], documented=("wrong-hidden", "position0"))
+    assert any(note.endswith("published code for this family has wrong-hidden") for note in found.notes)
+    assert "wrong-next-hidden" in documented_faults(by_name("glm4_moe"), "vLLM")
+    assert documented_faults(by_name("glm4_moe"), "llama.cpp") == documented_faults(by_name("glm4_moe"), "mlx") == ()
 
 
 def test_nothing_drafted_is_said_before_k():

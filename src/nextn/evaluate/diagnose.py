@@ -142,6 +142,7 @@ class Diagnosis(CheckReport):
         cases: One per temperature, or two if prompts are of very different length: the short ones first.
         audit_notes: Findings of the audit, one line each.
         priors: Fault -> prior odds, from what is documented of the engine.
+        documented: Faults that the engine's published code for this family has.
 
     Example:
         >>> from pathlib import Path
@@ -157,6 +158,7 @@ class Diagnosis(CheckReport):
     cases: tuple[ObservedCase, ...]
     audit_notes: tuple[str, ...] = ()
     priors: Mapping[str, float] = field(default_factory=dict)
+    documented: tuple[str, ...] = ()
 
     @property
     def engine(self) -> str:
@@ -404,6 +406,8 @@ class Diagnosis(CheckReport):
                 f"{self.engine}'s published code for this family does not have these faults, so their likelihoods are "
                 f"multiplied by {DOCUMENTED_PRIOR:g}: {', '.join(unlikely)}"
             )
+        if published := [name for name in self.named if name in self.documented]:
+            notes.append(f"{self.engine}'s published code for this family has {', '.join(published)}")
         best = self.causes[0]
         if better := [each.name for each in self.causes[1:] if each.p_value > max(0.05, 2 * best.p_value)]:
             notes.append(

@@ -11,7 +11,7 @@ from nextn.engines.endpoint import Endpoint
 from nextn.engines.run_settings import with_settings
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
 from nextn.evaluate.engine_counters import check_temperatures, counted_so_far, flag_texts
-from nextn.evaluate.engine_probe import engine_priors
+from nextn.evaluate.engine_probe import documented_faults, engine_priors
 from nextn.evaluate.engine_run import (
     EngineObservation,
     count_retokenized,
@@ -204,8 +204,9 @@ def diagnose_observations(
         )
         for each, counted in zip(observations, counts, strict=True)
     ]
-    priors = engine_priors(model.family, observations[0].counters.engine)
-    return Diagnosis(source, reference, tuple(cases), tuple(audit_notes), priors)
+    engine = observations[0].counters.engine
+    priors, documented = engine_priors(model.family, engine), documented_faults(model.family, engine)
+    return Diagnosis(source, reference, tuple(cases), tuple(audit_notes), priors, documented)
 
 
 def observed_plan(

@@ -18,7 +18,7 @@ from nextn.engines.answers import EngineRequest, common_prefix
 from nextn.engines.endpoint import Endpoint
 from nextn.evaluate.given_texts import token_logprobs
 from nextn.evaluate.teacher_forced import ReferenceText
-from nextn.family_table import Family
+from nextn.family_table import EngineSupport, Family
 from nextn.model.trunk import Trunk, TrunkOutput
 
 _NUM_TOKENS = 32  # of the greedy answer
@@ -155,12 +155,26 @@ def check_engine(engine: str, probe: EngineProbe, trunk: Trunk, output: TrunkOut
 
 def engine_priors(family: Family, engine: str) -> dict[str, float]:
     """Return fault -> prior odds, of the faults that the engine's code for this family does not have."""
-    row = family.engines.get(engine.lower().replace(".", ""))
-    if row is None or row.support != "runs":
+    row = _row(family, engine)
+    if row is None:
         return {}
     return {
         fault: DOCUMENTED_PRIOR for fault, field in _CONVENTIONS.items() if not field or getattr(row, field) is None
     }
+
+
+def documented_faults(family: Family, engine: str) -> tuple[str, ...]:
+    """Return the faults that the engine's code for this family has: its conventions that are not the family's."""
+    row = _row(family, engine)
+    return () if row is None else tuple(
+        fault for fault, field in _CONVENTIONS.items()
+        if field and getattr(row, field) not in (None, getattr(family, field))
+    )  # fmt: skip
+
+
+def _row(family: Family, engine: str) -> EngineSupport | None:
+    row = family.engines.get(engine.lower().replace(".", ""))
+    return row if row is not None and row.support == "runs" else None
 
 
 def next_checks(named: Sequence[str], *, driven: bool, temperature: float) -> list[str]:
