@@ -56,7 +56,7 @@ def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kin
     return path
 
 
-def told(path, **options):
+def reported(path, **options):
     return [(each.rule, each.severity) for each in audit_gguf(write(path / "m.gguf", **options)).findings]
 
 
@@ -79,12 +79,12 @@ def test_promise(tmp_path):
     """llama.cpp#24737, #21172: the metadata's count against the blocks, each way that they can differ."""
     trunk = {name: values for name, values in table().items() if not name.startswith("blk.2.")}
     plain = {name: values for name, values in table().items() if "nextn" not in name}
-    assert told(tmp_path, tensors=trunk, modules=0, count=2) == [("head-none", "note")]
-    assert told(tmp_path, tensors=trunk) == [("head-absent", "error")]
-    assert told(tmp_path, tensors=plain) == [("head-absent", "error")]
-    assert told(tmp_path, modules=0) == [("head-undeclared", "error")]
-    assert told(tmp_path, tensors=table(2), count=4, modules=1) == [("head-elsewhere", "error")]
-    assert ("modules-missing", "error") in told(tmp_path, count=4, modules=2)
+    assert reported(tmp_path, tensors=trunk, modules=0, count=2) == [("head-none", "note")]
+    assert reported(tmp_path, tensors=trunk) == [("head-absent", "error")]
+    assert reported(tmp_path, tensors=plain) == [("head-absent", "error")]
+    assert reported(tmp_path, modules=0) == [("head-undeclared", "error")]
+    assert reported(tmp_path, tensors=table(2), count=4, modules=1) == [("head-elsewhere", "error")]
+    assert ("modules-missing", "error") in reported(tmp_path, count=4, modules=2)
 
 
 def test_missing_tensors(tmp_path):
@@ -105,7 +105,7 @@ def test_missing_tensors(tmp_path):
 def test_a_trunk_that_norms_after_attention(tmp_path):
     """EXAONE-4.5 has no attn_norm in any block: its head must not be asked for one."""
     tensors = {name: values for name, values in table().items() if not name.endswith("attn_norm.weight")}
-    assert told(tmp_path, tensors=tensors) == []
+    assert reported(tmp_path, tensors=tensors) == []
 
 
 def test_copies(tmp_path):
@@ -113,11 +113,11 @@ def test_copies(tmp_path):
     name = "blk.2.nextn.shared_head_head.weight"
     same = table() | {name: table()["output.weight"]}
     other = table() | {name: make("other", (V, H))}
-    assert told(tmp_path, tensors=same, arch="glm4moe") == []
-    assert told(tmp_path, tensors=same, arch="glm4moe", kinds={name: Kind.Q8_0}) == [("copy-differs", "note")]
-    assert told(tmp_path, tensors=other, arch="glm4moe") == [("copy-differs", "warning")]
-    assert told(tmp_path, tensors=other, arch="glm4moe", kinds={name: Kind.Q8_0}) == [("copy-differs", "warning")]
-    assert told(tmp_path, tensors=other, arch="step35") == []
+    assert reported(tmp_path, tensors=same, arch="glm4moe") == []
+    assert reported(tmp_path, tensors=same, arch="glm4moe", kinds={name: Kind.Q8_0}) == [("copy-differs", "note")]
+    assert reported(tmp_path, tensors=other, arch="glm4moe") == [("copy-differs", "warning")]
+    assert reported(tmp_path, tensors=other, arch="glm4moe", kinds={name: Kind.Q8_0}) == [("copy-differs", "warning")]
+    assert reported(tmp_path, tensors=other, arch="step35") == []
     (found,) = audit_gguf(write(tmp_path / "m.gguf", tensors=same, arch="glm4moe", kinds={name: Kind.Q8_0})).findings
     assert "--tensor-type nextn.shared_head_head=f32" in found.fix
 
@@ -137,7 +137,7 @@ def test_precision(tmp_path):
         (dict.fromkeys(everything, Kind.Q4_0) | dict.fromkeys(trunk[1::2], Kind.Q8_0), []),
         (dict.fromkeys(everything, Kind.Q8_0) | {block[0]: Kind.Q4_0}, [(lower, "warning")]),
     ):
-        assert told(tmp_path, kinds=kinds) == expected, kinds
+        assert reported(tmp_path, kinds=kinds) == expected, kinds
     (found,) = audit_gguf(write(tmp_path / "m.gguf", kinds=dict.fromkeys(block, Kind.Q4_0))).findings
     assert r"--tensor-type 'blk\.2\.=q8_0'" in found.fix
 
@@ -160,20 +160,20 @@ def test_numbers(tmp_path):
     for value, rule in ((0.0, "values-zero"), (np.nan, "values-nonfinite")):
         tensors = table()
         tensors["blk.2.nextn.eh_proj.weight"][...] = value
-        assert told(tmp_path, tensors=tensors) == [(rule, "error")]
+        assert reported(tmp_path, tensors=tensors) == [(rule, "error")]
 
 
 def test_engines(tmp_path):
     """A head that llama.cpp carries and never runs, and an architecture without a row."""
-    assert told(tmp_path, arch="exaone-moe") == [("engine-loads", "warning")]
-    assert told(tmp_path, arch="deepseek4") == []
-    assert told(tmp_path, arch="llama") == [("engine-absent", "warning")]
+    assert reported(tmp_path, arch="exaone-moe") == [("engine-loads", "warning")]
+    assert reported(tmp_path, arch="deepseek4") == []
+    assert reported(tmp_path, arch="llama") == [("engine-absent", "warning")]
 
 
 def test_names_of_a_fork(tmp_path):
     """Beside a complete head or without one, what llama.cpp does not read is named."""
     fork = table() | {"mtp.fc_embd.weight": make("mtp.fc_embd.weight", (32, 32))}
-    assert told(tmp_path, tensors=fork) == [("names-unknown", "warning")]
+    assert reported(tmp_path, tensors=fork) == [("names-unknown", "warning")]
 
 
 def test_split(tmp_path):

@@ -501,6 +501,6 @@ def test_stale_head(tmp_path):
 
 
 def test_a_trunk_that_was_not_read_shows_no_sign(tmp_path):
-    """One in codes is not called trained because none of its matrices could be judged."""
+    """One in codes is not called trained because none of its matrices could be read."""
     samples = SampledValues.of(take(publish(tmp_path, "glm4_moe")))
     assert not _share_initial(samples, {}, {}) < 0.5

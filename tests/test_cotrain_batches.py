@@ -164,8 +164,8 @@ def test_numbers_of_tokens_by_any_name_are_refused():
     ):
         with pytest.raises(ConfigError, match=f"by {name}, which train_head does not know"):
             targets_of({"input_ids": tokens, "labels": tokens, name: value})
-        told = {"position_ids": ids(0, 1, 0, 1, 0, 1)}  # by another marking
-        assert targets_of({"input_ids": tokens, "labels": tokens, name: value, **told}).documents.max() == 2
+        marking = {"position_ids": ids(0, 1, 0, 1, 0, 1)}  # by another marking
+        assert targets_of({"input_ids": tokens, "labels": tokens, name: value, **marking}).documents.max() == 2
     for name, value in (
         ("cache_position", torch.arange(6)),
         ("token_type_ids", ids(0, 1, 1, 0, 0, 0)),

@@ -574,3 +574,10 @@ def test_each_format_is_documented():
 def test_counts_with_bonus_tokens_are_compared_by_length():
     counters = read(TEXTS["timings with bonus tokens"][0])
     assert observed_counts(counters, 3).acceptance_length == 99 / 40
+
+
+@pytest.mark.parametrize(("depth", "counts"), [("3", "999999999:1"), ("999999999999999", "0:5")])
+def test_a_depth_from_a_log_is_bounded(depth, counts):
+    """A line of a log that would take all memory."""
+    with pytest.raises(EngineError, match="depth above"):
+        read(f"[NativeMTP] depth={depth} acceptedByDepth={counts}\n")

@@ -17,7 +17,7 @@ from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import is_mlx, lost_weights, split_name
+from nextn.checkpoint.quantization import is_mlx, split_name
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.edit.convert import elsewhere, find_head
 from nextn.errors import CheckpointError
@@ -320,14 +320,15 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
         return
     if _beyond(head) and "{layer}" not in inventory.family.names["block"]:
         return  # the trunk layers to compare the block with may be among those
-    lost = lost_weights({canonical: inventory.info(canonical) for canonical in inventory.stored})
     for module in (index for index in head.roles if index < inventory.declared):
         required = sorted(inventory.family.required(module) - {"block"})
         missing = sorted(inventory.family.required(module) - head.roles[module])
         compared = reference.compare(module)
         paths = _in_form(compared.missing, inventory.family.experts)
         names = [inventory.published(f"{module}.{each}") for each in [*missing, *(f"block.{path}" for path in paths)]]
-        names += [f"{inventory.published(each)}.weight" for each in lost if each.startswith(f"{module}.")]
+        names += [
+            f"{inventory.published(each)}.weight" for each in inventory.lost_weights if each.startswith(f"{module}.")
+        ]
         if names:
             like = f"a block like the trunk's layer {compared.layer}" if compared.layer >= 0 else "a block"
             yield Finding(

@@ -93,18 +93,25 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
             groups[_layer_type(inventory, index, mlp=name == "mlp"), name][index] = found
     gated = any(leaves >= _GATED for parts in reference.parts_of_trunk.values() for leaves in _modules(parts).values())
     for (_, name), layers in groups.items():
-        lost = set(_in_all_others(layers, [block[name]] if name in block else []))
-        kinds = Counter(layers.values())
-        for index, own in layers.items():
-            larger = [other for other, count in kinds.items() if own < other and count >= kinds[own]]
-            larger += [block[name]] if len(layers) == 1 and own < block.get(name, own) else []
-            most = max(larger, key=lambda other: kinds[other]) if larger else own
-            parts = {
-                part for part in most - own if _MATRIX.fullmatch(part) and part.rpartition(".")[0] in _modules(own)
-            }
-            parts |= _incomplete(own, _MIXERS if not _MLP.fullmatch(name) else (_GATED,) if gated else ())
-            lost |= {(index, part) for part in parts}
+        more = [block[name]] if name in block else []
+        whole = _MIXERS if not _MLP.fullmatch(name) else (_GATED,) if gated else ()
+        lost = {*_in_all_others(layers, more), *_beside_siblings(layers, more)}
+        lost |= {(index, part) for index, own in layers.items() for part in _incomplete(own, whole)}
         yield from sorted(lost)
+
+
+def _beside_siblings(layers: Mapping[int, frozenset[str]], more: list[frozenset[str]]) -> Iterator[tuple[int, str]]:
+    """Yield layer and matrix or norm of modules of which parts are there, where as many other layers have all.
+
+    A layer that is alone of its type is compared with `more`.
+    """
+    kinds = Counter(layers.values())
+    for index, own in layers.items():
+        larger = [other for other, count in kinds.items() if own < other and count >= kinds[own]]
+        larger += [other for other in more if len(layers) == 1 and own < other]
+        most = max(larger, key=lambda other: kinds[other], default=own)
+        yield from ((index, part) for part in most - own
+                    if _MATRIX.fullmatch(part) and part.rpartition(".")[0] in _modules(own))  # fmt: skip
 
 
 def _in_all_others(layers: Mapping[int, frozenset[str]], more: list[frozenset[str]]) -> Iterator[tuple[int, str]]:

@@ -15,6 +15,7 @@ from nextn.checkpoint.base_model import base_model
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.draft_models import StoredDraftModel, stored
 from nextn.checkpoint.expert_forms import expert_forms
+from nextn.checkpoint.quantization import lost_weights
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
 from nextn.family_table import Family, by_config, lookup, lookup_count
@@ -86,6 +87,11 @@ class Inventory:
             if tail != ["bias"]:
                 roles[int(module)].add(role)
         return {module: frozenset(roles[module]) for module in sorted(roles)}
+
+    @cached_property
+    def lost_weights(self) -> list[str]:
+        """The head's canonical modules of which scales are stored, and no weight."""
+        return lost_weights({canonical: self.info(canonical) for canonical in self.stored})
 
     @cached_property
     def base_model(self) -> str | None:

@@ -9,7 +9,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import QuantConfig, declared, lost_weights, stored_modules, unpacked
+from nextn.checkpoint.quantization import QuantConfig, declared, stored_modules, unpacked
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError
 from nextn.family_table import Family, lookup, lookup_count
@@ -42,7 +42,7 @@ def absent(inventory: Inventory) -> list[str]:
         for role in family.names
         if role in family.required(index) and role not in inventory.roles.get(index, ())
     ]
-    missing += lost_weights({canonical: inventory.info(canonical) for canonical in inventory.stored})
+    missing += inventory.lost_weights
     # Modules, and the experts of one, may be in different forms, and of different types, as by mtp_mlp_layer_types.
     tails: dict[int, set[str]] = defaultdict(set)
     for canonical in inventory.stored:

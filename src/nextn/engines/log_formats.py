@@ -181,8 +181,13 @@ def _ratio(fields: Fields) -> Counters:
 def _native_mtp(fields: Fields) -> Counters:
     """A request. [n]: rounds that accepted n drafts; `rejected` counts rounds, not drafts."""
     depth, active = (_int(fields, name) for name in ("depth", "activeDepth"))
-    pairs = [pair.split(":") for pair in fields["acceptedByDepth"][0].split(",") if ":" in pair]
-    found = {int(accepted): int(count) for accepted, count in pairs}
+    found = {
+        int(key): int(count) for key, count in re.findall(r"([0-9]{1,9}):([0-9]{1,15})", fields["acceptedByDepth"][0])
+    }
+    if max([*found, depth or 0]) > MAX_POSITIONS:
+        raise EngineError(
+            f"a line of vMLX has a depth above {MAX_POSITIONS}: depth={depth}, {fields['acceptedByDepth'][0]:.60}"
+        )
     histogram = [found.get(accepted, 0) for accepted in range(max([*found, depth or 0]) + 1)]
     rounds, accepted = sum(histogram), sum(index * count for index, count in enumerate(histogram))
     is_fixed = depth is not None and active in (None, depth)

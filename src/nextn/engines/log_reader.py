@@ -17,7 +17,7 @@ _SPACES = str.maketrans("\t\u00a0\u202f", "   ")
 _COLORS = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,20}[A-Za-z]")  # of a terminal, or as `cat -v` shows them
 _MAX_PREFIX = 500  # characters of a line before its entry, and of the line before it
 _MAX_PROCESSES = 1000
-# What tells the processes of one log apart: vLLM's and SGLang's ranks, llama.cpp's router, compose, grep, Kubernetes,
+# What distinguishes the processes of one log: vLLM's and SGLang's ranks, llama.cpp's router, compose, grep, Kubernetes,
 # syslog.
 _PROCESS = re.compile(
     r"\bpid=[0-9]+|\bDP[0-9]+|\[[0-9]+\](?= +[0-9.]+ [A-Z] )|(?m:^)[\w.-]+(?= +\| )|"

@@ -157,11 +157,11 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
     # Layers with adapters (LoRA) keep their own weights under `base_layer`.
     tensors = {name.replace(".base_layer.", "."): value for name, value in layer.state_dict().items()}
     for name, module in layer.named_modules():
-        rows, columns = (getattr(module, size, None) for size in ("out_features", "in_features"))
-        if isinstance(rows, int) and isinstance(columns, int):
+        outputs, inputs = (getattr(module, size, None) for size in ("out_features", "in_features"))
+        if isinstance(outputs, int) and isinstance(inputs, int):
             weight = tensors.get(f"{name}.weight")
             if weight is None or type(weight) is not Tensor or not weight.is_floating_point():
-                tensors[f"{name}.weight"] = torch.empty(rows, columns, device="meta")
+                tensors[f"{name}.weight"] = torch.empty(outputs, inputs, device="meta")
     return tensors
 
 
@@ -172,8 +172,8 @@ def _dequantized(layer: nn.Module, name: str, dtype: torch.dtype, value: Tensor)
     module = layer.get_submodule(name.rpartition(".")[0])
     device = next((each.device for each in chain(module.parameters(), module.buffers())), None)
     bias = getattr(module, "bias", None)
-    columns: Tensor = module(torch.eye(value.shape[1], dtype=dtype, device=device))
-    return (columns if bias is None else columns - bias).T
+    transposed: Tensor = module(torch.eye(value.shape[1], dtype=dtype, device=device))
+    return (transposed if bias is None else transposed - bias).T
 
 
 def _has_no_input_norm(layer: nn.Module) -> bool:
