@@ -178,29 +178,29 @@ def test_modules_without_room():
 
 
 class Codes(nn.Module):
-    """A linear layer that keeps int8 codes under `weight`, as bitsandbytes does, and adds a bias."""
+    """A linear layer with codes under `weight`, as of bitsandbytes (int8) and transformers (fp8), and a bias."""
 
-    def __init__(self, linear):
+    def __init__(self, linear, dtype):
         super().__init__()
         self.out_features, self.in_features, self.bias = linear.out_features, linear.in_features, torch.tensor(1.0)
         self.scale = linear.weight.detach().abs().amax() / 127
-        self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
+        self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(dtype))
 
     def forward(self, inputs):
-        return functional.linear(inputs, self.weight * self.scale) + self.bias
+        return functional.linear(inputs, self.weight.float() * self.scale) + self.bias
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
-def test_codes_of_another_library_are_no_weights(name):
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3_5", torch.int8), ("glm4_moe", torch.float8_e4m3fn)])
+def test_codes_of_another_library_are_no_weights(name, dtype):
     """Its layers' codes copied as values, or matrices that are left at random."""
     model = build(name, initializer_range=0.1)
     block = Head(model.family, model.trunk).stack[0]
     for layer in model.trunk.decoder.layers:
         for path, linear in [*layer.named_modules()]:
             if type(linear) is nn.Linear and path.startswith("self_attn"):
-                layer.set_submodule(path, Codes(linear))
+                layer.set_submodule(path, Codes(linear, dtype))
     with torch.no_grad():
         _, notes = module._copy_layer(block.layers[0], block.layer_types[0], model.trunk, model.family)
         last = model.trunk.decoder.layers[-1].self_attn.q_proj
-        torch.testing.assert_close(block.layers[0].self_attn.q_proj.weight, last.weight * last.scale)
+        torch.testing.assert_close(block.layers[0].self_attn.q_proj.weight, last.weight.float() * last.scale)
     assert notes == []

@@ -271,13 +271,13 @@ def _pairs(rules: _Rules, tool: Tool, begin: str, end: str) -> str:
     if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
         raise ConfigError(f"tool {tool.name!r}: expected `properties` to be an object and `required` a list")
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    pairs = []
+    pairs, newline = [], rules.literal("\n")
     for key, schema in properties.items():
         if not set(key) <= _IDENTIFIER:
             raise ConfigError(f"tool {tool.name!r}: parameter {key!r}; expected letters, digits and _-.:/")
         inner = schema if isinstance(schema, Mapping) else {}
         value = _bare_value(rules, inner, shared, end)
-        pair = f"{rules.literal(begin.format(key))} {value} {rules.literal(chr(10))}"
+        pair = f"{rules.literal(begin.format(key))} {value} {newline}"
         pairs.append(rules.add(pair) if key in required else f"({pair})?")
     return " ".join(pairs)
 
