@@ -49,12 +49,13 @@ def test_checkpoints_are_found_oldest_first_and_half_ones_are_not(tmp_path):
     assert [folder.name for folder in run.checkpoints()] == ["step-0000003", "step-0000012"]
 
 
-def test_the_newest_two_are_kept(tmp_path):
+@pytest.mark.parametrize("first", [1, 9_999_998])
+def test_the_newest_two_are_kept(tmp_path, first):
     run = RunFolder(tmp_path)
-    for step in (1, 2, 3):
+    for step in (first, first + 1, first + 2):
         checkpoint(run, step)
     run.prune()
-    assert [folder.name for folder in run.checkpoints()] == ["step-0000002", "step-0000003"]
+    assert run.checkpoints() == [run.checkpoint(first + 1), run.checkpoint(first + 2)]
 
 
 def test_a_killed_writers_leftovers_go(tmp_path):

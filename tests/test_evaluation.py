@@ -125,6 +125,22 @@ def test_sampled_figures_are_the_decoders(glm):
     assert averaged.length == pytest.approx(figures.argmax.length, rel=0.05)
 
 
+@pytest.mark.parametrize("temperature", [0.05, 0.001])
+def test_prompts_of_impossible_tokens_do_not_count(glm, temperature):
+    """At a low temperature a prompt's tokens have probability 0 under trunk and head, and 0 / 0 is no number."""
+    batch, _ = answered(glm, count=3, length=40)
+    mask = torch.zeros_like(batch.tokens, dtype=torch.bool)
+    mask[:, 20:] = True
+    tokens = batch.tokens.clone()
+    tokens[:, 4:10] = (tokens[:, 4:10] + 7) % 40
+    figures = heldout_acceptance(
+        glm.trunk, glm.head, [(Batch(tokens, batch.documents, mask), None)], K, temperature=temperature, on_policy=True
+    )
+    assert 1 <= figures.sampled.length <= K + 1
+    assert figures.score == figures.score  # not NaN
+    assert figures.noise() >= 0
+
+
 @pytest.mark.more
 def test_batches_add_up(glm):
     batch, _ = answered(glm, count=4, length=40)

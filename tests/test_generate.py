@@ -308,6 +308,16 @@ def test_one_invalid_byte_breaks_its_run():
     assert made.push([tokenizer.convert_tokens_to_ids(".")]) == "\ufffd\ufffd."
 
 
+@pytest.mark.parametrize("first", [1, 33, 64])
+@pytest.mark.parametrize("tail", [b"\xf0\x9f" * 70, b"\xe6\x97" * 9 + "日本".encode() * 20], ids=["invalid", "mixed"])
+def test_many_tokens_of_one_round_before_broken_characters(first, tail):
+    """The text of a round is the context of the next one, however many tokens it has, and nothing of it gets lost."""
+    tokenizer, tokens = MADE["byte-level"], [ord("e")] * first + list(tail)
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.push(tokens[:first]), *(stream.push([token]) for token in tokens[first:]), stream.pending]
+    assert "".join(pieces) == everything(tokenizer, tokens)
+
+
 @pytest.mark.parametrize("name", ["byte-level", "gemma"])
 def test_the_librarys_own_stream_agrees(name):
     tokenizer, text = MADE[name], "naïve ✓ 🙂🙂 日本 the end\n"

@@ -393,6 +393,9 @@ def loss_of(**changes: object) -> LossReport:
         ({"denominator": "mean"}, "'mean' is unknown"),
         ({"denominator": torch.ones(3)}, "2 numbers are needed"),
         ({"chunk": 0}, "chunk 0"),
+        ({"weight": [torch.zeros(9, H)]}, "1 lm_head weights for 2 hiddens"),
+        ({"weight": [torch.zeros(9, H)] * 3}, "3 lm_head weights for 2 hiddens"),
+        ({"hiddens": []}, "for 0 hiddens"),
     ],
 )
 def test_bad_calls_are_refused(changes, says):

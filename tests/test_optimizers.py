@@ -47,6 +47,28 @@ def test_gains_are_not_decayed_and_inner_matrices_go_to_muon():
     assert not decay.keys() & inner
 
 
+@pytest.mark.parametrize(("family", "name"), [("step3p5", "output"), ("dots3_note", "embedding")])
+def test_embeddings_and_lm_heads_of_a_head_do_not_go_to_muon(family, name):
+    parameters = named(build(family))
+    adamw, muon = build_optimizers(parameters, config(optimizer="muon"))
+    own = id(parameters[f"head.stack.0.{name}.weight"])
+    assert own in {id(value) for group in adamw.param_groups for value in group["params"]}
+    assert own not in {id(value) for group in muon.param_groups for value in group["params"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_hidden"),
+    [
+        ("trunk.model.embeddings.weight", False), ("trunk.model.layers.3.mlp.router.classifier.weight", False),
+        ("trunk.model.layers.3.mlp.gate_proj.weight", True), ("head.stack.1.hidden_projection.weight", True),
+        ("head.stack.1.output.weight", False), ("trunk.model.layers.3.self_attn.output.weight", True),
+    ],
+)  # fmt: skip
+def test_matrices_for_muon(name, is_hidden):
+    *_, muon = build_optimizers({name: torch.nn.Parameter(torch.zeros(2, 2))}, config(optimizer="muon"))
+    assert isinstance(muon, torch.optim.Muon) is is_hidden
+
+
 def test_parameters_without_gradient_have_no_optimizer():
     parameters = named(build("glm4_moe"))
     parameters["head.stack.0.projection.weight"].requires_grad_(False)

@@ -54,6 +54,15 @@ def test_rounding(rows, groups, bits, seed, dtype):
     assert torch.equal(pack_codes(found), expected)
 
 
+def test_channels_that_calibration_never_used_keep_their_weights():
+    """Groups of which no channel counts are rounded as well as without importance; others are not affected by them."""
+    weight, importance = torch.randn(6, 96, generator=torch.Generator().manual_seed(3)), torch.rand(96)
+    importance[32:64] = 0
+    found, plain = (round_to_nearest(weight, 4, 32, each).dequantize() for each in (importance, None))
+    torch.testing.assert_close(found[:, 32:64], plain[:, 32:64])
+    assert ((found - weight).abs() < 0.5 * weight.abs().amax()).all()
+
+
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "weights", "head_bits"),

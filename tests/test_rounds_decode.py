@@ -337,6 +337,14 @@ def test_bad_settings(values):
         Settings(**values)
 
 
+def test_any_valid_seed_can_be_used():
+    """The seeds of a batch are multiples of it, beyond what a generator takes; all of them give texts of their own."""
+    model, how = build("glm4_moe"), {"sampling": Sampling(5.0), "max_tokens": 12}
+    seeds = [-(2**63), -1, 0, 2**44, 2**45, 2**63 - 1]
+    texts = [decode(model, [prompt(5)], num_speculative_tokens=0, seed=seed, **how)[0][0] for seed in seeds]
+    assert len(set(map(tuple, texts))) == len(seeds)
+
+
 def test_drafts_need_a_head():
     model = build("glm4_moe")
     with pytest.raises(ConfigError, match="no head"):

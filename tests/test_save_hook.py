@@ -81,6 +81,7 @@ def test_save_pretrained(base, tmp_path, shard):
     for _ in range(2):
         model.save_pretrained(tmp_path / "out", max_shard_size=shard)
         assert_kept(tmp_path / "out", base)
+        assert len(list((tmp_path / "out").glob("model-mtp*"))) == 1, "the head of the first save is removed"
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 

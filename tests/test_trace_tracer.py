@@ -53,6 +53,13 @@ def test_accepted_positions_are_refreshed(trained):
     assert any("accepts draft 1" in row.gives for row in rows)
 
 
+def test_only_the_end_of_a_prompt_predicts_its_first_token():
+    """A prompt that is processed in several passes has one position that predicts a new token."""
+    model, start = build("glm4_moe"), prompt(11)
+    rows = list(trace(model, start, Settings(num_speculative_tokens=1, max_tokens=2, chunk=4)))
+    assert [row.position for row in rows if row.round == 0 and "->" in row.gives] == [10]
+
+
 def test_one_trunk_pass_a_round():
     rows = list(trace(build("qwen3_5"), prompt(5), Settings(num_speculative_tokens=2, max_tokens=8)))
     for number in {row.round for row in rows} - {0}:

@@ -200,7 +200,8 @@ def round_to_nearest(weight: Tensor, bits: int, group_size: int, importance: Ten
     if bits == 8:
         scales = torch.maximum(-least, largest) / (middle - 1)
     else:
-        counts = None if importance is None else importance.float().view(-1, group_size)
+        # Above 0, as for blocks (`gguf_blocks`): a group that counts nothing has no best scale, and would be lost.
+        counts = None if importance is None else importance.float().clamp_min(1e-12).view(-1, group_size)
         scales = _best_scales(groups, torch.where(largest >= -least, largest, least), counts)
     scales = scales.to(weight.dtype)
     scales = scales.masked_fill_(scales == 0, 1.0)

@@ -168,11 +168,9 @@ class Drafter:
 
     def append(self, other: "Drafter") -> None:
         """Take over the sequences of another drafter of the same kind, after this one's."""
-        self.pending, self.previous, self.ends = (
-            self.pending + other.pending,
-            self.previous + other.previous,
-            self.ends + other.ends,
-        )
+        self.pending = self.pending + other.pending
+        self.previous = self.previous + other.previous
+        self.ends = self.ends + other.ends
         self.caches = [mine.joined(others) for mine, others in zip(self.caches, other.caches, strict=True)]
         self._bind_chain()
 

@@ -23,7 +23,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # as the ByteFallback decoder of L
 _BROKEN = "\ufffd"
 # A UTF-8 character has at most four bytes, and a token at least one: broken characters further back stay broken.
 _MAX_BYTES = 4
-_MAX_BUFFER = 32  # buffered tokens that end in a broken character before `_split` looks for where it begins
+_MAX_BUFFER = 32  # new tokens that end in a broken character before `_split` looks for where it begins
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ class Detokenizer:
             return ""
         num_final = len(self._buffer)
         if self.pending.endswith(_BROKEN):
-            num_final = self._split() if num_final > _MAX_BUFFER else 0
+            num_final = self._split() if num_final - self._num_context > _MAX_BUFFER else 0
         elif self.is_byte_token(self._buffer[-1]):
             num_final = 0
         return self._commit(num_final) if num_final else ""

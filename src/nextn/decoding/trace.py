@@ -49,20 +49,21 @@ def trace(model: Model, prompt: str | list[int], settings: Settings) -> Iterator
     ids = encode(model, prompt)
     for number, result in enumerate(rounds(model.trunk, model.head, [ids], settings, observer=events.append)):
         for event in events:
-            yield from _rows(model, number, event, result.rows[0], is_first=number == 1)
+            yield from _rows(model, number, event, result.rows[0], len(ids))
         events.clear()
 
 
-def _rows(model: Model, number: int, event: Event, result: SequenceRound, *, is_first: bool) -> Iterator[TraceRow]:
+def _rows(model: Model, number: int, event: Event, result: SequenceRound, prompt_length: int) -> Iterator[TraceRow]:
     last = len(event.tokens) - 1
     for index, token in enumerate(event.tokens):
         position = event.start + index
         phase, gives = event.phase, ""
         if event.module is None:
-            gives = f"h{position}" + _verification(model, event, result, index, last)
+            is_prompt_end = position == prompt_length - 1
+            gives = f"h{position}" + _verification(model, event, result, index, is_prompt_end=is_prompt_end)
         elif phase == "draft":
             if index < last:
-                phase = "prefill" if is_first else "refresh"
+                phase = "prefill" if number == 1 else "refresh"
             else:
                 gives = _draft(model, event, result)
         hidden = "-" if event.module is None else f"h{position}" if event.hidden == "h" else event.hidden
@@ -70,9 +71,9 @@ def _rows(model: Model, number: int, event: Event, result: SequenceRound, *, is_
         yield TraceRow(number, phase, by, position, token_text(model, token), hidden, gives)
 
 
-def _verification(model: Model, event: Event, result: SequenceRound, index: int, last: int) -> str:
+def _verification(model: Model, event: Event, result: SequenceRound, index: int, *, is_prompt_end: bool) -> str:
     if event.phase == "prefill":
-        return f" -> {token_text(model, result.emitted[0])}" if index == last and not result.drafts else ""
+        return f" -> {token_text(model, result.emitted[0])}" if is_prompt_end else ""
     if index < result.num_accepted:
         return f" -> {token_text(model, result.emitted[index])} accepts draft {index + 1}"
     if index == result.num_accepted and result.num_accepted < len(result.emitted):

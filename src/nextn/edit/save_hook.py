@@ -3,6 +3,7 @@
 `keep_head` keeps the head that the model was loaded with, byte for byte; `save_with` takes it from any `HeadSource`.
 """
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,12 +15,16 @@ from typing import Protocol
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint, shipped_path
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.staging_folder import named_after, owned
 from nextn.edit.convert import extract
+from nextn.edit.plan import HEAD_FILE
+from nextn.edit.reindex import side_files
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError
 
 _METHOD = "save_pretrained"
+_HEAD_FILE = re.compile(rf"{re.escape(Path(HEAD_FILE).stem)}(-\d+)?\.safetensors")  # see `free_name`
 
 
 def keep_head(model: PreTrainedModel, source: str | Path | None = None) -> None:
@@ -139,6 +144,7 @@ class _Saver:
             if call.arguments.get("is_main_process", True) and any(folder.glob("model*.safetensors")):
                 # Links are followed: transformers also loads the model through them and saves what they lead to.
                 restore(folder, base, force=True, follow_links=True)
+                remove_unlisted_heads(folder)
                 self.source.seal(folder)
         if push:  # push_to_hub saves again, with the head, into a folder of its own that it uploads
             hub = {"token": call.arguments.get("token"), **call.arguments.get("kwargs", {})}
@@ -155,6 +161,16 @@ def _base(source: str | Path) -> Path | Checkpoint:
     """Return a path for a local base, opened at each save, as it may change; a hub id is opened now."""
     path = Path(shipped_path(source)).expanduser()
     return path.resolve() if path.exists() else Checkpoint.open(source)
+
+
+def remove_unlisted_heads(folder: Path) -> None:
+    """Remove the files of heads that earlier saves wrote into `folder`, which the index of the last one does not list.
+
+    llama.cpp's converter reads every model*.safetensors. Files of other names, or with other tensors, stay.
+    """
+    for file in side_files(Inventory.of(Checkpoint.open(folder))):
+        if _HEAD_FILE.fullmatch(file):
+            (folder / file).unlink()
 
 
 def _drop_old_index(folder: Path) -> None:

@@ -137,9 +137,9 @@ def mtp_loss(
     depths = len(hiddens) - 1
     weights_by_depth = (1.0,) * depths if depth_weights is None else tuple(depth_weights)
     labels = [targets.labels(k) for k in range(depths + 1)]
-    _check_shapes(hiddens, labels, weights_by_depth)
-    counts = torch.stack([(label != IGNORE).sum() for label in labels])
     weights = [weight] * (depths + 1) if isinstance(weight, Tensor) else list(weight)
+    _check_shapes(hiddens, labels, weights, weights_by_depth)
+    counts = torch.stack([(label != IGNORE).sum() for label in labels])
     divisors = denominators(denominator, counts, counts[:1])
     terms = [1.0, *(lam / depths * share for share in weights_by_depth)]
     wide = wide_dtype(hiddens[0], weights[0])
@@ -173,10 +173,15 @@ def denominators(denominator: str | Tensor, counts: Tensor, trunk: Tensor) -> Te
     return counts if denominator == "valid" else trunk
 
 
-def _check_shapes(hiddens: Sequence[Tensor], labels: Sequence[Tensor], weights_by_depth: Sequence[float]) -> None:
-    if len(weights_by_depth) != len(hiddens) - 1:
+def _check_shapes(
+    hiddens: Sequence[Tensor], labels: Sequence[Tensor], weights: Sequence[Tensor], weights_by_depth: Sequence[float]
+) -> None:
+    if not hiddens or len(weights) != len(hiddens):
+        counts = f"{len(weights)} lm_head weights for {len(hiddens)} hiddens"
+        raise ConfigError(f"{counts}; expected one tensor for all, or one for the trunk and each depth.")
+    if len(weights_by_depth) != (depths := len(hiddens) - 1):
         raise ConfigError(
-            f"{len(weights_by_depth)} depth weights for {len(hiddens) - 1} depths: give one each, none for the trunk."
+            f"{len(weights_by_depth)} depth weights for {depths} depths: give one each, without the trunk."
         )
     for k, (hidden, label) in enumerate(zip(hiddens, labels, strict=True)):
         if hidden.shape[:-1] != label.shape:

@@ -146,9 +146,10 @@ class Uniforms:
     """The random numbers of one sequence, from its own generator, so that they do not depend on the batch."""
 
     _BATCH = 256  # numbers generated at a time
+    _MODULUS = 2**64 - 59  # the largest prime below 2**64, torch's limit: multiples of large seeds stay distinct
 
     def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed % self._MODULUS)
         self._ready: list[float] = []
 
     def take(self, count: int) -> list[float]:
@@ -174,11 +175,7 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 
 _RACERS = 512  # tokens that race one by one
-
-
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
 _REST, _WITHIN_REST = np.uint64(2**63), np.uint64(2**63 + 1)  # no token ids
 
 

@@ -69,7 +69,8 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first: a checkpoint's state is written last."""
-        return sorted(folder for folder in self.path.glob("step-*") if (folder / _STATE).exists())
+        complete = [folder for folder in self.path.glob("step-*") if (folder / _STATE).exists()]
+        return sorted(complete, key=lambda folder: (len(folder.name), folder.name))  # more than seven digits come last
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of the checkpoint after `step` steps."""

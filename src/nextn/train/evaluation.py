@@ -300,8 +300,9 @@ def _acceptance_probs(
                 likely[row, depth - 1] = p.gather(1, best[:, None])[:, 0].cpu()
             else:
                 target = text[row, depth + 1 : depth + 1 + num_positions, None]
-                ratio = (q[: len(target)].gather(1, target) / p[: len(target)].gather(1, target)).clamp_max(1)[:, 0]
-                accept[row, depth - 1, : len(target)] = ratio.cpu()
+                ratio = q[: len(target)].gather(1, target) / p[: len(target)].gather(1, target)
+                # 0 / 0 at tokens of a prompt, which were not sampled: no round starts there, but NaN * 0 is NaN.
+                accept[row, depth - 1, : len(target)] = ratio.nan_to_num(nan=0.0).clamp_max(1)[:, 0].cpu()
                 likely[row, depth - 1, : len(target)] = (best[: len(target)] == target[:, 0]).cpu().double()
     return match, accept, likely
 

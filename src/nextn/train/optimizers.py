@@ -3,6 +3,7 @@
 `Muon32` is for processors without fast bfloat16 matmuls, on which torch's own Muon takes most of a step.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import sqrt
 from typing import Any
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from nextn.devices import half_precision_pays
 from nextn.errors import CheckpointError
-from nextn.train.config import TrainConfig
+from nextn.train.config import TrainConfig, part_of
 from nextn.train.distributed import gather_gradients, replicated, shard_like
 
+_NOT_HIDDEN = re.compile(r"embed|lm_head|gate\.weight$|\.router\.")
 _STEPS, _COEFFICIENTS, _SMALLEST = 5, (3.4445, -4.7750, 2.0315), 1e-7  # torch.optim.Muon's
 
 
@@ -148,4 +150,5 @@ def _state_keys(
 
 def _is_hidden_matrix(name: str, value: nn.Parameter) -> bool:
     # Muon is for matrices between hidden states; embeddings, lm_heads and routers stay with AdamW.
-    return value.ndim == 2 and not any(part in name for part in ("embed_tokens", "lm_head", "gate.weight"))
+    is_other = _NOT_HIDDEN.search(name) or part_of(name.removeprefix("head.")) in ("embed_tokens", "lm_head", "router")
+    return value.ndim == 2 and not is_other

@@ -23,7 +23,7 @@ from nextn.checkpoint.provenance import record_training
 from nextn.checkpoint.safetensors_file import write_tensors
 from nextn.edit.plan import EditPlan
 from nextn.edit.restore import restore
-from nextn.edit.save_hook import save_with, without_adapters
+from nextn.edit.save_hook import remove_unlisted_heads, save_with, without_adapters
 from nextn.errors import ConfigError, require_type
 from nextn.model.head import Head
 from nextn.model.model import live_trunk, load_head
@@ -183,6 +183,7 @@ def save_head(head: Head, folder: str | Path, *, source: str = "a training loop"
     saved = CotrainedHead(head, made_by=source)
     with saved.open_base(Path(folder)) as base:
         plan = restore(folder, base, force=True, follow_links=True)
+    remove_unlisted_heads(Path(folder))
     saved.seal(Path(folder))
     return plan
 
