@@ -180,11 +180,8 @@ def _check_shapes(
         counts = f"{len(weights)} lm_head weights for {len(hiddens)} hiddens"
         raise ConfigError(f"{counts}; expected one tensor for all, or one for the trunk and each depth.")
     if len(weights_by_depth) != (depths := len(hiddens) - 1):
-        raise ConfigError(
-            f"{len(weights_by_depth)} depth weights for {depths} depths: give one each, without the trunk."
-        )
+        raise ConfigError(f"{len(weights_by_depth)} depth weights for {depths} depths: give one for each depth.")
     for k, (hidden, label) in enumerate(zip(hiddens, labels, strict=True)):
         if hidden.shape[:-1] != label.shape:
-            raise ConfigError(
-                f"hidden of depth {k} is {tuple(hidden.shape)}; [B, T-{k}] = {tuple(label.shape)} is needed."
-            )
+            expected = f"[B, T-{k}] = {tuple(label.shape)}"
+            raise ConfigError(f"hidden of depth {k} is {tuple(hidden.shape)}; {expected} is needed.")
