@@ -20,6 +20,7 @@ from nextn.losses.mtp_loss import Targets
 from nextn.model.layer_states import remove_states
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.train import head_run
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.distributed import Ranks, unsharded
 from nextn.train.head_run import INIT_STATES, StartingPoint, load_starting_point, prepare_head_run
@@ -267,6 +268,7 @@ def peak_of_loading(ranks, folder, stream=False):
 def peak_of_fresh_head(ranks, out, model):
     """The same while a new head is made and sharded with its trunk."""
     data, start = [out.parent / "text.txt"], StartingPoint(model, fresh=True)
+    head_run._INIT_TOKENS = 256  # their states are no part of the trunk
 
     def load():
         if ranks.is_first:

@@ -28,3 +28,25 @@ def test_matrices_and_views():
     matrix[3, 39] = float("nan")
     assert not is_finite(matrix.T[1::2])
     assert is_finite(matrix[:3])
+
+
+def test_subclasses():
+    """A tensor made of others has their values, one without parts its own."""
+
+    class Plain(torch.Tensor):
+        pass
+
+    class Packed(torch.Tensor):
+        def __tensor_flatten__(self):
+            return ["codes", "scale"], None
+
+    def packed(scale: float) -> torch.Tensor:
+        tensor = torch.zeros(3).as_subclass(Packed)
+        tensor.codes, tensor.scale = torch.ones(3, dtype=torch.uint8), torch.tensor([1.0, scale])
+        return tensor
+
+    assert is_finite(torch.ones(3).as_subclass(Plain))
+    assert is_finite(packed(2.0))
+    for bad in (float("nan"), float("inf")):
+        assert not is_finite(torch.tensor([1.0, bad]).as_subclass(Plain)), bad
+        assert not is_finite(packed(bad)), bad

@@ -218,16 +218,20 @@ def _counterparts(own: Mapping[str, Tensor], other: Mapping[str, Tensor], parts:
 
 def _init_input_projection(module: MTPLayer, family: Family, scale: float) -> None:
     """Make eh_proj add the normalized token and hidden state, times `scale`; small noise breaks their symmetry."""
-    for role in ("projection", "token_projection", "hidden_projection"):
-        projection = getattr(module, role, None)
-        if isinstance(projection, nn.Linear):
-            projection.weight.normal_(std=_NOISE)
-            for block in projection.weight.split(projection.out_features, dim=1):
-                block.diagonal().add_(scale)
-            if projection.bias is not None:
-                projection.bias.zero_()
+    for projection in _projections(module):
+        projection.weight.normal_(std=_NOISE)
+        for block in projection.weight.split(projection.out_features, dim=1):
+            block.diagonal().add_(scale)
+        if projection.bias is not None:
+            projection.bias.zero_()
     for norm in (module.token_norm, module.hidden_norm):
         next(norm.parameters()).fill_(float(family.norm_weight == "w"))
+
+
+def _projections(module: MTPLayer) -> list[nn.Linear]:
+    """Return the linear projections of embedding and state: one of both, or one of each."""
+    found = (getattr(module, name, None) for name in ("projection", "token_projection", "hidden_projection"))
+    return [each for each in found if isinstance(each, nn.Linear)]
 
 
 def _copy_shared(module: MTPLayer, trunk: Trunk) -> None:
@@ -261,17 +265,22 @@ def fit_projection(head: Head, index: int, tokens: Tensor, hidden: Tensor, targe
     module = head.stack[index]
     assert isinstance(module, MTPLayer)
     ahead = index + 1 if head.family.order == "unchained" else 1  # else it takes the state of the layer before it
-    embedded = head.trunk.embed(tokens, raw=head.family.embedded == "raw")
-    parts = {"token_projection": _normalized(head, embedded)[:, 1 + ahead :]}
-    # Position 0 is left out: many trunks have states of another size there.
-    parts["hidden_projection"] = _normalized(head, hidden)[:, 1:-ahead]
-    names = [*parts]
+    names = ["token_projection", "hidden_projection"]
     if head.family.concat == "hidden_first":
         names.reverse()
-    inputs = torch.cat([parts[name].flatten(0, 1) for name in names], dim=-1)
-    outputs = target[:, 1 + ahead :].flatten(0, 1).double().cpu()
-    outputs = outputs * (scale / outputs.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12))
-    weight = _ridge(inputs.double().cpu(), outputs)
+    width = target.shape[-1]
+    gram, cross = (torch.zeros(2 * width, size, dtype=torch.float64) for size in (2 * width, width))
+    for row, states, original in zip(tokens, hidden, target, strict=True):  # whose products are enough
+        embedded = head.trunk.embed(row[None], raw=head.family.embedded == "raw")[0]
+        parts = {"token_projection": _normalized(head, embedded)[1 + ahead :]}
+        # Position 0 is left out: many trunks have states of another size there.
+        parts["hidden_projection"] = _normalized(head, states)[1:-ahead]
+        inputs = torch.cat([parts[name] for name in names], dim=-1).double().cpu()
+        outputs = original[1 + ahead :].double().cpu()
+        outputs *= scale / outputs.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
+        gram.addmm_(inputs.T, inputs)
+        cross.addmm_(inputs.T, outputs)
+    weight = _ridge(gram, cross)
     blocks = {"projection": weight}
     if not hasattr(module, "projection"):
         blocks = dict(zip(names, weight.split(len(weight), dim=1), strict=True))
@@ -281,11 +290,10 @@ def fit_projection(head: Head, index: int, tokens: Tensor, hidden: Tensor, targe
 
 def can_fit(module: MTPLayer, hidden: Tensor, target: Tensor) -> bool:
     """Whether the projection takes one embedding and one state and returns one; not with several streams."""
-    roles = ("projection", "token_projection", "hidden_projection")
-    projections = [getattr(module, role) for role in roles if hasattr(module, role)]
-    width = target.shape[-1]
-    is_linear = all(isinstance(each, nn.Linear) and each.out_features == width for each in projections)
-    return is_linear and hidden.ndim == target.ndim == 3 and hidden.shape[-1] == width
+    width, projections = target.shape[-1], _projections(module)
+    fits = sum(each.in_features for each in projections) == 2 * width
+    fits = fits and all(each.out_features == width for each in projections)
+    return fits and hidden.ndim == target.ndim == 3 and hidden.shape[-1] == width
 
 
 def _normalized(head: Head, states: Tensor) -> Tensor:
@@ -293,8 +301,12 @@ def _normalized(head: Head, states: Tensor) -> Tensor:
     return normalized
 
 
-def _ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """Return the weight [H, N] that maps inputs [n, N] to outputs [n, H], of least squares with a penalty."""
-    gram = inputs.T @ inputs
-    gram.diagonal().add_(_RIDGE * inputs.square().mean().clamp_min(1e-12) * len(inputs))
-    return torch.cholesky_solve(inputs.T @ outputs, torch.linalg.cholesky(gram)).T
+def _ridge(gram: Tensor, cross: Tensor) -> Tensor:
+    """Return the weight [H, N] that maps inputs X [n, N] to outputs Y [n, H], of least squares with a penalty.
+
+    Args:
+        gram: [N, N], X^T X; changed.
+        cross: [N, H], X^T Y.
+    """
+    gram.diagonal().add_(_RIDGE * gram.diagonal().mean().clamp_min(1e-12))
+    return torch.cholesky_solve(cross, torch.linalg.cholesky(gram)).T
