@@ -148,9 +148,11 @@ def audit_checkpoint(
     family = family or _family(checkpoint)
     if family is None:
         return _without_family(checkpoint)
-    named = list(structure.names_foreign(Inventory.of(checkpoint, family=family)))
+    stored = Inventory.of(checkpoint, family=family)
+    kinds = structure.foreign_names(stored)
+    foreign = {name for _, names in kinds for name in names}
     # These tensors are audited under the names that they should have, so that one cause gives one finding.
-    inventory = Inventory.of(with_plain_names(checkpoint) if named else checkpoint, family=family)
+    inventory = Inventory.of(with_plain_names(checkpoint, foreign), family=family) if foreign else stored
     whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
     alike = pruned.comparable(inventory)
     bound: dict[Rule, Rule] = {
@@ -161,8 +163,8 @@ def audit_checkpoint(
         engines.engine_support: partial(engines.engine_support, trunk=trunk),
     }
     rules = [bound.get(rule, rule) for rule in RULES]
-    hidden = bool(named) and any(HEADLIKE.search(name) for name in checkpoint.tensors if plain_name(name) is None)
-    findings = named + [
+    hidden = any(HEADLIKE.search(name) for name in foreign if plain_name(name) is None)
+    findings = [*structure.names_foreign(kinds)] + [
         finding for rule in rules for finding in rule(inventory) if not (hidden and finding.rule == "head-absent")
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -203,7 +205,11 @@ def _without_family(checkpoint: Checkpoint) -> AuditReport:
     inventory = Inventory.of(checkpoint, family=replace(generic(checkpoint.config), default_count=0))
     names = [*inventory.stored.values(), *inventory.unrecognized]
     model_type = str(checkpoint.config["model_type"])[:80]
-    found = [*structure.names_foreign(inventory), *files.index(inventory), *structure.draft_model(inventory)]
+    found = [
+        *structure.names_foreign(structure.foreign_names(inventory)),
+        *files.index(inventory),
+        *structure.draft_model(inventory),
+    ]
     if names:
         found.append(structure.foreign_head(model_type, names))
     elif inventory.draft_model is None:

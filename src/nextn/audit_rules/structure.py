@@ -15,7 +15,7 @@ from nextn.audit_rules.layer_reference import LayerReference
 from nextn.audit_rules.trunk_layers import missing_parts
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path, split_view
-from nextn.checkpoint.foreign_names import foreign
+from nextn.checkpoint.foreign_names import ForeignNames, foreign
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import is_mlx, split_name
 from nextn.checkpoint.safetensors_file import TensorInfo
@@ -103,8 +103,8 @@ def structure(inventory: Inventory) -> Iterator[Finding]:
         yield from rule(head)
 
 
-def names_foreign(inventory: Inventory) -> Iterator[Finding]:
-    """Report names of a running program (such as an FSDP wrapper), by the kind of program that wrote them."""
+def foreign_names(inventory: Inventory) -> list[tuple[ForeignNames, list[str]]]:
+    """Return each kind of names of a running program (such as an FSDP wrapper) with the tensors that have them."""
     # Without the parts of the head's published names that would be a running program's in other checkpoints.
     known = {name: canonical for canonical in inventory.stored for name in inventory.spellings([canonical])}
     checked = {
@@ -112,8 +112,12 @@ def names_foreign(inventory: Inventory) -> Iterator[Finding]:
         for name in sorted(inventory.checkpoint.tensors)
         if not name.endswith(inventory.family.runtime_names)
     }
-    for kind, keys in foreign(checked):
-        names = [checked[key] for key in keys]
+    return [(kind, [checked[key] for key in keys]) for kind, keys in foreign(checked)]
+
+
+def names_foreign(found: Iterable[tuple[ForeignNames, list[str]]]) -> Iterator[Finding]:
+    """Report names of a running program, by the kind of program that wrote them."""
+    for kind, names in found:
         yield Finding(
             "names-foreign", "error", names[0],
             f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: no loader of "

@@ -5,10 +5,11 @@ layers/fused_moe/routed_experts.py; ModelOpt, torch/quantization; Megatron-LM, c
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.safetensors_file import TensorInfo
 
 _ADAPTER = (
     r"lora_[ABE]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|vera_lambda_[bd]|ranknum|(hada|lokr|oft|loha)_\w+"
@@ -95,11 +96,14 @@ def foreign(names: Iterable[str]) -> list[tuple[ForeignNames, list[str]]]:
     return [(kind, own) for kind, own in found if own]
 
 
-def with_plain_names(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the names that its tensors would have; those that have none are left out."""
-    fused = {f"{name.removesuffix('gate_up_proj.weight')}down_proj.weight" for name in checkpoint.tensors
+def with_plain_names(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """Return the checkpoint with the names that these tensors would have; those that have none are left out."""
+    fused = {f"{name.removesuffix('gate_up_proj.weight')}down_proj.weight" for name in names
              if name.endswith(".experts.gate_up_proj.weight")}  # fmt: skip
-    tensors = {plain.removesuffix(".weight") if name in fused else plain: info
-               for name, info in checkpoint.tensors.items() if (plain := plain_name(name)) is not None}  # fmt: skip
-    named = {name: info if info.name == name else replace(info, name=name) for name, info in tensors.items()}
-    return replace(checkpoint, tensors=named)
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in checkpoint.tensors.items():
+        plain = plain_name(name) if name in names else name
+        if plain is not None:
+            plain = plain.removesuffix(".weight") if name in fused else plain
+            tensors[plain] = info if info.name == plain else replace(info, name=plain)
+    return replace(checkpoint, tensors=tensors)
