@@ -143,6 +143,7 @@ def section(case: Case) -> dict[str, object]:
         return method | {"bits": case.bits, "group_size": size, "sym": case.symmetric, "desc_act": case.ordered}
     weights = {"num_bits": case.bits, "type": "int", "symmetric": case.symmetric, "group_size": case.group or None,
                "strategy": "group" if case.group else "channel"}  # fmt: skip
+    weights |= {"actorder": "group"} if case.ordered else {}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": case.layout, "config_groups": groups, "ignore": ["lm_head"]}
 

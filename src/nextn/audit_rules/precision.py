@@ -96,7 +96,7 @@ def _fused_names(inventory: Inventory, config: QuantConfig | None, parts: list[P
 def _unreadable(inventory: Inventory) -> Iterator[Finding]:
     """Report packed weights of trunk and head whose sizes are not the config's, or of a variant that nextn cannot read.
 
-    Scales that the head lacks are `scale-missing`.
+    Tensors that are lost are `head-partial`, `scale-missing` or `trunk-partial`.
     """
     try:
         _, packed = with_whole_weights(inventory.checkpoint)
@@ -111,11 +111,10 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
             "The quantization config of the release that was quantized so.",
             "Take that config, or the unquantized model.",
         )  # fmt: skip
-    heads = {split_name(name, inventory.checkpoint.tensors)[0] for name in inventory.stored.values()}
     groups: dict[str, list[PackedWeight]] = defaultdict(list)
     for weight in packed.values():
         kind = (weight.problem or "").partition(":")[0]
-        if kind and not (kind.startswith("without") and weight.module in heads):
+        if kind and weight.module not in inventory.lost_parts:
             groups[kind].append(weight)
     for kind, weights in groups.items():
         variant = kind == "unsupported"

@@ -117,8 +117,8 @@ def _of_whole_weights(inventory: Inventory) -> Inventory:
 
 
 def _comparable(info: TensorInfo, like: TensorInfo) -> bool:
-    """Whether both are stored alike; packed weights have other shapes."""
-    if 0 in (*info.shape, *like.shape):  # of packed weights that cannot be read
+    """Whether both are stored alike; packed weights have other shapes, and bitsandbytes' states are JSON texts."""
+    if 0 in (*info.shape, *like.shape) or ".quant_state." in info.name:
         return False
     return like.dtype == info.dtype or (unpacked(like) and unpacked(info))
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from nextn.audit_rules.findings import Finding, convert, restore, verb
 from nextn.audit_rules.layer_reference import LayerReference
@@ -17,7 +18,7 @@ from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import ForeignNames, foreign
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import is_mlx, split_name
+from nextn.checkpoint.quantization import is_mlx, split_name, storage
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.edit.convert import elsewhere, find_head
 from nextn.errors import CheckpointError
@@ -330,9 +331,9 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
         compared = reference.compare(module)
         paths = _in_form(compared.missing, inventory.family.experts)
         names = [inventory.published(f"{module}.{each}") for each in [*missing, *(f"block.{path}" for path in paths)]]
-        names += [
-            f"{inventory.published(each)}.weight" for each in inventory.lost_weights if each.startswith(f"{module}.")
-        ]
+        lost = inventory.lost_in(inventory.of_module(module).values())
+        bare = (each for each in lost if storage(inventory.checkpoint.tensors, each) == "fp8-bare")  # `scale-missing`
+        names += chain.from_iterable(lost[each] for each in lost.keys() - {*bare})
         if names:
             like = f"a block like the trunk's layer {compared.layer}" if compared.layer >= 0 else "a block"
             yield Finding(

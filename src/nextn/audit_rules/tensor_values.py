@@ -158,8 +158,9 @@ def _is_norm(info: TensorInfo) -> bool:
 
 
 def is_matrix(inventory: Inventory, info: TensorInfo) -> bool:
-    """Test for a matrix other than scales, whose values may all be equal."""
-    return len(info.shape) > 1 and "scale" not in split_name(info.name, inventory.checkpoint.tensors)[1]
+    """Test for a matrix other than scales and zero points, whose values may all be equal."""
+    suffix = split_name(info.name, inventory.checkpoint.tensors)[1]
+    return len(info.shape) > 1 and not any(part in suffix for part in ("scale", "offset", "zero", "absmax", "biases"))
 
 
 def _choose(inventory: Inventory, names: Sequence[str]) -> list[str]:

@@ -6,12 +6,12 @@ Knows no family's layers: a tensor is looked for among layers of the same type.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 
 from nextn.audit_rules.config_claims import both_levels
 from nextn.audit_rules.findings import Finding
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import lost_scales, lost_weights
 from nextn.text_format import counted, some
 
 IDS = ("trunk-partial",)
@@ -63,8 +63,7 @@ def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Findin
     missing = [f"model.layers.{index}: {part}" for index, part in missing_parts(inventory, reference)]
     of_head = {*inventory.stored.values(), *inventory.unrecognized}
     trunk = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in of_head}
-    missing += [f"{module}.weight" for module in lost_weights(trunk)]
-    missing += [f"the scales of {name}" for name in lost_scales(trunk)]
+    missing += chain.from_iterable(inventory.lost_in(trunk).values())
     if not any(name.endswith(FINAL_NORMS) and inventory.family.trunk_layer(name) is None
                for name in trunk):  # fmt: skip
         missing.append("the final norm")

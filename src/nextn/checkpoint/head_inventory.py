@@ -15,7 +15,8 @@ from nextn.checkpoint.base_model import base_model
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.draft_models import StoredDraftModel, stored
 from nextn.checkpoint.expert_forms import expert_forms
-from nextn.checkpoint.quantization import lost_weights
+from nextn.checkpoint.lost_parts import lost_parts
+from nextn.checkpoint.quantization import split_name
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
 from nextn.family_table import Family, by_config, lookup, lookup_count
@@ -89,9 +90,14 @@ class Inventory:
         return {module: frozenset(roles[module]) for module in sorted(roles)}
 
     @cached_property
-    def lost_weights(self) -> list[str]:
-        """The head's canonical modules of which scales are stored, and no weight."""
-        return lost_weights({canonical: self.info(canonical) for canonical in self.stored})
+    def lost_parts(self) -> Mapping[str, list[str]]:
+        """Module of trunk or head, by its name -> the tensors that it lacks of what its quantization method stores."""
+        return lost_parts(self.checkpoint.tensors)
+
+    def lost_in(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return `lost_parts` of the modules that these tensors belong to."""
+        modules = {split_name(name, self.checkpoint.tensors)[0] for name in names}
+        return {module: parts for module, parts in self.lost_parts.items() if module in modules}
 
     @cached_property
     def base_model(self) -> str | None:

@@ -85,6 +85,7 @@ def with_whole_weights(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Pa
     if not weights:
         return checkpoint, weights
     parts = {info.name for weight in weights.values() for info in weight.parts.values()}
+    parts |= {f"{weight.module}.weight_offset" for weight in weights.values()}  # of ModelSlim, which engines do not use
     tensors = {name: info for name, info in checkpoint.tensors.items() if name not in parts}
     for name, weight in weights.items():
         dtype = weight.parts["scales"].dtype if "scales" in weight.parts else "F32"
@@ -193,6 +194,8 @@ def _check_parts(weight: PackedWeight, settings: WeightSettings) -> None:
     needed: dict[Part, str] = {"scales": "its scales"}
     if weight.layout in ("gptq", "awq") or settings.symmetric is False:
         needed["zeros"] = "its zero points"
+    if settings.ordered and "group_index" in names:
+        needed["group_index"] = "the groups of its input channels"
     for part, what in needed.items():
         if part not in weight.parts:
             raise ValueError(

@@ -186,6 +186,7 @@ class WeightSettings(NamedTuple):
     bits: int | None
     group_size: int | None  # of input channels with a common scale; -1: one group per output channel
     symmetric: bool | None
+    ordered: bool = False  # groups are no runs of input channels, so that each channel's is stored
 
 
 def settings_in(
@@ -199,6 +200,7 @@ def settings_in(
         number if type(number) is int else None,
         size if type(size) is int else None,
         flag if type(flag) is bool else None,
+        section.get("desc_act") is True or section.get("actorder") in (True, "group", "dynamic"),
     )
 
 

@@ -51,9 +51,7 @@ MODULE_SUFFIXES = (
 SUFFIXES = (
     *(f".weight{suffix}" for suffix in WEIGHT_SUFFIXES), *MODULE_SUFFIXES, *(f".{name}" for name in BLOCK_NAMES)
 )  # fmt: skip
-
-# Of a weight and of nothing else.
-_BESIDE_WEIGHT = (*(f".weight{suffix}" for suffix in WEIGHT_SUFFIXES), ".qzeros", ".g_idx")
+_SUFFIXES = frozenset(SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,27 +217,14 @@ def split_name(name: str, names: Collection[str]) -> tuple[str, str]:
 
     `names` are all tensors: `experts.down_proj_scale` belongs to `experts.down_proj` only if that exists.
     """
-    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+    suffix = name[name.rfind(".") :]  # of one component, as most are
+    if suffix not in _SUFFIXES:
+        suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     if not suffix:
         bare = next((suffix for suffix in WEIGHT_SUFFIXES if name.endswith(suffix)), "")
         stem = name.removesuffix(bare)
         suffix = bare if stem in names or f"{stem}_blocks" in names else ""
     return name.removesuffix(suffix), suffix
-
-
-def lost_weights(tensors: "Mapping[str, TensorInfo]") -> list[str]:
-    """Return the modules of which scales, zero points or the like are stored, and no weight."""
-    beside = (name for name in tensors if name.endswith(_BESIDE_WEIGHT))
-    modules = dict.fromkeys(name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in beside)
-    return [name for name in modules if f"{name}.weight" not in tensors and storage(tensors, name) is None]
-
-
-def lost_scales(tensors: "Mapping[str, TensorInfo]") -> list[str]:
-    """Return the fp8 weights that have no scales, where most have them."""
-    fp8 = {name: scale_of(name, tensors) for name, info in tensors.items()
-           if info.dtype.startswith("F8") and name.endswith(".weight")}  # fmt: skip
-    bare = [name for name, scale in fp8.items() if scale is None]
-    return bare if 2 * len(bare) < len(fp8) else []
 
 
 def stored_modules(tensors: "Mapping[str, TensorInfo]") -> "Iterator[tuple[str, Storage]]":

@@ -72,12 +72,14 @@ def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]
 
 
 def implied_block(shape: Sequence[int], scale: Sequence[int], declared: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the block size that scales of shape `scale` imply: the declared one, a row or the tensor; else None.
+    """Return the block size that scales of shape `scale` imply: the declared one, a row, 32 of it or the tensor.
+
+    None for any other. 32 values of a row are the blocks of MXFP8.
 
     One scale per row or tensor are compressed-tensors' strategies channel and tensor, without a block in the config.
     """
     if len(shape) >= 2:
-        for block in (declared, (1, shape[-1])):
+        for block in (declared, (1, shape[-1]), (1, 32)):
             if scale_shape(shape, block) == tuple(scale):
                 return block
     return declared if tuple(scale) in ((), (1,), (1, 1)) else None

@@ -17,7 +17,7 @@ from nextn.checkpoint.gguf_blocks import KQuantWeight, block_scales, take_apart
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.packed_layout import with_whole_weights
-from nextn.checkpoint.quantization import declared, scale_of
+from nextn.checkpoint.quantization import declared, scale_of, split_name, stored_modules
 from nextn.checkpoint.quantized_weights import (
     FP8_SCALES,
     FP8_WEIGHT,
@@ -36,6 +36,9 @@ from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.checkpoint.snapshot import PartialFile
 from nextn.errors import CheckpointError
 
+READABLE = "bf16, fp16, fp32, fp8 with scales, GPTQ, AWQ, and compressed-tensors' integers of 4 or 8 bits"
+# Storage of a checkpoint `with_whole_weights` that needs no other program; "unknown" is of a wrong dtype.
+_READABLE = ("plain", "fp8-block", "fp8-tensor", "fp8-bare", "mxfp8", "unknown")
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Scales of activations: unused where products are not computed in fp8.
 ACTIVATIONS = (
@@ -153,13 +156,23 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             )
         return found[0] if found and self.method else None
 
+    def packed_otherwise(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+        """Return those of these tensors whose module is stored in a way that `READABLE` lacks -> module and storage."""
+        tensors = self.checkpoint.tensors
+        stored = {name: tensors[name] for name in names}
+        kinds = {module: kind for module, kind in stored_modules(stored) if kind not in _READABLE}
+        modules = {name: split_name(name, stored)[0] for name in stored}
+        return {name: (module, kinds[module]) for name, module in modules.items() if module in kinds}
+
     def stored(self, name: str) -> StoredTensor:
         dtype = None if name in self.packed else FLOATS.get(self.checkpoint.info(name).dtype)
         return StoredTensor(self, name, dtype)
 
     def is_quantized(self, name: str) -> bool:
         """Whether `read` dequantizes the tensor."""
-        return name in self.packed or (self.checkpoint.info(name).dtype == FP8_WEIGHT and not is_torchao(name))
+        if name in self.packed or self.checkpoint.info(name).dtype != FP8_WEIGHT or is_torchao(name):
+            return name in self.packed
+        return split_name(name, self.checkpoint.tensors)[1] in ("", ".weight")  # not scales in fp8, as of NVFP4
 
     def has_codes(self, name: str) -> bool:
         """Return whether the tensor is a quantized weight [N, K] that `integers` or `fp8` can read."""

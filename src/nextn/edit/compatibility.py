@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts
@@ -42,7 +43,7 @@ def absent(inventory: Inventory) -> list[str]:
         for role in family.names
         if role in family.required(index) and role not in inventory.roles.get(index, ())
     ]
-    missing += inventory.lost_weights
+    missing += chain.from_iterable(inventory.lost_in(inventory.stored.values()).values())
     # Modules, and the experts of one, may be in different forms, and of different types, as by mtp_mlp_layer_types.
     tails: dict[int, set[str]] = defaultdict(set)
     for canonical in inventory.stored:

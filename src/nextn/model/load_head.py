@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
-from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_activation_scale, is_finite
+from nextn.checkpoint.tensors import READABLE, StoredTensor, TensorReader, is_activation_scale, is_finite
 from nextn.errors import CheckpointError
 from nextn.family_table import ExpertForm, lookup
 from nextn.model.head import Head
@@ -26,6 +26,7 @@ from nextn.model.packed_linear import StandIns
 from nextn.model.shared_kv_head import SharedKVHead
 from nextn.model.stored_experts import EXPERT, StoredExperts, find_layout, run_in_groups, separable_experts
 from nextn.model.trunk import Trunk
+from nextn.text_format import some
 
 _RUNNING = re.compile(r"(?P<stem>.+\.experts)\.(?P<part>gate_up_proj|up_proj|down_proj)")
 _STORED = re.compile(r"(?P<stem>.+\.experts)\.(?:(?P<expert>\d+)\.)?(?P<part>gate_proj|up_proj|down_proj)\.weight")
@@ -384,26 +385,33 @@ class _HeadTensors:
             and int(canonical.split(".")[0]) < head.num_modules
             and name not in scale_names
         }
+        self.packed_otherwise = weights.packed_otherwise(inventory.stored.values())
         known = {*self.expected, *self.copies}
         self.unexpected = [name for key, name in stored.items() if key not in known and name not in self.scales
+                           and name not in self.packed_otherwise
                            and not name.endswith(".rotary_emb.inv_freq")]  # fmt: skip
         self.duplicates = [*self._duplicates()]
 
     def problems(self) -> Iterator[str]:
         """Problems visible in the file headers, and spellings or files that contradict each other."""
         yield from self._missing()
+        packed = dict.fromkeys(self.packed_otherwise.values())
+        for kind in dict.fromkeys(kind for _, kind in packed):
+            modules = [module for module, other in packed if other == kind]
+            yield f"packed: {some(modules)}, as {kind}; valid are {READABLE}"
         for extra in self.unexpected:
             yield f"unexpected: {extra} {self.tensors[extra].shape}"
         for extra in self.inventory.unrecognized:
             yield f"unexpected: {extra}, which looks like a head's, but is not a name of {self.head.family.name}"
         for canonical, parameter in self.expected.items():
             name = self.inventory.stored.get(canonical)
-            if name is None or self.weights.problem(name) is not None:  # which is listed below
+            if name is None or name in self.packed_otherwise or self.weights.problem(name) is not None:  # listed below
                 continue
             if self.tensors[name].shape != tuple(parameter.shape):
                 yield f"mis-shaped: {name} {self.tensors[name].shape}, expected {tuple(parameter.shape)}"
         for key in sorted({*self.expected, *self.copies} & self.inventory.stored.keys()):
-            if (text := self.weights.problem(self.inventory.stored[key])) is not None:
+            name = self.inventory.stored[key]
+            if name not in self.packed_otherwise and (text := self.weights.problem(name)) is not None:
                 yield text
         for first, second, is_same in self.duplicates:
             if not is_same:
@@ -436,8 +444,9 @@ class _HeadTensors:
     def _missing(self) -> Iterator[str]:
         inventory = self.inventory
         index = inventory.checkpoint.index or {}
+        packed = {f"{module}.weight" for module, _ in self.packed_otherwise.values()}
         for canonical, parameter in self.expected.items():
-            if canonical not in inventory.stored:
+            if canonical not in inventory.stored and inventory.published(canonical) not in packed:
                 name = inventory.published(canonical)
                 where = f"; by the index it is in {index[name]}" if name in index else ""
                 yield f"missing: {name} {tuple(parameter.shape)}{where}"

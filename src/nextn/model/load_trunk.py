@@ -14,7 +14,7 @@ from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.provenance import trunk_identity
 from nextn.checkpoint.quantization import is_mlx
 from nextn.checkpoint.snapshot import folder_of
-from nextn.checkpoint.tensors import StoredTensor, TensorReader, is_finite
+from nextn.checkpoint.tensors import READABLE, StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
 from nextn.model.layer_loader import LayerLoader
 from nextn.model.load_head import trunk_state
@@ -74,8 +74,7 @@ def streamed_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[St
     if packed := weights.unreadable(state):
         raise CheckpointError(
             f"{checkpoint.path}: its quantization is {weights.method} ({packed} and others), of which single layers "
-            "cannot be read; valid are bf16, fp16, fp32, fp8 with scales, GPTQ, AWQ, and compressed-tensors of 4 or 8 "
-            "bits. Stream the model that was quantized"
+            f"cannot be read; valid are {READABLE}. Stream the model that was quantized"
         )
     loader = _layer_loader(weights, state, dtype, inventory.shared)
     trunk = StreamedTrunk(loader, weights, stage=inventory.family.hidden, fingerprint=trunk_identity(inventory))
