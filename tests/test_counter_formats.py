@@ -186,7 +186,8 @@ TEXTS = {
         ("ik_llama.cpp", None, None, None, ())),
     "another engine": ("MTP ACTIVE (draft=3)\nspeculation: 1.60 tokens/forward | MTP acceptance 20% (3/15)\n",
                        ("an engine", None, 15, 3, ())),
-    "oMLX": ("INFO MTP[3] accept=117/387 (30.2%) depth[d1=90/129,d2=20/90,d3=7/20]\n", ("an engine", None, 387, 117, ())),
+    "oMLX": ("INFO MTP[3] accept=117/387 (30.2%) depth[d1=90/129,d2=20/90,d3=7/20]\n",
+             ("oMLX", 129, 387, 117, (90, 20, 7))),
     "vLLM 0.8.0": ("INFO [metrics.py:50] Speculative metrics: Draft acceptance rate: 0.500, Number of accepted tokens: "
                    "33, Number of draft tokens: 66, \n", ("vLLM", None, 66, 33, ())),
     "ATOM": ("".join(
@@ -206,6 +207,20 @@ TEXTS = {
         f"[NativeMTP] depth=3{active} verifyCalls=13 outputTokens=32 acceptedByDepth={by} bonus=4 rejected=9 "
         "prefixCommit=13 avgCommittedPerVerify=2.46 avgAcceptP=0.000\n"
         for active, by in ((" activeDepth=3", "0:4,1:3,2:2,3:4"), ("", "none"))), ("vMLX", 13, 39, 19, (9, 6, 4))),
+    "oMLX's stats of a request": (
+        "2026-09-13 09:12:11,000 - omlx.scheduler - INFO - [-] - vlm_mtp stats: request=2da900bb finish=stop rounds=500 "
+        "accepted=707/1000 (70.7%)\n   tokens_per_round=2.41 emitted=1206 block_size=3\n", ("oMLX", 500, 1000, 707, ())),
+    "trtllm-bench": ("-- Acceptance Length Details ----\n\n[AL] MINIMUM: 1.90\n[AL] MAXIMUM: 3.10\n[AL] AVERAGE: 2.55\n",
+                     ("TensorRT-LLM", None, None, None, ())),
+    "trtllm-bench's report": (json.dumps({"decoding_stats": {"mode": "MTP", "acceptance_length_percentiles":
+                              {"p50": 2.5, "average": 2.55}}}), ("TensorRT-LLM", None, None, None, ())),
+    "FastDeploy": (json.dumps({"choices": [{"speculate_metrics": {
+        "accepted_tokens": 162, "rejected_tokens": 154, "accept_ratio": 0.51, "average_accept_length": 2.05,
+        "accepted_tokens_per_head": [79, 51, 23, 9], "accept_ratio_per_head": [0.65, 0.45, 0.39]}}]}),
+        ("FastDeploy", 79, 237, 83, (51, 23, 9))),
+    "vLLM, cut before the first figures": (VLLM.partition("Mean acceptance ")[2], ("vLLM", 99, 198, 169, (91, 78))),
+    "vLLM, two figures of a line": ("- Mean acceptance length: 2.10 tokens per step\n- Per-position acceptance rate: 71%, "
+                                    "39%\n", ("vLLM", None, None, None, ())),
     "a stream": ('data: {"choices": []}\n\ndata: {"choices": [], "timings": {"draft_n": 78, "draft_n_accepted": 60, '
                  '"predicted_n": 100}}\n\ndata: [DONE]\n', ("llama.cpp", 39, 78, 60, ())),
 }  # fmt: skip
@@ -252,6 +267,21 @@ METRICS = {
                                   'tgi_request_skipped_tokens_bucket{le="0"} 40\ntgi_request_skipped_tokens_sum 90\n'
                                   'tgi_request_skipped_tokens_count 100\n',
                                   ("text-generation-inference", 100, None, 90, ())),
+    "Ray's": ('ray_vllm_spec_decode_num_drafts_total{WorkerId="a"} 100\nray_vllm_spec_decode_num_draft_tokens_total'
+              '{WorkerId="a"} 200\nray_vllm_spec_decode_num_accepted_tokens_total{WorkerId="a"} 120\n',
+              ("vLLM", 100, 200, 120, ())),
+    "a column of Grafana's export for each series": (
+        '"Time","{__name__=""vllm:spec_decode_num_drafts_total"", engine=""0""}",'
+        '"{__name__=""vllm:spec_decode_num_draft_tokens_total"", engine=""0""}",'
+        '"{__name__=""vllm:spec_decode_num_accepted_tokens_total"", engine=""0""}"\n'
+        "1790841600000,60,120,70\n1790841660000,100,200,120\n1790841720000,,,\n", ("vLLM", 100, 200, 120, ())),
+    "the same with bare names and another separator": (
+        "Time;vllm:spec_decode_num_drafts_total;vllm:spec_decode_num_draft_tokens_total;"
+        "vllm:spec_decode_num_accepted_tokens_total\r\n2026-10-01 10:00:00;100;200;120\r\n", ("vLLM", 100, 200, 120, ())),
+    "a row for each value": ('"Time","Metric","Value"\n' + "".join(
+        f'{minute},"vllm:spec_decode_num_{name}_total{{engine=""{engine}""}}",{minute * count}\n'
+        for minute in (1, 2) for engine in (0, 1) for name, count in (("drafts", 25), ("draft_tokens", 50), ("accepted_tokens", 30))),
+        ("vLLM", 100, 200, 120, ())),
     "copied from Prometheus' page": ('    vllm:spec_decode_num_drafts_total{engine="0"} | 100\n'
                                      '    vllm:spec_decode_num_draft_tokens_total{engine="0"} | 200\n'
                                      '    vllm:spec_decode_num_accepted_tokens_total{engine="0"} | 120\n',
@@ -267,6 +297,18 @@ def test_metrics(name):
     counters = read(text)
     assert summary(counters) == expected
     assert counters.source == METRICS_FORMAT
+
+
+def test_sglang_metrics_without_the_colon():
+    """As OpenTelemetry and Ray export them."""
+    for prefix in ("sglang_", "ray_sglang_", "ray_serve_sglang_"):
+        counters = read(f'{prefix}spec_accept_length{{tp_rank="0"}} 2.5\n{prefix}gen_throughput 41.4\n')
+        assert (counters.engine, counters.length) == ("SGLang", 2.5)
+
+
+def test_a_table_of_logs_is_none_of_series():
+    log = f'timestamp,message\n1,"num_spec_tokens=2"\n2,"(APIServer pid=1) {VLLM}"\n'
+    assert summary(read(log)) == summary(read(VLLM))
 
 
 def test_sglang_metrics_of_several_ranks_show_k():
@@ -395,6 +437,36 @@ def test_processes_of_one_log_are_counted_apart(first, second, size, monkeypatch
     assert "2 in all" in note
     assert "1.10" in note
     assert "2.50" in note
+
+
+def test_processes_that_share_a_line():
+    lines = f"(Worker_DP0 pid=7) INFO {VLLM}(Worker_DP1 pid=8) INFO {VLLM.replace('169', '150')}\n\n"
+    counters = read(lines)
+    assert counters.accepted == 319
+    assert ["2 in all" in note and "pid=7)" in note and "pid=8)" in note for note in counters.notes][-1]
+    assert not any("in all" in note for note in read(f"(pid=7) {VLLM} {VLLM}").notes)
+
+
+def test_requests_whose_length_shows_no_rounds():
+    """1.00 is a length of any number of rounds: the others, or K, say how many."""
+    request = REQUEST.partition(", mean")[0] + ", mean len =  3.65"
+    rejected = "slot print_timing: id 0 | task 9 | draft acceptance = 0.00000 (    0 accepted /    40 generated), mean len = 1.00"
+    counters = read(f"{request}\n{rejected}\n")
+    assert summary(counters) == ("llama.cpp", 107, 428, 257, ())
+    assert any("estimated" in note for note in counters.notes)
+    assert read(f"{rejected}\n").num_drafts is None
+    few = ("slot print_timing: id 0 | task 9 | draft acceptance = 0.00158 (    1 accepted /   633 generated), mean "
+           "acceptance length =  1.00, acceptance rate per position = (0.005, 0.000, 0.000)")  # fmt: skip
+    assert summary(read(f"{few}\n")) == ("llama.cpp", 211, 633, 1, (1, 0, 0))
+    assert read(f"{request}\n{few}\n").per_position == ()  # the first has none
+    assert read(f"{REQUEST}\n{few}\n").num_drafts == 97 + 211
+
+
+def test_a_length_of_one_is_no_contradiction():
+    line = "SpecDecoding metrics: Mean acceptance length: 1.00, Accepted: 1 tokens, Drafted: 900 tokens\n"
+    assert read(line).accepted == 1
+    with pytest.raises(EngineError):
+        read(line.replace("1 tokens, D", "90 tokens, D"))
 
 
 def test_a_restart_is_seen_by_any_count_that_fell():

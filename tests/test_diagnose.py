@@ -332,6 +332,15 @@ def test_summary_of_a_diagnosis():
     poor = expects(NO_FAULT, 0.05, 0.05)
     own = [Diagnosis("x", None, (case((950, 900), poor, exclusive=each),)).summary for each in (True, False)]
     assert ["easier prompts" in each for each in (*unknown, *own)] == [False, False, False, True]
+    driven, other = (Diagnosis("x", None, (case((950, 900), poor, exclusive=each),)) for each in (True, False))
+    assert (driven.outcome, other.outcome, other.named, other.needed) == (
+        "failed",
+        "inconclusive",
+        ("inconclusive",),
+        None,
+    )
+    low = Diagnosis("x", None, (case((10, 1), GOOD, exclusive=False),))
+    assert low.outcome == "failed"  # what is lost is a finding on any prompts
     some, many, countless = (
         Diagnosis("x", None, (case((count * 3 // 10, count * 3 // 20), GOOD, BAD, num_drafted=count),)).summary
         for count in (40, 100, 10**6)

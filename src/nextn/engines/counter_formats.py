@@ -13,7 +13,7 @@ from nextn.engines.counters import Counters, fill_in_derived, sum_counters
 from nextn.engines.json_formats import JSON_READERS, TABLE_START, objects, read_table
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.log_reader import LogReading, read_log
-from nextn.engines.metrics_formats import METRICS_FORMAT, METRICS_LINE, from_metrics
+from nextn.engines.metrics_formats import METRICS_FORMAT, METRICS_LINE, SERIES_TABLE, from_metrics, table_as_metrics
 from nextn.engines.run_settings import with_settings
 from nextn.errors import EngineError
 from nextn.text_format import docs_page
@@ -74,8 +74,8 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     file.seek(0)
     if start.startswith(TABLE_START):
         return read_table(file, source)
-    is_json = _begins_as_json(start)
-    if not is_json and not METRICS_LINE.search(start):
+    is_json, is_series = _begins_as_json(start), SERIES_TABLE.match(start) is not None
+    if not is_json and not is_series and not METRICS_LINE.search(start):
         reading = read_log(file)
         if reading.counters is None:
             reading = next(
@@ -87,7 +87,7 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
         raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
     text = file.read(_MAX_PARSED)
     if not is_json:
-        return from_metrics(text, model=model)
+        return from_metrics(table_as_metrics(text) if is_series else text, model=model)
     counters = _from_json_text(text, source, model)
     return with_settings(counters, [start])
 

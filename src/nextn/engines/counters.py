@@ -23,8 +23,9 @@ SHORTER = "some rounds drafted fewer tokens than the engine's limit: a_2, a_3, .
 ADAPTIVE = "the engine adapts the number of drafts of a round: its acceptance length is not that of K drafts in each"
 ROUNDED = "from rates rounded in the log: counts are approximate"
 FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
+ESTIMATED_ROUNDS = "the rounds of entries that show none are estimated from the draft tokens per round of the others"
 ADDED = "the counts of several processes are added"
-SOME_POSITIONS = "acceptance of the last positions is missing: only the totals are compared"
+SOME_POSITIONS = "acceptance of some positions or entries is missing: only the totals are compared"
 NOTHING_DRAFTED = (
     "counts no round that drafted; check that MTP is on, and that requests were sent (`nextn serve` stops drafting "
     "where it does not pay, unless --fixed-k is given)"
@@ -202,8 +203,12 @@ class CounterSums:
 
     engine: str | None = None
     counts: list[int | None] = field(default_factory=lambda: [0] * len(COUNTS))
+    # Rounds of the parts that show them, and the draft tokens of these: the others draft as many in a round.
+    shown_rounds: int = 0
+    shown_tokens: int = 0
     per_position: list[int] = field(default_factory=list)
     per_position_offered: list[int] = field(default_factory=list)
+    lacks_positions: bool = False  # of drafts that were accepted
     length: float = 0.0
     num_lengths: int = 0
     notes: dict[str, None] = field(default_factory=dict)
@@ -215,6 +220,10 @@ class CounterSums:
         new = [getattr(part, name) for name in COUNTS]
         # A count that one part lacks is unknown for the sum.
         self.counts = [None if None in (a, b) else a + b for a, b in zip(self.counts, new, strict=True)]
+        if part.num_drafts is not None and part.draft_tokens is not None:
+            self.shown_rounds += part.num_drafts
+            self.shown_tokens += part.draft_tokens
+        self.lacks_positions |= part.accepted != 0 and not part.per_position
         self.per_position = _added(self.per_position, part.per_position)
         self.per_position_offered = _added(self.per_position_offered, part.per_position_offered)
         if part.length is not None:
@@ -228,16 +237,23 @@ class CounterSums:
         if self.engine is None:
             return None
         num_drafts, draft_tokens, accepted, emitted = self.counts
+        notes, positions, offered = dict(self.notes), tuple(self.per_position), tuple(self.per_position_offered)
+        if num_drafts is None and draft_tokens and self.shown_tokens:
+            num_drafts = round(draft_tokens * self.shown_rounds / self.shown_tokens)
+            notes[ESTIMATED_ROUNDS] = None
+        if positions and self.lacks_positions:
+            positions, offered = (), ()
+            notes[SOME_POSITIONS] = None
         return Counters(
             self.engine,
             num_drafts,
             draft_tokens,
             accepted,
-            per_position=tuple(self.per_position),
-            per_position_offered=tuple(self.per_position_offered),
+            per_position=positions,
+            per_position_offered=offered,
             emitted=emitted,
             length=self.length / self.num_lengths if self.num_lengths else None,
-            notes=tuple(self.notes),
+            notes=tuple(notes),
             k=self.k,
             source=self.source,
         )

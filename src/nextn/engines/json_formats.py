@@ -241,11 +241,26 @@ def _mlc(record: Mapping) -> Counters:
                     drafted[1:], k=len(drafted) - 1 if drafted else None)  # fmt: skip
 
 
+def _fastdeploy(record: Mapping) -> Counters:
+    """FastDeploy's `speculate_metrics`: tokens by place in a round, of which the first is the trunk's own."""
+    tokens = tuple(count(value, "accepted_tokens_per_head") for value in _list(record, "accepted_tokens_per_head"))
+    rounds, k = (tokens[0] if tokens else 0), max(0, len(tokens) - 1)
+    return Counters("FastDeploy", rounds, k * rounds, sum(tokens[1:]), tokens[1:], k=k or None)
+
+
 def _tensorrt(record: Mapping) -> Counters:
     """An iteration of TensorRT-LLM: one round for each request with draft tokens."""
     names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
     rounds, drafted, accepted = (count(record.get(name), name) for name in names)
     return Counters("TensorRT-LLM", rounds, drafted, accepted)
+
+
+def _trtllm_bench(record: Mapping) -> Counters:
+    """The `decoding_stats` of trtllm-bench --report_json: an acceptance length, as a mean of the requests."""
+    name, lengths = "acceptance_length_percentiles", record["acceptance_length_percentiles"]
+    if not isinstance(lengths, Mapping):
+        raise ValueError(f"{name} = {short_repr(lengths)}; expected an object")
+    return Counters("TensorRT-LLM", length=_number(lengths.get("average"), name, maximum=MAX_POSITIONS + 1))
 
 
 def _iteration(record: Mapping) -> Counters:
@@ -271,6 +286,8 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "LM Studio's statistics": ("accepted_draft_tokens_count", _lm_studio),
     "vllm-mlx's status": ("effective_draft_tokens", _vllm_mlx),
     "mlc-llm's engine metrics": ("draft_count", _mlc),
+    "trtllm-bench --report_json": ("acceptance_length_percentiles", _trtllm_bench),
+    "FastDeploy's speculate_metrics": ("accepted_tokens_per_head", _fastdeploy),
     "TensorRT-LLM's iteration": ("specDecodingStats", _iteration),
 }
 

@@ -6,6 +6,7 @@ example), SGLang 0.5 (observability/scheduler_metrics_mixin.py, bench_serving.py
 (tools/server/server-context.cpp, common/speculative.cpp, examples/speculative-simple) and TensorRT-LLM's iteration log.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ NUMBER = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
 _THOUSANDS = r"[0-9]{1,3}(?:[.,'’ ][0-9]{3})+"
 # What is left of a number that is written in another way is no count.
 _INT = rf"(?:{_THOUSANDS}|[0-9]{{1,15}}(?:\.0+)?)(?![.,'’]?[0-9])"
+_HALF = 0.005  # of the last digit of a length
 _LIST = rf"{NUMBER}(?:(?:[,;]\s*| +){NUMBER}){{0,{MAX_POSITIONS}}}"  # a spreadsheet's locale sets what is between them
 _ACCEPTED = r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?[0-9.,]{1,12}\s*%[^0-9\n(]{0,20})?\(?"  # and two counts
 Fields = Mapping[str, list[str]]  # name of a field -> its values in the entry
@@ -59,15 +61,28 @@ def _rates(text: str) -> list[float]:
     return [to_number(rate) for rate in re.findall(NUMBER, text)]
 
 
+def _rounds(accepted: int, drafted: int, length: float | None, k: int = 0) -> int | None:
+    """Return the rounds that a printed length shows, or `drafted / k` where it allows that; None where it shows none.
+
+    A length of 1.00 stands for any number of rounds if nothing was accepted, and for many if a few drafts were.
+    """
+    if length is None:
+        return None
+    low = accepted / max(length - 1 + _HALF, _HALF)
+    high = accepted / (length - 1 - _HALF) if length - 1 > _HALF else math.inf
+    if k and low - 1 <= drafted / k <= high + 1:
+        return round(drafted / k)
+    return round(accepted / (length - 1)) if length > 1 else None
+
+
 def _vllm(fields: Fields) -> Counters | None:
     """One interval. All rounds draft as many tokens as there are positions, except the last ones before a limit."""
     accepted, drafted = (_whole(fields[name][0]) for name in ("Accepted", "Drafted"))
     length = _float(fields, "Mean acceptance length")
     if not fields.get("Per-position acceptance rate"):
-        if accepted and length is not None and length <= 1:
+        if length is not None and length <= 1 and accepted > _HALF * drafted:
             return None  # the two contradict each other
-        rounds = round(accepted / (length - 1)) if length and length > 1 else None
-        return Counters("vLLM", rounds, drafted, accepted, notes=(ROUNDED,))
+        return Counters("vLLM", _rounds(accepted, drafted, length), drafted, accepted, notes=(ROUNDED,))
     rates = _rates(fields["Per-position acceptance rate"][0])
     rounds = round(drafted / len(rates))
     if length and accepted and abs(1 + accepted / max(rounds, 1) - length) > 0.02:
@@ -151,9 +166,9 @@ def _llama_statistics(fields: Fields) -> Counters:
 
 def _llama_request(fields: Fields) -> Counters:
     accepted, drafted = (_whole(part.strip()) for part in fields["accepted / generated"][0].split("accepted /"))
-    length, rates = _float(fields, "mean len"), fields.get("acceptance rate per position")
-    rounds = round(accepted / (length - 1)) if length and length > 1 else None
-    positions = tuple(round(rate * rounds) for rate in _rates(rates[0])[:MAX_POSITIONS]) if rates and rounds else ()
+    rates = [rate for text in fields.get("acceptance rate per position", []) for rate in _rates(text)][:MAX_POSITIONS]
+    rounds = _rounds(accepted, drafted, _float(fields, "mean len"), len(rates))
+    positions = tuple(round(rate * rounds) for rate in rates) if rounds else ()
     return Counters("llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if rounds else ())
 
 
@@ -195,6 +210,19 @@ def _native_mtp(fields: Fields) -> Counters:
     return Counters("vMLX", rounds, drafted, accepted, accepted_at_least(histogram), notes=notes, k=depth)
 
 
+def _omlx(fields: Fields) -> Counters:
+    """A request: accepted and draft tokens, and its rounds; dK: accepted and tested drafts of depth K."""
+    accepted, drafted = (_whole(part) for part in fields["accepted/drafted"][0].split("/"))
+    size, depths = _int(fields, "block_size"), fields.get("depth", [])[:MAX_POSITIONS]
+    rounds = _int(fields, "rounds") if size else int(depths[0].split("/")[1]) if depths else None
+    k = size - 1 if size and size - 1 <= MAX_POSITIONS else None
+    return Counters("oMLX", rounds, drafted, accepted, tuple(int(depth.split("/")[0]) for depth in depths), k=k)
+
+
+def _shares(fields: Fields) -> Counters:
+    return Counters("vLLM", length=_float(fields, "Mean acceptance length"), k=len(_rates(fields["rates"][0])) or None)
+
+
 def _llama_example(fields: Fields) -> Counters:
     """The examples count no rounds; K is the option --draft-max."""
     return Counters("llama.cpp", None, _int(fields, "n_drafted"), _int(fields, "n_accept"), k=_int(fields, "n_draft"))
@@ -216,6 +244,11 @@ def _colon(*names: str, value: str = NUMBER) -> dict[str, str]:
     return {name: rf"{re.escape(name)}:\s*({value})" for name in names}
 
 
+_VLLM_FIELDS = {
+    **_colon("Mean acceptance length"), "Accepted": rf"(?:Accepted|accepted tokens):\s*({_INT})(?: tokens|,)",
+    "Drafted": rf"(?:Drafted|draft tokens):\s*({_INT})(?: tokens|,)",
+    "Per-position acceptance rate": rf"Per-position acceptance rate:\s*\[?({_LIST})",
+}  # fmt: skip
 # The first format that a log has is read; another is named in a note, as both count the same rounds.
 LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
@@ -239,10 +272,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "vLLM's SpecDecoding metrics", " metrics:",
         r"SpecDecoding metrics:|Speculative metrics:(?= Draft acceptance rate: [0-9.]+, Number of acc)",  # 0.8.0
-        {**_colon("Mean acceptance length"), "Accepted": rf"(?:Accepted|accepted tokens):\s*({_INT})(?: tokens|,)",
-         "Drafted": rf"(?:Drafted|draft tokens):\s*({_INT})(?: tokens|,)",
-         "Per-position acceptance rate": rf"Per-position acceptance rate:\s*\[?({_LIST})"},
-        ("Accepted", "Drafted"), _vllm,
+        _VLLM_FIELDS, ("Accepted", "Drafted"), _vllm,
         "accepted and draft tokens of an interval; positions as shares of all rounds; AL = 1 + accepted / rounds",
         num_lines=5,
     ),
@@ -322,6 +352,12 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "the run, as a mean of its requests: tokens per round with bonus token; no counts",
     ),
     LogFormat(
+        "report of trtllm-bench", "[AL] AVERAGE", r"\[AL\] AVERAGE",
+        {"[AL] AVERAGE": rf"\[AL\] AVERAGE\s*:\s*({NUMBER})"}, ("[AL] AVERAGE",),
+        lambda fields: Counters("TensorRT-LLM", length=_float(fields, "[AL] AVERAGE")),
+        "the run, as a mean of its requests: tokens per round with bonus token; no counts",
+    ),
+    LogFormat(
         "ATOM's MTP Stats", "MTP Stats", r"\[MTP Stats *\]",
         {"Accepted/Total Draft tokens": r"Accepted/Total Draft tokens: ([0-9]{1,15}/[0-9]{1,15})",
          "Accepted tokens distribution": r"Accepted tokens distribution: \{([^}\n]{1,999})\}"},
@@ -335,6 +371,19 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         ("depth", "acceptedByDepth"), _native_mtp, "a request: rounds by their number of accepted drafts",
     ),
     LogFormat(
+        "oMLX's stats of a request", "mtp stats:", r"(?<!\w)\w*mtp stats:",
+        {**{name: rf"(?<!\w){name}=({_INT})" for name in ("rounds", "block_size")},
+         "accepted/drafted": r"(?<!\w)accepted=([0-9]{1,15}/[0-9]{1,15})"},
+        ("rounds", "accepted/drafted", "block_size"), _omlx, "a request: rounds, draft tokens and accepted drafts",
+        num_lines=3,
+    ),
+    LogFormat(
+        "oMLX's MTP line", "depth[d1=", r"(?<!\w)MTP\[[0-9]{1,9}\](?=[^\n]{0,200}depth\[d1=)",
+        {"accepted/drafted": r"(?<!\w)accept=([0-9]{1,15}/[0-9]{1,15})",
+         "depth": r"(?<!\w)d[0-9]{1,3}=([0-9]{1,15}/[0-9]{1,15})"},
+        ("accepted/drafted", "depth"), _omlx, "a request: draft tokens, and accepted and tested drafts by depth",
+    ),
+    LogFormat(
         "AIPerf's Spec Decode table", "Token-Weighted Acceptance Length", r"Token-Weighted Acceptance Length",
         {"Token-Weighted Acceptance Length": rf"Token-Weighted Acceptance Length\s*[|│┃]?\s*({NUMBER})"},
         ("Token-Weighted Acceptance Length",), _aiperf, "the run: tokens per round with bonus token; no counts",
@@ -344,6 +393,17 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         {"a.len": rf"% *[|] *({NUMBER})/"}, ("a.len",),
         lambda fields: Counters("ik_llama.cpp", length=_float(fields, "a.len")),
         "a task: tokens per round with bonus token; no counts",
+    ),
+    LogFormat(
+        "vLLM's SpecDecoding metrics without their beginning", "Accepted throughput:", r"Accepted throughput:",
+        _VLLM_FIELDS, ("Accepted", "Drafted"), _vllm,
+        "accepted and draft tokens of an interval; positions as shares of all rounds", num_lines=5, is_general=True,
+    ),
+    LogFormat(
+        "vLLM's acceptance without counts", "Mean acceptance length:", r"Mean acceptance length:",
+        {**_colon("Mean acceptance length"), "rates": rf"Per-position acceptance rate:\s*\[?({_LIST})"},
+        ("Mean acceptance length", "rates"), _shares, "an interval: tokens per round with bonus token; no counts",
+        num_lines=3, is_general=True,
     ),
     LogFormat(
         "acceptance with two counts", "ccept",

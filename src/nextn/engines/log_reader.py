@@ -34,7 +34,8 @@ class _Reader:
     sums: CounterSums = field(default_factory=CounterSums)
     processes: dict[str, CounterSums] = field(default_factory=dict)  # the same counts, of each
     last: dict[str, Counters] = field(default_factory=dict)  # of each process, not added yet
-    end: int = -1  # of the last entry, in the text at hand
+    start: int = -1  # of the last entry, in the text at hand
+    end: int = -1
     missing: str = ""  # field of an entry that could not be read
     num_unreadable: int = 0
 
@@ -104,7 +105,7 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
         body = len(text) if is_last else max(1, len(text) - _MAX_ENTRY)
         body = body if is_last else max(text.rfind("\n", begin + 1, body), 0) or body
         for reader in readers:
-            reader.end = -1
+            reader.start = reader.end = -1
         here = tuple(
             index for index, each in enumerate(LOG_FORMATS) if each.literal in text and each.is_general == general
         )
@@ -115,7 +116,8 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
             if match.start() < reader.end:
                 continue
             entry, reader.end = _entry(text, match.start(), reader)
-            reader.add(entry, _process(text, match.start()))
+            reader.add(entry, _process(text, match.start(), reader.start))
+            reader.start = match.start()
             depths.add(entry)
         if is_last:
             break
@@ -136,10 +138,13 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
     return LogReading(counters, incomplete)
 
 
-def _process(text: str, start: int) -> str:
-    """Return what the line of an entry says of its process, and the line before it of its rank; "" for nothing."""
+def _process(text: str, start: int, previous: int) -> str:
+    """Return what the line of an entry says of its process, and the line before it of its rank; "" for nothing.
+
+    previous: Start of the entry before. Processes that write at once may share a line: each has its name before it.
+    """
     begin = text.rfind("\n", max(0, start - _MAX_PREFIX), start) + 1
-    own = _PROCESS.findall(text, begin, start)
+    own = _PROCESS.findall(text, max(begin, previous), start) or _PROCESS.findall(text, begin, start)
     before = text[text.rfind("\n", max(0, begin - _MAX_PREFIX), max(0, begin - 1)) + 1 : begin]
     rank = _RANK.search(before)
     if rank is not None and _PROCESS.findall(before, 0, rank.start()) == own:

@@ -5,6 +5,7 @@ names of the others are from SGLang (srt/observability/metrics_collector.py), Te
 (entrypoints/openai/metrics), text-generation-inference (router/src/infer) and forks of llama.cpp.
 """
 
+import csv
 import re
 from dataclasses import replace
 from itertools import accumulate
@@ -25,9 +26,21 @@ from nextn.text_format import docs_page, some
 
 # Lines by which a text is recognized as metrics.
 METRICS_LINE = re.compile(
-    r"^[ \t>|]{0,20}(?:# (?:TYPE|HELP) )?(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|trtllm_\w+|tgi_\w+|\w*spec_decode_num_\w+)"
+    r"^[ \t>|]{0,20}(?:# (?:TYPE|HELP) )?"
+    r"(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|(?:trtllm|tgi|(?:ray_(?:serve_)?)?sglang)_\w+|\w*spec_decode_num_\w+)"
     r"(?:\{[^\n]*\}|_?\w*)? [^\n]*$",
     re.M,
+)
+# Exporters such as OpenTelemetry's and Ray's write _ for the colon.
+_UNDERSCORE = re.compile(r"(?:ray_(?:serve_)?)?(vllm|sglang|llamacpp|atom)_(?=[a-z])")
+# A table of Grafana or of a query: a column a series, or a row a value.
+SERIES_TABLE = re.compile(
+    r'\A\ufeff?"?(?:time|timestamp|date|metric|series)"?[,;\t](?=(?s:.{0,20000}?)(?:spec_decode_num_|[:_]spec_accept_))',
+    re.I,
+)
+_SERIES_NAME = re.compile(
+    r"(?P<name>[a-zA-Z_][\w:]*+)(?:\{(?P<labels>[^{}]*+)\})?|"
+    r'\{(?:__name__|name)="(?P<label>[\w:]++)"(?:, *+)?(?P<others>[^{}]*+)\}'
 )
 _SHARED = re.compile(r"(?:(?P<prefix>[a-zA-Z_]\w*?)[:_])?spec_decode_num_drafts(?:_total)?")
 _ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "nextn": "nextn"}
@@ -62,7 +75,10 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
 
     Raises EngineError where there are no draft counters.
     """
-    samples = parse_series(text, model=model)
+    samples = [
+        replace(sample, name=_UNDERSCORE.sub(r"\1:", sample.name, count=1))
+        for sample in parse_series(text, model=model)
+    ]
     readers = (_from_shared_schema, _from_sglang, _from_tensorrt, _from_atom, _from_tgi, _from_llama_fork)
     for reader in readers:
         counters = reader(samples)
@@ -80,6 +96,32 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
         f"the metrics have no draft counters{_nearest(samples)}: MTP is off, or the engine is too old; turn MTP on or "
         "update the engine"
     )
+
+
+def table_as_metrics(text: str) -> str:
+    """Return a table of series over time as Prometheus text: the last value of each.
+
+    Raises EngineError for text that is no table.
+    """
+    lines = text.removeprefix("\ufeff").splitlines()
+    rows = csv.reader(lines, delimiter=max(",;\t", key=lines[0].count))
+    last: dict[str, str] = {}
+    try:
+        columns = [_series(cell) for cell in next(rows)]
+        for row in rows:
+            own = next(filter(None, map(_series, row)), "")
+            values = [(own, row[-1])] if own else zip(columns, row, strict=False)
+            last |= {name: value for name, value in values if name and value}
+    except csv.Error as error:
+        raise EngineError(f"not a table of series: line {rows.line_num}: {error}") from error
+    return "\n".join(f"{name} {value}" for name, value in last.items())
+
+
+def _series(cell: str) -> str:
+    """A cell that names a series, as Prometheus writes it; "" for another."""
+    match = _SERIES_NAME.fullmatch(cell)
+    name = "" if match is None else match["name"] or match["label"]
+    return f"{name}{{{match['labels'] or match['others'] or ''}}}" if match and re.search("[:_]", name) else ""
 
 
 def _processes(samples: list[Series]) -> dict[str, list[Series]]:

@@ -43,8 +43,9 @@ DEFINITIONS = {
     "the likeliest; [] = even the likeliest does not fit (p_value below 0.001); acceptance-overridden = a setting of "
     "the engine decides the acceptance; weights = the counts are as expected, but the head is poor; context-length = "
     "only long prompts fall short; inconclusive = no fault is 100 times likelier than no-fault, but there is too "
-    "little data to exclude that half of the drafts are lost (see needed), or rounds of fewer than K drafts may "
-    "explain the counts",
+    "little data to exclude that half of the drafts are lost (see needed), rounds of fewer than K drafts may explain "
+    "the counts, or prompts that are not those of the reference may explain more accepted drafts than any cause "
+    "expects",
     "needed": "estimate of the data that would decide: new tokens and texts of the reference, rounds of the engine "
     "(null: its counts are enough); null = decided, or more data of this kind would not decide",
     "indistinguishable": "causes that this many rounds cannot distinguish from the named ones: the expected ratio is "
@@ -180,8 +181,8 @@ class Diagnosis(CheckReport):
 
         Four are not among the hypotheses: `acceptance-overridden`, if a setting of the engine decides the acceptance,
         `weights`, if the counts are as expected, but the head itself is poor, `context-length`, if only long prompts
-        fall short, and `inconclusive`, if the evidence cannot exclude that half of the drafts are lost, or rounds of
-        fewer than K drafts may explain the counts.
+        fall short, and `inconclusive`, if the evidence cannot exclude that half of the drafts are lost, if rounds of
+        fewer than K drafts may explain the counts, or other prompts more accepted drafts than any cause expects.
         """
         if self.overrides:
             return (OVERRIDDEN,)
@@ -192,7 +193,17 @@ class Diagnosis(CheckReport):
             return (WEIGHTS,)
         if names == (NO_FAULT,) and not can_decide(self._evidence):
             return (INCONCLUSIVE,)
-        return (CONTEXT,) if not names and self._falls_with_length else names
+        if not names and self._falls_with_length:
+            return (CONTEXT,)
+        return (INCONCLUSIVE,) if self._is_above else names
+
+    @property
+    def _is_above(self) -> bool:
+        """Whether other prompts than the reference's had more drafts accepted than any cause expects of this head."""
+        return not name_causes(self.causes) and all(
+            case.other_workload and case.num_accepted > without_fault(case.expected).accepted_per_round[0]
+            for case in self.cases
+        )
 
     @property
     def _may_be_short(self) -> bool:
@@ -248,7 +259,7 @@ class Diagnosis(CheckReport):
     @cached_property
     def needed(self) -> NeededEvidence | None:
         """The evidence that would decide; None if the case is decided, or more of the same would not decide it."""
-        if not self.is_inconclusive or self._may_be_short:
+        if not self.is_inconclusive or self._may_be_short or self._is_above:
             return None
         return needed_evidence(self._evidence, driven=not any(case.other_workload for case in self.cases))
 
@@ -304,6 +315,11 @@ class Diagnosis(CheckReport):
             return f"the engine shows what this head should give: {figures}"
         if self.overrides:
             return f"the acceptance is not the head's: {', '.join(self.overrides)}; {figures}"
+        if self.is_inconclusive and self._is_above and not self._may_be_short:
+            return (
+                f"the data cannot decide: {figures}, above what is expected of any of {len(self.causes)} causes, as on "
+                "easier prompts, or of another head; ask the same prompts with --drive"
+            )
         if self.is_inconclusive:
             doubt = "an engine that loses half of the accepted drafts is not excluded"
             return f"the data cannot decide: {figures}, and {doubt}; {self._needed_text}"
@@ -313,11 +329,7 @@ class Diagnosis(CheckReport):
             return f"short prompts give the expected acceptance, long ones do not ({figures} on the short ones)"
         if not self.named:
             side = "above" if counted > expected else "below"
-            easier = ", as on easier prompts, or of another head" if side == "above" and case.other_workload else ""
-            return (
-                f"no known fault explains it: {figures}, {side} what is expected of any of {len(self.causes)} "
-                f"causes{easier}"
-            )
+            return f"no known fault explains it: {figures}, {side} what is expected of any of {len(self.causes)} causes"
         return f"{' or '.join(self.named)}: {figures}; {self._odds}{self._assumed}"
 
     @property
