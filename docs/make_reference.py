@@ -172,8 +172,10 @@ FORMATS_INTRO = """\
 the code that reads them. Prefixes of Docker, Kubernetes, journald, syslog and llama.cpp's router do not matter, and a
 log of JSON objects, one per line, is read as the lines in it. Figures of several entries are added; of those that count
 since the start, the last is taken, of each run. A file with several formats is read by the first of this page that it
-has. The version of the engine and K are read from the log or from `--flags` where they are in it. Text that cannot be
-read is an error with the nearest format and what is missing.
+has. Metrics are also read with `_` for the colon, as OpenTelemetry and Ray export them, and from a table of Grafana or
+a query with a column for each series or a row for each value, of which the last is taken. The version of the engine and
+K are read from the log or from `--flags` where they are in it. Text that cannot be read is an error with the nearest
+format and what is missing.
 """
 OVERRIDES_INTRO = """\
 ## Settings that decide the acceptance

@@ -86,6 +86,8 @@ def test_texts_of_the_same_prompts_are_compared_one_by_one():
     ("change", "says"),
     [
         ({"hashes": {"prompts": "b"}}, "other prompts"),
+        ({"hashes": {"prompts": "b"}, "prompts": {"sha256": "of another file"}}, "other prompts"),
+        ({"hashes": {"prompts": "b"}, "prompts": {"sha256": "of the file"}}, "tokenizers or chat templates differ"),
         ({"settings": record()["settings"] | {"max_tokens": 64}}, "max_tokens 64 against 48"),
         ({"figures": []}, "no figure has an interval"),
         ({"figures": [{"domain": "all"}]}, "not a record of this version"),
@@ -99,7 +101,7 @@ def test_texts_of_the_same_prompts_are_compared_one_by_one():
 )
 def test_records_that_cannot_be_compared(change, says):
     with pytest.raises(ConfigError, match=says):
-        drops(record(**change), record())
+        drops(record(**change), record(prompts={"sha256": "of the file"}))
     same = copy.deepcopy(record())
     same["settings"]["backend"] = "native"  # does not change what is measured
     assert drops(same, record())

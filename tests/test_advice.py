@@ -13,7 +13,7 @@ from nextn.cli import app
 from nextn.cli.bench import _show_advice, serving
 from nextn.errors import NextnError
 from nextn.evaluate import advice, decoding_costs
-from nextn.evaluate.advice import Advice, forecast
+from nextn.evaluate.advice import REPETITIVE, Advice, forecast
 from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import Costs, Spread, expected_speedup
@@ -76,7 +76,7 @@ def test_no_gain_from_few_rounds():
 
 def test_repetitive_texts_give_no_advice():
     """Repetitive text is easy to draft, so it does not justify turning MTP on."""
-    found = forecast(drafted(0.99), costs([1, 1.1], 0.1), temperature=0.0, all_repetitive=True)
+    found = forecast(drafted(0.99), costs([1, 1.1], 0.1), temperature=0.0, doubt=REPETITIVE)
     assert found.best.interval[0] > 1
     assert not found.pays
     assert found.summary.startswith("leave it off until measured on other prompts: every text is repetitive")
@@ -142,6 +142,7 @@ def test_other_weights(prompts, monkeypatch):
             acceptance=drafted(0.9, 0.5), temperature=temperature, overhead=0.2, all_repetitive=False
         ),
         plan=SimpleNamespace(k_values=(k,), temperatures=(0.0,)),
+        step_note=None,
     )
     found = Advice(report, (stored,), half)
     (each,) = found.headlines
@@ -151,6 +152,10 @@ def test_other_weights(prompts, monkeypatch):
     assert (without, best) == (pytest.approx(2), pytest.approx(max(wanted.values())))
     assert wanted[chosen] == pytest.approx(best)
     assert Advice(report, (stored,)).other_speeds(each) is None
+    assert each.pays
+    report.step_note = "it took twice as long"
+    (each,) = Advice(report, (stored,)).headlines
+    assert (each.pays, each.summary.partition(":")[0]) == (False, "leave it off until measured again")
     seen = []
     model = SimpleNamespace(trunk=SimpleNamespace(weights="stored"))
     monkeypatch.setattr(advice, "backend_for", lambda *_: SimpleNamespace(name="native"))

@@ -2,12 +2,15 @@
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import FakeEngine
 from typer.testing import CliRunner
 
 from nextn.cli import app
+from nextn.cli.bench import show_by_load
+from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
 from nextn.evaluate import load_advice
 from nextn.evaluate.load_advice import LoadAdvice, LoadPoint
@@ -115,6 +118,20 @@ def test_two_servers(tmp_path, monkeypatch):
     assert (one["mean_acceptance_length"], one["mean_drafts"]) == (2.5, 2.0)
     assert one["round_cost"] == pytest.approx(2.5 / 1.5)
     assert one["best_num_speculative_tokens"] == 2
+
+
+def test_a_row_has_the_speeds_of_one_repeat(monkeypatch, capsys):
+    """Medians of each server alone would show 100 and 100 beside a speed-up of 1.25."""
+    speeds = {"with": iter([100, 200, 50]), "without": iter([80, 100, 100])}
+    monkeypatch.setattr(load_advice, "_tokens_per_s", lambda server, *_: next(speeds[server]))
+    counted = SimpleNamespace(gained=lambda **_: Counters("vLLM", 100, 200, 150, (90, 60)))
+    monkeypatch.setattr(load_advice, "CounterSpan", lambda *_, **__: counted)
+    found = load_advice.measure_loads("with", "without", ["a"], [1])
+    (one,) = found.points
+    assert one.speedup.median == one.middle[1] / one.middle[0] == 1.25
+    show_by_load(found)
+    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "80", "100", "1.25"] in rows
 
 
 def test_options_that_do_not_go_together():

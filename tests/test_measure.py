@@ -3,16 +3,20 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from tiny import FIXTURES, prompt, refrain
 from typer.testing import CliRunner
 
-from nextn.cli import app
+from nextn.checkpoint.checkpoint import SHIPPED
+from nextn.cli import app, streaming
+from nextn.cli.progress import progress_bars
 from nextn.data.degeneracy import degeneracy
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, NextnError
 from nextn.evaluate import reference_texts
 from nextn.evaluate.acceptance_drop import AcceptanceChange
 from nextn.evaluate.reference import reference_acceptance, rescore
@@ -299,6 +303,26 @@ def test_the_exit_code_says_what_a_comparison_found(tmp_path, monkeypatch):
         monkeypatch.setattr(AcceptanceChange, "outcome", outcome)
         codes[outcome] = run(tmp_path, *greedy, "--baseline", str(record)).exit_code
     assert codes == {"kept": 0, "fell": 1, "inconclusive": 3}
+
+
+def test_another_tokenizer_is_said_before_the_second_measurement(tmp_path, monkeypatch):
+    """Rates of other tokens do not compare. An error of the other checkpoint names it."""
+    other = tmp_path / "other"
+    shutil.copytree(SHIPPED, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["a"], ids["d"] = ids["d"], ids["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "prompts.txt").write_text("def add(\n\nclass Stack:\n")
+    decoded = []
+    monkeypatch.setattr(streaming, "progress_bars", lambda **_: decoded.append(1) or progress_bars(quiet=True))
+    arguments = ["measure", str(SHIPPED), "--prompts", str(tmp_path / "prompts.txt"), "--max-tokens", "4", "-k", "1"]
+    run = partial(CliRunner().invoke, app, catch_exceptions=False)
+    with pytest.raises(ConfigError, match="2 of 2 prompts are other tokens"):
+        run([*arguments, "--temperatures", "1", "--against", str(other)])
+    assert len(decoded) == 1
+    with pytest.raises(NextnError, match=f"--against {FIXTURES / 'qwen'}: "):
+        run([*arguments, "--against", str(FIXTURES / "qwen")])
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def show_by_load(advice: "LoadAdvice") -> None:
     titles = ("streams", "tokens/s without", "with MTP", "speed-up", "AL", "round costs")
     table = figures_table(*titles, *expected, "best K")
     for point in advice.points:
-        speeds = ("" if each.num == 0 else f"{each.median:.0f}" for each in (point.plain, point.drafted))
+        speeds = ("", "") if point.middle is None else (f"{each:.0f}" for each in point.middle)
         spread = point.speedup
         measured = f"{spread.median:.2f}" + (f" ({spread.low:.2f}-{spread.high:.2f})" if spread.num > 1 else "")
         speedups = [f"{each:.2f}" for each in point.expected(advice.rates)[1:]]
@@ -111,7 +111,8 @@ def show_by_load(advice: "LoadAdvice") -> None:
     print_table(table)
     print_lines(
         f"T={advice.temperature:g}, {advice.engine}: {advice.summary}",
-        f"round costs: a round of {len(advice.rates)} drafts, in rounds without; MTP is faster where AL is above it. "
+        f"tokens/s: of the repeat with the median speed-up. Round costs: a round of {len(advice.rates)} drafts, in "
+        "rounds without; MTP is faster where AL is above it. "
         "K=1, ...: expected speed-up, each draft of a round costing the same.",
         *(f"note: {note}" for note in advice.notes),
         *(f"  {name}: {value}" for name, value in advice.settings.items()),

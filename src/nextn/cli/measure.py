@@ -1,6 +1,7 @@
 """`nextn measure`: the acceptance that a head should reach, by the weights alone."""
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -25,14 +26,14 @@ from nextn.cli.common import (
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import echo, figures_table, plain, print_json, print_lines, print_note, print_table
 from nextn.cli.streaming import GivenTextOptions, TextOptions, measure_acceptance
-from nextn.errors import ConfigError
-from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
+from nextn.errors import ConfigError, NextnError
+from nextn.evaluate.acceptance_drop import OTHER_TOKENS, AcceptanceChange, check_settings, read_record
 from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.workload import ReferencePlan
 from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from nextn.evaluate.probe import ProbeReport
     from nextn.evaluate.reference_report import AcceptanceFigures, ReferenceReport
@@ -118,6 +119,7 @@ def measure(
     if max_drop is not None and baseline is None and against is None:
         raise ConfigError(f"--max-drop {max_drop}: compared with what? Give --baseline FILE or --against MODEL")
     limit, earlier = _share(max_drop or "5%"), None if baseline is None else read_record(baseline)
+    tokens: Sequence[tuple[int, ...]] = ()  # of the prompts, as the other checkpoint has them
     given = None if temperatures is None else parse_temperatures(temperatures)
     if texts is not None and (prompts is not None or (given is not None and len(given) > 1)):
         raise ConfigError(
@@ -149,9 +151,8 @@ def measure(
     endpoint = None if engine is None or texts is not None else asked.open()  # before anything that imports torch
     source = TextOptions.of(options, given_texts, asked, endpoint, quiet=quiet)
     if against is not None:  # first, so that one model is in memory at a time
-        other = replace(options, source=shipped_path(against), head=None).prepared()
-        earlier = _measure(other, source, plan, to_answer)[1].to_dict()
-    loaded, report = _measure(options, source, plan, to_answer)
+        earlier, tokens = _measure_other(against, options, source, plan, to_answer)
+    loaded, report = _measure(options, source, plan, to_answer, check=partial(_check_tokens, tokens, plan, to_answer))
     report = replace(report, prompts_source={} if texts is not None else prompts_record(prompts, to_answer))
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     if long := loaded.length_note(report.num_positions):
@@ -189,12 +190,44 @@ def measure(
 
 
 def _measure(
-    options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
+    options: ModelOptions,
+    source: TextOptions,
+    plan: ReferencePlan,
+    prompts: "Sequence[Prompt]",
+    check: "Callable[[Model], None]" = lambda _: None,
 ) -> "tuple[Model, ReferenceReport]":
     from nextn.evaluate.reference import with_checkpoint
 
-    loaded, report = measure_acceptance(options, source, plan, prompts)
+    loaded, report = measure_acceptance(options, source, plan, prompts, check)
     return loaded, with_checkpoint(report, loaded, options.source, head=options.head)
+
+
+def _measure_other(
+    against: str, options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
+) -> "tuple[dict[str, object], list[tuple[int, ...]]]":
+    """Measure the other checkpoint; return the record, and the prompts' tokens. Its errors name it."""
+    from nextn.evaluate.reference_texts import prompt_tokens
+
+    try:
+        other = replace(options, source=shipped_path(against), head=None).prepared()
+        loaded, report = _measure(other, source, plan, prompts)
+    except NextnError as error:
+        raise type(error)(f"--against {against}: {error}") from error
+    return report.to_dict(), [prompt_tokens(loaded, prompt, plan) for prompt in prompts]
+
+
+def _check_tokens(
+    expected: "Sequence[tuple[int, ...]]", plan: ReferencePlan, prompts: "Sequence[Prompt]", model: "Model"
+) -> None:
+    """Refuse a checkpoint to which the prompts are other tokens than to the one that it is compared with, if any."""
+    from nextn.evaluate.reference_texts import prompt_tokens
+
+    others = [
+        prompt for prompt, ids in zip(prompts, expected, strict=False) if prompt_tokens(model, prompt, plan) != ids
+    ]
+    if others:
+        share = f"{len(others)} of {len(prompts)} prompts"
+        raise ConfigError(f"--against: {share} are other tokens to the other checkpoint: {OTHER_TOKENS}")
 
 
 def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, quiet: bool) -> "ProbeReport":

@@ -135,14 +135,22 @@ class TextOptions:
 
 
 def measure_acceptance(
-    options: ModelOptions, source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+    options: ModelOptions,
+    source: TextOptions,
+    plan: "ReferencePlan",
+    prompts: "Sequence[Prompt]",
+    check: "Callable[[Model], None]" = lambda _: None,
 ) -> "tuple[Model, ReferenceReport]":
-    """Load the model, and measure its head on given texts, or on the model's own continuations of the prompts."""
+    """Load the model, and measure its head on given texts, or on the model's own continuations of the prompts.
+
+    check: Called with the model before it decodes.
+    """
     if source.has_texts:
         return _measure_texts(options, source, plan, prompts)
     from nextn.evaluate.reference import reference_acceptance
 
     loaded = options.load(need_head=True)
+    check(loaded)
     with progress_bars(quiet=source.quiet) as progress:
         on_text, on_score = (progress(name, len(prompts) * len(plan.temperatures)) for name in ("texts", "scores"))
         return loaded, reference_acceptance(loaded, prompts, plan, on_text=on_text, on_score=on_score)

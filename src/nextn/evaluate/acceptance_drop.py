@@ -18,6 +18,10 @@ from nextn.evaluate.acceptance_curve import length_of
 from nextn.stats.intervals import jackknife
 
 SERVER_RULES = ("greedy", "ratio", "argmax")  # the acceptance rules that servers use
+OTHER_TOKENS = (
+    "their tokenizers or chat templates differ, and rates of other tokens do not compare. Compare with a checkpoint "
+    "that has the same, or leave the templates out (--no-chat)"
+)
 RECORD = "measure.json"  # looked for in a folder
 _LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
 _IGNORED = ("backend",)  # settings that do not change what is measured
@@ -208,6 +212,9 @@ def check_settings(baseline: _Record, settings: Mapping[str, object], *, source:
 
 def _check_prompts(baseline: _Record, now: _Record, source: str) -> None:
     if _object(baseline["hashes"])["prompts"] != _object(now["hashes"])["prompts"]:
+        files = [_object(each.get("prompts", {})).get("sha256") for each in (baseline, now)]
+        if files[0] == files[1] is not None:
+            raise ConfigError(f"{source}: the same prompts are other tokens to the two checkpoints: {OTHER_TOKENS}")
         raise ConfigError(
             f"{source}: measured on other prompts (their hashes differ): rates on different prompts are not "
             "comparable. Pass the same --prompts, or measure the baseline again"

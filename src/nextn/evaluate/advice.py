@@ -23,13 +23,16 @@ from nextn.stats.speedup import (
 )
 
 OTHER = "int8"  # weights of another precision, whose speed is measured beside that of the weights as stored
+REPETITIVE = "on other prompts: every text is repetitive"
+OTHER_STEPS = "again: the machine's load changed between the texts and the costs"
 DEFINITIONS = {
     "speedup": DEFINITION,
     "interval": "the same with every a_k at the low, and at the high end of its 95 % Wilson interval",
     "acceptance": acceptance.DEFINITION,
     "overhead": "o, measured at the largest K and batch 1 by this decoder; assumed equal for every K and batch",
     "break_even": "the acceptance, equal at all depths, at which this K has speed-up 1; null: there is none",
-    "pays": "the low end of the interval, at the best K, is above 1, and not all texts are repetitive",
+    "pays": "the low end of the interval, at the best K, is above 1, not all texts are repetitive, and a step "
+    "of plain decoding took the same time in the texts as in the costs",
     "best_num_speculative_tokens": "the best K if it pays, else 0: leave MTP off",
     "other_weights": "speed with these weights in that of plain decoding with the model's own: without MTP, and at the "
     "best K, which is given; first batch size and context. null: they do not read fewer bytes here",
@@ -56,12 +59,12 @@ class Forecast:
     rates: tuple[float, ...]
     choices: tuple[Choice, ...]
     best: Choice  # if none pays, the one that loses least
-    all_repetitive: bool  # all texts behind the rates are repetitive
+    doubt: str = ""  # why it is no advice: what to measure again, and the reason
 
     @property
     def pays(self) -> bool:
         """Whether a gain is certain enough to use MTP."""
-        return self.best.interval[0] > 1 and not self.all_repetitive
+        return self.best.interval[0] > 1 and not self.doubt
 
     @property
     def best_length(self) -> float:
@@ -80,8 +83,8 @@ class Forecast:
         best = self.best
         low, high = best.interval
         expected = f"{best.speedup:.2f} x expected ({low:.2f} to {high:.2f}) at K = {best.num_speculative_tokens}"
-        if self.all_repetitive:
-            return f"leave it off until measured on other prompts: every text is repetitive, and these give {expected}"
+        if self.doubt:
+            return f"leave it off until measured {self.doubt}, and these give {expected}"
         if self.pays:
             return f"turn it on: {expected}"
         if best.speedup > 1:
@@ -109,7 +112,7 @@ class Forecast:
 
 
 def forecast(
-    counts: Acceptance, costs: Costs, *, temperature: float, overhead: float = 0.0, all_repetitive: bool = False
+    counts: Acceptance, costs: Costs, *, temperature: float, overhead: float = 0.0, doubt: str = ""
 ) -> Forecast:
     """Compute the expected speed-up of every K from the acceptance of runs at the largest K.
 
@@ -127,7 +130,7 @@ def forecast(
     choices = tuple(choice(k) for k in range(1, min(len(bounds), costs.max_speculative_tokens) + 1))
     best_num = best_k(costs, rates, overhead=overhead)
     best = choices[best_num - 1] if best_num else max(choices, key=lambda each: each.speedup)
-    return Forecast(temperature, costs, tuple(rates), choices, best, all_repetitive)
+    return Forecast(temperature, costs, tuple(rates), choices, best, doubt)
 
 
 def advise(
@@ -189,7 +192,7 @@ class Advice:
                 costs,
                 temperature=figures.temperature,
                 overhead=max(0.0, figures.overhead),
-                all_repetitive=figures.all_repetitive,
+                doubt=REPETITIVE if figures.all_repetitive else OTHER_STEPS if self.report.step_note else "",
             )
             for figures in self._figures
             for costs in self.costs

@@ -21,6 +21,7 @@ from nextn.text_format import joined
 
 DEFINITIONS = {
     "speedup": "tokens/s with MTP over tokens/s without, same prompts, one after the other; median over repeats",
+    "middle_repeat": "tokens/s without and with MTP in the repeat of the median speed-up, which is their ratio",
     "mean_acceptance_length": "AL by the engine's counters over the answers at this number of streams",
     "round_cost": "AL / speedup: the time of a round with K drafts in rounds without; MTP gains where AL is above it",
     "draft_cost": "(round_cost - 1) / mean drafts in a round, at least 0: each draft is assumed to cost the same",
@@ -42,6 +43,7 @@ class LoadPoint:
     speedup: Spread  # drafted / plain, of each repeat
     length: float  # AL, by the engine's counters
     drafts: float  # mean number of drafts in a round
+    middle: tuple[float, float] | None = None  # tokens/s without and with MTP, in the repeat of the median speed-up
 
     @property
     def round_cost(self) -> float:
@@ -142,6 +144,7 @@ class LoadAdvice:
             "plain_tokens_per_s": point.plain.as_record(),
             "tokens_per_s": point.drafted.as_record(),
             "speedup": point.speedup.as_record(),
+            "middle_repeat": point.middle,
             "mean_acceptance_length": point.length,
             "mean_drafts": point.drafts,
             "round_cost": point.round_cost,
@@ -185,7 +188,8 @@ def measure_loads(
         counted.append(gained)
         ratios = [one / other for one, other in zip(speeds[engine], speeds[plain], strict=True)]
         without, with_mtp, speedup = map(Spread.of, (speeds[plain], speeds[engine], ratios))
-        points.append(LoadPoint(streams, without, with_mtp, speedup, _length(gained), _drafts(gained)))
+        middle = sorted(zip(ratios, speeds[plain], speeds[engine], strict=True))[REPEATS // 2][1:]
+        points.append(LoadPoint(streams, without, with_mtp, speedup, _length(gained), _drafts(gained), middle))
     total = sum_counters(counted)
     assert total is not None
     return LoadAdvice(total.engine, temperature, _rates(total), tuple(points))
