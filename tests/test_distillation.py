@@ -50,23 +50,22 @@ def divergence(objective, lp, lq, nll):
     }[objective]
 
 
-def naive(hiddens, weights, teacher, targets, *, objective, shares, over, scale, outside=()):
-    """-> the total with its graph, and (sums, overlap, match, nll) by depth. outside: tokens the head cannot draft."""
+def naive(hiddens, weights, teacher, targets, *, objective, shares, over, scale):
+    """Return the total with its graph, and (sums, overlap, match, nll) by depth."""
 
     def logits(hidden, weight, cap):
         z = hidden @ weight.T
         return (z if cap is None else cap * (z / cap).tanh()) / teacher.temperature
 
     distributions = logits(teacher.hidden, teacher.weight, teacher.cap).log_softmax(-1).detach()
-    banned = torch.zeros(distributions.shape[-1]).index_fill(0, torch.tensor(outside, dtype=torch.long), -math.inf)
     survival, total, report = torch.ones(distributions.shape[:2], dtype=distributions.dtype), 0, []
     for k, (hidden, weight) in enumerate(zip(hiddens, weights, strict=True), start=1):
         labels = targets.labels(k)
         valid = labels != IGNORE
-        lp, lq = distributions[:, k:], (logits(hidden, weight, teacher.head_cap) + banned).log_softmax(-1)
+        lp, lq = distributions[:, k:], logits(hidden, weight, teacher.head_cap).log_softmax(-1)
         nll = -lq.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-        nll = nll.where(valid & (banned[labels.clamp_min(0)] == 0), 0)
-        alpha, value = divergence(objective, lp, lq.where(banned == 0, -math.inf), nll)
+        nll = nll.where(valid, 0)
+        alpha, value = divergence(objective, lp, lq, nll)
         if objective == "e2e-tv":
             survival = survival[:, : alpha.shape[1]] * alpha.where(valid, 1)
             value = 1 - survival
@@ -135,23 +134,6 @@ def test_tiles_and_blocks_change_nothing(monkeypatch, objective, tile_bytes):
     )
     monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: tile_bytes)
     loss = head_loss(hiddens, weights[0], teacher, targets, objective=objective)
-    assert_equals_autograd(loss, expected, report, [*hiddens, weights[0]])
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_shortlist_is_minus_infinity_elsewhere(objective):
-    """Catches mass of p outside the list being lost or renormalized, and a label outside that is pushed for."""
-    hiddens, weights, teacher, tokens = random_batch(3)
-    targets, outside = Targets(tokens), (0, 4, 10)
-    draft_vocabulary = torch.tensor([x for x in range(V) if x not in outside])
-    assert set(outside) & set(tokens[:, 2:].flatten().tolist())
-    over = targets.counts(D)[1:]
-    expected, report = naive(
-        hiddens, weights, teacher, targets, objective=objective, shares=(1,) * D, over=over, scale=1, outside=outside
-    )
-    loss = head_loss(
-        hiddens, weights[0][draft_vocabulary], teacher, targets, objective=objective, draft_vocabulary=draft_vocabulary
-    )
     assert_equals_autograd(loss, expected, report, [*hiddens, weights[0]])
 
 
@@ -291,22 +273,6 @@ def test_no_more_laws_than_the_chunk_or_the_text(monkeypatch, objective, chunk):
     assert rows_of_logits(seen) == (chunk or loss.counts.sum())
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_tiles_under_a_shortlist_are_the_vocabulary_s(monkeypatch, objective):
-    """Catches tiles by the few tokens that the head drafts from: the trunk's logits are of all, and as many rows."""
-    hiddens, weights, teacher, tokens = random_batch(3, rows=3)
-    draft_vocabulary, targets = torch.tensor([1, 7]), Targets(tokens)
-    options = {"objective": objective, "draft_vocabulary": draft_vocabulary}
-    whole = head_loss(hiddens, weights[0][draft_vocabulary], teacher, targets, **options)
-    monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: 2 * 4 * V)
-    with Sizes() as seen:
-        loss = head_loss(hiddens, weights[0][draft_vocabulary], teacher, targets, **options)
-    torch.testing.assert_close(loss.total, whole.total, **EXACT)
-    torch.testing.assert_close(report_of(loss), report_of(whole), **EXACT)
-    assert rows_of_logits(seen) == 4
-
-
 @pytest.mark.parametrize("is_recording", [True, False])
 def test_passes_of_the_chain(monkeypatch, is_recording):
     """Catches a first pass, for the overlaps alone, that makes gradients as well, and a second one under no_grad."""
@@ -358,8 +324,7 @@ def test_hard_labels_are_the_training_loss():
         ({"hiddens": []}, "0 hiddens"),
         ({"hiddens": [torch.zeros(2, T, H)]}, r"depth 1 is \(2, 8, 5\)"),
         ({"weights": [torch.zeros(V, H)] * 2}, "1 hiddens, 2 weights"),
-        ({"weights": torch.zeros(V - 1, H)}, "drafts from 11 tokens"),
-        ({"draft_vocabulary": torch.arange(3)}, "drafts from 3 tokens"),
+        ({"weights": torch.zeros(V - 1, H)}, "the trunk has 11 tokens"),
         ({"teacher": Teacher(torch.zeros(2, T - 1, H), torch.zeros(V, H))}, "teacher's hidden"),
         ({"teacher": Teacher(torch.zeros(2, T, H), torch.zeros(V, H), 0.0)}, "temperature 0.0"),
         ({"teacher": Teacher(torch.zeros(2, T, H), torch.zeros(V, H), math.inf)}, "temperature inf"),

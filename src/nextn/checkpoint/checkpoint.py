@@ -108,13 +108,7 @@ class Checkpoint:
     ref: str | None = None  # the branch, tag or commit that was asked for; None: the default one
 
     @classmethod
-    def open(
-        cls,
-        path_or_id: str | Path,
-        *,
-        token: str | None = None,
-        endpoint: str | None = None,
-    ) -> "Checkpoint":
+    def open(cls, path_or_id: str | Path, *, token: str | None = None, endpoint: str | None = None) -> "Checkpoint":
         """Open a folder, a .safetensors file (with the config.json next to it, if any), a hub id "org/name" or `tiny`.
 
         A hub id may end with "@" and a branch, tag or commit. Of a hub checkpoint only headers, config and index are

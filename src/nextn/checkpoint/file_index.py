@@ -49,8 +49,6 @@ def file_index(checkpoint: Checkpoint, family: Family | None = None) -> FileInde
         fresh = [name for name in checkpoint.headers[file].tensors if name not in weight_map]
         if file in named or any(name in own or _is_of_model(name, family) for name in fresh if not foreign([name])):
             weight_map |= dict.fromkeys(fresh, file)
-        elif fresh:
-            left_out.append(file)
         else:
             left_out.append(file)
     weight_map |= {name: file for name, file in own.items()

@@ -69,13 +69,13 @@ def named_after(target: Path, stage: Path, *, needed: int = 0) -> Iterator[None]
 
 
 @contextmanager
-def atomic_folder(folder: Path, *, needed: int = 0) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; when the block ends without an exception, it replaces `folder`.
 
-    `needed` is as in `staged`. After an exception `folder` is unchanged and nothing else is left. The leftovers of a
+    After an exception `folder` is unchanged and nothing else is left. The leftovers of a
     killed process are removed by the next one that writes the same folder, and an old folder moved aside is restored.
     """
-    with staged(folder, needed=needed) as stage:
+    with staged(folder) as stage:
         new, old = stage / "new", stage / _OLD
         new.mkdir()
         yield new

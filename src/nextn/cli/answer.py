@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nextn.cli.common import (
-    AsJson,
-    Chat,
-    EngineAccess,
-    ModelOptions,
-    expanded,
-    stop_flag,
-    use_chat,
-)
+from nextn.cli.common import AsJson, Chat, EngineAccess, ModelOptions, expanded, stop_flag, use_chat
 from nextn.cli.decode import DecodingOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import echo, print_json, print_note

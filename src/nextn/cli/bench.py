@@ -204,11 +204,7 @@ def advise(
     sizes = _integers(batches, "--batches", minimum=1)
     lengths = _integers(contexts, "--contexts", minimum=1) if contexts else ()
     plan = BenchmarkPlan(
-        (num_speculative_tokens,),
-        parse_temperatures(temperatures),
-        max_tokens,
-        repeats=1,
-        backend=options.backend,
+        (num_speculative_tokens,), parse_temperatures(temperatures), max_tokens, repeats=1, backend=options.backend
     )
     to_decode = read_prompts(prompts)
     _check_out(out, has_figures=against is None)

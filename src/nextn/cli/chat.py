@@ -6,13 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nextn.cli.common import (
-    Chat,
-    ModelOptions,
-    expanded,
-    stop_flag,
-    use_chat,
-)
+from nextn.cli.common import Chat, ModelOptions, expanded, stop_flag, use_chat
 from nextn.cli.decode import DecodingOptions, acceptance_line, speed
 from nextn.cli.screen import (
     Marks,
@@ -43,12 +37,7 @@ Ctrl-C stops an answer. A \\ at the end of a line continues the message on the n
 
 
 @expanded("num_copy_tokens", "seed", "exact_head", "threads", "kv_cache_dtype", "device_map", max_tokens=512)
-def chat(
-    *,
-    decoding: DecodingOptions,
-    chat: Chat = None,
-    options: ModelOptions,
-) -> None:
+def chat(*, decoding: DecodingOptions, chat: Chat = None, options: ModelOptions) -> None:
     """Chat with a model in the terminal; /help lists the commands. Piped lines are messages, answered in turn.
 
     Text of rounds that accepted drafts is green, or in brackets without colors; speed and acceptance follow each

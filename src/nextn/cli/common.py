@@ -289,13 +289,7 @@ class ModelOptions:
 
         return None if self.dtype == "auto" else getattr(torch, self.dtype)
 
-    def load(
-        self,
-        *,
-        need_head: bool,
-        stream: bool = False,
-        in_torch: bool = False,
-    ) -> "Model":
+    def load(self, *, need_head: bool, stream: bool = False, in_torch: bool = False) -> "Model":
         """Load the model; call `prepared` first.
 
         Args:

@@ -10,25 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nextn.cli.common import (
-    K_NAMES,
-    AsJson,
-    CheckpointName,
-    expanded,
-    open_checkpoint,
-    shipped_option,
-    shipped_path,
-)
+from nextn.cli.common import K_NAMES, AsJson, CheckpointName, expanded, open_checkpoint, shipped_option, shipped_path
 from nextn.cli.progress import progress_bars
-from nextn.cli.screen import (
-    echo,
-    figures_table,
-    plain,
-    print_json,
-    print_lines,
-    print_table,
-    shortened,
-)
+from nextn.cli.screen import echo, figures_table, plain, print_json, print_lines, print_table, shortened
 from nextn.errors import ConfigError
 from nextn.family_table.spec import ExpertForm
 

@@ -39,8 +39,7 @@ where all before them were."""
 def demo(
     folder: Annotated[Path, typer.Option(help="Folder for the models, reports and figures.")] = _FOLDER,
     minutes: Annotated[
-        float,
-        typer.Option(min=0, help="Time budget of the training; 0 = only decode trained models."),
+        float, typer.Option(min=0, help="Time budget of the training; 0 = only decode trained models.")
     ] = 4.0,
     download: Annotated[
         bool, typer.Option("--download/--no-download", help="Fetch the model if it is not there.")

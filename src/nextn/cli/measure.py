@@ -51,8 +51,7 @@ def measure(
     ] = 4,
     prompts: Prompts = None,
     temperatures: Annotated[
-        str | None,
-        typer.Option(help="Comma-separated temperatures; 0 = greedy. Default: 0,1, or that of --texts."),
+        str | None, typer.Option(help="Comma-separated temperatures; 0 = greedy. Default: 0,1, or that of --texts.")
     ] = None,
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
@@ -76,8 +75,7 @@ def measure(
         Path | None, typer.Option(help="Record of an earlier `measure --out`, of the same prompts and settings.")
     ] = None,
     against: Annotated[
-        str | None,
-        typer.Option(help="Another checkpoint to measure on the same prompts, such as the base model."),
+        str | None, typer.Option(help="Another checkpoint to measure on the same prompts, such as the base model.")
     ] = None,
     max_drop: Annotated[
         str | None,

@@ -167,9 +167,9 @@ def figures_table(*titles: str, left: Collection[str] = ("",), no_wrap: bool = T
     return table
 
 
-def print_table(table: "Table", *, stderr: bool = False) -> None:
+def print_table(table: "Table") -> None:
     """Print a table of figures; if it is too wide, print each row as `title value` pairs, wrapped between pairs."""
-    screen = console(stderr=stderr)
+    screen = console()
     if not _has_width(screen) or _widest(screen, table) <= screen.width:
         screen.print(table)
         return

@@ -54,8 +54,7 @@ class TrainOptions:
         typer.Option(help=f"Named workload that sets the defaults. Default: {DEFAULT_RECIPE}.", rich_help_panel=_JOINT),
     ] = None
     model: Annotated[
-        Path | None,
-        typer.Option(help="config.json (transformers format) of a trunk to build.", rich_help_panel=_JOINT),
+        Path | None, typer.Option(help="config.json (transformers format) of a trunk to build.", rich_help_panel=_JOINT)
     ] = None
     freeze_trunk: Annotated[
         bool,
@@ -94,8 +93,7 @@ class TrainOptions:
         ),
     ] = None
     head_only: Annotated[
-        bool,
-        typer.Option("--head-only", help="Write OUT/head/head.safetensors, no model.", rich_help_panel=_HEAD),
+        bool, typer.Option("--head-only", help="Write OUT/head/head.safetensors, no model.", rich_help_panel=_HEAD)
     ] = False
     on_policy: Annotated[
         bool,
@@ -143,9 +141,7 @@ class TrainOptions:
     follow_links: Annotated[
         bool,
         typer.Option(
-            "--follow-links",
-            help="Follow links that lead out of the folder of --from.",
-            rich_help_panel=_HEAD,
+            "--follow-links", help="Follow links that lead out of the folder of --from.", rich_help_panel=_HEAD
         ),
     ] = False
 
@@ -166,8 +162,7 @@ def train(
     out: Annotated[Path, typer.Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
     options: TrainOptions,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Resume from the newest checkpoint in OUT, with the options of its start."),
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint in OUT, with the options of its start.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

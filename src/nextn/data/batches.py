@@ -53,14 +53,7 @@ class Batches:
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        batch_size: int,
-        length: int,
-        seed: int,
-        pack: bool = True,
-        name: str = "the corpus",
+        self, corpus: Corpus, *, batch_size: int, length: int, seed: int, pack: bool = True, name: str = "the corpus"
     ) -> None:
         if batch_size < 1 or length < 2 or seed < 0:
             raise ConfigError(f"{batch_size=}, {length=}, {seed=}: expected batch_size >= 1, length >= 2 and seed >= 0")

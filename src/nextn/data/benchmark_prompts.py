@@ -87,9 +87,9 @@ def is_benchmark(source: str) -> bool:
     return turns_of(record, location) is not None
 
 
-def question_file(folder: Path, subset: str = SUBSETS[0]) -> Path:
+def question_file(folder: Path) -> Path:
     """Return the file of a folder that SPEED-Bench's script wrote. Raises ConfigError if it has none."""
-    file = folder / f"{subset}.jsonl"
+    file = folder / f"{SUBSETS[0]}.jsonl"
     if file.is_file():
         return file
     files = ", ".join(sorted(path.name for path in folder.glob("*.jsonl"))[:10]) or "none"

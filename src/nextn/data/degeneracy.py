@@ -37,11 +37,7 @@ def degeneracy(text: str | Sequence[int] | Ids) -> Degeneracy:
     periods = range(1, min(_MAX_PERIOD, len(ids) // 3) + 1)
     stretches = [(_recurrence(ids, period) + period, -period) for period in periods]
     length, period = max((stretch for stretch in stretches if stretch[0] >= -3 * stretch[1]), default=(0, 0))
-    return Degeneracy(
-        distinct=_distinct(ids, 8),
-        loop=length / max(len(ids), 1),
-        period=-period,
-    )
+    return Degeneracy(distinct=_distinct(ids, 8), loop=length / max(len(ids), 1), period=-period)
 
 
 def degeneracy_notes(

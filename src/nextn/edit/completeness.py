@@ -25,7 +25,8 @@ def check_written(
     """
     headers = {file: read_header(stage / file).tensors for file in expected}
     for file, tensors in expected.items():
-        wrong = [name for name, info in tensors.items() if _form(headers[file].get(name)) != info.form]
+        forms = {name: info.form for name, info in headers[file].items()}
+        wrong = [name for name, info in tensors.items() if forms.get(name) != info.form]
         wrong += sorted(headers[file].keys() - tensors.keys())
         wrong += _differing(stage / file, headers[file], copied.get(file, {}))
         if wrong:
@@ -67,10 +68,6 @@ def check_whole(
             f"{folder}: unchanged, as the result would lose {len(set(lost))} tensors: {some(sorted(set(lost)))}. "
             "Please report this."
         )
-
-
-def _form(info: TensorInfo | None) -> tuple[str, tuple[int, ...]] | None:
-    return None if info is None else info.form
 
 
 def _differing(

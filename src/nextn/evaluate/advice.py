@@ -13,14 +13,7 @@ from nextn.runtime.backend import backend_for
 from nextn.settings import WEIGHT_BITS, WEIGHTS
 from nextn.stats import acceptance
 from nextn.stats.acceptance import Acceptance, expected_length
-from nextn.stats.speedup import (
-    DEFINITION,
-    Costs,
-    best_k,
-    break_even,
-    expected_speedup,
-    uniform_rate,
-)
+from nextn.stats.speedup import DEFINITION, Costs, best_k, break_even, expected_speedup, uniform_rate
 
 OTHER = "int8"  # weights of another precision, whose speed is measured beside that of the weights as stored
 REPETITIVE = "on other prompts: every text is repetitive"

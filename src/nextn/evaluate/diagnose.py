@@ -10,13 +10,7 @@ from nextn.engines.counters import ADAPTIVE, FULL_SHARE
 from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence, without_fault
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, next_checks
 from nextn.evaluate.engine_run import EngineObservation
-from nextn.evaluate.faults import (
-    CONTEXT,
-    FAULTS,
-    OVERRIDDEN,
-    WEIGHTS,
-    cause_found,
-)
+from nextn.evaluate.faults import CONTEXT, FAULTS, OVERRIDDEN, WEIGHTS, cause_found
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
 from nextn.evaluate.likelihoods import (
     MIN_FIT,

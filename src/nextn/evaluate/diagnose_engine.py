@@ -12,12 +12,7 @@ from nextn.engines.run_settings import with_settings
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
 from nextn.evaluate.engine_counters import check_temperatures, counted_so_far, flag_texts
 from nextn.evaluate.engine_probe import documented_faults, engine_priors
-from nextn.evaluate.engine_run import (
-    EngineObservation,
-    count_retokenized,
-    diverged_text_share,
-    drive_engine,
-)
+from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share, drive_engine
 from nextn.evaluate.faults import NOTHING, TEMPLATE, expectation, expectations
 from nextn.evaluate.hypotheses import ExpectedCounts, engine_depth, observed_counts
 from nextn.evaluate.reference import open_model, reference_acceptance

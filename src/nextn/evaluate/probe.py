@@ -37,6 +37,7 @@ from nextn.stats.intervals import Estimate, paired_difference
 Rule = Literal["argmax", "ratio"]  # see `teacher_forced.RULES`
 RULES: tuple[Rule, ...] = ("argmax", "ratio")
 _NUM_FIRST, _NUM_BEST = 4, 12  # pairs are tried on the first texts; this many of the best on all of them
+_MAX_NEW_TOKENS = 48  # of a text that is scored
 _MIN_WORKING = 0.1  # accepted drafts per position, below which no variant can be called right
 _MIN_GAIN = 0.02  # accepted drafts per position, below which a difference is not worth reporting
 # Controls: factors and summands of effective norm weights, of each role and of all together.
@@ -334,9 +335,10 @@ def _controls(head: Head) -> Iterator[Variant]:
             yield Variant(f"control:{where}:{summand:+g}", f"{where} {summand:+g}", change=change)
 
 
-def truncate_texts(texts: Sequence[ReferenceText], *, tokens: int = 48) -> list[ReferenceText]:
+def truncate_texts(texts: Sequence[ReferenceText]) -> list[ReferenceText]:
     """Return the texts with their first new tokens only, which limits the time that a hundred scores take."""
-    return [replace(text, new=text.new[:tokens], ended=text.ended and len(text.new) <= tokens) for text in texts]
+    size = _MAX_NEW_TOKENS
+    return [replace(text, new=text.new[:size], ended=text.ended and len(text.new) <= size) for text in texts]
 
 
 def _are_compatible(one: Variant, other: Variant) -> bool:

@@ -157,12 +157,7 @@ IGNORE = -100
 
 
 def cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    row_weights: Tensor | None = None,
-    chunk: int | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, row_weights: Tensor | None = None, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of row_weights * nll over the rows of hidden [N, H], and nll [N], detached; weight is [V, H].
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nextn.errors import ConfigError
 from nextn.losses.chunked import IGNORE, SelectedRows, check_chunk, product_dtype, tile_rows, weighted_sum, wide_dtype
-from nextn.losses.divergences import NUM_VALUES, OVERLAP, VALUE, Teacher, TeacherBatch, index_in, scorer
-from nextn.losses.mtp_loss import Targets, denominators
+from nextn.losses.divergences import NUM_VALUES, OVERLAP, VALUE, Teacher, TeacherBatch, scorer
+from nextn.losses.mtp_loss import Targets, check_hiddens, denominators
 
 OBJECTIVES = ("ce", "kl", "reverse-kl", "tv", "lk", "lk-hybrid", "e2e-tv")
 
@@ -45,7 +45,6 @@ def head_loss(
     chunk: int | None = None,
     denominator: Literal["valid", "tokens"] | Tensor = "valid",
     scale: float = 1.0,
-    draft_vocabulary: Tensor | None = None,
 ) -> HeadLoss:
     """Compute (scale / D) sum_k w_k sums_k / denominator_k over depths k = 1..D. Raises ConfigError.
 
@@ -58,21 +57,17 @@ def head_loss(
         chunk: Rows of logits that exist at a time; None: about 64 MB.
         denominator: The depth's own number of valid positions ("valid"), the trunk's ("tokens"), or a tensor [D], with
             which the losses of parts of a batch add up to that of the whole, as in `mtp_loss`.
-        draft_vocabulary: Ascending ids [N] that the head drafts from. `weights` are then these rows [N, H], p keeps its
-            mass outside, and labels outside cost nothing.
     """
     labels = [targets.labels(k) for k in range(1, len(hiddens) + 1)]
     outputs = [weights] * len(hiddens) if isinstance(weights, Tensor) else list(weights)
     weights_by_depth = (1.0,) * len(hiddens) if depth_weights is None else tuple(depth_weights)
-    _check(objective, hiddens, outputs, teacher, labels, weights_by_depth, draft_vocabulary)
+    _check(objective, hiddens, outputs, teacher, labels, weights_by_depth)
     check_chunk(chunk)
     counts = torch.stack([(label != IGNORE).sum() for label in labels])
     divisors = denominators(denominator, counts, (targets.labels(0) != IGNORE).sum())
     dtype = wide_dtype(hiddens[0], outputs[0])
     row_weights = divisors.new_tensor(weights_by_depth, dtype=dtype) * (scale / len(hiddens)) / divisors
-    batch = _DistillationBatch(
-        teacher, _group_by_weight(hiddens, outputs, labels), chunk=chunk, draft_vocabulary=draft_vocabulary
-    )
+    batch = _DistillationBatch(teacher, _group_by_weight(hiddens, outputs, labels), chunk=chunk)
     scales = row_weights.where(counts > 0, 0).expand(labels[0].shape[0] * (labels[0].shape[1] + 1), -1)
     total, table = _score_chain(batch, scales) if objective == "e2e-tv" else batch.score(objective, scales)
     sums, overlap, match, nll = table.sum(0).unbind(-1)
@@ -121,7 +116,6 @@ class _DistillationBatch:
     teacher: Teacher
     groups: list[_Group]
     chunk: int | None
-    draft_vocabulary: Tensor | None
 
     def score(self, name: str, weights_by_position: Tensor) -> tuple[Tensor, Tensor]:
         """Sum weights_by_position [B * T, D] * divergence; also return all values [B * T, D, F], 0 where invalid."""
@@ -143,13 +137,11 @@ class _DistillationBatch:
             dtype=torch.promote_types(product_dtype(group.hidden, group.weight), torch.float32),
             tile=tile,
             block=block,
-            draft_vocabulary=self.draft_vocabulary,
         )
-        labels = group.labels if self.draft_vocabulary is None else index_in(self.draft_vocabulary, group.labels)
         work = SelectedRows(
             rows=group.rows,
             scale=scale[:, None],
-            objective=scorer(name, distributions, labels, teacher=self.teacher),
+            objective=scorer(name, distributions, group.labels, teacher=self.teacher),
             chunk=self.chunk,
             num_values=NUM_VALUES,
             tile=tile,
@@ -201,7 +193,6 @@ def _check(
     teacher: Teacher,
     labels: Sequence[Tensor],
     weights_by_depth: Sequence[float],
-    draft_vocabulary: Tensor | None,
 ) -> None:
     if objective not in OBJECTIVES:
         raise ConfigError(f"objective {objective!r} is unknown. Use one of {', '.join(OBJECTIVES)}.")
@@ -214,17 +205,13 @@ def _check(
         raise ConfigError(
             f"temperature {teacher.temperature}: expected a finite number > 0; 1 keeps the model's probs."
         )
-    for k, (hidden, label) in enumerate(zip(hiddens, labels, strict=True), start=1):
-        if hidden.shape[:-1] != label.shape:
-            raise ConfigError(
-                f"hidden of depth {k} is {tuple(hidden.shape)}; [B, T-{k}] = {tuple(label.shape)} is needed."
-            )
+    check_hiddens(hiddens, labels, first_depth=1)
     rows, length = labels[0].shape
     if tuple(teacher.hidden.shape[:-1]) != (rows, length + 1):
         raise ConfigError(
             f"the teacher's hidden is {tuple(teacher.hidden.shape)}; [B, T] = {(rows, length + 1)} is needed."
         )
-    num_tokens = len(teacher.weight) if draft_vocabulary is None else len(draft_vocabulary)
     for weight in outputs:
-        if len(weight) != num_tokens:
-            raise ConfigError(f"an lm_head weight is {tuple(weight.shape)}; the head drafts from {num_tokens} tokens.")
+        if len(weight) != len(teacher.weight):
+            shape = tuple(weight.shape)
+            raise ConfigError(f"an lm_head weight is {shape}; the trunk has {len(teacher.weight)} tokens.")

@@ -38,12 +38,12 @@ class Teacher:
 
 @dataclass(frozen=True, eq=False)
 class TeacherDistribution:
-    """The trunk's distributions for m rows, over what the head drafts from."""
+    """The trunk's distributions for m rows."""
 
     p: Tensor  # [m, N]; may be overwritten
-    mass: Tensor  # [m, 1], sum of p: below 1 with a draft vocabulary
+    mass: Tensor  # [m, 1], sum of p: 1, except for rounding
     negentropy: Tensor  # [m, 1], sum of p log p
-    best: Tensor  # [m, 1], index of argmax p; -1 if the head cannot draft it
+    best: Tensor  # [m, 1], index of argmax p
 
 
 class TeacherBatch:
@@ -57,7 +57,6 @@ class TeacherBatch:
         dtype: torch.dtype,
         tile: int,
         block: int,
-        draft_vocabulary: Tensor | None = None,
     ) -> None:
         """Allocate the buffers.
 
@@ -65,21 +64,19 @@ class TeacherBatch:
             positions: [M], the position of each row.
             tile: The most rows per request.
             block: The most positions computed at a time.
-            draft_vocabulary: Ascending ids [N]; None: the whole vocabulary.
         """
-        self.draft_vocabulary, self._temperature, self._cap = draft_vocabulary, teacher.temperature, teacher.cap
+        self._temperature, self._cap = teacher.temperature, teacher.cap
         self._states = teacher.hidden.detach().flatten(0, 1)
         self._weight = teacher.weight.detach().to(product_dtype(teacher.hidden, teacher.weight))
         self._positions, self._position_of = positions.unique_consecutive(return_inverse=True)
         self._position_list = self._position_of.tolist()  # copied to the host once, so that no tile synchronizes
         self._current = range(0)
         block, vocabulary = min(block, len(self._positions)), len(self._weight)
-        width = vocabulary if draft_vocabulary is None else len(draft_vocabulary)
         self._logits = self._weight.new_empty(block, vocabulary)
-        self._probs = self._weight.new_empty(block, width, dtype=dtype)
+        self._probs = self._weight.new_empty(block, vocabulary, dtype=dtype)
         self._stats = self._probs.new_empty(block, 2)
         self._best = positions.new_empty(block, 1)
-        self.tile = self._probs.new_empty(min(tile, len(positions)), width)  # of the last request
+        self.tile = self._probs.new_empty(min(tile, len(positions)), vocabulary)  # of the last request
 
     def distribution(self, rows: slice) -> TeacherDistribution:
         """Return the distributions of the rows; they overwrite those returned before."""
@@ -107,13 +104,8 @@ class TeacherBatch:
         if self._temperature != 1:
             scaled = scaled.div_(self._temperature)
         top, best = scaled.max(-1, keepdim=True)
-        probs = torch.softmax(
-            scaled.sub_(top), -1
-        )  # computed as for the head's logits, so that equal logits give equal probs
+        probs = torch.softmax(scaled.sub_(top), -1)  # as for the head: equal logits give equal probs
         log_mass = -probs.gather(1, best).log()
-        if self.draft_vocabulary is not None:
-            probs, scaled = probs.index_select(1, self.draft_vocabulary), scaled.index_select(1, self.draft_vocabulary)
-            best = index_in(self.draft_vocabulary, best)
         self._probs[index] = probs
         mass = probs.sum(-1, keepdim=True)
         negentropy = scaled.mul_(probs).sum(-1, keepdim=True) - mass * log_mass
@@ -121,28 +113,21 @@ class TeacherBatch:
         self._best[index] = best
 
 
-def index_in(ids: Tensor, tokens: Tensor) -> Tensor:
-    """Return the index of each token in the ascending ids [N]; -1 where it is not in them."""
-    index = torch.searchsorted(ids, tokens).clamp_max(len(ids) - 1)
-    return index.where(ids[index] == tokens, -1)
-
-
 @dataclass(frozen=True, eq=False)
 class _Tile:
     z: Tensor  # [m, N] logits over temperature, the largest of each row 0
     q: Tensor  # [m, N] their softmax
     probs: TeacherDistribution
-    label: Tensor  # [m, 1] index of the label; -1 if the head cannot draft it
+    label: Tensor  # [m, 1] index of the label
     log_mass: Tensor  # [m, 1] log sum exp z
-    nll: Tensor  # [m, 1] of the label; 0 without one
-    is_partial: bool  # p may have mass outside of the draft vocabulary
+    nll: Tensor  # [m, 1] of the label
 
 
 _Score = tuple[Tensor, Tensor, Tensor | None]
 
 
 def scorer(name: str, distributions: TeacherBatch, labels: Tensor, *, teacher: Teacher) -> Objective:
-    """Build the objective of rows with labels [M] (indices into what the head drafts from, or -1)."""
+    """Build the objective of rows with labels [M]."""
     temperature, cap = teacher.temperature, teacher.head_cap
     divergence, buffer = _DIVERGENCES[name], torch.empty_like(distributions.tile)
 
@@ -157,14 +142,13 @@ def scorer(name: str, distributions: TeacherBatch, labels: Tensor, *, teacher: T
         top, best = z.max(-1, keepdim=True)
         q = torch.softmax(z.sub_(top), -1, out=buffer[: len(z)])
         log_mass = -q.gather(1, best).log()
-        nll = (log_mass - z.gather(1, label.clamp_min(0))).where(label >= 0, 0)
-        tile = _Tile(z, q, probs, label, log_mass, nll, is_partial=distributions.draft_vocabulary is not None)
+        tile = _Tile(z, q, probs, label, log_mass, nll=log_mass - z.gather(1, label))
         value, overlap, gradient = divergence(tile, wants_grad)
         if gradient is not None and temperature != 1:
             gradient.div_(temperature)
         if gradient is not None and slope is not None:
             gradient.mul_(slope)
-        return torch.cat([value, overlap, (best == probs.best).to(value.dtype), nll], dim=1), gradient
+        return torch.cat([value, overlap, (best == probs.best).to(value.dtype), tile.nll], dim=1), gradient
 
     return objective
 
@@ -173,17 +157,14 @@ def _ce(tile: _Tile, wants_grad: bool) -> _Score:
     overlap = _overlap(tile)
     if not wants_grad:
         return tile.nll, overlap, None
-    has_label = (tile.label >= 0).to(tile.q.dtype)
-    gradient = tile.q.mul_(has_label) if tile.is_partial else tile.q
-    return tile.nll, overlap, gradient.scatter_add_(1, tile.label.clamp_min(0), -has_label)
+    return tile.nll, overlap, tile.q.scatter_add_(1, tile.label, torch.full_like(tile.nll, -1))
 
 
 def _kl(tile: _Tile, wants_grad: bool) -> _Score:
     value, overlap = _kl_value(tile), _overlap(tile)
     if not wants_grad:
         return value, overlap, None
-    q = tile.q.mul_(tile.probs.mass) if tile.is_partial else tile.q
-    return value, overlap, q.sub_(tile.probs.p)
+    return value, overlap, tile.q.sub_(tile.probs.p)
 
 
 def _reverse_kl(tile: _Tile, wants_grad: bool) -> _Score:
@@ -227,7 +208,7 @@ def _lk_hybrid(tile: _Tile, wants_grad: bool) -> _Score:
 
 
 def _kl_value(tile: _Tile) -> Tensor:
-    """Sum of p log(p / q) over what the head drafts from; overwrites the logits."""
+    """Sum of p log(p / q); overwrites the logits."""
     cross = tile.z.mul_(tile.probs.p).sum(-1, keepdim=True)
     return tile.probs.negentropy - cross + tile.probs.mass * tile.log_mass
 

@@ -248,10 +248,7 @@ load = Model.load
 
 
 def load_head(
-    source: str | Path | Checkpoint,
-    model: PreTrainedModel | Trunk,
-    *,
-    trunk_class: type[Trunk] = Trunk,
+    source: str | Path | Checkpoint, model: PreTrainedModel | Trunk, *, trunk_class: type[Trunk] = Trunk
 ) -> Head:
     """Load the head of checkpoint `source` onto a trunk, or one of class `trunk_class` around `model`, in its dtype.
 

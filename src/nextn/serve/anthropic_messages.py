@@ -264,11 +264,7 @@ def _content(block: Block, *, whole: bool) -> Json:
 
 def _event(what: Literal["start", "more", "end"], block: Block, text: str) -> Json:
     if what == "start":
-        return {
-            "type": "content_block_start",
-            "index": block.index,
-            "content_block": _content(block, whole=False),
-        }
+        return {"type": "content_block_start", "index": block.index, "content_block": _content(block, whole=False)}
     if what == "end":
         return {"type": "content_block_stop", "index": block.index}
     delta = {

@@ -33,12 +33,7 @@ from nextn.serve.request import Engine, EngineStats, Generation, GenerationChunk
 from nextn.serve.request_builder import RequestBuilder
 from nextn.serve.request_model import M, parse_request
 from nextn.serve.responses import ChatAnswer, CompletionAnswer, Json, RouteAnswer
-from nextn.serve.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from nextn.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nextn.serve.token_sampler import TokenTexts
 
 ChunkBatch = list[tuple[int, GenerationChunk]]  # index of the generation, and its chunk

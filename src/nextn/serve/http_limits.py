@@ -136,18 +136,10 @@ class LimitedProtocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         body = error.body()
-        headers = [
-            ("content-type", "application/json"),
-            ("connection", "close"),
-            ("content-length", str(len(body))),
-        ]
+        headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
         headers += [(name.lower(), value) for name, value in error.headers.items()]
         try:
-            events = (
-                h11.Response(status_code=error.status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            )
+            events = (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
             self.on_error(error.status)
         except h11.LocalProtocolError:  # an answer is already under way

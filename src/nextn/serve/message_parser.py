@@ -9,14 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nextn.data.chat_template import THINK_TAGS
-from nextn.serve.call_text import (
-    GeneratedToolCall,
-    IncompleteCallError,
-    MalformedCallError,
-    TextCursor,
-    Tool,
-    overlap,
-)
+from nextn.serve.call_text import GeneratedToolCall, IncompleteCallError, MalformedCallError, TextCursor, Tool, overlap
 from nextn.serve.tool_calls import ToolSyntax
 
 _OPEN, _CLOSE = THINK_TAGS

@@ -43,12 +43,7 @@ class Publication:
 
 
 def prepare(
-    folder: Path,
-    repo: str,
-    *,
-    measured: Path | None = None,
-    base_model: str | None = None,
-    license: str | None = None,
+    folder: Path, repo: str, *, measured: Path | None = None, base_model: str | None = None, license: str | None = None
 ) -> Publication:
     """Check a folder and write its model card; nothing is uploaded.
 

@@ -137,12 +137,7 @@ def _prefilled(
     sequence = ServedSequence.of(request, lambda chunk: None, TextStream(None, ()), row)
     timer.length, (k, num_copy_tokens) = FixedLength(sizes[0]), sizes
     batch = ServedBatch(
-        backend.trunk,
-        backend.head,
-        sequence,
-        num_speculative_tokens=k,
-        num_copy_tokens=num_copy_tokens,
-        length=timer,
+        backend.trunk, backend.head, sequence, num_speculative_tokens=k, num_copy_tokens=num_copy_tokens, length=timer
     )
     batch.limit_caches(max_model_len)
     batch.max_ahead_s = _MAX_AHEAD_S

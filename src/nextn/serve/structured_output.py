@@ -10,14 +10,7 @@ from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
 from nextn.serve.call_text import Tool
-from nextn.serve.grammar import (
-    JSON_WHITESPACE,
-    GrammarCompiler,
-    GrammarSpec,
-    Lark,
-    check_schema,
-    structure,
-)
+from nextn.serve.grammar import JSON_WHITESPACE, GrammarCompiler, GrammarSpec, Lark, check_schema, structure
 from nextn.serve.message_parser import MessageParser, reasoning_is_open
 from nextn.serve.request import GrammarState
 from nextn.serve.schemas import ChatRequest, GenerationFields, NamedTool

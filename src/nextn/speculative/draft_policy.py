@@ -94,7 +94,7 @@ NO_DRAFTS = RoundPlan(0)  # plain decoding
 
 
 class DraftLength(Protocol):
-    """A policy for the number of drafts per round."""
+    """A policy for the number of drafts per round. A class that inherits from it learns nothing by default."""
 
     def plan(self) -> RoundPlan:
         """Return the plan of the next round."""
@@ -123,7 +123,7 @@ class DraftLength(Protocol):
 
 
 @dataclass(frozen=True)
-class FixedLength:
+class FixedLength(DraftLength):
     """Always K drafts, ended early by a confidence below p_min. Raises ConfigError for values out of range."""
 
     num_speculative_tokens: int
@@ -147,21 +147,12 @@ class FixedLength:
     def rounds_unchanged(self, batch_size: int) -> int:
         return _ALWAYS
 
-    def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
-        pass
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        pass
-
     def choose(self, runs: Sequence[CopyRun]) -> CopyChoice:
         """Choose by typical costs and acceptance, for each sequence alone."""
         num = self.num_speculative_tokens
         verify = [1 + _POSITION_COST * count for count in range(max(num, _longest(runs)) + 1)]
         rate = expected_length([_TYPICAL] * num) / (verify[num] + _STEP_COST * num)
         return _choose_alone(runs, rate, verify)
-
-    def observe_copies(self, num_draft_tokens: int, seconds: float) -> None:
-        pass
 
     @property
     def reason(self) -> str:
@@ -207,7 +198,7 @@ class ConfidenceCalibration:
         return (sum(self._accepted) + weight * _TYPICAL) / (sum(self._verified) + weight)
 
 
-class AdaptiveLength:
+class AdaptiveLength(DraftLength):
     """Drafts on while one more draft is expected to bring more tokens per cost than rounds have brought so far.
 
     After k drafts it drafts another one if survival / (c + v(k+2) - v(k+1)) > S, where v(m) is the cost of a trunk pass
@@ -297,15 +288,9 @@ class AdaptiveLength:
         decay = min(1.0, (_LONG if self.pays else _SHORT) / self.cost)
         self.tokens, self.cost = self.tokens * decay, self.cost * decay
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Do nothing: costs are those that were measured before."""
-
     def choose(self, runs: Sequence[CopyRun]) -> CopyChoice:
         """Choose by the measured costs and the rate of the head's rounds, for each sequence alone."""
         return _choose_alone(runs, max(1.0, self.rate), self._copy_costs)
-
-    def observe_copies(self, num_draft_tokens: int, seconds: float) -> None:
-        """Do nothing, as `observe`."""
 
     def _round_cost(self, num_draft_tokens: int, steps: int) -> float:
         return self.v[num_draft_tokens] + steps * self.c + self.overhead * (steps > 0)

@@ -176,9 +176,9 @@ def timeline(path: Path, plain: Sequence[TimedRound], mtp: Sequence[TimedRound],
         axes.set_ylim(-0.5, 1.95)
 
 
-def _smoothed(values: Sequence[float], share: float = 0.03) -> list[float]:
+def _smoothed(values: Sequence[float]) -> list[float]:
     # A running mean over 3 % of the run; otherwise batch noise hides the order of the depths.
-    half = max(1, round(len(values) * share / 2))
+    half = max(1, round(len(values) * 0.03 / 2))
     return [sum(part) / len(part) for part in (values[max(0, i - half) : i + half + 1] for i in range(len(values)))]
 
 

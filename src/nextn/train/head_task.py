@@ -43,14 +43,7 @@ from nextn.train.config import HeadConfig, frozen_parameters
 from nextn.train.distributed import ALONE, Ranks, shard, unsharded
 from nextn.train.evaluation import HeldOutAcceptance, heldout_acceptance
 from nextn.train.hidden_cache import HiddenStateCache
-from nextn.train.joint_task import (
-    BatchLoss,
-    Example,
-    held_out_batches,
-    make_batches,
-    mean_per_depth,
-    prepare_layers,
-)
+from nextn.train.joint_task import BatchLoss, Example, held_out_batches, make_batches, mean_per_depth, prepare_layers
 from nextn.train.metrics import HeadRecord, OnEvaluation, Record, StepRecord, unseen
 
 HEAD_FILE = "head.safetensors"

@@ -29,13 +29,7 @@ from nextn.train.checkpointing import fingerprint
 from nextn.train.distributed import ALONE, Ranks
 
 KEY, _SHARD = "cache.json", "hidden-"
-_NAMES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int32: "I32", torch.bool: "BOOL"}
 _GB = 1e9
 
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]

@@ -11,16 +11,7 @@ from nextn.errors import CheckpointError, ConfigError
 
 FILE = "run.json"
 # Options that change how a step is computed or what is reported, but not the result: a resumed run may change them.
-_FREE = (
-    "cache_gb",
-    "follow_links",
-    "allow_worse",
-    "curve",
-    "tensorboard",
-    "device",
-    "stream",
-    "export",
-)
+_FREE = ("cache_gb", "follow_links", "allow_worse", "curve", "tensorboard", "device", "stream", "export")
 _FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
 _PATHS = ("tokenizer", "model", "trunk", "head")
 _NAMES = {"trunk": "--from"}

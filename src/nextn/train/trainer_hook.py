@@ -41,11 +41,7 @@ _FILE, _STATE = Path(FOLDER, "head.safetensors"), Path(FOLDER, "training.safeten
 _MEASURED_EVERY = 10  # steps, if it is not known in advance at which steps the Trainer logs
 
 
-def train_head(
-    trainer: Trainer,
-    source: str | Path | None = None,
-    settings: HeadSettings | None = None,
-) -> Head:
+def train_head(trainer: Trainer, source: str | Path | None = None, settings: HeadSettings | None = None) -> Head:
     """Make `trainer` also train, log, save and resume a head of its model.
 
     The head's parameters are fp32 and a param group of the Trainer's optimizer; their gradient is clipped separately.

@@ -41,13 +41,7 @@ def type_of(dtype: torch.dtype) -> int:
 class View(ctypes.Structure):
     """`View` of runtime.h. Sizes and strides count elements."""
 
-    _fields_ = (
-        ("data", _POINTER),
-        ("type", _INT),
-        ("ndim", _INT),
-        ("size", _ARRAY),
-        ("stride", _ARRAY),
-    )
+    _fields_ = (("data", _POINTER), ("type", _INT), ("ndim", _INT), ("size", _ARRAY), ("stride", _ARRAY))
 
     @classmethod
     def of(cls, tensor: Tensor) -> "View | None":

@@ -81,10 +81,7 @@ def _match_rope(groups: Sequence[Lowered], index: int) -> Iterator[_RopeMatch]:
         (to_lower, copied),
         (to_upper, lower),
         (x_sin, *sin_factors),
-        (
-            out,
-            *terms,
-        ),
+        (out, *terms),
     ) = (step.tensors for step in steps)
     if steps[5].reals != (1.0,) or not is_same_view(copied, negated) or not is_pair(terms, x_cos, x_sin):
         return

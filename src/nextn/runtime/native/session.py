@@ -21,12 +21,7 @@ from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.rounds import NativeRounds, NativeVerifier, VerifyBlock
-from nextn.runtime.native.trace_hooks import (
-    RecordingCache,
-    RecordingTrunkKV,
-    copy_for_recording,
-    record_delta_rules,
-)
+from nextn.runtime.native.trace_hooks import RecordingCache, RecordingTrunkKV, copy_for_recording, record_delta_rules
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.runtime.protocols import RoundsStart
 from nextn.settings import Sampling

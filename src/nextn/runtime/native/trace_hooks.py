@@ -279,11 +279,7 @@ def _refuse_packing(kwargs: dict[str, object]) -> None:
 
 
 def _causal_conv(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **kwargs: object,
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: object
 ) -> Tensor:
     _refuse_packing(kwargs)
     return _layer_of(hidden_states, "conv_input").convolve(hidden_states, weight, bias, activation)
