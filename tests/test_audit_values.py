@@ -10,7 +10,7 @@ from tiny import FIXTURES
 
 from nextn.audit_rules import audit
 from nextn.audit_rules.norm_weights import NormValues, shifts
-from nextn.audit_rules.tensor_values import SampledValues, WholeValues, decode
+from nextn.audit_rules.tensor_values import AllValues, SampledValues, decode
 from nextn.audit_rules.values import _share_initial, head_stale, values
 from nextn.checkpoint.base_model import RECORD
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -262,7 +262,7 @@ def summaries(folder, tensors):
     """The summary of each of these tensors, stored as a head's."""
     write_json(folder / "config.json", {"model_type": "qwen3_5_text", "num_hidden_layers": 1})
     write_safetensors(folder / "model.safetensors", {f"mtp.{name}.weight": each for name, each in tensors.items()})
-    whole = WholeValues.of(take(folder))
+    whole = AllValues.of(take(folder))
     return {name: whole.tensors[f"mtp.{name}.weight"] for name in tensors}
 
 
@@ -311,7 +311,7 @@ def test_one_nan_in_a_local_head(place, tmp_path):
         table["model.layers.2.eh_proj.weight"] = RawTensor("BF16", (len(bits) // 64, 64), bits.tobytes())
 
     folder = publish(tmp_path, "glm4_moe", change=change)
-    (finding,) = [each for each in values(take(folder), WholeValues.of(take(folder))) if each.severity == "error"]
+    (finding,) = [each for each in values(take(folder), AllValues.of(take(folder))) if each.severity == "error"]
     assert (finding.rule, finding.place) == ("values-nonfinite", "model.layers.2.eh_proj.weight")
     assert finding.found == "1 tensor of the head with NaN or infinity: 1 value."
     assert found(folder) == []
@@ -330,7 +330,7 @@ def test_one_huge_value(tmp_path):
         table["model.layers.2.eh_proj.weight"] = RawTensor("BF16", (64, 4096), bf16(make(floats(old))))
 
     inventory = take(publish(tmp_path, "glm4_moe", change=change))
-    (finding,) = [each for each in values(inventory, WholeValues.of(inventory)) if each.severity == "error"]
+    (finding,) = [each for each in values(inventory, AllValues.of(inventory)) if each.severity == "error"]
     assert (finding.rule, finding.place) == ("values-untrained", "model.layers.2.eh_proj.weight")
     assert list(values(inventory)) == []
 
@@ -354,7 +354,7 @@ def test_scales_of_a_quantized_head(tmp_path):
         table[name] = RawTensor("F32", table[name].shape, np.full(table[name].shape, np.inf, "<f4").tobytes())
 
     inventory = take(publish(tmp_path / "fp8", "deepseek_v3", fp8=True, change=change))
-    (finding,) = [each for each in values(inventory, WholeValues.of(inventory)) if each.severity == "error"]
+    (finding,) = [each for each in values(inventory, AllValues.of(inventory)) if each.severity == "error"]
     assert finding.rule == "values-nonfinite"
     assert finding.place.endswith("weight_scale_inv")
 
@@ -364,7 +364,7 @@ def test_scales_of_a_quantized_head(tmp_path):
                 table[name] = RawTensor("I32", (1, 2), b"\xff" * 8)
 
     inventory = take(publish(tmp_path / "packed", "qwen3_5", change=pack))
-    names = WholeValues.of(inventory).tensors
+    names = AllValues.of(inventory).tensors
     assert "mtp.fc.weight" in names
     assert not [each for each in names if "mlp" in each]
 
@@ -374,7 +374,7 @@ def test_an_expert_of_zeros(tmp_path):
     name = "model.layers.2.mlp.experts.2.up_proj.weight"
     zero = edited(lambda each: each == name, np.zeros_like)
     inventory = take(publish(tmp_path, "deepseek_v3", change=zero))
-    (finding,) = values(inventory, WholeValues.of(inventory))
+    (finding,) = values(inventory, AllValues.of(inventory))
     assert (finding.rule, finding.severity, finding.place) == ("values-zero", "warning", name)
     assert finding.found == "1 tensor of the head with only zeros."
 
@@ -384,7 +384,7 @@ def test_sound_layouts_read_whole(tmp_path):
     """A rule that fires where nothing is wrong, or a float tensor of a head that is passed over."""
     for name in LAYOUTS:
         inventory = take(publish(tmp_path / name, name))
-        whole = WholeValues.of(inventory)
+        whole = AllValues.of(inventory)
         assert list(values(inventory, whole)) == []
         infos = [inventory.info(each) for each in inventory.stored]
         assert {info.name for info in infos if info.dtype in WIDTHS} == set(whole.tensors)

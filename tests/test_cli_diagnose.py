@@ -170,7 +170,7 @@ class Unseeded(ServedModel):
 def test_interrupted_streaming_resumes_with_the_same_answers(serve, prompts, trained, tmp_path, monkeypatch):
     """Also sampled ones: nothing is asked twice, so that the states are of the texts; the next run asks anew."""
     url, served = serve(kind=Unseeded, model=trained["glm"]), []
-    real = given_texts.whole_text_outputs
+    real = given_texts.full_text_outputs
 
     def interrupted(trunk, texts, *, on_layer, **options):
         def stop(progress):

@@ -80,7 +80,7 @@ def test_figures_are_those_of_decoding(answers, here, trained):
 @pytest.mark.more
 def test_interrupted_command_resumes(answers, here, monkeypatch, tmp_path):
     """After Ctrl-C in the middle, the same command reads only the layers that are missing; --states keeps them."""
-    real = given_texts.whole_text_outputs
+    real = given_texts.full_text_outputs
 
     def interrupted(trunk, texts, *, on_layer, **options):
         def stop(progress):

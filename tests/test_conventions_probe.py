@@ -284,7 +284,7 @@ def test_controls_by_hand(before, after, outcome):
     assert found.is_fault == (outcome == "other")
     assert ("no convention explains this" in found.summary) == (outcome == "unexplained")
     record = found.as_record()
-    assert (record["outcome"], record["wanted"]) == (outcome, ["a"] if outcome == "other" else [])
+    assert (record["outcome"], record["preferred"]) == (outcome, ["a"] if outcome == "other" else [])
     assert record["best"] == {"argmax": ["a"], "ratio": ["a"]}
     assert record["controls"]["argmax"]["gain_before"] == pytest.approx(before / 10 - 0.1)
     assert record["controls"]["argmax"]["gain_after"] == pytest.approx(after / 10 - 0.5)

@@ -345,5 +345,5 @@ def test_bad_calls_are_refused(changes, says):
 def test_every_depth_s_weight_is_looked_at():
     """Catches a deeper output head of another size, which would be read past its end or left in part."""
     hiddens, weights, teacher, tokens = random_batch(0, depths=2, own=True)
-    with pytest.raises(ConfigError, match=r"weight is \(10, 5\); the head drafts from 11 tokens"):
+    with pytest.raises(ConfigError, match=r"weight is \(10, 5\); the trunk has 11 tokens"):
         head_loss(hiddens, [weights[0], weights[1][1:]], teacher, Targets(tokens))

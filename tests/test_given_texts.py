@@ -10,7 +10,7 @@ from chats import chatty, said
 from tiny import refrain
 
 from nextn.errors import ConfigError
-from nextn.evaluate.given_texts import TextOrigin, read_texts, text_origin, whole_text_outputs
+from nextn.evaluate.given_texts import TextOrigin, full_text_outputs, read_texts, text_origin
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.teacher_forced import ReferenceText
 
@@ -86,14 +86,14 @@ def test_own_and_foreign_text_are_told_apart(trained):
         for name, row in rows.items():
             new = tuple(row[len(prompt) :])
             texts[name].append(ReferenceText(tuple(prompt), new, 0.0 if name == "greedy" else 1.0))
-    origins = {name: text_origin(trunk, each, whole_text_outputs(trunk, each)) for name, each in texts.items()}
+    origins = {name: text_origin(trunk, each, full_text_outputs(trunk, each)) for name, each in texts.items()}
     assert origins["greedy"].agreement == 1.0
     assert abs(origins["sampled"].excess) < 4 * origins["sampled"].error
     assert origins["random"].excess > 1
     assert [origins[name].is_own for name in texts] == [True, True, False]
     assert "nats less likely" in origins["random"].warnings[0]
     foreign = [ReferenceText(text.prompt, text.new) for text in texts["random"]]
-    assert text_origin(trunk, foreign, whole_text_outputs(trunk, foreign)).agreement < 0.5
+    assert text_origin(trunk, foreign, full_text_outputs(trunk, foreign)).agreement < 0.5
     assert not origins["greedy"].warnings
 
 

@@ -174,7 +174,7 @@ def test_planted(fault, engine, whole, bench, put, tmp_path):
     if fault.rules:
         assert set(fault.rules) & set(record["audit"])
     if fault.keys:
-        assert record["probe"]["wanted"] == list(fault.keys)
+        assert record["probe"]["preferred"] == list(fault.keys)
     if fault.words:
         assert fault.words in record["probe"]["summary"]
 
@@ -197,7 +197,7 @@ def looked(folder: Path, prompts: list[tuple[int, ...]]) -> tuple[dict, dict]:
         "rates": [each.as_record()["value"] for each in measured.figures(0.0).rates],
         "warnings": [each for each in measured.warnings if "texts" not in each],
     }
-    return told, {"wanted": list(found.preferred.keys), "summary": found.summary}
+    return told, {"preferred": list(found.preferred.keys), "summary": found.summary}
 
 
 def test_head_trained_here(bench, put, tmp_path):

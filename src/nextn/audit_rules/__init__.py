@@ -27,7 +27,7 @@ from nextn.audit_rules import (
     values,
 )
 from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity
-from nextn.audit_rules.tensor_values import WholeValues, is_local
+from nextn.audit_rules.tensor_values import AllValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.foreign_names import plain_name, with_plain_names
 from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
@@ -153,12 +153,12 @@ def audit_checkpoint(
     foreign = {name for _, names in kinds for name in names}
     # These tensors are audited under the names that they should have, so that one cause gives one finding.
     inventory = Inventory.of(with_plain_names(checkpoint, foreign), family=family) if foreign else stored
-    whole = WholeValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
+    all_values = AllValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
     alike = pruned.comparable(inventory)
     bound: dict[Rule, Rule] = {
         structure.structure: lambda _: structure.structure(alike),
         shapes.shape: lambda _: shapes.shape(alike),
-        values.values: partial(values.values, whole=whole),
+        values.values: partial(values.values, all_values=all_values),
         separate.separate: partial(separate.separate, trunk=trunk),
         engines.engine_support: partial(engines.engine_support, trunk=trunk),
     }
@@ -174,8 +174,8 @@ def audit_checkpoint(
         inventory.declared,
         inventory.modules,
         tuple(findings),
-        values_read="none" if not inventory.modules else "samples" if whole is None else "all",
-        bytes_read=0 if whole is None else whole.num_bytes,
+        values_read="none" if not inventory.modules else "samples" if all_values is None else "all",
+        bytes_read=0 if all_values is None else all_values.num_bytes,
         unchecked=tuple(unchecked.unchecked(inventory, trunk=trunk)),
         title=inventory.family.title,
     )

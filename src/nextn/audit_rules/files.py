@@ -82,13 +82,13 @@ def _duplicates(inventory: Inventory) -> Iterator[Finding]:
         reader = _reader(inventory, file)
         used = sorted({checkpoint.tensors[info.name].file for info in twice})
         keeps = f"nextn convert {shlex.quote(checkpoint.path)} OUT --form single-file"
-        fine, are = equal or not reader, "is" if len(twice) == 1 else "are"
+        is_harmless, are = equal or not reader, "is" if len(twice) == 1 else "are"
         yield Finding(
-            "index", "note" if fine else "warning", f"{INDEX}: {file}" if checkpoint.index else file,
+            "index", "note" if is_harmless else "warning", f"{INDEX}: {file}" if checkpoint.index else file,
             f"{counted(len(twice), 'tensor')} of {some(used)} {are} in {file}, too, with "
             f"{'equal' if equal else 'other'} values, such as {twice[0].name}: {reader or 'no loader opens it'}.",
             "Each tensor in one file.",
-            "Nothing needs to be done." if fine
+            "Nothing needs to be done." if is_harmless
             else f"Remove {file}, or the files that it replaces; `{keeps}` keeps the tensors in {some(used)}.",
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from nextn.audit_rules.findings import Finding, engines, restore, verb
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.packed_layout import PackedWeight, with_whole_weights
+from nextn.checkpoint.packed_layout import PackedWeight, with_logical_weights
 from nextn.checkpoint.quant_formats import FUSED, TRANSFORMERS_METHODS, with_fused
 from nextn.checkpoint.quantization import PLAIN, QuantConfig, QuantSection, Storage, scale_of, split_name, storage
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
@@ -99,7 +99,7 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
     Tensors that are lost are `head-partial`, `scale-missing` or `trunk-partial`.
     """
     try:
-        _, packed = with_whole_weights(inventory.checkpoint)
+        _, packed = with_logical_weights(inventory.checkpoint)
         undeclared = _undeclared(inventory) if QuantConfig.of(inventory.checkpoint) is None else []
     except CheckpointError:  # which `_quantization` reports
         return

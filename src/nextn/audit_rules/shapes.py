@@ -10,7 +10,7 @@ from nextn.audit_rules.findings import Finding, Severity, restore
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.packed_layout import with_whole_weights
+from nextn.checkpoint.packed_layout import with_logical_weights
 from nextn.checkpoint.quantization import unpacked
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
@@ -23,7 +23,7 @@ TOKENIZER = "tokenizer.json"
 
 def shape(inventory: Inventory) -> Iterator[Finding]:
     """Report tensors of the head whose shape differs from the config's or from that of the trunk's layers."""
-    inventory, reported = _of_whole_weights(inventory), set[str]()
+    inventory, reported = _of_logical_weights(inventory), set[str]()
     for info, expected, because in (*_against_config(inventory), *_against_trunk(inventory)):
         if info.name in reported:  # for another expert in it
             continue
@@ -107,10 +107,10 @@ def _against_trunk(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]
                 yield info, some([str(list(like.shape)) for like in likes]), f"as {likes[0].name} is"
 
 
-def _of_whole_weights(inventory: Inventory) -> Inventory:
+def _of_logical_weights(inventory: Inventory) -> Inventory:
     """Return the inventory with one tensor for each packed weight, as trunk and head may have different bits."""
     try:
-        checkpoint, packed = with_whole_weights(inventory.checkpoint)
+        checkpoint, packed = with_logical_weights(inventory.checkpoint)
     except CheckpointError:  # of the quantization config, see `precision`
         return inventory
     return Inventory.of(checkpoint, family=inventory.family) if packed else inventory

@@ -223,14 +223,14 @@ class TensorSummary:
 
 
 @dataclass(frozen=True)
-class WholeValues:
+class AllValues:
     """The summaries of all float tensors of a head, scales included."""
 
     tensors: dict[str, TensorSummary]  # by tensor name; packed integers are left out
     num_bytes: int  # read
 
     @classmethod
-    def of(cls, inventory: Inventory) -> "WholeValues":
+    def of(cls, inventory: Inventory) -> "AllValues":
         """Read the head. Raises CheckpointError if a file cannot be read."""
         infos = head_floats(inventory)
         checkpoint = inventory.checkpoint

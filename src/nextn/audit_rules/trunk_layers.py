@@ -93,9 +93,9 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
     gated = any(leaves >= _GATED for parts in reference.parts_of_trunk.values() for leaves in _modules(parts).values())
     for (_, name), layers in groups.items():
         more = [block[name]] if name in block else []
-        whole = _MIXERS if not _MLP.fullmatch(name) else (_GATED,) if gated else ()
+        required = _MIXERS if not _MLP.fullmatch(name) else (_GATED,) if gated else ()
         lost = {*_in_all_others(layers, more), *_beside_siblings(layers, more)}
-        lost |= {(index, part) for index, own in layers.items() for part in _incomplete(own, whole)}
+        lost |= {(index, part) for index, own in layers.items() for part in _incomplete(own, required)}
         yield from sorted(lost)
 
 
@@ -152,12 +152,12 @@ def _modules(parts: Iterable[str]) -> dict[str, set[str]]:
     return modules
 
 
-def _incomplete(parts: Iterable[str], whole: Iterable[frozenset[str]]) -> set[str]:
-    """Return the parts that modules among these lack of the one in `whole` that they resemble most."""
+def _incomplete(parts: Iterable[str], required: Iterable[frozenset[str]]) -> set[str]:
+    """Return the parts that modules among these lack of the one in `required` that they resemble most."""
     lost = set()
     for module, leaves in _modules(parts).items():
         own = {leaf for leaf in leaves if not _ORDINARY.fullmatch(leaf)}
-        alike = [names for names in whole if len(names & own) > len(names) // 4 and "gate_up_proj" not in leaves]
+        alike = [names for names in required if len(names & own) > len(names) // 4 and "gate_up_proj" not in leaves]
         best = max(alike, key=lambda names: len(names & leaves), default=leaves)
         lost |= {f"{module}.{leaf}" for leaf in best - leaves}
     return lost

@@ -11,7 +11,7 @@ import numpy as np
 
 from nextn.audit_rules.findings import Finding, Severity, against_base, convert, restore
 from nextn.audit_rules.norm_weights import NormShift, NormValues, Values, shifts
-from nextn.audit_rules.tensor_values import SampledValues, TensorSummary, WholeValues, is_matrix
+from nextn.audit_rules.tensor_values import AllValues, SampledValues, TensorSummary, is_matrix
 from nextn.checkpoint.base_model import RECORD
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
@@ -36,12 +36,12 @@ MIN_ON_GRID = 32  # values between -0.5 and 0.5, half of which at most are multi
 NOTABLE = 0.01  # of a norm weight
 
 
-def values(inventory: Inventory, whole: WholeValues | None = None) -> Iterator[Finding]:
+def values(inventory: Inventory, all_values: AllValues | None = None) -> Iterator[Finding]:
     """Run every rule on the head's values, over one set of samples and, where all values were read, on these."""
     if not inventory.modules:
         return
     samples = SampledValues.of(inventory)
-    yield from _unusable(samples, whole)
+    yield from _unusable(samples, all_values)
     for rule in (_norm_shifts, _norms_rounded, _untrained, _identical, _copied, _undecoded):
         yield from rule(samples)
 
@@ -117,12 +117,12 @@ def _norms_rounded(samples: SampledValues) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _unusable(samples: SampledValues, whole: WholeValues | None) -> Iterator[Finding]:
+def _unusable(samples: SampledValues, all_values: AllValues | None) -> Iterator[Finding]:
     inventory, fix = samples.inventory, restore(samples.inventory, force=True)
     offset = 1.0 if inventory.family.norm_weight == "1+w" else 0.0
     norm_weights = {name: norm.values - offset for name, norm in samples.head_norms.items()}
     matrices = {inventory.stored[each]: array for each, array in samples.weights.items()}
-    summaries = None if whole is None else whole.tensors
+    summaries = None if all_values is None else all_values.tensors
     yield from nonfinite_or_garbage(norm_weights | matrices, fix, summaries)
     yield from _codes({name: array for name, array in matrices.items() if _is_float(inventory, name)}, "head", fix)
     trunk = {info.name: samples.trunk_weights[each] for each, (info, _) in samples.like.items()
@@ -135,7 +135,7 @@ def _unusable(samples: SampledValues, whole: WholeValues | None) -> Iterator[Fin
         matrices = {name: array for name, array in matrices.items() if not name.endswith(".mlp.gate.weight")}
     projections = {name for name, canonical in names.items() if "projection" in inventory.role(canonical)}
     yield from zero_or_constant(
-        samples.head_norms, matrices, projections=projections, fix=fix, known=None if whole is None else constants,
+        samples.head_norms, matrices, projections=projections, fix=fix, known=None if all_values is None else constants,
         convention=inventory.family.norm_weight,
     )  # fmt: skip
 
@@ -163,24 +163,24 @@ def _chooses_every_expert(inventory: Inventory) -> bool:
 
 
 def nonfinite_or_garbage(
-    floats: Mapping[str, Values], fix: str, whole: Mapping[str, TensorSummary] | None = None
+    floats: Mapping[str, Values], fix: str, all_values: Mapping[str, TensorSummary] | None = None
 ) -> Iterator[Finding]:
     """Report NaN, infinity, and magnitudes that training never leaves and uninitialized memory has.
 
     Args:
         floats: Tensor name -> values as stored, all of them or samples.
         fix: The command of the findings.
-        whole: Tensor name -> summary of all values, where they were read; without it, NaN is looked for in `floats`.
+        all_values: Tensor name -> summary, where all values were read; without it, NaN is looked for in `floats`.
     """
     nonfinite = [name for name, array in floats.items() if not np.isfinite(array).all()]
     found, count = "of the head with NaN or infinity", ""
-    if whole is not None:
-        nonfinite = [name for name, summary in whole.items() if summary.num_nonfinite]
-        count = f": {counted(sum(whole[name].num_nonfinite for name in nonfinite), 'value')}"
+    if all_values is not None:
+        nonfinite = [name for name, summary in all_values.items() if summary.num_nonfinite]
+        count = f": {counted(sum(all_values[name].num_nonfinite for name in nonfinite), 'value')}"
     if nonfinite:
         found = f"{counted(len(nonfinite), 'tensor')} {found}{count}."
         yield Finding("values-nonfinite", "error", some(nonfinite), found, "Finite values.", fix)
-    largest = {name: whole[name].largest for name in floats if whole and name in whole}
+    largest = {name: all_values[name].largest for name in floats if all_values and name in all_values}
     garbage = [
         name
         for name, array in floats.items()

@@ -75,7 +75,7 @@ class _Sizes(NamedTuple):
     groups: int
 
 
-def with_whole_weights(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, PackedWeight]]:
+def with_logical_weights(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, PackedWeight]]:
     """Return the checkpoint with one tensor, `<module>.weight`, for each packed weight, and those weights by name.
 
     Only config and headers are read, and of local files the stored shapes. Of a weight with a problem, the tensor has

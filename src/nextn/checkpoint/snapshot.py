@@ -194,11 +194,11 @@ class PartialFile:
         Raises:
             CheckpointError: The hub does not answer, or the file cannot be written.
         """
-        wanted = set(ranges)
-        if not self._missing(wanted):  # without waiting for another thread's download
+        requested = set(ranges)
+        if not self._missing(requested):  # without waiting for another thread's download
             return
         with self.download._lock, _writing(self.path):
-            missing, started = self._missing(wanted), time.perf_counter()
+            missing, started = self._missing(requested), time.perf_counter()
             missing = missing if self.present else [(0, self._header_end), *missing]
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("r+b" if self.path.exists() else "x+b") as file:

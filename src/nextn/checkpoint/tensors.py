@@ -16,7 +16,7 @@ from torch import Tensor
 from nextn.checkpoint.gguf_blocks import KQuantWeight, block_scales, take_apart
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
-from nextn.checkpoint.packed_layout import with_whole_weights
+from nextn.checkpoint.packed_layout import with_logical_weights
 from nextn.checkpoint.quantization import declared, scale_of, split_name, stored_modules
 from nextn.checkpoint.quantized_weights import (
     FP8_SCALES,
@@ -37,7 +37,7 @@ from nextn.checkpoint.snapshot import PartialFile
 from nextn.errors import CheckpointError
 
 READABLE = "bf16, fp16, fp32, fp8 with scales, GPTQ, AWQ, and compressed-tensors' integers of 4 or 8 bits"
-# Storage of a checkpoint `with_whole_weights` that needs no other program; "unknown" is of a wrong dtype.
+# Storage of a checkpoint `with_logical_weights` that needs no other program; "unknown" is of a wrong dtype.
 _READABLE = ("plain", "fp8-block", "fp8-tensor", "fp8-bare", "mxfp8", "unknown")
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Scales of activations: unused where products are not computed in fp8.
@@ -87,9 +87,9 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     def __init__(self, inventory: Inventory) -> None:
         self._stored = inventory.checkpoint.tensors
-        self.checkpoint, self.packed = with_whole_weights(inventory.checkpoint)
-        whole = Inventory.of(self.checkpoint, family=inventory.family) if self.packed else inventory
-        self.inventory = replace(whole, declared=inventory.declared)  # which a separate head's config may lack
+        self.checkpoint, self.packed = with_logical_weights(inventory.checkpoint)
+        logical = Inventory.of(self.checkpoint, family=inventory.family) if self.packed else inventory
+        self.inventory = replace(logical, declared=inventory.declared)  # which a separate head's config may lack
         section = declared(self.checkpoint.config)
         unnamed = "mlx" if "group_size" in section else "an unnamed method"
         self.method = str(section.get("quant_method", unnamed)) if section else ""

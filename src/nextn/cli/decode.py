@@ -288,11 +288,11 @@ class DraftableText:
         from nextn.evaluate.draft_vocabulary_size import choose_draft_vocabulary
 
         choice = choose_draft_vocabulary(model, tokens, num_speculative_tokens=k, always=always, backend=backend)
-        whole = choice.estimates[-1]
+        complete = choice.estimates[-1]
         if choice.vocabulary is None:
-            print_note(f"--draft-vocab: all {whole.size} tokens, as no smaller number is faster here")
+            print_note(f"--draft-vocab: all {complete.size} tokens, as no smaller number is faster here")
             return
         print_note(
-            f"--draft-vocab: {len(choice.vocabulary)} of {whole.size} tokens; {choice.speedup:.2f} x plain "
-            f"decoding expected, {whole.speedup:.2f} x with all"
+            f"--draft-vocab: {len(choice.vocabulary)} of {complete.size} tokens; {choice.speedup:.2f} x plain "
+            f"decoding expected, {complete.speedup:.2f} x with all"
         )

@@ -92,13 +92,13 @@ def _title(path: Path) -> str:
 
 def _matching(topic: str, names: list[str]) -> str:
     """Return the page of this name, or with this last part. Raises ConfigError if there is none, or several."""
-    wanted = topic.removesuffix(".md").removeprefix("docs/").strip("/")
-    if wanted in names:
-        return wanted
-    same = [name for name in names if name.endswith(f"/{wanted}")]
+    requested = topic.removesuffix(".md").removeprefix("docs/").strip("/")
+    if requested in names:
+        return requested
+    same = [name for name in names if name.endswith(f"/{requested}")]
     if len(same) == 1:
         return same[0]
-    close = same or get_close_matches(wanted, [*names, *(name.split("/")[-1] for name in names)])
+    close = same or get_close_matches(requested, [*names, *(name.split("/")[-1] for name in names)])
     hint = f"did you mean {some(close)}?" if close else "`nextn docs` lists all pages"
     raise ConfigError(f"no page {topic!r}: {hint}")
 

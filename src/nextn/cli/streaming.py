@@ -272,14 +272,14 @@ def _run_trunk(
 ) -> "tuple[list[TrunkOutput], dict[str, object] | None]":
     """The states of all texts, in one pass of the trunk, and what streaming took."""
     from nextn.checkpoint.mapped_memory import return_freed_memory
-    from nextn.evaluate.given_texts import run_name, whole_text_outputs
+    from nextn.evaluate.given_texts import full_text_outputs, run_name
     from nextn.evaluate.streaming_plan import StreamEstimate, stream_record
     from nextn.model.layer_states import remove_states
     from nextn.model.streamed_trunk import StreamedTrunk
 
     trunk = model.trunk
     if not isinstance(trunk, StreamedTrunk):
-        return whole_text_outputs(trunk, texts), None
+        return full_text_outputs(trunk, texts), None
     num_tokens, num_passes = sum(len(text.tokens) for text in texts), num_drafts + 1  # with the control's
     estimate = StreamEstimate.of(trunk, num_tokens, head=model.head, num_passes=num_passes)
     print_note(f"the trunk is streamed ({source.reason}): {estimate}")
@@ -287,7 +287,7 @@ def _run_trunk(
     layers: list[LayerProgress] = []
     folder = source.folder / run_name(trunk, texts)
     with _layer_bar(trunk, folder, layers, quiet=source.quiet) as show:
-        outputs = whole_text_outputs(trunk, texts, folder=folder, on_layer=show)
+        outputs = full_text_outputs(trunk, texts, folder=folder, on_layer=show)
     if source.states is None:
         remove_states(folder)
     return outputs, stream_record(layers, estimate)

@@ -36,7 +36,7 @@ def check_written(
     return headers
 
 
-def check_whole(
+def check_complete(
     folder: Path,
     origin: Checkpoint,
     headers: Forms,

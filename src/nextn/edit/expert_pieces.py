@@ -143,8 +143,8 @@ def _refuse_packed(path: ExpertPath, info: TensorInfo, checkpoint: Checkpoint) -
     section = lookup(checkpoint.config, "quantization_config.weight_block_size")
     block = section[0] if isinstance(section, list) and section and isinstance(section[0], int) else _BLOCK
     weight = checkpoint.tensors.get(info.name.removesuffix("_scale_inv"))
-    whole = weight is not None and len(weight.shape) > 1 and (weight.shape[-2] // len(path.halves)) % max(1, block) == 0
-    if path.suffix in _SCALES and whole:
+    rows = weight.shape[-2] // len(path.halves) if weight is not None and len(weight.shape) > 1 else None
+    if path.suffix in _SCALES and rows is not None and rows % max(1, block) == 0:
         return
     raise CheckpointError(
         f"{checkpoint.path}: {info.name} ({info.dtype} {list(info.shape)}) is quantized; only unquantized experts, and "

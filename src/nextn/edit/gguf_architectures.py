@@ -94,14 +94,14 @@ def _glm4_moe(meta: Metadata) -> Config:
     return {
         "attention_bias": meta.has_tensor("attn_q.bias"),
         "use_qk_norm": meta.has_tensor("attn_q_norm.weight"),
-        "partial_rotary_factor": meta.whole("rope.dimension_count") / meta.head_dim,
-        "n_routed_experts": meta.whole("expert_count"),
-        "num_experts_per_tok": meta.whole("expert_used_count"),
-        "n_shared_experts": meta.whole("expert_shared_count"),
-        "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
-        "first_k_dense_replace": meta.whole("leading_dense_block_count", 0),
-        "n_group": meta.whole("expert_group_count", 1),
-        "topk_group": meta.whole("expert_group_used_count", 1),
+        "partial_rotary_factor": meta.integer("rope.dimension_count") / meta.head_dim,
+        "n_routed_experts": meta.integer("expert_count"),
+        "num_experts_per_tok": meta.integer("expert_used_count"),
+        "n_shared_experts": meta.integer("expert_shared_count"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
+        "n_group": meta.integer("expert_group_count", 1),
+        "topk_group": meta.integer("expert_group_used_count", 1),
         "routed_scaling_factor": meta.real("expert_weights_scale", 1.0),
         "norm_topk_prob": meta.flag("expert_weights_norm", True),
         "num_nextn_predict_layers": meta.num_modules,
@@ -110,37 +110,37 @@ def _glm4_moe(meta: Metadata) -> Config:
 
 def _qwen_moe(meta: Metadata) -> Config:
     return {
-        "num_experts": meta.whole("expert_count"),
-        "num_experts_per_tok": meta.whole("expert_used_count"),
-        "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
+        "num_experts": meta.integer("expert_count"),
+        "num_experts_per_tok": meta.integer("expert_used_count"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
         # As llama.cpp's graphs have it: every layer has experts, whose weights are normalized.
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
 
 
 def _qwen3_5_moe(meta: Metadata) -> Config:
-    shared = meta.whole("expert_shared_feed_forward_length")
+    shared = meta.integer("expert_shared_feed_forward_length")
     return {**_qwen3_5(meta), **_qwen_moe(meta), "shared_expert_intermediate_size": shared}
 
 
 def _qwen3_5(meta: Metadata) -> Config:
     blocks = range(meta.num_layers)
     is_recurrent = [f"blk.{index}.ssm_a" in meta.file.tensors for index in blocks]
-    rotary = meta.whole("rope.dimension_count") / meta.head_dim
+    rotary = meta.integer("rope.dimension_count") / meta.head_dim
     rope: Config = {**rope_parameters(meta), "partial_rotary_factor": rotary}
     sections = meta.file.arrays.get(f"{meta.architecture}.rope.dimension_sections", _MROPE)[:3]
     if sections != _MROPE:
         rope |= {"mrope_section": list(sections), "mrope_interleaved": True}
-    heads, keys, size = (meta.whole(f"ssm.{name}") for name in ("time_step_rank", "group_count", "inner_size"))
-    if heads % keys or size % heads or max(size, keys * meta.whole("ssm.state_size")) > MOST_ROWS:
+    heads, keys, size = (meta.integer(f"ssm.{name}") for name in ("time_step_rank", "group_count", "inner_size"))
+    if heads % keys or size % heads or max(size, keys * meta.integer("ssm.state_size")) > MOST_ROWS:
         raise CheckpointError(
             f"{meta.file.path}: {keys} key heads, {heads} value heads and {size} values of them do not divide, or are "
             f"more than {MOST_ROWS}. Download or convert the file again."
         )
     return {
         "layer_types": ["linear_attention" if each else "full_attention" for each in is_recurrent],
-        "linear_conv_kernel_dim": meta.whole("ssm.conv_kernel"),
-        "linear_key_head_dim": meta.whole("ssm.state_size"),
+        "linear_conv_kernel_dim": meta.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": meta.integer("ssm.state_size"),
         "linear_num_key_heads": keys,
         "linear_num_value_heads": heads,
         "linear_value_head_dim": size // heads,
@@ -286,7 +286,7 @@ def _shared_layout(meta: Metadata) -> Architecture:
     windows = meta.file.arrays.get(f"{meta.architecture}.attention.sliding_window_pattern", ())[: meta.num_layers]
     more: Config = {}
     if any(windows):
-        more["sliding_window"] = meta.whole("attention.sliding_window")
+        more["sliding_window"] = meta.integer("attention.sliding_window")
         if kind != "llama":
             more |= {"use_sliding_window": True, "max_window_layers": 0}
             more["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windows]

@@ -252,10 +252,10 @@ def _pieces(
             continue
         change = architecture.change(rest, config)
         beside = file.tensors.get(architecture.joined_to(name) or "")
-        whole = GgufPiece(source, path, tensor=tensor, beside=beside, change=change, dtype=dtype, is_head=module >= 0)
-        _refuse_misshapen(whole, config)
+        stacked = GgufPiece(source, path, tensor=tensor, beside=beside, change=change, dtype=dtype, is_head=module >= 0)
+        _refuse_misshapen(stacked, config)
         slices = range(tensor.shape[-1]) if "{}" in path else (None,)
-        pieces |= {path.format(each): replace(whole, name=path.format(each), expert=each) for each in slices}
+        pieces |= {path.format(each): replace(stacked, name=path.format(each), expert=each) for each in slices}
     if unknown:
         raise CheckpointError(
             f"{file.path}: {config['model_type']} has no place for {some(unknown)}. Give the original checkpoint"
@@ -372,8 +372,8 @@ def _moves_blocks(piece: GgufPiece) -> bool:
         return piece.change.values is None
     size = BLOCK_TYPES[piece.tensor.kind.name].size
     starts = columns[::size]
-    is_whole = torch.equal(columns, starts[:, None].add(torch.arange(size)).flatten())
-    return is_whole and not bool(starts.remainder(size).any())
+    is_aligned = torch.equal(columns, starts[:, None].add(torch.arange(size)).flatten())
+    return is_aligned and not bool(starts.remainder(size).any())
 
 
 def _notes_on_values(pieces: Mapping[str, GgufPiece], dtype: str) -> list[str]:

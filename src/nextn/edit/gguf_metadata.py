@@ -22,7 +22,7 @@ class Metadata:
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.file, self.architecture = file, architecture
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None) -> int:
         """Return a whole number from 1, or the default, which may be 0."""
         value = self._value(name, default)
         if type(value) is not int or not (0 < value <= _LARGEST or value == default):
@@ -57,19 +57,20 @@ class Metadata:
     @property
     def num_modules(self) -> int:
         """MTP layers, which are the last blocks."""
-        return self.whole("nextn_predict_layers", 0)
+        return self.integer("nextn_predict_layers", 0)
 
     @property
     def num_layers(self) -> int:
         """Layers of the trunk."""
-        count = self.whole("block_count") - self.num_modules
+        count = self.integer("block_count") - self.num_modules
         if not 0 < count <= len(self.file.tensors):
             raise self._wrong("block_count", count + self.num_modules, "the number of blocks in the file")
         return count
 
     @property
     def head_dim(self) -> int:
-        return self.whole("attention.key_length", self.whole("embedding_length") // self.whole("attention.head_count"))
+        size = self.integer("embedding_length") // self.integer("attention.head_count")
+        return self.integer("attention.key_length", size)
 
     def _value(self, name: str, default: object) -> object:
         return self.file.metadata.get(f"{self.architecture}.{name}", default)
@@ -86,14 +87,14 @@ class Metadata:
 def common_config(meta: Metadata) -> Config:
     """Return what the config of every architecture has, without names of classes and dtypes."""
     embedding = meta.file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] != meta.whole("embedding_length"):
+    if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] != meta.integer("embedding_length"):
         shape = None if embedding is None else embedding.shape
         raise CheckpointError(
             f"{meta.file.path}: token_embd.weight has shape {shape}, it must have rows of "
-            f"{meta.whole('embedding_length')}. It holds no complete model: download it again."
+            f"{meta.integer('embedding_length')}. It holds no complete model: download it again."
         )
     for name in ("attention.head_count", "attention.head_count_kv"):
-        count = meta.whole(name, meta.whole("attention.head_count"))
+        count = meta.integer(name, meta.integer("attention.head_count"))
         if meta.head_dim * count > MOST_ROWS:
             raise CheckpointError(
                 f"{meta.file.path}: {meta.architecture}.{name} is {count}: with {meta.head_dim} values each, more than "
@@ -103,15 +104,15 @@ def common_config(meta: Metadata) -> Config:
     ends = [*dict.fromkeys(id for name in ("eos", "eot", "eom") if (id := _token(meta, name)) is not None)]
     return {
         "vocab_size": embedding.shape[1],
-        "hidden_size": meta.whole("embedding_length"),
+        "hidden_size": meta.integer("embedding_length"),
         # Models of experts alone may have none, and do not use it.
-        "intermediate_size": meta.whole("feed_forward_length", meta.whole("expert_feed_forward_length", 0) or None),
+        "intermediate_size": meta.integer("feed_forward_length", meta.integer("expert_feed_forward_length", 0) or None),
         "num_hidden_layers": meta.num_layers,
-        "num_attention_heads": meta.whole("attention.head_count"),
-        "num_key_value_heads": meta.whole("attention.head_count_kv", meta.whole("attention.head_count")),
+        "num_attention_heads": meta.integer("attention.head_count"),
+        "num_key_value_heads": meta.integer("attention.head_count_kv", meta.integer("attention.head_count")),
         "head_dim": meta.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": meta.whole("context_length"),
+        "max_position_embeddings": meta.integer("context_length"),
         "rms_norm_eps": meta.real("attention.layer_norm_rms_epsilon"),
         "rope_parameters": rope_parameters(meta),
         "bos_token_id": _token(meta, "bos"),
@@ -142,7 +143,7 @@ def rope_parameters(meta: Metadata) -> Config:
             given = {
                 name: meta.real(f"rope.scaling.{key}") for name, key in YARN.items() if meta.has(f"rope.scaling.{key}")
             }
-            length = meta.whole("rope.scaling.original_context_length")
+            length = meta.integer("rope.scaling.original_context_length")
             return (
                 rope | {"factor": meta.real("rope.scaling.factor"), "original_max_position_embeddings": length} | given
             )

@@ -17,7 +17,7 @@ from nextn.checkpoint.checkpoint import CHUNK, CONFIG, INDEX, SINGLE, Checkpoint
 from nextn.checkpoint.remote import ByteSource, LocalFile, folder_files, readable
 from nextn.checkpoint.safetensors_file import RawTensor, TensorInfo, write_json, write_safetensors
 from nextn.checkpoint.staging_folder import staged
-from nextn.edit.completeness import check_whole, check_written
+from nextn.edit.completeness import check_complete, check_written
 from nextn.edit.links import all_files, left_out, refuse_links
 from nextn.errors import CheckpointError
 from nextn.text_format import some
@@ -299,7 +299,7 @@ def _check(plan: EditPlan, new: Path) -> None:
     headers = check_written(plan.folder, new, expected, copied)
     if origin.headers and (plan.new_folder or Path(origin.path) == plan.folder):
         files = plan.files
-        check_whole(
+        check_complete(
             plan.folder, origin, headers, index=files.index, renamed=files.renamed, dropped=files.dropped,
             gone=files.gone,
         )  # fmt: skip

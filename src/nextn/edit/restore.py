@@ -85,16 +85,16 @@ def restore(
             "nothing to restore: give a base with the head (--from), or an engine that needs copies (--add-aliases)"
         )
     row = by_name(family) if family else None
-    dst, whole, repairs = _target(target, row)
+    dst, all_files, repairs = _target(target, row)
     src = None if base is None else _base(base, dst, row)
     for each in (dst, src):
         if each is not None:
             refuse_links(each.checkpoint, follow=follow_links)
     # A head in an unlisted file of the target may be the base itself.
     if src is not None and Path(dst.checkpoint.path) not in (source := Path(src.checkpoint.path), source.parent):
-        _refuse_complete(whole, src, force=force)
+        _refuse_complete(all_files, src, force=force)
     plan = _plan(dst, src, aliases, force=force)
-    plan = replace(plan, notes=(*repairs, *_kept(whole, dst), *plan.notes), follow_links=follow_links)
+    plan = replace(plan, notes=(*repairs, *_kept(all_files, dst), *plan.notes), follow_links=follow_links)
     plan = plan if out is None else into_new_folder(plan, out)
     if not dry_run and plan.pieces:
         seal = None if src is None else partial(_seal, dst=dst, src=src, plan=plan, trained_by=trained_by)
@@ -113,17 +113,17 @@ def _target(path: str | Path, family: Family | None) -> tuple[Inventory, Invento
     if not folder.is_dir():
         raise CheckpointError(f"{path}: not a folder. Only a local folder can be changed; download a hub model first.")
     checkpoint = Checkpoint.open(folder)
-    whole = Inventory.of(checkpoint, family=family)
-    whole.refuse_draft_model(adding=True)
-    checkpoint, notes = sound(checkpoint, without=side_files(whole))
+    all_files = Inventory.of(checkpoint, family=family)
+    all_files.refuse_draft_model(adding=True)
+    checkpoint, notes = sound(checkpoint, without=side_files(all_files))
     inventory = Inventory.of(visible(checkpoint), family=family)
-    missing = indexed_but_missing(whole, head=False)
+    missing = indexed_but_missing(all_files, head=False)
     if missing:
         raise CheckpointError(
             f"{path}: {len(missing)} tensors of the trunk are in the index and in no file, such as "
             f"{some(missing[:1])}. Complete the target first."
         )
-    return inventory, whole, notes
+    return inventory, all_files, notes
 
 
 def _base(source: "str | Path | Checkpoint", dst: Inventory, family: Family | None) -> Inventory:
@@ -219,14 +219,11 @@ def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:
         )
 
 
-def _kept(whole: Inventory, dst: Inventory) -> list[str]:
+def _kept(all_files: Inventory, dst: Inventory) -> list[str]:
     """Return a note if tensors of a head are in files that the index does not list, and stay there."""
-    beside = {whole.checkpoint.tensors[name].file for name in whole.stored.values()} & set(dst.checkpoint.unindexed)
-    return (
-        [f"another head stays, unlisted, in {some(sorted(beside))}: `nextn convert --reindex` lists it"]
-        if beside
-        else []
-    )
+    files = {all_files.info(canonical).file for canonical in all_files.stored}
+    unlisted = some(sorted(files & set(dst.checkpoint.unindexed)))
+    return [f"another head stays, unlisted, in {unlisted}: `nextn convert --reindex` lists it"] if unlisted else []
 
 
 def _part(canonical: str) -> str:

@@ -41,7 +41,7 @@ class LogFormat:
     is_general: bool = False  # not of one engine: read where there is no other, as it is slow to look for
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     return int(re.sub(r"\D", "", text) if re.fullmatch(_THOUSANDS, text) else text.partition(".")[0])
 
 
@@ -50,7 +50,7 @@ def to_number(text: str) -> float:
 
 
 def _int(fields: Fields, name: str) -> int | None:
-    return _whole(fields[name][0]) if fields.get(name) else None
+    return _integer(fields[name][0]) if fields.get(name) else None
 
 
 def _float(fields: Fields, name: str) -> float | None:
@@ -77,7 +77,7 @@ def _rounds(accepted: int, drafted: int, length: float | None, k: int = 0) -> in
 
 def _vllm(fields: Fields) -> Counters | None:
     """One interval. All rounds draft as many tokens as there are positions, except the last ones before a limit."""
-    accepted, drafted = (_whole(fields[name][0]) for name in ("Accepted", "Drafted"))
+    accepted, drafted = (_integer(fields[name][0]) for name in ("Accepted", "Drafted"))
     length = _float(fields, "Mean acceptance length")
     if not fields.get("Per-position acceptance rate"):
         if length is not None and length <= 1 and accepted > _HALF * drafted:
@@ -94,7 +94,7 @@ def _vllm(fields: Fields) -> Counters | None:
 def _vllm_v0(fields: Fields) -> Counters:
     """vLLM before 0.8: accepted counts tokens behind a rejected one, too; emitted tokens show those that were kept."""
     k, drafted, emitted = (
-        _whole(fields[f"Number of {name} tokens"][0]) for name in ("speculative", "draft", "emitted")
+        _integer(fields[f"Number of {name} tokens"][0]) for name in ("speculative", "draft", "emitted")
     )
     rounds = round(drafted / max(1, k))
     return Counters("vLLM", rounds, drafted, max(0, emitted - rounds), k=k)
@@ -155,7 +155,7 @@ def _llama_round(fields: Fields) -> Counters:
 def _llama_statistics(fields: Fields) -> Counters:
     """Totals of one drafter. Drafts accepted in part or whole are the rounds that accepted the first position."""
     names = ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")
-    rounds, first, drafted, accepted = (_whole(fields[name][0]) for name in names)
+    rounds, first, drafted, accepted = (_integer(fields[name][0]) for name in names)
     rates = _rates(fields["#acc rate/pos"][0]) if fields.get("#acc rate/pos") else []
     if drafted == 2 * rounds:
         positions: tuple[int, ...] = (first, max(0, accepted - first))
@@ -165,7 +165,7 @@ def _llama_statistics(fields: Fields) -> Counters:
 
 
 def _llama_request(fields: Fields) -> Counters:
-    accepted, drafted = (_whole(part.strip()) for part in fields["accepted / generated"][0].split("accepted /"))
+    accepted, drafted = (_integer(part.strip()) for part in fields["accepted / generated"][0].split("accepted /"))
     rates = [rate for text in fields.get("acceptance rate per position", []) for rate in _rates(text)][:MAX_POSITIONS]
     rounds = _rounds(accepted, drafted, _float(fields, "mean len"), len(rates))
     positions = tuple(round(rate * rounds) for rate in rates) if rounds else ()
@@ -180,7 +180,7 @@ def _llama_bench(fields: Fields) -> Counters:
 
 def _atom(fields: Fields) -> Counters:
     """Totals, and the share of rounds by number of accepted drafts, 0 to K."""
-    accepted, drafted = (_whole(count) for count in fields["Accepted/Total Draft tokens"][0].split("/"))
+    accepted, drafted = (_integer(count) for count in fields["Accepted/Total Draft tokens"][0].split("/"))
     shares = [float(share) / 100 for share in re.findall(r"([0-9.]{1,6})%", fields["Accepted tokens distribution"][0])]
     k = len(shares) - 1
     rounds = round(drafted / k) if k > 0 else None
@@ -189,7 +189,7 @@ def _atom(fields: Fields) -> Counters:
 
 
 def _ratio(fields: Fields) -> Counters:
-    accepted, drafted = (_whole(part) for part in re.split(r"\s*(?:/|of)\s*", fields["accepted/drafted"][0]))
+    accepted, drafted = (_integer(part) for part in re.split(r"\s*(?:/|of)\s*", fields["accepted/drafted"][0]))
     return Counters("an engine", None, drafted, accepted)
 
 
@@ -212,7 +212,7 @@ def _native_mtp(fields: Fields) -> Counters:
 
 def _omlx(fields: Fields) -> Counters:
     """A request: accepted and draft tokens, and its rounds; dK: accepted and tested drafts of depth K."""
-    accepted, drafted = (_whole(part) for part in fields["accepted/drafted"][0].split("/"))
+    accepted, drafted = (_integer(part) for part in fields["accepted/drafted"][0].split("/"))
     size, depths = _int(fields, "block_size"), fields.get("depth", [])[:MAX_POSITIONS]
     rounds = _int(fields, "rounds") if size else int(depths[0].split("/")[1]) if depths else None
     k = size - 1 if size and size - 1 <= MAX_POSITIONS else None

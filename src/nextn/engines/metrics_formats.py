@@ -137,12 +137,12 @@ def _processes(samples: list[Series]) -> dict[str, list[Series]]:
 
 def _nearest(samples: list[Series]) -> str:
     """The engine whose metrics these are, and the counter that is missing."""
-    wanted = {"vllm": "vllm:spec_decode_num_drafts", "llamacpp": "llamacpp:spec_decode_num_drafts",
+    required = {"vllm": "vllm:spec_decode_num_drafts", "llamacpp": "llamacpp:spec_decode_num_drafts",
               "sglang": "sglang:spec_accept_length", "trtllm": "trtllm_spec_decode_num_draft_tokens",
               "tgi": "tgi_request_skipped_tokens", "nextn": "nextn:spec_decode_num_drafts"}  # fmt: skip
     prefixes = [re.split("[:_]", sample.name)[0] for sample in samples]
-    known = next((prefix for prefix in prefixes if prefix in wanted), None)
-    return f" (they are of {known}, and {wanted[known]} is missing)" if known else ""
+    known = next((prefix for prefix in prefixes if prefix in required), None)
+    return f" (they are of {known}, and {required[known]} is missing)" if known else ""
 
 
 def without_first_tokens(counters: Counters, requests: int) -> Counters:

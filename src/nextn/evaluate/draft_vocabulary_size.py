@@ -71,7 +71,7 @@ def choose_draft_vocabulary(
     Raises:
         ConfigError: The text is too short, its continuations repeat themselves, or the model has no head.
     """
-    head, whole = model.head, model.trunk.vocab_size
+    head, vocab_size = model.head, model.trunk.vocab_size
     if head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to draft with")
     if len(tokens) < _HELD_OUT * _NUM_PROMPTS * _PROMPT:
@@ -83,14 +83,14 @@ def choose_draft_vocabulary(
     head.draft_vocabulary = None
     scored = _score_continuations(model, tokens[split:], num_speculative_tokens, backend)
     costs = measure_costs(model, num_speculative_tokens=num_speculative_tokens, backend=backend)
-    order = by_frequency([tokens[:split]], whole, always=always)
+    order = by_frequency([tokens[:split]], vocab_size, always=always)
     ranks, smallest = torch.from_numpy(np.argsort(order)), max(_SMALLEST, len(set(always)))
-    sizes = [size for size in (2**power for power in range(whole.bit_length())) if smallest <= size < whole]
+    sizes = [size for size in (2**power for power in range(vocab_size.bit_length())) if smallest <= size < vocab_size]
     engine = backend_for(model, backend)
-    estimates = tuple(_estimate(model, engine, scored, ranks, costs, size) for size in [*sizes, whole])
+    estimates = tuple(_estimate(model, engine, scored, ranks, costs, size) for size in [*sizes, vocab_size])
     best = max(estimates, key=lambda each: each.speedup)
-    if best.size < whole:
-        head.draft_vocabulary = DraftVocabulary(torch.from_numpy(np.sort(order[: best.size])), whole)
+    if best.size < vocab_size:
+        head.draft_vocabulary = DraftVocabulary(torch.from_numpy(np.sort(order[: best.size])), vocab_size)
         costs = measure_costs(model, num_speculative_tokens=num_speculative_tokens, backend=backend)
         speedup = expected_speedup(costs, best.rates, best.num_speculative_tokens)
         if speedup >= _MIN_GAIN * estimates[-1].speedup:

@@ -120,7 +120,7 @@ def _last_labels(mask: "np.ndarray[Any, Any] | None", length: int) -> tuple[int,
 
 
 @torch.inference_mode()
-def whole_text_outputs(trunk: Trunk, texts: Sequence[ReferenceText], **options: Any) -> list[TrunkOutput]:
+def full_text_outputs(trunk: Trunk, texts: Sequence[ReferenceText], **options: Any) -> list[TrunkOutput]:
     """Run each text in one pass, without a cache; a loaded trunk gives the bits of a streamed one.
 
     options: Of `StreamedTrunk.run`.

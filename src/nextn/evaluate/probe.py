@@ -72,8 +72,8 @@ DEFINITIONS = {
     f"family's, and not better by more than {_MIN_GAIN}; unexplained: best by rule argmax is not the family's and not "
     "explained so, as in some damaged, undertrained and stale heads; nothing-works: its accepted_per_position is below "
     f"{_MIN_WORKING}",
-    "wanted": "best if the outcome is other, else []",
-    "ties": "those with as many changes that cannot be distinguished from wanted",
+    "preferred": "best if the outcome is other, else []",
+    "ties": "those with as many changes that cannot be distinguished from preferred",
 }
 
 
@@ -247,7 +247,7 @@ class ProbeReport:
             "rule": self.rule,
             "agrees": self.agrees,
             "best": {rule: list(self.best(rule).keys) for rule in RULES},
-            "wanted": list(self.preferred.keys),
+            "preferred": list(self.preferred.keys),
             "ties": [list(score.keys) for score in self.ties],
             "controls": {rule: self._controls_record(rule) for rule in self.controls},
             "perfect": self.perfect_rate,

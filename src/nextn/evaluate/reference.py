@@ -95,7 +95,7 @@ def acceptance_on_texts(
 ) -> ReferenceReport:
     """Score given texts. Each item of `given` has the texts of one temperature; all have the same number of texts.
 
-    outputs: The `whole_text_outputs` of these texts. on_score: Called after each text that was scored. Raises
+    outputs: The `full_text_outputs` of these texts. on_score: Called after each text that was scored. Raises
     ConfigError if there is no head.
     """
     by_temperature = {each.texts[0].temperature: each for each in given}

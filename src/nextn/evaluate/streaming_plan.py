@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.packed_layout import with_whole_weights
+from nextn.checkpoint.packed_layout import with_logical_weights
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.snapshot import PartialFile
 from nextn.checkpoint.tensors import FLOATS
@@ -31,8 +31,8 @@ _MEASURED_S, _NUM_COPIES = 0.3, 4  # seconds of a measurement of products, and m
 def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:
     """Return the bytes of the checkpoint's tensors in memory. dtype: None: as stored, quantized ones as bfloat16."""
     total = 0
-    whole, packed = with_whole_weights(checkpoint)
-    for name, info in whole.tensors.items():
+    logical, packed = with_logical_weights(checkpoint)
+    for name, info in logical.tensors.items():
         if name in packed:
             total += prod(info.shape) * (dtype or torch.bfloat16).itemsize
             continue

@@ -61,8 +61,8 @@ def families(search: str = "") -> KnownFamilies:
             found, tuple(each for each in WITHHELD if fits([*_spelled(each.title), *each.model_types]))
         )
 
-    wanted = [_letters(word) for word in search.split()]
-    known = fitting(lambda names: all(any(word in _letters(name) for name in names) for word in wanted))
+    words = [_letters(word) for word in search.split()]
+    known = fitting(lambda names: all(any(word in _letters(name) for name in names) for word in words))
     if not known:
         found = (fitting(partial(_has_name, part)) for part in _parts(search))
         known = next(filter(None, found), known)

@@ -14,7 +14,7 @@ from torch import Tensor
 from nextn.errors import ConfigError
 from nextn.losses.chunked import IGNORE, SelectedRows, check_chunk, product_dtype, tile_rows, weighted_sum, wide_dtype
 from nextn.losses.divergences import NUM_VALUES, OVERLAP, VALUE, Teacher, TeacherBatch, scorer
-from nextn.losses.mtp_loss import Targets, check_hiddens, denominators
+from nextn.losses.mtp_loss import Targets, denominators
 
 OBJECTIVES = ("ce", "kl", "reverse-kl", "tv", "lk", "lk-hybrid", "e2e-tv")
 
@@ -205,7 +205,10 @@ def _check(
         raise ConfigError(
             f"temperature {teacher.temperature}: expected a finite number > 0; 1 keeps the model's probs."
         )
-    check_hiddens(hiddens, labels, first_depth=1)
+    for k, (hidden, label) in enumerate(zip(hiddens, labels, strict=True), start=1):
+        if hidden.shape[:-1] != label.shape:
+            expected = f"[B, T-{k}] = {tuple(label.shape)}"
+            raise ConfigError(f"hidden of depth {k} is {tuple(hidden.shape)}; {expected} is needed.")
     rows, length = labels[0].shape
     if tuple(teacher.hidden.shape[:-1]) != (rows, length + 1):
         raise ConfigError(

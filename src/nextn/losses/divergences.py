@@ -49,15 +49,7 @@ class TeacherDistribution:
 class TeacherBatch:
     """A teacher's distributions at the ascending positions [M] (of B * T) of rows; tiles must be requested in order."""
 
-    def __init__(
-        self,
-        teacher: Teacher,
-        positions: Tensor,
-        *,
-        dtype: torch.dtype,
-        tile: int,
-        block: int,
-    ) -> None:
+    def __init__(self, teacher: Teacher, positions: Tensor, *, dtype: torch.dtype, tile: int, block: int) -> None:
         """Allocate the buffers.
 
         Args:

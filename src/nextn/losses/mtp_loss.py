@@ -181,12 +181,7 @@ def _check_shapes(
         raise ConfigError(f"{counts}; expected one tensor for all, or one for the trunk and each depth.")
     if len(weights_by_depth) != (depths := len(hiddens) - 1):
         raise ConfigError(f"{len(weights_by_depth)} depth weights for {depths} depths: give one for each depth.")
-    check_hiddens(hiddens, labels)
-
-
-def check_hiddens(hiddens: Sequence[Tensor], labels: Sequence[Tensor], *, first_depth: int = 0) -> None:
-    """Raise ConfigError for states [B, T-k, H] that do not have the shapes of their depths' labels [B, T-k]."""
-    for k, (hidden, label) in enumerate(zip(hiddens, labels, strict=True), start=first_depth):
+    for k, (hidden, label) in enumerate(zip(hiddens, labels, strict=True)):
         if hidden.shape[:-1] != label.shape:
             expected = f"[B, T-{k}] = {tuple(label.shape)}"
             raise ConfigError(f"hidden of depth {k} is {tuple(hidden.shape)}; {expected} is needed.")

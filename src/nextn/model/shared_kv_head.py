@@ -258,12 +258,11 @@ def _check_fit(own: Any, trunk: Trunk) -> None:
         if not (read := storing_layers(trunk, name)):
             problems.append(f"its {name} layers read keys of the trunk's, which has none of this type that stores any")
             continue
-        wanted, found = text.per_layer_config[text.layer_types.index(name)], config.per_layer_config[read[-1]]
+        expected, found = text.per_layer_config[text.layer_types.index(name)], config.per_layer_config[read[-1]]
         for size in ("num_key_value_heads", "head_dim"):
-            facts.append((f"{size} of {name}", getattr(wanted, size), getattr(found, size, None), size))
-    problems += [
-        f"{name} is {wanted}, the trunk's {other} {found}" for name, wanted, found, other in facts if wanted != found
-    ]
+            facts.append((f"{size} of {name}", getattr(expected, size), getattr(found, size, None), size))
+    differing = (fact for fact in facts if fact[1] != fact[2])
+    problems += [f"{name} is {expected}, the trunk's {other} {found}" for name, expected, found, other in differing]
     if problems:
         raise FamilyError(
             f"the head does not fit this trunk: {'; '.join(problems)}; give the trunk that it was made for"

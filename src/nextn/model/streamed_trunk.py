@@ -192,11 +192,11 @@ class StreamedTrunk(DeferredTrunk):
 
         They are those of the current `stage`, whatever it was in that run. Raises ConfigError for another text.
         """
-        wanted = torch.tensor(tokens, device=self.device)
+        requested = torch.tensor(tokens, device=self.device)
         for place, (batch, states) in enumerate(self._last_run):
-            if not 0 < len(wanted) <= batch.shape[1]:
+            if not 0 < len(requested) <= batch.shape[1]:
                 continue
-            for row in (batch[:, : len(wanted)].to(self.device) == wanted).all(1).nonzero().flatten().tolist():
+            for row in (batch[:, : len(requested)].to(self.device) == requested).all(1).nonzero().flatten().tolist():
                 if len(self._recalled) > _MAX_RECALLED:
                     self._recalled.clear()
                 if (place, self.stage) not in self._recalled:

@@ -51,11 +51,11 @@ class BlockAnswer:
         """The string that ended the text, if one did."""
         if self.choice.finish != "stop":
             return None
-        whole, text = self.token_texts.running_text(self.choice.tokens), self.choice.text
-        return next((stop for stop in self.request.stop if whole.startswith(text + stop)), self.request.stop[0])
+        decoded, text = self.token_texts.running_text(self.choice.tokens), self.choice.text
+        return next((stop for stop in self.request.stop if decoded.startswith(text + stop)), self.request.stop[0])
 
-    def whole(self) -> None:
-        """Make the blocks of the whole text, in which calls that are malformed are content."""
+    def build(self) -> None:
+        """Build the blocks of the complete text, in which calls that are malformed are content."""
         text = self.choice.text
         delta = MessageDelta(text) if self._parser is None else parse_message(self._parser, text)
         calls = tuple(call for call in delta.tool_calls if call.is_last and call.name is not None)

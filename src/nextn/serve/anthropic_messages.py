@@ -45,7 +45,7 @@ class ContentBlock(RequestModel):
     content: "str | Annotated[ListOf[ContentBlock], Field(max_length=128)]" = ""
 
     @model_validator(mode="after")
-    def _is_whole(self) -> "ContentBlock":
+    def _has_valid_fields(self) -> "ContentBlock":
         needed = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
         name = needed.get(self.type)
         if name is not None and name not in self.model_fields_set:
@@ -206,8 +206,8 @@ class MessagesAnswer(BlockRouteAnswer):
         return error.document(MESSAGES_PATH)
 
     def document(self) -> Json:
-        self._blocks.whole()
-        content = [_content(block, whole=True) for block in self._blocks.blocks]
+        self._blocks.build()
+        content = [_content(block, is_complete=True) for block in self._blocks.blocks]
         return self._message() | {"content": content, **self._stop(), "usage": self._usage()}
 
     def first_events(self) -> list[Json]:
@@ -249,22 +249,23 @@ class MessagesAnswer(BlockRouteAnswer):
         }
 
 
-def _content(block: Block, *, whole: bool) -> Json:
+def _content(block: Block, *, is_complete: bool) -> Json:
     """A block of an answer; where a stream starts it, it is empty."""
-    text: Any = block.text if whole else ""
+    text: Any = block.text if is_complete else ""
     match block.kind:
         case "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
         case "text":
             return {"type": "text", "text": text, "citations": None}
         case "call":
-            arguments = loads(text) if whole else {}
+            arguments = loads(text) if is_complete else {}
             return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": arguments}
 
 
 def _event(what: Literal["start", "more", "end"], block: Block, text: str) -> Json:
     if what == "start":
-        return {"type": "content_block_start", "index": block.index, "content_block": _content(block, whole=False)}
+        content = _content(block, is_complete=False)
+        return {"type": "content_block_start", "index": block.index, "content_block": content}
     if what == "end":
         return {"type": "content_block_stop", "index": block.index}
     delta = {

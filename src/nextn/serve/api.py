@@ -345,9 +345,9 @@ class Api:
         group.submit(requests)
         if answer.is_stream:
             return _EventStream(self._events(group, answer), self._running(group))
-        return await self._whole(request, group, answer)
+        return await self._complete_answer(request, group, answer)
 
-    async def _whole(self, request: Request, group: GenerationGroup, answer: RouteAnswer) -> Response:
+    async def _complete_answer(self, request: Request, group: GenerationGroup, answer: RouteAnswer) -> Response:
         """Collect the whole answer, or give up when the client goes away."""
         with self._running(group):
             collecting = asyncio.create_task(_collect(group, answer))

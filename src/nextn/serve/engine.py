@@ -293,15 +293,15 @@ def limits_within(backend: Backend, options: EngineOptions) -> SchedulerLimits:
 
 def reduced_context_note(backend: Backend, options: EngineOptions, length: int) -> str | None:
     """Return a note if `length` is shorter than the model's context, with the memory that all of it takes."""
-    whole = options.max_model_len or backend.trunk.max_length or length
-    if length >= whole:
+    context = options.max_model_len or backend.trunk.max_length or length
+    if length >= context:
         return None
     per_position, per_sequence = bytes_per_sequence(backend)
-    sequence = (whole + _padding(backend, options)) * per_position + per_sequence
+    sequence = (context + _padding(backend, options)) * per_position + per_sequence
     needed = _rows(options) * sequence / (1 - _prefix_share(backend)) / 1e9
     return (
         f"{options.cache_gb:g} GB of caches hold {options.max_num_seqs} sequences of {length} tokens, the model's "
-        f"context is {whole}: --cache-gb {math.ceil(100 * needed) / 100:g} holds it, or fewer --max-num-seqs"
+        f"context is {context}: --cache-gb {math.ceil(100 * needed) / 100:g} holds it, or fewer --max-num-seqs"
     )
 
 

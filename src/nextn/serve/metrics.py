@@ -39,7 +39,7 @@ class ServerMetrics:
         self.inter_token = self._histogram(
             "nextn:inter_token_latency_seconds", "Between two chunks of a sequence; a chunk has the tokens of a round."
         )
-        self.whole = self._histogram("nextn:e2e_request_latency_seconds", "Of a whole sequence.", _DURATIONS)
+        self.request_latency = self._histogram("nextn:e2e_request_latency_seconds", "Of a whole sequence.", _DURATIONS)
         self._positions = self._labelled(_PER_POSITION, "Accepted, by position.", "position")
         self._copy_positions = self._labelled(_COPIES_PER_POSITION, "Copied and accepted, by position.", "position")
         self._finished = self._labelled("nextn:request_success", "Sequences that ended.", "finished_reason")
@@ -66,7 +66,7 @@ class ServerMetrics:
             else:
                 self.inter_token.observe(since_chunk)
         if chunk.finish is not None:
-            self.whole.observe(since_submitted)
+            self.request_latency.observe(since_submitted)
             self._finished.labels(self._model, chunk.finish).inc()
 
     def _observe_drafts(self, one: SequenceRound) -> None:

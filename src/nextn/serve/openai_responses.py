@@ -45,7 +45,7 @@ class InputItem(RequestModel):
     output: str | ListOf[TextPart] = ""
 
     @model_validator(mode="after")
-    def _is_whole(self) -> "InputItem":
+    def _has_valid_fields(self) -> "InputItem":
         needed = {
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
@@ -237,7 +237,7 @@ class ResponsesAnswer(BlockRouteAnswer):
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def document(self) -> Json:
-        self._blocks.whole()
+        self._blocks.build()
         return self._finished()
 
     def first_events(self) -> list[Json]:

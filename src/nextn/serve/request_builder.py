@@ -227,13 +227,13 @@ class RequestBuilder:
         return Sampling(body.temperature, top_k, body.top_p, body.min_p, body.repetition_penalty)
 
     def _num_speculative_tokens(self, body: GenerationFields) -> int | None:
-        wanted = body.num_speculative_tokens
+        requested = body.num_speculative_tokens
         limit = self._options.num_speculative_tokens
-        if wanted is not None and wanted > limit:
+        if requested is not None and requested > limit:
             valid = f"0 to {limit}, the K of this server (-k)" if limit else "0, as this server decodes without MTP"
-            message = f"num_speculative_tokens: {wanted}; expected {valid}, or leave it out"
+            message = f"num_speculative_tokens: {requested}; expected {valid}, or leave it out"
             raise ApiError(400, message, "num_speculative_tokens", "invalid_value")
-        return wanted
+        return requested
 
     def _stops(self, body: GenerationFields) -> tuple[str, ...]:
         if body.stops:

@@ -160,10 +160,10 @@ class Answer:
 
     def _with_usage_field(self, event: Json) -> Json:
         """OpenAI's streams with usage have the field in every chunk."""
-        wanted = self.body.stream_options
-        if not wanted.include_usage:
+        options = self.body.stream_options
+        if not options.include_usage:
             return event
-        return event | {"usage": self._usage() if wanted.continuous_usage_stats else None}
+        return event | {"usage": self._usage() if options.continuous_usage_stats else None}
 
     def _figures(self) -> Json:
         figures: Json = {"usage": self._usage()}

@@ -281,13 +281,13 @@ class Scheduler:
         sizes = [size for size in self._chunk_s if not batch.num_prefilled % size]  # chunks end at block boundaries
         fitting = [size for size in sizes if not self._running or self._chunk_s[size] <= budget]
         size = max(fitting, default=min(sizes))
-        started, is_whole = self._clock(), batch.num_prefilled + size <= len(batch.sequences[0].tokens)
+        started, is_last = self._clock(), batch.num_prefilled + size <= len(batch.sequences[0].tokens)
         is_over = False
         with batch.isolated():
             is_over = batch.prefill_chunk(size)
             if self.prefix_cache is not None:
                 self.prefix_cache.store(batch)
-        if is_whole:
+        if is_last:
             # Times of other sizes decay, so that a size that was slow once is tried again later.
             self._chunk_s = {each: seconds * _CHUNK_TIME_DECAY for each, seconds in self._chunk_s.items()}
             self._chunk_s[size] = self._clock() - started

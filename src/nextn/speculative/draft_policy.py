@@ -104,18 +104,21 @@ class DraftLength(Protocol):
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn what a round took: the tokens that all sequences got, and its time."""
+        return
 
     def learn(self, confidences: Sequence[float], *, num_draft_tokens: int, num_accepted: int) -> None:
         """Learn from one sequence's part of a round: confidences, number of drafts, and how many were accepted.
 
         Without confidences, from a round in which no sequence drafted.
         """
+        return
 
     def choose(self, runs: Sequence[CopyRun]) -> CopyChoice:
         """Choose what the next round drafts: each sequence's copy, or what `plan` lets the head draft."""
 
     def observe_copies(self, num_draft_tokens: int, seconds: float) -> None:
         """Learn what a round without the head took that verified up to so many copied tokens of a sequence."""
+        return
 
     @property
     def reason(self) -> str:

@@ -253,7 +253,7 @@ def shard(
         return module if ranks.device.type == "cpu" else module.to(ranks.device)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     # A streamed trunk runs before training, in one process alone; of its parameters, most are never loaded for good.
-    whole = set(trunk.to(ranks.device).parameters()) if isinstance(trunk, StreamedTrunk) else set[nn.Parameter]()
+    ignored = set(trunk.to(ranks.device).parameters()) if isinstance(trunk, StreamedTrunk) else set[nn.Parameter]()
     if deferred is not None:
         deferred.finish(module)
     for unit in _units(trunk, head):
@@ -261,9 +261,11 @@ def shard(
             with _computed(unit, deferred, ranks.device):
                 fully_shard(unit, mesh=mesh, mp_policy=_policy(trunk, unit, dtype))
         else:
-            whole.update(unit.to(ranks.device).parameters())
+            ignored.update(unit.to(ranks.device).parameters())
     with _computed(module, deferred, ranks.device):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), ignored_params=whole)
+        fully_shard(
+            module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), ignored_params=ignored
+        )
     if isinstance(trunk, DeferredTrunk):
         trunk.close()
     return module

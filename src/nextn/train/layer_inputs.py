@@ -23,7 +23,7 @@ from nextn.model.trunk import Trunk
 def measure_layers(
     trunk: Trunk,
     tokens: Tensor,
-    wanted: Collection[int],
+    indices: Collection[int],
     folder: Path | None = None,
     on_layer: Callable[[LayerProgress], None] = lambda progress: None,
 ) -> tuple[list[float], dict[int, Tensor], Tensor]:
@@ -32,7 +32,7 @@ def measure_layers(
     Args:
         trunk: The trunk.
         tokens: [B, T].
-        wanted: Indices of layers whose inputs are returned.
+        indices: Indices of layers whose inputs are returned.
         folder: Of the states of a streamed trunk, see `StreamedTrunk.read_layers`; the inputs are kept there, too.
         on_layer: Called after each layer of a streamed trunk.
 
@@ -40,7 +40,7 @@ def measure_layers(
         The RMS of each layer's input, the median of all positions, because the first one's may be a hundred times the
         others'; the inputs [B, T, ...] of the wanted layers; and the state that a head takes in.
     """
-    recorder = _Recorder(len(tokens), wanted, folder)
+    recorder = _Recorder(len(tokens), indices, folder)
     handles = [
         layer.register_forward_pre_hook(partial(recorder.record, index), with_kwargs=True)
         for index, layer in enumerate(trunk.decoder.layers)
@@ -61,17 +61,17 @@ def measure_layers(
 
 
 class _Recorder:
-    def __init__(self, count: int, wanted: Collection[int], folder: Path | None) -> None:
+    def __init__(self, count: int, indices: Collection[int], folder: Path | None) -> None:
         self.rms: dict[int, float] = {}
         self.inputs: dict[int, Tensor] = {}
-        self._count, self._wanted, self._folder = count, wanted, folder
+        self._count, self._indices, self._folder = count, indices, folder
 
     def record(self, index: int, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         if all(value.is_meta for value in layer.parameters()):
             return  # a streamed trunk passes the states through its other layers
         states = args[0] if args else kwargs["hidden_states"]
         self.rms[index] = states.float().square().mean(-1).sqrt().median().item()
-        if index in self._wanted:
+        if index in self._indices:
             # A streamed trunk may run a few rows at a time, and again after it was out of memory: the last ones count.
             parts = [self.inputs[index], states] if index in self.inputs else [states]
             self.inputs[index] = torch.cat(parts)[-self._count :]
@@ -85,7 +85,7 @@ class _Recorder:
     def finish(self, progress: LayerProgress) -> None:
         index = progress.index
         self.rms[index] = cast(float, progress.observed)  # by an earlier process, perhaps
-        if index in self._wanted and index not in self.inputs and self._folder is not None:
+        if index in self._indices and index not in self.inputs and self._folder is not None:
             self.inputs[index] = load_file(self._folder / input_file(index))["input"]
 
 

@@ -132,7 +132,7 @@ class Trainer:
         if folder not in self.folder.checkpoints():
             best = self.best_tracker.as_state()
             pace = self.pace.as_state()
-            checkpointing.write(folder, self.task, self.optimizers, step=self.step, standing=best, pace=pace)
+            checkpointing.write(folder, self.task, self.optimizers, step=self.step, best=best, pace=pace)
         if self.ranks.is_first:
             self.folder.prune()
         return folder
@@ -157,11 +157,8 @@ class Trainer:
             return False
         state = checkpointing.read(self.folder.checkpoints()[-1], self.task, self.optimizers)
         self.step = state["step"]
-        # Both are missing in checkpoints of older versions.
-        if "pace" in state:
-            self.pace.load_state(state["pace"])
-        if "standing" in state:
-            self.best_tracker.load_state(state["standing"])
+        self.pace.load_state(state["pace"])
+        self.best_tracker.load_state(state["best"])
         return True
 
     def _step(self) -> StepRecord:

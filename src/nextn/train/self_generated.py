@@ -455,6 +455,6 @@ def to_generated(
 
 def _spells(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], text: str) -> bool:
     """Whether the ids are the text, with or without special tokens; its last character may be incomplete."""
-    wanted = text.strip().rstrip("\ufffd")
+    expected = text.strip().rstrip("\ufffd")
     decoded = (tokenizer.decode(list(ids), skip_special_tokens=skip).strip() for skip in (True, False))
-    return any(each.rstrip("\ufffd").startswith(wanted) and len(each) <= len(wanted) + 1 for each in decoded)
+    return any(each.rstrip("\ufffd").startswith(expected) and len(each) <= len(expected) + 1 for each in decoded)
