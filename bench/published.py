@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from engine_faults import PLANTED, plant
+from engine_faults import INJECTED, plant
 from engines import environments
 from engines.referee import Ours, compared
 from engines.serving import Bench
@@ -74,7 +74,7 @@ Ids = Sequence[tuple[int, ...]]
 
 
 # In the files; `cause` is what they are called in the record.
-SERVED = [replace(each, cause=CAUSES[each.name]) for each in PLANTED if each.name in CAUSES]
+SERVED = [replace(each, cause=CAUSES[each.name]) for each in INJECTED if each.name in CAUSES]
 
 
 def relaid(trunk: Path, layout: str, folder: Path) -> Path:

@@ -47,8 +47,8 @@ def _dropped(files: Files) -> dict[str, Tensor]:
 
 
 def _renamed(files: Files) -> dict[str, Tensor]:
-    told = {name: "mtp." + name.split(".", 3)[3] for name in files.names.values()}
-    return {told.get(name, name): value for name, value in files.tensors.items()}
+    reported = {name: "mtp." + name.split(".", 3)[3] for name in files.names.values()}
+    return {reported.get(name, name): value for name, value in files.tensors.items()}
 
 
 def _swapped(files: Files) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ def _quantized(bits: int, files: Files) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Planted:
+class InjectedFault:
     """change: what is done to the files. It is to be named by `audit` with one of these rules, by `measure --probe`
     with these readings, or in these words of the probe's verdict, or by `diagnose` with this cause."""
 
@@ -91,18 +91,18 @@ class Planted:
     cause: str = ""
 
 
-PLANTED = (
-    Planted("dropped", "the head's tensors are not in the files", _dropped, rules=("head-absent",)),
-    Planted("renamed", "the head's tensors have another family's names", _renamed, rules=("names-unknown",)),
-    Planted("swapped", "the inputs of the projection are in the wrong order", _swapped, keys=("concat",)),
-    Planted("shifted", "1 is subtracted from the head's norm weights", _shifted, keys=("gain:all:+1",)),
-    Planted("stale", "the head is that of a trunk of another seed", _stale, words="of another trunk"),
-    Planted("quantized", "the head's matrices are rounded to 4 bits", partial(_quantized, 4), cause="no-fault"),
-    Planted("crushed", "the head's matrices are rounded to 2 bits", partial(_quantized, 2), cause="head-2-bit"),
+INJECTED = (
+    InjectedFault("dropped", "the head's tensors are not in the files", _dropped, rules=("head-absent",)),
+    InjectedFault("renamed", "the head's tensors have another family's names", _renamed, rules=("names-unknown",)),
+    InjectedFault("swapped", "the inputs of the projection are in the wrong order", _swapped, keys=("concat",)),
+    InjectedFault("shifted", "1 is subtracted from the head's norm weights", _shifted, keys=("gain:all:+1",)),
+    InjectedFault("stale", "the head is that of a trunk of another seed", _stale, words="of another trunk"),
+    InjectedFault("quantized", "the head's matrices are rounded to 4 bits", partial(_quantized, 4), cause="no-fault"),
+    InjectedFault("crushed", "the head's matrices are rounded to 2 bits", partial(_quantized, 2), cause="head-2-bit"),
 )
 
 
-def plant(fault: Planted, folder: Path, out: Path, *, other: Path) -> None:
+def plant(fault: InjectedFault, folder: Path, out: Path, *, other: Path) -> None:
     """Writes the checkpoint with its fault; config and tokenizer stay as they are."""
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = fault.change(Files.of(folder, other))

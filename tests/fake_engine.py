@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server on the loopback over a toy law, which breaks what a test names. Knows no nextn.
+"""An OpenAI-compatible server on the loopback over a toy distribution, which breaks what a test names. Knows no nextn.
 
-The law: 40 characters; the logits of the next one are a row of a fixed table, chosen by the last three. Greedy texts,
-samples and log-probabilities are those of the law, so what a correct engine would answer is known.
+The probs: 40 characters; the logits of the next one are a row of a fixed table, chosen by the last three. Greedy texts,
+samples and log-probabilities are those of the distribution, so what a correct engine would answer is known.
 """
 
 import json
@@ -57,7 +57,7 @@ class FakeEngine:
         self.server.server_close()
 
     def decode(self, prompt, body, *, neighbor=None, stale=False):
-        """-> letters, their log-probability, the whole law at each place."""
+        """-> letters, their log-probability, the whole distribution at each place."""
         rng = np.random.default_rng(body.get("seed"))
         temperature, out, distributions = body.get("temperature", 1.0), [], []
         stops = [ids_of(stop) for stop in body.get("stop", [])]
@@ -261,10 +261,10 @@ class Handler(BaseHTTPRequestHandler):
             best = [int(each) for each in probs.argsort()[::-1][:5]]
             mine = 0.0 if "zero-logprobs" in faults else float(probs[token])
             mine += 0.5 * ("two-numbers" in faults and mine < -0.6)
-            told = {name(each): float(probs[each]) for each in best}
+            reported = {name(each): float(probs[each]) for each in best}
             if "untold-drafts" in faults and len(rows) % ROUND:  # as llama.cpp's server does
-                mine, told = 0.0, {}
-            rows.append((name(token), mine, told))
+                mine, reported = 0.0, {}
+            rows.append((name(token), mine, reported))
         if chat:
             return {"content": [
                 {"token": text, "logprob": mine,

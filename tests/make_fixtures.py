@@ -1,6 +1,6 @@
 """Trains the tiny models under tests/fixtures: `python tests/make_fixtures.py`, about three minutes on one core.
 
-They speak `tiny.refrain`: a random phrase, again and again; `glm_fork`, `tiny.forked`, whose laws are broad.
+They speak `tiny.refrain`: a random phrase, again and again; `glm_fork`, `tiny.forked`, whose distributions are broad.
 Trunk and head learn it together.
 """
 
@@ -52,7 +52,7 @@ STEPS = {"glm_fork": 800, "step": 500}
 
 
 @torch.no_grad()
-def spread_gains(model: Model) -> None:
+def spread_norm_weights(model: Model) -> None:
     """Norm gains start between about 1/5 and 5, as long training leaves them. All at 1, a norm before and a norm behind
     another are nearly the same, and no test could tell which state a head was given."""
     generator = torch.Generator().manual_seed(1)
@@ -67,7 +67,7 @@ def train(name: str, *, steps: int) -> Model:
     model = build(family, modules=modules, **_WIDE, **changes)
     assert model.head is not None
     weights = lm_head_weights(model.trunk, model.head, depths)
-    spread_gains(model)
+    spread_norm_weights(model)
     parameters = [*model.trunk.parameters(), *model.head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)

@@ -35,7 +35,7 @@ class Mutation(NamedTuple):
 
 LOSS, DISTILL, SAMPLING = "test_mtp_loss.py", "test_distillation.py", "test_sampling.py"
 TEXTS = "test_rounds_decode.py -k 'plain or rejection'"
-LAW = "test_rounds_decode.py::test_whole_decodes_follow_the_law test_sampling.py"
+DISTRIBUTION = "test_rounds_decode.py::test_whole_decodes_follow_the_distribution test_sampling.py"
 COUNTS = "test_teacher_forced.py::test_greedy_counts_are_the_decoders test_golden.py"
 HEAD = "test_head.py test_families.py test_golden.py test_model.py"
 COPIES, CHECK, DROPS = "test_copy_drafts.py test_copy_index.py", "test_self_check.py", "test_acceptance_drop.py"
@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation("speculative/verification.py", "is_rejected = num_accepted < (", "is_rejected = num_accepted <= (", SAMPLING),
     Mutation("speculative/verification.py", "weights[-1] * p_draft[:, depth] / q_draft", "p_draft[:, depth] / q_draft", SAMPLING),
     Mutation("speculative/verification.py", "num_accepted = (is_accepted * depth).amax(-1)", "num_accepted = _leading(is_accepted, limit)", SAMPLING),
-    Mutation("speculative/verification.py", "u.gather(1, limit[:, None])[:, 0]", "u[:, 0]", LAW),
+    Mutation("speculative/verification.py", "u.gather(1, limit[:, None])[:, 0]", "u[:, 0]", DISTRIBUTION),
     Mutation("speculative/verification.py", "return num_accepted, best[num_accepted]", "return num_accepted, best[num_accepted - 1]", SAMPLING),
     # Processors.
     Mutation("speculative/sampling.py", "torch.where(scores < 0, scores * penalty", "torch.where(scores > 0, scores * penalty", SAMPLING),

@@ -31,17 +31,17 @@ class Pair:
         """What work(ranks, *args) returned on each process. Raises what the lowest failing one raised, as text."""
         for jobs in self.jobs:
             jobs.put((work, args))
-        told: dict[int, tuple[bool, object]] = {}
+        reported: dict[int, tuple[bool, object]] = {}
         for _ in self.jobs:
             try:
                 rank, *answer = self.answers.get(timeout=timeout)
             except queue.Empty:
-                raise TimeoutError(f"{work.__name__}: only {sorted(told)} of {len(self.jobs)} answered") from None
-            told[rank] = (answer[0], answer[1])
-        for rank in sorted(told):
-            if not told[rank][0]:
-                raise AssertionError(f"process {rank}:\n{told[rank][1]}")
-        return [told[rank][1] for rank in sorted(told)]
+                raise TimeoutError(f"{work.__name__}: only {sorted(reported)} of {len(self.jobs)} answered") from None
+            reported[rank] = (answer[0], answer[1])
+        for rank in sorted(reported):
+            if not reported[rank][0]:
+                raise AssertionError(f"process {rank}:\n{reported[rank][1]}")
+        return [reported[rank][1] for rank in sorted(reported)]
 
     def close(self) -> None:
         for jobs in self.jobs:

@@ -65,7 +65,7 @@ def head_values(subject: Trainer) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values(subject).items() if name.startswith("head.")}
 
 
-def told(records) -> list[tuple[float, ...]]:
+def reported(records) -> list[tuple[float, ...]]:
     """What each step and evaluation said, times aside."""
     lines = []
     for record in records:
@@ -87,7 +87,7 @@ def train(ranks, out, settings=None, *, until=None, ask=None, resume=False):
     if resume:
         assert subject.resume()
     asks = ask in (None, ranks.rank)
-    lines = told(subject.run(lambda: asks and until is not None and subject.step >= until))
+    lines = reported(subject.run(lambda: asks and until is not None and subject.step >= until))
     return lines, values(subject), subject.step
 
 
@@ -127,7 +127,7 @@ def train_head(ranks, out, *, until=None, resume=False, write=False, config=FIXT
     if resume:
         assert subject.resume()
     before = values(subject)
-    lines = told(subject.run(lambda: until is not None and subject.step >= until))
+    lines = reported(subject.run(lambda: until is not None and subject.step >= until))
     after = values(subject)
     if write:
         subject.write_result(out / "model")
@@ -158,7 +158,7 @@ def streamed_head(ranks, out, model, fresh):
             cache = run.task.cached(out / "hidden")
         run.task.stream_trunk(out / "states", cache, lambda _: None)
         list(cache.fill(ranks=ranks))
-    lines = told(run.trainer.run(lambda: False))
+    lines = reported(run.trainer.run(lambda: False))
     head = {name: value for name, value in values(run.trainer).items() if name.startswith("head.")}
     return lines, head, layers
 
@@ -251,7 +251,7 @@ def fresh_head(ranks, out, model):
         out, StartingPoint(model, fresh=True), data=[out.parent / "text.txt"], settings=asdict(HEAD), ranks=ranks
     )
     before = head_values(run.trainer)
-    return told(run.trainer.run(lambda: False)), before, head_values(run.trainer)
+    return reported(run.trainer.run(lambda: False)), before, head_values(run.trainer)
 
 
 def peak_of_loading(ranks, folder, stream=False):
@@ -294,7 +294,7 @@ def joint_from_scratch(ranks, out, config):
 def train_from_scratch(ranks, out, config):
     """Parameters before training, and what it said."""
     subject = joint_from_scratch(ranks, out, config)
-    return values(subject), told(subject.run(lambda: False))
+    return values(subject), reported(subject.run(lambda: False))
 
 
 def peak(load):

@@ -19,8 +19,8 @@ run = trainer_of(
 head = train_head(run, base, HeadSettings(joint=True, depths=3))
 run.train()
 if run.args.should_save:
-    told = {key: torch.tensor(value) for key, value in run.state.log_history[1].items() if "head" in key}
-    torch.save(state(model) | state(head) | told, f"{out}.pt")
+    reported = {key: torch.tensor(value) for key, value in run.state.log_history[1].items() if "head" in key}
+    torch.save(state(model) | state(head) | reported, f"{out}.pt")
 if torch.distributed.is_initialized():
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -65,7 +65,7 @@ def test_mtp_that_costs():
     assert "no acceptance makes it pay" in dear.summary
 
 
-def test_no_gain_from_few_rounds():
+def test_few_rounds_show_no_speedup():
     """A lucky result of ten rounds must not be reported as a gain."""
     few = forecast(drafted(0.6, num_drafted=10), costs([1, 1.3], 0.2), temperature=1.0)
     assert few.best.speedup > 1 > few.best.interval[0]

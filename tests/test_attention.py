@@ -228,7 +228,7 @@ def test_threads_change_no_bit(shape: Shape, width: int) -> None:
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_slab_grows_by_copying_each_heads_prefix(dtype: torch.dtype, int8: bool) -> None:
+def test_a_buffer_grows_by_copying_each_heads_prefix(dtype: torch.dtype, int8: bool) -> None:
     shape = Shape(dtype=dtype, int8=int8)
     block, small, large = (
         Block.random(shape, batch=2, width=70),

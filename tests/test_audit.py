@@ -577,7 +577,7 @@ def test_sizes_that_the_config_names_otherwise(tmp_path):
         assert [("k_proj.weight has 16 rows" in each) for each in found] == [True] * is_wrong, found
 
 
-def test_what_cannot_be_judged(tmp_path):
+def test_undecidable_checkpoints(tmp_path):
     """No row or no layer count: an error that names what is missing and, where it can, the families that would fit."""
     with pytest.raises(FamilyError, match=r"names match the layout of deepseek_v3, .*glm4_moe.*try --family NAME"):
         audit(Checkpoint.open(publish(tmp_path / "a", "glm4_moe", config={"model_type": "mine"})))
@@ -602,7 +602,7 @@ RESTORED = [fault for fault, (rule, *_) in BROKEN.items() if rule in MENDED and 
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("fault", RESTORED)
-def test_restore_mends(fault, tmp_path):
+def test_restore_fixes_findings(fault, tmp_path):
     """A command that is refused, or that is not enough."""
     rule, _, family, options, _ = BROKEN[fault]
     folder = publish(tmp_path / "broken", family, **options)

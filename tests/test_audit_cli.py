@@ -104,7 +104,7 @@ def test_family(nextn, tmp_path):
         ("pytorch_model.bin", None, "no .safetensors file"),
     ],
 )
-def test_nothing_to_judge(name, content, says, nextn, tmp_path):
+def test_undecidable_files(name, content, says, nextn, tmp_path):
     """A traceback, or exit code 1, where the files cannot be judged."""
     publish(tmp_path, "glm4_moe")
     if content is None:
@@ -201,7 +201,7 @@ def test_truncated_header(nextn, hub):
     assert (code, err.count("\n"), "truncated" in err) == (2, 1, True)
 
 
-def test_a_passing_fault_is_not_told(nextn, hub):
+def test_a_transient_fault_is_not_reported(nextn, hub):
     """One lost answer must not fail an audit of hundreds of requests."""
     hub.faults |= {"model-00001-of-00003.safetensors": ["drop", (503, {})], "config.json": [(429, {})]}
     assert nextn("org/model")[0] == 0

@@ -204,7 +204,7 @@ def originals(tmp_path_factory) -> list[dict[str, bytes]]:
     return found
 
 
-def judged(files: dict[str, bytes]) -> AuditReport | NextnError:
+def checked(files: dict[str, bytes]) -> AuditReport | NextnError:
     try:
         return audit(_assemble("stranger", {name: Bytes(data, name) for name, data in files.items()}))
     except NextnError as error:
@@ -213,7 +213,7 @@ def judged(files: dict[str, bytes]) -> AuditReport | NextnError:
 
 @pytest.mark.more
 @pytest.mark.parametrize("batch", others_slow(range(BATCHES), 0))
-def test_strangers(batch, originals):
+def test_unrecognized_tensors(batch, originals):
     """A traceback, a hang, or memory that a few kilobytes of input ask for; the case's number is its seed."""
     outcomes = {"clean": 0, "findings": 0, "error": 0}
     for number in range(batch, CASES, BATCHES):
@@ -221,7 +221,7 @@ def test_strangers(batch, originals):
         files = mutated(rng, rng.choice(originals))
         started = time.process_time()
         try:
-            report = judged(files)
+            report = checked(files)
         except BaseException as error:
             raise AssertionError(f"case {number}") from error
         assert time.process_time() - started < SLOWEST, f"case {number}"
@@ -242,6 +242,6 @@ def test_memory(originals):
         rng = random.Random(number)
         tracemalloc.reset_peak()
         before, _ = tracemalloc.get_traced_memory()
-        judged(mutated(rng, rng.choice(originals)))
+        checked(mutated(rng, rng.choice(originals)))
         assert tracemalloc.get_traced_memory()[1] - before < PEAK, f"case {number}"
     tracemalloc.stop()

@@ -144,7 +144,7 @@ def test_precision(tmp_path):
 
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("part", ["head", "trunk"])
-def test_shifted_gains(part, by, tmp_path):
+def test_shifted_norm_weights(part, by, tmp_path):
     """A converter that adds the 1 of Qwen's norms to one side alone, or twice."""
     tensors = table()
     for name in tensors:

@@ -60,7 +60,7 @@ def test_added_projections_are_one_matrix():
             torch.testing.assert_close(ours[:, :, stream], pair @ matrix.T)
 
 
-def test_the_head_eats_what_the_last_layer_left():
+def test_the_head_takes_the_last_layers_output():
     """`eaten` are the residual streams: the trunk's own collapse and norm make its normed state of them."""
     trunk = build("deepseek_v4").trunk
     with torch.no_grad():

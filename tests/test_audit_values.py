@@ -417,7 +417,7 @@ def test_never_trained(tmp_path):
     uniform = edited(matrix, lambda array: fresh.uniform(-1, 1, array.shape) * array.shape[-1] ** -0.5)
     ones = edited(lambda each: of_head(each) and is_norm(each), np.ones_like)
 
-    def judged(folder, *changes):
+    def checked(folder, *changes):
         def change(table):
             for each in changes:
                 each(table)
@@ -427,12 +427,12 @@ def test_never_trained(tmp_path):
             for each in values(take(publish(folder, "glm4_moe", copies=False, change=change)))
         ]
 
-    assert judged(tmp_path / "both", normal, ones) == [("values-untrained", "warning")]
-    assert judged(tmp_path / "torch", uniform, ones) == [("values-untrained", "warning")]
-    assert judged(tmp_path / "matrices", normal) == [("values-untrained", "note")]
-    assert judged(tmp_path / "gains", ones) == [("values-untrained", "note")]
+    assert checked(tmp_path / "both", normal, ones) == [("values-untrained", "warning")]
+    assert checked(tmp_path / "torch", uniform, ones) == [("values-untrained", "warning")]
+    assert checked(tmp_path / "matrices", normal) == [("values-untrained", "note")]
+    assert checked(tmp_path / "gains", ones) == [("values-untrained", "note")]
     whole = edited(lambda each: len(each) > 0 and not is_norm(each), lambda a: 0.02 * fresh.standard_normal(a.shape))
-    assert judged(tmp_path / "model", whole, edited(is_norm, np.ones_like)) == []
+    assert checked(tmp_path / "model", whole, edited(is_norm, np.ones_like)) == []
 
 
 def test_identical_modules(tmp_path):

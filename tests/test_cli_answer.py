@@ -47,9 +47,9 @@ def test_answers_and_the_summary(folder, tmp_path, here):
     assert len(answers) == 6
     assert (header["settings"]["sampling"]["temperature"], header["settings"]["num_speculative_tokens"]) == (1.0, 4)
     code, said, _ = here(*asked, "--json")
-    told = json.loads(said)
-    assert (code, told["answers"], told["total"], told["file"]) == (0, 6, 6, str(out))
-    assert told["tokens"] == sum(len(each["tokens"]) for each in answers)
+    reported = json.loads(said)
+    assert (code, reported["answers"], reported["total"], reported["file"]) == (0, 6, 6, str(out))
+    assert reported["tokens"] == sum(len(each["tokens"]) for each in answers)
     assert out.read_bytes() == stored
 
 
@@ -64,7 +64,7 @@ def test_other_settings_are_a_usage_error(folder, tmp_path, here):
     assert (code, "--count 1000" in complaint) == (2, True)
 
 
-def test_loops_are_told():
+def test_repetitive_answers_are_reported():
     """The summary counts repetitive answers, if there are any."""
     tally = AnswerProgress(total=9, answers=4, tokens=99, repetitive=1, finishes=Counter(length=3, eos=1))
     first, note = _summary(tally, Path("a.jsonl")).splitlines()

@@ -230,7 +230,7 @@ def test_counters_of_a_running_engine_as_they_are(serve, prompts, trained):
 
 
 @pytest.mark.parametrize(
-    ("faults", "more", "told"),
+    ("faults", "more", "reported"),
     [
         (["no-metrics"], [], "no metrics"),
         (["html"], [], "no metrics"),
@@ -241,16 +241,16 @@ def test_counters_of_a_running_engine_as_they_are(serve, prompts, trained):
         (["key"], ["--drive"], "it requires a key"),
     ],
 )
-def test_what_an_engine_may_lack(serve, prompts, faults, more, told):
+def test_what_an_engine_may_lack(serve, prompts, faults, more, reported):
     error = run(serve(*faults), prompts, *more).exception
     assert isinstance(error, NextnError)
     assert error.exit_code == 2
-    assert told in str(error)
+    assert reported in str(error)
     assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "told"),
+    ("text", "more", "reported"),
     [
         ("nothing of drafts\n", [], "no draft counts"),
         ("Decode batch. #running-req: 1, accept len: 1.90, gen throughput\n", [], "give -k"),
@@ -260,13 +260,13 @@ def test_what_an_engine_may_lack(serve, prompts, faults, more, told):
         (LOG.format("0.690, 0.440, 0.250"), ["--rule", "match"], "expected one of block"),
     ],
 )
-def test_what_a_file_may_lack(tmp_path, prompts, text, more, told):
+def test_what_a_file_may_lack(tmp_path, prompts, text, more, reported):
     log = tmp_path / "engine.log"
     log.write_text(text)
     error = run(log, prompts, *more).exception
     assert isinstance(error, NextnError)
     assert error.exit_code == 2
-    assert told in str(error)
+    assert reported in str(error)
 
 
 def test_a_case_with_fewer_depths_than_k(monkeypatch):

@@ -24,39 +24,39 @@ def test_restore(tmp_path):
         lost(tmp_path / "target", "glm4_moe", config={"num_nextn_predict_layers": 0}),
     )
     before = snapshot(target)
-    told = nextn("restore", target, "--from", base, "--dry-run")
-    assert told.exit_code == 0, told.output
-    assert "would write" in told.output
-    assert "num_nextn_predict_layers: 0 -> 1" in told.output
-    assert "model.safetensors is renamed to model-00001-of-00002.safetensors" in told.output
+    reported = nextn("restore", target, "--from", base, "--dry-run")
+    assert reported.exit_code == 0, reported.output
+    assert "would write" in reported.output
+    assert "num_nextn_predict_layers: 0 -> 1" in reported.output
+    assert "model.safetensors is renamed to model-00001-of-00002.safetensors" in reported.output
     assert snapshot(target) == before
     record = json.loads(nextn("restore", target, "--from", base, "--json").output)
     assert record["dry_run"] is False
     assert record["bytes"] > 0
     assert absent(take(target)) == []
-    told = nextn("restore", target, "--add-aliases", "vllm")
-    assert "wrote" in told.output
+    reported = nextn("restore", target, "--add-aliases", "vllm")
+    assert "wrote" in reported.output
 
 
 @pytest.mark.more
 def test_convert(tmp_path):
     """Every flag reaches its meaning, and what excludes each other is said."""
     source = publish(tmp_path / "source", "glm4_moe", shards=2)
-    told = nextn("convert", source, tmp_path / "side", "--form", "side-file")
-    assert told.exit_code == 0, told.output
-    assert "is removed" not in told.output
-    assert f"{source} is not changed" in told.output
+    reported = nextn("convert", source, tmp_path / "side", "--form", "side-file")
+    assert reported.exit_code == 0, reported.output
+    assert "is removed" not in reported.output
+    assert f"{source} is not changed" in reported.output
     assert (tmp_path / "side" / "mtp.safetensors").exists()
-    told = nextn(
+    reported = nextn(
         "convert", tmp_path / "side", tmp_path / "one", "--form", "single-file", "--norm-weights", "subtract-1"
     )
-    assert "norm weights" in told.output
-    told = nextn("convert", source, tmp_path / "three", "--form", "one-file")
-    assert told.exit_code == 2
-    assert "single-file" in told.output
-    told = nextn("convert", source, tmp_path / "three", "--norm-weights", "twice")
-    assert isinstance(told.exception, ConfigError)
-    assert "norm weights: twice" in str(told.exception)
+    assert "norm weights" in reported.output
+    reported = nextn("convert", source, tmp_path / "three", "--form", "one-file")
+    assert reported.exit_code == 2
+    assert "single-file" in reported.output
+    reported = nextn("convert", source, tmp_path / "three", "--norm-weights", "twice")
+    assert isinstance(reported.exception, ConfigError)
+    assert "norm weights: twice" in str(reported.exception)
     assert not (tmp_path / "three").exists()
 
 

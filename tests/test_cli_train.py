@@ -86,16 +86,16 @@ def test_a_head_is_trained_on_a_packed_trunk(given, tmp_path, nextn):
 
 
 @pytest.mark.more
-def test_a_head_is_trained_and_its_figures_told(given, tmp_path, nextn):
+def test_a_head_is_trained_and_its_figures_printed(given, tmp_path, nextn):
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--set", "accumulate=2"]
     code, out, err = nextn(tmp_path, *how, "--json", "--allow-worse", "--curve")
     assert (code, err) == (0, "")
-    told = json.loads(out)
-    assert [len(point["greedy"]["acceptance"]) for point in told["curve"]] == [*range(1, 9)]
-    assert told["curve"][1]["score"] == pytest.approx(told["best"]["score"])
-    assert told["model"] == str(tmp_path / "model")
-    assert told["best"]["greedy"]["AL"] >= 1
-    assert told["baseline"]["kv"] == "decode"
+    reported = json.loads(out)
+    assert [len(point["greedy"]["acceptance"]) for point in reported["curve"]] == [*range(1, 9)]
+    assert reported["curve"][1]["score"] == pytest.approx(reported["best"]["score"])
+    assert reported["model"] == str(tmp_path / "model")
+    assert reported["best"]["greedy"]["AL"] >= 1
+    assert reported["baseline"]["kv"] == "decode"
     assert Model.load(tmp_path / "model").head is not None
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == [0, 1, 2, 2, 3, 3]
@@ -119,7 +119,7 @@ def test_a_fresh_head_alone(given, tmp_path, nextn):
 
 
 def test_a_worse_head_is_exit_code_1(given, tmp_path, nextn):
-    """A head that has its trunk's law, trained on the labels of a text that the trunk does not know."""
+    """A head that has its trunk's distribution, trained on the labels of a text that the trunk does not know."""
     model = Model.load(given / "model")
     with torch.no_grad():
         # Both say token 7 whatever they read: the trunk by its output head, the head through it.
@@ -227,9 +227,9 @@ def test_data_that_cannot_be_used(source, words, given, tmp_path, nextn):
 def test_a_template_without_marks(given, tmp_path, nextn):
     """Said with the way out, which works."""
     how = ["--freeze-trunk", "--from", "@unmarked", "--data", "@chats.jsonl", *SMALL]
-    told = wrong(how, given, tmp_path / "run", nextn)
-    assert "chats.jsonl:1: the tokenizer's chat template does not mark which tokens are the assistant's" in told
-    assert "--all-tokens" in told
+    reported = wrong(how, given, tmp_path / "run", nextn)
+    assert "chats.jsonl:1: the tokenizer's chat template does not mark which tokens are the assistant's" in reported
+    assert "--all-tokens" in reported
     how[2:5:2] = given / "unmarked", given / "chats.jsonl"
     code, _, err = nextn(tmp_path / "all", *how, "--all-tokens", "--allow-worse")
     assert code == 0, err
@@ -238,8 +238,8 @@ def test_a_template_without_marks(given, tmp_path, nextn):
 @pytest.mark.more
 def test_longer_than_the_context(given, tmp_path, nextn):
     """Rows of more tokens than the model was made for are refused; conversations of more are cut, and it is said."""
-    told = wrong([*MODEL, *TEXT, "--set", "length=256"], given, tmp_path / "run", nextn)
-    assert "length = 256; the trunk was made for 128 tokens at most" in told
+    reported = wrong([*MODEL, *TEXT, "--set", "length=256"], given, tmp_path / "run", nextn)
+    assert "length = 256; the trunk was made for 128 tokens at most" in reported
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "chats.jsonl", *SMALL, "--allow-worse"]
     code, _, err = nextn(tmp_path, *how)
     assert code == 0, err

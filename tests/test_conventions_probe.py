@@ -42,7 +42,7 @@ def other_weights(model, change):
     return replace(model, head=head, backends={})
 
 
-def gains(by, *roles):
+def norm_weights(by, *roles):
     def change(head):
         for name, value in head.named_parameters():
             if "norm" in name and (not roles or name.split(".")[2] in roles):
@@ -82,12 +82,17 @@ def misread(model, **facts):
 
 # fault -> (fixture, how to inject it, contract, key of the variant that undoes it)
 INJECTED = {
-    "gains stored as w - 1": ("glm", lambda m: other_weights(m, gains(-1)), {}, "gain:all:+1"),
-    "gain stored as 1 + w": ("qwen", lambda m: other_weights(m, gains(1, "token_norm")), {}, "gain:token_norm:-1"),
-    "gains read as w": ("qwen", lambda m: other_weights(m, gains(-1)), {}, "gain:all:+1"),
-    "one gain less": ("qwen", lambda m: other_weights(m, gains(-1, "hidden_norm")), {}, "gain:hidden_norm:+1"),
-    "another gain less": ("glm", lambda m: other_weights(m, gains(-1, "token_norm")), {}, "gain:token_norm:+1"),
-    "final gain less": ("qwen", lambda m: other_weights(m, gains(-1, "final_norm")), {}, "gain:final_norm:+1"),
+    "gains stored as w - 1": ("glm", lambda m: other_weights(m, norm_weights(-1)), {}, "gain:all:+1"),
+    "gain stored as 1 + w": (
+        "qwen",
+        lambda m: other_weights(m, norm_weights(1, "token_norm")),
+        {},
+        "gain:token_norm:-1",
+    ),
+    "gains read as w": ("qwen", lambda m: other_weights(m, norm_weights(-1)), {}, "gain:all:+1"),
+    "one gain less": ("qwen", lambda m: other_weights(m, norm_weights(-1, "hidden_norm")), {}, "gain:hidden_norm:+1"),
+    "another gain less": ("glm", lambda m: other_weights(m, norm_weights(-1, "token_norm")), {}, "gain:token_norm:+1"),
+    "final gain less": ("qwen", lambda m: other_weights(m, norm_weights(-1, "final_norm")), {}, "gain:final_norm:+1"),
     "halves": ("glm", lambda m: other_weights(m, halves), {}, "concat"),
     "projections": ("v4", lambda m: other_weights(m, projections), {}, "concat"),
     "pre-norm row": ("glm", lambda m: misread(m, hidden="pre"), {}, "hidden"),

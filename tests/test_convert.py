@@ -217,7 +217,7 @@ def test_llama_cpp_names(shift, tmp_path):
 @pytest.mark.more
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 @pytest.mark.parametrize("name", ["qwen3_5", "step3p5"])
-def test_gain(name, dtype, tmp_path):
+def test_norm_weight_shift(name, dtype, tmp_path):
     """Gains stored as 1 + w where w belongs: every norm of the head, nothing of the trunk, rounded once."""
     sound = publish(tmp_path / "sound", name, dtype=dtype)
     norm_weights = {each.name for each in map(take(sound).info, take(sound).stored) if "norm" in each.name}
@@ -242,7 +242,7 @@ def test_gain(name, dtype, tmp_path):
     assert tensors(tmp_path / "again") == tensors(mangled)  # what was rounded once is exact from then on
 
 
-def test_gain_is_rounded_to_nearest_even():
+def test_shifted_norm_weights_are_rounded_to_nearest_even():
     """Halves go to the even neighbor, and -1 from [0.5, 2] is exact."""
     near = np.array([2**-8, 3 * 2**-8, 2**-9, -1.0], np.float32)  # 1 + 2^-8 lies between 1 and 1 + 2^-7
     wide = np.array([1.0, 1 + 2**-6, 1.0, 0.0], np.float32)
@@ -255,7 +255,7 @@ def test_gain_is_rounded_to_nearest_even():
         shift_fn("F8_E4M3", 1.0)
 
 
-def test_gain_bridges(tmp_path):
+def test_a_norm_weight_shift_bridges_layouts(tmp_path):
     """A head of w for w into a layout of w for 1 + w: names and gains change together."""
     source = publish(tmp_path / "source", "glm4_moe", copies=False)
     nextn.convert(source, tmp_path / "out", to="qwen3_next", norm_weight="subtract-1")
@@ -300,7 +300,7 @@ def test_weights_that_would_lose_bits_are_refused(value, dtype, lost, tmp_path):
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gains_are_norms(name, tmp_path):
+def test_norm_weights_are_those_of_norms(name, tmp_path):
     """A bias, a router's correction or a sink shifted by one is a ruined head."""
     inventory = take(publish(tmp_path, name))
     found = {each for each in inventory.stored if is_norm_weight(each)}
@@ -398,10 +398,10 @@ def test_at_once(verb, tmp_path):
         how = {"form": "side-file"} if verb == "convert" else {}
         ends = race([partial(getattr(nextn, verb), model, out, **how) for model in models], tmp_path / "answers")
         assert ends.count("") == 1
-        told = next(end for end in ends if end)
+        reported = next(end for end in ends if end)
         assert re.search(
-            "another process is changing|already exists|does not exist yet|just now|after they were", told
-        ), told
+            "another process is changing|already exists|does not exist yet|just now|after they were", reported
+        ), reported
         nextn.convert(models[ends.index("")], tmp_path / f"alone{number}", form="side-file")
         made = tensors(out if verb == "convert" else out.parent)
         assert made.items() <= tensors(tmp_path / f"alone{number}").items()

@@ -89,7 +89,7 @@ def test_texts_beside_answers_count_whole():
     assert (corpus.num_labels, corpus.newline) == (3, None)
 
 
-def test_a_fingerprint_tells_what_a_batch_would_show():
+def test_a_fingerprint_covers_what_a_batch_holds():
     """Catches a cache that is taken for another corpus: other tokens, cuts or labels; names do not matter."""
     base = masked("--++", "+-")
     assert base.fingerprint == masked("--++", "+-").fingerprint

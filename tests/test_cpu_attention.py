@@ -79,7 +79,7 @@ def test_gradients_do_not_depend_on_how_the_inputs_lie():
 
 @pytest.mark.more
 @pytest.mark.parametrize("lie", [lambda states: states, as_layers_make_them])
-def test_the_op_is_what_it_tells_torch(lie):
+def test_the_op_matches_its_fake(lie):
     """Where blocks look at everything, so that all weights mean something."""
     torch.library.opcheck(attend, (*map(lie, drawn(40, 40)), MASKS["all"], 20))
 

@@ -50,7 +50,7 @@ LONG = fine(0.9, 0.8, texts=60)
         (ObservedCounts(length=1.0, rounds=600), LONG, None, ()),
     ],
 )
-def test_verdicts(counts, hypothesis, prompts, named):
+def test_decidability_of_rates(counts, hypothesis, prompts, named):
     found = diagnosis(counts, hypothesis, prompts=prompts)
     assert found.named == named
     assert _EXIT_CODES[found.outcome] == {(NO_FAULT,): 0, (INCONCLUSIVE,): 3}.get(named, 1)

@@ -24,7 +24,7 @@ CODE = Path(degeneracy.__code__.co_filename).read_text()[1000:]
     ],
     ids=["ruler", "code then ruler", "short lines", "loop that ended", "repeated line", "repeated pair of lines"],
 )
-def test_loops_are_flagged(text, period):
+def test_repetitive_text_is_flagged(text, period):
     """Catches a check that misses a loop because it began late, ended early, or has a long period."""
     found = degeneracy(text)
     assert found.is_degenerate

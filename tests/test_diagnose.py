@@ -683,7 +683,7 @@ def test_faults_that_an_engines_published_code_has(diagnosed):
     assert documented_faults(by_name("glm4_moe"), "llama.cpp") == documented_faults(by_name("glm4_moe"), "mlx") == ()
 
 
-def test_nothing_drafted_is_said_before_k():
+def test_nothing_drafted_is_reported_before_k():
     """K is of no use where no round drafted."""
     with pytest.raises(ConfigError, match="no round that drafted; check that MTP is on"):
         engine_depth([Counters("vLLM", None, 0, 0)], None)

@@ -1,4 +1,4 @@
-"""The losses of a head against plain autograd over whole laws: values, gradients, telemetry, memory, and edge cases."""
+"""The losses of a head against plain autograd: values, gradients, figures, memory and edge cases."""
 
 import math
 
@@ -33,7 +33,7 @@ def random_batch(seed, *, rows=2, length=T, depths=D, own=False, dtype=torch.flo
 
 
 def divergence(objective, lp, lq, nll):
-    """The definitions, of log laws [..., V]; where q is 0 it is outside of the sums."""
+    """The definitions, of log distributions [..., V]; where q is 0 it is outside of the sums."""
     p, q = lp.exp(), lq.exp()
     alpha = torch.minimum(p, q).sum(-1)
     inside = lq > -math.inf
@@ -90,7 +90,7 @@ def assert_equals_autograd(loss, expected, report, leaves):
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_gradients_are_autograd_s(data):
-    """Catches a wrong formula, law, column, document, chain, temperature, weight or denominator in any objective."""
+    """Catches a wrong formula, probs, column, document, chain, temperature, weight or denominator in any objective."""
     depths, own = data.draw(st.integers(1, D)), data.draw(st.booleans())
     hiddens, weights, teacher, tokens = random_batch(data.draw(st.integers(0, 99)), depths=depths, own=own)
     caps = [data.draw(st.sampled_from([None, 3.0])) for _ in range(2)]
@@ -126,7 +126,7 @@ def test_gradients_are_autograd_s(data):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("tile_bytes", [1, 150, 400])
 def test_tiles_and_blocks_change_nothing(monkeypatch, objective, tile_bytes):
-    """Catches a law of the wrong column where a tile of rows straddles two blocks of the teacher's laws."""
+    """Catches a probs of the wrong column where a tile of rows straddles two blocks of the teacher's probs."""
     hiddens, weights, teacher, tokens = random_batch(1)
     targets = Targets(tokens, mask=torch.rand(2, T, generator=torch.Generator().manual_seed(2)) > 0.3)
     expected, report = naive(
@@ -139,7 +139,7 @@ def test_tiles_and_blocks_change_nothing(monkeypatch, objective, tile_bytes):
 
 def test_chain_by_hand():
     """Catches a chain that starts anew at each depth, or that a depth without a label breaks or lengthens."""
-    lean = [math.log(3), 0.0]  # the law (3/4, 1/4) meets (1/2, 1/2) in 3/4
+    lean = [math.log(3), 0.0]  # the distribution (3/4, 1/4) meets (1/2, 1/2) in 3/4
     teacher = Teacher(torch.zeros(1, 5, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
     hiddens = [torch.tensor([[lean] * (5 - k)], dtype=torch.float64).requires_grad_() for k in (1, 2, 3)]
     tokens = torch.zeros(1, 5, dtype=torch.long)
@@ -154,7 +154,7 @@ def test_chain_by_hand():
 
 @loop("objective", OBJECTIVES[1:])
 @loop("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_equal_laws_have_no_gradient(objective, dtype):
+def test_equal_distributions_have_no_gradient(objective, dtype):
     """Catches ties counted as too low in TV, which moves a head that is perfect, and 0 / 0."""
     _, weights, teacher, tokens = random_batch(5, dtype=dtype, trunk=H)
     states = teacher.hidden.detach().mul(4).round()  # whole numbers: products are exact in any order
@@ -171,7 +171,7 @@ def test_equal_laws_have_no_gradient(objective, dtype):
 @loop("objective", OBJECTIVES)
 @loop("size", [200.0, 1e4, 1e30])
 def test_huge_logits_stay_finite(objective, size):
-    """Catches p with zeros, an overlap of 0, log 0 and inf - inf: laws that share no token that fp32 can hold."""
+    """Catches p with zeros, an overlap of 0, log 0 and inf - inf: probs that share no token that fp32 can hold."""
     teacher = Teacher(torch.ones(1, 4, 1), torch.tensor([[size], [0.0], [-size]]))
     hiddens = [torch.full((1, 3, 1), -1.0).requires_grad_()]
     loss = head_loss(hiddens, teacher.weight, teacher, Targets(torch.tensor([[0, 1, 2, 0]])), objective=objective)
@@ -242,7 +242,7 @@ def test_bf16_is_close_to_fp32(objective, autocast):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(("chunk", "trains_weight"), [(4, True), (4, False), (None, True)])
 def test_no_more_logits_than_the_chunk(monkeypatch, objective, chunk, trains_weight):
-    """Catches logits or laws of all rows made anywhere, in either pass, and weight gradients nobody asked for."""
+    """Catches logits or probs of all rows made anywhere, in either pass, and weight gradients nobody asked for."""
     monkeypatch.setattr("nextn.losses.chunked._rows_per_chunk", lambda weight, grad_weight: 6)
     monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: 4 * V)
     hiddens, weights, teacher, tokens = random_batch(9, rows=3)
@@ -263,8 +263,8 @@ def rows_of_logits(seen):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("chunk", [2, None])
-def test_no_more_laws_than_the_chunk_or_the_text(monkeypatch, objective, chunk):
-    """Catches laws and tiles of as many rows as a cache holds, beside a smaller chunk or text."""
+def test_no_more_distributions_than_the_chunk_or_the_text(monkeypatch, objective, chunk):
+    """Catches distributions and tiles of as many rows as a cache holds, beside a smaller chunk or text."""
     monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: 10**6)
     hiddens, weights, teacher, tokens = random_batch(9, rows=3)
     with Sizes() as seen:
@@ -286,8 +286,8 @@ def test_passes_of_the_chain(monkeypatch, is_recording):
     assert (len(grads), len(products)) == ((1, 4) if is_recording else (0, 2))
 
 
-def test_depths_share_the_teacher_s_law(monkeypatch):
-    """Catches a law made once for each depth, which is the trunk's product and softmax D times over."""
+def test_depths_share_the_teacher_s_distribution(monkeypatch):
+    """Catches a distribution made once for each depth, which is the trunk's product and softmax D times over."""
     made = []
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: made.append(len(args[0])) or product(*args, **kwargs))

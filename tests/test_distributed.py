@@ -260,8 +260,8 @@ def test_work_one_by_one(pair):
 
 def test_any_process_stops_all(pair, tmp_path):
     """One process is told to stop; all stop after the same step, and one checkpoint is written, without pickles."""
-    told = pair.run(rank_jobs.train_and_stop, tmp_path, {}, 3, 1)
-    assert [step for _, _, step in told] == [3, 3]
+    reported = pair.run(rank_jobs.train_and_stop, tmp_path, {}, 3, 1)
+    assert [step for _, _, step in reported] == [3, 3]
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000003"]
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert all(name.endswith((".safetensors", ".json", ".jsonl")) for name in names)

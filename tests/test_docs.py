@@ -99,13 +99,13 @@ def test_no_page_of_a_family_is_left_over():
 
 
 @loop("row", make_families.ROWS, ids=lambda row: row.name)
-def test_each_family_is_told_whole(row):
+def test_each_family_has_a_complete_page(row):
     """A page without a fact of its row: a name, a source, a reason, a doubt."""
-    told = make_families.page(row)
+    reported = make_families.page(row)
     facts = [*row.model_types, *row.draft_types, *row.names.values(), *row.sources, *row.count_fields, *row.wrappers]
     facts += [make_families.text(each) for each in (*row.unverified, *disagreements(row), row.cannot_run)]
     facts += [make_families.text(note) for engine in row.engines.values() for note in engine.notes]
-    assert [fact for fact in facts if fact not in told] == []
+    assert [fact for fact in facts if fact not in reported] == []
 
 
 def test_the_matrix_names_what_the_tests_train():
@@ -140,15 +140,15 @@ def test_tables_are_filled(page):
 
 def test_every_rule_is_explained():
     """A finding that its reader cannot look up."""
-    told = (DOCS / "reference" / "checkpoints.md").read_text()
-    named = {rule for cell in re.findall(r"^\| (`.*?) \|", told, re.M) for rule in re.findall(r"`([a-z-]+)`", cell)}
+    reported = (DOCS / "reference" / "checkpoints.md").read_text()
+    named = {rule for cell in re.findall(r"^\| (`.*?) \|", reported, re.M) for rule in re.findall(r"`([a-z-]+)`", cell)}
     assert named == set(IDS)
 
 
 def test_every_check_is_explained():
     """A check that its reader cannot look up, in the order in which they run."""
-    told = (DOCS / "reference" / "verify.md").read_text()
-    assert re.findall(r"^\| `([a-z-]+)` \|", told, re.M) == list(CHECKS)
+    reported = (DOCS / "reference" / "verify.md").read_text()
+    assert re.findall(r"^\| `([a-z-]+)` \|", reported, re.M) == list(CHECKS)
 
 
 def test_help_documents_every_field():

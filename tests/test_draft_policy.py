@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from distributions import TOKENWISE, continued, emitted, in_blocks, number, random_distributions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import TOKENWISE, continued, emitted, in_blocks, number, random_laws
 from quick import loop
 
 from nextn.errors import ConfigError
@@ -26,30 +26,30 @@ from nextn.stats.speedup import Costs, Spread, best_k, expected_speedup
 
 FLAT = tuple(1 + 0.005 * num for num in range(17))
 STEEP = tuple(1 + 0.06 * num for num in range(17))
-# A head: the confidence of each law of a round, and the chance that a draft of it stands.
-Laws = Iterator[tuple[float, float]]
+# A head: the confidence of each distribution of a round, and the chance that a draft of it stands.
+Distributions = Iterator[tuple[float, float]]
 
 
 def costs(v, c):
     return Costs(1, 64, tuple(Spread(each, 0, 0, 1) for each in v), Spread(c, 0, 0, 1))
 
 
-def constant(rate, *, told=None) -> Callable[[random.Random, int], Laws]:
+def constant(rate, *, reported=None) -> Callable[[random.Random, int], Distributions]:
     def distributions(draw, turn):
         while True:
-            yield rate if told is None else told, rate
+            yield rate if reported is None else reported, rate
 
     return distributions
 
 
-def bimodal(sure, unsure, *, told=None) -> Callable[[random.Random, int], Laws]:
-    """Seven laws of ten are sure. told: their confidences, where these are not the acceptances."""
+def bimodal(sure, unsure, *, reported=None) -> Callable[[random.Random, int], Distributions]:
+    """Seven distributions of ten are sure. told: their confidences, where these are not the acceptances."""
 
     def distributions(draw, turn):
         while True:
             is_sure = draw.random() < 0.7
             rate = sure if is_sure else unsure
-            yield (rate if told is None else told[not is_sure]), rate
+            yield (rate if reported is None else reported[not is_sure]), rate
 
     return distributions
 
@@ -94,7 +94,7 @@ def best_fixed(rate, v, c):
 
 
 class Oracle(FixedLength):
-    """Knows each law's acceptance (told as its confidence), and goes on down to the best of many floors."""
+    """Knows each distribution's acceptance (told as its confidence), and goes on down to the best of many floors."""
 
     def __init__(self, v, c, rate):
         super().__init__(len(v) - 1)
@@ -116,17 +116,17 @@ def oracle(head, v, c, **how):
 @loop(("v", "c"), [(FLAT, 0.07), (STEEP, 0.05), (FLAT, 0.2)])
 @loop("rate", [0.5, 0.7, 0.85, 0.95])
 def test_near_the_best_length_where_all_drafts_are_alike(rate, v, c):
-    """A floor of another depth, a rate that does not settle: with nothing to tell laws apart, the best K is best."""
-    for told in (rate, 0.3, 0.01):
-        found = simulated(AdaptiveLength(costs(v, c)), constant(rate, told=told), v, c).rate
-        assert found > 0.95 * best_fixed(rate, v, c), told
+    """A floor of another depth, a rate that does not settle: with nothing to tell probs apart, the best K is best."""
+    for reported in (rate, 0.3, 0.01):
+        found = simulated(AdaptiveLength(costs(v, c)), constant(rate, reported=reported), v, c).rate
+        assert found > 0.95 * best_fixed(rate, v, c), reported
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("told", [None, (0.6, 0.4), (0.99, 0.95), (0.05, 0.5)])
-def test_beats_every_length_where_the_head_knows_its_doubts(told):
+@pytest.mark.parametrize("reported", [None, (0.6, 0.4), (0.99, 0.95), (0.05, 0.5)])
+def test_beats_every_length_where_the_head_knows_its_doubts(reported):
     """A rule that does not look at confidences, or that trusts them as they are."""
-    found = simulated(AdaptiveLength(costs(FLAT, 0.1)), bimodal(0.97, 0.2, told=told), FLAT, 0.1).rate
+    found = simulated(AdaptiveLength(costs(FLAT, 0.1)), bimodal(0.97, 0.2, reported=reported), FLAT, 0.1).rate
     fixed, known = bounds()
     assert found > 1.06 * fixed
     assert found > 0.95 * known
@@ -134,7 +134,7 @@ def test_beats_every_length_where_the_head_knows_its_doubts(told):
 
 @cache
 def bounds():
-    """What the best fixed length, and what one who knows each law's acceptance, makes of a head with doubts."""
+    """What the best fixed length, and what one who knows each probs's acceptance, makes of a head with doubts."""
     return best_fixed(0.7 * 0.97 + 0.3 * 0.2, FLAT, 0.1), oracle(bimodal(0.97, 0.2), FLAT, 0.1)
 
 
@@ -166,9 +166,9 @@ def test_follows_a_text_that_changes():
 def test_a_bin_is_tried_again():
     """A confidence that once was worthless and is never drafted from again, although it now is worth much."""
     rule = AdaptiveLength(costs(STEEP, 0.05))
-    simulated(rule, bimodal(0.97, 0.0, told=(0.99, 0.3)), STEEP, 0.05, rounds=1000)
+    simulated(rule, bimodal(0.97, 0.0, reported=(0.99, 0.3)), STEEP, 0.05, rounds=1000)
     before = rule.plan().table[rule.plan().bin(0.3)]
-    simulated(rule, bimodal(0.97, 0.95, told=(0.99, 0.3)), STEEP, 0.05, rounds=3000)
+    simulated(rule, bimodal(0.97, 0.95, reported=(0.99, 0.3)), STEEP, 0.05, rounds=3000)
     assert before < 0.2
     assert rule.plan().table[rule.plan().bin(0.3)] > 0.85
 
@@ -277,7 +277,7 @@ def test_calibration_lasts():
 
 
 def test_what_is_learned_of_a_round():
-    """Drafts behind the first that does not stand, and laws that were not drafted from, tell nothing."""
+    """Drafts behind the first that does not stand, and distributions that were not drafted from, tell nothing."""
     rule, edges = AdaptiveLength(costs(FLAT, 0.1), overhead=0.5), RoundPlan(1, EDGES)
     before = rule.calibration.table
     rule.learn([0.97, 0.5, 0.2], num_draft_tokens=2, num_accepted=0)
@@ -326,7 +326,7 @@ def test_probes_of_plain_decoding():
 
 
 def test_what_is_hoped_of_confidences():
-    """At first a law stands as often as it is sure, and no less often than drafts do on average."""
+    """At first a distribution stands as often as it is sure, and no less often than drafts do on average."""
     table = AdaptiveLength(costs(FLAT, 0.1)).plan().table
     assert table[0] == pytest.approx(0.7)
     assert table[-1] == pytest.approx((EDGES[-1] + 1) / 2)
@@ -340,15 +340,15 @@ def test_costs_that_fall_are_pooled(measured, used):
     assert AdaptiveLength(costs(measured, 0.1)).v == pytest.approx(used)
 
 
-# Drafts at temperature 1 by the head's confidence, as a trained head's were recorded: (share of laws, chance to stand).
+# Drafts at temperature 1 by the head's confidence, as recorded: (share of drafts, acceptance rate).
 RECORDED = {0.08: (0.15, 0.77), 0.35: (0.25, 0.70), 0.85: (0.25, 0.82), 0.97: (0.35, 0.95)}
 
 
 def recorded(draw, turn):
     shares = [share for share, _ in RECORDED.values()]
     while True:
-        told = draw.choices(list(RECORDED), shares)[0]
-        yield told, RECORDED[told][1]
+        reported = draw.choices(list(RECORDED), shares)[0]
+        yield reported, RECORDED[reported][1]
 
 
 @pytest.mark.more
@@ -411,7 +411,7 @@ def test_a_jump_of_the_costs_is_looked_beyond():
     assert found.rate > 0.97 * best_fixed(0.97, v, 0.0) > 1.1 * expected_speedup(costs(v, 0.0), [0.97], 1)
 
 
-def test_noise_in_the_costs_is_no_gain():
+def test_noise_in_the_costs_is_no_speedup():
     """A pass over more tokens that was measured as cheaper: floors below 0."""
     plan = AdaptiveLength(costs((1.0, 1.2, 1.1, 1.3), 0.0)).plan()
     assert min(plan.take) >= 0
@@ -433,9 +433,9 @@ def test_fixed_is_fixed(p_min):
 @pytest.mark.more
 @pytest.mark.parametrize("rule", [TOKENWISE, (accept_block, in_blocks)], ids=["one by one", "block"])
 def test_stopping_before_the_draw_is_exact(rule):
-    """A stop that sees the draft it leaves out moves the law; the plan's sees the law alone."""
-    p = [random_laws(3**j, 3, seed=j) for j in range(4)]
-    q = [random_laws(3**j, 3, seed=10 + j) for j in range(3)]
+    """A stop that sees the draft it leaves out moves the distribution; the plan's sees the distribution alone."""
+    p = [random_distributions(3**j, 3, seed=j) for j in range(4)]
+    q = [random_distributions(3**j, 3, seed=10 + j) for j in range(3)]
     plan = RoundPlan(3, (0.0, 0.6, 0.8), (0.7, 0.8, 0.9), (0.0, 0.55, 0.4), (0.5, 0.6, 0.0))
 
     def by_plan(drafts):

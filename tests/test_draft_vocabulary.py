@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from distributions import TOKENWISE, continued, emitted, in_blocks, random_distributions, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import TOKENWISE, continued, emitted, in_blocks, random_laws, rng
 
 from nextn.data.corpus import Corpus
 from nextn.errors import ConfigError
@@ -57,7 +57,7 @@ def test_rows_are_what_expand_puts_back():
 def test_decoding_stays_exact(rule, sampling):
     """A filter that stumbles over -inf, or a residual that loses the tokens outside."""
     short = DraftVocabulary.of([[3, 3, 1, 0]], 3, vocab_size=5)
-    p = [random_laws(5**j, 5, seed=j) for j in range(3)]
+    p = [random_distributions(5**j, 5, seed=j) for j in range(3)]
     q = [
         to_probs(short.expand(torch.randn(5**j, 3, generator=rng(j), dtype=torch.float64)), sampling) for j in range(2)
     ]

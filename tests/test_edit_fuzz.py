@@ -91,7 +91,7 @@ def one_case(number: int, folders: dict[str, Path], root: Path) -> list[str]:
 
 
 @pytest.mark.more
-def test_strangers(originals, tmp_path):
+def test_unrecognized_tensors(originals, tmp_path):
     """A traceback, or a folder that is changed by what failed; the case's number is its seed."""
     outcomes: dict[str, int] = {}
     for number in range(MUTANTS):

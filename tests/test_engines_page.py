@@ -30,7 +30,7 @@ def test_page_is_fresh():
     assert made.page(text, made.records()) == text, "stale: run docs/make_engines.py"
 
 
-def test_what_was_not_run_is_said():
+def test_what_was_not_run_is_listed():
     """An absent section is no empty table."""
     assert made.page("<!-- head -->\n<!-- / -->", RECORD) == "<!-- head -->\nNot run yet.\n<!-- / -->"
 
@@ -49,8 +49,8 @@ def test_a_table_from_a_record():
 
 
 def test_a_fault_that_the_engine_refuses():
-    told = {"does": "d", "audit": ["head-absent"], "refused": "ValueError: a | b"}
-    line = list(made.faults({"faults": {"dropped": told}}))[-1]
+    reported = {"does": "d", "audit": ["head-absent"], "refused": "ValueError: a | b"}
+    line = list(made.faults({"faults": {"dropped": reported}}))[-1]
     assert line == "| dropped | d | refuses: ValueError: a \\| b | `head-absent` |  |  |"
 
 

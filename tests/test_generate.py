@@ -141,7 +141,7 @@ def test_eos_comes_from_the_checkpoint(model):
 
 @pytest.mark.more
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_a_shortlist_changes_the_drafts_and_not_the_text(trained, backend):
+def test_a_draft_vocabulary_changes_the_drafts_and_not_the_text(trained, backend):
     """Tokens outside are never drafted; the trunk says them all the same."""
     model = trained["glm"]
     settings = Settings(num_speculative_tokens=3, max_tokens=40)

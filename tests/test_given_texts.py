@@ -70,7 +70,7 @@ def test_texts_that_cannot_be_used(trunk, tmp_path, record, message):
         read_texts(records(tmp_path, record), trunk, None, temperature=0.0)
 
 
-def test_own_and_foreign_text_are_told_apart(trained):
+def test_own_and_foreign_text_are_distinguished(trained):
     """By greedy agreement, and by the likelihood of sampled text."""
     trunk, prompts = trained["glm"].trunk, refrain(8, 33, seed=5).tolist()
     generator = torch.Generator().manual_seed(0)

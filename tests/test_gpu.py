@@ -115,11 +115,11 @@ def test_losses_and_gradients(dtype):
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
 def test_joint_training(name, tmp_path, one_of_one):
     """Losses, match rates and norms of four steps, by one process and sharded."""
-    expected = rank_jobs.told(rank_jobs.trainer(ALONE, tmp_path / "cpu", name).run())
+    expected = rank_jobs.reported(rank_jobs.trainer(ALONE, tmp_path / "cpu", name).run())
     for ranks in (Ranks(device=DEVICE), one_of_one):
         subject = rank_jobs.trainer(ranks, tmp_path / type(ranks).__name__, name)
         assert all(isinstance(each, DTensor) for each in subject.task.named.values()) == (ranks is one_of_one)
-        for line, other in zip(rank_jobs.told(subject.run()), expected, strict=True):
+        for line, other in zip(rank_jobs.reported(subject.run()), expected, strict=True):
             assert line == pytest.approx(other, rel=2e-3, abs=2e-3)
 
 
@@ -127,7 +127,7 @@ def test_a_head_of_a_frozen_trunk(tmp_path):
     logs = []
     for ranks in (ALONE, Ranks(device=DEVICE)):
         trainer = rank_jobs.head_trainer(ranks, tmp_path / ranks.device.type / "run")
-        logs.append(rank_jobs.told(trainer.run()))
+        logs.append(rank_jobs.reported(trainer.run()))
     for line, other in zip(logs[1], logs[0], strict=True):
         assert line == pytest.approx(other, rel=2e-3, abs=2e-3)
 

@@ -53,7 +53,7 @@ def test_standalone_contract():
     assert all(value.grad is not None for value in head.parameters())
 
 
-def test_no_column_sees_its_future():
+def test_no_position_sees_its_future():
     """Changing token j leaves every logit that must not know it bit-equal: depth k at column i eats up to i + k."""
     head = StandaloneHead(50, 16, num_modules=2, num_heads=2)
     tokens = torch.randint(0, 50, (1, 12))

@@ -25,7 +25,7 @@ def test_every_tensor_has_its_place(name, tmp_path):
     assert count == len(found.checkpoint.tensors)
 
 
-def test_strangers(tmp_path):
+def test_unrecognized_tensors(tmp_path):
     """A head that the family does not know must not pass for a trunk without one."""
 
     def rename(table):
@@ -62,7 +62,7 @@ def test_wrapped_names(tmp_path):
     assert found.shared["embedding"] == "model.language_model.embed_tokens.weight"
 
 
-def test_what_cannot_be_judged(tmp_path):
+def test_undecidable_checkpoints(tmp_path):
     """No layer count, or a type without a row: an error that says what is missing."""
     folder = publish(tmp_path / "a", "glm4_moe", config={"num_hidden_layers": None})
     with pytest.raises(CheckpointError, match="num_hidden_layers is needed"):

@@ -168,13 +168,13 @@ def test_parts_of_stored_batches(corpus, tmp_path):
 def test_resume_is_exact(corpus, tmp_path):
     config = replace(CONFIG, eval_every=2, patience=5)
     whole = Trainer(of_fixture(corpus, config), out=tmp_path / "whole")
-    told = list(whole.run())
+    reported = list(whole.run())
     first = Trainer(of_fixture(corpus, config), out=tmp_path / "cut")
     records = list(first.run(lambda: first.step >= 3))
     second = Trainer(of_fixture(corpus, config), out=tmp_path / "cut")
     assert second.resume()
     records += second.run()
-    assert losses(records) == losses(told)
+    assert losses(records) == losses(reported)
     assert second.best_tracker == whole.best_tracker
     assert all(
         torch.equal(one, two) for one, two in zip(second.task.named.values(), whole.task.named.values(), strict=True)
@@ -229,8 +229,8 @@ def test_states_from_disk_train_the_same_head(corpus, tmp_path, monkeypatch):
     for step in range(4):
         example = task.example(step)
         assert example.hidden is not None
-        told, again = task.loss(example, 1.0), task.loss(replace(example, hidden=None), 1.0)
-        torch.testing.assert_close(told.sums, again.sums)
+        reported, again = task.loss(example, 1.0), task.loss(replace(example, hidden=None), 1.0)
+        torch.testing.assert_close(reported.sums, again.sums)
     monkeypatch.setattr(task.model.trunk, "forward", lambda *args, **kwargs: pytest.fail("the trunk ran"))
     Trainer(task, out=tmp_path / "run")._step()
     with pytest.raises(ConfigError, match="limit"):
@@ -411,7 +411,7 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
     config = replace(CONFIG, save_every=1)
     task = of_fixture(corpus, config)
     list(task.cached(tmp_path / "whole").fill())
-    told = losses(Trainer(task, out=tmp_path / "one").run())
+    reported = losses(Trainer(task, out=tmp_path / "one").run())
     hidden = tmp_path / "two" / "hidden"
     second = hidden / "hidden-00001.safetensors"
     killed(_filling_slowly, tmp_path / "two", lambda: second.exists() and any(hidden.glob(".hidden-*.tmp")))
@@ -422,7 +422,7 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
     assert not any(hidden.glob(".*"))
     for path in hidden.glob("hidden-*"):
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
-    assert losses(Trainer(task, out=tmp_path / "two").run()) == told
+    assert losses(Trainer(task, out=tmp_path / "two").run()) == reported
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ def test_a_start_that_is_worse_than_guessing_is_noted(corpus, tmp_path):
 def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):
     """One line that says what is whole, and how to go on; the run goes on from there to the same steps."""
     config = replace(CONFIG, save_every=2)
-    told = losses(Trainer(of_fixture(corpus, config), out=tmp_path / "whole").run())
+    reported = losses(Trainer(of_fixture(corpus, config), out=tmp_path / "whole").run())
     out, save = tmp_path / "run", save_file
 
     def full(tensors, path, **options):
@@ -514,7 +514,7 @@ def test_a_full_disk_at_a_checkpoint(corpus, tmp_path, monkeypatch):
     monkeypatch.undo()
     trainer = Trainer(of_fixture(corpus, config), out=out)
     assert trainer.resume()
-    assert losses(trainer.run()) == told[2:]
+    assert losses(trainer.run()) == reported[2:]
 
 
 def test_room_is_checked_first(corpus, tmp_path, monkeypatch):

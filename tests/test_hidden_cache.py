@@ -120,8 +120,8 @@ def test_going_on_makes_only_what_is_missing(model, tmp_path, monkeypatch):
     filled(model, tmp_path / "whole", shard_bytes=2 * 2000)
     asked = []
     cache = cached(model, tmp_path / "cut", shard_bytes=2 * 2000)
-    told = list(cache.fill(lambda: asked.append(1) or len(asked) > 3))
-    assert told == [(0, 5), (1, 5), (2, 5), (3, 5)]
+    reported = list(cache.fill(lambda: asked.append(1) or len(asked) > 3))
+    assert reported == [(0, 5), (1, 5), (2, 5), (3, 5)]
     assert len(list((tmp_path / "cut").glob("hidden-*"))) == 1
     assert list(cached(model, tmp_path / "cut", shard_bytes=2 * 2000).fill()) == [(2, 5), (3, 5), (4, 5), (5, 5)]
     torn = tmp_path / "cut" / "hidden-00001.safetensors"
@@ -223,7 +223,7 @@ def test_a_head_learns_the_same_from_the_cache(model, tmp_path):
     assert all(map(torch.equal, *grads))
 
 
-def test_an_imprint_tells_weights_apart():
+def test_fingerprints_of_other_weights_differ():
     """Catches a change of any one tensor, of a dtype or of a name, and a hash that differs from call to call."""
     model = build("glm4_moe").trunk.model
     seen = {fingerprint(model)}

@@ -93,7 +93,7 @@ def states_after(trunk, tokens, windows):
 
 @pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_rejected_column_never_was(name, dtype):
+def test_a_rejected_position_leaves_no_trace(name, dtype):
     """Bit for bit: a state after a rollback is that of the committed positions, in one block or one by one."""
     trunk, tokens = fast(name, dtype).trunk, [prompt(60, seed=seed) for seed in range(3)]
     put_back, _ = states_after(trunk, tokens, [(9, [5, 0, 9]), (MAX_RECURRENT_BLOCK, [4, 9, 0]), (7, [7] * 3)])

@@ -19,7 +19,7 @@ from nextn.train.layer_inputs import measure_layers
 TOKENS = torch.tensor([prompt(24, seed=row) for row in range(4)])
 
 
-def spread_gains(model):
+def spread_norm_weights(model):
     """Norm gains off 1, so that a norm that is left out or taken for another is seen."""
     with torch.no_grad():
         for name, value in model.trunk.named_parameters():
@@ -48,7 +48,7 @@ def test_every_family_gets_a_head(name):
 def test_of_a_streamed_trunk(name, tmp_path):
     """The same values, of layers that are read one by one."""
     model = build(name, initializer_range=0.1)
-    spread_gains(model)
+    spread_norm_weights(model)
     model.save(tmp_path / "model")
     heads, layers = [], []
     for stream in (False, True):
@@ -69,7 +69,7 @@ def test_scaled_writers_compute_the_same_on_a_scaled_stream(name):
     """A stream of a quarter of the size, and what is written into it divided by four: the same result by four."""
     model = build(name, initializer_range=0.1)
     trunk = model.trunk
-    spread_gains(model)
+    spread_norm_weights(model)
     block = Head(model.family, trunk).stack[0]
     with torch.no_grad():
         places, _ = module._copy_layer(block.layers[0], block.layer_types[0], trunk, model.family)
@@ -146,7 +146,7 @@ def cross_entropy(hidden, trunk, tokens):
 
 @pytest.mark.more
 def test_it_learns_sooner_than_from_chance():
-    """On a trained trunk, cross-entropy against its law after a few steps."""
+    """On a trained trunk, cross-entropy against its distribution after a few steps."""
     model = Model.load(FIXTURES / "glm", dtype=torch.float32)
     model.trunk.requires_grad_(False)
     tokens = refrain(16, 48, seed=3)

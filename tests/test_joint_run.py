@@ -47,14 +47,14 @@ def of(given, tmp_path):
 
 def went(run, model, *, stop=lambda: False):
     """Run the stages -> (folder, last step) of each that began; the next one begins only where one is over."""
-    told = []
+    reported = []
     for trainer in run.stages(model):
         trainer.resume()
         list(trainer.run(stop))
-        told.append((trainer.folder.path.name, trainer.step))
+        reported.append((trainer.folder.path.name, trainer.step))
         if not trainer.is_over:
             break
-    return told
+    return reported
 
 
 def head_of(folder):
@@ -169,10 +169,10 @@ def test_the_command(given, tmp_path, here):
     refine = [word for key, value in REFINE.items() for word in ("--set", f"refine.{key}={value}")]
     code, out, err = here("train", tmp_path / "run", *files, *small, *refine, "--json")
     assert code == 0, err
-    told = json.loads(out)
-    assert told["model"] == str(tmp_path / "run" / "model")
-    assert told["best_step"] == 4
-    assert len(told["best"]["greedy"]["acceptance"]) == 3
+    reported = json.loads(out)
+    assert reported["model"] == str(tmp_path / "run" / "model")
+    assert reported["best_step"] == 4
+    assert len(reported["best"]["greedy"]["acceptance"]) == 3
     code, out, err = here("train", tmp_path / "run", *files, *small, *refine)
     assert code == 2
     assert "holds a run already; use --resume" in err

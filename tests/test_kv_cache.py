@@ -131,7 +131,7 @@ def test_an_unwatched_recurrent_layer_raises():
             cache.commit([2])
 
 
-def test_slabs_grow_by_doubling():
+def test_buffers_grow_by_doubling():
     """Appending n columns one by one copies O(n) of them, not O(n^2)."""
     layer = AttentionLayer()
     cache = KVCache([layer], 1)

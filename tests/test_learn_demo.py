@@ -130,7 +130,7 @@ def decoded(*, other=b"", texts=3):
     return DecodedModel((tuple(b"# a prompt\n"),) * count, greedy, sampled, 2, "native", "", 1)
 
 
-def test_loops_do_not_count():
+def test_repetitive_text_does_not_count():
     """Catches a speed-up of loops, which are easy to draft; where all loop, all count."""
     pair = decoded(texts=1).greedy
     assert pair.non_degenerate == [0]
@@ -187,7 +187,7 @@ def test_a_rate_of_one_is_drawn(tmp_path):
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch, here):
+def reported(tmp_path, monkeypatch, here):
     """`nextn demo` whose training and decoding are over -> what it prints of them."""
 
     def call(*args, draws=True, rates=(0.5,), loss=1.0, **changes):
@@ -230,8 +230,8 @@ def test_a_published_model(tmp_path, here, monkeypatch):
     assert asked == [3]
 
 
-def test_without_the_published_model(told, here, tmp_path):
-    told()
+def test_without_the_published_model(reported, here, tmp_path):
+    reported()
     _, out, err = here("demo", "--no-download", "--minutes", "0", "--folder", tmp_path)
     assert "note: the small model of the package, as SmolLM2-135M-Instruct is not there" in err
     assert "downloads are off" in err
@@ -247,8 +247,8 @@ def test_the_head_in_the_package():
     assert (SHIPPED_HEAD / "README.md").read_text().startswith("---\nlicense: apache-2.0")
 
 
-def test_the_story(told, tmp_path):
-    text = told()
+def test_the_story(reported, tmp_path):
+    text = reported()
     first, second = text.split("2. Training such a model here")
     for part in (first, second):
         lines = part[part.index("held-out prompt 1") :].splitlines()
@@ -261,34 +261,34 @@ def test_the_story(told, tmp_path):
         assert part.count("output") == 1
     assert unwrapped("for 4 minutes (--minutes)") in unwrapped(second)
     assert unwrapped(f"trained 30 s, 35 s in all; in {tmp_path}: model, report.json, loss.png") in unwrapped(second)
-    assert "output DIFFERENT" in told(other=TEXT[:-1] + b"!")
+    assert "output DIFFERENT" in reported(other=TEXT[:-1] + b"!")
 
 
-def test_a_disagreement_of_training_and_decoding_is_a_finding(told, tmp_path):
+def test_a_disagreement_of_training_and_decoding_is_a_finding(reported, tmp_path):
     """Prompts longer than what the model was trained on once cost all acceptance, and nothing said so."""
-    assert "finding:" not in told()
-    text = unwrapped(told(rates=(1.0, 1.0)))  # AL 3 is expected, 2 is decoded
+    assert "finding:" not in reported()
+    text = unwrapped(reported(rates=(1.0, 1.0)))  # AL 3 is expected, 2 is decoded
     assert (
         unwrapped("finding: greedy: training's teacher-forced figures give AL 3.00 at K = 2, decoding has 2.00") in text
     )
     assert str(tmp_path / "model") in text
-    assert len(json.loads(told("--json", rates=(1.0, 1.0)))["disagreements"]) == 2
-    (sampled,) = json.loads(told("--json", rates=(1.0, 1.0), texts=2))["disagreements"]  # two texts show nothing
+    assert len(json.loads(reported("--json", rates=(1.0, 1.0)))["disagreements"]) == 2
+    (sampled,) = json.loads(reported("--json", rates=(1.0, 1.0), texts=2))["disagreements"]  # two texts show nothing
     assert sampled.startswith("temperature 1: ")
 
 
-def test_text_of_too_few_steps_is_called_what_it_is(told, tmp_path):
+def test_text_of_too_few_steps_is_called_what_it_is(reported, tmp_path):
     """On a slow machine the text of the trained model is no code, and a reader blames the package."""
-    text = unwrapped(told(loss=2.0))
+    text = unwrapped(reported(loss=2.0))
     assert unwrapped("9 steps are too few for this model: its text is gibberish (2.89 bits per byte") in text
     assert unwrapped(f"`nextn demo --folder {tmp_path} --minutes 30` trains it longer") in text
-    assert "toofew" not in unwrapped(told())
+    assert "toofew" not in unwrapped(reported())
 
 
-def test_drafts_that_cost_more_than_they_save_are_named(told, monkeypatch):
+def test_drafts_that_cost_more_than_they_save_are_named(reported, monkeypatch):
     monkeypatch.setattr(DecodedPair, "speedup", 0.9)
-    assert unwrapped("its drafts cost more than they save (greedy, temperature 1)") in unwrapped(told())
-    assert unwrapped("more than they save (temperature 1)") in unwrapped(told(texts=2))
+    assert unwrapped("its drafts cost more than they save (greedy, temperature 1)") in unwrapped(reported())
+    assert unwrapped("more than they save (temperature 1)") in unwrapped(reported(texts=2))
 
 
 def test_prompts_are_no_longer_than_what_the_model_was_trained_on(tmp_path, monkeypatch):
@@ -307,24 +307,24 @@ def test_prompts_are_no_longer_than_what_the_model_was_trained_on(tmp_path, monk
     assert longest <= by_name("tiny", vocab_size=264).train.length
 
 
-def test_json(told):
-    record = json.loads(told("--json"))
+def test_json(reported):
+    record = json.loads(reported("--json"))
     assert (record["num_speculative_tokens"], record["greedy"]["repetitive"], record["temperature_1"]["speedup"]) == (
         2, 1, pytest.approx(2),
     )  # fmt: skip
     assert record["shipped"]["native"]["identical_output"]
 
 
-def test_without_matplotlib(told, monkeypatch):
+def test_without_matplotlib(reported, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    text = told("--minutes", "0", draws=False)
+    text = reported("--minutes", "0", draws=False)
     assert unwrapped("no figures (figures need matplotlib: pip install 'matplotlib>=3.8')") in unwrapped(text)
     assert "output identical" in text
 
 
-def test_stopped(told, tmp_path, monkeypatch, here):
+def test_stopped(reported, tmp_path, monkeypatch, here):
     """A stopped demo says how to go on, and prints no figures of the training."""
-    told("--minutes", "0")
+    reported("--minutes", "0")
     monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: None)
     code, out, err = here("demo", "--no-download", "--folder", tmp_path, "--minutes", "1.5")
     assert code == 130

@@ -38,7 +38,7 @@ def test_cost_of_a_round_decides_k():
     assert point(32, 0.63).best(RATES) == 0
 
 
-def test_a_gain_that_is_not_sure_is_none():
+def test_an_uncertain_speedup_is_none():
     assert point(4, 1.1).best(RATES) > 0
     assert point(4, 1.1, low=0.7).best(RATES) == 0
     assert (

@@ -196,7 +196,7 @@ def test_a_copy_that_is_not_finite(glm):
     assert refused(glm) == ["non-finite: model.layers.2.embed_tokens.weight"]
 
 
-def test_more_modules_than_promised(tmp_path):
+def test_more_modules_than_declared(tmp_path):
     """Three modules stored and two promised: the third must not vanish."""
     build("glm4_moe", modules=3).save(tmp_path / "model")
     set_config(tmp_path / "model", num_nextn_predict_layers=2)

@@ -105,7 +105,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(parts, tmp_path, mon
 def test_accumulation_is_how_and_not_what(corpus, tmp_path):
     """Steps, log and held-out figures are those of whole batches, and a run goes on with other parts."""
     config = replace(CONFIG, batch_size=4)
-    told = list(trainer(ragged(corpus), tmp_path / "whole", config).run())
+    reported = list(trainer(ragged(corpus), tmp_path / "whole", config).run())
     first = trainer(ragged(corpus), tmp_path / "cut", replace(config, accumulate=4))
     records = list(first.run(lambda: first.step >= 3))
     rows = [example.tokens.shape for example in held_out_batches(first.task.held_out, first.config, ALONE)]
@@ -113,10 +113,10 @@ def test_accumulation_is_how_and_not_what(corpus, tmp_path):
     second = trainer(ragged(corpus), tmp_path / "cut", replace(config, accumulate=2, checkpoint_layers=True))
     assert second.resume()
     records += second.run()
-    for one, two in zip(losses(told), losses(records), strict=True):
+    for one, two in zip(losses(reported), losses(records), strict=True):
         assert two == pytest.approx(one, rel=1e-4)
-    assert records[-1].forced.loss == pytest.approx(told[-1].forced.loss, rel=1e-4)
-    assert [record.tokens for record in records[:-1]] == [record.tokens for record in told[:-1]]
+    assert records[-1].forced.loss == pytest.approx(reported[-1].forced.loss, rel=1e-4)
+    assert [record.tokens for record in records[:-1]] == [record.tokens for record in reported[:-1]]
 
 
 @pytest.mark.more

@@ -145,7 +145,7 @@ def test_controls(found):
     assert controls.warnings == []
 
 
-def shift_gains(model, by):
+def shift_norm_weights(model, by):
     with torch.no_grad():
         for name, value in model.head.named_parameters():
             if "norm" in name:
@@ -158,7 +158,7 @@ def test_a_wrong_convention_is_noted(trained, tmp_path):
     from nextn.model.model import Model
 
     model = Model.load(FIXTURES / "qwen", dtype=torch.float32)
-    shift_gains(model, -1.0)
+    shift_norm_weights(model, -1.0)
     measured = reference_acceptance(model, PROMPTS, replace(PLAN, temperatures=(0.0,)))
     assert measured.figures(0.0).rates[0].value < 0.2
     assert any("--probe" in warning for warning in measured.warnings)

@@ -10,7 +10,7 @@ from nextn.train.metrics import TensorBoard, scalars
 
 
 @dataclass
-class Told:
+class Reported:
     step: int
     loss: tuple[float, ...]
     forced: dict[str, object]
@@ -22,8 +22,8 @@ class Told:
 
 
 def test_numbers_by_their_place():
-    told = Told(3, (1.5, 2.0), {"match": [0.5, None], "definition": "words", "AL": 2})
-    assert dict(scalars(told.as_record())) == {
+    reported = Reported(3, (1.5, 2.0), {"match": [0.5, None], "definition": "words", "AL": 2})
+    assert dict(scalars(reported.as_record())) == {
         "step": 3.0, "loss/0": 1.5, "loss/1": 2.0, "forced/match/0": 0.5, "forced/AL": 2.0,
     }  # fmt: skip
 
@@ -33,9 +33,9 @@ def test_tensorboard_reads_them(tmp_path):
 
     with TensorBoard(tmp_path) as writer:
         for step in (1, 2, 3):
-            writer.write(Told(step, (9.0 if step == 3 else 0.5 * step,), {"AL": step}))
+            writer.write(Reported(step, (9.0 if step == 3 else 0.5 * step,), {"AL": step}))
     with TensorBoard(tmp_path, step=2) as writer:  # gone on with after step 2
-        writer.write(Told(3, (1.5,), {"AL": 3}))
+        writer.write(Reported(3, (1.5,), {"AL": 3}))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["forced/AL", "loss/0"]
     assert [(each.step, each.value) for each in events.Scalars("loss/0")] == [(1, 0.5), (2, 1.0), (3, 1.5)]

@@ -477,7 +477,7 @@ def test_without_copies(tmp_path):
     assert Model.load(tmp_path / "model").head is not None
 
 
-def test_a_copy_that_differs_is_told(saved):
+def test_a_copy_that_differs_is_reported(saved):
     folder, shard = saved
     rewrite(shard, lambda tensors: tensors["model.layers.2.embed_tokens.weight"].add_(0.5))
     notes = Model.load(folder).notes

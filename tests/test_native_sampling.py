@@ -4,7 +4,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from laws import CASES, LAST32, TOKENWISE, Rule, continued, emitted, in_blocks, normalized, p_and_q, random_laws, rng
+from distributions import (
+    CASES,
+    LAST32,
+    TOKENWISE,
+    Rule,
+    continued,
+    emitted,
+    in_blocks,
+    normalized,
+    p_and_q,
+    random_distributions,
+    rng,
+)
 from quick import loop
 from torch import Tensor
 
@@ -120,7 +132,7 @@ def test_tokens_that_have_no_logit_have_no_chance() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 5, 512, 513, 3000])
 def test_sampling_inverts_the_cdf(vocab: int) -> None:
-    distributions = random_laws(50, vocab, seed=vocab).float()
+    distributions = random_distributions(50, vocab, seed=vocab).float()
     distributions = distributions * (torch.rand(50, vocab, generator=rng(1)) < 0.5)
     distributions[:, vocab // 2] += 0.1
     u = torch.rand(50, generator=rng(2))

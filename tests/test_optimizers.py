@@ -34,7 +34,7 @@ def step(each, parameters):
         optimizer.step()
 
 
-def test_gains_are_not_decayed_and_inner_matrices_go_to_muon():
+def test_norm_weights_are_not_decayed_and_inner_matrices_go_to_muon():
     parameters = named(build("glm4_moe"))
     names = {id(value): name for name, value in parameters.items()}
     adamw, muon = build_optimizers(parameters, config(optimizer="muon"))

@@ -146,7 +146,7 @@ def test_experts_in_another_order_are_noticed(tmp_path, monkeypatch):
         backend_for(Model.load(folder), "native")
 
 
-def test_stand_ins_tell_their_rows(tmp_path):
+def test_stand_ins_report_their_rows(tmp_path):
     folder, _ = quantized(tmp_path / "model", None)
     codes = packed_experts(Model.load(folder))[0].codes["gate_up_proj"]
     half = codes.stand_in.shape[1] // 2

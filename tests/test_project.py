@@ -59,7 +59,7 @@ def check_command(command):
             assert all((ROOT / word).exists() for word in named), line
 
 
-def test_workflows_cover_what_is_promised():
+def test_workflows_cover_the_documented_versions():
     ci = {step.get("run") for job in jobs(GITHUB / "workflows" / "ci.yml").values() for step in job["steps"]}
     assert {"make check", "make test", "make wheel", "make docs"} <= ci
 

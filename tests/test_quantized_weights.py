@@ -110,7 +110,7 @@ def test_scales_that_are_exponents():
         ((200,), (2,), None),
     ],
 )
-def test_which_block_scales_stand_for(shape, scale, block):
+def test_blocks_implied_by_scales(shape, scale, block):
     """A grid that does not fit must not be stretched over the weight."""
     assert quantized_weights.implied_block(shape, scale, (128, 128)) == block
 
@@ -129,7 +129,7 @@ def test_declared_block(config, block):
     assert quantized_weights.declared_block(config, by_name("deepseek_v3")) == block
 
 
-def test_where_scales_stand():
+def test_places_of_scales():
     """Each publisher's name for the scales, of a weight and of experts in one tensor."""
     for weight, scale in {
         "a.weight": "a.weight_scale_inv", "b.weight": "b.weight_scale", "c.weight": "c.scale",

@@ -77,7 +77,7 @@ def test_every_marker_is_run_by_a_target():
         ("slow and not gpu", (), 3, []),
     ],
 )
-def test_what_is_left_out_is_told(markers, processes, passed, said, tmp_path):
+def test_what_is_left_out_is_reported(markers, processes, passed, said, tmp_path):
     """Of the tests that each target runs, also where other processes left them out."""
     (tmp_path / "test_numbers.py").write_text(TESTS)
     command = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_faults import PLANTED, plant
+from engine_faults import INJECTED, plant
 from engines import environments
 from engines.client import Unavailable
 from engines.referee import DEFINITIONS, Ours, compared, counts_of, rates_of
@@ -148,8 +148,8 @@ def whole(bench):
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "vllm"])
-@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
-def test_planted(fault, engine, whole, bench, put, tmp_path):
+@pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.name)
+def test_injected_faults(fault, engine, whole, bench, put, tmp_path):
     """A fault in the files shows in an engine's counters, or is refused; what is wrong is named from the outside."""
     folder, bad = canary("glm4_moe"), tmp_path / "bad"
     plant(fault, folder, bad, other=canary("glm4_moe", 1))
@@ -193,11 +193,11 @@ def looked(folder: Path, prompts: list[tuple[int, ...]]) -> tuple[dict, dict]:
     plan = ReferencePlan(num_speculative_tokens=FAULT_K, temperatures=(0.0, 1.0), max_tokens=TOKENS, backend="torch")
     measured = reference_acceptance(model, [Prompt(each, "all") for each in prompts], plan)
     found = probe(model, truncate_texts(measured.generated[1.0].texts), FAULT_K, pairs=False)
-    told = {
+    reported = {
         "rates": [each.as_record()["value"] for each in measured.figures(0.0).rates],
         "warnings": [each for each in measured.warnings if "texts" not in each],
     }
-    return told, {"preferred": list(found.preferred.keys), "summary": found.summary}
+    return reported, {"preferred": list(found.preferred.keys), "summary": found.summary}
 
 
 def test_head_trained_here(bench, put, tmp_path):

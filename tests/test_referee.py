@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from engine_faults import PLANTED, Files, plant
+from engine_faults import INJECTED, Files, plant
 from engines.protocol import Answer
 from engines.referee import Ours, Seen, asked, compared, conventions, counts_of, rates_of
 from tiny import refrain
@@ -148,7 +148,7 @@ def test_rates_of_nothing():
     assert rates_of([Counters("x", 4, None, 0, (0,))], 2) == [0.0, None]
 
 
-@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.name)
 def test_an_injected_fault_changes_only_the_head(fault, noisy, fixture_folder, tmp_path):
     """The trunk's tensors stay; the head's are gone, named otherwise, or other ones."""
     plant(fault, noisy, tmp_path / "bad", other=fixture_folder / "glm_one")

@@ -611,11 +611,11 @@ def test_provenance_goes_on(tmp_path):
     assert record.beside == trunk_fingerprint(take(last))
 
 
-def test_a_list_is_told_by_its_changes():
+def test_a_list_is_described_by_its_changes():
     """Two long lists side by side, both cut short, in which nobody finds the difference."""
     before, after = {"ignore": ["lm_head", "a"], "bits": 4}, {"ignore": ["a", "b", "c", "d", "e"], "bits": 4}
-    told = _differences({"quantization_config": before}, {"quantization_config": after})
-    assert list(told) == ["quantization_config.ignore: - lm_head; + b, c, d and 1 more"]
+    reported = _differences({"quantization_config": before}, {"quantization_config": after})
+    assert list(reported) == ["quantization_config.ignore: - lm_head; + b, c, d and 1 more"]
     assert list(_differences({"bits": [1, 2]}, {"bits": [2, 1]})) == ["bits: [1, 2] -> [2, 1]"]
 
 

@@ -1,4 +1,4 @@
-"""Rounds against plain decoding: equality for every family, forced rejections, ragged batches, ends, limits, laws."""
+"""Rounds against plain decoding: equality for every family, forced rejections, ragged batches, ends, limits, probs."""
 
 from collections import Counter
 from functools import cache, partial
@@ -107,9 +107,9 @@ def test_rejection_at_every_position(model, plain, kept):
     drafter = oracle([text], right=[kept])
     found, log = decode(model, [prompt(17, seed=17)], num_speculative_tokens=5, max_tokens=14, make_drafter=drafter)
     assert found[0] == text
-    judged = [part for each in log for part in each.rows if len(part.drafts) == 5]
-    assert judged
-    assert all(part.num_accepted == kept and len(part.emitted) == kept + 1 for part in judged)
+    verified = [part for each in log for part in each.rows if len(part.drafts) == 5]
+    assert verified
+    assert all(part.num_accepted == kept and len(part.emitted) == kept + 1 for part in verified)
 
 
 class Late:
@@ -133,7 +133,7 @@ class Late:
 @pytest.mark.more
 @pytest.mark.parametrize(("name", "modules"), [("glm4_moe", 2), ("deepseek_v3", 3)])
 def test_modules_that_do_not_run_do_not_fall_behind(name, modules):
-    """No law is sure enough, so only the first module runs in a round: what waits for the others stays short, and in
+    """No probs is sure enough, so only the first module runs in a round: what waits for the others stays short, and in
     the end they draft what they draft behind twenty baseline rounds."""
     model, waiting = build(name, modules=modules), []
 
@@ -202,7 +202,7 @@ def test_batch_draws_what_a_single_row_draws():
     )
 
 
-LAWS = {
+DISTRIBUTIONS = {
     "plain": (Sampling(temperature=1.0), True),
     "argmax-drafts": (Sampling(temperature=1.0), False),
     "top-p": (Sampling(temperature=0.7, top_p=0.8), True),
@@ -210,18 +210,21 @@ LAWS = {
 }
 
 
-# What a law does with a state that cannot be cropped, two of them tell.
+# What a distribution does with a state that cannot be cropped, two of them tell.
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "probs"),
-    [*product(["glm4_moe"], LAWS), *(case("qwen3_5", law, quick=False) for law in ("plain", "penalty"))],
+    [
+        *product(["glm4_moe"], DISTRIBUTIONS),
+        *(case("qwen3_5", distribution, quick=False) for distribution in ("plain", "penalty")),
+    ],
 )
-def test_whole_decodes_follow_the_law(name, probs):
-    """Chi-square of 4-token texts over a vocabulary of 3 against the law enumerated from the trunk alone.
+def test_whole_decodes_follow_the_distribution(name, probs):
+    """Chi-square of 4-token texts over a vocabulary of 3 against the distribution enumerated from the trunk alone.
 
     Catches q of other settings than p, a penalty that misses the drafts before, a lost residual.
     """
-    sampling, sampled = LAWS[probs]
+    sampling, sampled = DISTRIBUTIONS[probs]
     model = build(name, vocab_size=3, hidden_size=16, seed=5, initializer_range=0.2)
     start, count = [1, 2, 0], 2400 if name == "glm4_moe" else 900
     counts: Counter[tuple[int, ...]] = Counter()
@@ -261,7 +264,7 @@ def _probability(model, start, text, sampling):
 
 
 def test_eos_ends_a_row_inside_a_round():
-    """Kept drafts behind an eos are not emitted, and do not count as judged."""
+    """Kept drafts behind an eos are not emitted, and do not count as verified."""
     model = build("glm4_moe")
     text = decode(model, [prompt(9)], num_speculative_tokens=0, max_tokens=20)[0][0]
     at = next(index for index in range(3, 20) if text[index] not in text[:index])

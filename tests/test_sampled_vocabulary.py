@@ -47,7 +47,7 @@ def test_with_every_token_it_is_the_loss_over_the_vocabulary(objective):
         torch.testing.assert_close(own, gradients)
 
 
-def test_drawn_tokens_stand_for_the_others():
+def test_sampled_tokens_represent_the_others():
     """Over many draws the loss and its gradient approach those of the vocabulary; without the rest they do not."""
     whole, gradients = whole_loss()
     drawn = [sampled_loss(torch.arange(300), 150, seed=seed) for seed in range(60)]

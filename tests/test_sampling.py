@@ -6,9 +6,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from laws import (
+from distributions import (
     CASES,
     LAST32,
     LAST64,
@@ -19,9 +17,11 @@ from laws import (
     in_blocks,
     one_hot,
     p_and_q,
-    random_laws,
+    random_distributions,
     rng,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quick import loop
 from torch import Tensor
 from transformers.generation import logits_process as reference
@@ -42,8 +42,10 @@ SMALL = torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.05])
 @loop(("num_draft_tokens", "vocab"), [(1, 7), (2, 5), (3, 4)])
 @loop("case", CASES)
 @loop("rule", RULES.values(), ids=RULES)
-def test_what_is_emitted_has_the_law_of_the_trunk(rule: Rule, case: str, num_draft_tokens: int, vocab: int) -> None:
-    """Any error in the threshold, its strictness, the residual, its row, the prefix rule or the limit moves the law."""
+def test_what_is_emitted_has_the_distribution_of_the_trunk(
+    rule: Rule, case: str, num_draft_tokens: int, vocab: int
+) -> None:
+    """Any error in the threshold, its strictness, the residual, its row, the prefix rule or the limit changes it."""
     pairs = [p_and_q(case, vocab**j, vocab, seed=10 * j) for j in range(num_draft_tokens + 1)]
     p, q = [p for p, _ in pairs], [q for _, q in pairs[:-1]]
     for limit in [None, *range(num_draft_tokens + 1)]:
@@ -69,7 +71,7 @@ def test_a_block_keeps_no_fewer_drafts(case: str) -> None:
         assert more >= 10
 
 
-def test_a_block_is_judged_as_its_paper_counts() -> None:
+def test_a_block_is_verified_as_its_paper_counts() -> None:
     """Sun et al. 2024, section 2: two tokens, two drafts; 10/9 are kept one by one and 11/9 as a block."""
     p, q = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
     chains = [p.expand(2**j, 2) for j in range(3)], [q.expand(2**j, 2) for j in range(2)]
@@ -80,7 +82,11 @@ def test_a_block_is_judged_as_its_paper_counts() -> None:
 @pytest.mark.parametrize("accept", [accept, accept_block])
 def test_a_row_does_not_see_its_neighbors(accept: Callable) -> None:
     """Limits, kept counts and residual rows that are indexed by the wrong row of the batch."""
-    p, q, u = random_laws(40, 4, 5, seed=1), random_laws(40, 3, 5, seed=2), torch.rand(40, 3, generator=rng(3))
+    p, q, u = (
+        random_distributions(40, 4, 5, seed=1),
+        random_distributions(40, 3, 5, seed=2),
+        torch.rand(40, 3, generator=rng(3)),
+    )
     drafts, limit = sample_at(q, torch.rand(40, 3, generator=rng(4))), torch.arange(40) % 4
     together = accept(p, q, drafts, u=u, limit=limit)
     assert len(together.num_accepted.unique()) == 4
@@ -94,7 +100,7 @@ def test_a_row_does_not_see_its_neighbors(accept: Callable) -> None:
 @pytest.mark.parametrize("accept", [accept, accept_block])
 def test_without_drafts_the_trunk_decides(accept: Callable) -> None:
     """K = 0 that crashes on the empty axis, or that takes a residual of nothing."""
-    p, none = random_laws(2, 1, 5), torch.zeros(2, 0)
+    p, none = random_distributions(2, 1, 5), torch.zeros(2, 0)
     verification = accept(p, torch.zeros(2, 0, 5), none.long(), u=none)
     assert verification.num_accepted.tolist() == [0, 0]
     assert torch.equal(verification.next_probs, p[:, 0])
@@ -102,7 +108,7 @@ def test_without_drafts_the_trunk_decides(accept: Callable) -> None:
 
 
 @pytest.mark.parametrize("accept", [accept, accept_block])
-def test_equal_laws_keep_every_draft_in_float32(accept: Callable) -> None:
+def test_equal_distributions_keep_every_draft_in_float32(accept: Callable) -> None:
     """u * q that rounds up to p at the largest u, so that a perfect head is refused."""
     p = to_probs(torch.randn(5000, 4, 9, generator=rng()) * 4, Sampling(temperature=1.0))
     drafts = sample_at(p, torch.rand(5000, 4, generator=rng(1)))[:, :-1]
@@ -137,7 +143,9 @@ def by_loop(best: Tensor, drafts: Tensor, limit: Tensor) -> tuple[list[int], lis
     return kept, [row[n] for row, n in zip(best.tolist(), kept, strict=True)]
 
 
-def with_laws(draw_q: Callable[[Tensor], Tensor], accept: Callable = accept) -> Callable[..., tuple[Tensor, Tensor]]:
+def with_distributions(
+    draw_q: Callable[[Tensor], Tensor], accept: Callable = accept
+) -> Callable[..., tuple[Tensor, Tensor]]:
     def verify(best: Tensor, drafts: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
         u = torch.rand(drafts.shape, generator=rng(1))
         verification = accept(one_hot(best, 3), draw_q(drafts), drafts, u=u, limit=limit)
@@ -155,9 +163,9 @@ def by_rows(best: Tensor, drafts: Tensor, *, limit: Tensor | None = None) -> tup
 
 TWINS = {
     "fast": by_rows,
-    "laws, argmax drafts": with_laws(lambda drafts: one_hot(drafts, 3)),
-    "laws, sampled drafts": with_laws(lambda drafts: random_laws(*drafts.shape, 3)),
-    "laws, argmax drafts, as a block": with_laws(lambda drafts: one_hot(drafts, 3), accept_block),
+    "distributions, argmax drafts": with_distributions(lambda drafts: one_hot(drafts, 3)),
+    "distributions, sampled drafts": with_distributions(lambda drafts: random_distributions(*drafts.shape, 3)),
+    "distributions, argmax drafts, as a block": with_distributions(lambda drafts: one_hot(drafts, 3), accept_block),
 }
 
 
@@ -167,7 +175,7 @@ TWINS = {
 def test_greedy_twins_keep_the_leading_matches(
     verify: Callable, seed: int, num_draft_tokens: int, limited: bool
 ) -> None:
-    """The fast path of greedy decoding that parts from the laws it stands for, in kept, next token or limit."""
+    """The fast path of greedy decoding that parts from the probs it stands for, in kept, next token or limit."""
     best, drafts = (torch.randint(3, (8, num_draft_tokens + extra), generator=rng(seed + extra)) for extra in (1, 0))
     drafts = torch.where(torch.rand(drafts.shape, generator=rng(seed)) < 0.7, best[:, :-1], drafts)
     limit = (
@@ -187,9 +195,9 @@ def test_ragged_rows_are_padded_behind() -> None:
     assert ragged([[], []], torch.long).shape == (2, 0)
 
 
-def test_overlap_is_how_often_a_draft_stands() -> None:
+def test_overlap_is_the_acceptance_rate() -> None:
     """A reported acceptance that is not the accept rule's (TV for 1 - TV, or max for min)."""
-    p, q = random_laws(2, 6, seed=5)
+    p, q = random_distributions(2, 6, seed=5)
     u = ((torch.arange(4000) + 0.5) / 4000)[:, None]
     stands = [
         accept(p.expand(4000, 2, 6), q.expand(4000, 1, 6), torch.full((4000, 1), x), u=u).num_accepted for x in range(6)
@@ -197,7 +205,7 @@ def test_overlap_is_how_often_a_draft_stands() -> None:
     torch.testing.assert_close(overlap(p, q), q @ torch.stack(stands).double().mean(-1), atol=1e-3, rtol=0)
 
 
-def transformers_law(logits: Tensor, sampling: Sampling, ids: Tensor) -> tuple[Tensor, Tensor]:
+def transformers_distribution(logits: Tensor, sampling: Sampling, ids: Tensor) -> tuple[Tensor, Tensor]:
     """What `generate` samples from, in the order of `_get_logits_processor`; and the penalized logits it began with."""
     scores = logits
     if sampling.repetition_penalty != 1:
@@ -246,19 +254,19 @@ samplings = st.builds(
     seed=seeds,
 )
 @settings(quick, max_examples=300)
-def test_law_is_that_of_transformers(sampling: Sampling, kind: str, vocab: int, seed: int) -> None:
+def test_distribution_is_that_of_transformers(sampling: Sampling, kind: str, vocab: int, seed: int) -> None:
     """A filter out of order, a wrong sign in the penalty, top-k that cuts ties, top-p that sorts too few tokens."""
     logits = some_logits(kind, 3, vocab, seed)
     ids = torch.randint(vocab, (3, 5), generator=rng(seed))
     seen = torch.zeros(3, vocab, dtype=torch.bool).scatter_(-1, ids, True)
-    theirs, penalized = transformers_law(logits, sampling, ids)
+    theirs, penalized = transformers_distribution(logits, sampling, ids)
     ours = to_probs(logits, sampling, seen)
     torch.testing.assert_close(up_to_ties(ours, penalized), up_to_ties(theirs, penalized), atol=1e-7, rtol=1e-5)
 
 
 @given(sampling=samplings, kind=st.sampled_from(["normal", "ties", "-inf"]), seed=seeds)
 @quick
-def test_law_of_a_row_is_the_same_in_any_batch(sampling: Sampling, kind: str, seed: int) -> None:
+def test_distribution_of_a_row_is_the_same_in_any_batch(sampling: Sampling, kind: str, seed: int) -> None:
     """Candidates of top-p whose number is set by the flattest row of the batch; leading axes that get mixed."""
     logits = some_logits(kind, 6, 60, seed) * torch.tensor([0.01, 0.1, 0.5, 1, 2, 3])[:, None]
     seen = torch.rand(6, 60, generator=rng(seed)) < 0.1
@@ -268,7 +276,7 @@ def test_law_of_a_row_is_the_same_in_any_batch(sampling: Sampling, kind: str, se
     torch.testing.assert_close(together, alone)
 
 
-def test_greedy_law_is_one_hot_after_the_penalty() -> None:
+def test_greedy_distribution_is_one_hot_after_the_penalty() -> None:
     """An argmax taken before the penalty, or ties that go to another token than torch.argmax's."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-inf, -4.0, -3.0, -inf]])
     seen = torch.tensor([[False, True, True, False], [False, False, True, False]])
@@ -285,19 +293,19 @@ def test_top_p_gives_ties_to_the_lowest_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_type", "law_type"),
+    ("given_type", "distribution_type"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 5, 0.9, 0.1)], ids=["greedy", "sampled"])
-def test_law_widens_its_logits_and_leaves_them_alone(
-    given_type: torch.dtype, law_type: torch.dtype, sampling: Sampling
+def test_distribution_widens_its_logits_and_leaves_them_alone(
+    given_type: torch.dtype, distribution_type: torch.dtype, sampling: Sampling
 ) -> None:
     """Sums of probabilities in bfloat16, or a filter that writes into the trunk's logits."""
     logits = torch.randn(4, 50, generator=rng()).to(given_type)
     before = logits.clone()
     probs = to_probs(logits, sampling)
-    assert probs.dtype == law_type
-    assert torch.equal(probs, to_probs(logits.to(law_type), sampling))
+    assert probs.dtype == distribution_type
+    assert torch.equal(probs, to_probs(logits.to(distribution_type), sampling))
     assert torch.equal(logits, before)
 
 
@@ -307,7 +315,7 @@ def test_the_lowest_temperature_is_greedy_not_nan() -> None:
     assert torch.equal(to_probs(logits, Sampling(temperature=1e-4)), to_probs(logits, Sampling()))
 
 
-def test_pick_inverts_the_distribution_function() -> None:
+def test_sample_at_inverts_the_distribution_function() -> None:
     """An inverse that is off by one token, or that forgets a row's own sum; over [B, K] at once."""
     probs = torch.tensor([[0.0, 0.1, 0.3, 0.0, 0.6, 0.0], [0.5, 0.0, 0.0, 0.25, 0.0, 0.25]], dtype=torch.float64)
     u = (torch.arange(4000) + 0.5).expand(2, 4000) / 4000
@@ -320,9 +328,11 @@ def test_pick_inverts_the_distribution_function() -> None:
 @loop(("dtype", "last"), [(torch.float32, LAST32), (torch.float32, LAST64), (torch.float64, LAST64)])
 @loop("scale", [1.0, 0.9999999, 1.0000001])
 @loop("vocab", [3, 5, 40_000])
-def test_pick_never_takes_a_token_of_no_probability(dtype: torch.dtype, last: float, scale: float, vocab: int) -> None:
-    """u at its ends with zeros at the ends of the law, whose sum is 1 only roughly."""
-    probs = random_laws(20, vocab).to(dtype) * scale
+def test_sample_at_never_takes_a_token_of_no_probability(
+    dtype: torch.dtype, last: float, scale: float, vocab: int
+) -> None:
+    """u at its ends with zeros at the ends of the distribution, whose sum is 1 only roughly."""
+    probs = random_distributions(20, vocab).to(dtype) * scale
     probs[:, 0] = probs[:, -1] = 0
     first, final = torch.zeros(20), torch.full((20,), last, dtype=torch.float64 if last == LAST64 else dtype)
     assert (sample_at(probs, first) == 1).all()
@@ -331,7 +341,7 @@ def test_pick_never_takes_a_token_of_no_probability(dtype: torch.dtype, last: fl
     assert vocab > 5 or (tokens == vocab - 2).all()
 
 
-def test_pick_survives_a_scan_that_is_not_monotonic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_at_with_a_scan_that_is_not_monotonic(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's scan, whose neighboring sums come from different trees: it may step at a token of no probability."""
     exact = torch.Tensor.cumsum
     wobble = torch.tensor([3.0, -1.0, -2.0, 4.0, -2.0, 5.0]) * 1e-3
@@ -365,7 +375,7 @@ def test_seen_prefixes_add_the_drafts_one_by_one(seed: int, num_draft_tokens: in
         *[("repetition_penalty", x) for x in (0.0, -1.0, inf, nan)],
     ],
 )
-def test_sampling_refuses_what_has_no_law(name: str, value: float) -> None:
+def test_sampling_refuses_what_has_no_distribution(name: str, value: float) -> None:
     """A setting that would divide by zero or select nothing, found at the first token and not where it was written."""
     with pytest.raises(ConfigError, match=f"^{name}={value} must be "):
         Sampling(**{name: value})

@@ -553,7 +553,7 @@ def stored_bytes(value, seen):
 
 
 @pytest.mark.parametrize("name", families(CONFIGS, {"deepseek_v4", "qwen3_5", "inkling"}))
-def test_caches_of_the_torch_backend_take_what_was_foreseen(name, monkeypatch):
+def test_caches_of_the_torch_backend_take_the_estimated_bytes(name, monkeypatch):
     """Of every layer type: at the full length, together and one by one, before and after they join."""
     monkeypatch.setattr(scheduler_module, "_AHEAD_S", 0.0)
     monkeypatch.setattr(scheduler_module, "_AHEAD_PER_SEQUENCE_S", 0.0)

@@ -342,7 +342,7 @@ def test_accepted_drafts_are_marked_everywhere(fixture_folder, monkeypatch):
     assert said["NO_COLOR"] == f"{shown_name}\x1b[4m{shown_name}\x1b[0m"
 
 
-def test_repetitive_text_is_said(byte_model, here, monkeypatch):
+def test_repetitive_text_is_reported(byte_model, here, monkeypatch):
     """Beside the acceptance, in JSON, too; a text of a few tokens is not called so."""
     probs = torch.nn.functional.one_hot(torch.tensor(65), 264).float() * 50
     monkeypatch.setattr(

@@ -65,7 +65,7 @@ def test_what_is_stored(model, whole):
 
 
 @pytest.mark.more
-def test_an_answer_hangs_on_its_prompt_alone(model, whole):
+def test_an_answer_depends_on_its_prompt_alone(model, whole):
     """Catches random numbers that hang on the place in the batch: an answer alone is what it is among others."""
     _, out = whole
     for number in (0, 4, 6):
@@ -208,7 +208,7 @@ def test_greedy_answers_are_those_without_a_head(model, tmp_path):
 
 
 @pytest.mark.more
-def test_loops_are_told(model, tmp_path):
+def test_repetitive_answers_are_reported(model, tmp_path):
     """A trunk that repeats itself is counted, and each repetitive answer says so."""
     loop = speaking()
     with torch.no_grad():

@@ -31,30 +31,30 @@ def stored(model, tmp_path_factory):
     return folder
 
 
-def judged(model, stored, *names, temperature=1.0, **how):
+def checked(model, stored, *names, temperature=1.0, **how):
     return is_on_policy([stored / name for name in names], model.trunk, temperature, **how)
 
 
 @pytest.mark.more
 def test_answers_at_the_temperature_are_drawn(model, stored):
-    assert judged(model, stored, "one.jsonl") == (True, [])
-    assert judged(model, stored, "half.jsonl", temperature=0.5) == (True, [])
-    assert judged(model, stored, "bare.jsonl") == (False, [])
-    assert judged(model, stored, "bare.jsonl", declared=True) == (True, [])
-    assert judged(model, stored, "one.jsonl", "bare.jsonl", declared=True) == (True, [])
+    assert checked(model, stored, "one.jsonl") == (True, [])
+    assert checked(model, stored, "half.jsonl", temperature=0.5) == (True, [])
+    assert checked(model, stored, "bare.jsonl") == (False, [])
+    assert checked(model, stored, "bare.jsonl", declared=True) == (True, [])
+    assert checked(model, stored, "one.jsonl", "bare.jsonl", declared=True) == (True, [])
     assert is_on_policy([], model.trunk, 1.0) == (False, [])
 
 
 @pytest.mark.parametrize("other", ["bare.jsonl", "text.txt"])
 def test_other_text_among_them(other, model, stored):
     """Held-out text is of both, so the rule is that of any text."""
-    assert judged(model, stored, "one.jsonl", other) == (False, [])
+    assert checked(model, stored, "one.jsonl", other) == (False, [])
 
 
 def test_prompts_that_count_were_not_drawn(model, stored):
-    assert judged(model, stored, "one.jsonl", all_tokens=True) == (False, [])
+    assert checked(model, stored, "one.jsonl", all_tokens=True) == (False, [])
     with pytest.raises(ConfigError, match="--on-policy and --all-tokens"):
-        judged(model, stored, "one.jsonl", all_tokens=True, declared=True)
+        checked(model, stored, "one.jsonl", all_tokens=True, declared=True)
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_prompts_that_count_were_not_drawn(model, stored):
         ("greedy.jsonl", r"greedy\.jsonl: greedy answers"),
     ],
 )
-def test_another_law_is_told(name, words, model, stored):
-    on_policy, notes = judged(model, stored, "one.jsonl", name)
+def test_another_distribution_is_reported(name, words, model, stored):
+    on_policy, notes = checked(model, stored, "one.jsonl", name)
     assert not on_policy
     assert len(notes) == 1
     with pytest.raises(ConfigError, match=f"--on-policy: .*{words}"):
-        judged(model, stored, name, declared=True)
+        checked(model, stored, name, declared=True)
 
 
-def test_another_trunk_is_told(stored):
+def test_another_trunk_is_reported(stored):
     other = build("glm4_moe", vocab_size=264, initializer_range=0.02, seed=1)
-    on_policy, (note,) = judged(other, stored, "one.jsonl")
+    on_policy, (note,) = checked(other, stored, "one.jsonl")
     assert not on_policy
     assert "one.jsonl: answers of another trunk" in note
     assert "uses 1 - TV" in note

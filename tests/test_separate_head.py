@@ -115,7 +115,7 @@ def test_any_decoder_gets_a_head(name, made):
 @pytest.mark.parametrize(
     "name", others_slow(["llama", "llama-3.1", "mistral", "qwen2", "qwen3", "smollm2"], "llama-3.1", "qwen3")
 )
-def test_a_draft_in_mimos_layout_stands_beside_the_trunk(name, made):
+def test_a_draft_in_mimos_layout_beside_the_trunk(name, made):
     """A Qwen2 layer of the trunk's sizes, with biases, and the names and config by which engines know it."""
     trunk, folder = made(name, "mimo")
     model = Model.load(trunk, head=folder)

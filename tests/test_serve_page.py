@@ -246,7 +246,7 @@ def test_figures_are_those_of_the_package(open_page, server):
 
 
 @browser_test
-def test_reference_stands_in_for_depths_that_were_not_drafted(open_page, server):
+def test_reference_replaces_depths_that_were_not_drafted(open_page, server):
     """Before the first answer, and beyond the K of the answers."""
     view = open_page()
     costs = Costs(1, 0, tuple(Spread(v, v, v, 1) for v in RECORD["cost_curve"]), Spread.of([RECORD["draft_cost"]]))

@@ -159,7 +159,7 @@ class _Bytes:
         return (raw.replace(b"Z", b"") if skip_special_tokens else raw).decode(errors="replace")
 
 
-def test_training_takes_the_answers_as_on_policy_only_if_told(folder, server, model, here, tmp_path):
+def test_training_takes_the_answers_as_on_policy_only_if_declared(folder, server, model, here, tmp_path):
     out = tmp_path / "a.jsonl"
     arguments = ("answer", folder / "model", out, "--prompts", folder / "prompts.jsonl", "--engine", server.url)
     assert here(*arguments, "--no-chat", "--max-tokens", 4)[0] == 0

@@ -165,7 +165,7 @@ def test_a_mistyped_file_asks_no_hub(source, monkeypatch):
         load_corpora([source], chatty())
 
 
-def test_what_datasets_says_is_told(monkeypatch):
+def test_errors_of_datasets_are_reported(monkeypatch):
     def load(*_, **__):
         raise FileNotFoundError("Dataset 'org/name' doesn't exist")
 
@@ -225,7 +225,7 @@ def by_name(paths, *, held_out):
     return split_by_hash(paths, path_hashes(paths), held_out=held_out)
 
 
-def test_split_hangs_on_names_alone():
+def test_split_depends_on_names_alone():
     """Catches a split that depends on the folder, the order, Python's salted hash, or what else is there."""
     names = [f"pkg/m{index}.py" for index in range(400)]
     train, held = by_name([Path("/a", name) for name in names], held_out=0.1)

@@ -152,7 +152,7 @@ def test_conv_agrees_with_torch(dtype: torch.dtype, kernel: int, biased: bool, s
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_conv_gives_a_column_the_same_bits_in_every_window(dtype: torch.dtype) -> None:
+def test_conv_gives_a_position_the_same_bits_in_every_block(dtype: torch.dtype) -> None:
     """All at once on two threads; then in blocks of which only a part is committed, as after a rejected draft."""
     x, weight, bias, history = conv_inputs(dtype, width=9, kernel=4)
     parts = history.clone()

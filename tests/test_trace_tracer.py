@@ -10,7 +10,7 @@ from nextn.settings import Settings
 
 
 @pytest.mark.parametrize("modules", [1, 2])
-def test_every_pair_sits_where_it_should(modules):
+def test_every_pair_is_where_it_should_be(modules):
     """At position i the head of depth 1 eats token i + 1 and h_i; the trunk eats token i. In every phase."""
     model = build("glm4_moe", modules=modules)
     start = prompt(6)
@@ -28,7 +28,7 @@ def test_every_pair_sits_where_it_should(modules):
             assert row.gives.startswith(f"draft {int(row.hidden[1:]) + 1} = ")
 
 
-def test_every_column_is_fed_once_with_true_states():
+def test_every_position_is_refreshed_once_with_true_states():
     """Without gaps: each position of prompt and text gets its final pair exactly once."""
     model = build("glm4_moe")
     rows = list(trace(model, prompt(6), Settings(num_speculative_tokens=2, max_tokens=8)))

@@ -326,10 +326,10 @@ def test_evaluation_is_logged_and_changes_nothing(qwen, tmp_path):
     run = trainer_of(model, tmp_path, held_out=Phrases(4))
     alone = run.evaluate()["eval_loss"]
     train_head(run, qwen, HeadSettings(depths=2))
-    told = run.evaluate()
-    assert told["eval_loss"] == alone
-    assert 1 < told["eval_head_greedy_AL"] <= 3
-    assert {"eval_head_match_1", "eval_head_match_2", "eval_head_overlap_2", "eval_head_loss_2"} <= told.keys()
+    reported = run.evaluate()
+    assert reported["eval_loss"] == alone
+    assert 1 < reported["eval_head_greedy_AL"] <= 3
+    assert {"eval_head_match_1", "eval_head_match_2", "eval_head_overlap_2", "eval_head_loss_2"} <= reported.keys()
 
 
 def test_the_best_checkpoint_brings_its_head(qwen, tmp_path):
@@ -359,7 +359,7 @@ def test_gradient_checkpointing_changes_no_gradient(qwen, tmp_path):
         torch.testing.assert_close(value, ends[1][name], atol=1e-6, rtol=1e-5)
 
 
-def test_soft_objectives_are_on_the_trunks_law(qwen, tmp_path):
+def test_soft_objectives_are_on_the_trunks_distribution(qwen, tmp_path):
     """1 - overlap is what TV is the mean of, so the figure that is logged for depth 1 says the loss."""
     run = trainer_of(load(qwen), tmp_path, max_steps=1, per_device_train_batch_size=1)
     train_head(run, qwen, HeadSettings(objective="tv", depths=1))
@@ -372,14 +372,14 @@ def test_soft_objectives_are_on_the_trunks_law(qwen, tmp_path):
 @pytest.mark.more
 def test_unrolled(qwen, tmp_path):
     """Depths beyond the module then attend as in decoding: other losses from depth 2 on."""
-    told = []
+    reported = []
     for unrolled in (False, True):
         run = trainer_of(load(qwen), tmp_path, max_steps=1)
         train_head(run, qwen, HeadSettings(unrolled=unrolled, depths=2))
         run.train()
-        told.append([values(run, f"head_loss_{depth}")[0] for depth in (1, 2)])
-    assert told[0][0] == pytest.approx(told[1][0], abs=1e-5)
-    assert abs(told[0][1] - told[1][1]) > 1e-4
+        reported.append([values(run, f"head_loss_{depth}")[0] for depth in (1, 2)])
+    assert reported[0][0] == pytest.approx(reported[1][0], abs=1e-5)
+    assert abs(reported[0][1] - reported[1][1]) > 1e-4
 
 
 @pytest.mark.more

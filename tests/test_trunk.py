@@ -49,15 +49,17 @@ def flat(angles):
 @pytest.mark.parametrize("name", ["glm4_moe", "mimo_v2"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_masks_see_what_they_may(name, window):
-    """A column sees itself and those before it in its document and its window, with and without sdpa."""
+    """A position sees itself and those before it in its document and its window, with and without sdpa."""
     trunk, documents = build(name).trunk, [0, 0, 0, 0, 1, 1, 1, 1, 1]
     within = torch.tensor([[[[a == b for b in documents] for a in documents]]])
     mask = trunk.mask(LayerType("sliding_attention", window), len(documents), within=within)[0, 0]
     seen = mask if mask.dtype == torch.bool else mask == 0
     for query in range(len(documents)):
-        for column in range(len(documents)):
-            near = window is None or query - column < window
-            assert bool(seen[query, column]) == (column <= query and near and documents[query] == documents[column])
+        for position in range(len(documents)):
+            near = window is None or query - position < window
+            assert bool(seen[query, position]) == (
+                position <= query and near and documents[query] == documents[position]
+            )
 
 
 def test_mask_only_where_one_is_needed():

@@ -16,7 +16,7 @@ def test_one_copy_of_what_is_the_same():
     assert wide.memory.data_ptr() != first.memory.data_ptr()
 
 
-def test_weights_that_begin_alike_are_told_apart():
+def test_weights_that_begin_alike_are_distinguished():
     """Also one at the address of an earlier one that is known by its values."""
     weights, runtime = PackedWeights(load()), load()
     weight = torch.ones(64, 32)

@@ -444,7 +444,7 @@ def refrain(count: int, length: int, *, seed: int, vocab_size: int = 40) -> torc
 def forked(count: int, length: int, *, seed: int, vocab_size: int = 40, other: float = 0.3) -> torch.Tensor:
     """Refrains in which each place of the phrase has two tokens: the other one comes with that chance, each time anew.
 
-    So the law of what comes next is broad, and which of the two is likelier must be counted in the row.
+    So the distribution of what comes next is broad, and which of the two is likelier must be counted in the row.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = []

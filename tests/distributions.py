@@ -1,6 +1,6 @@
-"""Laws over tiny vocabularies, and what a rule of verification emits, summed over every draft and threshold.
+"""Distributions over tiny vocabularies, and what a rule of verification emits, summed over every draft and threshold.
 
-A chain is a list of conditional laws: entry j, [V^j, V], is the law of token j after each prefix of j tokens.
+A chain is a list of conditional probs: entry j, [V^j, V], is the probs of token j after each prefix of j tokens.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ def normalized(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def random_laws(*shape: int, seed: int = 0) -> Tensor:
-    """Uneven laws over the last axis, nowhere zero, float64."""
+def random_distributions(*shape: int, seed: int = 0) -> Tensor:
+    """Uneven distributions over the last axis, nowhere zero, float64."""
     return normalized(torch.rand(*shape, generator=rng(seed), dtype=torch.float64).pow(3) + 1e-3)
 
 
@@ -35,7 +35,7 @@ def one_hot(tokens: Tensor, vocab: int) -> Tensor:
 
 
 def p_and_q(case: str, prefixes: int, vocab: int, seed: int) -> tuple[Tensor, Tensor]:
-    p, q = random_laws(prefixes, vocab, seed=seed), random_laws(prefixes, vocab, seed=seed + 1)
+    p, q = random_distributions(prefixes, vocab, seed=seed), random_distributions(prefixes, vocab, seed=seed + 1)
     even = torch.arange(vocab) % 2 == 0
     best, worst = one_hot(p.argmax(-1), vocab), one_hot(p.argmin(-1), vocab)
     return {
@@ -56,7 +56,7 @@ CASES += ["p one-hot", "both one-hot"]
 
 
 def along(chain: list[Tensor], drafts: Tensor) -> Tensor:
-    """The laws met along the prefixes of each row: drafts [N, K] -> [N, len(chain), V]."""
+    """The distributions met along the prefixes of each row: drafts [N, K] -> [N, len(chain), V]."""
     vocab = chain[0].shape[-1]
     return torch.stack([table[number(drafts[:, :j], vocab)] for j, table in enumerate(chain)], 1)
 
@@ -102,10 +102,10 @@ TOKENWISE: Rule = (accept, tokenwise)
 def emitted(
     p: list[Tensor], q: list[Tensor], limit: Limit, *, rule: Rule = TOKENWISE, gap: float = 1e-9
 ) -> tuple[Tensor, float]:
-    """The joint law [V^(K+1)] of K + 1 tokens of which the first come from a round and the others straight from p.
+    """The joint probs [V^(K+1)] of K + 1 tokens of which the first come from a round and the others straight from p.
 
     Exact: sums over every draft sequence with its probability under q, and both sides of every threshold with theirs.
-    limit: of every row, or what a row's drafts [N, K] set it to. -> the law, and how many drafts are kept on average.
+    limit: of every row, or what a row's drafts [N, K] set it to. -> the probs, and how many drafts are kept on average.
     """
     judge, chances = rule
     num_draft_tokens, vocab = len(q), p[0].shape[-1]
