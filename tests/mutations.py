@@ -75,10 +75,9 @@ MUTATIONS = [
     # Distillation.
     Mutation("losses/distillation.py", "group.positions + group.depths + 1,", "group.positions + group.depths,", DISTILL),
     Mutation("losses/distillation.py", "(1, 0), value=1.0)", "(1, 0), value=0.0)", DISTILL),
-    Mutation("losses/divergences.py", "return value, overlap, q.sub_(tile.probs.p)", "return value, overlap, q", DISTILL),
+    Mutation("losses/divergences.py", "return value, overlap, tile.q.sub_(tile.probs.p)", "return value, overlap, tile.q", DISTILL),
     Mutation("losses/divergences.py", "tile.q.mul_(share).sub_(below)", "tile.q.mul_(share).add_(below)", DISTILL),
     Mutation("losses/divergences.py", "if gradient is not None and temperature != 1", "if gradient is not None and temperature == 1", DISTILL),
-    Mutation("losses/divergences.py", "return index.where(ids[index] == tokens, -1)", "return index", DISTILL),
     # The acceptance rule, and the distribution after it.
     Mutation("speculative/verification.py", "is_accepted = u * q.gather(-1, index)[..., 0] < p[:, :-1].gather(-1, index)[..., 0]", "is_accepted = u * p[:, :-1].gather(-1, index)[..., 0] < q.gather(-1, index)[..., 0]", SAMPLING),
     Mutation("speculative/verification.py", "residual = (scaled - q[row, num_accepted.clamp_max(num_draft_tokens - 1)]).clamp_min(0)", "residual = scaled", SAMPLING),

@@ -182,7 +182,7 @@ def test_interrupted_streaming_resumes_with_the_same_answers(serve, prompts, tra
     options = ("--drive", "--stream", "--json", "--states", tmp_path / "states", "--temperatures", "0,1")
     options = (*options, "--max-tokens", 8)
     with monkeypatch.context() as patch:
-        patch.setattr(given_texts, "whole_text_outputs", interrupted)
+        patch.setattr(given_texts, "full_text_outputs", interrupted)
         assert run(url, prompts, *options).exit_code == 130
     (folder,) = (tmp_path / "states").glob("diagnose-*")
     served.append(serve.running[0].num)

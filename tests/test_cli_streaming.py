@@ -89,7 +89,7 @@ def test_interrupted_command_resumes(answers, here, monkeypatch, tmp_path):
 
         return real(trunk, texts, on_layer=stop, **options)
 
-    monkeypatch.setattr(given_texts, "whole_text_outputs", interrupted)
+    monkeypatch.setattr(given_texts, "full_text_outputs", interrupted)
     options = ("--texts", answers[0.0], "--stream", "--states", tmp_path / "states", "--dtype", "float32")
     code, _, err = here("measure", GLM, *options)
     assert code == 130

@@ -24,7 +24,7 @@ tuned undecided untold verdict verdicts
 # that are retained, a tensor that stands in for another, methods of libraries, keys of files.
 _ORDINARY = """
 _KEPT _MIN_GAIN _NUM_KEPT _kept _says_something add_column column control_gains gain gains kept prompt_column stand_in
-stand_ins standing tell
+stand_ins tell
 """
 PRIVATE, ORDINARY = frozenset(_PRIVATE.split()), frozenset(_ORDINARY.split())
 # Test files that follow the words of the code, too, without exceptions.
