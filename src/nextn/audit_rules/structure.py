@@ -36,7 +36,7 @@ _MAX_KINDS = 1000  # names to match against all families; names that differ only
 
 @dataclass(frozen=True)
 class HeadStructure:
-    """Where the head of one checkpoint is stored, by its tensor names."""
+    """The tensor names under which one checkpoint stores its head."""
 
     inventory: Inventory
 

@@ -82,7 +82,7 @@ class KVCache(TransformersCache):
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """In this context, blocks attend to the stored keys and values, and store nothing."""
+        """Let blocks attend to the stored keys and values without storing anything, in this context."""
         for layer in self.layers:
             if type(layer) not in (AttentionLayer, IndexedLayer):
                 raise RollbackError(f"a {type(layer).__name__} of a cache cannot be read without storing")

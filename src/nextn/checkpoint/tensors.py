@@ -219,7 +219,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return self._read(name, self._raw)
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Do what `read` does, into a contiguous tensor on the host, cast to its dtype.
+        """Read a tensor as `read` does, into a contiguous tensor on the host, cast to its dtype.
 
         The file is not mapped and no state changes, so a thread may do this while others read and release tensors.
         """

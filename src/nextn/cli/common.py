@@ -369,7 +369,7 @@ class EngineAccess:
 
     @property
     def url(self) -> str:
-        """Its address; empty without an engine."""
+        """The engine's address; empty without an engine."""
         return self.engine or ""
 
     def open(self, *, chat: bool = False) -> "Endpoint":

@@ -85,7 +85,7 @@ class GivenTextOptions:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Where the texts come from, and how the trunk runs over them."""
+    """The source of the texts, and how the trunk runs over them."""
 
     file: str | None
     engine: EngineAccess

@@ -60,7 +60,7 @@ def keep_head(model: PreTrainedModel, source: str | Path | None = None) -> None:
 
 
 class HeadSource(Protocol):
-    """Where the head that a save adds comes from."""
+    """The source of the head that a save adds."""
 
     def open_base(self, folder: Path) -> AbstractContextManager[Path | Checkpoint]:
         """Return a base for `restore`, valid while `folder` is written."""

@@ -42,7 +42,7 @@ class AcceptanceCurve:
 
     @cached_property
     def increases(self) -> tuple[Estimate, ...]:
-        """By n = 0, 1, ... below the largest K: how much each draft beyond n adds to AL, as a part of AL@n."""
+        """How much each draft beyond n adds to AL, as a share of AL@n, for n = 0, 1, ... below the largest K."""
         return tuple(self._increase(n) for n in range(self.largest))
 
     @cached_property

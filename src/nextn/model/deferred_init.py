@@ -192,7 +192,7 @@ class _Change:
     created: int | None = None  # which of its results is the changed memory; None: it changes an operand
 
     def apply(self, meta: torch.UntypedStorage, memory: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Do it, where `memory` stands for `meta`, and return the changed memory."""
+        """Run the operation with `memory` in place of `meta`, and return the changed memory."""
 
         def value(part: _Part) -> Tensor:
             return part.of(memory) if part.meta is meta else part.compute()

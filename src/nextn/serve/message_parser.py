@@ -120,7 +120,7 @@ class ToolCallParser:
         return text
 
     def _next_begin(self) -> tuple[int, str | None]:
-        """Where the next call may begin, and with what."""
+        """Find where the next call may begin, and with what."""
         found = [(self._buffer.find(begin), begin) for begin in self._syntax.begins]
         at, begin = min(((at, begin) for at, begin in found if at >= 0), default=(0, None))
         if self._syntax.only_first and (self._has_content or self._buffer[:at].strip()):

@@ -142,7 +142,7 @@ def _scan_mistral(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool
 
 
 def _scan_llama(cursor: TextCursor, tools: Mapping[str, Tool], has_calls: bool) -> None:
-    """Without a mark around the call, only JSON with the name of a tool is one."""
+    """Read a call without marks around it: only JSON with the name of a tool is one."""
     if has_calls:
         cursor.has(";")
     cursor.skip_space()

@@ -149,7 +149,7 @@ def _from_mask(mask: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _from_ends(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each document begins in the flattened batch, and the end; what follows it is padding."""
+    """Read where each document begins in the flattened batch, and the end; what follows it is padding."""
     ends = [int(end) for end in _tensor(name, value).flatten().tolist()]
     if ends[:1] != [0] or any(end < start for start, end in pairwise(ends)) or ends[-1] > tokens.numel():
         raise ConfigError(

@@ -37,7 +37,7 @@ def greedy(session: VerifySession) -> CheckResult:
 
 
 def _token_source(session: VerifySession) -> TokenSource:
-    """From the endpoint without MTP, if there is one."""
+    """Return a source of single tokens from the endpoint without MTP, if there is one, else from the target."""
     endpoint = session.against or session.target
 
     def next_token(prompt: int, answer: EngineAnswer, position: int) -> AnswerToken | None:

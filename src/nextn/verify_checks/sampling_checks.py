@@ -337,7 +337,7 @@ def _permuted(tables: Sequence[Table], num: int, *, rounds: int, rng: np.random.
 
 
 def _sharpened(tables: Sequence[Table], num: int, exponent: float, *, rng: np.random.Generator) -> NDArray[np.float64]:
-    """By simulation from the pooled shares of each table, as if its samples were independent."""
+    """Simulate sharpened samples from the pooled shares of each table, as if they were independent."""
     rounds, share = 200, num / len(tables[0])
     sums = np.zeros(rounds)
     for table in tables:

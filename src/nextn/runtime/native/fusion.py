@@ -109,7 +109,7 @@ def fuse_swiglu(groups: Sequence[Lowered], use_defs: UseDefs) -> list[Lowered]:
 
 
 def _match_swiglu(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> tuple[int, Lowered] | None:
-    """For a silu: the index of its product, and the fused group."""
+    """Return the index of a silu's product, and the fused group."""
     silu = single_instruction(groups, index)
     if silu is None or silu.op != "silu":
         return None
@@ -190,7 +190,7 @@ def fuse_gated_linear(groups: Sequence[Lowered], use_defs: UseDefs) -> list[Lowe
 
 
 def _match_gated_linear(groups: Sequence[Lowered], use_defs: UseDefs, index: int) -> tuple[int, Instruction] | None:
-    """For a `silu_mul`: the index of its linear layer, and the fused instruction."""
+    """Return the index of a `silu_mul`'s linear layer, and the fused instruction."""
     gate = single_instruction(groups, index)
     if gate is None or gate.op != "silu_mul":
         return None

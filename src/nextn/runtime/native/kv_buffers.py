@@ -235,7 +235,7 @@ class KVBuffers(KVCache):
                 self._add_commit(shape, header)
 
     def _add_commit(self, shape: StateShape, header: Tensor) -> None:
-        """For one layer: advance the state by each sequence's committed positions, move its history to the front."""
+        """Advance one layer's state by each sequence's committed positions, and move its history to the front."""
         batch_size = len(self.lengths)
         history = [MAX_RECURRENT_BLOCK, shape.kernel, shape.channels, batch_size, _TYPES[self._dtype]]
         state = [MAX_RECURRENT_BLOCK, *shape.state, batch_size]

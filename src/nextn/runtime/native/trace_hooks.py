@@ -191,7 +191,7 @@ class RecordingTrunkKV(RecordingCache):
         self._dtype = dtype
 
     def keys_and_values(self, layer: int, num_positions: int) -> tuple[Tensor, Tensor]:
-        """As `TrunkKV.keys_and_values`."""
+        """Return what `TrunkKV.keys_and_values` returns."""
         stored, shape = self._by_index[layer]
         return stored.read(num_positions, shape, self._dtype)
 
