@@ -314,6 +314,26 @@ def test_nan_names_the_batch_and_keeps_the_last_checkpoint(where, corpus, tmp_pa
     assert all(torch.isfinite(value).all() for value in again.task.named.values())
 
 
+def test_a_best_head_of_a_killed_session_is_kept(corpus, tmp_path):
+    """Killed after an evaluation and before the next checkpoint, and resumed with less time than that took."""
+    config = replace(CONFIG, eval_every=1, save_every=2, lr=1e-2, warmup=0)
+    first = Trainer(of_fixture(corpus, config), out=tmp_path)
+    scores = {}
+    for record in first.run():
+        if isinstance(record, HeadRecord):
+            scores[record.step] = record.heldout.score
+            if record.step == 3:
+                break
+    best = max(scores.keys() - {0}, key=lambda step: scores[step])
+    second = Trainer(of_fixture(corpus, replace(config, minutes=1e-6)), out=tmp_path)
+    assert second.resume()
+    list(second.run())
+    assert second.step == 2
+    assert (second.best_tracker.best_step, second.best_tracker.best.score) == (best, scores[best])
+    assert second.task.evaluate(2).heldout.score == pytest.approx(scores[best])
+    assert best == 3, f"else this shows nothing: {scores}"
+
+
 @pytest.mark.more
 def test_the_best_head_is_taken_back_and_patience_ends_the_run(corpus, tmp_path):
     """A learning rate that wrecks the head: its first evaluation is the best, and two worse ones end the run."""

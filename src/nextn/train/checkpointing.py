@@ -282,17 +282,28 @@ def read(folder: Path, task: Task, optimizers: Optimizers) -> dict[str, Any]:
     return state
 
 
-def write_weights(folder: Path, task: Task) -> None:
-    """Write the weights alone."""
+def write_best(folder: Path, task: Task, state: Mapping[str, object]) -> None:
+    """Write the weights with the best held-out acceptance, and the state of the `BestTracker`."""
     need_room(folder, num_bytes(task))
+
+    def add_state(stage: Path) -> None:
+        write_json(stage / _STATE, state)
+
     if task.ranks.is_alone:
-        task.write(folder, lambda _: None)
+        task.write(folder, add_state)
     else:
-        _write_shards(folder, task, {}, lambda _: None)
+        _write_shards(folder, task, {}, add_state)
+
+
+def newest_best(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state in `folder` if it is newer than a checkpoint's: its session was killed before the next one."""
+    path = folder / _STATE
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else state
+    return stored if stored["baseline"] == state["baseline"] and stored["best_step"] > state["best_step"] else state
 
 
 def read_weights(folder: Path, task: Task) -> None:
-    """Load what `write_weights` wrote. Raises CheckpointError if it is damaged."""
+    """Load the weights that `write_best` wrote. Raises CheckpointError if it is damaged."""
     if is_sharded(folder):
         read_shards(folder, _tensors(task, {}), task.ranks, owner=task.fingerprint)
     else:

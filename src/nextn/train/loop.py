@@ -123,7 +123,7 @@ class Trainer:
         """Evaluate on held-out text, and store the weights of the best head so far."""
         record = self.task.evaluate(self.step, last=last, on_evaluation=on_evaluation)
         if isinstance(record, HeadRecord) and self.best_tracker.update(self.step, record.heldout):
-            checkpointing.write_weights(self.folder.best, self.task)
+            checkpointing.write_best(self.folder.best, self.task, self.best_tracker.as_state())
         return record
 
     def save(self) -> Path:
@@ -158,7 +158,7 @@ class Trainer:
         state = checkpointing.read(self.folder.checkpoints()[-1], self.task, self.optimizers)
         self.step = state["step"]
         self.pace.load_state(state["pace"])
-        self.best_tracker.load_state(state["best"])
+        self.best_tracker.load_state(checkpointing.newest_best(self.folder.best, state["best"]))
         return True
 
     def _step(self) -> StepRecord:
