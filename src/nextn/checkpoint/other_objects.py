@@ -112,7 +112,8 @@ def source_sentence(name: str) -> str:
         return f"{name}: an address; give the path {path}."
     if (path.parent / "run.json").is_file():
         return f"{name}: not written yet; `nextn train {shlex.quote(str(path.parent))} --resume` ends the run."
-    return f"{name}: neither a folder, a .safetensors file nor a hub id (org/name, or org/name@revision)."
+    kinds = "a folder, a .safetensors file nor a hub id (org/name, or org/name@revision)"
+    return f"{name}: neither {kinds}; `tiny` is the bundled model."
 
 
 def _file_sentence(name: str, path: Path) -> str:

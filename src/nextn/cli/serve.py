@@ -134,7 +134,8 @@ def serve(
             print_note("no prefix cache: the state of this model's layers after a part of a prompt cannot be copied")
         if engine.context_note:
             print_note(engine.context_note)
-        _show(loaded, options, host, sock.getsockname()[1], k)
+        mtp = f"K {'=' if fixed_k else 'up to'} {k}" if k else "plain decoding"
+        _show(loaded, options, host, sock.getsockname()[1], mtp)
         try:
             server.run(sockets=[sock])
         except KeyboardInterrupt:
@@ -185,7 +186,7 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
-def _show(model: "Model", options: "ServerOptions", host: str, port: int, k: int) -> None:
+def _show(model: "Model", options: "ServerOptions", host: str, port: int, mtp: str) -> None:
     for note in model.notes:
         print_note(note)
     if long := model.length_note(options.max_model_len):
@@ -193,5 +194,5 @@ def _show(model: "Model", options: "ServerOptions", host: str, port: int, k: int
     if options.allowed_hosts is None and options.api_key is None:
         print_note(f"every machine that reaches {host} can use this server; --api-key-env asks for a key")
     shown_host = f"[{host}]" if ":" in host else host
-    mtp = f"K = {k}" if k else "plain decoding"
-    echo(f"{options.served_name} at http://{shown_host}:{port}  ({mtp}, context {options.max_model_len} tokens)")
+    details = f"chat page; API under /v1; {mtp}; context {options.max_model_len} tokens"
+    echo(f"{options.served_name} at http://{shown_host}:{port}  ({details})")

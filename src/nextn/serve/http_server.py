@@ -104,5 +104,6 @@ def listen(host: str, port: int) -> socket.socket:
         server.listen(128)
     except (OSError, OverflowError) as error:
         server.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}; choose another --host or --port") from error
+        reason = getattr(error, "strerror", None) or error  # without "[Errno 98]"
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from error
     return server
