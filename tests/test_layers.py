@@ -34,11 +34,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-<<<<<<< HEAD
 LINE_BUDGET = 64783
-=======
-LINE_BUDGET = 64783
->>>>>>> 78d7c4b8 (How long five tasks take; line budget)
 OPTION_BUDGET = 280  # of all commands
 # fmt: off
 NO_TORCH = (
