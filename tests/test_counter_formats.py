@@ -497,6 +497,7 @@ def test_an_answer_of_prometheus():
 PREFIXES = {
     "plain": "{}",
     "Docker": "engine-1  | {}",
+    "Docker, a service of an engine's name": "sglang_server_1  | {}",
     "journald": "Oct 01 10:00:00 host vllm[4711]: {}",
     "Kubernetes": "2026-10-01T10:00:00.000000000Z stderr F {}",
     "kubectl --prefix": "[pod/engine-0/vllm] {}",

@@ -24,10 +24,10 @@ from nextn.engines.counters import (
 from nextn.errors import EngineError
 from nextn.text_format import docs_page, some
 
-# Lines by which a text is recognized as metrics.
+# Lines by which a text is recognized as metrics. `sglang_1  | ` before a line of a log is Docker's.
 METRICS_LINE = re.compile(
     r"^[ \t>|]{0,20}(?:# (?:TYPE|HELP) )?"
-    r"(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|(?:trtllm|tgi|(?:ray_(?:serve_)?)?sglang)_\w+|\w*spec_decode_num_\w+)"
+    r"(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|(?:trtllm|tgi|(?:ray_(?:serve_)?)?sglang)_\w++(?! +\|)|\w*spec_decode_num_\w+)"
     r"(?:\{[^\n]*\}|_?\w*)? [^\n]*$",
     re.M,
 )
