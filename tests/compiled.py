@@ -15,23 +15,6 @@ from nextn.runtime.native.abi import open_library
 from nextn.runtime.native.build import cache_folder
 
 _SOURCES = Path(nextn.runtime.native.__file__).parent / "csrc"
-# What `open_library` looks for functions in, and linear layers.
-_NAMES = (
-    "runtime",
-    "gemm",
-    "packing",
-    "tiles",
-    "lanes",
-    "rounded",
-    "grouped",
-    "kquants",
-    "fp8",
-    "blocks",
-    "chain",
-    "sampling",
-    "rounds",
-    "layout",
-)
 
 
 def made_once(make: Callable[[Path], None], *key: object) -> Path:
@@ -52,10 +35,12 @@ def made_once(make: Callable[[Path], None], *key: object) -> Path:
 def compiled(*more: Path) -> ctypes.CDLL:
     """The runtime for a generic machine, without tiles or long vectors, and with additional sources."""
 
+    sources = [*more, *sorted(_SOURCES.glob("*.cpp"))]
+    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", f"-I{_SOURCES}"]
+
     def make(folder: Path) -> None:
-        sources = [*more, *(_SOURCES / f"{name}.cpp" for name in _NAMES)]
-        options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", f"-I{_SOURCES}"]
         compiler = os.environ.get("CXX", "g++")
         subprocess.run([compiler, *options, "-o", folder / "runtime.so", *sources], check=True)
 
-    return open_library(made_once(make, *(path.read_text() for path in more)) / "runtime.so")
+    key = [*options[:-1], *(path.name for path in sources), *(path.read_text() for path in more)]
+    return open_library(made_once(make, *key) / "runtime.so")

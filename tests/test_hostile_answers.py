@@ -19,7 +19,7 @@ from raw_server import serving
 
 from nextn.engines import counter_formats
 from nextn.engines.answers import EngineRequest
-from nextn.engines.client import Budget, Client, Limits
+from nextn.engines.client import KEY_ENV, Budget, Client, Limits
 from nextn.engines.endpoint import Capabilities, Endpoint, ServedModel
 from nextn.errors import EngineError
 
@@ -159,6 +159,7 @@ def attack_files():
 
 def attack_answers():
     """Answers and streams over HTTP, with a key that the server repeats."""
+    os.environ[KEY_ENV] = KEY
     found, bodies = [], [text.encode() for text in answers()]
     for number, body in enumerate(bodies):
         for stream in (False, True):
@@ -166,7 +167,7 @@ def attack_answers():
                 body = b"data: " + body.replace(b"\n", b" ") + f"\n\ndata: {KEY}\n\n".encode()
             head = f"HTTP/1.1 200 {KEY}\r\nContent-Length: {len(body)}\r\nX-Key: {KEY}\r\n\r\n".encode()
             with serving(lambda connection, _, data=head + body: connection.sendall(data)) as url:
-                client = Client(url, Budget(Limits()), key=KEY)
+                client = Client(url, Budget(Limits()))
                 endpoint = Endpoint(client, ServedModel("m", None), Capabilities(True, True, 4.0))
                 ask = endpoint.stream if stream else endpoint.answer
                 found.append(ends_in_an_engine_error(partial(ask, EngineRequest("a", 8)), f"{number} {body[:100]!r}"))

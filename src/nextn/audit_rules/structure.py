@@ -108,12 +108,11 @@ def foreign_names(inventory: Inventory) -> list[tuple[ForeignNames, list[str]]]:
     """Return each kind of names of a running program (such as an FSDP wrapper) with the tensors that have them."""
     # Without the parts of the head's published names that would be a running program's in other checkpoints.
     known = {name: canonical for canonical in inventory.stored for name in inventory.spellings([canonical])}
-    checked = {
-        known.get(name, name): name
-        for name in sorted(inventory.checkpoint.tensors)
-        if not name.endswith(inventory.family.runtime_names)
-    }
-    return [(kind, [checked[key] for key in keys]) for kind, keys in foreign(checked)]
+    own = inventory.family.runtime_names
+    names = [name for name in sorted(inventory.checkpoint.tensors) if not (name in known and name.endswith(own))]
+    checked = {known.get(name, name): name for name in names}
+    kinds = foreign(checked, own)
+    return [(kind, [checked[key] for key in keys]) for kind, keys in kinds]
 
 
 def names_foreign(found: Iterable[tuple[ForeignNames, list[str]]]) -> Iterator[Finding]:

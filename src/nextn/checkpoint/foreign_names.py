@@ -24,6 +24,7 @@ class ForeignNames:
     plain: str  # what takes the matched part's place in the name of a checkpoint; "\0": the tensor has no other name
     what: str
     remedy: str
+    in_engine: bool = False  # names of an engine's memory, which some families have in their files
 
 
 _MERGE = "Merge the adapter (PEFT's `merge_and_unload`), save, and audit the result."
@@ -43,14 +44,16 @@ KINDS = (
     ForeignNames(re.compile(r"^module\."), "", "a wrapper of a data-parallel run (DDP, DeepSpeed)", _UNWRAP),
     ForeignNames(
         re.compile(r"(?<=\.experts\.)(?:routed_experts\.)?w13_weight"), "gate_up_proj",
-        "fused experts in the memory of vLLM or SGLang", "Write the checkpoint's own names: experts.gate_up_proj."),
+        "fused experts in the memory of vLLM or SGLang", "Write the checkpoint's own names: experts.gate_up_proj.",
+        in_engine=True),
     ForeignNames(
         re.compile(r"(?<=\.experts\.)(?:routed_experts\.)?w2_weight"), "down_proj",
-        "fused experts in the memory of vLLM or SGLang", "Write the checkpoint's own names: experts.down_proj."),
+        "fused experts in the memory of vLLM or SGLang", "Write the checkpoint's own names: experts.down_proj.",
+        in_engine=True),
     ForeignNames(
         re.compile(r"^(?!.*visi)(?:.*\.)?(?:self_attn\.qkv_proj|mlp\.gate_up_proj)\.(?:weight|bias)$"), "\0",
         "fused projections in the memory of vLLM or SGLang",
-        "Save the checkpoint's own: q_proj, k_proj and v_proj, gate_proj and up_proj."),
+        "Save the checkpoint's own: q_proj, k_proj and v_proj, gate_proj and up_proj.", in_engine=True),
     ForeignNames(
         re.compile(r"(?<=\.experts\.)gate_up_proj\.weight$"), "gate_up_proj", "fused experts with a module each",
         "Write the checkpoint's own names: experts.gate_up_proj and experts.down_proj, without .weight."),
@@ -77,32 +80,40 @@ _MAX_LENGTH = (
 _ANY = re.compile("|".join(f"(?:{kind.pattern.pattern})" for kind in KINDS))
 
 
-def plain_name(name: str) -> str | None:
-    """Return the checkpoint's name for a tensor; None for one that has no other name, such as an adapter's matrices."""
+def plain_name(name: str, own: tuple[str, ...] = ()) -> str | None:
+    """Return the checkpoint's name for a tensor; None for one that has no other name, such as an adapter's matrices.
+
+    Args:
+        name: The stored name.
+        own: Ends of the family's own names that are an engine's in other families, `Family.runtime_names`.
+    """
     for kind in KINDS if len(name) <= _MAX_LENGTH else ():
+        if kind.in_engine and name.endswith(own):
+            continue
         name, count = kind.pattern.subn(kind.plain, name)
         if count and "\0" in name:
             return None
     return name
 
 
-def foreign(names: Iterable[str]) -> list[tuple[ForeignNames, list[str]]]:
-    """Return each kind with the names that are of it."""
+def foreign(names: Iterable[str], own: tuple[str, ...] = ()) -> list[tuple[ForeignNames, list[str]]]:
+    """Return each kind with the names that are of it; own: as in `plain_name`."""
     marked = [name for name in names if len(name) <= _MAX_LENGTH and _ANY.search(name)]
     # A tensor that has no other name is of the kind that says so alone.
-    nameless = {name for name in marked if plain_name(name) is None}
+    nameless = {name for name in marked if plain_name(name, own) is None}
     found = [(kind, [name for name in marked if kind.pattern.search(name)
+                     and not (kind.in_engine and name.endswith(own))
                      and (kind.plain == "\0") == (name in nameless)]) for kind in KINDS]  # fmt: skip
-    return [(kind, own) for kind, own in found if own]
+    return [(kind, same) for kind, same in found if same]
 
 
-def with_plain_names(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+def with_plain_names(checkpoint: Checkpoint, names: Collection[str], own: tuple[str, ...]) -> Checkpoint:
     """Return the checkpoint with the names that these tensors would have; those that have none are left out."""
     fused = {f"{name.removesuffix('gate_up_proj.weight')}down_proj.weight" for name in names
              if name.endswith(".experts.gate_up_proj.weight")}  # fmt: skip
     tensors: dict[str, TensorInfo] = {}
     for name, info in checkpoint.tensors.items():
-        plain = plain_name(name) if name in names else name
+        plain = plain_name(name, own) if name in names else name
         if plain is not None:
             plain = plain.removesuffix(".weight") if name in fused else plain
             tensors[plain] = info if info.name == plain else replace(info, name=plain)

@@ -78,10 +78,7 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     if not is_json and not is_series and not METRICS_LINE.search(start):
         reading = read_log(file)
         if reading.counters is None:
-            reading = next(
-                (again for again in (*map(_rejoined, [start] * len(_BREAKS), _BREAKS),
-                                     read_log(io.StringIO(start), general=True)) if again.counters), reading
-            )  # fmt: skip
+            reading = next((again for again in _read_again(start) if again.counters), reading)
         return with_settings(_need(reading, source, start), [start])
     if size > _MAX_PARSED:
         raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
@@ -92,9 +89,13 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     return with_settings(counters, [start])
 
 
-def _rejoined(start: str, line_break: tuple[str, str]) -> LogReading:
-    """Read lines that a terminal or an editor broke within words."""
-    return read_log(io.StringIO(re.sub(*line_break, start)))
+def _read_again(start: str) -> Iterator[LogReading]:
+    """Read lines that a terminal or an editor broke within words, then lines of any engine."""
+    for line_break in _BREAKS:
+        joined = re.sub(*line_break, start)
+        if joined != start:
+            yield read_log(io.StringIO(joined))
+    yield read_log(io.StringIO(start), general=True)
 
 
 def _begins_as_json(start: str) -> bool:
