@@ -111,7 +111,7 @@ def files():
         record.replace("@", value) for record in RECORDS for value in VALUES if (record, value) not in NO_FAULT
     ]
     large = (part * num for part, num in ((histogram, 1), ("[1,\n", 3_000_000), ("1\n{", 100_000)))
-    return chain(picked(generated, 20), metrics_texts(), log_texts(), large)
+    return chain(picked(generated, 20), metrics_texts(), large)
 
 
 def answers():
@@ -144,10 +144,14 @@ def ends_in_an_engine_error(read, name):
     return seconds
 
 
-def attack_files():
+def attack_logs():
+    return attack_files(log_texts)
+
+
+def attack_files(texts=files):
     found = []
     path = Path(sys.argv[2]) / "counters.txt"
-    for number, text in enumerate(files()):
+    for number, text in enumerate(texts()):
         with path.open("w", encoding="utf-8") as file:
             for start in range(0, len(text), 2**20):  # no second copy: memory is measured
                 file.write(text[start : start + 2**20])
@@ -175,8 +179,13 @@ def attack_answers():
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("attack", ["attack_files", "attack_answers"])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param("attack_files", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.more) for name in ("attack_logs", "attack_answers")),
+    ],
+)
 def test_hostile(attack, tmp_path):
     """In a child process, whose memory is measured and bounded."""
     done = subprocess.run(

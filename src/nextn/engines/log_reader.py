@@ -35,6 +35,7 @@ class _Reader:
     processes: dict[str, CounterSums] = field(default_factory=dict)  # the same counts, of each
     last: dict[str, Counters] = field(default_factory=dict)  # of each process, not added yet
     start: int = -1  # of the last entry, in the text at hand
+    process: str = ""  # of the last entry
     end: int = -1
     missing: str = ""  # field of an entry that could not be read
     num_unreadable: int = 0
@@ -116,8 +117,9 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
             if match.start() < reader.end:
                 continue
             entry, reader.end = _entry(text, match.start(), reader)
-            reader.add(entry, _process(text, match.start(), reader.start))
+            reader.process = _process(text, match.start(), reader)
             reader.start = match.start()
+            reader.add(entry, reader.process)
             depths.add(entry)
         if is_last:
             break
@@ -138,14 +140,16 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
     return LogReading(counters, incomplete)
 
 
-def _process(text: str, start: int, previous: int) -> str:
+def _process(text: str, start: int, reader: _Reader) -> str:
     """Return what the line of an entry says of its process, and the line before it of its rank; "" for nothing.
 
-    previous: Start of the entry before. Processes that write at once may share a line: each has its name before it.
+    Processes that write at once may share a line: each has its name before its entry.
     """
-    begin = text.rfind("\n", max(0, start - _MAX_PREFIX), start) + 1
-    own = _PROCESS.findall(text, max(begin, previous), start) or _PROCESS.findall(text, begin, start)
-    before = text[text.rfind("\n", max(0, begin - _MAX_PREFIX), max(0, begin - 1)) + 1 : begin]
+    begin = _line_start(text, start)
+    own: list[str] = _PROCESS.findall(text, max(begin, reader.start), start)
+    if not own and reader.start >= begin:
+        return reader.process
+    before = text[_line_start(text, max(0, begin - 1)) : begin]
     rank = _RANK.search(before)
     if rank is not None and _PROCESS.findall(before, 0, rank.start()) == own:
         own.append(rank[0])
@@ -168,6 +172,12 @@ def _entry(text: str, start: int, reader: _Reader) -> tuple[str, int]:
     lines = text[start:stop].split("\n", reader.format.num_lines)
     # Of many entries in one line, none looks for the end of that line beyond the next entry.
     return "\n".join(lines[: reader.format.num_lines]), _line_end(text, start, stop if following else len(text))
+
+
+def _line_start(text: str, place: int) -> int:
+    """Return where the line of a place begins, or the place `_MAX_PREFIX` before it in a longer line."""
+    limit = max(0, place - _MAX_PREFIX)
+    return max(limit, text.rfind("\n", limit, place) + 1)
 
 
 def _line_end(text: str, start: int, limit: int) -> int:
