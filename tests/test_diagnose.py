@@ -326,6 +326,17 @@ def test_named_causes(cases, named):
     assert Diagnosis("x", None, tuple(cases)).named == named
 
 
+def test_a_length_of_an_unknown_number_of_rounds_is_noted():
+    """Of a line of a log: as many rounds as the reference has are assumed."""
+    notes = []
+    for rounds in (None, 1000):
+        seen = EngineObservation(0.0, Counters("x", length=1.9), (0,))
+        one = ObservedCase(seen, ObservedCounts(length=1.9, rounds=rounds), (GOOD, BAD), 1.0, 0)
+        reference = SimpleNamespace(origin_warnings=(), stream=None)
+        notes.append(" ".join(Diagnosis("x", reference, (one,)).notes))
+    assert ["shows no number of rounds" in each for each in notes] == [True, False]
+
+
 def test_summary_of_a_diagnosis():
     unknown = [Diagnosis("x", None, (case(kept, GOOD),)).summary for kept in ((950, 900), (100, 10))]
     assert [": AL 2.85" in unknown[0], "above what" in unknown[0], "below what" in unknown[1]] == [True] * 3

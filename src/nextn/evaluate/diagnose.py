@@ -406,6 +406,11 @@ class Diagnosis(CheckReport):
             shorter = "drafts fewer than K tokens in some rounds, so its counts do not compare with K in all; fix its K"
             why = shorter if self.cases[0].has_short_rounds else "counts no positions"
             notes.append(f"{self.engine} {why}: there is one figure only, and causes are hard to distinguish")
+            if self.cases[0].counts.rounds is None:
+                notes.append(
+                    f"{self.engine} shows no number of rounds: as many as the reference has are assumed, and one "
+                    "line of a log may be of far fewer"
+                )
         unlikely = [cause.name for cause in self.causes if cause.name in self.priors]
         if unlikely and not self.has_no_fault:
             notes.append(
