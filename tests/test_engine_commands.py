@@ -146,3 +146,10 @@ def test_default_k(here):
     code, out, _ = here("serve", FIXTURES / "qwen", "--print", "vllm")
     assert code == 0
     assert '"num_speculative_tokens": 3' in out
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp"])
+def test_no_command_for_files_of_mlx(engine, tmp_path):
+    folder = publish(tmp_path, "qwen3_5", config={"quantization": {"group_size": 64, "bits": 4}})
+    with pytest.raises(ConfigError, match=r"in MLX's layout, .* does not: give the model that was converted"):
+        engine_commands(Checkpoint.open(folder), engine)

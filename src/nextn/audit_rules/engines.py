@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from nextn.audit_rules.findings import ENGINES, ROLES, Finding, aliases, convert, engines, restore, same, verb
+from nextn.audit_rules.findings import ENGINES, ROLES, Finding, aliases, convert, engines, restore, verb
+from nextn.audit_rules.tensor_values import same_values
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
@@ -68,7 +69,7 @@ def trunk_missing(inventory: Inventory) -> Iterator[Finding]:
 def tied_differs(inventory: Inventory) -> Iterator[Finding]:
     """Report a config that ties embedding and lm_head of a checkpoint that stores another lm_head."""
     embedding, output = (inventory.shared.get(role) for role in ("embedding", "output"))
-    if any(_ties(inventory)) and embedding and output and not same(inventory.checkpoint, embedding, output):
+    if any(_ties(inventory)) and embedding and output and not same_values(inventory.checkpoint, embedding, output):
         yield Finding(
             "tied-differs", "error", f"{CONFIG}: tie_word_embeddings",
             f"tie_word_embeddings is true, and {output} differs from {embedding}: engines drop it, and trunk and head "
@@ -115,7 +116,7 @@ def copy_differs(inventory: Inventory) -> Iterator[Finding]:
     for canonical, name in inventory.copies.items():
         _, role, *rest = canonical.split(".", 2)
         trunk = inventory.shared.get(role)
-        if rest == ["weight"] and trunk and not same(inventory.checkpoint, name, trunk):
+        if rest == ["weight"] and trunk and not same_values(inventory.checkpoint, name, trunk):
             yield _differing(inventory, role, name, trunk)
 
 

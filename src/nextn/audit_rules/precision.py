@@ -13,7 +13,16 @@ from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.packed_layout import PackedWeight, with_logical_weights
 from nextn.checkpoint.quant_formats import FUSED, TRANSFORMERS_METHODS, with_fused
-from nextn.checkpoint.quantization import PLAIN, QuantConfig, QuantSection, Storage, scale_of, split_name, storage
+from nextn.checkpoint.quantization import (
+    PLAIN,
+    QuantConfig,
+    QuantSection,
+    Storage,
+    declared,
+    scale_of,
+    split_name,
+    storage,
+)
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.errors import CheckpointError
 from nextn.family_table import ASKS_FOR_FUSED, PLAIN_IN_NVFP4, PLAIN_PROJECTION
@@ -111,6 +120,7 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
             "The quantization config of the release that was quantized so.",
             "Take that config, or the unquantized model.",
         )  # fmt: skip
+    yield from _scales_misfit(inventory)
     groups: dict[str, list[PackedWeight]] = defaultdict(list)
     for weight in packed.values():
         kind = (weight.problem or "").partition(":")[0]
@@ -126,6 +136,41 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
             "Load the unquantized model to measure or train." if variant
             else "Correct the quantization config, or take the complete checkpoint.",
         )  # fmt: skip
+
+
+def _scales_misfit(inventory: Inventory) -> Iterator[Finding]:
+    """Report weights of four bits, and in blocks of fp8, whose scales are too many or too few for their size."""
+    tensors, block = inventory.checkpoint.tensors, declared(inventory.checkpoint.config).get("weight_block_size")
+    wrong: list[tuple[TensorInfo, tuple[int, ...]]] = []
+    for name, info in tensors.items():
+        stem = name.removesuffix("_packed")
+        scale = (
+            tensors.get(scale_of(stem, tensors) or "") if stem.endswith(".weight") and len(info.shape) == 2 else None
+        )
+        if scale is not None and (shape := _scale_shape(info, scale, block)) not in (None, scale.shape):
+            wrong.append((scale, shape))
+    if wrong:
+        scale, shape = wrong[0]
+        yield Finding(
+            "quantization", "error", scale.name,
+            f"{counted(len(wrong), 'tensor')} of scales, such as {scale.name} {list(scale.shape)}, where the weight's "
+            f"size needs {list(shape)}: of a faulty export, or of another module.",
+            "One scale for each block of values.",
+            "Quantize again with a newer version of the tool, or take the release.",
+        )  # fmt: skip
+
+
+def _scale_shape(weight: TensorInfo, scale: TensorInfo, block: object) -> tuple[int, ...] | None:
+    """Return the shape of the scales that the format defines for a weight; None where it is not known."""
+    rows, columns = weight.shape
+    if weight.dtype in ("U8", "I8", "F4") and scale.dtype in ("F8_E4M3", "F8_E8M0", "U8"):  # NVFP4, MXFP4
+        group = 16 if scale.dtype == "F8_E4M3" else 32
+        return rows, -(-columns * (1 if weight.dtype == "F4" else 2) // group)
+    if weight.dtype.startswith("F8") and scale.name.endswith("_inv") and len(scale.shape) == 2:
+        match block:
+            case [int(height), int(width)] if height > 0 and width > 0:
+                return -(-rows // height), -(-columns // width)
+    return None
 
 
 def _undeclared(inventory: Inventory) -> list[str]:

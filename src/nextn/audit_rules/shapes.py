@@ -4,6 +4,8 @@ A block is of the trunk's own layer class, so the reference is the layer that re
 families with a block of their own, nothing is reported.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from nextn.audit_rules.findings import Finding, Severity, restore
@@ -11,7 +13,7 @@ from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.packed_layout import with_logical_weights
-from nextn.checkpoint.quantization import unpacked
+from nextn.checkpoint.quantization import split_name, unpacked
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
 from nextn.family_table import lookup_count
@@ -19,6 +21,8 @@ from nextn.text_format import counted, joined, some
 
 IDS = ("shape", "vocabulary")
 TOKENIZER = "tokenizer.json"
+_MLP = re.compile(r"(.*)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
+_CODES = ("", ".weight", ".weight_packed", ".qweight")  # suffixes; parts beside them may differ in the scheme
 
 
 def shape(inventory: Inventory) -> Iterator[Finding]:
@@ -35,6 +39,42 @@ def shape(inventory: Inventory) -> Iterator[Finding]:
             f"{expected}, {because}.",
             f"Run `{restore(inventory, force=True)}`, from a model of the same size.",
         )  # fmt: skip
+    halves = [each for each in _unlike_down_proj(inventory) if each[0].name not in reported]
+    for in_head in (True, False):
+        infos = {info.name: size for info, size, own in halves if own is in_head}
+        if infos:
+            name, size = next(iter(infos.items()))
+            yield Finding(
+                "shape", "error", name,
+                f"{counted(len(infos), 'projection')} of {'the head' if in_head else 'the trunk'}, such as {name} "
+                f"{list(inventory.checkpoint.tensors[name].shape)}, of another intermediate size than the down_proj "
+                "beside it.",
+                f"A size of {size} beside the hidden size.",
+                f"Run `{restore(inventory, force=True)}`." if in_head else "Download or save the trunk again.",
+            )  # fmt: skip
+
+
+def _unlike_down_proj(inventory: Inventory) -> Iterator[tuple[TensorInfo, int, bool]]:
+    """Yield gate and up projections of another intermediate size than down_proj, that size, and whether of the head."""
+    embedding = inventory.checkpoint.tensors.get(inventory.shared.get("embedding", ""))
+    if embedding is None or len(embedding.shape) != 2 or not unpacked(embedding):
+        return
+    hidden, of_head = embedding.shape[1], {*inventory.stored.values()}
+    parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    for name, info in inventory.checkpoint.tensors.items():
+        if len(info.shape) > 1 and unpacked(info) and hidden in info.shape[-2:] and (match := _MLP.fullmatch(name)):
+            parts[match[1]][match[2]] = info
+    for own in parts.values():
+        if (down := own.pop("down_proj", None)) is not None:
+            for part, info in own.items():
+                size = _other_size(down, hidden) * (2 if part == "gate_up_proj" else 1)
+                if _other_size(info, hidden) != size:
+                    yield info, size, info.name in of_head
+
+
+def _other_size(info: TensorInfo, hidden: int) -> int:
+    rows, columns = info.shape[-2:]
+    return rows if columns == hidden else columns
 
 
 def _of_expert(inventory: Inventory, info: TensorInfo) -> str:
@@ -102,6 +142,8 @@ def _against_trunk(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str]
     reference = LayerReference(inventory)
     for tensors in reference.of_head.values():
         for path, info in tensors.items():
+            if split_name(info.name, inventory.checkpoint.tensors)[1] not in _CODES:
+                continue
             likes = [like for like in reference.forms.get(path, {}).values() if _comparable(info, like)]
             if likes and all(like.shape != info.shape for like in likes):
                 yield info, some([str(list(like.shape)) for like in likes]), f"as {likes[0].name} is"
@@ -117,8 +159,8 @@ def _of_logical_weights(inventory: Inventory) -> Inventory:
 
 
 def _comparable(info: TensorInfo, like: TensorInfo) -> bool:
-    """Whether both are stored alike; packed weights have other shapes, and bitsandbytes' states are JSON texts."""
-    if 0 in (*info.shape, *like.shape) or ".quant_state." in info.name:
+    """Whether both are stored alike; packed weights have other shapes."""
+    if 0 in (*info.shape, *like.shape):  # of packed weights that cannot be read
         return False
     return like.dtype == info.dtype or (unpacked(like) and unpacked(info))
 

@@ -9,17 +9,19 @@ Nothing is decoded there: the bits of a float's magnitude, as an unsigned intege
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nextn.audit_rules.findings import same
 from nextn.audit_rules.norm_weights import NormValues, Values
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import evenly_spaced
-from nextn.checkpoint.quantization import split_name
+from nextn.checkpoint.quantization import PLAIN, split_name
 from nextn.checkpoint.remote import LocalFile, map_reads
-from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 
 MAX_NORM_BYTES = 256 * 1024  # no norm is larger
 SAMPLE_BYTES = 4096  # of each matrix
@@ -105,6 +107,22 @@ class SampledValues:
 
     def _effective(self, stored: Values) -> Values:
         return stored + 1 if self.inventory.family.norm_weight == "1+w" else stored
+
+
+def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    """Compare two tensors by `same`, or samples of their values to rounding where only their float dtypes differ."""
+    infos = [checkpoint.info(each) for each in (a, b)]
+    dtypes = {info.dtype for info in infos}
+    if len(dtypes) == 1 or not dtypes <= PLAIN or infos[0].shape != infos[1].shape:
+        return same(checkpoint, *infos)
+    count = prod(infos[0].shape)
+    values: list[Values] = []
+    for info in infos:
+        size = DTYPES[info.dtype] // 8
+        offsets = [(info, place * (max(0, count - SAMPLE_BYTES) // 7) * size) for place in range(8)]
+        blocks = checkpoint.read_blocks(offsets, SAMPLE_BYTES * size)
+        values.append(np.concatenate(_decoded((block, info.dtype) for block in blocks)))
+    return bool(np.allclose(values[0], values[1], rtol=2**-8, atol=2**-24, equal_nan=True))
 
 
 @np.errstate(invalid="ignore")  # numpy warns of some NaN in a cast

@@ -16,12 +16,13 @@ from nextn.checkpoint.quantization import is_mlx
 from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.tensors import READABLE, StoredTensor, TensorReader, is_finite
 from nextn.errors import CheckpointError
+from nextn.family_table import Family
 from nextn.model.layer_loader import LayerLoader
 from nextn.model.load_head import trunk_state
 from nextn.model.packed_experts import can_keep_codes, pack_experts, weights_with_codes
 from nextn.model.stored_experts import EXPERT
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
-from nextn.model.transformers_loading import transformers_errors
+from nextn.model.transformers_loading import reads_quantization, transformers_errors
 from nextn.model.trunk import Trunk
 
 
@@ -31,11 +32,17 @@ def load_trunk(weights: TensorReader, dtype: torch.dtype | None) -> tuple[Trunk,
     state, notes = trunk_state(weights)
     # transformers does not load fp8 here: it needs accelerate, and mistakes a truncated last block for smaller blocks.
     packed = weights.unreadable(state)
+    if packed and not (is_mlx(checkpoint) or reads_quantization(weights.method)):
+        raise CheckpointError(
+            f"{checkpoint.path}: its quantization is {weights.method} ({packed} and others), which neither "
+            f"transformers nor nextn reads: {_instead(checkpoint)}"
+        )
     folder = folder_of(checkpoint)
     with _loading_reasons(checkpoint, weights, packed):
         if packed:
             trunk = Trunk.from_pretrained(folder, stage=family.hidden, dtype=dtype)
         else:
+            state = {_unwrapped(name, family): each for name, each in state.items()}
             kept = {name: each for name, each in state.items() if weights.has_codes(each.name)}
             linear = {name: each for name, each in kept.items() if not EXPERT.search(name)}
             if len(linear) < len(kept):
@@ -124,9 +131,19 @@ def _layer_loader(
         layer = inventory.family.trunk_layer(name)
         return layer[0] if layer is not None and layer[0] < inventory.num_layers else None
 
+    state = {_unwrapped(name, inventory.family): each for name, each in state.items()}
+    vocabulary = {role: _unwrapped(name, inventory.family) for role, name in vocabulary.items()}
     weights.download(tensor.name for name, tensor in state.items() if layer_of(name) is None)
     with _loading_reasons(checkpoint, weights, None):
         return LayerLoader(folder_of(checkpoint), state, dtype, layer_of, vocabulary=vocabulary, packed=packed)
+
+
+def _unwrapped(name: str, family: Family) -> str:
+    """Return the name without the wrapper of MLX and of older transformers, which transformers 5 does not map.
+
+    It maps that of families which are published with no other one.
+    """
+    return name.removeprefix("language_model.") if len(family.wrappers) > 1 else name
 
 
 @contextmanager
@@ -145,10 +162,17 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
         elif packed:
             reasons.append(
                 f"its quantization is {weights.method} ({packed} and others): install what transformers needs for it, "
-                "or load the model that was quantized, in bf16 or fp8; "
-                f"`nextn audit {shlex.quote(checkpoint.path)}` and `nextn restore` work on it as it is"
+                f"or {_instead(checkpoint)}"
             )
         raise CheckpointError(". ".join([str(error), *reasons])) from error
+
+
+def _instead(checkpoint: Checkpoint) -> str:
+    path = shlex.quote(checkpoint.path)
+    return (
+        "load the model that was quantized, in bf16 or fp8; "
+        f"`nextn audit {path}` and `nextn restore` work on it as it is"
+    )
 
 
 def _check_trunk(checkpoint: Checkpoint, trunk: Trunk) -> list[str]:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from nextn.checkpoint.tensors import StoredTensor
@@ -42,6 +43,11 @@ class LazyTensor(Protocol):
 
     def release(self) -> None:
         """Release the memory that reading it took, see `release_pages`."""
+
+
+def reads_quantization(method: str) -> bool:
+    """Whether transformers has a loader for this quant_method; it reads files of any other as if unquantized."""
+    return any(each.startswith(method) for each in AUTO_QUANTIZER_MAPPING)
 
 
 def model_from_config(config: Mapping[str, object], dtype: torch.dtype) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from nextn.audit_rules import Finding, audit
 from nextn.audit_rules.engines import IDS as ENGINE_RULES
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.quantization import is_mlx
 from nextn.edit.adopt import engines_after_adopting
 from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import EngineSupport
@@ -82,6 +83,11 @@ def engine_commands(
             f"{error}. In GLM-4.5's layout {verb}: `nextn adopt {shlex.quote(checkpoint.path)} OUT`, "
             f"then `nextn serve OUT --print {engine}`"
         ) from error
+    if is_mlx(checkpoint):
+        raise ConfigError(
+            f"{checkpoint.path}: its weights are in MLX's layout, which mlx-lm, mlx-vlm and programs built on them "
+            f"load, and {NAMES[engine]} does not: give the model that was converted"
+        )
     _check_head(inventory)
     modules = len(inventory.modules)
     k = num_speculative_tokens or (modules if modules > 1 else _DEFAULT_K)
