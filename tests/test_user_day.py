@@ -19,7 +19,6 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tiny import FIXTURES, refrain
 
 import nextn
 from nextn.checkpoint.checkpoint import SHIPPED
@@ -124,8 +123,8 @@ def test_the_steps_of_the_ci_page(tmp_path, here, monkeypatch):
     """All pass for a sound head, a worse one fails at both gates, and other prompts are refused."""
     monkeypatch.chdir(tmp_path)
     for name in ("released", "model"):
-        shutil.copytree(FIXTURES / "glm", Path("out") / name)
-    rows = [json.dumps({"prompt": row.tolist()}) for row in refrain(4, 33, seed=10**6)]
+        shutil.copytree(SHIPPED, Path("out") / name)
+    rows = (SHIPPED / "prompts.jsonl").read_text().splitlines()[:6]
     Path("prompts.jsonl").write_text("\n".join(rows))
     audit, minimum, released, gate = ci_steps()
     assert [here(*step)[0] for step in (audit, minimum, released, gate)] == [0, 0, 0, 0]
