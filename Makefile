@@ -15,9 +15,8 @@ GENERATED := families reference support engines benchmarks troubleshooting outpu
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 
-# Five to six minutes, for each change: tests that together run 99 % of the lines that all fast tests run. What lands passes the
-# other fast tests, too (.ci/run). Slow tests are more families, more combinations
-# and long runs.
+# About four minutes of two cores, for each change: tests that together run 99 % of the lines that all fast tests run. What
+# lands passes the other fast tests, too (.ci/run). Slow tests are more families, more combinations and long runs.
 HERE := not gpu and not engines and not browser and not real
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not more and not slow and $(HERE)" --numprocesses 2 --dist worksteal

@@ -250,7 +250,7 @@ def test_audit_and_edits(tmp_path):
     block_folder(tmp_path / "packed", mixed)
     shutil.copytree(tmp_path / "packed", tmp_path / "other")
     rules = lambda folder: {found.rule for found in audit(Checkpoint.open(folder)).findings}  # noqa: E731
-    assert rules(tmp_path / "packed") - rules(tmp_path / "plain") <= {"values-unjudged"}
+    assert rules(tmp_path / "packed") - rules(tmp_path / "plain") <= {"values-unchecked"}
     restore(tmp_path / "other", tmp_path / "plain", force=True)
     mine, base = tensors_of(tmp_path / "other"), tensors_of(tmp_path / "plain")
     heads = [name for name in mine if name.startswith("mtp.")]

@@ -22,7 +22,7 @@ from nextn.text_format import counted, some
 
 IDS = (
     "norm-weights-shifted", "norm-rounded", "values-nonfinite", "values-zero", "values-constant", "values-untrained",
-    "values-unjudged", "modules-identical", "block-copied", "head-stale",
+    "values-unchecked", "modules-identical", "block-copied", "head-stale",
 )  # fmt: skip
 SMALL_HEAD = 64 * 1024 * 1024  # bytes; a head of this size may be read completely
 INITIALIZER_RANGE = 0.02  # transformers' own default, where config.json does not say
@@ -352,7 +352,7 @@ def _undecoded(samples: SampledValues) -> Iterator[Finding]:
     if not samples.weights and not samples.head_norms:
         dtypes = sorted({samples.inventory.info(each).dtype for each in samples.inventory.stored})
         yield Finding(
-            "values-unjudged", "note", "the head", f"Its values were not checked: {', '.join(dtypes)} is not decoded.",
+            "values-unchecked", "note", "the head", f"Its values were not checked: {', '.join(dtypes)} is not decoded.",
             "Floating-point values of 8 bits or more.", "Measure the acceptance.",
         )  # fmt: skip
 
