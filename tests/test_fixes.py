@@ -338,3 +338,16 @@ def test_a_trunk_cast_without_loss_is_not_stale(dtype, tmp_path):
     model.trunk.model.to(dtype).save_pretrained(tmp_path / "cast")
     nextn.restore(tmp_path / "cast", "tiny")
     assert "head-stale" not in {each.rule for each in nextn.audit(tmp_path / "cast").findings}
+
+
+def test_a_head_in_a_subfolder(tmp_path):
+    """A trainer that writes the trained head apart: the fix takes that one, and not the base model's."""
+    folder = publish(tmp_path / "tuned", "qwen3_5", side_file="mtp.safetensors")
+    (folder / "mtp").mkdir()
+    (folder / "mtp.safetensors").rename(folder / "mtp" / "model.safetensors")
+    (found,) = (each for each in audit(folder).findings if each.rule == "head-absent")
+    assert "subfolder mtp has" in found.found
+    command = found.fix.split("`")[1]
+    assert shlex.split(command)[-3:] == [str(folder / "mtp"), "--family", "qwen3_5"]
+    nextn.restore(folder, folder / "mtp", family="qwen3_5")
+    assert audit(folder).clean

@@ -5,16 +5,18 @@ declared names report nothing, so that one cause gives one finding.
 """
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
+from pathlib import Path
 
 from nextn.audit_rules.findings import Finding, convert, restore, verb
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.audit_rules.trunk_layers import missing_parts
-from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import ForeignNames, foreign
 from nextn.checkpoint.head_inventory import Inventory
@@ -31,6 +33,7 @@ IDS = (
     "draft-model-stored", "draft-model-absent", "head-withheld",
 )  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
+_MAX_FILES = 100  # of subfolders to look at
 _MAX_KINDS = 1000  # names to match against all families; names that differ only in numbers count once
 
 
@@ -225,10 +228,27 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
         count = counted(len(listed), "tensor")
         found = f"{claim}, and the index puts {count} of it in {some(files)}, which does not hold them."
         fix = f"Download {some(files)} again, or run `{restore(inventory)}`."
+    elif folder := _subfolder_with_head(inventory):
+        found = f"{claim}, and no tensor of it is stored; its subfolder {folder.name} has tensors with a head's names."
+        command = f"{inventory.restore_command(base=shlex.quote(str(folder)))} --family {family.name}"
+        fix = f"If they are the head trained with this trunk, `{command}`; else `{restore(inventory)}`."
     else:
         found, fix = f"{claim}, and no tensor of it is stored.", restore(inventory)
     valid = f"Tensors such as {some(_own_names(inventory))}, or {family.count_fields[0]} = 0."
     yield Finding("head-absent", "error" if named or listed else "warning", _count_field(inventory), found, valid, fix)
+
+
+def _subfolder_with_head(inventory: Inventory) -> Path | None:
+    """Return a folder in a local checkpoint with tensors of its head, as trainers write a head apart."""
+    path = Path(inventory.checkpoint.path)
+    for folder in sorted({file.parent for file in islice(path.glob("*/*.safetensors"), _MAX_FILES)}):
+        try:
+            names = Checkpoint.open(folder).tensors
+        except CheckpointError:
+            continue
+        if any(inventory.family.canonical(name, inventory.num_layers) for name in names):
+            return folder
+    return None
 
 
 def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
