@@ -43,7 +43,13 @@ CASES = [
     Case("gptq", auto_round=True), Case("gptq", symmetric=False, version=2, auto_round=True),
     Case("awq", symmetric=False), Case("awq", group=32, scale=torch.float16),
     Case("awq", symmetric=False, auto_round=True),
+    Case("nvfp4", 8, scale=torch.float32), Case("mxfp4", 8, 32, scale=torch.float32),
+    Case("modelopt", 8, scale=torch.float32),
 ]  # fmt: skip
+FP4 = ("nvfp4", "mxfp4", "modelopt")  # of compressed-tensors, and ModelOpt's NVFP4
+# Twice the values of e2m1 in the order of their codes, 8 bits as whole numbers from 0.
+FP4_CODES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) + 128
+_GLOBAL = 64.0  # NVFP4's scales are multiplied by it before they are rounded to e4m3
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,16 @@ def random_values(case: Case, rows: int, columns: int, seed: int = 0) -> Values:
     # Not 0: version 1 of GPTQ's format stores one less.
     zeros = torch.randint(1, largest, (rows, groups), generator=generator)
     scales = (torch.rand(rows, groups, generator=generator) * 0.2 / middle + 1e-3).to(case.scale)
+    if case.layout in FP4:
+        codes, scales = FP4_CODES[codes % 16], fp4_scales(case, scales)
     return Values(codes, scales, torch.full_like(zeros, middle) if case.symmetric else zeros, index)
+
+
+def fp4_scales(case: Case, scales: Tensor) -> Tensor:
+    """The nearest scales that the format can store, for codes of twice the value."""
+    if case.layout == "mxfp4":
+        return scales.log2().round().exp2()
+    return (scales * 2 * _GLOBAL).to(torch.float8_e4m3fn).float() / 2 / _GLOBAL
 
 
 def nearest_values(case: Case, weight: Tensor) -> Values:
@@ -82,6 +97,10 @@ def nearest_values(case: Case, weight: Tensor) -> Values:
     groups = range(int(index[-1]) + 1)
     scales = torch.stack([weight[:, index == each].float().abs().amax(1) / (middle - 1) for each in groups], 1)
     scales = scales.clamp_min(1e-8).to(case.scale)
+    if case.layout in FP4:
+        scales = fp4_scales(case, scales * (middle - 1) / 12)
+        nearest = (weight.float() / scales[:, index]).unsqueeze(-1).sub(FP4_CODES - 128).abs().argmin(-1)
+        return Values(FP4_CODES[nearest], scales, torch.full(scales.shape, middle), index)
     codes = (weight.float() / scales.float()[:, index]).round().clamp(1 - middle, middle - 1) + middle
     return Values(codes.long(), scales, torch.full(scales.shape, middle), index)
 
@@ -128,6 +147,18 @@ def stored(case: Case, values: Values) -> dict[str, Tensor]:
             tensors = {
                 "qweight": awq_words(values.codes.T), "qzeros": awq_words(values.zeros.T), "scales": values.scales.T
             }  # fmt: skip
+        case "nvfp4" | "mxfp4" | "modelopt":
+            raw = values.codes.unsqueeze(-1).eq(FP4_CODES).int().argmax(-1).to(torch.uint8)
+            scales = (values.scales * 2 * _GLOBAL).to(torch.float8_e4m3fn)
+            if case.layout == "mxfp4":
+                scales = ((values.scales * 2).log2() + 127).to(torch.uint8)
+            packed = "weight" if case.layout == "modelopt" else "weight_packed"
+            tensors = {packed: raw[:, ::2] | raw[:, 1::2] << 4, "weight_scale": scales}
+            more = {
+                "nvfp4": {"weight_global_scale": torch.tensor([_GLOBAL])},
+                "modelopt": {"weight_scale_2": torch.tensor(1 / _GLOBAL)},
+            }
+            tensors |= more.get(case.layout, {})
     if case.symmetric:
         tensors.pop("weight_zero_point", None)
     return {name: value.contiguous() for name, value in tensors.items()}
@@ -141,6 +172,14 @@ def section(case: Case) -> dict[str, object]:
         own = {"checkpoint_format": f"gptq{'_v2' if case.version == 2 else ''}"} if case.layout == "gptq" else {}
         method = {"quant_method": "auto-round", **packing} if case.auto_round else {"quant_method": case.layout, **own}
         return method | {"bits": case.bits, "group_size": size, "sym": case.symmetric, "desc_act": case.ordered}
+    if case.layout == "modelopt":
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+    if case.layout in FP4:
+        weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": case.group,
+                   "strategy": "tensor_group" if case.layout == "nvfp4" else "group"}  # fmt: skip
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        form = f"{case.layout}-pack-quantized"
+        return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
     weights = {"num_bits": case.bits, "type": "int", "symmetric": case.symmetric, "group_size": case.group or None,
                "strategy": "group" if case.group else "channel"}  # fmt: skip
     weights |= {"actorder": "group"} if case.ordered else {}

@@ -153,15 +153,15 @@ def test_compressed_tensors_fp8(tmp_path):
 
 
 def test_a_trunk_that_cannot_be_read(tmp_path):
-    """NVFP4, where what reads it is not installed: the error names it and says what to do."""
+    """compressed-tensors' sparse weights: the error names one and says what to do."""
     build("qwen3_5").save(tmp_path / "model")
 
     def pack(table):
         del table["model.layers.0.mlp.up_proj.weight"]
-        table["model.layers.0.mlp.up_proj.weight_packed"] = torch.zeros(64, 16, dtype=torch.uint8)
+        table["model.layers.0.mlp.up_proj.weight_packed"] = torch.zeros(64, 16, dtype=torch.int32)
 
     in_one_file(tmp_path / "model", pack)
-    section = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
+    section = {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}
     set_config(tmp_path / "model", quantization_config=section)
     with pytest.raises(
         CheckpointError, match=r"quantization is compressed-tensors \(model.layers.0.mlp.up_proj.weight_p"

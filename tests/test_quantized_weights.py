@@ -262,6 +262,7 @@ def as_32(part):
 
 
 PACK, GPTQ, AWQ = Case("pack-quantized"), Case("gptq"), Case("awq", symmetric=False)
+NVFP4, MXFP4, MODELOPT = CASES[-3:]
 
 
 @pytest.mark.parametrize(
@@ -285,6 +286,18 @@ PACK, GPTQ, AWQ = Case("pack-quantized"), Case("gptq"), Case("awq", symmetric=Fa
         (GPTQ, cut("g_idx"), r"mis-shaped: .*g_idx \(63,\), expected \(64,\)"),
         (GPTQ, cut("qweight"), "wrong group size|mis-shaped"),
         (GPTQ, as_32("scales"), "wrong dtype: .*scales is I32; valid are F16, BF16, F32"),
+        (NVFP4, drop("weight_global_scale"), "without its global scale: .*weight_packed .* no .*weight_global_scale"),
+        (MODELOPT, drop("weight_scale_2"), "without its global scale: .*weight is packed .* no .*weight_scale_2"),
+        (MXFP4, cut("weight_scale"), r"mis-shaped: .*weight_scale \(23, 2\), expected \(24, 2\)"),
+        (MXFP4, drop("weight_scale"), "without its scales: .*weight_packed"),
+        (NVFP4, lambda table, _: table.update({f"{NAME}.weight_packed": torch.zeros(24, 16, dtype=torch.uint8)}),
+         r"mis-shaped|wrong group size"),
+        (MODELOPT, lambda table, _: table.update({f"{NAME}.pre_quant_scale": torch.ones(64)}),
+         "unsupported: .*pre_quant_scale .*NVFP4 with AWQ"),
+        (NVFP4, lambda _, config: config["config_groups"]["group_0"]["weights"].update(symmetric=False),
+         "unsupported: .* zero points"),
+        (NVFP4, lambda _, config: config["config_groups"]["group_0"]["weights"].update(num_bits=6),
+         "unsupported: .* declares 6"),
     ],
 )  # fmt: skip
 def test_bad_files(case, change, message, tmp_path):
@@ -373,11 +386,12 @@ def test_bytes_of_all_parts(tmp_path):
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("case", [GPTQ, NVFP4], ids=str)
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_text_of_a_packed_model(backend, tmp_path):
+def test_text_of_a_packed_model(backend, case, tmp_path):
     """Both backends decode it, and MTP's greedy text is that of plain decoding."""
     build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
-    quantize_folder(tmp_path / "model", GPTQ, is_random=False)
+    quantize_folder(tmp_path / "model", case, is_random=False)
     model = Model.load(tmp_path / "model")
     runs = [
         generate(model, [prompt(9)], Settings(num_speculative_tokens=k, max_tokens=16), backend=backend)[0]
@@ -444,3 +458,18 @@ def test_inputs_narrower_than_a_group(tmp_path):
             case = Case(layout, 8 if layout == "int-quantized" else 4, group, symmetric=False, auto_round=auto_round)
             weights, values = reader(tmp_path / f"{place}-{auto_round}", case, 32, columns)
             assert torch.equal(weights.read(f"{NAME}.weight"), values.weight()), case
+
+
+@pytest.mark.more
+def test_fp4_is_what_compressed_tensors_reads(tmp_path):
+    """Bit for bit its own decompression, which rounds to bfloat16."""
+    from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor  # takes 2 s, of each test process
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    for case, compressor in ((NVFP4, NVFP4PackedCompressor), (MXFP4, MXFP4PackedCompressor)):
+        weights, values = reader(tmp_path / str(case), case)
+        scheme = section(case)["config_groups"]["group_0"]
+        scheme = QuantizationScheme(targets=scheme["targets"], weights=QuantizationArgs(**scheme["weights"]))
+        found = compressor.decompress(stored(case, values), scheme)["weight"]
+        assert torch.equal(weights.read(f"{NAME}.weight").bfloat16(), found), case

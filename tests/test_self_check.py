@@ -1,9 +1,13 @@
 """The native backend's self-check: what it must notice, and what it must let pass."""
 
+import shutil
+
 import pytest
 import torch
+from packed import Case, quantize_folder
 from tiny import CONFIGS, build
 
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.runtime import backend, self_check
@@ -121,3 +125,11 @@ def test_another_lm_head_than_the_packed_one_is_noticed(monkeypatch):
 def test_no_number_is_an_error(monkeypatch):
     changed_recording(monkeypatch, lambda _, out: out * torch.nan)
     assert "relative error nan" in backend_for(build("glm4_moe")).reason
+
+
+@pytest.mark.more
+def test_a_head_whose_codes_are_dequantized_and_rounded(tmp_path):
+    """No product takes groups of 16, and where bf16 is multiplied in pairs, the head has weights of seven bits."""
+    shutil.copytree(SHIPPED, tmp_path / "model")
+    quantize_folder(tmp_path / "model", Case("pack-quantized"), is_random=False)
+    assert backend_for(Model.load(tmp_path / "model"), "native").name == "native"

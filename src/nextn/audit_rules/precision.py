@@ -120,7 +120,7 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
             "The quantization config of the release that was quantized so.",
             "Take that config, or the unquantized model.",
         )  # fmt: skip
-    yield from _scales_misfit(inventory)
+    yield from _scales_misfit(inventory, {weight.module for weight in packed.values()})
     groups: dict[str, list[PackedWeight]] = defaultdict(list)
     for weight in packed.values():
         kind = (weight.problem or "").partition(":")[0]
@@ -138,15 +138,17 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _scales_misfit(inventory: Inventory) -> Iterator[Finding]:
-    """Report weights of four bits, and in blocks of fp8, whose scales are too many or too few for their size."""
+def _scales_misfit(inventory: Inventory, packed: Collection[str]) -> Iterator[Finding]:
+    """Report weights of four bits, and in blocks of fp8, whose scales are too many or too few for their size.
+
+    packed: The modules whose sizes are checked with all that nextn reads of them.
+    """
     tensors, block = inventory.checkpoint.tensors, declared(inventory.checkpoint.config).get("weight_block_size")
     wrong: list[tuple[TensorInfo, tuple[int, ...]]] = []
     for name, info in tensors.items():
         stem = name.removesuffix("_packed")
-        scale = (
-            tensors.get(scale_of(stem, tensors) or "") if stem.endswith(".weight") and len(info.shape) == 2 else None
-        )
+        is_checked = stem.endswith(".weight") and len(info.shape) == 2 and stem.removesuffix(".weight") not in packed
+        scale = tensors.get(scale_of(stem, tensors) or "") if is_checked else None
         if scale is not None and (shape := _scale_shape(info, scale, block)) not in (None, scale.shape):
             wrong.append((scale, shape))
     if wrong:

@@ -1,11 +1,12 @@
 """Weights of four to eight bits, stored as several tensors or in blocks: which tensors, and what they hold.
 
 compressed-tensors' pack-quantized and int-quantized formats (ModelSlim's int8 is the latter), GPTQ, AWQ, and AutoRound
-in the packing of either; and the blocks of a GGUF file, one tensor per weight. Knows headers and configs;
-`quantized_weights` and `gguf_blocks` read the values.
+in the packing of either; NVFP4 and MXFP4 of compressed-tensors and ModelOpt; and the blocks of a GGUF file, one tensor
+per weight. Knows headers and configs; `quantized_weights` and `gguf_blocks` read the values.
 
-Sources: compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized; GPTQModel,
-nn_modules/qlinear and utils/model.py; AutoAWQ, utils/packing_utils.py; vLLM 0.32, layers/quantization/inc.
+Sources: compressed-tensors 0.20, compressors/pack_quantized, compressors/naive_quantized and compressors/nvfp4;
+GPTQModel, nn_modules/qlinear and utils/model.py; AutoAWQ, utils/packing_utils.py; vLLM 0.32, layers/quantization/inc
+and layers/quantization/modelopt.py.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,8 @@ from nextn.checkpoint.quantization import QuantConfig, QuantSection
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import TensorInfo
 
-Layout = Literal["pack-quantized", "int-quantized", "gptq", "awq", "gguf"]
-Part = Literal["codes", "scales", "zeros", "group_index", "shape"]
+Layout = Literal["pack-quantized", "int-quantized", "fp4-pack-quantized", "fp4", "gptq", "awq", "gguf"]
+Part = Literal["codes", "scales", "zeros", "group_index", "shape", "global_scale", "input_factors"]
 
 # Names of the parts after the module's; those of GGUF's blocks are in `gguf_file`.
 _NAMES: Mapping[Layout, Mapping[Part, str]] = {
@@ -29,14 +30,26 @@ _NAMES: Mapping[Layout, Mapping[Part, str]] = {
         "group_index": "weight_g_idx", "shape": "weight_shape",
     },
     "int-quantized": {"codes": "weight", "scales": "weight_scale", "zeros": "weight_zero_point"},
+    "fp4-pack-quantized": {
+        "codes": "weight_packed", "scales": "weight_scale", "global_scale": "weight_global_scale",
+    },
+    "fp4": {
+        "codes": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2",
+        "input_factors": "pre_quant_scale",
+    },
     "gptq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "group_index": "g_idx"},
     "awq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros"},
 }  # fmt: skip
-_BITS: Mapping[Layout, tuple[int, ...]] = {"pack-quantized": (4, 8), "int-quantized": (8,), "gptq": (4, 8), "awq": (4,)}
+FP4: tuple[Layout, ...] = ("fp4-pack-quantized", "fp4")
+_BITS: Mapping[Layout, tuple[int, ...]] = {
+    "pack-quantized": (4, 8), "int-quantized": (8,), "fp4-pack-quantized": (4,), "fp4": (4,), "gptq": (4, 8),
+    "awq": (4,),
+}  # fmt: skip
 _DTYPES: Mapping[Part, tuple[str, ...]] = {
     "codes": ("I32", "I8"), "scales": ("F16", "BF16", "F32"), "zeros": ("I32", "I8"), "group_index": ("I32", "I64"),
-    "shape": ("I64", "I32"),
+    "shape": ("I64", "I32"), "global_scale": ("F32",),
 }  # fmt: skip
+_FP4_DTYPES: Mapping[Part, tuple[str, ...]] = {**_DTYPES, "codes": ("U8",), "scales": ("F8_E4M3", "F8_E8M0", "U8")}
 _GPTQ = ("gptq", "auto-round", "intel/auto-round")
 # auto_round/inference: backend.py (GPTQ_FORMAT_NO_ZP) and convert_model.py, which reads "auto" as auto_gptq.
 _AUTO_ROUND = (
@@ -45,8 +58,13 @@ _AUTO_ROUND = (
     "auto_round",
 )
 _ZEROS_AS_THEY_ARE = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
-_METHODS = ("compressed-tensors", "awq", "gguf", "modelslim", *_GPTQ)
-_CODES = {("weight_packed", "I32"), ("qweight", "I32"), ("weight", "I8")}  # names and dtypes
+_MODELOPT = ("modelopt", "modelopt-file")
+_METHODS = ("compressed-tensors", "awq", "gguf", "modelslim", *_MODELOPT, *_GPTQ)
+# Names and dtypes of codes -> the layout that they have in compressed-tensors.
+_CODES: Mapping[tuple[str, str], Layout | None] = {
+    ("weight_packed", "I32"): "pack-quantized", ("weight_packed", "U8"): "fp4-pack-quantized",
+    ("weight", "I8"): "int-quantized", ("weight", "U8"): None, ("qweight", "I32"): None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class PackedWeight:
     layout: Layout
     parts: Mapping[Part, TensorInfo]
     shape: tuple[int, int] = (0, 0)
-    bits: int = 0
+    bits: int = 0  # of a code; 8 for fp4, whose values are a half of whole numbers from -12 to 12
     group_size: int = 0
     zero_offset: int = 0  # what stored zero points are less than real ones
     kind: str = ""  # of GGUF's blocks, one of `BLOCK_TYPES`
@@ -89,6 +107,7 @@ def with_logical_weights(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, 
     tensors = {name: info for name, info in checkpoint.tensors.items() if name not in parts}
     for name, weight in weights.items():
         dtype = weight.parts["scales"].dtype if "scales" in weight.parts else "F32"
+        dtype = "BF16" if weight.layout in FP4 else dtype
         tensors[name] = replace(weight.parts["codes"], name=name, dtype=dtype, shape=weight.shape)
     return replace(checkpoint, tensors=tensors), weights
 
@@ -103,13 +122,15 @@ def _packed_weights(checkpoint: Checkpoint) -> Iterator[PackedWeight]:
         return
     for info in codes:
         module, _, name = info.name.rpartition(".")
-        layout = _layout(section, name, info.dtype)
+        layout = _layout(section, name, info)
         if layout == "gguf":
             yield _in_blocks(PackedWeight(module, layout, {"codes": info}))
         elif layout is not None:
             names = {part: f"{module}.{suffix}" for part, suffix in _NAMES[layout].items()}
             parts = {part: checkpoint.tensors[full] for part, full in names.items() if full in checkpoint.tensors}
-            yield _weight(PackedWeight(module, layout, parts), section, checkpoint)
+            scales = parts.get("scales")
+            if layout != "fp4" or scales is None or scales.dtype == "F8_E4M3":  # else integers, as of ModelOpt's AWQ
+                yield _weight(PackedWeight(module, layout, parts), section, checkpoint)
 
 
 def _may_be_codes(info: TensorInfo) -> bool:
@@ -117,17 +138,19 @@ def _may_be_codes(info: TensorInfo) -> bool:
     return (name, info.dtype) in _CODES or named_kind(name) is not None
 
 
-def _layout(section: QuantSection, name: str, dtype: str) -> Layout | None:
+def _layout(section: QuantSection, name: str, info: TensorInfo) -> Layout | None:
     """Return the layout of codes called `name`; None if another program reads them."""
     if section.form == "gguf":
         return None if named_kind(name) is None else "gguf"
-    if (name, dtype) not in _CODES:
+    if (name, info.dtype) not in _CODES:
         return None
     if section.form == "compressed-tensors":
-        formats = {"weight_packed": "pack-quantized", "weight": "int-quantized"}
-        return None if section.format.section.get("format") == "marlin-24" else formats.get(name)  # type: ignore[return-value]
+        layout = None if section.format.section.get("format") == "marlin-24" else _CODES[name, info.dtype]
+        return None if layout in FP4 and len(info.shape) != 2 else layout  # fused experts
+    if section.form in _MODELOPT:
+        return "fp4" if (name, info.dtype) == ("weight", "U8") and len(info.shape) == 2 else None
     if section.form == "modelslim":
-        return "int-quantized" if name == "weight" else None
+        return "int-quantized" if (name, info.dtype) == ("weight", "I8") else None
     if name != "qweight":
         return None
     if section.form == "awq":
@@ -159,10 +182,11 @@ def _weight(weight: PackedWeight, section: QuantSection, checkpoint: Checkpoint)
         sizes = _sizes(weight, settings, checkpoint)
         _check_sizes(weight, sizes, settings)
         group_size = _group_size(weight, sizes, settings)
+        bits = 8 if weight.layout in FP4 else sizes.bits
     except ValueError as error:
         return replace(weight, problem=str(error))
     shape = sizes.rows, sizes.columns
-    return replace(weight, shape=shape, bits=sizes.bits, group_size=group_size, zero_offset=zero_offset)
+    return replace(weight, shape=shape, bits=bits, group_size=group_size, zero_offset=zero_offset)
 
 
 def _zero_offset(section: QuantSection) -> int:
@@ -194,6 +218,8 @@ def _check_parts(weight: PackedWeight, settings: WeightSettings) -> None:
     needed: dict[Part, str] = {"scales": "its scales"}
     if weight.layout in ("gptq", "awq") or settings.symmetric is False:
         needed["zeros"] = "its zero points"
+    if weight.layout in FP4:
+        needed = _needed_for_fp4(weight, settings)
     if settings.ordered and "group_index" in names:
         needed["group_index"] = "the groups of its input channels"
     for part, what in needed.items():
@@ -202,11 +228,26 @@ def _check_parts(weight: PackedWeight, settings: WeightSettings) -> None:
                 f"without {what}: {codes.name} is packed ({weight.layout}), and there is no "
                 f"{weight.module}.{names[part]}: take the complete checkpoint"
             )
+    dtypes = _FP4_DTYPES if weight.layout in FP4 else _DTYPES
     for part, info in weight.parts.items():
-        if info.dtype not in _DTYPES[part]:
-            raise ValueError(f"wrong dtype: {info.name} is {info.dtype}; valid are {', '.join(_DTYPES[part])}")
+        if info.dtype not in dtypes[part]:
+            raise ValueError(f"wrong dtype: {info.name} is {info.dtype}; valid are {', '.join(dtypes[part])}")
         if part in ("codes", "zeros") and len(info.shape) != 2 and weight.layout != "int-quantized":
             raise ValueError(f"mis-shaped: {info.name} {info.shape}; packed weights have two dimensions")
+
+
+def _needed_for_fp4(weight: PackedWeight, settings: WeightSettings) -> dict[Part, str]:
+    """Return what NVFP4 (scales in e4m3, and one for the tensor) and MXFP4 need; ValueError for variants of them."""
+    if settings.symmetric is False:
+        raise ValueError(f"unsupported: {weight.module} has fp4 codes with zero points; load the unquantized model")
+    if (factors := weight.parts.get("input_factors")) is not None:
+        raise ValueError(
+            f"unsupported: {factors.name} (NVFP4 with AWQ) scales the layer's inputs; load the unquantized model"
+        )
+    scales = weight.parts.get("scales")
+    is_nvfp4 = weight.layout == "fp4" or (scales is not None and scales.dtype == "F8_E4M3")
+    needed: dict[Part, str] = {"scales": "its scales"}
+    return {**needed, "global_scale": "its global scale"} if is_nvfp4 else needed
 
 
 def _sizes(weight: PackedWeight, settings: WeightSettings, checkpoint: Checkpoint) -> _Sizes:
@@ -226,6 +267,8 @@ def _sizes(weight: PackedWeight, settings: WeightSettings, checkpoint: Checkpoin
             return _Sizes(codes[0], columns, 32 * codes[1] // max(1, columns), scales[1] if len(scales) == 2 else 1)
         case "int-quantized":
             return _Sizes(*codes, 8, scales[1] if len(scales) == 2 else 1)
+        case "fp4-pack-quantized" | "fp4":
+            return _Sizes(codes[0], 2 * codes[1], 4, scales[1] if len(scales) == 2 else 0)
         case "gguf":
             raise AssertionError("blocks state their sizes, see `_in_blocks`")
 
@@ -272,6 +315,8 @@ def _shapes(layout: Layout, sizes: _Sizes) -> dict[Part, list[tuple[int, ...]]]:
                     "group_index": [(columns,)], "shape": [(2,)]}  # fmt: skip
         case "int-quantized":
             return {"codes": [(rows, columns)], "scales": per_row, "zeros": per_row}
+        case "fp4-pack-quantized" | "fp4":
+            return {"codes": [(rows, columns // 2)], "scales": [(rows, groups)], "global_scale": [(1,), ()]}
         case "gguf":
             raise AssertionError("blocks are one tensor, see `_in_blocks`")
 

@@ -1,4 +1,4 @@
-"""Arithmetic of quantized weights as published: block-wise fp8, and codes of four and eight bits. No files.
+"""Arithmetic of quantized weights as published: block-wise fp8, and codes of four (also fp4) and eight bits. No files.
 
 fp8 weights are e4m3, multiplied by one scale per block. Source:
 https://github.com/deepseek-ai/DeepSeek-V3/blob/main/inference/kernel.py (weight_quant, weight_dequant) and
@@ -30,6 +30,7 @@ UNQUANTIZED_PARTS = re.compile(
     r"(^|\.)(gate|router|shared_expert_gate|in_proj_(a|b|ba)|([qkv]_)?conv1d|weights_proj|ngram_embedding)\."
 )
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibbles of a word in the order of output channels
+_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)  # of e2m1, times 2; the codes from 8 on are their negatives
 _ONES = {4: 0x11111111, 8: 0x01010101}  # one in each value of a word
 # The codes, of four bits from -8 to 7, that the value of the largest size may have: as it is clamped, or does not reach
 # the end, the others may be rounded so much better that the squared error is less. The best one of each group is taken.
@@ -269,6 +270,9 @@ def unpack(weight: PackedWeight, read: Callable[[str], Tensor]) -> QuantizedWeig
             codes = _split(packed, bits)
         case "int-quantized":
             codes = _unsigned(packed, bits)
+        case "fp4-pack-quantized" | "fp4":
+            values = torch.tensor(_FP4_VALUES)
+            codes = (torch.cat((values, -values)) + 2 ** (bits - 1)).to(torch.uint8)[_split(packed, 4).int()]
     scales, zeros, index = unpack_groups(weight, read)
     return QuantizedWeight(codes[:rows, :columns].contiguous(), scales, zeros, bits, weight.group_size, index)
 
@@ -286,11 +290,23 @@ def unpack_groups(weight: PackedWeight, read: Callable[[str], Tensor]) -> Groups
             scales, zeros = scales.T, _split(parts["zeros"], bits)[:, _awq_columns(rows)].T
         case "pack-quantized" | "int-quantized":
             zeros = _compressed_zeros(weight, zeros)
+        case "fp4-pack-quantized" | "fp4":
+            scales = _fp4_scales(weight, scales, parts.get("global_scale"))
     scales = scales.reshape(-1, weight.num_groups).expand(rows, -1).contiguous()
     if zeros is not None:
         zeros = zeros[:rows].contiguous()
         zeros = None if bool((zeros == 2 ** (bits - 1)).all()) else zeros
     return Groups(scales, zeros, _group_index(weight, parts.get("group_index")))
+
+
+def _fp4_scales(weight: PackedWeight, scales: Tensor, global_scale: Tensor | None) -> Tensor:
+    """Return the scales of codes that are twice the values of e2m1, in float32."""
+    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    scales = scales.float() / 2
+    if global_scale is None:
+        return scales
+    # compressed-tensors stores what the scales were multiplied by before they were rounded, ModelOpt the inverse.
+    return scales / global_scale if weight.layout == "fp4-pack-quantized" else scales * global_scale
 
 
 def _split(words: Tensor, bits: int) -> Tensor:

@@ -36,13 +36,14 @@ from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.checkpoint.snapshot import PartialFile
 from nextn.errors import CheckpointError
 
-READABLE = "bf16, fp16, fp32, fp8 with scales, GPTQ, AWQ, and compressed-tensors' integers of 4 or 8 bits"
+READABLE = "bf16, fp16, fp32, fp8 with scales, NVFP4, GPTQ, AWQ, and compressed-tensors' integers of 4 or 8 bits"
 # Storage of a checkpoint `with_logical_weights` that needs no other program; "unknown" is of a wrong dtype.
 _READABLE = ("plain", "fp8-block", "fp8-tensor", "fp8-bare", "mxfp8", "unknown")
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Scales of activations: unused where products are not computed in fp8.
 ACTIVATIONS = (
-    "input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale",
+    "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale",
+    "q_scale",
 )  # fmt: skip
 _STORED = FLOATS | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,

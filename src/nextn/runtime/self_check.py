@@ -22,6 +22,7 @@ from nextn.model.head import Head
 from nextn.model.packed_experts import weights_with_codes
 from nextn.model.packed_linear import StoredFp8
 from nextn.model.trunk import Trunk
+from nextn.runtime.native.stored_codes import unsupported
 from nextn.runtime.native.trace import Untraceable
 from nextn.runtime.native.weight_packing import PackedWeights
 
@@ -34,7 +35,8 @@ _LM_HEAD_ROWS = 4096  # of which logits are compared, at most
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.02}
 _SIXTEEN_BITS_TOLERANCE = 5e-3  # with activations and scales of sixteen bits, beside weights of few bits
 _CACHE_TOLERANCE = 0.05  # with keys and values of eight bits, which the modules have not
-_FP8_TOLERANCE = {8: 0.1, 4: 1.1}  # by bits: the modules have stored fp8 as it is where the native backend rounds it
+# By bits: the modules have what a checkpoint stores in codes as it is, where the native backend rounds it.
+_ROUNDED_TOLERANCE = {8: 0.1, 7: 0.1, 4: 1.1}
 _MAX_ERROR_RATIO = 2.0  # of the native error to that of torch's modules; it is below 1 where all is right
 _PRODUCTS = frozenset(
     (
@@ -136,6 +138,7 @@ def check(trunk: Trunk, head: Head | None, native: Any) -> None:
         _compare_logits(trunk, states, logits, values)
         if head is None or native.head is None:
             return
+        tolerance = _head_tolerance(head, native, tolerance)
         _check_head(tokens, exact.head_input, head, native.head, tolerance, (own_cache, cache))
 
 
@@ -184,8 +187,15 @@ def _tolerance(trunk: Trunk, head: Head | None, native: Any) -> float:
     if native.weight_bits is not None or kept - {StoredFp8}:
         tolerance = max(tolerance, _SIXTEEN_BITS_TOLERANCE)
     if native.weight_bits is not None and StoredFp8 in kept:
-        tolerance = max(tolerance, _FP8_TOLERANCE[native.weight_bits])
+        tolerance = max(tolerance, _ROUNDED_TOLERANCE[native.weight_bits])
     return tolerance
+
+
+def _head_tolerance(head: Head, native: Any, tolerance: float) -> float:
+    """Return that of the head, whose weights the native backend may round where those of the trunk stay."""
+    codes = (matrix for weight in weights_with_codes(head) for matrix in weight.matrices)
+    is_rounded = native.head_bits is not None and any(map(unsupported, codes))
+    return max(tolerance, _ROUNDED_TOLERANCE[native.head_bits]) if is_rounded else tolerance
 
 
 def _compare(
