@@ -64,7 +64,7 @@ def _run(command: str, folder: Path, port: int) -> str:
         cwd=folder, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
         check=False,
     )  # fmt: skip
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1, 3):  # no findings, findings, undecided
         raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stdout}")
     shown = done.stdout.replace(f"{folder}/", "").replace(f"localhost:{port}", f"localhost:{PORT}")
     shown = shown.replace(f"127.0.0.1:{port}", f"127.0.0.1:{PORT}")
