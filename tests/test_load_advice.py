@@ -129,6 +129,7 @@ def test_a_row_has_the_speeds_of_one_repeat(monkeypatch, capsys):
     found = load_advice.measure_loads("with", "without", ["a"], [1])
     (one,) = found.points
     assert one.speedup.median == one.middle[1] / one.middle[0] == 1.25
+    monkeypatch.setenv("COLUMNS", "160")
     show_by_load(found)
     rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
     assert ["1", "80", "100", "1.25"] in rows

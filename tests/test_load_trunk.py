@@ -36,10 +36,9 @@ def test_a_method_that_transformers_does_not_know(tmp_path):
         for name in [each for each in table if "layers.0" in each and each.endswith("_proj.weight")]:
             rows, columns = table[name].shape
             table[name] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
-            table[f"{name}_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
-            table[f"{name}_scale_2"] = torch.ones(())
+            table[f"{name}_scale"] = torch.ones(rows, columns // 16)
 
     in_one_file(tmp_path, pack)
-    set_config(tmp_path, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
+    set_config(tmp_path, quantization_config={"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "ignore": []})
     with pytest.raises(CheckpointError, match=r"is modelopt .* neither transformers nor nextn reads"):
         Model.load(tmp_path)

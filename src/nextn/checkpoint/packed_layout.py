@@ -322,6 +322,8 @@ def _shapes(layout: Layout, sizes: _Sizes) -> dict[Part, list[tuple[int, ...]]]:
 
 
 def _group_size(weight: PackedWeight, sizes: _Sizes, settings: WeightSettings) -> int:
+    if weight.layout in FP4:
+        return _fp4_group_size(weight.parts["scales"], sizes)
     declared = sizes.columns if settings.group_size == -1 else settings.group_size
     if not sizes.groups or (declared is not None and (declared < 1 or sizes.groups != -(-sizes.columns // declared))):
         scales = weight.parts["scales"]
@@ -331,3 +333,15 @@ def _group_size(weight: PackedWeight, sizes: _Sizes, settings: WeightSettings) -
             "or take the complete checkpoint"
         )
     return declared or -(-sizes.columns // sizes.groups)
+
+
+def _fp4_group_size(scales: TensorInfo, sizes: _Sizes) -> int:
+    """Return the group size that NVFP4 and MXFP4 define; ValueError for another number of scales."""
+    size = 16 if scales.dtype == "F8_E4M3" else 32
+    groups = -(-sizes.columns // size)
+    if not groups or sizes.groups != groups:
+        raise ValueError(
+            f"wrong group size: {scales.name} {scales.shape}, expected {(sizes.rows, groups)} for groups of {size}: of a "
+            "faulty export, or of another module; quantize again with a newer version of the tool, or take the release"
+        )
+    return size
