@@ -341,7 +341,7 @@ def _fp4_group_size(scales: TensorInfo, sizes: _Sizes) -> int:
     groups = -(-sizes.columns // size)
     if not groups or sizes.groups != groups:
         raise ValueError(
-            f"wrong group size: {scales.name} {scales.shape}, expected {(sizes.rows, groups)} for groups of {size}: of a "
-            "faulty export, or of another module; quantize again with a newer version of the tool, or take the release"
+            f"wrong group size: {scales.name} {scales.shape}, expected {(sizes.rows, groups)} for groups of {size}: of "
+            "a faulty export, or of another module; quantize again with a newer version, or take the release"
         )
     return size
