@@ -356,8 +356,7 @@ def is_finite(tensor: Tensor) -> bool:
     if hasattr(tensor, "__tensor_flatten__"):  # a tensor made of others: packed codes and their scales, a shard
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return all(is_finite(part) for part in parts if part.is_floating_point())
-    on_host = type(tensor.detach()) is Tensor and tensor.device.type == "cpu"
-    if on_host and (infinity := _INFINITIES.get(tensor.dtype)) is not None:
+    if (infinity := _INFINITIES.get(tensor.dtype)) is not None and tensor.device.type == "cpu":
         # Compare bits, without a conversion: for either sign, values that are not finite sort after all finite ones.
         bits = tensor.detach().view(torch.int16).numpy()
         return bool(bits.max() < infinity and bits.view(np.uint16).max() < infinity | 0x8000)
