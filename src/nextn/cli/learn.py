@@ -226,12 +226,18 @@ def _show_texts(decoded: "DecodedModel") -> None:
 
 
 def _show_figures(decoded: "DecodedModel") -> None:
+    from nextn.data.degeneracy import MIN_TOKENS
+
     screen = console()
     reason = f" ({decoded.reason})" if decoded.reason else ""
     screen.print(plain(f"{decoded.backend} backend{reason}, {len(decoded.prompts)} prompts"))
     for label, pair in _pairs(decoded):
         same = "" if label != "greedy" else "  output identical" if decoded.identical else "  output DIFFERENT"
         screen.print(plain(f"{_figures(label, pair, decoded.num_speculative_tokens)}{same}", lines=True))
+    short = sum(len(tokens) < MIN_TOKENS for tokens in decoded.greedy.mtp.tokens)
+    if short:
+        of_all = f"{short} of {len(decoded.prompts)} texts"
+        print_note(f"greedy, {of_all} have fewer than {MIN_TOKENS} tokens: repetition may be missed")
 
 
 def _figures(label: str, pair: "DecodedPair", k: int) -> str:
