@@ -133,7 +133,7 @@ def wrong_conventions(head: Head) -> Iterator[Trial]:
 def undo(key: str) -> str:
     """Return the key of the variant that undoes another one."""
     axis, _, value = key.rpartition(":")
-    if axis.startswith("gain"):
+    if axis.startswith("norm-weight"):
         return f"{axis}:{-int(value):+d}"
     if axis == "order":
         order = [int(index) - 1 for index in value.split("-")]

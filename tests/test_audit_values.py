@@ -430,7 +430,7 @@ def test_never_trained(tmp_path):
     assert checked(tmp_path / "both", normal, ones) == [("values-untrained", "warning")]
     assert checked(tmp_path / "torch", uniform, ones) == [("values-untrained", "warning")]
     assert checked(tmp_path / "matrices", normal) == [("values-untrained", "note")]
-    assert checked(tmp_path / "gains", ones) == [("values-untrained", "note")]
+    assert checked(tmp_path / "ones", ones) == [("values-untrained", "note")]
     whole = edited(lambda each: len(each) > 0 and not is_norm(each), lambda a: 0.02 * fresh.standard_normal(a.shape))
     assert checked(tmp_path / "model", whole, edited(is_norm, np.ones_like)) == []
 

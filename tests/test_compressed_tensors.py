@@ -22,6 +22,7 @@ from nextn.family_table import by_name
 MODULE = "model.layers.0.mlp.up_proj"
 ROWS, COLUMNS = 72, 256
 INT = {"type": "int", "symmetric": True, "dynamic": False}
+FP4 = {"type": "float", "num_bits": 4, "symmetric": True, "dynamic": False}
 FP8 = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
 GROUPS = {"strategy": "group", "group_size": 64}
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -34,6 +35,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "fp8-channel": ("float-quantized", {**FP8, "strategy": "channel"}),
     "fp8-tensor": ("float-quantized", {**FP8, "strategy": "tensor"}),
     "fp8-block": ("float-quantized", {**FP8, "strategy": "block", "block_structure": [24, 128]}),
+    "nvfp4": ("nvfp4-pack-quantized", {**FP4, "strategy": "tensor_group", "group_size": 16}),
+    "mxfp4": ("mxfp4-pack-quantized", {**FP4, "strategy": "group", "group_size": 32}),
 }
 
 
@@ -45,8 +48,8 @@ def decompressed(tensors: dict[str, Tensor], form: str, scheme: dict[str, object
 
 def scale_shape(weights: dict[str, object]) -> tuple[int, ...]:
     match weights["strategy"]:
-        case "group":
-            return ROWS, COLUMNS // 64
+        case "group" | "tensor_group":
+            return ROWS, COLUMNS // weights["group_size"]
         case "channel":
             return ROWS, 1
         case "block":
@@ -67,6 +70,9 @@ def test_we_read_what_the_package_writes(case: str, dtype: torch.dtype, tmp_path
         / (448 if form == "float-quantized" else 2 ** (weights["num_bits"] - 1))
     )
     state = {"weight": torch.randn(ROWS, COLUMNS, generator=generator).to(dtype), "weight_scale": scales.to(dtype)}
+    if form == "nvfp4-pack-quantized":  # whose scales are rounded after they are multiplied by this
+        state["weight_global_scale"] = torch.tensor([100.0])
+        state["weight_scale"] = (100 * scales).to(torch.float8_e4m3fn).to(dtype)
     if not weights["symmetric"]:
         half = 2 ** (weights["num_bits"] - 1)
         state["weight_zero_point"] = torch.randint(-half, half, shape, generator=generator).to(torch.int8)
@@ -84,8 +90,8 @@ def test_we_read_what_the_package_writes(case: str, dtype: torch.dtype, tmp_path
         assert reader.problem(name) is None
         assert reader.is_quantized(name)
         expected = decompressed(compressed, form, {"weights": weights})
-        assert expected.dtype == dtype
-        assert torch.equal(reader.read(name).to(dtype), expected)
+        assert expected.dtype == (torch.bfloat16 if weights["num_bits"] == 4 and weights["type"] == "float" else dtype)
+        assert torch.equal(reader.read(name).to(expected.dtype), expected)
 
 
 @pytest.mark.parametrize(

@@ -82,17 +82,32 @@ def misread(model, **facts):
 
 # fault -> (fixture, how to inject it, contract, key of the variant that undoes it)
 INJECTED = {
-    "gains stored as w - 1": ("glm", lambda m: other_weights(m, norm_weights(-1)), {}, "gain:all:+1"),
-    "gain stored as 1 + w": (
+    "norm weights stored as w - 1": ("glm", lambda m: other_weights(m, norm_weights(-1)), {}, "norm-weight:all:+1"),
+    "norm weight stored as 1 + w": (
         "qwen",
         lambda m: other_weights(m, norm_weights(1, "token_norm")),
         {},
-        "gain:token_norm:-1",
+        "norm-weight:token_norm:-1",
     ),
-    "gains read as w": ("qwen", lambda m: other_weights(m, norm_weights(-1)), {}, "gain:all:+1"),
-    "one gain less": ("qwen", lambda m: other_weights(m, norm_weights(-1, "hidden_norm")), {}, "gain:hidden_norm:+1"),
-    "another gain less": ("glm", lambda m: other_weights(m, norm_weights(-1, "token_norm")), {}, "gain:token_norm:+1"),
-    "final gain less": ("qwen", lambda m: other_weights(m, norm_weights(-1, "final_norm")), {}, "gain:final_norm:+1"),
+    "norm weights read as w": ("qwen", lambda m: other_weights(m, norm_weights(-1)), {}, "norm-weight:all:+1"),
+    "one norm weight less": (
+        "qwen",
+        lambda m: other_weights(m, norm_weights(-1, "hidden_norm")),
+        {},
+        "norm-weight:hidden_norm:+1",
+    ),
+    "another norm weight less": (
+        "glm",
+        lambda m: other_weights(m, norm_weights(-1, "token_norm")),
+        {},
+        "norm-weight:token_norm:+1",
+    ),
+    "final norm weight less": (
+        "qwen",
+        lambda m: other_weights(m, norm_weights(-1, "final_norm")),
+        {},
+        "norm-weight:final_norm:+1",
+    ),
     "halves": ("glm", lambda m: other_weights(m, halves), {}, "concat"),
     "projections": ("v4", lambda m: other_weights(m, projections), {}, "concat"),
     "pre-norm row": ("glm", lambda m: misread(m, hidden="pre"), {}, "hidden"),
@@ -168,7 +183,7 @@ def test_right_weights_want_their_row(name, trained, texts):
     assert found.agrees, found.summary
     assert "the family's convention is the best" in found.summary
     harmful = {each.keys[0] for each in found.alternatives if found.beats(found.base, each)}
-    assert {"concat", "offset:-1", "gain:all:-1"} <= harmful
+    assert {"concat", "offset:-1", "norm-weight:all:-1"} <= harmful
     assert harmful.isdisjoint({each.keys[0] for each in found.ties})
 
 

@@ -26,7 +26,7 @@ from nextn.stats.speedup import Costs, Spread, best_k, expected_speedup
 
 FLAT = tuple(1 + 0.005 * num for num in range(17))
 STEEP = tuple(1 + 0.06 * num for num in range(17))
-# A head: the confidence of each distribution of a round, and the chance that a draft of it stands.
+# A head: the confidence of each distribution of a round, and the chance that a draft of it is accepted.
 Distributions = Iterator[tuple[float, float]]
 
 
@@ -43,7 +43,7 @@ def constant(rate, *, reported=None) -> Callable[[random.Random, int], Distribut
 
 
 def bimodal(sure, unsure, *, reported=None) -> Callable[[random.Random, int], Distributions]:
-    """Seven distributions of ten are sure. told: their confidences, where these are not the acceptances."""
+    """Seven distributions of ten are sure. reported: their confidences, where these are not the acceptances."""
 
     def distributions(draw, turn):
         while True:
@@ -74,12 +74,12 @@ class Result:
 def simulated(rule, head, v, c, *, rounds=2000, seed=0) -> Result:
     draw, found = random.Random(seed), Result()
     for turn in range(rounds):
-        progress, distributions, stands = rule.plan().begin(), head(draw, turn), []
+        progress, distributions, accepted = rule.plan().begin(), head(draw, turn), []
         while progress.can_extend:
             confidence, rate = next(distributions)
             if progress.extend(confidence):
-                stands.append(draw.random() < rate)
-        kept = (*stands, False).index(False)
+                accepted.append(draw.random() < rate)
+        kept = (*accepted, False).index(False)
         rule.learn(progress.confidences, num_draft_tokens=progress.num_draft_tokens, num_accepted=kept)
         found.tokens += kept + 1
         found.cost += v[progress.num_draft_tokens] + c * len(progress.confidences)
@@ -94,7 +94,7 @@ def best_fixed(rate, v, c):
 
 
 class Oracle(FixedLength):
-    """Knows each distribution's acceptance (told as its confidence), and goes on down to the best of many floors."""
+    """Knows each distribution's acceptance (its confidence), and continues down to the best of many floors."""
 
     def __init__(self, v, c, rate):
         super().__init__(len(v) - 1)
@@ -277,7 +277,7 @@ def test_calibration_lasts():
 
 
 def test_what_is_learned_of_a_round():
-    """Drafts behind the first that does not stand, and distributions that were not drafted from, tell nothing."""
+    """Drafts behind the first that is rejected, and distributions that were not drafted from, give no evidence."""
     rule, edges = AdaptiveLength(costs(FLAT, 0.1), overhead=0.5), RoundPlan(1, EDGES)
     before = rule.calibration.table
     rule.learn([0.97, 0.5, 0.2], num_draft_tokens=2, num_accepted=0)
@@ -326,7 +326,7 @@ def test_probes_of_plain_decoding():
 
 
 def test_what_is_hoped_of_confidences():
-    """At first a distribution stands as often as it is sure, and no less often than drafts do on average."""
+    """At first drafts are accepted as often as the head is sure, and no less often than they are on average."""
     table = AdaptiveLength(costs(FLAT, 0.1)).plan().table
     assert table[0] == pytest.approx(0.7)
     assert table[-1] == pytest.approx((EDGES[-1] + 1) / 2)

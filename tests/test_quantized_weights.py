@@ -17,7 +17,7 @@ from tiny import CONFIGS, build, prompt
 from nextn.checkpoint import quantized_weights
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import MODELSLIM_FILE, scale_of
+from nextn.checkpoint.quantization import MODELSLIM_FILE, scale_of, scale_shape
 from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError
@@ -39,7 +39,7 @@ def slow(weight):
     """weight_quant of kernel.py, one block after the other."""
     out, scales = (
         torch.empty(weight.shape, dtype=torch.float8_e4m3fn),
-        torch.empty(quantized_weights.scale_shape(weight.shape, BLOCK)),
+        torch.empty(scale_shape(weight.shape, BLOCK)),
     )
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
@@ -60,7 +60,7 @@ def test_there_and_back(rows, columns, experts, exponent, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(*experts, rows, columns, generator=generator) * 2.0**exponent).to(dtype)
     small, scale = quantized_weights.quantize_fp8(weight, BLOCK)
-    assert scale.shape == quantized_weights.scale_shape(weight.shape, BLOCK)
+    assert scale.shape == scale_shape(weight.shape, BLOCK)
     back = quantized_weights.dequantize_fp8(small, scale, BLOCK)
     # e4m3 has 3 bits after the point: half a unit of the last place, or of the smallest subnormal, 2 ** -9.
     largest = weight.float().abs().max().item()
@@ -458,18 +458,3 @@ def test_inputs_narrower_than_a_group(tmp_path):
             case = Case(layout, 8 if layout == "int-quantized" else 4, group, symmetric=False, auto_round=auto_round)
             weights, values = reader(tmp_path / f"{place}-{auto_round}", case, 32, columns)
             assert torch.equal(weights.read(f"{NAME}.weight"), values.weight()), case
-
-
-@pytest.mark.more
-def test_fp4_is_what_compressed_tensors_reads(tmp_path):
-    """Bit for bit its own decompression, which rounds to bfloat16."""
-    from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor  # takes 2 s, of each test process
-    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-    for case, compressor in ((NVFP4, NVFP4PackedCompressor), (MXFP4, MXFP4PackedCompressor)):
-        weights, values = reader(tmp_path / str(case), case)
-        scheme = section(case)["config_groups"]["group_0"]
-        scheme = QuantizationScheme(targets=scheme["targets"], weights=QuantizationArgs(**scheme["weights"]))
-        found = compressor.decompress(stored(case, values), scheme)["weight"]
-        assert torch.equal(weights.read(f"{NAME}.weight").bfloat16(), found), case

@@ -19,7 +19,9 @@ from nextn.checkpoint.quantization import (
     QuantSection,
     Storage,
     declared,
+    fp4_group_size,
     scale_of,
+    scale_shape,
     split_name,
     storage,
 )
@@ -166,12 +168,12 @@ def _scale_shape(weight: TensorInfo, scale: TensorInfo, block: object) -> tuple[
     """Return the shape of the scales that the format defines for a weight; None where it is not known."""
     rows, columns = weight.shape
     if weight.dtype in ("U8", "I8", "F4") and scale.dtype in ("F8_E4M3", "F8_E8M0", "U8"):  # NVFP4, MXFP4
-        group = 16 if scale.dtype == "F8_E4M3" else 32
-        return rows, -(-columns * (1 if weight.dtype == "F4" else 2) // group)
+        per_byte = 1 if weight.dtype == "F4" else 2
+        return scale_shape((rows, per_byte * columns), (1, fp4_group_size(scale.dtype)))
     if weight.dtype.startswith("F8") and scale.name.endswith("_inv") and len(scale.shape) == 2:
         match block:
             case [int(height), int(width)] if height > 0 and width > 0:
-                return -(-rows // height), -(-columns // width)
+                return scale_shape((rows, columns), (height, width))
     return None
 
 

@@ -33,7 +33,7 @@ def query_head(inventory: Inventory) -> Iterator[Finding]:
     for canonical in sorted(expected.keys() & inventory.stored.keys()):
         info, shape = inventory.info(canonical), expected[canonical]
         sizes = zip(shape, info.shape, strict=False)
-        if len(shape) != len(info.shape) or any(valid not in (None, size) for valid, size in sizes):
+        if len(shape) != len(info.shape) or any(expected_size not in (None, size) for expected_size, size in sizes):
             valid = f"[{', '.join('?' if each is None else str(each) for each in shape)}], by its config.json."
             yield Finding("query-head", "error", info.name, f"{info.name} is {list(info.shape)}.", valid, fix)
 

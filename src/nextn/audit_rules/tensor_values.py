@@ -119,7 +119,8 @@ def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
     values: list[Values] = []
     for info in infos:
         size = DTYPES[info.dtype] // 8
-        offsets = [(info, place * (max(0, count - SAMPLE_BYTES) // 7) * size) for place in range(8)]
+        starts = {place * (max(0, count - SAMPLE_BYTES) // 7) for place in range(8)}
+        offsets = [(info, start * size) for start in sorted(starts)]
         blocks = checkpoint.read_blocks(offsets, SAMPLE_BYTES * size)
         values.append(np.concatenate(_decoded((block, info.dtype) for block in blocks)))
     return bool(np.allclose(values[0], values[1], rtol=2**-8, atol=2**-24, equal_nan=True))

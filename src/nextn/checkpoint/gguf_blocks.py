@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, K_QUANTS, WITH_MINIMA
-from nextn.checkpoint.quantized_weights import QuantizedWeight
+from nextn.checkpoint.quantized_weights import FP4_VALUES, QuantizedWeight, look_up
 
 _SIX_BIT_ZERO = 32  # the code of weight 0 in Q6_K
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
 _LARGEST_EXPONENT = 252  # of a block of MXFP4 all of whose values are finite in float32
 # Bytes of a block that are its float16 scales and minima; of other types, the first two.
 _SCALES = {**dict.fromkeys((*WITH_MINIMA, "Q4_K", "Q5_K"), slice(0, 4)), "Q6_K": slice(208, 210)}
@@ -124,11 +123,6 @@ def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return codes + (128 - 16), _halves(blocks[..., :2])
 
 
-def _looked_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
-    """Replace codes of four bits by values, which become codes of eight bits."""
-    return (torch.tensor(values) + 128).to(torch.uint8)[codes.long()]
-
-
 def _mxfp4_scales(exponents: Tensor) -> Tensor:
     """Return half of each block's scale, as the codes are doubled."""
     return torch.ldexp(torch.tensor(1.0), exponents.float() - 128)
@@ -137,7 +131,7 @@ def _mxfp4_scales(exponents: Tensor) -> Tensor:
 def _iq4_xs(blocks: Tensor) -> tuple[Tensor, Tensor]:
     high = _fields(blocks[..., 2:4], 2)
     factors = (_nibbles(blocks[..., 4:8], 1) | high << 4).float() - 32
-    return _looked_up(_nibbles(blocks[..., 8:], 16), _IQ4_VALUES), _floats(blocks[..., :2])[..., None] * factors
+    return look_up(_nibbles(blocks[..., 8:], 16), _IQ4_VALUES), _floats(blocks[..., :2])[..., None] * factors
 
 
 def _with_minima(kind: str, blocks: Tensor, codes: Tensor) -> KQuantWeight:
@@ -165,9 +159,9 @@ _READERS: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
         _nibbles(blocks[..., 8:], 16) | _fields(blocks[..., 4:8], 1) << 4, _halves(blocks[..., :2])
     ),
     "Q8_0": lambda blocks: (blocks[..., 2:] ^ 128, _halves(blocks[..., :2])),
-    "IQ4_NL": lambda blocks: (_looked_up(_nibbles(blocks[..., 2:], 16), _IQ4_VALUES), _halves(blocks[..., :2])),
+    "IQ4_NL": lambda blocks: (look_up(_nibbles(blocks[..., 2:], 16), _IQ4_VALUES), _halves(blocks[..., :2])),
     "MXFP4": lambda blocks: (
-        _looked_up(_nibbles(blocks[..., 1:], 16), _MXFP4_VALUES), _mxfp4_scales(blocks[..., :1])
+        look_up(_nibbles(blocks[..., 1:], 16), FP4_VALUES), _mxfp4_scales(blocks[..., :1])
     ),
     "IQ4_XS": _iq4_xs,
 }  # fmt: skip

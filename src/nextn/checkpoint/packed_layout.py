@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.gguf_file import BLOCK_NAMES, BLOCK_TYPES, named_kind
 from nextn.checkpoint.quant_formats import WeightSettings
-from nextn.checkpoint.quantization import QuantConfig, QuantSection
+from nextn.checkpoint.quantization import QuantConfig, QuantSection, fp4_group_size
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import TensorInfo
 
@@ -106,8 +106,8 @@ def with_logical_weights(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, 
     parts |= {f"{weight.module}.weight_offset" for weight in weights.values()}  # of ModelSlim, which engines do not use
     tensors = {name: info for name, info in checkpoint.tensors.items() if name not in parts}
     for name, weight in weights.items():
-        dtype = weight.parts["scales"].dtype if "scales" in weight.parts else "F32"
-        dtype = "BF16" if weight.layout in FP4 else dtype
+        scales = weight.parts.get("scales")
+        dtype = "F32" if scales is None else "BF16" if weight.layout in FP4 else scales.dtype
         tensors[name] = replace(weight.parts["codes"], name=name, dtype=dtype, shape=weight.shape)
     return replace(checkpoint, tensors=tensors), weights
 
@@ -122,35 +122,35 @@ def _packed_weights(checkpoint: Checkpoint) -> Iterator[PackedWeight]:
         return
     for info in codes:
         module, _, name = info.name.rpartition(".")
-        layout = _layout(section, name, info)
+        layout = _layout(section, name, info.dtype)
         if layout == "gguf":
             yield _in_blocks(PackedWeight(module, layout, {"codes": info}))
         elif layout is not None:
             names = {part: f"{module}.{suffix}" for part, suffix in _NAMES[layout].items()}
             parts = {part: checkpoint.tensors[full] for part, full in names.items() if full in checkpoint.tensors}
-            scales = parts.get("scales")
-            if layout != "fp4" or scales is None or scales.dtype == "F8_E4M3":  # else integers, as of ModelOpt's AWQ
-                yield _weight(PackedWeight(module, layout, parts), section, checkpoint)
+            if layout == "fp4" and "scales" in parts and parts["scales"].dtype != "F8_E4M3":
+                continue  # integers, as of ModelOpt's AWQ
+            yield _weight(PackedWeight(module, layout, parts), section, checkpoint)
 
 
 def _may_be_codes(info: TensorInfo) -> bool:
     name = info.name.rpartition(".")[2]
-    return (name, info.dtype) in _CODES or named_kind(name) is not None
+    is_fused_fp4 = info.dtype == "U8" and len(info.shape) != 2
+    return ((name, info.dtype) in _CODES and not is_fused_fp4) or named_kind(name) is not None
 
 
-def _layout(section: QuantSection, name: str, info: TensorInfo) -> Layout | None:
+def _layout(section: QuantSection, name: str, dtype: str) -> Layout | None:
     """Return the layout of codes called `name`; None if another program reads them."""
     if section.form == "gguf":
         return None if named_kind(name) is None else "gguf"
-    if (name, info.dtype) not in _CODES:
+    if (name, dtype) not in _CODES:
         return None
     if section.form == "compressed-tensors":
-        layout = None if section.format.section.get("format") == "marlin-24" else _CODES[name, info.dtype]
-        return None if layout in FP4 and len(info.shape) != 2 else layout  # fused experts
+        return None if section.format.section.get("format") == "marlin-24" else _CODES[name, dtype]
     if section.form in _MODELOPT:
-        return "fp4" if (name, info.dtype) == ("weight", "U8") and len(info.shape) == 2 else None
+        return "fp4" if (name, dtype) == ("weight", "U8") else None
     if section.form == "modelslim":
-        return "int-quantized" if (name, info.dtype) == ("weight", "I8") else None
+        return "int-quantized" if (name, dtype) == ("weight", "I8") else None
     if name != "qweight":
         return None
     if section.form == "awq":
@@ -337,7 +337,7 @@ def _group_size(weight: PackedWeight, sizes: _Sizes, settings: WeightSettings) -
 
 def _fp4_group_size(scales: TensorInfo, sizes: _Sizes) -> int:
     """Return the group size that NVFP4 and MXFP4 define; ValueError for another number of scales."""
-    size = 16 if scales.dtype == "F8_E4M3" else 32
+    size = fp4_group_size(scales.dtype)
     groups = -(-sizes.columns // size)
     if not groups or sizes.groups != groups:
         raise ValueError(

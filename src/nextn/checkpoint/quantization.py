@@ -267,6 +267,16 @@ def scale_of(weight: str, names: Collection[str]) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
+def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight of `shape`."""
+    return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+
+
+def fp4_group_size(scale_dtype: str) -> int:
+    """Return how many values have a common scale in NVFP4, whose scales are e4m3, or in MXFP4."""
+    return 16 if scale_dtype == "F8_E4M3" else 32
+
+
 def _scaled(weight: "TensorInfo", scale: "TensorInfo | None", *, second: bool) -> Storage:
     if weight.dtype in PLAIN:
         return "plain"

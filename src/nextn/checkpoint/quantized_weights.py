@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextn.checkpoint.packed_layout import PackedWeight, Part
+from nextn.checkpoint.quantization import scale_shape
 from nextn.errors import CheckpointError
 from nextn.family_table import Family, Fp8
 
@@ -30,7 +31,7 @@ UNQUANTIZED_PARTS = re.compile(
     r"(^|\.)(gate|router|shared_expert_gate|in_proj_(a|b|ba)|([qkv]_)?conv1d|weights_proj|ngram_embedding)\."
 )
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibbles of a word in the order of output channels
-_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)  # of e2m1, times 2; the codes from 8 on are their negatives
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of the codes of e2m1, times 2
 _ONES = {4: 0x11111111, 8: 0x01010101}  # one in each value of a word
 # The codes, of four bits from -8 to 7, that the value of the largest size may have: as it is clamped, or does not reach
 # the end, the others may be rounded so much better that the squared error is less. The best one of each group is taken.
@@ -65,11 +66,6 @@ class Fp8Weight(NamedTuple):
     codes: Tensor  # float8_e4m3fn [N, K]
     scales: Tensor  # float32, of shape `scale_shape`
     block: tuple[int, int]  # output and input channels that share a scale
-
-
-def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight of `shape`."""
-    return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 
 def implied_block(shape: Sequence[int], scale: Sequence[int], declared: tuple[int, int]) -> tuple[int, int] | None:
@@ -271,8 +267,7 @@ def unpack(weight: PackedWeight, read: Callable[[str], Tensor]) -> QuantizedWeig
         case "int-quantized":
             codes = _unsigned(packed, bits)
         case "fp4-pack-quantized" | "fp4":
-            values = torch.tensor(_FP4_VALUES)
-            codes = (torch.cat((values, -values)) + 2 ** (bits - 1)).to(torch.uint8)[_split(packed, 4).int()]
+            codes = look_up(_split(packed, 4), FP4_VALUES)
     scales, zeros, index = unpack_groups(weight, read)
     return QuantizedWeight(codes[:rows, :columns].contiguous(), scales, zeros, bits, weight.group_size, index)
 
@@ -307,6 +302,11 @@ def _fp4_scales(weight: PackedWeight, scales: Tensor, global_scale: Tensor | Non
         return scales
     # compressed-tensors stores what the scales were multiplied by before they were rounded, ModelOpt the inverse.
     return scales / global_scale if weight.layout == "fp4-pack-quantized" else scales * global_scale
+
+
+def look_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
+    """Replace codes of four bits by values, which become codes of eight bits."""
+    return (torch.tensor(values) + 128).to(torch.uint8)[codes.long()]
 
 
 def _split(words: Tensor, bits: int) -> Tensor:

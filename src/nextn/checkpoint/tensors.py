@@ -17,7 +17,7 @@ from nextn.checkpoint.gguf_blocks import KQuantWeight, block_scales, take_apart
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.packed_layout import with_logical_weights
-from nextn.checkpoint.quantization import declared, scale_of, split_name, stored_modules
+from nextn.checkpoint.quantization import declared, scale_of, scale_shape, split_name, stored_modules
 from nextn.checkpoint.quantized_weights import (
     FP8_SCALES,
     FP8_WEIGHT,
@@ -27,7 +27,6 @@ from nextn.checkpoint.quantized_weights import (
     declared_block,
     dequantize_fp8,
     implied_block,
-    scale_shape,
     unpack,
     unpack_groups,
 )

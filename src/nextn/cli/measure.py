@@ -117,7 +117,7 @@ def measure(
     if max_drop is not None and baseline is None and against is None:
         raise ConfigError(f"--max-drop {max_drop}: compared with what? Give --baseline FILE or --against MODEL")
     limit, earlier = _share(max_drop or "5%"), None if baseline is None else read_record(baseline)
-    tokens: Sequence[tuple[int, ...]] = ()  # of the prompts, as the other checkpoint has them
+    check: Callable[[Model], None] | None = None
     given = None if temperatures is None else parse_temperatures(temperatures)
     if texts is not None and (prompts is not None or (given is not None and len(given) > 1)):
         raise ConfigError(
@@ -150,7 +150,8 @@ def measure(
     source = TextOptions.of(options, given_texts, asked, endpoint, quiet=quiet)
     if against is not None:  # first, so that one model is in memory at a time
         earlier, tokens = _measure_other(against, options, source, plan, to_answer)
-    loaded, report = _measure(options, source, plan, to_answer, check=partial(_check_tokens, tokens, plan, to_answer))
+        check = partial(_check_tokens, tokens, plan, to_answer)
+    loaded, report = _measure(options, source, plan, to_answer, check)
     report = replace(report, prompts_source={} if texts is not None else prompts_record(prompts, to_answer))
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     if long := loaded.length_note(report.num_positions):
@@ -192,7 +193,7 @@ def _measure(
     source: TextOptions,
     plan: ReferencePlan,
     prompts: "Sequence[Prompt]",
-    check: "Callable[[Model], None]" = lambda _: None,
+    check: "Callable[[Model], None] | None" = None,
 ) -> "tuple[Model, ReferenceReport]":
     from nextn.evaluate.reference import with_checkpoint
 
@@ -217,11 +218,11 @@ def _measure_other(
 def _check_tokens(
     expected: "Sequence[tuple[int, ...]]", plan: ReferencePlan, prompts: "Sequence[Prompt]", model: "Model"
 ) -> None:
-    """Refuse a checkpoint to which the prompts are other tokens than to the one that it is compared with, if any."""
+    """Refuse a checkpoint to which the prompts are other tokens than to the one that it is compared with."""
     from nextn.evaluate.reference_texts import prompt_tokens
 
     others = [
-        prompt for prompt, ids in zip(prompts, expected, strict=False) if prompt_tokens(model, prompt, plan) != ids
+        prompt for prompt, ids in zip(prompts, expected, strict=True) if prompt_tokens(model, prompt, plan) != ids
     ]
     if others:
         share = f"{len(others)} of {len(prompts)} prompts"

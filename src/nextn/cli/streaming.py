@@ -139,7 +139,7 @@ def measure_acceptance(
     source: TextOptions,
     plan: "ReferencePlan",
     prompts: "Sequence[Prompt]",
-    check: "Callable[[Model], None]" = lambda _: None,
+    check: "Callable[[Model], None] | None" = None,
 ) -> "tuple[Model, ReferenceReport]":
     """Load the model, and measure its head on given texts, or on the model's own continuations of the prompts.
 
@@ -150,7 +150,8 @@ def measure_acceptance(
     from nextn.evaluate.reference import reference_acceptance
 
     loaded = options.load(need_head=True)
-    check(loaded)
+    if check is not None:
+        check(loaded)
     with progress_bars(quiet=source.quiet) as progress:
         on_text, on_score = (progress(name, len(prompts) * len(plan.temperatures)) for name in ("texts", "scores"))
         return loaded, reference_acceptance(loaded, prompts, plan, on_text=on_text, on_score=on_score)

@@ -64,7 +64,7 @@ def _rates(text: str) -> list[float]:
 def _rounds(accepted: int, drafted: int, length: float | None, k: int = 0) -> int | None:
     """Return the rounds that a printed length shows, or `drafted / k` where it allows that; None where it shows none.
 
-    A length of 1.00 stands for any number of rounds if nothing was accepted, and for many if a few drafts were.
+    A length of 1.00 fits any number of rounds if nothing was accepted, and many if a few drafts were.
     """
     if length is None:
         return None

@@ -35,8 +35,8 @@ class _Reader:
     processes: dict[str, CounterSums] = field(default_factory=dict)  # the same counts, of each
     last: dict[str, Counters] = field(default_factory=dict)  # of each process, not added yet
     start: int = -1  # of the last entry, in the text at hand
-    process: str = ""  # of the last entry
     end: int = -1
+    process: str = ""  # of the last entry
     missing: str = ""  # field of an entry that could not be read
     num_unreadable: int = 0
 

@@ -147,11 +147,13 @@ def _norm_weights(head: Head) -> Iterator[Variant]:
     conventions = {1: {"w": "1 + w", "1+w": "2 + w"}[base], -1: {"w": "w - 1", "1+w": "w"}[base]}
     for shift, convention in conventions.items():
         description, change = f"weights of all norms: {convention}", partial(_shift_norms, shift, roles)
-        yield Variant(f"gain:all:{shift:+d}", description, "gain", change=change, breadth=2)
+        yield Variant(f"norm-weight:all:{shift:+d}", description, "norm-weight", change=change, breadth=2)
         for role in roles:
             norms = f"weight of {role}" if role != "block" else "norm weights inside the decoder layer"
             change = partial(_shift_norms, shift, [role])
-            yield Variant(f"gain:{role}:{shift:+d}", f"{norms}: {convention}", f"gain:{role}", change=change)
+            yield Variant(
+                f"norm-weight:{role}:{shift:+d}", f"{norms}: {convention}", f"norm-weight:{role}", change=change
+            )
 
 
 def norm_roles(head: Head) -> list[str]:

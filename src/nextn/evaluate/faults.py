@@ -110,7 +110,7 @@ FAULTS: tuple[Fault, ...] = (
         "norm-offset-missing", "norm weights are one too small: w read for 1 + w",
         "0 to 7 %; the text's token ranks near the bottom of the vocabulary; shapes are right",
         ("waybarrios/vllm-mlx#400", "jundot/omlx#1507", "youssofal/MTPLX#511", "ml-explore/mlx-lm#1442"),
-        variant_keys=("gain:all:-1",),
+        variant_keys=("norm-weight:all:-1",),
         advice="add one to the norm weights when loading (or let the norm do so), in the head as in the trunk; `nextn "
                "measure --probe` says which convention the weights fit",
     ),
@@ -118,7 +118,7 @@ FAULTS: tuple[Fault, ...] = (
         "norm-offset-added", "norm weights are one too large: 1 + w read for w, or 1 added twice",
         "from harmless to 0 %, depending on the size of the norm weights",
         ("jundot/omlx#3750", "youssofal/MTPLX#306"),
-        variant_keys=("gain:all:+1",),
+        variant_keys=("norm-weight:all:+1",),
         advice="add one once: either the converter or the norm, not both",
     ),
     Fault(

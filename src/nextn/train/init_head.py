@@ -160,10 +160,8 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
         outputs, inputs = (getattr(module, size, None) for size in ("out_features", "in_features"))
         if isinstance(outputs, int) and isinstance(inputs, int):
             weight = tensors.get(f"{name}.weight")
-            has_values = (
-                type(weight) is Tensor and weight.is_floating_point() and weight.itemsize > 1
-            )  # not fp8's codes
-            if not has_values:
+            # fp8's codes have one byte.
+            if type(weight) is not Tensor or not weight.is_floating_point() or weight.itemsize == 1:
                 tensors[f"{name}.weight"] = torch.empty(outputs, inputs, device="meta")
     return tensors
 
