@@ -1,6 +1,7 @@
 """shapes: tensors of one module that do not fit each other, and copies that differ in nothing but their dtype."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -45,6 +46,23 @@ def test_scales_of_another_size(layers, tmp_path):
     found = [each for each in audit(checkpoint, sample=True).findings if each.severity == "error"]
     assert [each.rule for each in found] == ["quantization"]
     assert re.search(r"such as .*weight_scale .* expected .* for groups of 16", found[0].found)
+
+
+def test_scales_of_another_method(tmp_path):
+    """MXFP4 as Quark stores it, which nextn does not read: 32 values have a scale."""
+
+    def pack(table, groups):
+        for name in [each for each in table if each.endswith("_proj.weight") and "eh_proj" not in each]:
+            rows, columns = table[name].shape
+            table[name] = RawTensor("U8", (rows, columns // 2), bytes(rows * columns // 2))
+            table[f"{name}_scale"] = RawTensor("U8", (rows, columns // groups), bytes(rows * (columns // groups)))
+
+    section = {"quant_method": "quark", "exclude": ["lm_head", "model.layers.2.eh_proj"]}
+    for groups, count in ((32, 0), (16, 1)):
+        options = {"change": partial(pack, groups=groups), "config": {"quantization_config": section}}
+        checkpoint = Checkpoint.open(publish(tmp_path / str(groups), "glm4_moe", **options))
+        found = [each.found for each in audit(checkpoint, sample=True).findings if each.rule == "quantization"]
+        assert [("of scales" in each) for each in found] == [True] * count
 
 
 def test_blocks_of_another_size(tmp_path):

@@ -152,7 +152,7 @@ def audit_checkpoint(
     kinds = structure.foreign_names(stored)
     foreign = {name for _, names in kinds for name in names}
     # These tensors are audited under the names that they should have, so that one cause gives one finding.
-    plain = with_plain_names(checkpoint, foreign, family.runtime_names) if foreign else checkpoint
+    plain = with_plain_names(checkpoint, family.runtime_names) if foreign else checkpoint
     inventory = Inventory.of(plain, family=family) if foreign else stored
     all_values = AllValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
     alike = pruned.comparable(inventory)

@@ -5,7 +5,7 @@ layers/fused_moe/routed_experts.py; ModelOpt, torch/quantization; Megatron-LM, c
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -107,13 +107,13 @@ def foreign(names: Iterable[str], own: tuple[str, ...] = ()) -> list[tuple[Forei
     return [(kind, same) for kind, same in found if same]
 
 
-def with_plain_names(checkpoint: Checkpoint, names: Collection[str], own: tuple[str, ...]) -> Checkpoint:
-    """Return the checkpoint with the names that these tensors would have; those that have none are left out."""
-    fused = {f"{name.removesuffix('gate_up_proj.weight')}down_proj.weight" for name in names
+def with_plain_names(checkpoint: Checkpoint, own: tuple[str, ...]) -> Checkpoint:
+    """Return the checkpoint with the names that its tensors would have; those that have none are left out."""
+    fused = {f"{name.removesuffix('gate_up_proj.weight')}down_proj.weight" for name in checkpoint.tensors
              if name.endswith(".experts.gate_up_proj.weight")}  # fmt: skip
     tensors: dict[str, TensorInfo] = {}
     for name, info in checkpoint.tensors.items():
-        plain = plain_name(name, own) if name in names else name
+        plain = plain_name(name, own)
         if plain is not None:
             plain = plain.removesuffix(".weight") if name in fused else plain
             tensors[plain] = info if info.name == plain else replace(info, name=plain)
