@@ -55,7 +55,8 @@ def test_scales_of_another_method(tmp_path):
         for name in [each for each in table if each.endswith("_proj.weight") and "eh_proj" not in each]:
             rows, columns = table[name].shape
             table[name] = RawTensor("U8", (rows, columns // 2), bytes(rows * columns // 2))
-            table[f"{name}_scale"] = RawTensor("U8", (rows, columns // groups), bytes(rows * (columns // groups)))
+            count = -(-columns // groups)
+            table[f"{name}_scale"] = RawTensor("U8", (rows, count), bytes(rows * count))
 
     section = {"quant_method": "quark", "exclude": ["lm_head", "model.layers.2.eh_proj"]}
     for groups, count in ((32, 0), (16, 1)):

@@ -234,10 +234,9 @@ def _show_figures(decoded: "DecodedModel") -> None:
     for label, pair in _pairs(decoded):
         same = "" if label != "greedy" else "  output identical" if decoded.identical else "  output DIFFERENT"
         screen.print(plain(f"{_figures(label, pair, decoded.num_speculative_tokens)}{same}", lines=True))
-    short = sum(len(tokens) < MIN_TOKENS for tokens in decoded.greedy.mtp.tokens)
-    if short:
-        of_all = f"{short} of {len(decoded.prompts)} texts"
-        print_note(f"greedy, {of_all} have fewer than {MIN_TOKENS} tokens: repetition may be missed")
+    lengths = [len(decoded.greedy.mtp.tokens[index]) for index in decoded.greedy.non_degenerate]
+    if short := sum(length < MIN_TOKENS for length in lengths):
+        print_note(f"greedy, {short} texts have fewer than {MIN_TOKENS} tokens: repetition may be missed")
 
 
 def _figures(label: str, pair: "DecodedPair", k: int) -> str:
