@@ -122,7 +122,7 @@ INJECTED = {
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("fault", others_slow(INJECTED, "one gain less"))
+@pytest.mark.parametrize("fault", others_slow(INJECTED, "one norm weight less"))
 def test_the_probe_names_the_injected_convention(fault, trained, texts):
     name, inject, contract, wanted = INJECTED[fault]
     found = probe(inject(trained[name]), texts[name], DEPTHS, contract=Contract(**contract), pairs=False)
