@@ -24,7 +24,7 @@ from nextn.engines.endpoint import Capabilities, Endpoint, ServedModel
 from nextn.errors import EngineError
 
 ATTACKS = int(os.environ.get("NEXTN_ATTACKS", "1"))
-SECONDS, MEMORY = 2.0, 200  # of one answer; MiB of growth of the process
+SECONDS, MEMORY = 30, 200  # of one answer on any processor (a quadratic reader needs minutes); MiB of growth
 KEY = "sk-secret-key-0123"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 PLACES = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
