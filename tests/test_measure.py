@@ -179,6 +179,7 @@ CONTROLS = Controls(0.8, 0.0, 0.0, 0.02, 0, 40, 1000)
 )
 def test_warnings_of_controls(change, words):
     assert CONTROLS.warnings == []
+    assert replace(CONTROLS, shifted=0.11, shuffled=0.4).warnings == []  # where half the text follows from its tokens
     assert any(words in each for each in replace(CONTROLS, **change).warnings)
 
 

@@ -139,12 +139,12 @@ class Controls:
     def warnings(self) -> list[str]:
         """Reasons to doubt the figures, or reasons why they are low."""
         warnings = []
-        if self.shifted > _HIGH_CONTROL:
+        if self.shifted > self.chance + _HIGH_CONTROL:
             warnings.append(
                 f"control: {self.shifted:.0%} of the drafts equal the token after the one that they predict (near 0 in "
                 f"text that does not repeat itself; {self.chance:.0%} by accident): the texts are easy to draft"
             )
-        if self.shuffled > max(_HIGH_CONTROL, self.all_positions / 4):
+        if self.shuffled > max(_HIGH_CONTROL, (self.all_positions + self.chance) / 2):
             warnings.append(
                 f"control: {self.shuffled:.0%} are accepted with hidden states in random order, "
                 f"{self.all_positions:.0%} in the right one: the head hardly uses them, or the texts are easy to draft"
