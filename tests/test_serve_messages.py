@@ -85,6 +85,27 @@ def test_blocks_whole_and_streamed(server):
     assert sum(event["type"] == "content_block_delta" for event in events) > 6
 
 
+@pytest.mark.parametrize("before", ["", "I", "I "])  # rounds of three tokens are cut at other places
+def test_text_after_a_call_whole_and_streamed(model, before):
+    """A round may end a call and go on with text: a block gets nothing after its end."""
+    call = '<tool_call>{"name": "count", "arguments": {"n": 1}}</tool_call>'
+    with serving(ScriptedEngine(f"{before}{call}So{call}.", times=1), model) as server:
+        answer, _ = ask(server, tools=TOOLS)
+        events = named_events(server.post("/v1/messages", ASK | {"tools": TOOLS, "stream": True})[2])
+    blocks, is_open = [], False
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            blocks.append([event["content_block"]["type"], ""])
+        elif event["type"] == "content_block_delta":
+            assert is_open
+            assert event["index"] == len(blocks) - 1
+            blocks[-1][1] += event["delta"].get("text", "") + event["delta"].get("partial_json", "")
+        is_open = event["type"] != "content_block_stop"
+    whole = [[each["type"], each.get("text", json.dumps(each.get("input")))] for each in answer["content"]]
+    call = ["tool_use", '{"n": 1}']
+    assert blocks == whole == [*([["text", "I"]] if before else []), call, ["text", "So"], call, ["text", "."]]
+
+
 def test_histories(server):
     """Calls and results, as the client sends them back; a last message of the assistant is continued."""
     said = [{"type": "thinking", "thinking": "r", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
@@ -126,6 +147,7 @@ def test_stop_reasons(model):
         for fields, reason, stop, text in (
             ({}, "end_turn", None, "one two three"),
             ({"max_tokens": 4}, "max_tokens", None, "one "),
+            ({"max_tokens": 10**6}, "end_turn", None, "one two three"),
             ({"stop_sequences": ["x", "two", "w"]}, "stop_sequence", "two", "one "),
         ):
             answer, _ = ask(server, **fields)

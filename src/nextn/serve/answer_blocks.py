@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from nextn.serve.message_parser import MessageDelta, MessageParser, parse_message
+from nextn.serve.message_parser import MessageDelta, MessageParser, ToolCallDelta, parse_message
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.responses import GeneratedChoice, Json, sse_data
@@ -57,9 +57,9 @@ class BlockAnswer:
     def build(self) -> None:
         """Build the blocks of the complete text, in which calls that are malformed are content."""
         text = self.choice.text
-        delta = MessageDelta(text) if self._parser is None else parse_message(self._parser, text)
-        calls = tuple(call for call in delta.tool_calls if call.is_last and call.name is not None)
-        for _ in self._events(replace(delta, tool_calls=calls), is_last=True):
+        delta = MessageDelta((text,)) if self._parser is None else parse_message(self._parser, text)
+        pieces = tuple(piece for piece in delta.pieces if isinstance(piece, str) or piece.is_last)
+        for _ in self._events(replace(delta, pieces=pieces), is_last=True):
             pass
 
     def push(self, chunk: GenerationChunk) -> Iterator[BlockEvent]:
@@ -67,25 +67,15 @@ class BlockAnswer:
         self.choice.add(chunk)
         is_last = chunk.finish is not None
         if self._parser is None:
-            delta = MessageDelta(chunk.text)
+            delta = MessageDelta((chunk.text,))
         else:
             delta = parse_message(self._parser, chunk.text) if is_last else self._parser.push(chunk.text)
         yield from self._events(delta, is_last=is_last)
 
     def _events(self, delta: MessageDelta, *, is_last: bool) -> Iterator[BlockEvent]:
         yield from self._text("reasoning", delta.reasoning)
-        yield from self._text("text", delta.content)
-        for call in delta.tool_calls:
-            if call.name is not None:
-                yield from self._start("call", call.name)
-                self._calls[call.index] = self.blocks[-1]
-            block = self._calls[call.index]
-            block.text += call.arguments
-            block.is_complete = call.is_last
-            if call.arguments:
-                yield "more", block, call.arguments
-            if call.is_last:
-                yield from self._end()
+        for piece in delta.pieces:
+            yield from self._text("text", piece) if isinstance(piece, str) else self._call(piece)
         if is_last:
             if not self.blocks:
                 yield from self._start("text")
@@ -100,6 +90,18 @@ class BlockAnswer:
             yield from self._start(kind)
         self.blocks[-1].text += text
         yield "more", self.blocks[-1], text
+
+    def _call(self, call: ToolCallDelta) -> Iterator[BlockEvent]:
+        if call.name is not None:
+            yield from self._start("call", call.name)
+            self._calls[call.index] = self.blocks[-1]
+        block = self._calls[call.index]
+        block.text += call.arguments
+        block.is_complete = call.is_last
+        if call.arguments:
+            yield "more", block, call.arguments
+        if call.is_last:
+            yield from self._end()
 
     def _start(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> Iterator[BlockEvent]:
         yield from self._end()

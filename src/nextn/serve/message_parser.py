@@ -27,24 +27,32 @@ class ToolCallDelta:
     is_last: bool  # the call is complete and well-formed
 
 
+MessagePiece = str | ToolCallDelta
+
+
 @dataclass(frozen=True)
 class MessageDelta:
     """What a piece of text adds to a message."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()  # at most one of each call
+    pieces: tuple[MessagePiece, ...] = ()  # content, and at most one piece of each call, in their order
+    reasoning: str = ""  # before all of them
+
+    @property
+    def content(self) -> str:
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
+        return tuple(piece for piece in self.pieces if isinstance(piece, ToolCallDelta))
 
     @property
     def complete_calls(self) -> list[GeneratedToolCall]:
         """The calls that begin and end in this piece; those of the message, if it is all of one."""
-        calls = self.tool_calls
         return [
-            GeneratedToolCall(call.name, call.arguments) for call in calls if call.is_last and call.name is not None
+            GeneratedToolCall(call.name, call.arguments)
+            for call in self.tool_calls
+            if call.is_last and call.name is not None
         ]
-
-
-MessagePiece = str | ToolCallDelta
 
 
 class ToolCallParser:
@@ -223,42 +231,34 @@ class MessageParser:
     def push(self, text: str) -> MessageDelta:
         """Append text and return what it adds to the message."""
         reasoning, content = self._reasoning.push(text) if self._reasoning else ("", text)
-        return self._delta(reasoning, self._pieces(content))
+        return MessageDelta(_joined(self._pieces(content)), reasoning)
 
     def finish(self) -> MessageDelta:
         """Return what was held back."""
         reasoning, content = self._reasoning.finish() if self._reasoning else ("", "")
         pieces = self._pieces(content)
-        return self._delta(reasoning, pieces + (self._calls.finish() if self._calls else []))
+        return MessageDelta(_joined(pieces + (self._calls.finish() if self._calls else [])), reasoning)
 
     def _pieces(self, content: str) -> list[MessagePiece]:
         return self._calls.push(content) if self._calls else [content]
 
-    def _delta(self, reasoning: str, pieces: list[MessagePiece]) -> MessageDelta:
-        content = "".join(piece for piece in pieces if isinstance(piece, str))
-        return MessageDelta(content, reasoning, _joined(piece for piece in pieces if isinstance(piece, ToolCallDelta)))
-
 
 def joined_deltas(deltas: Sequence[MessageDelta]) -> MessageDelta:
     """Return what consecutive deltas add together."""
-    return MessageDelta(
-        "".join(delta.content for delta in deltas),
-        "".join(delta.reasoning for delta in deltas),
-        _joined(call for delta in deltas for call in delta.tool_calls),
-    )
+    pieces = _joined(piece for delta in deltas for piece in delta.pieces)
+    return MessageDelta(pieces, "".join(delta.reasoning for delta in deltas))
 
 
-def _joined(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+def _joined(pieces: Iterable[MessagePiece]) -> tuple[MessagePiece, ...]:
     """Join the pieces of each call."""
-    calls: dict[int, ToolCallDelta] = {}
+    joined: dict[int, MessagePiece] = {}  # calls by their index, contents by numbers below 0
     for piece in pieces:
-        begun = calls.get(piece.index)
-        calls[piece.index] = (
-            piece
-            if begun is None
-            else replace(begun, arguments=begun.arguments + piece.arguments, is_last=piece.is_last)
-        )
-    return tuple(calls.values())
+        key = -1 - len(joined) if isinstance(piece, str) else piece.index
+        begun = joined.get(key)
+        if isinstance(begun, ToolCallDelta) and isinstance(piece, ToolCallDelta):
+            piece = replace(begun, arguments=begun.arguments + piece.arguments, is_last=piece.is_last)
+        joined[key] = piece
+    return tuple(joined.values())
 
 
 def parse_message(parser: MessageParser, text: str) -> MessageDelta:

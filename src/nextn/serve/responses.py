@@ -311,7 +311,7 @@ class ChatAnswer(Answer):
 
     def _choice(self, index: int, choice: GeneratedChoice) -> Json:
         parser = self._parsers[index]
-        delta = MessageDelta(choice.text) if parser is None else parse_message(parser, choice.text)
+        delta = MessageDelta((choice.text,)) if parser is None else parse_message(parser, choice.text)
         calls = delta.complete_calls
         self._num_calls[index] = len(calls)
         message = {"role": "assistant", "content": None if calls else "", "refusal": None, **_texts(delta)}
@@ -328,7 +328,7 @@ class ChatAnswer(Answer):
     def _part(self, index: int, chunk: GenerationChunk) -> Json | None:
         parser, is_last = self._parsers[index], chunk.finish is not None
         if parser is None:
-            delta = MessageDelta(chunk.text)
+            delta = MessageDelta((chunk.text,))
         else:
             delta = parse_message(parser, chunk.text) if is_last else parser.push(chunk.text)
         fields = self._fields(index, delta)
