@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import yaml
 from hub import Hub, Uploads, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
@@ -82,6 +83,20 @@ def test_a_card_is_renewed_in_place(folder):
     again = made(folder).card
     assert again.count("## Serve it") == 1
     assert "More." in again
+
+
+def test_metadata_stays_as_it_was(folder):
+    """Also values that mean no, dates, and what YAML cannot be read from."""
+    given = "license: mit\ninference: false\nnew_version:\nreleased: 2026-03-04\nextra_gated_fields: {Name: text}\n"
+    (folder / "README.md").write_text(f"---\n{given}---\nWords.\n")
+    metadata = yaml.safe_load(made(folder).card.split("---")[1])
+    assert metadata["inference"] is False
+    assert (metadata["released"], metadata["extra_gated_fields"]) == ("2026-03-04", {"Name": "text"})
+    assert "new_version" not in metadata
+    for broken in ("a: [1", "- a", "\ta: 1"):
+        (folder / "README.md").write_text(f"---\n{broken}\n---\nWords.\n")
+        with pytest.raises(ConfigError, match=r"README\.md: not a model card.*correct or remove it"):
+            made(folder)
 
 
 @pytest.mark.more

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -18,6 +18,9 @@ from nextn.edit.export import ENGINES as EXPORTED
 from nextn.edit.export import draft_command
 from nextn.errors import CheckpointError, ConfigError
 from nextn.serve.engine_commands import ENGINES, NAMES, engine_commands
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
 
 CARD = "README.md"
 _TAGS = ("multi-token-prediction", "speculative-decoding")
@@ -58,8 +61,6 @@ def prepare(
         CheckpointError: `audit` finds errors, there is no head, or the figures are of another head.
         ConfigError: Figures, license or a needed base model are not known, or the hub id is malformed.
     """
-    from huggingface_hub import ModelCard
-
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo, re.ASCII):
         raise ConfigError(f"{repo}: expected a hub id, org/name")
     checkpoint = Checkpoint.open(folder)
@@ -70,8 +71,7 @@ def prepare(
         inventory.refuse_draft_model()
         raise CheckpointError(f"{folder}: holds no MTP head; `nextn train` makes one")
     record = _record(folder, measured, inventory)
-    readme = folder / CARD
-    old = ModelCard(readme.read_text(encoding="utf-8"), ignore_metadata_errors=True) if readme.is_file() else None
+    old = _card(folder / CARD) if (folder / CARD).is_file() else None
     data: dict[str, Any] = {} if old is None else old.data.to_dict()
     data["license"] = license or data.get("license")
     data["base_model"] = base_model or data.get("base_model") or inventory.base_model
@@ -115,6 +115,17 @@ def upload(publication: Publication, *, private: bool = False, endpoint: str | N
         raise CheckpointError(f"{publication.repo}: not uploaded: {advice or error}") from error
 
 
+def _card(path: Path) -> "ModelCard":
+    from huggingface_hub import ModelCard
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    except (OSError, ValueError, TypeError, YAMLError) as error:
+        reason = f"not a model card, whose metadata is YAML: {' '.join(str(error).split())}"
+        raise ConfigError(f"{path}: {reason}; correct or remove it") from error
+
+
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -147,8 +158,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _yaml(data: Mapping[str, Any]) -> str:
-    """YAML of the card's metadata: JSON values are valid YAML."""
-    return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in data.items() if value)
+    """YAML of the card's metadata: JSON values are valid YAML. `inference: false` is a value; "" and [] are not."""
+    given = {name: value for name, value in data.items() if value or value is False}
+    return "".join(f"{name}: {json.dumps(value, ensure_ascii=False, default=str)}\n" for name, value in given.items())
 
 
 def _section(inventory: Inventory, repo: str, base: str, record: Mapping[str, Any]) -> Iterator[str]:
