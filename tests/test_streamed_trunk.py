@@ -24,6 +24,7 @@ from nextn.model.layer_loader import LayerLoader
 from nextn.model.layer_states import input_file, remove_states
 from nextn.model.model import Model
 from nextn.model.stored_experts import find_layout
+from nextn.model.trunk import Trunk
 from nextn.train.checkpointing import fingerprint, fingerprint_of
 from nextn.train.distributed import ALONE, Ranks
 from nextn.train.head_run import StartingPoint, load_starting_point
@@ -271,6 +272,21 @@ def test_embedding_and_lm_head_are_cast_in_slices(tmp_path, monkeypatch):
     assert torch.equal(streamed.trunk.embed(BATCHES[0], raw=True), loaded.trunk.embed(BATCHES[0], raw=True))
     states = loaded.trunk(BATCHES[0]).final_hidden.detach()
     assert torch.equal(streamed.trunk.logits(states), loaded.trunk.logits(states).detach())
+
+
+def test_logits_are_capped_by_an_lm_head_in_another_dtype(tmp_path):
+    """As those of NanoChat, whose embedding is a plain module, in float32, by which `nextn accuracy` compares."""
+    config = {"model_type": "nanochat", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "final_logit_softcapping": 2.0,
+              "initializer_range": 0.5}  # fmt: skip
+    Trunk.from_config(config, dtype=torch.bfloat16).model.save_pretrained(tmp_path)
+    options = {"dtype": torch.float32, "need_head": False}
+    loaded, streamed = Model.load(tmp_path, **options), Model.load(tmp_path, **options, stream=True)
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        logits = streamed.trunk.logits(streamed.trunk.run([tokens])[0].final_hidden)
+        assert torch.equal(logits, loaded.trunk.logits(loaded.trunk(tokens).final_hidden))
+    assert 1.9 < logits.abs().max() <= 2
 
 
 def stop_after(index):

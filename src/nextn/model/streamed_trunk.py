@@ -129,7 +129,7 @@ class StreamedTrunk(DeferredTrunk):
         states = final_hidden.to(self.dtype)
         slices = slices_released_after_use(self.lm_head, _VOCAB_ROWS)
         logits = torch.cat([float_linear(states, rows.to(self.dtype)) for _, rows in slices], dim=-1)
-        return logits if self.lm_head_bias is None else logits + self.lm_head_bias.to(self.dtype)
+        return self.capped(logits if self.lm_head_bias is None else logits + self.lm_head_bias.to(self.dtype))
 
     @torch.inference_mode()
     def run(
