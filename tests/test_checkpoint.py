@@ -143,7 +143,7 @@ def test_all_damaged_files_are_named(sharded):
         ("config.json", b"[]", "must be a JSON object"),
         ("config.json", b"\xff\xfe\xfd", "not readable as JSON"),
         ("config.json", b"[" * 100_000, "not readable as JSON"),
-        ("config.json", b'{"a": "\\ud800"}', "config.json: not readable as JSON: .*surrogates not allowed"),
+        ("config.json", b'{"a": "\\ud800"}', "config.json: not readable as JSON: .*lone surrogate"),
         ("config.json", b'{"a": "\xed\xa0\x80"}', "config.json: not readable as JSON: .*can't decode byte 0xed"),
         ("config.json", b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "nested more than 100 deep"),
         ("config.json", b'{"a":[' + b"[]," * 300_000 + b"0]}", "600,002 JSON values, at most 500,000 are read"),

@@ -188,6 +188,7 @@ def test_missing_packages_explain_themselves(tmp_path, monkeypatch):
         (b'{"text": "a"}\n\n{"text": \n', r"a\.jsonl:3: not JSON"),
         (b'{"text": "a"}\n[1]\n', r"a\.jsonl:2: a JSON list"),
         (b'{"text": "\xff"}\n', r"a\.jsonl:1: not JSON"),
+        (b'{"text": "\\ud83d\\ude00"}\n{"text": "a\\uD83D"}\n', r"a\.jsonl:2: not JSON: .*lone surrogate '.ud83d'"),
         (b'{"body": "a"}\n', r"a\.jsonl:1: its columns are body"),
         (b'{"text": ""}\n', "the data is empty"),
         (b"", "the data is empty"),

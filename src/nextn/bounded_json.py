@@ -72,9 +72,18 @@ def parse_json(data: bytes, limits: JsonLimits) -> object:
     except RecursionError:
         raise ValueError(_too_deep()) from None
     _check_depth(value)
-    if _SURROGATE.search(data):  # a pair of escapes is one character; a lone one could not be written again
-        json.dumps(value, ensure_ascii=False).encode()
+    check_unicode(value, data)
     return value
+
+
+def check_unicode(value: object, data: bytes) -> None:
+    """Raise ValueError if a value that was parsed from `data` holds text that no file or tokenizer accepts."""
+    if _SURROGATE.search(data):  # a pair of escapes is one character
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            lone = error.object[error.start]
+            raise ValueError(f"its text has the lone surrogate {lone!r}, half of a character: replace it") from None
 
 
 def _check_depth(value: object) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from nextn.bounded_json import check_unicode
 from nextn.data.corpus import (
     Corpus,
     Document,
@@ -190,6 +191,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Record]]:
                 continue
             try:
                 record = json.loads(line)
+                check_unicode(record, line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{location}: not JSON: {error}; expected one JSON object per line") from error
             if not isinstance(record, dict):
