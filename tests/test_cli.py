@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import typer
@@ -139,7 +140,7 @@ def test_records_that_cannot_be_written_are_refused_at_once(here, tmp_path):
     """Before the model is looked for, as measuring takes long."""
     (tmp_path / "file").touch()
     for words in (["measure", "no-model"], ["diagnose", "no-model"]):
-        for out in (tmp_path, tmp_path / "file" / "record.json"):
+        for out in (tmp_path, tmp_path / "file" / "record.json", Path("/")):
             code, printed, error = here(*words, "--out", out)
             assert (code, printed, str(out) in error, error.count("\n")) == (2, "", True, 1)
 

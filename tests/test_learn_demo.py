@@ -1,6 +1,7 @@
 """The demo: really run with a budget of seconds; its figures and what it prints also from rounds made by hand."""
 
 import json
+import shlex
 import sys
 from dataclasses import replace
 from functools import partial
@@ -201,6 +202,8 @@ def reported(tmp_path, monkeypatch, here):
             monkeypatch.setattr("nextn.demo.plot_losses", lambda folder: folder / "loss.png")
         code, out, err = here("demo", "--no-download", "--folder", tmp_path, *args)
         assert code == 0, err
+        command = shlex.join(["nextn", "generate", str(tmp_path / "shipped" / "model"), "def add("])
+        assert "--json" in args or unwrapped(command) in unwrapped(out)
         return out
 
     return call

@@ -51,7 +51,7 @@ def shipped_option(name: str | None) -> str | None:
 
 def writable(path: Path | None) -> Path | None:
     """Check, before anything is computed, that a file can be written there; return its path. Raises ConfigError."""
-    folder = path and next(each for each in path.absolute().parents if each.exists())
+    folder = path and next((each for each in path.absolute().parents if each.exists()), path)
     if path and folder and (path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
         raise ConfigError(f"--out {path}: expected a file, in a folder that can be written to")
     return path

@@ -153,7 +153,8 @@ def _decode_shipped(folder: Path, *, quiet: bool) -> dict[str, object]:
     if not quiet:
         names = ["model (its card: README.md)", "report.json", *_plots(lambda: plot_decoded(folder, decoded))]
         screen.print(plain(f"{time.monotonic() - started:.0f} s; in {folder}: {', '.join(names)}"))
-        screen.print(plain(f'To try it: nextn generate {folder / "model"} "def add("'))
+        command = shlex.join(["nextn", "generate", str(folder / "model"), "def add("])
+        screen.print(plain(f"To try it: {command}"))
     return records
 
 

@@ -25,6 +25,7 @@ _DEFAULT_K = 4
 @expanded("device_map")
 def serve(
     *,
+    context: typer.Context,
     host: Annotated[
         str, typer.Option(help="Address to bind to. 0.0.0.0: reachable from other machines.")
     ] = "127.0.0.1",
@@ -80,6 +81,7 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page, until Ctrl-C or SIGTERM."""
     if print_engine is not None:
+        _check_printed(context, print_engine)
         _print_command(print_engine, source, num_speculative_tokens)
         return
     _check_extra()
@@ -149,6 +151,18 @@ def _check_extra() -> None:
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}: {install_command('serve')}")
+
+
+def _check_printed(context: typer.Context, engine: str) -> None:
+    """Raise ConfigError for options that the printed command does not have."""
+    kept = ("source", "print_engine", "num_speculative_tokens", "head")
+    names = {each.name: each.opts[0] for each in context.command.params if each.name and each.name not in kept}
+    given = [option for name, option in names.items() if "COMMANDLINE" in str(context.get_parameter_source(name))]
+    if given:
+        raise ConfigError(
+            f"--print {engine} takes MODEL and -k alone: leave out {', '.join(given)}, and add the engine's "
+            "own options to the printed command"
+        )
 
 
 def _print_command(engine: str, model: ModelOptions, k: int | None) -> None:

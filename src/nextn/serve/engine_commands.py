@@ -66,11 +66,13 @@ def engine_commands(
         num_speculative_tokens: K; None: 3, or for a head of several MTP layers, their number.
 
     Raises:
-        ConfigError: The engine is unknown, or does not run the head.
+        ConfigError: The engine is unknown, or does not run the head, or K is below 1.
         CheckpointError: The checkpoint has no complete head.
     """
     if engine not in ENGINES:
         raise ConfigError(f"--print {engine}; expected one of {', '.join(ENGINES)}")
+    if num_speculative_tokens is not None and num_speculative_tokens < 1:
+        raise ConfigError(f"-k {num_speculative_tokens}: the command serves with the head; expected at least 1 draft")
     inventory = Inventory.of(checkpoint)
     try:
         support = _support(inventory, engine)
