@@ -61,17 +61,12 @@ def released_after_use(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _release(tensor: Tensor) -> int:
-    begin, end = _page_range(tensor)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(tensor.data_ptr() + span * tensor.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
     if (madvise := _madvise()) is None or not _is_unmodified_file(begin, end):
         return 0
     return 0 if madvise(begin, end - begin, mmap.MADV_DONTNEED) else end - begin
-
-
-def _page_range(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the pages that the tensor's elements are in, strides included."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    return begin, -(-(tensor.data_ptr() + span * tensor.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _is_unmodified_file(begin: int, end: int) -> bool:
