@@ -70,6 +70,13 @@ def require_type(name: str, value: object, kinds: type | tuple[type, ...], expec
         raise ConfigError(f"{name} is {type(value).__name__} {value!r:.60}; expected {expected}")
 
 
+def require(settings: object, **rules: tuple[bool, str]) -> None:
+    """Raise ConfigError for the first of these fields that is not valid. rules: Whether it is, and what is."""
+    for name, (is_valid, expected) in rules.items():
+        if not is_valid:
+            raise ConfigError(f"{name} = {getattr(settings, name)!r:.80}; expected {expected}")
+
+
 def require_at_least(settings: object, most: int = 2**31 - 1, **least: int) -> None:
     """Raise ConfigError for the first of these fields that is below its least value, or above `most`."""
     for name, low in least.items():

@@ -33,7 +33,7 @@ def release_pages(tensors: Iterable[Tensor]) -> int:
 
 def return_freed_memory() -> None:
     """Return freed memory to the system. glibc keeps it for later allocations: hundreds of MB after large tensors."""
-    if (trim := _malloc_trim()) is not None:
+    if (trim := c_function("malloc_trim", c_size_t)) is not None:
         trim(0)
 
 
@@ -64,7 +64,9 @@ def _release(tensor: Tensor) -> int:
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = -(-(tensor.data_ptr() + span * tensor.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
-    if (madvise := _madvise()) is None or not _is_unmodified_file(begin, end):
+    if not hasattr(mmap, "MADV_DONTNEED") or not _is_unmodified_file(begin, end):
+        return 0
+    if (madvise := c_function("madvise", c_void_p, c_size_t, c_int)) is None:
         return 0
     return 0 if madvise(begin, end - begin, mmap.MADV_DONTNEED) else end - begin
 
@@ -82,20 +84,11 @@ def _is_unmodified_file(begin: int, end: int) -> bool:
 
 
 @cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """The C library's malloc_trim; None where it has none."""
+def c_function(name: str, *types: type) -> Callable[..., int] | None:
+    """Return a function of the C library that takes these types and returns an int; None where it has none."""
     try:
-        function = CDLL(None).malloc_trim
+        function = getattr(CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
         return None
-    function.argtypes, function.restype = [c_size_t], c_int
-    return cast(Callable[[int], int], function)
-
-
-@cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_DONTNEED") or not _PAGEMAP.exists():
-        return None
-    function = CDLL(None).madvise
-    function.argtypes, function.restype = [c_void_p, c_size_t, c_int], c_int
-    return cast(Callable[[int, int, int], int], function)
+    function.argtypes, function.restype = types, c_int
+    return cast(Callable[..., int], function)

@@ -10,7 +10,7 @@ import typer
 
 from nextn.cli.common import AsJson, ModelOptions, expanded, shipped_path
 from nextn.cli.progress import progress_bars
-from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.cli.streaming import reason_to_stream
 from nextn.errors import ConfigError
 from nextn.settings import BACKENDS, WEIGHTS
@@ -119,8 +119,7 @@ def _candidate(options: ModelOptions, reference: "Reference", step: "Callable[..
     if (reason := reason_to_stream(replace(options, device="cpu"), None)) is not None:
         raise ConfigError(f"{options.source}: {reason}; compare it on a larger machine")
     loaded = options.load(need_head=False)
-    for note in loaded.notes:
-        print_note(note)
+    print_notes(loaded.notes)
     return Candidate.of(loaded, reference, source=options.source, backend=options.backend, on_position=step)
 
 

@@ -9,7 +9,7 @@ import typer
 from nextn.cli.common import AsJson, Chat, EngineAccess, ModelOptions, expanded, stop_flag, use_chat
 from nextn.cli.decode import DecodingOptions
 from nextn.cli.progress import progress_bars
-from nextn.cli.screen import echo, print_json, print_note
+from nextn.cli.screen import echo, print_json, print_notes
 from nextn.errors import ConfigError
 from nextn.settings import Sampling
 
@@ -60,8 +60,7 @@ def answer(
     model_of_text = options.load(need_head=False) if endpoint is None else TextInterface.read(options.source)
     chat = use_chat(model_of_text, chat)
     prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=settings.seed, chat=chat)
-    for note in notes:
-        print_note(note)
+    print_notes(notes)
     with stop_flag() as stopped, progress_bars(quiet=as_json) as added:
         if isinstance(model_of_text, TextInterface):
             assert endpoint is not None

@@ -29,7 +29,7 @@ from nextn.cli.common import (
 from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.measure import show_lengths
 from nextn.cli.progress import progress_bars
-from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_table
+from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan
 
@@ -158,8 +158,7 @@ def bench(
     from nextn.evaluate.benchmark import run_benchmark, with_one_pass
 
     loaded = options.load(need_head=True)
-    for note in loaded.notes:
-        print_note(note)
+    print_notes(loaded.notes)
     plan = replace(plan, chat=use_chat(loaded, chat))
     draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=options.backend)
     with progress_bars(quiet=as_json) as progress:

@@ -15,7 +15,7 @@ from nextn.cli.screen import (
     is_interactive,
     plain,
     print_error,
-    print_note,
+    print_notes,
     print_table,
     read_lines,
 )
@@ -45,8 +45,7 @@ def chat(*, decoding: DecodingOptions, chat: Chat = None, options: ModelOptions)
     """
     settings, options = decoding.settings, options.prepared()
     loaded = options.load(need_head=settings.num_speculative_tokens > 0)
-    for note in loaded.notes:
-        print_note(note)
+    print_notes(loaded.notes)
     _run(_Conversation(loaded, settings, options.backend, use_chat(loaded, chat)))
 
 

@@ -21,7 +21,18 @@ from nextn.cli.common import (
     expanded,
     use_chat,
 )
-from nextn.cli.screen import Marks, console, echo, figures_table, plain, print_json, print_note, print_table, read_stdin
+from nextn.cli.screen import (
+    Marks,
+    console,
+    echo,
+    figures_table,
+    plain,
+    print_json,
+    print_note,
+    print_notes,
+    print_table,
+    read_stdin,
+)
 from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 
@@ -104,7 +115,7 @@ def generate(
     loaded = options.load(need_head=k > 0)
     draftable.apply(loaded, num_speculative_tokens=k, backend=options.backend)
     length = _adaptive(loaded, settings, options.backend) if adaptive else None
-    request = _Request(text, settings, use_chat(loaded, chat), options.backend, length)
+    request = _Request([text], settings, use_chat(loaded, chat), options.backend, length)
     if as_json:
         print_json(_record(loaded, request))
     else:
@@ -147,7 +158,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Request:
-    prompt: str
+    prompts: list[str]  # one
     settings: Settings
     chat: bool
     backend: str
@@ -156,18 +167,12 @@ class _Request:
     @property
     def arguments(self) -> dict[str, Any]:
         """Those of `generate` and `stream` besides the model."""
-        return {
-            "prompts": [self.prompt],
-            "settings": self.settings,
-            "chat": self.chat,
-            "backend": self.backend,
-            "length": self.length,
-        }
+        return vars(self)
 
     def num_prompt_tokens(self, model: "Model") -> int:
         from nextn.decoding.generate import encode
 
-        return len(encode(model, self.prompt, chat=self.chat))
+        return len(encode(model, self.prompts[0], chat=self.chat))
 
 
 def _adaptive(model: "Model", settings: Settings, backend: str) -> "DraftLength":
@@ -213,8 +218,7 @@ def _show(model: "Model", request: _Request) -> None:
 
     screen = console()
     log: list[Round] = []
-    for note in model.notes:
-        print_note(note)
+    print_notes(model.notes)
     marks = Marks.of(screen)
     for chunk in stream(model, **request.arguments, on_round=log.append):
         text = marks.text(chunk.text, accepted=bool(chunk.round.num_accepted))

@@ -80,6 +80,12 @@ def print_note(note: str) -> None:
     echo(f"note: {visible(note)}", err=True)
 
 
+def print_notes(notes: Iterable[str]) -> None:
+    """Print each as `print_note` does."""
+    for note in notes:
+        print_note(note)
+
+
 def print_json(record: object) -> None:
     """Print one JSON document in ASCII. `json` escapes all but DEL."""
     print(json.dumps(record).replace("\x7f", r"\u007f"), flush=True)

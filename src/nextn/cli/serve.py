@@ -11,7 +11,7 @@ import typer
 from nextn.cli.common import K_NAMES, ModelOptions, NumCopyTokens, expanded, open_checkpoint
 from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.progress import say_doing
-from nextn.cli.screen import echo, flush_streams, print_note
+from nextn.cli.screen import echo, flush_streams, print_note, print_notes
 from nextn.errors import ConfigError
 from nextn.text_format import install_command
 
@@ -201,8 +201,7 @@ def _key(variable: str | None) -> str | None:
 
 
 def _show(model: "Model", options: "ServerOptions", host: str, port: int, mtp: str) -> None:
-    for note in model.notes:
-        print_note(note)
+    print_notes(model.notes)
     if long := model.length_note(options.max_model_len):
         print_note(long)
     if options.allowed_hosts is None and options.api_key is None:

@@ -166,7 +166,6 @@ def _measure_texts(
     """
     from nextn.evaluate.engine_probe import check_engine
     from nextn.evaluate.given_texts import read_texts
-    from nextn.evaluate.reference import acceptance_on_texts
 
     probe = None
     loaded = options.load(need_head=True, stream=source.is_streamed, in_torch=True)
@@ -181,11 +180,18 @@ def _measure_texts(
     all_texts = texts + ([] if probe is None else [probe.reference_text])
     outputs, record = _run_trunk(loaded, all_texts, source, num_drafts=plan.num_speculative_tokens)
     check = None if probe is None else check_engine(source.engine.url, probe, loaded.trunk, outputs.pop())
+    return loaded, replace(_score(loaded, given, outputs, plan, quiet=source.quiet), stream=record, engine=check)
+
+
+def _score(
+    model: "Model", given: "list[GivenTexts]", outputs: "list[TrunkOutput]", plan: "ReferencePlan", *, quiet: bool
+) -> "ReferenceReport":
+    from nextn.evaluate.reference import acceptance_on_texts
+
     parts = iter(outputs)
     states = [[next(parts) for _ in each.texts] for each in given]
-    with progress_bars(quiet=source.quiet) as progress:
-        report = acceptance_on_texts(loaded, given, states, plan, on_score=progress("scores", len(texts)))
-    return loaded, replace(report, stream=record, engine=check)
+    with progress_bars(quiet=quiet) as progress:
+        return acceptance_on_texts(model, given, states, plan, on_score=progress("scores", len(outputs)))
 
 
 def _ask_engine(
@@ -243,7 +249,6 @@ def measure_answers(
     Raises EngineError for answers whose tokens are not the checkpoint's.
     """
     from nextn.evaluate.given_texts import GivenTexts
-    from nextn.evaluate.reference import acceptance_on_texts
     from nextn.evaluate.reference_texts import prompt_tokens
     from nextn.evaluate.teacher_forced import ReferenceText
     from nextn.model.model import TextInterface
@@ -261,11 +266,7 @@ def measure_answers(
         given.append(GivenTexts(tuple(texts[index] for index in range(len(prompts))), domains, source.engine.url))
     all_texts = [text for each in given for text in each.texts]
     outputs, record = _run_trunk(model, all_texts, source, num_drafts=plan.num_speculative_tokens)
-    parts = iter(outputs)
-    states = [[next(parts) for _ in each.texts] for each in given]
-    with progress_bars(quiet=source.quiet) as progress:
-        report = acceptance_on_texts(model, given, states, plan, on_score=progress("scores", len(all_texts)))
-    return replace(report, stream=record)
+    return replace(_score(model, given, outputs, plan, quiet=source.quiet), stream=record)
 
 
 def _run_trunk(

@@ -1,7 +1,7 @@
 """The run of `nextn train`, from options to the written result: trunk and head jointly, or a head alone."""
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from nextn.cli.common import stop_flag
 from nextn.cli.progress import progress_bars, say_doing
-from nextn.cli.screen import echo, print_json, print_note
+from nextn.cli.screen import echo, print_json, print_note, print_notes
 from nextn.cli.streaming import show_init_layers, stream_for_training
 from nextn.cli.train_common import check_run, export_head, progress, say_stopped, show_curve
 from nextn.errors import ConfigError
@@ -44,7 +44,7 @@ def train_joint(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: boo
         all_tokens=options.all_tokens,
         ranks=ranks,
     )
-    _print_notes(run.corpus.notes if ranks.is_first else ())
+    print_notes(run.corpus.notes if ranks.is_first else ())
     with run.trainer.folder.locked(needed=ranks.is_first):
         _run_joint(run, out, options, ranks, resume=resume, as_json=as_json)
 
@@ -91,7 +91,7 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
     _check_folder(run.trainer, out, resume=resume)
     if ranks.is_first:
         run.check_disk_space(head_only=options.head_only)
-    _print_notes(run.notes if ranks.is_first else ())
+    print_notes(run.notes if ranks.is_first else ())
     if ranks.is_first and not run.trainer.has_checkpoint():
         write_options(out, options, asdict(run.trainer.config))
     if options.cache_gb is not None or options.stream:
@@ -164,11 +164,6 @@ def _fill_cache(cache: "HiddenStateCache", out: Path, ranks: "Ranks", *, quiet: 
             step(done=done)
     if done < total:
         say_stopped(out, "the same command", quiet=not ranks.is_first)
-
-
-def _print_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        print_note(note)
 
 
 def _check_folder(trainer: "Trainer", out: Path, *, resume: bool) -> None:

@@ -22,7 +22,7 @@ from nextn.data.benchmark_prompts import (
     turns_of,
 )
 from nextn.engines.counters import MAX_POSITIONS
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, require
 from nextn.settings import Sampling, Settings, check_prompts, prompt_ids
 
 if TYPE_CHECKING:
@@ -233,14 +233,14 @@ class BenchmarkPlan:
 
     def __post_init__(self) -> None:
         Settings(num_copy_tokens=self.num_copy_tokens)  # raises for an invalid number
-        if not self.k_values or min(self.k_values) < 0 or not max(self.k_values):
-            raise ConfigError(f"k_values = {self.k_values}; expected numbers of drafts, at least one of them above 0")
-        if not self.temperatures or self.repeats < 1:
-            raise ConfigError(
-                f"temperatures = {self.temperatures}, repeats = {self.repeats}; expected at least one of each"
-            )
-        if self.max_tokens < 2:
-            raise ConfigError(f"max_tokens = {self.max_tokens}; expected 2 or more: the prefill emits the first one")
+        has_drafts = min(self.k_values, default=-1) >= 0 and max(self.k_values) > 0
+        require(
+            self,
+            k_values=(has_drafts, "numbers of drafts, at least one of them above 0"),
+            temperatures=(len(self.temperatures) > 0, "at least one, such as 0 (greedy)"),
+            repeats=(self.repeats >= 1, "at least 1"),
+            max_tokens=(self.max_tokens >= 2, "2 or more: the prefill emits the first one"),
+        )
         for temperature in self.temperatures:
             Sampling(temperature)  # raises for an invalid temperature
         object.__setattr__(self, "k_values", tuple(sorted({0, *self.k_values})))
@@ -290,20 +290,14 @@ class ReferencePlan:
     thinking: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.rule not in DECODED:
-            raise ConfigError(
-                f"rule {self.rule!r}; expected one of {', '.join(DECODED)}: others are scored, not decoded"
-            )
-        if not 1 <= self.num_speculative_tokens <= MAX_POSITIONS:
-            num = self.num_speculative_tokens
-            raise ConfigError(
-                f"num_speculative_tokens = {num}; expected 1 to {MAX_POSITIONS}: there is no depth 0 to measure, "
-                "and memory and time grow with every depth"
-            )
-        if self.max_tokens < 3:
-            raise ConfigError(f"max_tokens = {self.max_tokens}; expected 3 or more, or no round has a draft")
-        if not self.temperatures:
-            raise ConfigError("temperatures is empty; expected at least one, such as 0 (greedy)")
+        numbers = f"1 to {MAX_POSITIONS}: there is no depth 0 to measure, and memory and time grow with every depth"
+        require(
+            self,
+            rule=(self.rule in DECODED, f"one of {', '.join(DECODED)}: others are scored, not decoded"),
+            num_speculative_tokens=(1 <= self.num_speculative_tokens <= MAX_POSITIONS, numbers),
+            max_tokens=(self.max_tokens >= 3, "3 or more, or no round has a draft"),
+            temperatures=(len(self.temperatures) > 0, "at least one, such as 0 (greedy)"),
+        )
         for temperature in self.temperatures:
             Sampling(temperature)
         object.__setattr__(self, "temperatures", tuple(sorted(set(self.temperatures))))

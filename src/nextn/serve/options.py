@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nextn.bounded_json import loads
 from nextn.checkpoint.file_index import FileStamps
-from nextn.errors import ConfigError, require_at_least
+from nextn.errors import ConfigError, require, require_at_least
 
 MAX_CHOICES = 64  # sequences of one request: prompts times `n`
 MAX_SPECULATIVE_TOKENS = 16  # K of a server, the most that its requests may ask for
@@ -30,20 +30,16 @@ class EngineOptions:
     warmup: bool = True  # while idle, record passes of all batch sizes and measure what rounds cost
 
     def __post_init__(self) -> None:
-        rules = {
-            "max_num_seqs": (1 <= self.max_num_seqs <= 64, "from 1 to 64"),
-            "max_queue": (self.max_queue >= 0, "0 or more"),
-            "max_model_len": (self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
-            "cache_gb": (0.01 <= self.cache_gb < 1e6, "at least 0.01"),
-            "num_speculative_tokens": (
-                0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
-                f"from 0 to {MAX_SPECULATIVE_TOKENS}",
-            ),
-            "num_copy_tokens": (0 <= self.num_copy_tokens <= MAX_COPY_TOKENS, f"from 0 to {MAX_COPY_TOKENS}"),
-        }
-        for name, (ok, valid) in rules.items():
-            if not ok:
-                raise ConfigError(f"{name} = {getattr(self, name)}; expected {valid}")
+        drafts, copies = self.num_speculative_tokens, self.num_copy_tokens
+        require(
+            self,
+            max_num_seqs=(1 <= self.max_num_seqs <= 64, "from 1 to 64"),
+            max_queue=(self.max_queue >= 0, "0 or more"),
+            max_model_len=(self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
+            cache_gb=(0.01 <= self.cache_gb < 1e6, "at least 0.01"),
+            num_speculative_tokens=(0 <= drafts <= MAX_SPECULATIVE_TOKENS, f"from 0 to {MAX_SPECULATIVE_TOKENS}"),
+            num_copy_tokens=(0 <= copies <= MAX_COPY_TOKENS, f"from 0 to {MAX_COPY_TOKENS}"),
+        )
 
 
 @dataclass(frozen=True)

@@ -248,13 +248,11 @@ def write(folder: Path, task: Task, optimizers: Optimizers, **state: object) -> 
     moments = state_tensors(optimizers, task.named)
 
     def add_state(stage: Path) -> None:
-        write_moments(stage, moments)
+        if task.ranks.is_alone:
+            write_moments(stage, moments)
         write_state(stage, task.config, **state)
 
-    if task.ranks.is_alone:
-        task.write(folder, add_state)
-    else:
-        _write_shards(folder, task, moments, lambda stage: write_state(stage, task.config, **state))
+    _write(folder, task, moments, add_state)
 
 
 def num_bytes(task: Task, optimizers: Optimizers = ()) -> int:
@@ -285,14 +283,7 @@ def read(folder: Path, task: Task, optimizers: Optimizers) -> dict[str, Any]:
 def write_best(folder: Path, task: Task, state: Mapping[str, object]) -> None:
     """Write the weights with the best held-out acceptance, and the state of the `BestTracker`."""
     need_room(folder, num_bytes(task))
-
-    def add_state(stage: Path) -> None:
-        write_json(stage / _STATE, state)
-
-    if task.ranks.is_alone:
-        task.write(folder, add_state)
-    else:
-        _write_shards(folder, task, {}, add_state)
+    _write(folder, task, {}, lambda stage: write_json(stage / _STATE, state))
 
 
 def newest_best(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -310,8 +301,11 @@ def read_weights(folder: Path, task: Task) -> None:
         task.read(folder)
 
 
-def _write_shards(folder: Path, task: Task, moments: Mapping[str, Tensor], finish: Callable[[Path], None]) -> None:
-    write_shards(folder, _tensors(task, moments), task.ranks, owner=task.fingerprint, finish=finish)
+def _write(folder: Path, task: Task, moments: Mapping[str, Tensor], finish: Callable[[Path], None]) -> None:
+    if task.ranks.is_alone:
+        task.write(folder, finish)
+    else:
+        write_shards(folder, _tensors(task, moments), task.ranks, owner=task.fingerprint, finish=finish)
 
 
 def _tensors(task: Task, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Self, get_args
 
 from nextn.devices import training_dtype
-from nextn.errors import ConfigError, require_at_least
+from nextn.errors import ConfigError, require, require_at_least
 from nextn.losses.distillation import OBJECTIVES
 from nextn.losses.mtp_loss import depth_weights
 
@@ -123,28 +123,21 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, **_MINIMA)
-        for name, is_valid, expected in (
-            ("minutes", 0 <= self.minutes < math.inf, "a number of minutes > 0, or 0 for no time budget"),
-            ("lr", 0 < self.lr < 1, "0 < lr < 1"),
-            ("matrix_lr", 0 < self.matrix_lr < 1, "0 < matrix_lr < 1"),
-            ("final_lr", 0 <= self.final_lr <= 1, "a share of lr, 0 <= final_lr <= 1"),
-            ("decay", 0 <= self.decay <= 1, "a share of the steps, 0 <= decay <= 1"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "a number >= 0"),
-            ("clip", self.clip > 0, "a norm of gradients > 0"),
-        ):
-            if not is_valid:
-                raise ConfigError(f"{name} = {getattr(self, name)}; expected {expected}")
-        if self.batch_size % self.accumulate:
-            raise ConfigError(
-                f"accumulate = {self.accumulate}; expected a divisor of batch_size = {self.batch_size}, as it splits "
-                "the rows of a step into equal parts"
-            )
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype = {self.dtype!r}; expected float32 or bfloat16")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ConfigError(f"optimizer = {self.optimizer!r}; expected adamw or muon")
-        if self.depths >= self.length:
-            raise ConfigError(f"depths = {self.depths}; expected fewer than length = {self.length} tokens")
+        parts = f"a divisor of batch_size = {self.batch_size}, as it splits the rows of a step into equal parts"
+        require(
+            self,
+            minutes=(0 <= self.minutes < math.inf, "a number of minutes > 0, or 0 for no time budget"),
+            lr=(0 < self.lr < 1, "0 < lr < 1"),
+            matrix_lr=(0 < self.matrix_lr < 1, "0 < matrix_lr < 1"),
+            final_lr=(0 <= self.final_lr <= 1, "a share of lr, 0 <= final_lr <= 1"),
+            decay=(0 <= self.decay <= 1, "a share of the steps, 0 <= decay <= 1"),
+            weight_decay=(0 <= self.weight_decay < math.inf, "a number >= 0"),
+            clip=(self.clip > 0, "a norm of gradients > 0"),
+            accumulate=(not self.batch_size % self.accumulate, parts),
+            dtype=(self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+            optimizer=(self.optimizer in ("adamw", "muon"), "adamw or muon"),
+            depths=(self.depths < self.length, f"fewer than length = {self.length} tokens"),
+        )
         LambdaSchedule.parse(self.lam, total=self.tokens)
         depth_weights(self.depths, beta=self.beta)
 
@@ -234,25 +227,18 @@ class HeadConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(f"objective = {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
-        if self.depths < 1:
-            raise ConfigError(f"depths = {self.depths}; expected at least 1 for a head")
-        if self.loss_vocab < 0 or (self.loss_vocab and self.objective == "ce"):
-            raise ConfigError(
-                f"loss_vocab = {self.loss_vocab}, objective = {self.objective!r}; expected a number of tokens with an "
-                "objective other than ce, or 0 for the whole vocabulary"
-            )
-        if self.kv not in ("own", "decode"):
-            raise ConfigError(f"kv = {self.kv!r}; expected own or decode")
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"temperature = {self.temperature}; expected a number > 0")
-        if not 0 <= self.eval_depths < self.length or self.patience < 0:
-            raise ConfigError(
-                f"{self.eval_depths=}, {self.patience=}; expected 0 <= eval_depths < length, patience >= 0"
-            )
-        if self.patience and not self.eval_every:
-            raise ConfigError(f"patience = {self.patience} needs evaluations; set eval_every")
+        can_sample = not self.loss_vocab or (self.loss_vocab > 0 and self.objective != "ce")
+        require(
+            self,
+            objective=(self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"),
+            depths=(self.depths >= 1, "at least 1 for a head"),
+            loss_vocab=(can_sample, "a number of tokens, with an objective other than ce, or 0 for all tokens"),
+            kv=(self.kv in ("own", "decode"), "own or decode"),
+            temperature=(0 < self.temperature < math.inf, "a number > 0"),
+            eval_depths=(0 <= self.eval_depths < self.length, "0 <= eval_depths < length"),
+            patience=(self.patience >= 0, "a number >= 0"),
+            eval_every=(self.eval_every > 0 or not self.patience, f"evaluations, as patience = {self.patience}"),
+        )
 
     @property
     def num_eval_depths(self) -> int:

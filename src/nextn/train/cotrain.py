@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, require, require_at_least
 from nextn.losses.chunked import IGNORE, cross_entropy
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
@@ -58,12 +58,13 @@ class HeadSettings:
     num_modules: int = 0
 
     def __post_init__(self) -> None:
-        if self.depths < 1 or self.num_modules < 0:
-            raise ConfigError(f"{self.depths=}, {self.num_modules=}; expected depths >= 1 and num_modules >= 0")
-        if not (math.isfinite(self.lam) and self.lam > 0) or not (self.lr is None or 0 < self.lr < 1):
-            raise ConfigError(f"{self.lam=}, {self.lr=}; expected lam > 0 and 0 < lr < 1")
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(f"objective = {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
+        require_at_least(self, depths=1, num_modules=0)
+        require(
+            self,
+            lam=(0 < self.lam < math.inf, "a number > 0"),
+            lr=(self.lr is None or 0 < self.lr < 1, "0 < lr < 1, or None for the Trainer's"),
+            objective=(self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"),
+        )
         depth_weights(self.depths, beta=self.beta)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.ask import CounterSpan, ask
 from nextn.engines.endpoint import Endpoint
-from nextn.errors import ConfigError, require_at_least
+from nextn.errors import require, require_at_least
 from nextn.evaluate.workload import Prompt
 
 NUM_LOGPROBS = 5  # of the likeliest tokens per position; OpenAI's completions give no more
@@ -44,10 +44,11 @@ class VerifySettings:
 
     def __post_init__(self) -> None:
         require_at_least(self, max_tokens=8, samples=8, sampled_prompts=1, sampled_tokens=2, concurrency=2, context=256)
-        if not 0 < self.false_alarm < 0.5:
-            raise ConfigError(f"false_alarm = {self.false_alarm}; expected a probability below 0.5, such as 0.01")
-        if self.tie_gap < 0:
-            raise ConfigError(f"tie_gap = {self.tie_gap}; expected 0 or more (nats)")
+        require(
+            self,
+            false_alarm=(0 < self.false_alarm < 0.5, "a probability below 0.5, such as 0.01"),
+            tie_gap=(self.tie_gap >= 0, "0 or more (nats)"),
+        )
 
 
 @dataclass
