@@ -67,7 +67,7 @@ MUTATIONS = [
     # Labels, masks and weights of losses.
     Mutation("losses/mtp_loss.py", "self.tokens[:, depth + 1 :].where(", "self.tokens[:, depth:-1].where(", LOSS),
     Mutation("losses/mtp_loss.py", "valid = valid[:, depth + 1 :]", "valid = valid[:, depth:-1]", LOSS),
-    Mutation("losses/mtp_loss.py", "return torch.nn.functional.pad(breaks.cumsum(1), (1, 0))", "return documents", LOSS),
+    Mutation("losses/mtp_loss.py", "run = torch.nn.functional.pad(breaks.cumsum(1), (1, 0))", "run = self.documents", LOSS),
     Mutation("losses/mtp_loss.py", "lam / depths * share", "lam * share", LOSS),
     Mutation("losses/mtp_loss.py", 'return counts if denominator == "valid" else trunk', "return counts", LOSS),
     Mutation("losses/mtp_loss.py", "beta**k for", "beta ** -k for", LOSS),

@@ -60,7 +60,7 @@ def test_every_k_runs_at_every_position():
         ({"k_values": (0,)}, "at least one of them above 0"),
         ({"k_values": (-1, 2)}, "numbers of drafts"),
         ({"temperatures": (-1.0,)}, "temperature"),
-        ({"temperatures": ()}, "at least one of each"),
+        ({"temperatures": ()}, "expected at least one"),
         ({"repeats": 0}, "repeats = 0"),
         ({"max_tokens": 1}, "max_tokens = 1"),
         ({"num_copy_tokens": -1}, "num_copy_tokens = -1"),

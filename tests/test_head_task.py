@@ -454,7 +454,7 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
         ({"temperature": 0.0}, "temperature = 0.0; expected a number > 0"),
         ({"depths": 0}, "depths = 0; expected at least 1"),
         ({"depths": 24}, "fewer than length"),
-        ({"patience": 2}, "patience = 2 needs evaluations"),
+        ({"patience": 2}, "eval_every = 0; expected evaluations, as patience = 2"),
         ({"eval_depths": 24}, "eval_depths < length"),
         (
             {"trained_parts": "mlp,lm_head"},
@@ -495,7 +495,9 @@ def test_a_loss_over_a_part_of_the_vocabulary(corpus, tmp_path):
         assert first != second
         torch.testing.assert_close(second, first, rtol=0.1, atol=0.02)
     assert records[0][0] == records[1][0]  # before the first step
-    with pytest.raises(ConfigError, match="loss_vocab = 32, objective = 'ce'; expected a number of tokens with an obj"):
+    with pytest.raises(
+        ConfigError, match="loss_vocab = 32; expected a number of tokens, with an objective other than ce"
+    ):
         replace(CONFIG, loss_vocab=32, objective="ce")
 
 

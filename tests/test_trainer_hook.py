@@ -460,5 +460,5 @@ def test_what_cannot_work_is_refused(qwen, tmp_path):
     run.create_optimizer_and_scheduler(4)
     with pytest.raises(ConfigError, match="scheduler"):
         train_head(run)
-    with pytest.raises(ConfigError, match="depths >= 1"):
+    with pytest.raises(ConfigError, match="depths = 0; expected a whole number >= 1"):
         HeadSettings(depths=0)

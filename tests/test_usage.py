@@ -40,7 +40,7 @@ CASES = [
     (["trace", "nowhere", "text"], "nowhere: neither a folder"),
     (["bench", MODEL, "--prompts", "none.txt"], "none.txt: cannot be read"),
     (["bench", MODEL, "-k", "a"], "--num-speculative-tokens 'a'; expected comma-separated whole numbers"),
-    (["bench", MODEL, "--repeats", "0"], "expected at least one of each"),
+    (["bench", MODEL, "--repeats", "0"], "repeats = 0; expected"),
     (["advise", MODEL, "--temperatures", "warm"], "--temperatures 'warm'; expected comma-separated numbers"),
     (["advise", MODEL, "--batches", "0"], "--batches '0'; expected comma-separated whole numbers >= 1"),
     (["advise", "nowhere"], "nowhere: neither a folder"),
