@@ -296,7 +296,6 @@ def _differing(inventory: Inventory, role: str, name: str, trunk: str) -> Findin
 
 
 def _known_names(role: str) -> set[str]:
-    """Return the names that the trunks of all families use for this tensor."""
     return {
         f"{wrapper}{row.trunk[role].removeprefix(path)}.weight"
         for row in rows()
@@ -305,7 +304,6 @@ def _known_names(role: str) -> set[str]:
 
 
 def _lacking(inventory: Inventory, role: str) -> list[int]:
-    """Return the stored modules that lack their copy of this shared tensor."""
     stored = {int(key.split(".")[0]) for key in inventory.copies if inventory.role(key) == role}
     stored_once = "{" not in inventory.family.names[role]
     return [module for module in inventory.modules if module not in stored and not (stored_once and module)]

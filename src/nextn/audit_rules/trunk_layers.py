@@ -145,7 +145,6 @@ def _without_component(layers: Mapping[int, Collection[str]]) -> Iterator[tuple[
 
 
 def _modules(parts: Iterable[str]) -> dict[str, set[str]]:
-    """Return module -> the names of its parts."""
     modules: dict[str, set[str]] = defaultdict(set)
     for part in parts:
         modules[part.rpartition(".")[0]].add(part.rpartition(".")[2])

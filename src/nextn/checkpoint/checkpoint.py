@@ -256,7 +256,6 @@ def _advice(path: str, names: Sequence[str]) -> str:
 
 
 def _conversion(gguf: str) -> str:
-    """Say what to do with a GGUF file."""
     command = f"nextn convert {shlex.quote(gguf)} OUT"
     return f"a GGUF file is converted first: `{command}` writes a checkpoint folder; give OUT instead."
 

@@ -93,7 +93,6 @@ def block_scales(rows: Tensor, kind: str) -> Tensor:
 
 
 def _halves(parts: Tensor) -> Tensor:
-    """Read two bytes each as float16."""
     return parts.contiguous().view(torch.float16)
 
 

@@ -129,7 +129,6 @@ def explain_full_disk(advice: Callable[[], str]) -> Iterator[None]:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether a full disk or an exhausted quota caused the error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True

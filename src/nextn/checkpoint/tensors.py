@@ -307,7 +307,6 @@ class TensorReader(AbstractContextManager["TensorReader"]):
                 yield source, [(info.begin, info.end) for info in group]
 
     def _infos(self, names: Iterable[str]) -> list[TensorInfo]:
-        """The stored tensors that these consist of."""
         return [info for name in names for info in self._parts(name)]
 
     def _parts(self, name: str) -> list[TensorInfo]:

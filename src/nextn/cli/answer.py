@@ -81,7 +81,6 @@ def answer(
 
 
 def _check_engine(sampling: Sampling, device_map: str | None) -> None:
-    """Raise ConfigError for what an engine cannot do."""
     if sampling.top_k or sampling.top_p < 1:
         raise ConfigError("--top-k and --top-p: an engine samples from the whole distribution here; leave them out")
     if device_map is not None:

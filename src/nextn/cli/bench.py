@@ -62,7 +62,6 @@ def _advice_by_load(
     *,
     quiet: bool,
 ) -> "list[LoadAdvice]":
-    """Return advice for every temperature, from an engine with MTP and one without."""
     from nextn.evaluate.load_advice import REPEATS, measure_loads, refuse_drafts
 
     texts = [prompt.text for prompt in first_turns(prompts)]
@@ -232,7 +231,6 @@ def advise(
 
 
 def _report_advice(advice: "Advice", options: ModelOptions, out: Path | None, *, as_json: bool) -> None:
-    """Write the record into the folder `out`, if there is one, and print the advice."""
     record = advice.as_record()
     if out is not None:
         _write(out, ADVICE_FILE, record, lambda folder: _draw_costs(advice, folder))

@@ -183,7 +183,6 @@ def _adaptive(model: "Model", settings: Settings, backend: str) -> "DraftLength"
 
 
 def _record(model: "Model", request: _Request) -> dict[str, object]:
-    """Decode the whole text and return its JSON record."""
     from nextn.decoding.generate import generate as decode
     from nextn.runtime.backend import backend_for
 
@@ -212,7 +211,6 @@ def _record(model: "Model", request: _Request) -> dict[str, object]:
 
 
 def _show(model: "Model", request: _Request) -> None:
-    """Print the text as it is generated, then its figures."""
     from nextn.decoding.generate import stream
     from nextn.runtime.backend import backend_for
 

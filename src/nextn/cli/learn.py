@@ -128,7 +128,6 @@ def _show_answers(answers: "Answers", folder: Path) -> None:
 
 
 def _decode_shipped(folder: Path, *, quiet: bool) -> dict[str, object]:
-    """Decode the shipped checkpoint and show it; return the results of each backend."""
     from nextn.demo import decode_shipped, plot_decoded
 
     started, records, screen = time.monotonic(), dict[str, object](), console()
@@ -244,7 +243,6 @@ def _show_figures(decoded: "DecodedModel") -> None:
 
 
 def _figures(label: str, pair: "DecodedPair", k: int) -> str:
-    """Acceptance and speed, a line each."""
     figures = pair.figures()
     acceptance, speed = figures.mtp.acceptance, figures.mtp.tokens_per_s
     rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(acceptance.rates, 1))

@@ -285,7 +285,6 @@ def _show_comparison(compared: AcceptanceChange, *, quiet: bool) -> None:
 
 
 def _require(report: "ReferenceReport", minimum: float) -> None:
-    """Exit with code 1 if a_1 is below the minimum or could not be measured."""
     temperature = report.main_temperature
     rate = report.figures(temperature).rates[0].value
     if not rate >= minimum:

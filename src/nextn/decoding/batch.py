@@ -201,7 +201,6 @@ class DecodingBatch(TorchRounds):
         return self.draft_length.choose(runs)
 
     def _learn(self, verified: VerifiedRound) -> None:
-        """Let the policy, and the sequences' copies, learn from a round."""
         seconds = verified.draft_s + verified.verify_s + self._overhead_s
         counts = [num_accepted for num_accepted, _ in verified.verification]
         copied = verified.choice.drafts or ((),) * len(counts)
@@ -234,7 +233,6 @@ class DecodingBatch(TorchRounds):
             self.native = self._native_rounds(is_drafting)
 
     def _leave_native(self) -> None:
-        """Let Python continue after native rounds."""
         if self.native is not None and self.drafter is not None:
             pending = self.native.pending()
             if not self.native.can_draft:  # they are those of its rounds only

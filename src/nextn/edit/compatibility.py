@@ -61,7 +61,6 @@ def absent(inventory: Inventory) -> list[str]:
 
 
 def _components(tails: Iterable[str]) -> dict[str, set[str]]:
-    """Return component of a block, such as `mlp`, -> its tails."""
     components: dict[str, set[str]] = defaultdict(set)
     for tail in tails:
         if tail.startswith("block."):

@@ -213,7 +213,6 @@ def parts(trunk: Inventory, head: Inventory, config: Mapping[str, Any], layout: 
 
 
 def _block(config: Mapping[str, Any], layout: str, index: int) -> list[str]:
-    """Return the names of the tensors that a block needs."""
     if layout != GLM4_MOE:
         return sorted(own for path in layer_paths(config) if (own := _in_layer(path, layout)))
     dense = ("ffn_gate", "ffn_up", "ffn_down")

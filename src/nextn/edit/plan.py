@@ -306,7 +306,6 @@ def _check(plan: EditPlan, new: Path) -> None:
 
 
 def _read(piece: Piece, begin: int, end: int) -> bytes:
-    """Read a part of a stored tensor, by byte offsets in it."""
     info = piece.info
     return piece.source.sources[info.file].read(info.begin + begin, info.begin + end)
 

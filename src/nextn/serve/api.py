@@ -364,7 +364,6 @@ class Api:
                 leaving.cancel()
 
     async def _events(self, group: GenerationGroup, answer: RouteAnswer) -> AsyncIterator[bytes]:
-        """Yield server-sent events."""
         try:
             if first := answer.frame(answer.first_events()):
                 yield first

@@ -120,7 +120,6 @@ class ToolCallParser:
         yield from self._content(self._cut(len(begin)))
 
     def _cut(self, size: int) -> str:
-        """Take characters off the beginning of the buffer."""
         text, self._buffer = self._buffer[:size], self._buffer[size:]
         if size:
             self._num_searched = self._num_parsed = 0
@@ -250,7 +249,6 @@ def joined_deltas(deltas: Sequence[MessageDelta]) -> MessageDelta:
 
 
 def _joined(pieces: Iterable[MessagePiece]) -> tuple[MessagePiece, ...]:
-    """Join the pieces of each call."""
     joined: dict[int, MessagePiece] = {}  # calls by their index, contents by numbers below 0
     for piece in pieces:
         key = -1 - len(joined) if isinstance(piece, str) else piece.index

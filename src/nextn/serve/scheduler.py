@@ -224,7 +224,6 @@ class Scheduler:
             self._drop_empty()
 
     def _admit(self) -> None:
-        """Start the prefill of waiting sequences."""
         while self.waiting and self.num_running < self.limits.max_num_seqs:
             sequence = self.waiting.pop()
             sequence.has_place = True

@@ -105,7 +105,6 @@ def _forces_call(request: ChatRequest) -> bool:
 
 
 def _tools(request: ChatRequest) -> list[Tool]:
-    """The tools that may be called."""
     chosen = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
     functions = [tool.function for tool in request.tools]
     return [Tool(function.name, function.parameters) for function in functions if chosen in (None, function.name)]
