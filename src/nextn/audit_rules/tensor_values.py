@@ -247,20 +247,14 @@ class AllValues:
     @classmethod
     def of(cls, inventory: Inventory) -> "AllValues":
         """Read the head. Raises CheckpointError if a file cannot be read."""
-        infos = head_floats(inventory)
         checkpoint = inventory.checkpoint
+        infos = [checkpoint.tensors[name] for name in inventory.spellings(inventory.stored)]
+        infos = sorted((i for i in infos if i.dtype in _FLOATS and i.nbytes), key=lambda info: (info.file, info.begin))
         summaries = map_reads(
             lambda info: _summary(checkpoint, info), infos, checkpoint.sources.values(), workers=_WORKERS
         )
         tensors = {info.name: summary for info, summary in zip(infos, summaries, strict=True)}
         return cls(tensors, sum(info.nbytes for info in infos))
-
-
-def head_floats(inventory: Inventory) -> list[TensorInfo]:
-    """Return the head's float tensors, in the order of the files."""
-    names = inventory.spellings(inventory.stored)
-    infos = [inventory.checkpoint.tensors[name] for name in names]
-    return sorted((i for i in infos if i.dtype in _FLOATS and i.nbytes), key=lambda info: (info.file, info.begin))
 
 
 def is_local(inventory: Inventory) -> bool:

@@ -31,11 +31,6 @@ class FileIndex:
     absent: tuple[str, ...]  # tensors of the own index that no file holds
     left_out: tuple[str, ...]  # files that are not the model's: adapters, other layouts, second copies
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether the checkpoint's own index leads to every tensor."""
-        return not self.unlisted
-
 
 def file_index(checkpoint: Checkpoint, family: Family | None = None) -> FileIndex:
     """Derive the index from the files. Where several hold a tensor, the own index decides, then the file's name."""

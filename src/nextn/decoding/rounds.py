@@ -70,7 +70,9 @@ def rounds(
     if not prompts:
         raise ConfigError("no prompt was given; expected at least one")
     check_head(head_passes, settings)
-    check_max_tokens(passes, settings.max_tokens)
+    if passes.max_length is not None and settings.max_tokens > passes.max_length:
+        expected = f"at most {passes.max_length}, the context of this model"
+        raise ConfigError(f"max_tokens = {settings.max_tokens}; expected {expected}")
     for row, prompt in enumerate(prompts):
         check_prompt(passes, prompt, f"prompt {row}")
     length = length or FixedLength(settings.num_speculative_tokens, settings.p_min)
@@ -125,12 +127,6 @@ def check_head(head: DecodingHead | None, settings: Settings) -> None:
             f"num_speculative_tokens = {settings.num_speculative_tokens}, but the checkpoint has no head; "
             "use 0 or add a head"
         )
-
-
-def check_max_tokens(trunk: DecodingTrunk, max_tokens: int) -> None:
-    """Raise ConfigError for more new tokens than the context holds."""
-    if trunk.max_length is not None and max_tokens > trunk.max_length:
-        raise ConfigError(f"max_tokens = {max_tokens}; expected at most {trunk.max_length}, the context of this model")
 
 
 def check_prompt(trunk: DecodingTrunk, prompt: Sequence[int], name: str) -> None:

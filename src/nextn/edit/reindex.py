@@ -52,7 +52,7 @@ def reindex(
         raise CheckpointError(f"{checkpoint.path}: not a folder; give a new folder for the result.")
     refuse_links(checkpoint, follow=follow_links)
     index = file_index(checkpoint)
-    if index.is_sound and not index.absent:
+    if not (index.unlisted or index.absent):
         raise ConfigError(f"{checkpoint.path}: loaders find every tensor as it is; nothing to index")
     sound = _with_sound_index(checkpoint, index)
     several = len(set(index.weight_map.values())) > 1

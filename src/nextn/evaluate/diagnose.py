@@ -327,15 +327,11 @@ class Diagnosis(CheckReport):
         return f"{' or '.join(self.named)}: {figures}; {self._odds}{self._assumed}"
 
     @property
-    def next_cause(self) -> Cause | None:
-        """The likeliest cause that the counts exclude, or nearly."""
-        group = {*self.named, *self.indistinguishable}
-        return next((cause for cause in self.causes if cause.name not in group), None)
-
-    @property
     def _odds(self) -> str:
         """How much likelier the named fault is than the next cause, and than no fault."""
-        best, faultless, after = self.causes[0], self.cause(NO_FAULT), self.next_cause
+        best, faultless = self.causes[0], self.cause(NO_FAULT)
+        group = {*self.named, *self.indistinguishable}  # the others are excluded, or nearly
+        after = next((cause for cause in self.causes if cause.name not in group), None)
         odds = f"{best.ratio_text(faultless)} likelier than an engine without fault"
         if after is None or after.name == NO_FAULT:
             return odds

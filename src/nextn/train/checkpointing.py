@@ -202,11 +202,6 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in sorted((folder / _SHARDS).iterdir())}
 
 
-def stored_names(folder: Path) -> set[str]:
-    """Return the names of the tensors in the folder. Raises CheckpointError for a damaged file."""
-    return {name for file in sorted((folder / _SHARDS).iterdir()) for name in read_header(file).tensors}
-
-
 def read_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks, *, owner: str) -> None:
     """Fill `tensors` in place; they may be sharded differently from when they were written.
 
@@ -267,7 +262,8 @@ def read(folder: Path, task: Task, optimizers: Optimizers) -> dict[str, Any]:
     """
     state = read_state(folder, task.config)
     if is_sharded(folder):
-        known, moments = stored_names(folder), _tensors(task, zero_state(optimizers, task.named))
+        known = {name for file in sorted((folder / _SHARDS).iterdir()) for name in read_header(file).tensors}
+        moments = _tensors(task, zero_state(optimizers, task.named))
         # A parameter that never had a gradient has no moments.
         present = {name: value for name, value in moments.items() if name in known}
         read_shards(folder, _tensors(task, {}) | present, task.ranks, owner=task.fingerprint)

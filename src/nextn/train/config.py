@@ -240,11 +240,6 @@ class HeadConfig(TrainConfig):
             eval_every=(self.eval_every > 0 or not self.patience, f"evaluations, as patience = {self.patience}"),
         )
 
-    @property
-    def num_eval_depths(self) -> int:
-        """K of the held-out acceptance."""
-        return self.eval_depths or self.depths
-
 
 @dataclass(frozen=True)
 class LambdaSchedule:

@@ -213,7 +213,7 @@ class HeadTask:
         # Eager: each new shape would be compiled separately.
         with torch.compiler.set_stance("force_eager"):
             examples = self._held_out_examples(step, on_evaluation)
-            evaluate = partial(self._heldout_acceptance, self.config.num_eval_depths, examples)
+            evaluate = partial(self._heldout_acceptance, self.config.eval_depths or self.config.depths, examples)
             return HeadRecord(step, self.joint_module.without_grad(evaluate))
 
     def curve(

@@ -86,7 +86,11 @@ def train_head(trainer: Trainer, source: str | Path | None = None, settings: Hea
     if trainer.args.gradient_checkpointing:
         checkpoint_layers(head.layers)
     saved_head = CotrainedHead(head, made_by=type(trainer).__name__)
-    save_with_head(trainer.model, saved_head)
+    # Make `save_pretrained` write the head: into a model's checkpoint, or into `head/` next to adapters.
+    base = without_adapters(trainer.model)
+    save_with(base, saved_head)
+    if trainer.model is not base:
+        trainer.model.save_pretrained = _AdapterSaver(trainer.model.save_pretrained, saved_head)
     _Hook(trainer, CotrainLoss(head, settings, partial(_autocast, trainer, head.trunk)), saved_head).attach()
     return head
 
@@ -182,14 +186,6 @@ def save_head(head: Head, folder: str | Path, *, source: str = "a training loop"
     remove_unlisted_heads(Path(folder))
     saved.seal(Path(folder))
     return plan
-
-
-def save_with_head(model: PreTrainedModel, head: CotrainedHead) -> None:
-    """Make `model.save_pretrained` write the head: into a model's checkpoint, or into `head/` next to adapters."""
-    base = without_adapters(model)
-    save_with(base, head)
-    if model is not base:
-        model.save_pretrained = _AdapterSaver(model.save_pretrained, head)
 
 
 class _AdapterSaver:

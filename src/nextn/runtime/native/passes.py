@@ -53,10 +53,6 @@ class Inputs:
     def tensors(self) -> list[Tensor]:
         return [self.tokens, self.positions, self.starts, *([] if self.states is None else [self.states])]
 
-    def compute_positions(self) -> None:
-        """Compute the positions from the starts, as the first operation of a recording."""
-        self.positions.copy_(self.starts[:, None] + torch.arange(self.size))
-
     @cached_property
     def arrays(self) -> tuple[Array, Array]:
         """Tokens and starts as NumPy arrays: writing them takes a tenth of the time of writing a tensor."""
@@ -201,5 +197,5 @@ class Passes:
         return inputs, replay
 
     def _run_recorded(self, inputs: Inputs, cache: RecordingCache) -> Iterable[Tensor]:
-        inputs.compute_positions()
+        inputs.positions.copy_(inputs.starts[:, None] + torch.arange(inputs.size))  # the first recorded operation
         return self._run_pass(inputs, cache)
