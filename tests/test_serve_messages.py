@@ -10,7 +10,11 @@ from http_serving import named_events, serving
 from scripted_engine import ScriptedEngine
 
 import nextn
+from nextn.decoding.records import SequenceRound
 from nextn.model.model import Model
+from nextn.serve.answer_blocks import BlockAnswer
+from nextn.serve.request import GenerationChunk, GenerationRequest
+from nextn.serve.token_sampler import TokenTexts
 
 TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 USER = {"role": "user", "content": "hi"}
@@ -147,7 +151,6 @@ def test_stop_reasons(model):
         for fields, reason, stop, text in (
             ({}, "end_turn", None, "one two three"),
             ({"max_tokens": 4}, "max_tokens", None, "one "),
-            ({"max_tokens": 10**6}, "end_turn", None, "one two three"),
             ({"stop_sequences": ["x", "two", "w"]}, "stop_sequence", "two", "one "),
         ):
             answer, _ = ask(server, **fields)
@@ -155,6 +158,18 @@ def test_stop_reasons(model):
             assert answer["content"][0]["text"] == text
             *_, delta, _ = named_events(server.post("/v1/messages", ASK | {"stream": True} | fields)[2])
             assert delta["delta"] == {"stop_reason": reason, "stop_sequence": stop}
+    with serving(ScriptedEngine("one two three"), model, max_model_len=40) as server:
+        for asked, reason in ((40 - len("<u>hi<a>"), "max_tokens"), (40, "model_context_window_exceeded")):
+            answer, _ = ask(server, max_tokens=asked)
+            assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == (reason, 40 - len("<u>hi<a>"))
+
+
+def test_the_stop_sequence_behind_a_special_token_that_is_left_out(model):
+    request = GenerationRequest((1,), stop=("x", "two"), skip_special_tokens=True)
+    blocks = BlockAnswer(request, None, TokenTexts(model.tokenizer))
+    part = SequenceRound(0, (), 0, (257, *b"one two"), "stop", False)
+    blocks.choice.add(GenerationChunk("one ", (part,), finish="stop"))
+    assert blocks.stop_string == "two"
 
 
 @pytest.mark.parametrize(

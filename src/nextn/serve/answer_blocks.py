@@ -51,7 +51,8 @@ class BlockAnswer:
         """The string that ended the text, if one did."""
         if self.choice.finish != "stop":
             return None
-        decoded, text = self.token_texts.running_text(self.choice.tokens), self.choice.text
+        skip, text = self.request.skip_special_tokens, self.choice.text
+        decoded = self.token_texts.running_text(self.choice.tokens, skip_special_tokens=skip)
         return next((stop for stop in self.request.stop if decoded.startswith(text + stop)), self.request.stop[0])
 
     def build(self) -> None:

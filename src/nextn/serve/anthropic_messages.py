@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, model_validator
 from nextn.bounded_json import loads
 from nextn.serve.answer_blocks import Block, BlockRouteAnswer
 from nextn.serve.api_errors import ApiError
+from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk
 from nextn.serve.request_model import ListOf, RequestModel, parse_request
 from nextn.serve.responses import Json
@@ -202,6 +203,10 @@ def _tool(tool: MessagesTool) -> Json:
 class MessagesAnswer(BlockRouteAnswer):
     """The answer of /v1/messages."""
 
+    def __init__(self, options: ServerOptions, body: MessagesRequest, *args: Any) -> None:
+        super().__init__(options, body, *args)
+        self._max_tokens = body.max_tokens
+
     def error_event(self, error: ApiError) -> Json:
         return error.document(MESSAGES_PATH)
 
@@ -233,7 +238,10 @@ class MessagesAnswer(BlockRouteAnswer):
         }
 
     def _stop(self) -> Json:
-        reason = _STOP_REASONS[self._blocks.choice.finish or "eos"]
+        finish = self._blocks.choice.finish or "eos"
+        if finish == "length" and self._request.max_tokens < self._max_tokens:
+            finish = "context"
+        reason = _STOP_REASONS[finish]
         if reason == "end_turn" and self._blocks.has_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": self._blocks.stop_string}

@@ -213,11 +213,12 @@ class TokenTexts:
     def texts(self, tokens: Sequence[int]) -> list[str]:
         return [self.text(token) for token in tokens]
 
-    def running_text(self, tokens: Sequence[int]) -> str:
-        """Return the text of consecutive tokens, special ones included."""
+    def running_text(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of consecutive tokens."""
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return self._tokenizer.decode(list(tokens), **options)
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text."""
