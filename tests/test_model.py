@@ -14,6 +14,7 @@ from stored import contents, in_one_file, set_config, tensors_of
 from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import nextn
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.tensors import TensorReader
@@ -591,6 +592,25 @@ def test_tokenizer_of_another_model(tmp_path):
     model.tokenizer = byte_tokenizer()
     model.save(tmp_path / "model")
     with pytest.raises(CheckpointError, match="tokenizer has 258 tokens, the model's vocabulary 64"):
+        Model.load(tmp_path / "model")
+
+
+def test_tokens_that_were_added_without_rows(tmp_path):
+    """As by fine-tunes that add a padding token, and in Gemma 3's text models: text without them is as before."""
+    model = build("glm4_moe", vocab_size=264)
+    model.tokenizer = byte_tokenizer()
+    model.tokenizer.add_tokens([f"<unused{index}>" for index in range(7)])
+    assert model.tokenizer.add_special_tokens({"pad_token": "[PAD]"}) == 1
+    model.save(tmp_path / "model")
+    loaded = Model.load(tmp_path / "model")
+    assert [note for note in loaded.notes if "264 lacks <unused6>, [PAD], added to its tokenizer" in note]
+    settings = nextn.Settings(num_speculative_tokens=2, max_tokens=4)
+    assert len(nextn.generate(loaded, ["def"], settings)[0].tokens) == 4
+    with pytest.raises(ConfigError, match=r"vocabulary is 0\.\.263"):
+        nextn.generate(loaded, ["a[PAD]"], settings)
+    loaded.tokenizer.eos_token = "[PAD]"
+    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="tokenizer has 266 tokens, the model's vocabulary 264"):
         Model.load(tmp_path / "model")
 
 

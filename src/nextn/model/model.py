@@ -30,7 +30,7 @@ from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
 from nextn.model.load_trunk import check_runs, deferred_trunk, load_trunk, streamed_trunk
 from nextn.model.packed_experts import dequantize, packed_parts
 from nextn.model.trunk import Trunk
-from nextn.text_format import counted
+from nextn.text_format import counted, some
 
 _SAMPLE_TEXT = "A text, 1 \u00e9"
 
@@ -153,7 +153,8 @@ class Model:
             if any(packed_parts(*filter(None, (trunk, loaded)))):
                 files.pop_all()  # the layers read them
         length = trained_length(beside or inventory)
-        model = cls(trunk, loaded, family, _tokenizer(folder, trunk), tuple(notes), length).to(torch_device)
+        tokenizer = _tokenizer(folder, trunk, notes)
+        model = cls(trunk, loaded, family, tokenizer, tuple(notes), length).to(torch_device)
         check_runs(of_trunk, trunk)
         return model
 
@@ -400,14 +401,32 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _tokenizer(folder: Path, trunk: Trunk) -> PreTrainedTokenizerBase | None:
+def added_tokens_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
+    """Return the added tokens that a vocabulary has no rows for, such as a fine-tune's padding or Gemma 3's image.
+
+    Raises CheckpointError if it lacks other tokens: it is that of another model.
+    """
+    added = [token for token, id in tokenizer.get_added_vocab().items() if id >= vocab_size]
+    if len(tokenizer) - len(added) > vocab_size or tokenizer.eos_token in added:
+        raise CheckpointError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {vocab_size}: use the tokenizer of "
+            "this model"
+        )
+    return added
+
+
+def _tokenizer(folder: Path, trunk: Trunk, notes: list[str]) -> PreTrainedTokenizerBase | None:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     tokenizer = read_tokenizer(folder)
-    if len(tokenizer) > trunk.vocab_size:
-        raise CheckpointError(
-            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {trunk.vocab_size}: "
-            "use the tokenizer of this model"
+    try:
+        added = added_tokens_beyond(tokenizer, trunk.vocab_size)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    if added:
+        notes.append(
+            f"the model's vocabulary of {trunk.vocab_size} lacks {some(added)}, added to its tokenizer: text with them "
+            "is refused"
         )
     return tokenizer
 

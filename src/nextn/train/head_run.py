@@ -30,7 +30,7 @@ from nextn.family_table import by_config, by_name, find, fitted
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress
-from nextn.model.model import Model, load_head, read_head, read_tokenizer
+from nextn.model.model import Model, added_tokens_beyond, load_head, read_head, read_tokenizer
 from nextn.model.streamed_trunk import DeferredTrunk
 from nextn.model.trunk import Trunk
 from nextn.train.config import HeadConfig
@@ -285,9 +285,5 @@ def _tokenizer(model: Model, folder: Path | None, start: StartingPoint) -> PreTr
     tokenizer = read_tokenizer(folder) if folder else model.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{start.model} has no tokenizer; give the folder of one with --tokenizer")
-    if len(tokenizer) > model.trunk.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {model.trunk.vocab_size}; give "
-            "the model's own tokenizer"
-        )
+    added_tokens_beyond(tokenizer, model.trunk.vocab_size)
     return tokenizer
