@@ -165,6 +165,7 @@ def test_maps_of_names(tmp_path):
             "trunk drops each layer",
         ),
         (("answer", GLM, "out.jsonl", "--prompts", __file__, "--device-map", "auto", "--engine", "x"), "no layer is"),
+        (("answer", GLM, "out.jsonl", "--prompts", __file__, "--weights", "int8", "--engine", "x"), "no layer is"),
     ],
 )
 def test_options_that_exclude_each_other(args, message, here):

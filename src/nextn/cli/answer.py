@@ -47,7 +47,7 @@ def answer(
     """Generate training data with the trunk, locally or through an engine; the same command resumes."""
     settings = decoding.settings
     if asked.engine is not None:
-        _check_engine(settings.sampling, options.device_map)
+        _check_engine(settings.sampling, options)
     options = options.prepared()
     from nextn.data.benchmark_prompts import is_benchmark
     from nextn.data.sources import check_sources
@@ -80,11 +80,12 @@ def answer(
     _end(state, out, as_json=as_json)
 
 
-def _check_engine(sampling: Sampling, device_map: str | None) -> None:
+def _check_engine(sampling: Sampling, options: ModelOptions) -> None:
     if sampling.top_k or sampling.top_p < 1:
         raise ConfigError("--top-k and --top-p: an engine samples from the whole distribution here; leave them out")
-    if device_map is not None:
-        raise ConfigError(f"--device-map {device_map} and --engine: the engine generates, and no layer is loaded here")
+    given = options.native_only + ([] if options.device_map is None else [f"--device-map {options.device_map}"])
+    if given:
+        raise ConfigError(f"{' and '.join(given)} with --engine: the engine generates, and no layer is loaded here")
 
 
 def _status(state: "AnswerProgress") -> str:
