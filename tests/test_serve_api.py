@@ -566,11 +566,14 @@ def test_recorded_conversations_are_accepted(scripted):
     """Fields of OpenAI's answers, of joined streams and of other clients, which say nothing to a model."""
     user = {"role": "user", "content": "x"}
     call = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    read = call["function"] | {"parsed_arguments": {"n": 1}}  # as OpenAI's client returns it for `strict` tools
     part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     output = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
     conversations = (
         [user, {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None}, user],
         [user, {"role": "assistant", "content": "", "tool_calls": [call]}, user],
+        [user, {"role": "assistant", "content": "", "parsed": None, "tool_calls": [call | {"function": read}]}, user],
+        [user, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, user],
         [{"role": "user", "content": [part]}],
         [user | {"cache_control": {"type": "ephemeral"}}],
         [user, {"role": "assistant", "content": [output]}, user],

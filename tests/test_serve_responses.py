@@ -115,6 +115,11 @@ def test_conversations(client, server):
     ]
     client.responses.create(model="tiny", input=[*items, *two], instructions="I")
     assert prompt_of(server) == "<s>I\n\nS<u>a\nb<a>c<a>(r)d<a>"
+    refusal = {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"n": 2}'}
+    behind = [call, {"role": "assistant", "content": "d"}, call, {"role": "assistant", "content": "e"}, result]
+    client.responses.create(model="tiny", input=[refusal, {"role": "user", "content": "u"}, *behind])
+    assert prompt_of(server) == "<a>no<u>u<a>de[f=2][f=2]<t>one<a>"
 
 
 def test_fields_reach_the_engine(client, server):

@@ -170,15 +170,17 @@ def _messages(items: Iterable[InputItem]) -> Iterator[Json]:
     """The messages of a chat, in which reasoning, text and calls of one turn are one message."""
     turn: dict[str, Any] = {}
     for part in map(_part, items):
-        is_call, is_answered = "tool_calls" in part, bool(turn.keys() & {"content", "tool_calls"})
-        if turn and (part["role"] != "assistant" or (is_answered and not is_call)):
+        # Text behind calls stays with them: many templates refuse two messages of the assistant in a row.
+        is_more = "tool_calls" in part or ("content" in part and "tool_calls" in turn)
+        if turn and (part["role"] != "assistant" or (turn.keys() & {"content", "tool_calls"} and not is_more)):
             yield {"content": "", **turn}
             turn = {}
         if part["role"] != "assistant":
             yield part
             continue
-        calls = turn.get("tool_calls", []) + part.get("tool_calls", [])
-        turn = turn | part | ({"tool_calls": calls} if calls else {})
+        for name in turn.keys() & part.keys() & {"content", "tool_calls"}:
+            part[name] = turn[name] + part[name]
+        turn |= part
     if turn:
         yield {"content": "", **turn}
 

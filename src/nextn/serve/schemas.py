@@ -196,8 +196,16 @@ class TextPart(RequestModel):
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal_is_text(cls, data: Any) -> Any:
+        is_refusal = isinstance(data, dict) and data.get("type") == "refusal" and "refusal" in data
+        return {"type": "refusal", "text": data["refusal"]} if is_refusal else data
+
 
 class FunctionCall(RequestModel):
+    path: ClassVar = "messages.tool_calls.function"  # OpenAI's client adds `parsed_arguments` to calls that it read
+
     name: Name
     arguments: str
 
