@@ -188,6 +188,9 @@ BROKEN = {
     "a trunk under another path": (
         "names-unknown", "error", "qwen3_5", {"change": rename(r"^model\.(language_model\.)?", "transformer.")},
         "of layers under another path, such as transformer.layers.0"),
+    "a text model under the names of one with vision": (
+        "names-unknown", "error", "bailing_hybrid", {"change": rename("^", "language_model.")},
+        "under language_model., and config.json is of a model of text alone"),
     "two counts": (
         "config-contradicts", "error", "qwen3_5",
         {"config": {"text_config": {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers": 1}},

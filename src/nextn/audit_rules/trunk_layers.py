@@ -11,7 +11,9 @@ from itertools import chain
 from nextn.audit_rules.config_claims import both_levels
 from nextn.audit_rules.findings import Finding
 from nextn.audit_rules.layer_reference import LayerReference
+from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.quantization import is_mlx
 from nextn.text_format import counted, some
 
 IDS = ("trunk-partial",)
@@ -36,6 +38,7 @@ _ORDINARY = re.compile("[qkvo]_proj|(out_|o_)?(norm|proj)")  # also of attention
 def trunk_layers(inventory: Inventory) -> Iterator[Finding]:
     """Run every rule on the trunk's layers."""
     yield from _renamed(inventory)
+    yield from _wrapped(inventory)
     yield from _partial(inventory, LayerReference(inventory))
 
 
@@ -54,6 +57,26 @@ def _renamed(inventory: Inventory) -> Iterator[Finding]:
             f"{inventory.family.name} do not find the trunk.",
             f"Names such as {root + '.' if root else ''}layers.0.", "Rename them, or save the trunk again.",
         )  # fmt: skip
+
+
+def _wrapped(inventory: Inventory) -> Iterator[Finding]:
+    """Report a trunk under a vision-language model's names, in a checkpoint whose config is of text alone."""
+    names = [info.name for layer in inventory.layers.values() for info in layer.values()]
+    wrapper = inventory.family.wrapper(names)
+    config = inventory.checkpoint.config
+    is_nested = any(
+        isinstance(value, dict) and {"num_hidden_layers", "text_config"} & {*value} for value in config.values()
+    )
+    if wrapper in ("", inventory.family.text_wrapper) or is_nested or is_mlx(inventory.checkpoint):
+        return
+    yield Finding(
+        "names-unknown", "error", names[0],
+        f"{counted(len(names), 'tensor')} of layers under {wrapper}, and {CONFIG} is of a model of text alone, without "
+        "text_config: transformers does not find them and initializes the trunk at random.",
+        f"Names such as {inventory.family.wrappers[wrapper]}{names[0].removeprefix(wrapper)}, or the {CONFIG} of the "
+        "model whose names these are.",
+        f"Rename them, or take that {CONFIG}.",
+    )  # fmt: skip
 
 
 def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Finding]:

@@ -350,7 +350,7 @@ _QWEN3_5 = replace(
     models=("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B", "Ternary-Bonsai-2-27B", "MiMo-V2.6-Distill-Qwen-9B",
             "Intern-S2-Preview"),
     draft_types=("qwen3_5_mtp",), count_fields=("mtp_num_hidden_layers",), block={"layer_types": ["full_attention"]},
-    wrappers={"model.mtp.": "mtp.", **_TEXT},
+    wrappers={"model.mtp.": "mtp.", **_TEXT}, text_wrapper="model.language_model.",  # its conversion_mapping.py
     engines={
         "vllm": _vllm(
             "model_executor/models/qwen3_5_mtp.py",

@@ -86,6 +86,7 @@ class Family:
     # Where the trunk keeps embedding and lm_head.
     trunk: Mapping[str, str] = field(default_factory=lambda: {"embedding": "model.embed_tokens", "output": "lm_head"})
     wrappers: Mapping[str, str] = field(default_factory=dict)  # prefix that some checkpoints have -> what it replaces
+    text_wrapper: str = ""  # the one that transformers maps in a checkpoint whose config is of text alone
     fp8: Fp8 | None = None
     cannot_run: str = ""  # why `Head` cannot compute it; "" if it can
     remarks: tuple[str, ...] = ()
