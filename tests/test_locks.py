@@ -15,6 +15,7 @@ from tiny import build
 from tiny import prompt as drawn
 
 from nextn.decoding.rounds import rounds
+from nextn.devices import torch_threads
 from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
 from nextn.runtime import backend
@@ -150,21 +151,17 @@ def test_two_threads_on_the_plain_path(name):
 
 def test_a_thread_has_all_of_torchs_threads(models):
     """torch is held to one while rounds run natively, and a thread that first uses torch then would stay so."""
-    settings, before = Settings(num_speculative_tokens=0, max_tokens=2), torch.get_num_threads()
+    settings = Settings(num_speculative_tokens=0, max_tokens=2)
 
     def counted() -> int:
         texts(models[0], settings, 0, backend="torch")
         return torch.get_num_threads()
 
-    try:
-        torch.set_num_threads(3)
-        with ThreadPoolExecutor(1) as pool:
-            with backend_for(models[0]).trunk.pass_context():
-                other = pool.submit(counted)
-                time.sleep(0.05)
-            assert other.result(SECONDS) == 3
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(3), ThreadPoolExecutor(1) as pool:
+        with backend_for(models[0]).trunk.pass_context():
+            other = pool.submit(counted)
+            time.sleep(0.05)
+        assert other.result(SECONDS) == 3
 
 
 @pytest.mark.more

@@ -5,6 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from nextn.devices import torch_threads
 from nextn.errors import TrainingError
 from nextn.train import loop
 from nextn.train.loop import ThreadChoice, chosen_threads, explain_compilation, time_of_work
@@ -13,11 +14,10 @@ from nextn.train.loop import ThreadChoice, chosen_threads, explain_compilation, 
 @pytest.fixture
 def quiet(monkeypatch):
     """Three threads; while the list has True, three are faster than one."""
-    before, is_quiet = torch.get_num_threads(), [True]
+    is_quiet = [True]
     monkeypatch.setattr(loop, "time_of_work", lambda choices: [1.0, 2.0] if is_quiet[0] else [2.0, 1.0])
-    torch.set_num_threads(3)
-    yield is_quiet
-    torch.set_num_threads(before)
+    with torch_threads(3):
+        yield is_quiet
 
 
 def threads_of_steps(speeds, choice):
@@ -47,11 +47,8 @@ def test_work_that_begins_later(quiet):
 
 
 def test_work_is_timed_with_each_number():
-    before = torch.get_num_threads()
-    try:
+    with torch_threads(2):
         assert all(seconds > 0 for seconds in time_of_work((2, 1), rounds=2))
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -22,6 +21,7 @@ from nextn.data.degeneracy import Degeneracy, degeneracy
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
+from nextn.devices import torch_threads
 from nextn.edit.published_model import smollm2
 from nextn.evaluate.decoding_costs import processor_name
 from nextn.evaluate.workload import read_prompts
@@ -249,22 +249,12 @@ def decode_model(
     follow from it; at least one is decoded. The creation of the backend does not count.
     """
     decoder = backend_for(model, backend)
+    # More than one are no faster in torch at this size, and far slower on a busy machine.
     threads = 1 if decoder.name == "torch" else torch.get_num_threads()
-    with _torch_threads(threads):
+    with torch_threads(threads):
         prompts, pairs = _decode_prompts(model, decoder, texts, num_speculative_tokens, seconds, min_prompts, clock)
     greedy, sampled = (DecodedPair.join(each) for each in pairs)
     return DecodedModel(prompts, greedy, sampled, num_speculative_tokens, decoder.name, decoder.reason, threads)
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    """Use this many threads in torch. More than one are no faster at this size, and far slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _decode_prompts(

@@ -1,6 +1,7 @@
-"""Which device a model runs on, and the dtype that it trains with there."""
+"""Which device a model runs on, on how many threads, and the dtype that it trains with there."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -30,6 +31,17 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
             f"device = {str(device)!r} is not available to torch; expected one of {', '.join(_available_names())}"
         )
     return device
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Use this many threads in torch; at the end, as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def available_bytes(device: torch.device) -> int | None:

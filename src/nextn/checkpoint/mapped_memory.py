@@ -6,7 +6,7 @@ whose pages were released stays valid: the next access reads them again, usually
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ctypes import CDLL, c_int, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -52,12 +52,10 @@ def released_after_use(modules: Iterable[nn.Module]) -> Iterator[None]:
     def release(module: nn.Module, *_: object) -> None:
         release_pages(module.parameters())
 
-    handles = [module.register_forward_hook(release) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(release))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _release(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from nextn.conformance.expected import build_record
 from nextn.conformance.record import FILE
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, encoder, eos_id
-from nextn.devices import resolve_device
+from nextn.devices import resolve_device, torch_threads
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.train.config import TrainConfig
@@ -72,9 +72,8 @@ def build(
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(_DTYPES)}")
-    torch_device, threads = resolve_device(device), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    torch_device = resolve_device(device)
+    with torch_threads(1):
         model = _train(family, seed, steps or shape_of(family).steps, on_record, torch_device)
         record: dict[str, object] = {}
 
@@ -84,8 +83,6 @@ def build(
             write_json(folder / FILE, record)
 
         model.save(out, dtype=_DTYPES[dtype], extra=write_record)
-    finally:
-        torch.set_num_threads(threads)
     return record
 
 

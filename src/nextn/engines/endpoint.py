@@ -4,6 +4,7 @@ vLLM, SGLang and llama.cpp's server are treated alike: only what they return mak
 """
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from nextn.bounded_json import MAX_COUNT
@@ -95,11 +96,8 @@ class Endpoint:
 
 def fetch_metrics(url: str, budget: Budget) -> str:
     """Return the metrics at an address, without any other request to it."""
-    client = Client(url, budget)
-    try:
+    with closing(Client(url, budget)) as client:
         return _metrics(client)
-    finally:
-        client.close()
 
 
 def _metrics(client: Client) -> str:

@@ -10,6 +10,7 @@ interpreter's own documentation.
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
@@ -358,15 +359,11 @@ def input_squares(
         sums[key] = sums.get(key, 0) + rows.square().sum(0)
         counts[key] = counts.get(key, 0) + len(rows)
 
-    hooks = [
-        part.register_forward_pre_hook(partial(note, (index, f"{name}.weight")))
-        for index, layer in enumerate(trunk.decoder.layers)
-        for name, part in layer.named_modules()
-        if isinstance(part, nn.Linear)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, layer in enumerate(trunk.decoder.layers):
+            for name, part in layer.named_modules():
+                if isinstance(part, nn.Linear):
+                    hook = part.register_forward_pre_hook(partial(note, (index, f"{name}.weight")))
+                    hooks.enter_context(hook)
         trunk.read_layers([torch.tensor([list(text)]) for text in texts], on_layer=on_layer)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return {key: total / counts[key] for key, total in sums.items() if counts[key]}

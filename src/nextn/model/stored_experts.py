@@ -94,11 +94,8 @@ class StoredExperts:
             for _ in range(_NUM_BUFFERS)
         ]
         ranges = [(first, min(first + size, count)) for first in range(0, count, size)]
-        values = _computed_ahead(self._read, ranges, buffers)
-        try:
+        with closing(_computed_ahead(self._read, ranges, buffers)) as values:
             yield from ((first, end, value) for (first, end), value in zip(ranges, values, strict=True))
-        finally:
-            values.close()
 
     @torch.inference_mode()
     def _read(self, experts: tuple[int, int], buffer: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -243,12 +243,8 @@ class Trunk(nn.Module):
         def record(module: nn.Module, args: object, out: Sequence[Tensor]) -> None:
             outputs.append(TrunkOutput(out[0] * self.scale, captured.pop() if captured else out[0]))
 
-        with self._captured() as captured:
-            handle = cast(nn.Module, self.decoder).register_forward_hook(record)
-            try:
-                yield outputs
-            finally:
-                handle.remove()
+        with self._captured() as captured, cast(nn.Module, self.decoder).register_forward_hook(record):
+            yield outputs
 
     def embed(self, tokens: Tensor, *, raw: bool = False) -> Tensor:
         """Embed tokens [B, T] -> [B, T, H]. raw: without the norm or scale that some trunks add to their embedding."""
@@ -458,10 +454,8 @@ class Trunk(nn.Module):
             handle = self.decoder.layers[-1].register_forward_hook(lambda *call: record(call[-1]))
         else:
             handle = self.final_norm.register_forward_pre_hook(lambda _, args: record(args[0]))
-        try:
+        with handle:
             yield captured
-        finally:
-            handle.remove()
 
     def _mixers(self) -> Iterator[nn.Module]:
         layers, outer = set(self.decoder.layers), "-"

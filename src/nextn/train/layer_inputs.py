@@ -3,6 +3,7 @@ and decoder layers that store only their input, to recompute the rest in the bac
 """
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -41,11 +42,10 @@ def measure_layers(
         others'; the inputs [B, T, ...] of the wanted layers; and the state that a head takes in.
     """
     recorder = _Recorder(len(tokens), indices, folder)
-    handles = [
-        layer.register_forward_pre_hook(partial(recorder.record, index), with_kwargs=True)
-        for index, layer in enumerate(trunk.decoder.layers)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, layer in enumerate(trunk.decoder.layers):
+            record = partial(recorder.record, index)
+            hooks.enter_context(layer.register_forward_pre_hook(record, with_kwargs=True))
         if isinstance(trunk, StreamedTrunk):
 
             def finish_layer(progress: LayerProgress) -> None:
@@ -54,9 +54,6 @@ def measure_layers(
 
             trunk.read_layers([tokens], folder=folder, observe=recorder.observe, on_layer=finish_layer)
         states = trunk(tokens).head_input
-    finally:
-        for handle in handles:
-            handle.remove()
     return [recorder.rms[index] for index in range(len(recorder.rms))], recorder.inputs, states
 
 

@@ -17,6 +17,7 @@ from statistics import median_low
 import torch
 
 from nextn.checkpoint.staging_folder import explain_full_disk, need_room
+from nextn.devices import torch_threads
 from nextn.errors import TrainingError
 from nextn.train import checkpointing
 from nextn.train.checkpointing import MAX_CHECKPOINTS, RunFolder
@@ -368,7 +369,5 @@ def chosen_threads(*, enabled: bool) -> Iterator[Callable[[float], None]]:
     enabled: If not, the function does nothing. The number of threads may change the last bits of a step.
     """
     before = torch.get_num_threads()
-    try:
+    with torch_threads(before):
         yield ThreadChoice().update if enabled and before > 1 else lambda speed: None
-    finally:
-        torch.set_num_threads(before)
