@@ -11,8 +11,9 @@ from nextn.audit_rules.findings import Finding, engines, restore, verb
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.module_lists import FUSED, with_fused
 from nextn.checkpoint.packed_layout import PackedWeight, with_logical_weights
-from nextn.checkpoint.quant_formats import FUSED, TRANSFORMERS_METHODS, with_fused
+from nextn.checkpoint.quant_formats import TRANSFORMERS_METHODS
 from nextn.checkpoint.quantization import (
     PLAIN,
     QuantConfig,

@@ -1,183 +1,30 @@
 """Quantization formats: which modules a section of a config quantizes, and how it lists unquantized ones.
 
 FORMATS has one entry per method; where engines interpret the same entry differently, `covers` is None. Knows no files.
-Patterns are untrusted: globs are matched atomically, as fnmatch translates them, so none backtracks; regular
-expressions have a budget of processor time, after which the section counts as invalid.
 """
 
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
 from functools import cached_property
-from itertools import accumulate
 from reprlib import repr as brief
 from typing import NamedTuple
 
 import regex
 
-Section = dict[str, object]
-
-MAX_ENTRIES = 200_000  # an ignore list that names every expert of every layer has about 50,000
-MAX_GLOBS = 2_000
-MAX_CHARS = 100_000  # of all expressions, or all globs, together
-BUDGET = 0.05  # seconds of processor time for one module against all expressions; ordinary ones take microseconds
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # by engines
-SPECIAL = frozenset("*+?^$()[]{}|\\")  # what vLLM's inc.py and SGLang's auto_round.py treat as an expression
-
-
-def strings(section: Mapping[str, object], key: str) -> list[str]:
-    """Return the list of strings at `key`, empty where it is absent; lists of lists are flattened once."""
-    value = section.get(key)
-    if not isinstance(value, list | None):
-        raise ValueError(f"{key} is {brief(value)}, it must be a list of module names")
-    flat = [item for entry in value or [] for item in (entry if isinstance(entry, list) else [entry])]
-    if wrong := [item for item in flat if not isinstance(item, str)]:
-        raise ValueError(f"{key} holds {brief(wrong[0])}, it must be a list of module names")
-    if len(flat) > MAX_ENTRIES:
-        raise ValueError(f"{key} has {len(flat)} entries, at most {MAX_ENTRIES} are read")
-    return flat
-
-
-def table(section: Mapping[str, object], key: str) -> Section:
-    """Return the object at `key`, empty where it is absent."""
-    value = section.get(key)
-    if not isinstance(value, dict | None):
-        raise ValueError(f"{key} is {brief(value)}, it must be an object")
-    return value or {}
-
-
-def prefixes(module: str) -> Iterator[str]:
-    """Yield the prefixes of a module: `a`, `a.b` and `a.b.c` of `a.b.c`."""
-    return accumulate(module.split("."), "{}.{}".format)
-
-
-class Expressions:
-    """Regular expressions in order, each matched at the start of a name, or with `search` anywhere in it."""
-
-    def __init__(self, texts: Iterable[str], *, search: bool = False) -> None:
-        if sum(map(len, texts := list(texts))) > MAX_CHARS:
-            raise ValueError(f"its expressions have more than {MAX_CHARS} characters")
-        try:
-            patterns = [regex.compile(text) for text in texts]
-        except (regex.error, RecursionError, OverflowError, ValueError) as error:
-            raise ValueError(f"it has an invalid regular expression: {error}") from error
-        self.matchers = [pattern.search if search else pattern.match for pattern in patterns]
-
-    def first(self, module: str) -> int | None:
-        """Return the index of the first that matches; None if none does."""
-        end = time.process_time() + BUDGET
-        try:
-            matches = (match(module, timeout=max(end - time.process_time(), 0)) for match in self.matchers)
-            return next((index for index, match in enumerate(matches) if match is not None), None)
-        except (TimeoutError, MemoryError) as error:
-            what = f"matching its expressions against {brief(module)} takes longer than {BUDGET} s"
-            raise ValueError(f"{what}: make them simpler") from error
-
-
-class Entries:
-    """A list of unquantized modules, and the ways in which engines interpret its entries."""
-
-    def __init__(self, entries: Sequence[str]) -> None:
-        self.all = entries
-        self.names = frozenset(entries)
-
-    @cached_property
-    def globs(self) -> re.Pattern[str]:
-        globs = [entry for entry in self.all if not {"*", "?", "["}.isdisjoint(entry)]
-        if len(globs) > MAX_GLOBS or sum(map(len, globs)) > MAX_CHARS:
-            raise ValueError(f"it has {len(globs)} globs, at most {MAX_GLOBS} of {MAX_CHARS} characters are read")
-        return re.compile("|".join(map(translate, globs)) or r"(?!)")
-
-    @cached_property
-    def marked(self) -> Expressions:
-        return Expressions(entry[3:] for entry in self.all if entry.startswith("re:"))
-
-    @cached_property
-    def bounded(self) -> Expressions:
-        special = (entry for entry in self.all if not SPECIAL.isdisjoint(entry))
-        return Expressions(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))" for entry in special)
-
-
-# The ways in which engines read a list. Each returns whether the module is left unquantized.
-
-
-def exact(entries: Entries, module: str) -> bool:
-    return module in entries.names
-
-
-def substring(entries: Entries, module: str) -> bool:
-    return any(entry in module for entry in entries.all)
-
-
-def marked(entries: Entries, module: str) -> bool:
-    """Match complete names, and after "re:" expressions from the start of a name."""
-    return module in entries.names or entries.marked.first(module) is not None
-
-
-def marked_or_glob(entries: Entries, module: str) -> bool:
-    return marked(entries, module) or entries.globs.match(module) is not None
-
-
-def component(entries: Entries, module: str) -> bool:
-    return not entries.names.isdisjoint([*module.split("."), *prefixes(module)])
-
-
-def component_run(entries: Entries, module: str) -> bool:
-    return any(f".{entry}." in f".{module}." for entry in entries.all)
-
-
-def bounded(entries: Entries, module: str) -> bool:
-    """Match prefixes up to a dot, and suffixes: transformers/quantizers/quantizers_utils.py, should_convert_module."""
-    return (
-        any(prefix in entries.names or f"{prefix}." in entries.names for prefix in prefixes(module))
-        or any(module[at:] in entries.names for at in range(len(module)))
-        or entries.bounded.first(module) is not None
-    )
-
-
-def substring_or_glob(entries: Entries, module: str) -> bool:
-    return substring(entries, module) or entries.globs.match(module) is not None
-
-
-def component_or_glob(entries: Entries, module: str) -> bool:
-    names = {module, module.removeprefix("language_model."), *module.split(".")}
-    return not entries.names.isdisjoint(names) or any(map(entries.globs.match, names))
-
-
-def branches(modules: Iterable[str], kept: Collection[str], form: str = "{}") -> Iterator[str]:
-    """Yield short prefixes, in `form`, that cover `modules` and nothing of `kept`; or the module's own name."""
-    taken = {prefix for module in kept for prefix in prefixes(module)}
-    for module in modules:
-        branch = next((prefix for prefix in prefixes(module) if prefix not in taken), module)
-        yield module if branch == module else form.format(branch)
-
-
-def quantized(others: Mapping[str, bool]) -> set[str]:
-    """Return the modules that are quantized."""
-    return {module for module, packed in others.items() if packed}
-
-
-def with_experts(modules: Iterable[str], kept: Collection[str]) -> Iterator[str]:
-    """Yield the names, and those with which vLLM checks all experts at once: `experts`, `experts.0.gate_proj`, ..."""
-    for module in modules:
-        yield module
-        head, separator, tail = module.partition(".experts.")
-        if separator:
-            yield f"{head}.experts"
-            if not tail[:1].isdigit():  # all experts are one tensor
-                yield from (f"{head}.experts.0.{name}_proj" for name in ("gate", "up", "down"))
-
-
-def with_fused(modules: Iterable[str], kept: Collection[str]) -> Iterator[str]:
-    """Yield also the names of fused projections, for which SGLang's qwen3_5_mtp.py looks instead of their parts."""
-    listed = dict.fromkeys(with_experts(modules, kept))
-    yield from listed
-    for fused, parts in FUSED.items():
-        stems = [name.removesuffix(parts[0]) for name in listed if name.endswith(f".{parts[0]}")]
-        yield from (f"{stem}{fused}" for stem in stems if ".experts." not in stem
-                    and all(f"{stem}{part}" in listed for part in parts))  # fmt: skip
+from nextn.checkpoint.module_lists import (
+    SPECIAL,
+    Entries,
+    Expressions,
+    Section,
+    branches,
+    prefixes,
+    quantized,
+    strings,
+    table,
+    with_experts,
+    with_fused,
+)
 
 
 class WeightSettings(NamedTuple):
@@ -290,7 +137,7 @@ class CompressedTensors(Listed):
     """The list is `ignore`; a group of config_groups is a scheme with its targets, or the targets of a named scheme."""
 
     def covers(self, module: str) -> bool | None:
-        return super().covers(module) if marked(self.targets, module) or "Linear" in self.targets.names else False
+        return super().covers(module) if self.targets.marked(module) or "Linear" in self.targets.names else False
 
     @cached_property
     def targets(self) -> Entries:
@@ -307,7 +154,7 @@ class CompressedTensors(Listed):
 
     def settings(self, module: str) -> WeightSettings:
         # Targets that name the module come before those that name its class: compressed_tensors/utils/match.py.
-        named = [weights for targets, weights in self.schemes if marked(targets, module)]
+        named = [weights for targets, weights in self.schemes if targets.marked(module)]
         of_class = [weights for targets, weights in self.schemes if "Linear" in targets.names]
         weights = next(iter(named + of_class), {})
         settings = settings_in(weights, bits=("num_bits",), symmetric="symmetric")
@@ -485,24 +332,26 @@ def _globbed(modules: Iterable[str], kept: Collection[str]) -> Iterable[str]:
 # Files of vllm/model_executor/layers/quantization/ and sglang/srt/layers/quantization/; `bounded` is transformers.
 _CONVERT = ("modules_to_not_convert",)
 # compressed_tensors/utils.py, should_ignore_layer; compressed-tensors' own utils/match.py reads the same.
-_COMPRESSED = Lists(("ignore",), (marked,), with_fused)
+_COMPRESSED = Lists(("ignore",), (Entries.marked,), with_fused)
 # fp8.py matches complete names in both engines, from either list.
-_FP8 = Lists((*_CONVERT, "ignored_layers"), (exact, bounded), _names, has_default=True)
+_FP8 = Lists((*_CONVERT, "ignored_layers"), (Entries.exact, Entries.bounded), _names, has_default=True)
 # auto_awq.py: is_layer_skipped with skip_with_substr.
-_AWQ = Lists(_CONVERT, (substring,), _dotted)
+_AWQ = Lists(_CONVERT, (Entries.substring,), _dotted)
 # modelopt.py and modelopt_quant.py, is_layer_excluded; config.json says ignore, hf_quant_config.json exclude_modules.
-_MODELOPT = Lists(("ignore",), (substring_or_glob, component_or_glob), _globbed)
+_MODELOPT = Lists(("ignore",), (Entries.substring_or_glob, Entries.component_or_glob), _globbed)
 _MODELOPT_FILE = Lists(("exclude_modules",), _MODELOPT.readers, _globbed)
 # quark/utils.py; Quark itself writes globs.
-_QUARK = Lists(("exclude",), (marked, marked_or_glob), with_experts)
+_QUARK = Lists(("exclude",), (Entries.marked, Entries.marked_or_glob), with_experts)
 _BNB = Lists(
-    ("llm_int8_skip_modules",), (component, bounded), branches, has_default=True
+    ("llm_int8_skip_modules",), (Entries.component, Entries.bounded), branches, has_default=True
 )  # bitsandbytes.py, is_layer_skipped_bnb
-_TORCHAO = Lists(_CONVERT, (component_run, bounded), branches, has_default=True)  # torchao.py, should_skip
-_MXFP4 = Lists(_CONVERT, (bounded,), _names)
+_TORCHAO = Lists(
+    _CONVERT, (Entries.component_run, Entries.bounded), branches, has_default=True
+)  # torchao.py, should_skip
+_MXFP4 = Lists(_CONVERT, (Entries.bounded,), _names)
 # transformers 5.23, quantizers/: methods whose list only transformers reads, and that it also applies on load.
 TRANSFORMERS_METHODS = ("bitnet", "eetq", "higgs", "metal", "nvfp4", "quanto", "sinq", "spqr", "vptq")
-_TRANSFORMERS = Lists(_CONVERT, (bounded,), _names, has_default=True)
+_TRANSFORMERS = Lists(_CONVERT, (Entries.bounded,), _names, has_default=True)
 
 FORMATS: dict[str, Callable[[Section], Format]] = {
     "compressed-tensors": lambda section: CompressedTensors(section, _COMPRESSED),

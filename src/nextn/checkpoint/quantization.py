@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.gguf_file import BLOCK_NAMES
-from nextn.checkpoint.quant_formats import FORMATS, Format, Section, Unlisted, quantized
+from nextn.checkpoint.module_lists import Section, quantized
+from nextn.checkpoint.quant_formats import FORMATS, Format, Unlisted
 from nextn.errors import CheckpointError
 from nextn.family_table import lookup
 from nextn.text_format import some

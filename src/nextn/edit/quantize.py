@@ -18,6 +18,7 @@ from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.gguf_blocks import round_to_blocks
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory, count_layers
+from nextn.checkpoint.module_lists import Section
 from nextn.checkpoint.provenance import (
     Provenance,
     head_fingerprint,
@@ -26,7 +27,6 @@ from nextn.checkpoint.provenance import (
     trunk_family,
     trunk_fingerprint,
 )
-from nextn.checkpoint.quant_formats import Section
 from nextn.checkpoint.quantization import QuantConfig, stored_modules
 from nextn.checkpoint.quantized_weights import UNQUANTIZED_PARTS, pack_codes, round_to_nearest
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
