@@ -500,6 +500,19 @@ def test_stale_head(tmp_path):
     assert [each.severity for each in head_stale(take(folder))] == ["note"]
 
 
+def test_a_trunk_that_was_not_found_is_not_called_changed(tmp_path):
+    """Its layers lie under another path, which is reported; one that lacks a tensor can be compared."""
+
+    def rename(table):
+        for name in [each for each in table if each.startswith("model.")]:
+            table[name.replace("model.", "transformer.", 1)] = table.pop(name)
+
+    elsewhere = publish(tmp_path / "elsewhere", "qwen3_5", change=rename)
+    assert stale(elsewhere, beside="other", trained_with="other") == []
+    lost = publish(tmp_path / "lost", "glm4_moe", change=lambda table: table.pop("model.layers.1.mlp.gate.weight"))
+    assert [severity for severity, _ in stale(lost, beside="other")] == ["warning"]
+
+
 def test_a_trunk_that_was_not_read_shows_no_sign(tmp_path):
     """One in codes is not called trained because none of its matrices could be read."""
     samples = SampledValues.of(take(publish(tmp_path, "glm4_moe")))
