@@ -1,10 +1,12 @@
 """The demo: really run with a budget of seconds; its figures and what it prints also from rounds made by hand."""
 
+import errno
 import json
 import shlex
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,7 @@ from nextn.demo import (
     decode_model,
     train_demo,
 )
+from nextn.errors import ConfigError
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.stats import plots
@@ -185,6 +188,22 @@ def test_a_rate_of_one_is_drawn(tmp_path):
     assert counts
     plots.acceptance(tmp_path / "a.png", {"all": Acceptance(tuple(counts), tuple(counts), 9, 9)})
     assert (tmp_path / "a.png").exists()
+
+
+def test_a_figure_on_a_full_disk(tmp_path, monkeypatch):
+    """The picture that is there stays, and nothing half-written is left."""
+    draw = partial(plots.acceptance, tmp_path / "a.png", {"all": Acceptance((9,), (5,), 9, 9)})
+    draw()
+    before = (tmp_path / "a.png").read_bytes()
+
+    def full(figure, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(ConfigError, match=r"a\.png: cannot be written: No space left"):
+        draw()
+    assert [each.read_bytes() for each in tmp_path.iterdir() if each.is_file()] == [before]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
+from pathlib import Path
 from unicodedata import category
 
 import pytest
@@ -232,6 +233,17 @@ def test_a_closed_pipe(args, fixture_folder):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("args", [["audit", "tiny"], ["audit", "tiny", "--json"], ["--help"]], ids=" ".join)
+def test_a_full_disk(args):
+    """One line and 2, where 1 would mean findings."""
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "nextn", *args]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, timeout=60)
+    line = b"error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 @pytest.mark.more

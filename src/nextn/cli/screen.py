@@ -126,7 +126,7 @@ def console(*, stderr: bool = False) -> "Console":
                 yield segment if segment.control else Segment(visible(segment.text, lines=True), segment.style)
 
         def on_broken_pipe(self) -> None:
-            _end(self.file)
+            _end(self.file, BrokenPipeError())
 
     return VisibleConsole(stderr=stderr)
 
@@ -264,7 +264,7 @@ def _joined(lines: Iterator[str]) -> Iterator[str]:
 
 
 class _Output(io.TextIOWrapper):
-    """A standard stream that survives a closed pipe and escapes characters that its encoding lacks."""
+    """A standard stream that survives a closed pipe and a full disk, and escapes what its encoding lacks."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         super().__init__(
@@ -274,21 +274,24 @@ class _Output(io.TextIOWrapper):
     def write(self, text: str) -> int:
         try:
             return super().write(text)
-        except BrokenPipeError:
-            _end(self)
+        except OSError as error:
+            _end(self, error)
 
     def flush(self) -> None:
         try:
             super().flush()
-        except BrokenPipeError:
-            _end(self)
+        except OSError as error:
+            _end(self, error)
 
 
-def _end(stream: TextIO | object) -> NoReturn:
-    """Exit with 141. Buffered output is discarded, or the interpreter would fail on it at exit."""
+def _end(stream: TextIO | object, error: OSError) -> NoReturn:
+    """Exit with 141, or 2 if it is no closed pipe. Buffered output is discarded, or the exit would fail on it."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())  # type: ignore[union-attr]  # rich's `file` is any text stream
-    raise SystemExit(_READER_LEFT)
+    if isinstance(error, BrokenPipeError):
+        raise SystemExit(_READER_LEFT)
+    echo(f"error: the output cannot be written: {error.strerror}", err=True)
+    raise SystemExit(2)
 
 
 def guard_streams() -> None:

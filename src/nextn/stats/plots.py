@@ -215,5 +215,13 @@ class _figure:
         return axes
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.figure.savefig(self.path)
+        if kind is not None:
+            return
+        staged = self.path.with_name(f".{self.path.stem}.tmp{self.path.suffix}")  # the suffix is the format
+        try:
+            self.figure.savefig(staged)
+            staged.replace(self.path)
+        except OSError as error:  # a full disk has no filename
+            raise ConfigError(f"{self.path}: cannot be written: {error.strerror or error}") from error
+        finally:
+            staged.unlink(missing_ok=True)
