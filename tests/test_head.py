@@ -68,6 +68,12 @@ def test_no_position_sees_its_future():
         assert not torch.equal(before[:, first:, depth - 1], after[:, first:, depth - 1])
 
 
+@pytest.mark.parametrize("sizes", [{"num_heads": 0}, {"hidden_size": 60}, {"hidden_size": 66}, {"hidden_size": 0}])
+def test_sizes_of_a_standalone_head(sizes):
+    with pytest.raises(ConfigError, match="expected hidden_size to be an even multiple of num_heads"):
+        StandaloneHead(**{"vocab_size": 50, "hidden_size": 64} | sizes)
+
+
 @pytest.mark.more
 @loop("name", CONFIGS)
 def test_documents_do_not_mix(name):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from nextn.errors import ConfigError
 from nextn.family_table import by_name
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
@@ -12,10 +13,13 @@ class StandaloneHead(Head):
 
     Args:
         vocab_size: V.
-        hidden_size: H, of the model's hidden states [B, T, H]; a multiple of num_heads.
+        hidden_size: H, of the model's hidden states [B, T, H]; an even multiple of num_heads.
         num_modules: MTP layers.
         num_heads: Attention heads of each.
         max_length: Positions of a row.
+
+    Raises:
+        ConfigError: The sizes do not fit.
 
     Example:
         >>> import torch
@@ -28,6 +32,8 @@ class StandaloneHead(Head):
     def __init__(
         self, vocab_size: int, hidden_size: int, *, num_modules: int = 1, num_heads: int = 4, max_length: int = 4096
     ) -> None:
+        if num_heads < 1 or hidden_size < 1 or hidden_size % (2 * num_heads):
+            raise ConfigError(f"{hidden_size=}, {num_heads=}: expected hidden_size to be an even multiple of num_heads")
         config = {
             "model_type": "qwen3",
             "vocab_size": vocab_size,
