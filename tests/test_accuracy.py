@@ -61,6 +61,17 @@ def test_a_token_that_the_candidate_rules_out_is_infinitely_far():
     assert same.kl_mean == 0
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1]], ids=["all", "one"])
+def test_a_candidate_of_nan_is_infinitely_far(rows):
+    """As weights in float16 that overflow: 0 nats would make them the best of all."""
+    ours = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    theirs = ours.clone()
+    theirs[rows] = math.nan
+    found = Reference([[0, 1, 2, 3]], [ours], lambda states: states).compare(lambda text: [theirs])
+    assert (found.kl_mean, found.kl_p99, found.perplexity_ratio) == (math.inf,) * 3
+    assert found.as_record() | {"kl_mean": None, "kl_p99": None, "perplexity_ratio": None} == found.as_record()
+
+
 @pytest.mark.more
 def test_a_loaded_and_a_streamed_reference_agree_and_few_bits_are_farther(fixture_folder):
     """The model against itself is exact in both backends; fewer bits are farther, and the blocks' size is no matter."""

@@ -65,7 +65,7 @@ class Accuracy:
         )
 
     def as_record(self) -> dict[str, object]:
-        return asdict(self)
+        return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
 
 
 class Reference:
@@ -141,7 +141,8 @@ class _Sums:
         count = len(targets)
         # In float64: divergences down to 1e-7 are sums of differences of float32 numbers around 10.
         ours, theirs = (logits[:count].double().log_softmax(-1) for logits in (reference, candidate))
-        self.divergences.append((ours.exp() * (ours - theirs)).nan_to_num(0, posinf=math.inf).sum(-1))
+        terms = (ours.exp() * (ours - theirs)).masked_fill(ours == -math.inf, 0.0)
+        self.divergences.append(terms.nan_to_num(math.inf, posinf=math.inf).sum(-1))  # NaN agrees with nothing
         best = candidate[:count].float().topk(2, dim=-1).values
         self.ties += int((best[:, 0] == best[:, 1]).sum())
         self.same += int((ours.argmax(-1) == candidate[:count].argmax(-1)).sum())
@@ -155,7 +156,7 @@ class _Sums:
         return Accuracy(
             count,
             float(divergences.mean()),
-            float(divergences.quantile(0.99)),
+            float(divergences.quantile(0.99).nan_to_num(math.inf)),  # between two infinite ones
             self.same / count,
             _exp(self.log_ratio / count),
             _exp(self.surprise / count),
