@@ -5,6 +5,9 @@ left out. Shapes are those of public reports and sources, listed in docs/develop
 
 import gzip
 import json
+import os
+import threading
+from contextlib import suppress
 
 import pytest
 
@@ -343,6 +346,28 @@ def test_numbers_of_other_locales():
         assert summary(read(VLLM.replace("0.919, 0.788", f"0,919{separator}0,788"))) == summary(read(VLLM))
     with pytest.raises(EngineError, match="lacks 'Accepted'"):
         read(VLLM.replace("169 tok", "16.9 tok"))
+
+
+def test_a_pipe_is_read_whole_or_refused(tmp_path, monkeypatch):
+    """As of `<(zcat engine.log.gz)`: the counts of its beginning alone would be another run's."""
+    monkeypatch.setattr("nextn.engines.counter_formats._MAX_PARSED", 2**20)
+    entry = f"{VLLM}\n"
+    for count, is_refused in ((3, False), (2**21 // len(entry), True)):
+        pipe = tmp_path / f"pipe {count}"
+        os.mkfifo(pipe)
+        writer = threading.Thread(target=_write_all, args=(pipe, entry * count))
+        writer.start()
+        if is_refused:
+            with pytest.raises(EngineError, match="at most 1 MiB are read; write it to a file"):
+                read(pipe)
+        else:
+            assert read(pipe) == read(entry * count)
+        writer.join()
+
+
+def _write_all(pipe, text):
+    with suppress(BrokenPipeError):
+        pipe.write_text(text)
 
 
 def test_files_as_other_systems_write_them(tmp_path):

@@ -137,6 +137,17 @@ def test_shorter_rounds_are_noted():
     assert fill_in_derived(Counters("x", 10, 29, 12, (7, 3, 2))).notes == ()  # the ends of texts
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "notes"),
+    [((1000, 3000, 900, (600, 200, 100)), (1100, 3150, 960, (650, 205, 105)), (SHORTER,)),
+     ((1000, 1600, 900, (600, 200, 100)), (2000, 4590, 1900, (1300, 400, 200)), ())],
+    ids=["in this run alone", "before it"],
+)  # fmt: skip
+def test_shorter_rounds_are_noted_of_the_run_in_question(before, after, notes):
+    first, last = (fill_in_derived(Counters("x", *counts)) for counts in (before, after))
+    assert last.minus(first).notes == notes
+
+
 def test_prometheus_lines():
     """Labels with escapes, exponents, time stamps; NaN and comments are left out."""
     text = 'a{x="q\\"\\\\n",y="2"} 1e3 1700000000\n# b 1\nb NaN\nc_total{} 2\nc{z="}"} +5\nbroken{\n'

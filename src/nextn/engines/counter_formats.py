@@ -49,6 +49,10 @@ def read(source: str | Path, *, model: str | None = None) -> Counters:
                 if source.is_file():
                     return _read(text, source.stat().st_size, str(source), model)
                 copy = text.read(_MAX_PARSED + 1)
+        if len(copy) > _MAX_PARSED:
+            raise EngineError(
+                f"{source}: of a pipe at most {_MAX_PARSED // 2**20} MiB are read; write it to a file, and give that"
+            )
         return _read(io.StringIO(copy), len(copy), str(source), model)
     except OSError as error:
         raise EngineError(f"{source}: cannot be read: {error.strerror or error}") from error

@@ -84,7 +84,7 @@ class Counters:
         if self.since != before.since or any(new < old for new, old in zip(now, then, strict=False)):
             changes = ", ".join(f"{name} {old} -> {new}" for name, old, new in zip(COUNTS, then, now, strict=False))
             raise EngineError(f"{self.engine}: the counters were reset during the run ({changes}); measure again")
-        return replace(
+        since = replace(
             self,
             num_drafts=_difference(self.num_drafts, before.num_drafts),
             draft_tokens=_difference(self.draft_tokens, before.draft_tokens),
@@ -92,8 +92,9 @@ class Counters:
             emitted=_difference(self.emitted, before.emitted),
             per_position=_differences(self.per_position, before.per_position),
             per_position_offered=_differences(self.per_position_offered, before.per_position_offered),
-            notes=tuple(note for note in self.notes if not note.startswith(ADDED)),  # which is of the totals
+            notes=tuple(note for note in self.notes if note != SHORTER and not note.startswith(ADDED)),  # of the totals
         )
+        return _with_shorter(since)
 
     def _all(self) -> tuple[int, ...]:
         return (*(getattr(self, name) or 0 for name in COUNTS), *self.per_position)
@@ -153,12 +154,16 @@ def fill_in_derived(counters: Counters) -> Counters:
             f"{counters.engine}: {kept:,} of {drafted:,} draft tokens accepted is impossible; they are not of one run"
         )
     num_drafts, tokens, accepted = counters.num_drafts, counters.draft_tokens, counters.accepted
-    positions = counters.per_position
-    if not positions and num_drafts is not None and tokens == num_drafts and accepted is not None:
+    if not counters.per_position and num_drafts is not None and tokens == num_drafts and accepted is not None:
         counters = replace(counters, per_position=(accepted,))  # one draft per round: all are of the first position
-    if num_drafts and tokens is not None and len(positions) > 1 and tokens < FULL_SHARE * num_drafts * len(positions):
-        counters = replace(counters, notes=(*counters.notes, SHORTER))
-    return counters
+    return _with_shorter(counters)
+
+
+def _with_shorter(counters: Counters) -> Counters:
+    """Add the note on rounds that drafted less than the longest, where it is true."""
+    num_drafts, tokens, depth = counters.num_drafts, counters.draft_tokens, len(counters.per_position)
+    is_shorter = num_drafts and tokens is not None and depth > 1 and tokens < FULL_SHARE * num_drafts * depth
+    return replace(counters, notes=(*counters.notes, SHORTER)) if is_shorter else counters
 
 
 def with_all_positions(counters: Counters) -> Counters:
