@@ -116,6 +116,15 @@ def test_a_figure_of_one_text_is_not_compared():
     assert [drop.figure for drop in drops(one, record())] == ["AL"]
 
 
+def test_a_head_of_which_nothing_is_accepted_any_more():
+    """On one text, whose AL has no interval."""
+    now = record(0.0)
+    now["figures"][0]["mean_acceptance_length"] = {"value": 1.0, "low": None, "high": None}
+    change = AcceptanceChange.of(record(), now, source="old.json", limit=0.05)
+    assert (change.outcome, [drop.figure for drop in change.drops]) == ("fell", ["a_1"])
+    assert "a perfect head: inf%" in change.conclusion
+
+
 def test_improvement():
     """By hand: a head that comes as close to the ceiling as before; a flatter trunk is no reason to train."""
     for before, now, ceilings, improvement, choice in (

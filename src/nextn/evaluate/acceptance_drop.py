@@ -55,7 +55,11 @@ class Drop:
         base = 1.0 if self.figure == "AL" else 0.0  # of no draft accepted
         share = (self.before - base) / (self.ceiling_before - base) if self.ceiling_before > base else 0.0
         reached = base + min(1.0, share) * (self.ceiling - base)
-        return max(0.0, reached / self.now - 1) if self.now else math.inf
+        return max(0.0, self.increase_to(reached))
+
+    def increase_to(self, value: float) -> float:
+        """Return the relative increase from the figure now; infinite where no draft was accepted."""
+        return value / self.now - 1 if self.now else math.inf
 
     def exceeds(self, limit: float) -> bool:
         """Whether the drop is above the limit and not noise."""
@@ -143,7 +147,7 @@ class AcceptanceChange:
                 f"prompts{others}"
             )
         best = self.most_trainable
-        perfect = f"{best.label}; a perfect head: {best.ceiling / best.now - 1:.1%}"
+        perfect = f"{best.label}; a perfect head: {best.increase_to(best.ceiling):.1%}"
         expected = f"expected improvement {best.improvement:.1%} ({perfect})"
         if not names:
             known = "keep the head" if self.outcome == "kept" else "inconclusive"
@@ -307,7 +311,7 @@ def _drops(
     certain = [1.0] * depths + [depths + 1.0]  # a perfect head has every draft accepted by the other rules
     ceilings = [each[temperature] if rule == "argmax" else certain for each in (old_ceilings, new_ceilings)]
     for index, (old, new) in enumerate(zip(*intervals, strict=True)):
-        if old is None or new is None or not old[0]:  # a single text has no interval
+        if old is None or new is None or not old[0]:  # AL of a single text has no interval
             continue
         # The ends of an interval are about as far from the value on both sides; errors of a ratio add in squares.
         relative = [(high - low) / 2 / value if value else 0.0 for value, low, high in (old, new)]
