@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.cli import app, streaming
+from nextn.cli.measure import _rows, draw_curves
 from nextn.cli.progress import progress_bars
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError, NextnError
@@ -342,3 +344,18 @@ def test_verb_that_probes(tmp_path):
     result = CliRunner().invoke(app, [*arguments, "--backend", "torch", "--temperatures", "1", "--probe"])
     assert result.exit_code == 1, result.output
     assert "the weights fit projection of hidden first" in result.stdout
+
+
+def test_the_picture_has_every_row(monkeypatch):
+    """Domains and the perfect head have a row at each temperature, under one name in the table."""
+    drawn = {}
+    monkeypatch.setattr("nextn.stats.plots.curves", lambda path, rows: drawn.update(rows))
+    texts = [Prompt(tuple(prompt(12, seed=seed, vocab_size=40)), "xy"[seed % 2]) for seed in range(4)]
+    plan = ReferencePlan(2, (0.5, 1.0), 12, backend="torch")
+    report = reference_acceptance(Model.load(str(FIXTURES / "glm")), texts, plan)
+    draw_curves(report, Path("curve.png"))
+    rows = [row for temperature in plan.temperatures for row in _rows(report, temperature)]
+    assert {"T=0.5 ratio, x", "T=1 ratio, x", "T=0.5 argmax, perfect head", "T=1 argmax, perfect head"} <= drawn.keys()
+    assert [[each.value for each in lengths] for lengths in drawn.values()] == [
+        [each.length.value for each in by_k] for _, by_k, _ in rows
+    ]

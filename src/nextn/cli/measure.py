@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from nextn.evaluate.reference_report import AcceptanceFigures, ReferenceReport
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
+    from nextn.stats.intervals import Estimate
 
 _EXIT_CODES = {"kept": 0, "fell": 1, "inconclusive": 3}  # of a comparison
 
@@ -369,8 +370,13 @@ def draw_curves(report: "ReferenceReport", path: Path) -> None:
     """Draw AL over K of every rule, domain and part."""
     from nextn.stats import plots
 
-    rows = [row for temperature in report.plan.temperatures for row in _rows(report, temperature)]
-    plots.curves(path, {label.strip(): [each.bounded_length for each in by_k] for label, by_k, _ in rows})
+    curves: dict[str, list[Estimate]] = {}
+    rule = ""
+    for label, by_k, _ in (row for temperature in report.plan.temperatures for row in _rows(report, temperature)):
+        part = label.strip() if label.startswith(" ") else ""  # of every temperature one has this name
+        rule = rule if part else label
+        curves[f"{rule}, {part}" if part else rule] = [each.bounded_length for each in by_k]
+    plots.curves(path, curves)
 
 
 def _streamed(report: "ReferenceReport") -> str:
