@@ -9,7 +9,7 @@ from scipy.stats import binomtest, t
 
 from nextn.decoding.generate import Result
 from nextn.decoding.records import Round, SequenceRound
-from nextn.stats.acceptance import Acceptance
+from nextn.stats.acceptance import Acceptance, rate_text, rates_record
 from nextn.stats.intervals import Estimate, jackknife, paired_difference, proportion, student_t
 from nextn.train.evaluation import ExpectedAcceptance
 
@@ -20,6 +20,8 @@ def test_counts_and_expected_counts_have_the_same_figures():
     expected = ExpectedAcceptance((9.0, 6.0, 0.0), (6.0, 2.0, 0.0), emitted=(10.0, 7.0), rounds=(5.0, 4.0))
     assert counted.rates[:2] == expected.rates[:2] == (6 / 9, 2 / 6)
     assert math.isnan(counted.rates[2])
+    assert rates_record(counted.rates) == [*counted.rates[:2], None]
+    assert rate_text(counted.rates[2]) == "-"
     assert expected.rates[2] == 0.0
     assert counted.length == expected.length == 17 / 9
     assert math.isnan(Acceptance((), (), 0, 0).length)

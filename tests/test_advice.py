@@ -10,7 +10,7 @@ from tiny import FIXTURES
 from typer.testing import CliRunner
 
 from nextn.cli import app
-from nextn.cli.bench import _show_advice, serving
+from nextn.cli.bench import _draw_costs, _show_advice, serving
 from nextn.errors import NextnError
 from nextn.evaluate import advice, decoding_costs
 from nextn.evaluate.advice import REPETITIVE, Advice, forecast
@@ -63,6 +63,21 @@ def test_mtp_that_costs():
     assert found.as_record()["best_num_speculative_tokens"] == 0
     dear = forecast(drafted(0.99), costs([1, 1.9], 0.5), temperature=0.0)
     assert "no acceptance makes it pay" in dear.summary
+
+
+def test_a_head_that_is_never_accepted_has_a_record_without_nan():
+    counts = Acceptance((10, 0, 0), (0, 0, 0), 10, 10)
+    record = forecast(counts, costs([1, 1.4, 2.0, 2.5], 0.2), temperature=0.0).as_record()
+    assert json.loads(json.dumps(record, allow_nan=False))["acceptance"] == [0.0, None, None]
+
+
+def test_the_picture_has_a_line_for_each_batch_size(monkeypatch, tmp_path):
+    """Costs do not depend on the temperature: not one line for each."""
+    drawn, both = [], (costs([1, 1.4], 0.2), costs([1, 1.2], 0.1))
+    monkeypatch.setattr(plots, "costs", lambda path, rows: drawn.extend(rows))
+    forecasts = [forecast(drafted(0.5), each, temperature=t) for t in (0.0, 1.0) for each in both]
+    _draw_costs(SimpleNamespace(costs=both, forecasts=forecasts), tmp_path)
+    assert drawn == [*both]
 
 
 def test_few_rounds_show_no_speedup():

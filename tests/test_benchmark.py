@@ -175,6 +175,11 @@ def test_a_greedy_text_counts_once():
     found = report(*given, repeats=2)
     assert found.figures(0.0, 1).acceptance.num_drafted == (9,)
     assert found.figures(1.0, 1).acceptance.num_drafted == (18,)
+    copies = [Round((SequenceRound(0, (7,), 1, (1, 2), copied=True),), 0.1, 0.8)]
+    with_copies = [replace(each, rounds=(*each.rounds, *copies)) for each in given if each.num_speculative_tokens]
+    plain = [each for each in given if not each.num_speculative_tokens]
+    found = report(*plain, *with_copies, repeats=2)
+    assert [found.figures(t, 1).copied.num_rounds for t in (0.0, 1.0)] == [1, 2]
 
 
 @pytest.mark.parametrize(("seconds", "ratio"), [(1.0, "0.50"), (4.0, "2.00"), (1.7, None), (2.4, None)])

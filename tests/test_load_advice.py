@@ -38,6 +38,13 @@ def test_cost_of_a_round_decides_k():
     assert point(32, 0.63).best(RATES) == 0
 
 
+def test_an_engine_that_accepts_nothing_has_a_record_without_nan():
+    """Depths that no round reached have no rate: null, as JSON has no NaN."""
+    rates = load_advice._rates(Counters("vLLM", 100, 300, 0, (0, 0, 0)))
+    record = LoadAdvice("vLLM", 0.0, rates, (point(1, 0.5, length=1.0),)).as_record()
+    assert json.loads(json.dumps(record, allow_nan=False))["acceptance"] == [0.0, None, None]
+
+
 def test_an_uncertain_speedup_is_none():
     assert point(4, 1.1).best(RATES) > 0
     assert point(4, 1.1, low=0.7).best(RATES) == 0

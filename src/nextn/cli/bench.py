@@ -32,6 +32,7 @@ from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan
+from nextn.stats.acceptance import rate_text
 
 if TYPE_CHECKING:
     from nextn.engines.endpoint import Endpoint
@@ -316,7 +317,7 @@ def _draw(report: "BenchmarkReport", folder: Path) -> None:
 def _draw_costs(advice: "Advice", folder: Path) -> None:
     from nextn.stats import plots
 
-    plots.costs(folder / "costs.png", [each.costs for each in advice.forecasts])
+    plots.costs(folder / "costs.png", advice.costs)
 
 
 def _show_benchmark(report: "BenchmarkReport") -> None:
@@ -369,7 +370,7 @@ def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:
         f"{figures.speedup.median:.2f}",
         *([f"{figures.tokens_per_round:.2f}", copied] if copies else [f"{figures.expected_speedup:.2f}"]),
         "/".join(f"{value:.0%}" for value in share.values()),
-        " ".join(f"{rate:.2f}" for rate in acceptance.rates),
+        " ".join(map(rate_text, acceptance.rates)),
     ]
 
 

@@ -131,14 +131,16 @@ class _Conversation:
         _say("the conversation is forgotten")
 
     def stats(self, _: str) -> None:
-        from nextn.stats.acceptance import Acceptance
+        from nextn.stats.acceptance import Acceptance, rate_text
 
         figures = Acceptance.of(self.rounds)
         _say(f"answers: {self.num_answers}  {acceptance_line(self.rounds)}")
         table = figures_table("depth", "drafts", "accepted", "rate", "95 % interval")
         depths = zip(figures.num_drafted, figures.num_accepted, figures.rates, figures.intervals(), strict=True)
         for depth, (drafted, accepted, rate, (low, high)) in enumerate(depths, 1):
-            table.add_row(str(depth), str(drafted), str(accepted), f"{rate:.3f}", f"{low:.3f} to {high:.3f}")
+            table.add_row(
+                str(depth), str(drafted), str(accepted), rate_text(rate, digits=3), f"{low:.3f} to {high:.3f}"
+            )
         if figures.num_rounds:
             print_table(table)
 

@@ -12,6 +12,7 @@ from nextn.cli.common import AsJson, stop_flag
 from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note
 from nextn.cli.train_common import progress, say_stopped
 from nextn.errors import CheckpointError, ConfigError
+from nextn.stats.acceptance import rate_text
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -245,7 +246,7 @@ def _show_figures(decoded: "DecodedModel") -> None:
 def _figures(label: str, pair: "DecodedPair", k: int) -> str:
     figures = pair.figures()
     acceptance, speed = figures.mtp.acceptance, figures.mtp.tokens_per_s
-    rates = "  ".join(f"a_{depth} {rate:.2f}" for depth, rate in enumerate(acceptance.rates, 1))
+    rates = "  ".join(f"a_{depth} {rate_text(rate)}" for depth, rate in enumerate(acceptance.rates, 1))
     left_out = f"{len(pair.checks) - len(pair.non_degenerate)} of {len(pair.checks)} texts repetitive, left out"
     if not pair.non_degenerate:
         left_out = "all texts are repetitive, which is easy to draft"

@@ -13,6 +13,7 @@ import typer
 from nextn.cli.progress import minutes, status_lines
 from nextn.cli.screen import console, echo
 from nextn.errors import ConfigError
+from nextn.stats.acceptance import rate_text
 
 if TYPE_CHECKING:
     from nextn.train.evaluation import HeldOutAcceptance
@@ -167,7 +168,7 @@ def _held_out(record: "EvalRecord | HeadRecord") -> str:
 
 
 def _listed(rates: tuple[float, ...]) -> str:
-    return " ".join(f"{rate:.2f}" for rate in rates)
+    return " ".join(map(rate_text, rates))
 
 
 def check_options(options: "RunOptions") -> None:

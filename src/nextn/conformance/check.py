@@ -5,7 +5,6 @@ compared with those of every reading of the head; no statistics are needed, exce
 change. Texts above temperature 0 are random: only the acceptance rule is inferred by likelihood.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -18,6 +17,7 @@ from nextn.engines.counters import Counters
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import MIN_FIT, MIN_NAMED_RATIO, Cause, Evidence, name_causes, rank_causes
+from nextn.stats.acceptance import rate_text
 
 # Accepted drafts that rounding may add or remove: a share of those expected, and the least number of them.
 _TOLERANCE, _MIN_TOLERANCE = 0.03, 2
@@ -392,5 +392,5 @@ def _expected(cause: Cause) -> str:
 
 def _figures(rates: Sequence[float], al: float) -> str:
     """rates: per depth, nan where nothing was offered; empty where an engine does not count by position."""
-    text = " ".join("-" if math.isnan(rate) else f"{rate:.2f}" for rate in rates)
+    text = " ".join(map(rate_text, rates))
     return f"{'a_k ' + text + ', ' if text else ''}AL {al:.2f}"

@@ -12,7 +12,7 @@ from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.settings import WEIGHT_BITS, WEIGHTS
 from nextn.stats import acceptance
-from nextn.stats.acceptance import Acceptance, expected_length
+from nextn.stats.acceptance import Acceptance, expected_length, rates_record
 from nextn.stats.speedup import DEFINITION, Costs, best_k, break_even, expected_speedup, uniform_rate
 
 OTHER = "int8"  # weights of another precision, whose speed is measured beside that of the weights as stored
@@ -95,7 +95,7 @@ class Forecast:
             "temperature": self.temperature,
             "batch": self.costs.batch,
             "context": self.costs.context,
-            "acceptance": list(self.rates),
+            "acceptance": rates_record(self.rates),
             "mean_acceptance_length": self.best_length,
             "pays": self.pays,
             "best_num_speculative_tokens": self.best.num_speculative_tokens if self.pays else 0,

@@ -303,7 +303,8 @@ class BenchmarkReport:
         baselines = {(run.prompt, run.repeat): run for run in plain}
         pairs = [(run, baselines[run.prompt, run.repeat]) for run in mtp]
         # A repeated greedy text is the same text: it counts once.
-        counts = Acceptance.of(each for run in mtp if run.temperature or not run.repeat for each in run.rounds)
+        log = [each for run in mtp if run.temperature or not run.repeat for each in run.rounds]
+        counts = Acceptance.of(log)
         rows = [each.rows[0] for run in mtp for each in run.rounds[1:]]
         drafted = [0 if row.copied else len(row.drafts) for row in rows]
         # Also of rounds without drafts; nan without rounds.
@@ -327,7 +328,7 @@ class BenchmarkReport:
             speedup=Spread.of([run.tokens_per_s / other.tokens_per_s for run, other in pairs]),
             tokens_per_round=tokens_per_round,
             acceptance=counts,
-            copied=Acceptance.of((each for run in mtp for each in run.rounds), copied=True),
+            copied=Acceptance.of(log, copied=True),
             share=_time_shares(mtp),
             expected_speedup=length / cost,
             overhead=Spread.of([run.round_s / other.round_s for run, other in pairs]).median - cost,

@@ -1,5 +1,6 @@
 """The report on an engine's low acceptance: its draft counts beside those of the head with and without faults."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -431,7 +432,8 @@ class Diagnosis(CheckReport):
     def _domain_range(self) -> str:
         """How far the domains of the reference differ."""
         temperature, domains = self.cases[0].observation.temperature, self.reference.domains[1:]
-        rates = [self.reference.figures(temperature, domain=domain).rates[0].value for domain in domains]
+        found = (self.reference.figures(temperature, domain=domain).rates[0].value for domain in domains)
+        rates = [rate for rate in found if not math.isnan(rate)]
         return f" (a_1 {min(rates):.2f} to {max(rates):.2f} between the reference's domains)" if rates else ""
 
     def to_dict(self) -> dict[str, object]:

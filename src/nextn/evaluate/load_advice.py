@@ -15,7 +15,7 @@ from nextn.engines.ask import CounterSpan, ask, ask_counted
 from nextn.engines.counters import Counters, sum_counters
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
-from nextn.stats.acceptance import expected_length, length_of_drafts
+from nextn.stats.acceptance import expected_length, length_of_drafts, rates_record
 from nextn.stats.speedup import Spread, uniform_rate
 from nextn.text_format import joined
 
@@ -130,7 +130,7 @@ class LoadAdvice:
             "engine": self.engine,
             "temperature": self.temperature,
             "definitions": DEFINITIONS,
-            "acceptance": list(self.rates),
+            "acceptance": rates_record(self.rates),
             "summary": self.summary,
             "schedule": self.schedule,
             "notes": self.notes,

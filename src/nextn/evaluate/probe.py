@@ -31,7 +31,7 @@ from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Contract
-from nextn.stats.acceptance import conditional_rates
+from nextn.stats.acceptance import conditional_rates, rates_record
 from nextn.stats.intervals import Estimate, paired_difference
 
 Rule = Literal["argmax", "ratio"]  # see `teacher_forced.RULES`
@@ -258,7 +258,7 @@ class ProbeReport:
                     "says": score.description,
                     "accepted_per_position": score.accepted_per_position(),
                     "accepted_per_position_sampled": score.accepted_per_position("ratio"),
-                    "acceptance": [None if math.isnan(rate) else rate for rate in score.rates],
+                    "acceptance": rates_record(score.rates),
                     "gain": self.gain(score, self.base).as_record(),
                 }
                 for score in (self.base, *self.alternatives)

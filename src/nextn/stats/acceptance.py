@@ -61,6 +61,16 @@ def expected_length(rates: Sequence[float]) -> float:
     return total
 
 
+def rates_record(rates: Iterable[float]) -> list[float | None]:
+    """Return rates for JSON reports, with null for a depth that was never drafted (nan)."""
+    return [None if math.isnan(rate) else rate for rate in rates]
+
+
+def rate_text(rate: float, *, digits: int = 2) -> str:
+    """Return a rate as text, "-" for a depth that was never drafted (nan)."""
+    return "-" if math.isnan(rate) else f"{rate:.{digits}f}"
+
+
 def mean_length(emitted: float, num_rounds: float, *, no_rounds: float = math.nan) -> float:
     """Return AL from the tokens that rounds emitted, bonus tokens included; `no_rounds` without rounds."""
     return emitted / num_rounds if num_rounds else no_rounds
@@ -138,7 +148,7 @@ class Acceptance:
         """Return the counts and figures for JSON reports."""
         return {
             "definition": DEFINITION,
-            "acceptance": [None if math.isnan(rate) else rate for rate in self.rates],
+            "acceptance": rates_record(self.rates),
             "interval_95": [list(interval) for interval in self.intervals()],
             "num_draft_tokens_per_pos": list(self.num_drafted),
             "num_accepted_tokens_per_pos": list(self.num_accepted),

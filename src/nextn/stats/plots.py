@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nextn.errors import ConfigError
-from nextn.stats.acceptance import DecodedRound
+from nextn.stats.acceptance import DecodedRound, rate_text
 from nextn.text_format import install_command
 
 if TYPE_CHECKING:
@@ -54,13 +54,12 @@ def acceptance(path: Path, rows: Mapping[str, "Acceptance"]) -> None:
                 width * 0.92,
                 yerr=[below, above],
                 label=name,
-                color=_DEPTHS[3 - index],
+                color=_DEPTHS[3 - index % 4],
                 error_kw=style,
             )
             for x, rate, (_, high) in zip(x_positions, figures.rates, bounds, strict=True):
-                axes.annotate(
-                    f"{rate:.2f}", (x, high), (0, 3), textcoords="offset points", ha="center", color=_INK, fontsize=9
-                )
+                text = rate_text(rate)
+                axes.annotate(text, (x, high), (0, 3), textcoords="offset points", ha="center", color=_INK, fontsize=9)
         axes.set_ylim(0, 1.22)
         axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         axes.set_xticks(range(1, 1 + max(len(figures.rates) for figures in rows.values())))

@@ -121,7 +121,9 @@ def _rates(counters: Counters) -> str:
     acceptance = counters.acceptance()
     pairs = zip(acceptance.rates, acceptance.intervals(), strict=True)
     rates = "".join(
-        f", a_{depth} {rate:.2f} ({low:.2f} to {high:.2f})" for depth, (rate, (low, high)) in enumerate(pairs, 1)
+        f", a_{depth} {rate:.2f} ({low:.2f} to {high:.2f})"
+        for depth, (rate, (low, high)) in enumerate(pairs, 1)
+        if not math.isnan(rate)
     )
     summary = f"{counters.engine}: {counters.num_drafts} rounds, AL {acceptance.length:.2f}{rates}"
     return "; ".join([summary, *counters.notes])
