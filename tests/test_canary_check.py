@@ -455,6 +455,19 @@ def test_counters_of_all_prompts_at_once():
     assert check(small(), ConformanceRun(texts, (((0,), right),))).fits == ()
 
 
+def test_counts_of_other_texts_pass_nothing():
+    """All texts part at a near-tie, so that no counts compare: not one clause is shown, and none is said to hold."""
+    parted = (1, 2, 3, 9, 5, 6)
+    counts = tuple(((at,), Counters("x", 3, 6, 2, (2, 0))) for at in range(2))
+    report = check(small(), ConformanceRun((parted, parted), counts), num_speculative_tokens=2)
+    assert {each.outcome for each in report.checks} == {"inconclusive"}
+    assert (report.outcome, report.failed) == ("inconclusive", False)
+    assert "shows no clause" in report.summary
+    without_rounds = tuple((places, replace(each, num_drafts=None)) for places, each in counts)
+    report = check(small(), ConformanceRun((TEXT, TEXT), without_rounds), num_speculative_tokens=2)
+    assert {each.name: each.outcome for each in report.checks}["C14"] == "inconclusive"
+
+
 def test_a_k_below_the_engines_own():
     """Catches counts of the first positions alone taken for all of them; positions that keep nothing are no drafts."""
     counts = tuple(((at,), Counters("x", 2, 6, 4, (2, 1, 1))) for at in range(2))

@@ -4,18 +4,21 @@ import json
 import sys
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import no_key  # noqa: F401
 from quick import others_slow
 
+from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest, TopLogprob
 from nextn.engines.check_result import CheckResult
 from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import Prompt, read_prompts
-from nextn.verify_checks import CHECKS, VerifySettings, run_checks
-from nextn.verify_checks.format_checks import SCHEMA, misfit
+from nextn.verify_checks import CHECKS, VerifyReport, VerifySettings, run_checks
+from nextn.verify_checks.counter_checks import logprobs
+from nextn.verify_checks.format_checks import SCHEMA, max_tokens, misfit
 
 SMALL = VerifySettings(max_tokens=24, samples=64, sampled_prompts=2, sampled_tokens=6, context=600)
 PROMPTS = read_prompts()[::2]
@@ -264,6 +267,60 @@ def test_time_runs_out(run):
     assert "not finished: the limit of 90 s is over" in found["replay"].evidence
     assert "not run: " in found["mtp-on"].evidence
     assert set(outcomes(found).values()) == {"passed", "inconclusive"}
+
+
+def test_one_prompt_is_asked_several_times_at_once(run):
+    """One request alone is no batch."""
+    (check,) = run(names=["concurrency"], alone=True, prompts=PROMPTS[:1]).values()
+    assert (check.outcome, check.figures["texts"]) == ("passed", SMALL.concurrency)
+    assert check.evidence.startswith(f"{SMALL.concurrency} at once against alone")
+    wrong = run("mixed", "swapped", names=["concurrency"], alone=True, prompts=PROMPTS[:2])["concurrency"]
+    assert wrong.outcome == "failed"
+    assert {fault["prompt"] for fault in wrong.figures["faults"]} <= {0, 1}
+    assert "got the answer to prompt" in wrong.evidence
+
+
+LISTED = (TopLogprob("a", 1, -0.1), TopLogprob("b", 2, -3.0))
+
+
+@pytest.mark.parametrize(
+    ("num_listed", "num_counted", "outcome", "words"),
+    [(0, 24, "failed", "69 tokens of the answers are missing"),
+     (9, 24, "failed", "42 tokens of the answers are missing"),
+     (0, None, "inconclusive", "no answer has log-probabilities"), (23, 24, "passed", "69 greedy tokens")],
+    ids=["none", "the first of each round", "nothing is known", "all but the end"],
+)  # fmt: skip
+def test_log_probabilities_that_are_not_there_are_no_pass(num_listed, num_counted, outcome, words):
+    tokens = (AnswerToken("a", 1, -0.1, LISTED),) * num_listed
+    found = logprobs(session_of(EngineAnswer("a" * 24, "length", tokens, completion_tokens=num_counted)))
+    assert (found.outcome, words in found.evidence) == (outcome, True)
+
+
+def test_limits_without_counts_are_no_pass():
+    found = max_tokens(session_of(EngineAnswer("a" * 24, "length")))
+    assert (found.outcome, found.evidence) == ("inconclusive", "no answer says how many tokens it has (usage)")
+    assert max_tokens(session_of(EngineAnswer("a", "stop", completion_tokens=1))).outcome == "passed"
+
+
+def session_of(answer):
+    """A session whose engine gives one answer to everything."""
+    target = SimpleNamespace(capabilities=SimpleNamespace(logprobs=True), answer=lambda request: answer)
+    request = EngineRequest("x", 24)
+    return SimpleNamespace(
+        settings=SMALL, target=target, against=None, prompts=PROMPTS[:3], greedy=lambda endpoint: [answer] * 3,
+        greedy_request=lambda prompt: request,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome"),
+    [((), "inconclusive"), (("inconclusive",), "inconclusive"), (("inconclusive", "passed"), "passed"),
+     (("passed", "failed"), "failed")],
+)  # fmt: skip
+def test_the_outcome_of_a_run(found, outcome):
+    """It passed only if a check did."""
+    report = VerifyReport("url", "toy", None, tuple(CheckResult("x", each, "") for each in found))
+    assert (report.outcome, report.to_dict()["outcome"]) == (outcome, outcome)
 
 
 def test_usage(engine):

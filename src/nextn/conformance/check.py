@@ -86,7 +86,7 @@ class ConformanceReport(CheckReport):
 
     @property
     def outcome(self) -> Outcome:
-        return "failed" if self.broken or (self.fits and not self.explanations) else "passed"
+        return "failed" if self.fits and not self.explanations else super().outcome
 
     @property
     def summary(self) -> str:
@@ -102,6 +102,8 @@ class ConformanceReport(CheckReport):
                 f"the counts are those of no known fault: {self._distance('right')} accepted drafts away from the "
                 f"right ones, {nearest.distance} from {nearest.reading.name}, the nearest"
             )
+        if self.outcome == "inconclusive":
+            return "shows no clause: there are no counts to compare, and no text is the canary's"
         return "conforms to every clause that these counts can show"
 
     def to_dict(self) -> dict[str, object]:
@@ -206,10 +208,9 @@ class ConformanceReport(CheckReport):
         if not self.run.counts:
             reason = self.run.no_counts_reason or "the engine reports no counts"
             return clause.result("failed", reason, fault="no-counts")
-        for prompts, counters in self._groups:
-            if counters.num_drafts is None:
-                continue
-            tokens = counters.num_drafts + (counters.accepted or 0) + len(prompts)
+        counted = [(prompts, counters) for prompts, counters in self._groups if counters.num_drafts is not None]
+        for prompts, counters in counted:
+            tokens = (counters.num_drafts or 0) + (counters.accepted or 0) + len(prompts)
             # One round of each text may draft nothing and be left out, one may continue beyond the end.
             low, high = self.canary.max_tokens - 1, self.canary.max_tokens + self.num_speculative_tokens
             valid = Range(len(prompts) * low, len(prompts) * high)
@@ -221,6 +222,8 @@ class ConformanceReport(CheckReport):
                     seen=f"{counters.num_drafts} rounds, {counters.accepted} accepted: {tokens} tokens",
                     fault="counts-off",
                 )
+        if not counted:
+            return clause.result("inconclusive", "no rounds are counted for a text that is the canary's")
         return clause.result("passed", "rounds and accepted drafts add up to the tokens")
 
 

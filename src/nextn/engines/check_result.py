@@ -67,8 +67,9 @@ class CheckReport(ABC):
 
     @property
     def outcome(self) -> Outcome:
-        """`failed` if a check failed."""
-        return "failed" if any(check.outcome == "failed" for check in self.checks) else "passed"
+        """`failed` if a check failed; `inconclusive` if none passed either."""
+        found = {check.outcome for check in self.checks}
+        return "failed" if "failed" in found else "passed" if "passed" in found else "inconclusive"
 
     @property
     def failed(self) -> bool:

@@ -10,6 +10,7 @@ from nextn.engines.endpoint import Endpoint
 from nextn.verify_checks.session import VerifySession
 
 _EXACT = 1e-3  # nats: the same number printed twice
+_END = 1  # token of an answer that engines count and may not list: that of its end
 _LOGPROBS = (
     "log-probabilities are lost, or belong to another sequence, where a round emits several tokens; "
     "known: llama.cpp#27972, vllm#53488, #38711, #34497"
@@ -24,6 +25,8 @@ def logprobs(session: VerifySession) -> CheckResult:
     answers = session.greedy(target)
     wrong = _faults(answers, settings.tie_gap)
     num = sum(len(answer.tokens) for answer in answers)
+    if lost := sum(max(0, (answer.completion_tokens or 0) - _END - len(answer.tokens)) for answer in answers):
+        wrong.append(f"{lost} tokens of the answers are missing from their lists, which have {num}")
     evidence = f"{num} greedy tokens: each is in its list with its log-probability, and the likeliest there"
     figures: dict[str, object] = {"tokens": num}
     if session.against is not None and session.against.capabilities.logprobs:
@@ -35,6 +38,8 @@ def logprobs(session: VerifySession) -> CheckResult:
             evidence += f"; {summary}"
             if median > settings.tie_gap / 4 or largest > 4 * settings.tie_gap:
                 wrong.append(summary)
+    if not num and not wrong:
+        return CheckResult("logprobs", "inconclusive", "no answer has log-probabilities, and none says its length")
     if wrong:
         return CheckResult("logprobs", "failed", "; ".join(wrong[:4]), _LOGPROBS, figures)
     return CheckResult("logprobs", "passed", evidence, "", figures)

@@ -97,16 +97,23 @@ def _drift(answer: EngineAnswer, position: int, replayed: EngineAnswer) -> float
 def concurrency(session: VerifySession) -> CheckResult:
     """Compare concurrent requests with the same requests alone."""
     target, settings = session.target, session.settings
-    alone = session.greedy(target)
-    batched = session.answer_all(target, [session.greedy_request(prompt) for prompt in session.prompts])
+    # Few prompts are repeated, as one request alone is no batch.
+    numbers = [number % len(session.prompts) for number in range(max(len(session.prompts), settings.concurrency))]
+    alone = [session.greedy(target)[number] for number in numbers]
+    batched = session.answer_all(target, [session.greedy_request(session.prompts[number]) for number in numbers])
     pairs = list(zip(alone, batched, strict=True))
-    agreement = compare_answers(pairs, tie_gap=settings.tie_gap, token_source=_token_source(session))
+    token_source = _token_source(session)
+    agreement = compare_answers(
+        pairs, tie_gap=settings.tie_gap, token_source=lambda index, *rest: token_source(numbers[index], *rest)
+    )
     subject = f"{min(settings.concurrency, len(batched))} at once against alone"
     advice = f"sequences of a batch are mixed up; known causes: {docs_page('reference/verify')}"
-    check = agreement.check("concurrency", subject, tie_gap=settings.tie_gap, advice=advice)
-    owners = [_owner(alone, batched[fault.prompt], fault.prompt) for fault in agreement.faults]
+    faults = tuple(replace(fault, prompt=numbers[fault.prompt]) for fault in agreement.faults)
+    check = replace(agreement, faults=faults).check("concurrency", subject, tie_gap=settings.tie_gap, advice=advice)
+    owners = [_owner(session.greedy(target), batched[fault.prompt], numbers[fault.prompt])
+              for fault in agreement.faults]  # fmt: skip
     swaps = [f"prompt {fault.prompt + 1} got the answer to prompt {owner + 1}"
-             for fault, owner in zip(agreement.faults, owners, strict=True) if owner is not None]  # fmt: skip
+             for fault, owner in zip(faults, owners, strict=True) if owner is not None]  # fmt: skip
     return replace(check, evidence="; ".join([check.evidence, *swaps[:3]])) if swaps else check
 
 
