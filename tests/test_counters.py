@@ -211,6 +211,10 @@ def test_json_of_sglang():
     meta = {"spec_verify_ct": 4, "spec_accept_histogram": [1, 2, 1], "completion_tokens": 8}
     found = from_json({"text": "x", "meta_info": meta})
     assert (found.num_drafts, found.accepted, found.per_position) == (4, 4, (3, 1))
+    plain = {"completion_tokens": 64, "spec_verify_ct": 21}  # of prefill 1, and 3 of each round
+    line = f"Finish: obj=GenerateReqInput(rid='5'), out={ {'text': 'x', 'meta_info': plain} }"
+    for found in (from_json({"meta_info": plain}), from_json([{"meta_info": plain}] * 9), read(line)):
+        assert (found.accepted, found.mean_length) == (2 * found.num_drafts, 3.0)
 
 
 def test_json_of_vllm_bench():

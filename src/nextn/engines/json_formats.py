@@ -170,9 +170,11 @@ def _meta_info(record: Mapping) -> Counters:
     accepted = _first(record, "spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
     drafted = _first(record, "spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
     emitted = _first(record, "completion_tokens")
-    if accepted is None and emitted is not None:
-        accepted = max(0, emitted - rounds)
-    return Counters("SGLang", rounds, drafted, accepted, accepted_at_least(histogram))
+    positions = accepted_at_least(histogram)
+    # The first of completion_tokens comes from prefill, which is no round.
+    if accepted is None and (positions or emitted is not None):
+        accepted = sum(positions) if positions else max(0, (emitted or 0) - 1 - rounds)
+    return Counters("SGLang", rounds, drafted, accepted, positions)
 
 
 def _vllm_request(record: Mapping) -> Counters:

@@ -137,8 +137,8 @@ _FINISH = ("spec_accept_token_num", "spec_draft_token_num", "total")  # and thei
 def _sglang_finish(fields: Fields) -> Counters:
     rounds = _int(fields, "spec_verify_ct") or 0
     accepted, drafted, emitted = (_int(fields, name) for name in _FINISH)
-    if accepted is None and emitted is not None:
-        accepted = max(0, emitted - rounds)
+    if accepted is None and emitted is not None:  # of which the first token is prefill's
+        accepted = max(0, emitted - 1 - rounds)
     return Counters("SGLang", rounds, drafted, accepted)
 
 
