@@ -50,6 +50,13 @@ def test_last_turn_of_a_conversation_is_the_continuation(trained, tmp_path):
     assert len(read_texts(tmp_path / "a.txt", trunk, tokenizer, temperature=1.0).texts[0].new) == 8
 
 
+def test_a_continuation_of_no_prompt_begins_after_its_first_token(trunk, tmp_path):
+    """Nothing predicts that one; such records are texts of a base model, or of an empty prompt."""
+    given = read_texts(records(tmp_path, {"prompt": [], "tokens": [3, 4, 5, 6]}), trunk, None, temperature=0.0)
+    assert given.texts == (ReferenceText((3,), (4, 5, 6), 0.0),)
+    assert text_origin(trunk, given.texts, full_text_outputs(trunk, given.texts)).num_tokens == 3
+
+
 class _Wide:
     """A vocabulary of bytes."""
 

@@ -109,14 +109,14 @@ def _temperature(source: Source, given: float | None) -> float:
 
 
 def _last_labels(mask: "np.ndarray[Any, Any] | None", length: int) -> tuple[int, int]:
-    """The last run of labels; of a text without a mask all but its first token, which nothing predicts."""
+    """The last run of labels, or all of a text without a mask, but for the first token, which nothing predicts."""
     if mask is None:
         return min(1, length), length
     labels = np.flatnonzero(mask)
     if not len(labels):
         return length, length
     gaps = np.flatnonzero(np.diff(labels) > 1)
-    return int(labels[gaps[-1] + 1 if len(gaps) else 0]), int(labels[-1]) + 1
+    return max(1, int(labels[gaps[-1] + 1 if len(gaps) else 0])), int(labels[-1]) + 1
 
 
 @torch.inference_mode()
