@@ -9,6 +9,8 @@ from scipy.stats import binomtest, t
 
 from nextn.decoding.generate import Result
 from nextn.decoding.records import Round, SequenceRound
+from nextn.evaluate.acceptance_curve import length_of
+from nextn.evaluate.hypotheses import ExpectedCounts
 from nextn.stats.acceptance import Acceptance, rate_text, rates_record
 from nextn.stats.intervals import Estimate, jackknife, paired_difference, proportion, student_t
 from nextn.train.evaluation import ExpectedAcceptance
@@ -90,6 +92,23 @@ def test_jackknife_of_a_mean():
     assert found.value == mean
     assert found.high - mean == pytest.approx(t.ppf(0.975, 4) * deviation)
     assert math.isnan(jackknife(lambda sums: 1.0, [(1.0,)]).low)
+
+
+def test_texts_without_a_round_make_no_interval_narrower():
+    """They ended at once, and are no samples; where there is nothing else, nothing is known."""
+    counts = [(10.0, 8.0), (10.0, 2.0), (12.0, 6.0)]
+    alone, beside = (jackknife(length_of, [*counts, *[(0.0, 0.0)] * more]) for more in (0, 20))
+    assert beside == alone
+    assert proportion(*zip(*[(k, n) for n, k in [*counts, (0, 0)]], strict=True)).low == pytest.approx(
+        proportion(*zip(*[(k, n) for n, k in counts], strict=True)).low
+    )
+    assert math.isnan(jackknife(length_of, [(0.0, 0.0)] * 3).low)
+    alone, beside = (
+        ExpectedCounts("x", *([[each[side]] for each in counts] + [[0.0]] * more for side in (0, 1)))
+        for more in (0, 20)
+    )
+    assert (beside.num_texts, *beside.design_effects) == (3, *alone.design_effects)
+    assert beside.accepted_per_round == alone.accepted_per_round
 
 
 def test_pairs_see_what_pools_cannot():

@@ -96,6 +96,11 @@ class ExpectedCounts:
         return np.array([self.num_drafted, self.num_accepted], dtype=np.float64)
 
     @cached_property
+    def num_texts(self) -> int:
+        """Texts with a round: others, such as those that ended at once, are no samples."""
+        return int((self.counts[0][:, 0] > 0).sum())
+
+    @cached_property
     def raw_rates(self) -> np.ndarray:
         """[K]: a_k; 0 where no text drafted the depth."""
         drafted, accepted = self.counts.sum(1)
@@ -105,7 +110,7 @@ class ExpectedCounts:
     def design_effects(self) -> np.ndarray:
         """[K]: design effects between texts, widened for few texts as in `intervals.proportion`."""
         drafted, accepted = self.counts
-        num_texts, total = len(drafted), drafted.sum(0)
+        num_texts, total = self.num_texts, drafted.sum(0)
         if num_texts < 2:
             return np.full(self.depths, 4.0)  # unknown; rounds of one text are seldom more correlated than this
         spread = ((accepted - self.raw_rates * drafted) ** 2).sum(0) * num_texts / (num_texts - 1)
@@ -133,7 +138,7 @@ class ExpectedCounts:
         residuals = np.where(drafted > 0, (accepted - self.raw_rates * drafted) / scale, 0.0)
         size = np.sqrt((residuals**2).sum(0))
         matrix = residuals.T @ residuals / np.maximum(np.outer(size, size), 1e-12)
-        matrix = matrix * len(drafted) / (len(drafted) + 10)
+        matrix = matrix * self.num_texts / (self.num_texts + 10)
         np.fill_diagonal(matrix, 1.0)
         return matrix
 
@@ -153,7 +158,7 @@ class ExpectedCounts:
         """Accepted drafts per round (AL - 1), and the variance of that mean over the reference's texts."""
         drafted, accepted = self.counts
         rounds, sums = drafted[:, 0], accepted.sum(1)
-        total, num_texts = rounds.sum(), len(rounds)
+        total, num_texts = rounds.sum(), self.num_texts
         if not total:
             return 0.0, 1.0
         mean = sums.sum() / total

@@ -233,7 +233,7 @@ def _fit_by_length(evidence: Evidence, expected: ExpectedCounts) -> tuple[float,
     drift = expected.workload_spread if evidence.other_workload else np.zeros(expected.depths)
     systematic = float((gradient**2).sum() * NUMERICS**2 + (gradient * drift).sum() ** 2)
     variance = max(evidence.diverged_share * (between + spread), sampling) + systematic
-    degrees = max(1, len(expected.num_accepted) - 1)
+    degrees = max(1, expected.num_texts - 1)
     t = (observed.length - 1 - mean) / math.sqrt(variance)
     constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi * variance)
     return constant - (degrees + 1) / 2 * math.log1p(t * t / degrees), chi_square_above(t * t, 1)

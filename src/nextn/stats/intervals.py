@@ -61,8 +61,9 @@ def proportion(num_accepted: Sequence[float], num_drafted: Sequence[float], *, e
 def jackknife(statistic: Callable[[Sequence[float]], float], rows: Sequence[Sequence[float]]) -> Estimate:
     """Estimate a function of the sums of the rows' columns, with its leave-one-out interval (Quenouille 1956).
 
-    rows: The counts of each text.
+    rows: The counts of each text; those without any, such as of a text that ended at once, are no samples.
     """
+    rows = [row for row in rows if any(row)] or rows[:1]
     # Sums of what is before and behind each row: subtracting a row from the total would leave rounding where 0 is.
     before, behind = _running_sums(rows), _running_sums(rows[::-1])[::-1]
     value, num_texts = statistic(before[-1]), len(rows)
