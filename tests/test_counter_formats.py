@@ -582,6 +582,8 @@ def test_k_of_sglang(pairs, k):
         ("server_args=ServerArgs(model_path='x', speculative_num_steps=3, speculative_num_draft_tokens=4)", "", 3),
         ("build: 10444 (037f2f344) with Clang\nllama-server --spec-type draft-mtp --spec-draft-n-max 5",
          "10444 (037f2f344)", 5),
+        ("PyTorch version: 2.6.0\nPython version: 3.12.3\nvLLM Version: 0.8.5\nnum_speculative_tokens: 3", "0.8.5", 3),
+        ("srv | main: version: 6541 (abcdef12)\n--draft-max 4", "6541 (abcdef12)", 4),
         ("[TensorRT-LLM] TensorRT LLM version: 1.4.0rc1\nspeculative_config:\n  max_draft_len: 3", "1.4.0rc1", 3),
         ("python -m mlx_vlm.server --draft-block-size 8", "", 7),
     ],

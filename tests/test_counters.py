@@ -217,6 +217,15 @@ def test_json_of_sglang():
         assert (found.accepted, found.mean_length) == (2 * found.num_drafts, 3.0)
 
 
+def test_an_interval_without_a_round_has_no_length():
+    """An idle rank of SGLang: every round gives a token, so its 0.00 is no acceptance length."""
+    line = "Decode batch, #running-req: 1, #token: 9, accept len: {}, accept rate: {}, gen throughput (token/s): 9.1"
+    found = read("\n".join(line.format(*each) for each in [("3.00", "0.67")] * 3 + [("0.00", "0.00")]))
+    assert (found.length, found.k) == (3.0, 3)
+    with pytest.raises(EngineError, match="no draft counts"):
+        read(line.format("0.00", "0.00"))
+
+
 def test_json_of_vllm_bench():
     found = from_json({
         "spec_decode_num_drafts": 100, "spec_decode_draft_tokens": 200, "spec_decode_accepted_tokens": 120,

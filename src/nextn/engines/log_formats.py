@@ -125,10 +125,11 @@ def _sglang_table(fields: Fields) -> Counters:
     return Counters("SGLang", length=_float(fields, "Accept length"))
 
 
-def _sglang(fields: Fields) -> Counters:
-    if fields["avg_accept_len"]:
-        return Counters("TokenSpeed", length=_float(fields, "avg_accept_len"))
-    return Counters("SGLang", length=_float(fields, "accept len"))
+def _sglang(fields: Fields) -> Counters | None:
+    """One interval; 0.00 is of one without a round, as of an idle rank, since each round gives a token."""
+    engine, name = ("TokenSpeed", "avg_accept_len") if fields["avg_accept_len"] else ("SGLang", "accept len")
+    length = _float(fields, name) or 0.0
+    return Counters(engine, length=length) if length >= 1 else None
 
 
 _FINISH = ("spec_accept_token_num", "spec_draft_token_num", "total")  # and their other names

@@ -84,9 +84,10 @@ _DEPTHS = (
     (_named("speculative_num_draft_tokens", r"([0-9]{1,3})\b"), 1),
     (_named("draft_block_size", r"([0-9]{1,3})\b"), 1),
 )
+# A bare `version: ` is llama.cpp's; with a name before it, it is of one of the packages that vLLM's collect_env lists.
 _VERSION = re.compile(
-    r"(?:Initializing an? (?:V[01] )?LLM engine \(v|vLLM API server version:? v?|vllm[=/ ]+v?|sglang[=/ ]+v?"
-    r"|SGLang version:? v?|TensorRT[- ]LLM version:? v?|version: |build_info: |build: )"
+    r"(?:Initializing an? (?:V[01] )?LLM engine \(v|vLLM (?:API server )?[Vv]ersion:? v?|vllm[=/ ]+v?|sglang[=/ ]+v?"
+    r"|SGLang version:? v?|TensorRT[- ]LLM version:? v?|(?:(?m:^)|[:|]) {0,9}version: |build_info: |build: )"
     r"(?P<version>b?[0-9][\w.+-]{0,39}(?: \([0-9a-f]{6,12}\))?)"
 )
 
