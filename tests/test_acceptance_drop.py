@@ -73,6 +73,12 @@ def test_texts_of_the_same_prompts_are_compared_one_by_one():
     assert rate.half_width == pytest.approx(3 / 198)
     assert rate.exceeds(0.05)
     assert length.half_width < 0.04
+    dead = AcceptanceChange.of(
+        by_text(*texts), by_text(*((count, 0) for count, _ in texts), head="other"), source="old.json", limit=0.05
+    )
+    assert dead.drops[0].half_width == pytest.approx(3 / 220)
+    assert [drop.label for drop in dead.fallen] == ["greedy a_1", "greedy AL"]
+    json.dumps(dead.as_record(), allow_nan=False)
     uneven = [(100, 80), (100, 50), (100, 50), (100, 18)]
     assert 0.1 < drops(by_text(*texts), by_text(*uneven))[0].half_width < 1
     for older in (record(0.55, 0.2, 4), by_text(texts[0])):  # without counts by text, or of one text

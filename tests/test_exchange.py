@@ -93,6 +93,11 @@ def test_inferencex(report):
     assert inferencex_note(replace(report, plan=golden), "coding") is None
 
 
+def test_a_single_text_has_no_interval(trained, report):
+    alone = text(reference_acceptance(trained["glm_two"], PROMPTS[:1], PLAN), "inferencex")
+    assert ("# 95 %" in text(report, "inferencex"), "# 95 %" in alone, "nan" in alone) == (True, False, False)
+
+
 def test_usage_errors(report):
     with pytest.raises(ConfigError, match="expected one of vllm, aiperf"):
         check_form("csv", (0.0,), decoded=True)

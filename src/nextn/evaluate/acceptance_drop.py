@@ -273,8 +273,9 @@ def _paired(before: _Record, now: _Record, temperature: float, rule: str) -> lis
     if len(rows) < 2 or {len(row) for row in rows} != {4 * depths}:
         return [math.nan] * (depths + 1)
     is_same = _fingerprints(before) == _fingerprints(now) is not None
-    accepted = [sum(row[3 * depths + depth] for row in rows) for depth in range(depths)]
-    totals = [*accepted, sum(accepted) + sum(row[2 * depths] for row in rows)]
+    old, new = ([sum(row[start + depth] for row in rows) for depth in range(depths)] for start in (depths, 3 * depths))
+    # A head that lost all accepted drafts is measured by those that it had.
+    totals = [*(b or a for a, b in zip(old, new, strict=True)), sum(new) + sum(row[2 * depths] for row in rows)]
     widths = []
     for index, total in enumerate(totals):
         found = jackknife(partial(_relative_drop, index=index, depths=depths), rows)

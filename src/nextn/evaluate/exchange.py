@@ -8,6 +8,7 @@ the matrix of `aiperf speed-bench-report`), speculators' scripts/evaluate (`acce
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -159,13 +160,14 @@ def _inferencex(report: "ReferenceReport", name: str, prompts: str) -> str:
     mode = {True: "thinking_on", False: "thinking_off", None: None}[report.plan.thinking]
     ks = range(1, report.plan.num_speculative_tokens + 1)
     lengths = [report.figures(temperature, rule=rule, k=k).bounded_length for k in ks]
+    intervals = (f"{k}: {each.low:.2f}-{each.high:.2f}" for k, each in zip(ks, lengths, strict=True))
     comments = [
         f"Source: nextn {__version__} measure, from one decoding at K = {ks[-1]}, scored teacher-forced",
         "Acceptance Length (AL): 1 + accepted drafts / verification steps, of steps that draft K tokens",
         f"dataset: {prompts} | temperature: {temperature:g} | output_len: {report.plan.max_tokens} | drafts: argmax",
         f"{mode or 'thinking'} chat_template_kwargs: {json.dumps(report.plan.template_variables)}",
         f"Measured on {name}{'' if report.machine is None else f' ({report.machine.name}, {report.machine.dtype})'}",
-        "95 %: " + ", ".join(f"{k}: {each.low:.2f}-{each.high:.2f}" for k, each in zip(ks, lengths, strict=True)),
+        *([] if math.isnan(lengths[0].low) else [f"95 %: {', '.join(intervals)}"]),  # none of a single text
         "",
         "key = num_speculative_tokens (MTP level); value = AL",
     ]
