@@ -11,8 +11,9 @@ from nextn.decoding.generate import Result
 from nextn.decoding.records import Round, SequenceRound
 from nextn.evaluate.acceptance_curve import length_of
 from nextn.evaluate.hypotheses import ExpectedCounts
-from nextn.stats.acceptance import Acceptance, rate_text, rates_record
+from nextn.stats.acceptance import Acceptance, rates_record
 from nextn.stats.intervals import Estimate, jackknife, paired_difference, proportion, student_t
+from nextn.text_format import rate_text
 from nextn.train.evaluation import ExpectedAcceptance
 
 

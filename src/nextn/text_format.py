@@ -1,5 +1,6 @@
 """Words that messages share: lists, counts, names of documentation pages, how to install an extra."""
 
+import math
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, requires
@@ -25,6 +26,11 @@ def counted(number: int, noun: str) -> str:
     """Return a count with its noun: `1 tensor`, `2 tensors`."""
     many = "matrices" if noun == "matrix" else f"{noun}s"
     return f"{number} {noun if number == 1 else many}"
+
+
+def rate_text(rate: float, *, digits: int = 2) -> str:
+    """Return a rate as text, "-" for a depth that was never drafted (nan)."""
+    return "-" if math.isnan(rate) else f"{rate:.{digits}f}"
 
 
 def joined(words: Iterable[str]) -> str:

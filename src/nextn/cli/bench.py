@@ -32,7 +32,7 @@ from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import BenchmarkPlan
-from nextn.stats.acceptance import rate_text
+from nextn.text_format import rate_text
 
 if TYPE_CHECKING:
     from nextn.engines.endpoint import Endpoint

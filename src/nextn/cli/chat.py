@@ -21,6 +21,7 @@ from nextn.cli.screen import (
 )
 from nextn.errors import ConfigError
 from nextn.settings import Settings
+from nextn.text_format import rate_text
 
 if TYPE_CHECKING:
     from nextn.decoding.records import Round
@@ -131,7 +132,7 @@ class _Conversation:
         _say("the conversation is forgotten")
 
     def stats(self, _: str) -> None:
-        from nextn.stats.acceptance import Acceptance, rate_text
+        from nextn.stats.acceptance import Acceptance
 
         figures = Acceptance.of(self.rounds)
         _say(f"answers: {self.num_answers}  {acceptance_line(self.rounds)}")

@@ -12,7 +12,7 @@ from nextn.cli.common import AsJson, stop_flag
 from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note
 from nextn.cli.train_common import progress, say_stopped
 from nextn.errors import CheckpointError, ConfigError
-from nextn.stats.acceptance import rate_text
+from nextn.text_format import rate_text
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -13,7 +13,7 @@ import typer
 from nextn.cli.progress import minutes, status_lines
 from nextn.cli.screen import console, echo
 from nextn.errors import ConfigError
-from nextn.stats.acceptance import rate_text
+from nextn.text_format import rate_text
 
 if TYPE_CHECKING:
     from nextn.train.evaluation import HeldOutAcceptance

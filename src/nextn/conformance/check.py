@@ -17,7 +17,7 @@ from nextn.engines.counters import Counters
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import MIN_FIT, MIN_NAMED_RATIO, Cause, Evidence, name_causes, rank_causes
-from nextn.stats.acceptance import rate_text
+from nextn.text_format import rate_text
 
 # Accepted drafts that rounding may add or remove: a share of those expected, and the least number of them.
 _TOLERANCE, _MIN_TOLERANCE = 0.03, 2

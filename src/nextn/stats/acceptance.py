@@ -66,11 +66,6 @@ def rates_record(rates: Iterable[float]) -> list[float | None]:
     return [None if math.isnan(rate) else rate for rate in rates]
 
 
-def rate_text(rate: float, *, digits: int = 2) -> str:
-    """Return a rate as text, "-" for a depth that was never drafted (nan)."""
-    return "-" if math.isnan(rate) else f"{rate:.{digits}f}"
-
-
 def mean_length(emitted: float, num_rounds: float, *, no_rounds: float = math.nan) -> float:
     """Return AL from the tokens that rounds emitted, bonus tokens included; `no_rounds` without rounds."""
     return emitted / num_rounds if num_rounds else no_rounds

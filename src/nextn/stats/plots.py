@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nextn.errors import ConfigError
-from nextn.stats.acceptance import DecodedRound, rate_text
-from nextn.text_format import install_command
+from nextn.stats.acceptance import DecodedRound
+from nextn.text_format import install_command, rate_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
