@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from scipy.stats import binomtest
 
+from nextn.cli.bench import _show_benchmark
 from nextn.decoding.records import Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
@@ -205,9 +206,12 @@ def strict(text):
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_a_text_of_one_token_is_no_number():
-    """0 / 0 in a record, where the model ends every text at once."""
-    record = strict(json.dumps(report(run(0, []), run(2, [])).as_record()))
+def test_a_text_of_one_token_is_no_number(capsys):
+    """0 / 0 in a record and in the table, where the model ends every text at once."""
+    ended = report(run(0, []), run(2, []))
+    record = strict(json.dumps(ended.as_record()))
+    _show_benchmark(replace(ended, machine=replace(ended.machine, versions={"torch": "2"})))
+    assert "nan" not in capsys.readouterr().out
     assert {each["tokens_per_s"]["median"] for each in record["figures"]} == {None}
     assert record["plain_step"]["texts_s"] is None
 

@@ -29,7 +29,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def rate_text(rate: float, *, digits: int = 2) -> str:
-    """Return a rate as text, "-" for a depth that was never drafted (nan)."""
+    """Return a rate or a ratio as text, "-" for one of nothing (nan), such as of a depth that was never drafted."""
     return "-" if math.isnan(rate) else f"{rate:.{digits}f}"
 
 

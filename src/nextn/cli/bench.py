@@ -346,8 +346,8 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
             else "expected: from AL, v(m) and c"
         ),
         f"v(m) {'  '.join(f'{value:.2f}' for value in costs.v)}   c {costs.c:.2f}   in steps of plain decoding ("
-        f"{costs.steps[0].median * 1e3:.2f} ms each; {report.plain_step_s * 1e3:.2f} ms in the texts), at context "
-        f"{costs.context}",
+        f"{costs.steps[0].median * 1e3:.2f} ms each; {rate_text(report.plain_step_s * 1e3)} ms in the texts), at "
+        f"context {costs.context}",
         f"{machine.name}: {machine.threads} threads of {machine.cores} cores, {machine.dtype}, torch "
         f"{machine.versions['torch']}; a copy moves {machine.bandwidth / 1e9:.1f} GB/s; peak memory "
         f"{machine.peak_memory / 2**20:.0f} MiB",
@@ -366,9 +366,9 @@ def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:
     return [
         "auto" if figures.num_speculative_tokens < 0 else str(figures.num_speculative_tokens),
         f"{acceptance.length:.2f}" if acceptance.num_rounds else "",
-        f"{speed.median:.0f} ({speed.low:.0f}-{speed.high:.0f})",
-        f"{figures.speedup.median:.2f}",
-        *([f"{figures.tokens_per_round:.2f}", copied] if copies else [f"{figures.expected_speedup:.2f}"]),
+        f"{speed.median:.0f} ({speed.low:.0f}-{speed.high:.0f})" if speed.num else "",
+        rate_text(figures.speedup.median),
+        *([f"{figures.tokens_per_round:.2f}", copied] if copies else [rate_text(figures.expected_speedup)]),
         "/".join(f"{value:.0%}" for value in share.values()),
         " ".join(map(rate_text, acceptance.rates)),
     ]
