@@ -353,6 +353,15 @@ def test_a_tokenizer_without_eos():
         GrammarCompiler(tokenizer, V)
 
 
+def test_added_tokens_beyond_the_vocabulary():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["[PAD]"])
+    [mask] = GrammarCompiler(tokenizer, 258).compile(Regex("[ab]"))().allowed(())
+    assert (len(mask), mask.nonzero().flatten().tolist()) == (258, [97, 98])
+    with pytest.raises(ConfigError, match="ids up to 258; expected"):
+        GrammarCompiler(tokenizer, 258, eos_ids=[258])
+
+
 def test_a_vocabulary_smaller_than_the_tokenizer():
     with pytest.raises(ConfigError, match="ids up to 257; expected less than the vocabulary's 200"):
         GrammarCompiler(byte_tokenizer(), 200)

@@ -259,10 +259,11 @@ def _read_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, eos: 
         raise ConfigError(f"structured output needs llguidance; install it with: {install_command('serve')}") from error
     if not eos or None in eos:
         raise ConfigError("structured output needs a token that ends a sequence; this tokenizer has no eos_token")
-    if (size := 1 + max(tokenizer.get_vocab().values())) > vocab_size:
-        raise ConfigError(f"the tokenizer has ids up to {size - 1}; expected less than the vocabulary's {vocab_size}")
-    try:
-        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
+    known, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    if (last := max(*eos, *(id for token, id in known.items() if token not in added))) >= vocab_size:
+        raise ConfigError(f"the tokenizer has ids up to {last}; expected less than the vocabulary's {vocab_size}")
+    try:  # added tokens may be beyond the vocabulary, see `added_tokens_beyond`: masks end before them
+        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, 1 + max(known.values())), eos_token=eos)
     except ValueError as error:
         raise ConfigError(
             f"structured output cannot use this tokenizer ({type(tokenizer).__name__}): {_first_line(str(error))}; "
