@@ -77,7 +77,7 @@ def choose_draft_vocabulary(
     if len(tokens) < _HELD_OUT * _NUM_PROMPTS * _PROMPT:
         raise ConfigError(
             f"the text has {len(tokens)} tokens; expected at least {_HELD_OUT * _NUM_PROMPTS * _PROMPT} to choose a "
-            "draft vocabulary by, or give a number of tokens instead of auto"
+            "draft vocabulary by, or give a number of tokens"
         )
     split = len(tokens) - len(tokens) // _HELD_OUT
     head.draft_vocabulary = None
