@@ -57,6 +57,12 @@ def test_tools():
     assert '"name": "f"' in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("name", ["add_generation_prompt", "tools", "messages", "eos_token", "self"])
+def test_variables_that_would_have_no_effect(name):
+    with pytest.raises(ConfigError, match=f"its variables cannot include {name}$"):
+        apply_chat_template(chatty(), TALK, variables={"enable_thinking": True, name: 1})
+
+
 @pytest.mark.more
 @pytest.mark.parametrize(("template", "says"), HOSTILE.values(), ids=HOSTILE)
 def test_hostile_template(template, says):

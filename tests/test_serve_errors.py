@@ -191,6 +191,8 @@ CASES = [
     (message(role="user", content="x", prefix=True), 400, "messages[1].prefix", "unknown_parameter", "unknown field"),
     (chat(messages=USER * 2049), 400, "messages", "invalid_type", "at most 2048"),
     (chat(chat_template_kwargs=[1]), 400, "chat_template_kwargs", "invalid_type", "valid dictionary"),
+    (chat(chat_template_kwargs={"continue_final_message": True}), 400, "chat_template_kwargs", "invalid_value",
+     "continue_final_message is a field of the request"),
     # tools and formats
     (chat(tools=[{}]), 400, "tools[0].type", "missing_required_parameter", "required"),
     (chat(tools="x"), 400, "tools", "invalid_type", "valid list"),

@@ -115,8 +115,7 @@ def apply_chat_template(
         template = tokenizer.get_chat_template(None, tools)
         if not isinstance(template, str) or len(template) > MAX_TEMPLATE:
             raise ValueError(f"expected a text of at most {MAX_TEMPLATE:,} characters, not {_shown(template)}")
-        request = {
-            **(variables or {}),
+        fixed = {
             **tokenizer.special_tokens_map,
             "chat_template": template,
             "conversations": [[{k: v for k, v in message.items() if v is not None} for message in messages]],
@@ -124,7 +123,9 @@ def apply_chat_template(
             "add_generation_prompt": add_generation_prompt,
             "return_assistant_tokens_mask": assistant_mask,
         }
-        text, spans = _worker(os.getpid()).render(request, seconds)
+        if taken := (variables or {}).keys() & {*fixed, "messages", "self"}:
+            raise ValueError(f"its variables cannot include {', '.join(sorted(taken))}")
+        text, spans = _worker(os.getpid()).render({**(variables or {}), **fixed}, seconds)
         with tokenizer_failures():
             encoded = tokenizer(text, add_special_tokens=False)
         ids = list(encoded["input_ids"])

@@ -303,6 +303,8 @@ class ChatRequest(GenerationFields):
             and self.add_generation_prompt
         ):
             raise ValueError("continue_final_message: not valid with add_generation_prompt = true")
+        if "continue_final_message" in self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs: continue_final_message is a field of the request")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only valid with logprobs = true")
         names = {tool.function.name for tool in self.tools}
