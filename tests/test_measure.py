@@ -15,14 +15,15 @@ from typer.testing import CliRunner
 
 from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.cli import app, streaming
-from nextn.cli.measure import _rows, draw_curves
+from nextn.cli.measure import _length, _rows, draw_curves
 from nextn.cli.progress import progress_bars
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError, NextnError
 from nextn.evaluate import reference_texts
 from nextn.evaluate.acceptance_drop import AcceptanceChange
+from nextn.evaluate.exchange import exchange_text
 from nextn.evaluate.reference import reference_acceptance, rescore
-from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes
+from nextn.evaluate.reference_report import DEFINITIONS, AcceptanceFigures, checkpoint_hashes
 from nextn.evaluate.reference_texts import Controls
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model
@@ -344,6 +345,22 @@ def test_verb_that_probes(tmp_path):
     result = CliRunner().invoke(app, [*arguments, "--backend", "torch", "--temperatures", "1", "--probe"])
     assert result.exit_code == 1, result.output
     assert "the weights fit projection of hidden first" in result.stdout
+
+
+def test_texts_that_end_at_once_have_no_acceptance_length(trained):
+    """1.00 would say that no draft was accepted, and there was none."""
+    none = AcceptanceFigures.of([([0.0] * 3, [0.0] * 3)] * 2, temperature=0.0, rule="greedy", k=3, domain="all")
+    rejected = AcceptanceFigures.of([([4.0, 0, 0], [0.0] * 3)] * 2, temperature=0.0, rule="greedy", k=3, domain="all")
+    assert none.as_record()["mean_acceptance_length"] == {"value": None, "low": None, "high": None}
+    assert (_length(none), _length(rejected)[:4], rejected.length.value) == ("-", "1.00", 1.0)
+    report = reference_acceptance(trained["glm"], [Prompt((1, 2), "x")], ReferencePlan(3, (0.0,), 8, backend="torch"))
+    text = replace(report.scored[0.0][0].text, new=(3, 4))
+    ended = replace(report.scored[0.0][0], text=text)
+    empty = replace(report, scored={0.0: (ended,)})
+    assert report.curve(0.0) is not None
+    assert empty.curve(0.0) is None
+    with pytest.raises(ConfigError, match="no text has a round"):
+        exchange_text(empty, "inferencex", source="x", prompts="x")
 
 
 def test_the_picture_has_every_row(monkeypatch):

@@ -30,7 +30,7 @@ from nextn.errors import ConfigError, NextnError
 from nextn.evaluate.acceptance_drop import OTHER_TOKENS, AcceptanceChange, check_settings, read_record
 from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.workload import ReferencePlan
-from nextn.text_format import docs_page
+from nextn.text_format import docs_page, rate_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -363,7 +363,7 @@ def _label(temperature: float, rule: str) -> str:
 
 def _length(figures: "AcceptanceFigures") -> str:
     length = figures.bounded_length
-    return f"{length.value:.2f}" + ("" if length.low != length.low else f" ({length.low:.2f}-{length.high:.2f})")
+    return rate_text(length.value) + ("" if length.low != length.low else f" ({length.low:.2f}-{length.high:.2f})")
 
 
 def draw_curves(report: "ReferenceReport", path: Path) -> None:

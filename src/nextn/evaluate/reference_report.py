@@ -102,6 +102,7 @@ class AcceptanceFigures:
     ) -> "AcceptanceFigures":
         """Compute the figures from the counts of each text."""
         drafted, accepted = ([[each[side][depth] for each in counts] for depth in range(k)] for side in (0, 1))
+        length = jackknife(length_of, [(*each[0], *each[1]) for each in counts])
         return cls(
             temperature,
             rule,
@@ -109,7 +110,7 @@ class AcceptanceFigures:
             domain,
             len(counts),
             tuple(proportion(*depth) for depth in zip(accepted, drafted, strict=True)),
-            jackknife(length_of, [(*each[0], *each[1]) for each in counts]),
+            length if any(drafted[0]) else Estimate(math.nan, math.nan, math.nan),  # no round, which 1.0 would be of
             tuple(map(sum, drafted)),
             tuple(map(sum, accepted)),
         )
@@ -214,12 +215,13 @@ class ReferenceReport:
         ]
 
     def curve(self, temperature: float, *, rule: str | None = None, domain: str = "all") -> AcceptanceCurve | None:
-        """Return AL at every K over a domain's texts; None if fewer than three values of K were measured."""
+        """Return AL at every K over a domain's texts; None without rounds, or of fewer than three K."""
         largest, rule = self.plan.num_speculative_tokens, rule or self.rules(temperature)[0]
         if largest < 3 or temperature not in self.scored:
             return None
-        by_k = (self._used(temperature, rule, k, domain) for k in range(1, largest + 1))
-        return AcceptanceCurve(tuple(by_k), self.num_mtp_layers)
+        by_k = tuple(self._used(temperature, rule, k, domain) for k in range(1, largest + 1))
+        has_rounds = any(drafted[0] for drafted, _ in by_k[-1])
+        return AcceptanceCurve(by_k, self.num_mtp_layers) if has_rounds else None
 
     def counts(self, temperature: float, rule: str, k: int) -> list[tuple[list[float], list[float]]]:
         """Return (num_drafted, num_accepted) by depth for each text. Raises ConfigError for what was not measured."""
@@ -433,7 +435,8 @@ class ReferenceReport:
             max_tokens=self.plan.max_tokens,
         )
         ks = range(1, self.plan.num_speculative_tokens + 1)
-        return curve, measured, [self.figures(temperature, rule=rule, k=k).length.value for k in ks]
+        lengths = [self.figures(temperature, rule=rule, k=k).length.value for k in ks]
+        return None if math.isnan(lengths[0]) else (curve, measured, lengths)
 
     def _curve_records(self) -> list[dict[str, object]]:
         """The findings of every rule over all texts, and of the first rule by domain."""
