@@ -84,9 +84,7 @@ def serve(
         _check_printed(context, print_engine)
         _print_command(print_engine, source, num_speculative_tokens)
         return
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}: {install_command('serve')}")
+    _check_extra()
     from nextn.checkpoint.file_index import FileStamps
     from nextn.serve.http_server import HttpServer, listen
     from nextn.serve.options import EngineOptions, ServerOptions, allowed_hosts, checked_numbers, reference_rates
@@ -147,6 +145,12 @@ def serve(
             echo("interrupted", err=True)
             flush_streams()
             os._exit(130)
+
+
+def _check_extra() -> None:
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}: {install_command('serve')}")
 
 
 def _check_printed(context: typer.Context, engine: str) -> None:

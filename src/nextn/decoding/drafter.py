@@ -12,7 +12,7 @@ from torch import Tensor
 from nextn.cache.kv_cache import KVCache
 from nextn.decoding.records import DraftResult
 from nextn.model.mtp_layer import HeadStep
-from nextn.runtime.protocols import DecodingHead, DraftChain
+from nextn.runtime.protocols import DecodingHead, DecodingRecursion, DraftChain
 from nextn.settings import Contract, Sampling
 from nextn.speculative.draft_policy import DraftProgress, RoundPlan
 from nextn.speculative.sampling import Prediction, Uniforms, ragged, sample
@@ -222,8 +222,7 @@ class Drafter:
                 prediction = self.head.predict(self.head.layer_index(depth), _last(step.final_hidden, counts))
             else:
                 recursion = recursion or self.head.recursion(self.caches[-1], _last(step.next_hidden, counts))
-                self._notify("draft", self.head.num_modules - 1, [[token] for token in tokens], depth)
-                prediction = recursion.step(tokens)
+                prediction = self._recurse(recursion, depth, tokens)
             if not _extend(progress, [1.0] * len(limits) if plan.ignores_confidence else prediction.confidence):
                 break
             u = None if uniforms is None else uniforms[:, depth - 1].to(states.device)
@@ -258,6 +257,10 @@ class Drafter:
             inputs.append(known + [0] * (count - len(known)))
         self._notify(phase, index, inputs, depth)
         return index, ragged(inputs, torch.long)
+
+    def _recurse(self, recursion: DecodingRecursion, depth: int, tokens: Sequence[int]) -> Prediction:
+        self._notify("draft", self.head.num_modules - 1, [[token] for token in tokens], depth)
+        return recursion.step(tokens)
 
     def _notify(self, phase: str, index: int, tokens: Sequence[Sequence[int]], depth: int) -> None:
         if self._on_pass is not None:

@@ -291,14 +291,18 @@ def _plan(
             gone=files.gone,
         )
     elif form == "side-file":
-        # The index does not list this file.
-        weights = {file: pieces for file, pieces in files.weights.items() if pieces is not fresh}
-        index = {name: file for name, file in (files.index or {}).items() if name not in fresh}
-        files = replace(files, weights={**weights, SIDE_FILE: fresh}, index=index)
+        files = _side_file(files, fresh)
     documents = _configs(replace(inventory, checkpoint=checkpoint), head, layout, fresh, num_experts=num_experts)
     documents |= index_document(files, checkpoint)
     note = changes(checkpoint, documents)
     return EditPlan(checkpoint, Path(), layout.name, files, documents, changes=note)
+
+
+def _side_file(files: Files, fresh: Mapping[str, Piece]) -> Files:
+    """Move the head to a file that the index does not list."""
+    weights = {file: pieces for file, pieces in files.weights.items() if pieces is not fresh}
+    index = {name: file for name, file in (files.index or {}).items() if name not in fresh}
+    return replace(files, weights={**weights, SIDE_FILE: fresh}, index=index)
 
 
 def _configs(

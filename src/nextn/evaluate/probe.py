@@ -29,7 +29,7 @@ from nextn.evaluate.teacher_forced import PERFECT, ReferenceText, ScoredText, sc
 from nextn.family_table import Stage
 from nextn.model.head import Head
 from nextn.model.model import Model
-from nextn.model.trunk import TrunkOutput
+from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Contract
 from nextn.stats.acceptance import conditional_rates, rates_record
 from nextn.stats.intervals import Estimate, paired_difference
@@ -252,17 +252,7 @@ class ProbeReport:
             "controls": {rule: self._controls_record(rule) for rule in self.controls},
             "perfect": self.perfect_rate,
             "comparisons": len(self.alternatives) + self.num_pruned,
-            "readings": [
-                {
-                    "keys": list(score.keys),
-                    "says": score.description,
-                    "accepted_per_position": score.accepted_per_position(),
-                    "accepted_per_position_sampled": score.accepted_per_position("ratio"),
-                    "acceptance": rates_record(score.rates),
-                    "gain": self.gain(score, self.base).as_record(),
-                }
-                for score in (self.base, *self.alternatives)
-            ],
+            "readings": [self._score_record(score) for score in (self.base, *self.alternatives)],
         }
 
     def _controls_record(self, rule: Rule) -> dict[str, object]:
@@ -273,6 +263,16 @@ class ProbeReport:
             "after": controls.after.description,
             "gain_before": before,
             "gain_after": after,
+        }
+
+    def _score_record(self, score: ConventionScore) -> dict[str, object]:
+        return {
+            "keys": list(score.keys),
+            "says": score.description,
+            "accepted_per_position": score.accepted_per_position(),
+            "accepted_per_position_sampled": score.accepted_per_position("ratio"),
+            "acceptance": rates_record(score.rates),
+            "gain": self.gain(score, self.base).as_record(),
         }
 
 
@@ -365,10 +365,7 @@ class _Scorer:
     def score(self, changes: tuple[Variant, ...], *, count: int | None = None) -> ConventionScore:
         """Score these variants together, on the first `count` texts or all."""
         model, contract = apply_variants(self.model, self.contract, changes)
-        # The states of all texts are computed once per stage.
-        if model.trunk.stage not in self._hiddens:
-            self._hiddens[model.trunk.stage] = trunk_outputs(model.trunk, self.texts)
-        texts, hiddens = self.texts[:count], self._hiddens[model.trunk.stage][:count]
+        texts, hiddens = self.texts[:count], self._trunk_outputs(model.trunk)[:count]
         scored = list(score_texts(model, texts, hiddens, self.depths, contract=contract))
         if count is None:
             self.perfect_rate = _rate(scored, 1, PERFECT)
@@ -384,6 +381,12 @@ class _Scorer:
             num_positions=tuple(len(each.remaining) for each in scored),
             breadth=sum(each.breadth for each in changes),
         )
+
+    def _trunk_outputs(self, trunk: Trunk) -> list[TrunkOutput]:
+        """Return the states of all texts; computed once per stage."""
+        if trunk.stage not in self._hiddens:
+            self._hiddens[trunk.stage] = trunk_outputs(trunk, self.texts)
+        return self._hiddens[trunk.stage]
 
 
 def _rate(scored: Sequence[ScoredText], depth: int, rule: str = "argmax") -> float:

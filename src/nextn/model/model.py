@@ -233,13 +233,7 @@ class Model:
         for shard in folder.glob("*.safetensors"):  # which the library lets only the owner read
             shard.chmod((folder / "config.json").stat().st_mode)
         if self.family.trunk_renames:
-            # Rename every tensor of the folder, without changing its bytes.
-            checkpoint = Checkpoint.open(folder)
-            for file in checkpoint.files:
-                names = [name for name, info in checkpoint.tensors.items() if info.file == file]
-                raw = {self.family.trunk_name(name): checkpoint.raw(name) for name in names}
-                write_safetensors(folder / file, raw, metadata={"format": "pt"})
-            _index(folder)
+            _rename(folder, self.family.trunk_name)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         if self.head is not None:
@@ -363,6 +357,16 @@ def _quantize(folder: Path, family: Family, num_layers: int) -> None:
     write_json(
         folder / "config.json", Checkpoint.open(folder).config | {"quantization_config": fp8_section(plain, family)}
     )
+
+
+def _rename(folder: Path, name_of: Callable[[str], str]) -> None:
+    """Rename every tensor of the folder by `name_of`, without changing its bytes."""
+    checkpoint = Checkpoint.open(folder)
+    for file in checkpoint.files:
+        names = [name for name, info in checkpoint.tensors.items() if info.file == file]
+        raw = {name_of(name): checkpoint.raw(name) for name in names}
+        write_safetensors(folder / file, raw, metadata={"format": "pt"})
+    _index(folder)
 
 
 def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
