@@ -59,10 +59,7 @@ class SampledValues:
         own = inventory.own
         norms = evenly_spaced([each for each in own if _is_norm(inventory.info(each))], HEAD_NORMS)
         matrices = _choose(inventory, [each for each in own if is_matrix(inventory, inventory.info(each))])
-        # The trunk's last layers, last first, by running paths; enough to have one of each attention type.
-        running = inventory.running_paths
-        indices = sorted(inventory.layers, reverse=True)[:LAST_LAYERS]
-        layers = [{running[path]: info for path, info in inventory.layers[index].items()} for index in indices]
+        layers = _last_layers(inventory)
         like = dict(evenly_spaced(sorted(_counterparts(layers, matrices).items()), TRUNK_MATRICES))
         all_trunk_norms = dict(_trunk_norms(inventory, layers))
         head_kinds = {_kind(each, all_trunk_norms) for each in norms}
@@ -200,6 +197,13 @@ def _choose(inventory: Inventory, names: Sequence[str]) -> list[str]:
 def _path(canonical: str) -> str:
     """Return the running model's path inside the block; "" for a tensor outside it."""
     return canonical.partition(".block.")[2]
+
+
+def _last_layers(inventory: Inventory) -> list[dict[str, TensorInfo]]:
+    """Return the trunk's last layers, last first, by running paths; enough to have one of each attention type."""
+    running = inventory.running_paths
+    indices = sorted(inventory.layers, reverse=True)[:LAST_LAYERS]
+    return [{running[path]: info for path, info in inventory.layers[index].items()} for index in indices]
 
 
 def _counterparts(layers: Sequence[Mapping[str, TensorInfo]], matrices: Sequence[str]) -> dict[str, TensorInfo]:

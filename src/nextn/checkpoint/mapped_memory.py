@@ -59,14 +59,19 @@ def released_after_use(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _release(tensor: Tensor) -> int:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    end = -(-(tensor.data_ptr() + span * tensor.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+    begin, end = _page_range(tensor)
     if not hasattr(mmap, "MADV_DONTNEED") or not _is_unmodified_file(begin, end):
         return 0
     if (madvise := c_function("madvise", c_void_p, c_size_t, c_int)) is None:
         return 0
     return 0 if madvise(begin, end - begin, mmap.MADV_DONTNEED) else end - begin
+
+
+def _page_range(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the pages that the tensor's elements are in, strides included."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    return begin, -(-(tensor.data_ptr() + span * tensor.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _is_unmodified_file(begin: int, end: int) -> bool:

@@ -259,11 +259,7 @@ class ModelOptions:
                 f"{' and '.join(self.native_only)} excludes --backend torch and devices other than cpu: only the "
                 "native backend has it, and it runs on CPUs"
             )
-        if self.device_map is not None and (self.backend == "native" or self.native_only):
-            raise ConfigError(
-                f"--device-map {self.device_map} excludes {' and '.join(self.native_only) or '--backend native'}: the "
-                "native backend has all layers in memory"
-            )
+        self._check_device_map()
 
     def _check_sources(self) -> None:
         from nextn.checkpoint.remote import split_hub_id
@@ -272,6 +268,13 @@ class ModelOptions:
             open_checkpoint(self.source)
         if self.head is not None and Path(self.head).exists():
             open_checkpoint(self.head)
+
+    def _check_device_map(self) -> None:
+        if self.device_map is not None and (self.backend == "native" or self.native_only):
+            raise ConfigError(
+                f"--device-map {self.device_map} excludes {' and '.join(self.native_only) or '--backend native'}: the "
+                "native backend has all layers in memory"
+            )
 
     @property
     def native_only(self) -> list[str]:

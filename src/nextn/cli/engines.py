@@ -104,13 +104,7 @@ def build(
     if as_json:
         print_json(record)
         return
-    canary = Canary.read(out)
-    table = figures_table("", *(f"AL@{k}" for k in canary.k_values))
-    for reading in canary.readings:
-        table.add_row(plain(reading.name), *(f"{canary.length(reading, k):.2f}" for k in canary.k_values))
-    print_table(table)
-    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    print_lines(f"{canary.family} in {out}: {len(canary.prompts)} prompts, {size:.1f} MB")
+    _show_canary(Canary.read(out), out)
     if record["looping"]:
         print_lines(f"{record['looping']} of its texts are repetitive, which hides faults: try another --seed")
 
@@ -168,3 +162,14 @@ def _drive(
         step = progress("prompts", count * (1 + passes))
         run = run_greedy(endpoint, canary, on_prompt=step)
         return run, run_sampled(endpoint, canary, passes, on_prompt=step) if passes else None
+
+
+def _show_canary(canary: "Canary", out: Path) -> None:
+    """Print the mean acceptance lengths of the right reading and of every fault."""
+
+    table = figures_table("", *(f"AL@{k}" for k in canary.k_values))
+    for reading in canary.readings:
+        table.add_row(plain(reading.name), *(f"{canary.length(reading, k):.2f}" for k in canary.k_values))
+    print_table(table)
+    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    print_lines(f"{canary.family} in {out}: {len(canary.prompts)} prompts, {size:.1f} MB")

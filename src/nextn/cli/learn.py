@@ -17,7 +17,7 @@ from nextn.text_format import rate_text
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from nextn.decoding.records import SequenceRound
+    from nextn.decoding.records import Round, SequenceRound
     from nextn.demo import Answers, DecodedModel, DecodedPair, DemoReport
 
 _PUBLISHED_K, _SMALL_K = 3, 4
@@ -91,9 +91,7 @@ def _decode_trained_model(folder: Path, *, offline: bool, quiet: bool) -> dict[s
     except CheckpointError as error:
         print_note(f"the small model of the package, as SmolLM2-135M-Instruct is not there: {error}")
         if not quiet:
-            screen = console()
-            screen.rule("[bold]1. A trained model, decoded without and with its MTP head")
-            screen.print(_INTRODUCTION.format(k=_SMALL_K, marked=Marks.of(screen).words))
+            _introduce()
         return {"shipped": _decode_shipped(folder / "shipped", quiet=quiet)}
     if not quiet:
         _show_answers(answers, folder / "smollm2")
@@ -126,6 +124,12 @@ def _show_answers(answers: "Answers", folder: Path) -> None:
     screen.print(plain(f"in {folder}: report.json; the head and its card: {SHIPPED_HEAD}"))
     command = shlex.join(["nextn", "chat", str(answers.checkpoint), "--head", str(SHIPPED_HEAD)])
     screen.print(plain(f"To try it: {command}"))
+
+
+def _introduce() -> None:
+    screen = console()
+    screen.rule("[bold]1. A trained model, decoded without and with its MTP head")
+    screen.print(_INTRODUCTION.format(k=_SMALL_K, marked=Marks.of(screen).words))
 
 
 def _decode_shipped(folder: Path, *, quiet: bool) -> dict[str, object]:
@@ -219,14 +223,7 @@ def _show_texts(decoded: "DecodedModel") -> None:
     for label, pair in _pairs(decoded):
         index = (pair.non_degenerate or [0])[0]
         screen.rule(f"[bold]held-out prompt {index + 1}, continued, {label} ({marks.words}: accepted drafts)")
-        text = plain(
-            bytes(token for token in decoded.prompts[index][-120:] if token < 256).decode(errors="replace"),
-            style="dim",
-            lines=True,
-        )
-        for each in pair.mtp.rounds[index]:
-            text.append_text(_marked(each.rows[0], marks))
-        screen.print(text)
+        screen.print(_continuation(decoded.prompts[index], pair.mtp.rounds[index], marks))
 
 
 def _show_figures(decoded: "DecodedModel") -> None:
@@ -254,6 +251,16 @@ def _figures(label: str, pair: "DecodedPair", k: int) -> str:
         f"{label:14} AL {acceptance.length:.2f} at K = {k}  {rates}  ({left_out})\n"
         f"{'':14} plain {figures.plain.tokens_per_s:.0f} tokens/s, MTP {speed:.0f} tokens/s = {figures.speedup:.2f} x"
     )
+
+
+def _continuation(prompt: "Sequence[int]", rounds: "Sequence[Round]", marks: Marks) -> "Text":
+    """The end of a prompt of bytes, then the tokens of each round."""
+    text = plain(
+        bytes(token for token in prompt[-120:] if token < 256).decode(errors="replace"), style="dim", lines=True
+    )
+    for each in rounds:
+        text.append_text(_marked(each.rows[0], marks))
+    return text
 
 
 def _of_bytes(tokens: list[int]) -> str:

@@ -156,10 +156,7 @@ class DecodingBatch(TorchRounds):
         if len(rows) == len(self.sequences):
             return
         self._leave_native()
-        # As few as possible move, each to a place before its own.
-        kept = {row for row in rows if row < len(rows)}
-        moved = iter(sorted(set(rows) - kept))
-        rows = [row if row in kept else next(moved) for row in range(len(rows))]
+        rows = _compacted(rows)
         self.sequences = [self.sequences[row] for row in rows]
         if rows:
             self.cache.select(rows)
@@ -311,3 +308,10 @@ class DecodingBatch(TorchRounds):
             return emitted, None
         del new[before + end :]
         return emitted[: max(end, 0)], reason
+
+
+def _compacted(rows: Sequence[int]) -> list[int]:
+    """Order these indices so that as few as possible move, and each to a place before its own."""
+    kept = {row for row in rows if row < len(rows)}
+    moved = iter(sorted(set(rows) - kept))
+    return [row if row in kept else next(moved) for row in range(len(rows))]

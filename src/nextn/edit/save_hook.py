@@ -140,10 +140,7 @@ class _Saver:
         folder = Path(str(call.arguments["save_directory"]))
         with self.source.open_base(folder) as base:
             self.save(*call.args, **call.kwargs)
-            # Remove the index of an earlier sharded save: a single-file save deletes the shards but not their index.
-            single, index = folder / SINGLE, folder / INDEX
-            if single.exists() and index.exists() and single.stat().st_mtime_ns > index.stat().st_mtime_ns:
-                index.unlink()
+            _drop_old_index(folder)
             if call.arguments.get("is_main_process", True) and any(folder.glob("model*.safetensors")):
                 # Links are followed: transformers also loads the model through them and saves what they lead to.
                 restore(folder, base, force=True, follow_links=True)
@@ -174,3 +171,10 @@ def remove_unlisted_heads(folder: Path) -> None:
     for file in side_files(Inventory.of(Checkpoint.open(folder))):
         if _HEAD_FILE.fullmatch(file):
             (folder / file).unlink()
+
+
+def _drop_old_index(folder: Path) -> None:
+    """Remove the index of an earlier sharded save: a single-file save deletes the shards but not their index."""
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists() and index.exists() and single.stat().st_mtime_ns > index.stat().st_mtime_ns:
+        index.unlink()

@@ -90,15 +90,19 @@ def _group_by_weight(hiddens: Sequence[Tensor], outputs: Sequence[Tensor], label
     groups = []
     for shared in {id(weight): weight for weight in outputs}.values():
         depths = [k for k, weight in enumerate(outputs) if weight is shared]
-        label = torch.cat([labels[k].flatten() for k in depths])
-        length = labels[0].shape[1] + 1
-        positions = torch.cat([_flat_positions(labels[k], length).flatten() for k in depths])
-        depth = torch.cat([labels[k].new_full((labels[k].numel(),), k) for k in depths])
-        rows = (label != IGNORE).nonzero()[:, 0]
-        rows = rows[(positions + depth)[rows].argsort(stable=True)]
-        hidden = torch.cat([hiddens[k].flatten(0, 1) for k in depths])
-        groups.append(_Group(hidden, shared, rows, depth[rows], positions[rows], label[rows]))
+        groups.append(_new_group(depths, shared, hiddens, labels))
     return groups
+
+
+def _new_group(depths: list[int], weight: Tensor, hiddens: Sequence[Tensor], labels: Sequence[Tensor]) -> _Group:
+    label = torch.cat([labels[k].flatten() for k in depths])
+    length = labels[0].shape[1] + 1
+    positions = torch.cat([_flat_positions(labels[k], length).flatten() for k in depths])
+    depth = torch.cat([labels[k].new_full((labels[k].numel(),), k) for k in depths])
+    rows = (label != IGNORE).nonzero()[:, 0]
+    rows = rows[(positions + depth)[rows].argsort(stable=True)]
+    hidden = torch.cat([hiddens[k].flatten(0, 1) for k in depths])
+    return _Group(hidden, weight, rows, depth[rows], positions[rows], label[rows])
 
 
 def _flat_positions(labels: Tensor, length: int) -> Tensor:

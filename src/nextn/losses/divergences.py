@@ -74,16 +74,18 @@ class TeacherBatch:
         """Return the distributions of the rows; they overwrite those returned before."""
         first, last = self._position_list[rows.start], self._position_list[rows.stop - 1]
         if last not in self._current:
-            block = range(first, min(first + len(self._probs), len(self._positions)))
-            self._current = block
-            states = self._states[self._positions[block.start : block.stop]].to(self._weight.dtype)
-            logits = torch.mm(states, self._weight.T, out=self._logits[: len(block)])
-            for start in range(0, len(block), len(self.tile)):
-                self._store_probs(logits[start : start + len(self.tile)], start)
+            self._compute_block(range(first, min(first + len(self._probs), len(self._positions))))
         index = self._position_of[rows] - self._current.start
         mass, negentropy = self._stats[index].split(1, dim=1)
         p = torch.index_select(self._probs, 0, index, out=self.tile[: len(index)])
         return TeacherDistribution(p=p, mass=mass, negentropy=negentropy, best=self._best[index])
+
+    def _compute_block(self, block: range) -> None:
+        self._current = block
+        states = self._states[self._positions[block.start : block.stop]].to(self._weight.dtype)
+        logits = torch.mm(states, self._weight.T, out=self._logits[: len(block)])
+        for start in range(0, len(block), len(self.tile)):
+            self._store_probs(logits[start : start + len(self.tile)], start)
 
     def _store_probs(self, logits: Tensor, start: int) -> None:
         """Store probabilities and statistics of logits [t, V] for the block's positions from `start` on."""

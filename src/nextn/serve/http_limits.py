@@ -144,7 +144,10 @@ class LimitedProtocol(H11Protocol):
             self.on_error(error.status)
         except h11.LocalProtocolError:  # an answer is already under way
             pass
-        # Close after a moment: bytes still to come would reset the connection, and the answer would be lost.
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close after a moment: bytes still to come would reset the connection, and the answer would be lost."""
         self._is_refused = True
         self._stop_timers()
         self._stop_waiting()

@@ -123,6 +123,12 @@ class TokenSampler:
         except ConfigError as error:
             self.fail(error)
 
+    def _restart_grammar(self) -> None:
+        """Take the grammar back to the emitted tokens. Only the text itself, not drafts, may become too complex."""
+        assert self.request.grammar is not None
+        self._masks_drafts, self._grammar = False, self.request.grammar()
+        self._advance_grammar(self._grammar, tuple(self._tokens))
+
     def _mask(self, drafted: tuple[int, ...], *, is_draft: bool) -> Tensor | None:
         """The tokens that the grammar allows after the drafts; None where there is none, or it forbids a draft."""
         if self._grammar is None or (is_draft and not self._masks_drafts):
@@ -131,10 +137,7 @@ class TokenSampler:
             masks = self._grammar.allowed(drafted)
         except ConfigError as error:
             if is_draft:
-                # Take the grammar back to the emitted tokens. Only the text itself, not drafts, may become too complex.
-                assert self.request.grammar is not None
-                self._masks_drafts, self._grammar = False, self.request.grammar()
-                self._advance_grammar(self._grammar, tuple(self._tokens))
+                self._restart_grammar()
             else:
                 self.fail(error)
             return None

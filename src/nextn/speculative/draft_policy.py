@@ -255,11 +255,7 @@ class AdaptiveLength(DraftLength):
         if self._since >= self._span:
             if not self.pays and self.plain_rounds < PROBE_INTERVAL - 1:
                 return NO_DRAFTS
-            rate, mean = max(1.0, self.rate), max(0.01, round(self.calibration.mean, 2))
-            if mean not in self._thresholds:
-                self._thresholds[mean] = self._unit_thresholds(mean)
-            take, go = (tuple([rate * value for value in values]) for values in self._thresholds[mean])
-            self._last_plan, self._since = RoundPlan(self.limit, EDGES, self.calibration.table, take, go), 0
+            self._last_plan, self._since = self._new_plan(), 0
             self._span = min(_LONGEST, 1 + self._learned // _SHARE) if self.pays else 1
         return self._last_plan
 
@@ -268,6 +264,13 @@ class AdaptiveLength(DraftLength):
         if remaining > 0:
             return -(-remaining // batch_size)
         return max(1, PROBE_INTERVAL - 1 - self.plain_rounds)
+
+    def _new_plan(self) -> RoundPlan:
+        rate, mean = max(1.0, self.rate), max(0.01, round(self.calibration.mean, 2))
+        if mean not in self._thresholds:
+            self._thresholds[mean] = self._unit_thresholds(mean)
+        take, go = (tuple([rate * value for value in values]) for values in self._thresholds[mean])
+        return RoundPlan(self.limit, EDGES, self.calibration.table, take, go)
 
     def _unit_thresholds(self, mean: float) -> tuple[list[float], list[float]]:
         """`take` and `go` at a rate of 1, where drafts not yet seen are accepted with probability `mean`."""

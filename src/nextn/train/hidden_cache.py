@@ -114,9 +114,7 @@ class HiddenStateCache:
         missing = self._missing_batches(ranks)
         remaining = _total(len(missing), ranks)
         if ranks.is_first:
-            for partial_file in self.folder.glob(f".{_SHARD}*.tmp"):  # of a process that was killed
-                partial_file.unlink(missing_ok=True)
-            write_json(self.folder / KEY, self._key)
+            self._prepare()
         tensors: dict[str, RawTensor] = {}
         while True:
             yield self.num_batches - remaining, self.num_batches
@@ -137,6 +135,11 @@ class HiddenStateCache:
         """Batches that this process has to compute."""
         own = range(ranks.rank, -(-self.num_batches // self._per_shard), ranks.world)
         return [index for shard in own if not self._is_complete(shard) for index in self._members(shard)]
+
+    def _prepare(self) -> None:
+        for partial_file in self.folder.glob(f".{_SHARD}*.tmp"):  # of a process that was killed
+            partial_file.unlink(missing_ok=True)
+        write_json(self.folder / KEY, self._key)
 
     def batch(self, step: int, *, rank: int = 0, world: int = 1) -> tuple[Batch, TrunkOutput]:
         """Return rows rank::world of the batch of a step; the states are on the trunk's device, in its dtype.

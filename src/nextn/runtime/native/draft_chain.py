@@ -213,11 +213,7 @@ class NativeDraftChain:
         if max_speculative_tokens > self._chain.max_speculative_tokens:
             self.allocate(max_speculative_tokens)
         if plan is not self._plan:
-            self._plan, chain = plan, self._chain
-            chain.num_bins = len(plan.edges)
-            numbers = (plan.edges, plan.table, plan.take, plan.go)
-            self._plan_arrays = [np.array(values, dtype=np.float64) for values in numbers]
-            chain.edges, chain.table, chain.take, chain.go = (array.ctypes.data for array in self._plan_arrays)
+            self._set_plan(plan)
         self._reserve(num_pending, num_later + max_speculative_tokens)
 
     def allocate(self, max_speculative_tokens: int) -> None:
@@ -251,3 +247,10 @@ class NativeDraftChain:
         self.cache.reserve(max(self.cache.lengths) + size + num_later)
         self._refresh_passes.attach(self.cache)
         self._step_passes.attach(self.cache)
+
+    def _set_plan(self, plan: RoundPlan) -> None:
+        self._plan, chain = plan, self._chain
+        chain.num_bins = len(plan.edges)
+        numbers = (plan.edges, plan.table, plan.take, plan.go)
+        self._plan_arrays = [np.array(values, dtype=np.float64) for values in numbers]
+        chain.edges, chain.table, chain.take, chain.go = (array.ctypes.data for array in self._plan_arrays)

@@ -115,14 +115,18 @@ def eliminate_dead_code(groups: Sequence[Lowered], live: Sequence[Tensor]) -> li
     for group in reversed(groups):
         if not group.entry.out_keys & used:
             if group.entry.func == "attention":
-                _, _, *views = group.entry.args[:6]
-                step = Instruction("store_kv", tuple(views), tuple(group.entry.ints[:1]))
-                group = Lowered(Entry(step.op, step.tensors, {}, []), [step])
+                group = _store_only(group.entry)
             elif not isinstance(group.entry.func, str) or group.entry.func in _PURE:
                 continue
         used |= group.keys
         out.append(group)
     return out[::-1]
+
+
+def _store_only(attention: Entry) -> Lowered:
+    _, _, *views = attention.args[:6]
+    step = Instruction("store_kv", tuple(views), tuple(attention.ints[:1]))
+    return Lowered(Entry(step.op, step.tensors, {}, []), [step])
 
 
 def split_concatenations(groups: Sequence[Lowered]) -> list[Lowered]:

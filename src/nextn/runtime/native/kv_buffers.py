@@ -232,11 +232,15 @@ class KVBuffers(KVCache):
         self._counts, self._commit = torch.zeros(len(self.lengths), dtype=torch.int64), Program(self._runtime)
         for shape, header in zip(self._shapes, self.headers, strict=True):
             if isinstance(shape, StateShape):
-                batch_size = len(self.lengths)
-                history = [MAX_RECURRENT_BLOCK, shape.kernel, shape.channels, batch_size, _TYPES[self._dtype]]
-                state = [MAX_RECURRENT_BLOCK, *shape.state, batch_size]
-                assert self._commit.add("commit_state", [self._counts, header[:1]], state)
-                assert self._commit.add("commit_history", [self._counts, header[1:2]], history)
+                self._add_commit(shape, header)
+
+    def _add_commit(self, shape: StateShape, header: Tensor) -> None:
+        """Advance one layer's state by each sequence's committed positions, and move its history to the front."""
+        batch_size = len(self.lengths)
+        history = [MAX_RECURRENT_BLOCK, shape.kernel, shape.channels, batch_size, _TYPES[self._dtype]]
+        state = [MAX_RECURRENT_BLOCK, *shape.state, batch_size]
+        assert self._commit.add("commit_state", [self._counts, header[:1]], state)
+        assert self._commit.add("commit_history", [self._counts, header[1:2]], history)
 
 
 class TrunkBuffers(TrunkKV):
