@@ -52,7 +52,9 @@ class Targets:
         valid = torch.ones_like(self.tokens, dtype=torch.bool) if self.mask is None else self.mask
         valid = valid[:, depth + 1 :]
         if self.documents is not None:
-            run = _unbroken_runs(self.documents)
+            # Number the runs of equal ids, so that an id that occurs again later in the sequence is another run.
+            breaks = self.documents[:, 1:] != self.documents[:, :-1]
+            run = torch.nn.functional.pad(breaks.cumsum(1), (1, 0))
             valid = valid & (run[:, depth + 1 :] == run[:, : valid.shape[1]])
         labels[:, :-1] = self.tokens[:, depth + 1 :].where(valid, IGNORE)
         return labels
@@ -60,12 +62,6 @@ class Targets:
     def counts(self, depths: int) -> Tensor:
         """Count the valid labels [depths + 1] of the trunk and each depth; they add up over ranks and micro-batches."""
         return torch.stack([(self.labels(k) != IGNORE).sum() for k in range(depths + 1)])
-
-
-def _unbroken_runs(documents: Tensor) -> Tensor:
-    """Number the runs of equal ids, so that an id that occurs again later in the sequence is another run."""
-    breaks = documents[:, 1:] != documents[:, :-1]
-    return torch.nn.functional.pad(breaks.cumsum(1), (1, 0))
 
 
 def depth_weights(depths: int, *, beta: float | None = None) -> tuple[float, ...]:
