@@ -16,7 +16,9 @@ from nextn.train.joint_task import JointTask
 from nextn.train.loop import Trainer
 
 ROOT = Path(__file__).parents[1]
-RECORD = json.loads((ROOT / "bench/results/trunk-effect-1M.json").read_text())
+RUNS = [
+    json.loads((ROOT / f"bench/results/trunk-effect-{size}.json").read_text())["runs"] for size in ("1M", "2M")
+]  # fmt: skip
 SIZE = Size(layers=1, hidden=128, steps=2, batch_size=2, length=32, eval_batches=1, compile=False)
 
 
@@ -57,10 +59,11 @@ def test_runs_are_resumed(tmp_path, monkeypatch):
 
 def test_the_recorded_runs_of_a_seed_start_alike():
     starts = {}
-    for name, run in RECORD["runs"].items():
-        text, *_, seed = name.split("/")
-        starts.setdefault((text, seed), set()).add(run["first_loss"])
-    assert len(starts) == 6
+    for size, runs in enumerate(RUNS):
+        for name, run in runs.items():
+            text, *_, seed = name.split("/")
+            starts.setdefault((size, text, seed), set()).add(run["first_loss"])
+    assert len(starts) == 12
     assert all(len(losses) == 1 for losses in starts.values())
 
 
@@ -78,4 +81,5 @@ def test_differences_are_paired_by_seed():
 
 
 def test_the_documented_table_is_the_recorded_one():
-    assert trunk_effect.markdown(RECORD["runs"]) in (ROOT / "docs/explanation/effect-on-the-trunk.md").read_text()
+    page = (ROOT / "docs/explanation/effect-on-the-trunk.md").read_text()
+    assert all(trunk_effect.markdown(runs) in page for runs in RUNS)
