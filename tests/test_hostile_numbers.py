@@ -11,9 +11,14 @@ from tiny import FIXTURES
 
 from nextn.bounded_json import check_numbers
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.cli.train_common import merge_settings
+from nextn.conformance.record import Canary
 from nextn.data.chat_template import check_growth, tokenizer_failures
 from nextn.errors import CheckpointError, ConfigError
+from nextn.model.device_map import _read_map
 from nextn.model.model import _eos_of
+from nextn.serve.publish import _read as read_figures
+from nextn.train.joint_run import _read_config
 
 HOSTILE = {
     "n_routed_experts": 2**31,
@@ -95,3 +100,28 @@ def test_a_panic_of_the_tokenizer_is_an_error():
         raise panic("backtracked\nmore")
     with pytest.raises(KeyboardInterrupt), tokenizer_failures():
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda path: merge_settings(path, []), id="settings"),
+        pytest.param(_read_config, id="config"),
+        pytest.param(read_figures, id="figures"),
+        pytest.param(lambda path: _read_map(str(path), None), id="device map"),
+        pytest.param(Canary.read, id="canary"),
+    ],
+)
+def test_json_that_is_nested_too_deep(read, tmp_path):
+    """Python's parser raises RecursionError, which is no ValueError."""
+    path = tmp_path / "deep.json"
+    path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(ConfigError, match="nested more than"):
+        read(path)
+    path.write_text("1," * 40_000_000)
+    with pytest.raises(ConfigError, match="are read"):
+        read(path)
+
+
+def test_a_setting_that_is_nested_too_deep_is_text():
+    assert merge_settings(None, ["lam=" + "[" * 100_000]) == {"lam": "[" * 100_000}

@@ -59,6 +59,9 @@ class JsonLimits:
         self.check_values(path.read_bytes())
 
 
+_FILE_LIMITS = JsonLimits(64 * 1024 * 1024, 4_000_000)
+
+
 def parse_json(data: bytes, limits: JsonLimits) -> object:
     """Parse `data` as JSON.
 
@@ -74,6 +77,12 @@ def parse_json(data: bytes, limits: JsonLimits) -> object:
     _check_depth(value)
     check_unicode(value, data)
     return value
+
+
+def read_json(path: Path) -> object:
+    """Parse a file that a user gives. Raises OSError, and ValueError as `parse_json` does."""
+    _FILE_LIMITS.check_size(path.stat().st_size)
+    return parse_json(path.read_bytes(), _FILE_LIMITS)
 
 
 def check_unicode(value: object, data: bytes) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from nextn.bounded_json import read_json
 from nextn.cli.progress import minutes, status_lines
 from nextn.cli.screen import console, echo
 from nextn.errors import ConfigError
@@ -29,14 +30,12 @@ def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
 
     Values are JSON, else text. A dotted key such as refine.steps is a setting in a group. Raises ConfigError.
     """
-    values: dict[str, object] = {}
-    if config is not None:
-        try:
-            values = json.loads(config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{config}: not a readable JSON file: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{config}: a JSON {type(values).__name__}; expected an object of settings")
+    try:
+        values = read_json(config) if config is not None else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config}: not a readable JSON file: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{config}: a JSON {type(values).__name__}; expected an object of settings")
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
@@ -49,7 +48,7 @@ def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
                 raise ConfigError(f"--set {pair!r}: {group} is {into!r}, not a group of settings")
         try:
             into[key] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             into[key] = value
     return values
 

@@ -3,13 +3,13 @@
 The ids of the clauses are those in docs/reference/contract.md.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nextn.bounded_json import read_json
 from nextn.engines.check_result import CheckResult, Outcome
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
@@ -189,7 +189,7 @@ class Canary:
         """Read the record of a folder that `canary build` wrote. Raises ConfigError for any other."""
         path = folder / FILE if folder.is_dir() else folder
         try:
-            return cls._from_json(str(folder), json.loads(path.read_text(encoding="utf-8")))
+            return cls._from_json(str(folder), read_json(path))
         except OSError as error:
             raise ConfigError(
                 f"{path}: no record of a canary ({error.strerror}); create one by `nextn canary build`"
@@ -198,7 +198,7 @@ class Canary:
             raise ConfigError(f"{path}: not the record of a canary ({error!r}); build it again") from error
 
     @classmethod
-    def _from_json(cls, folder: str, record: dict[str, Any]) -> "Canary":
+    def _from_json(cls, folder: str, record: Any) -> "Canary":
         if record["format"] != FORMAT:
             raise ConfigError(
                 f"{folder}: record of format {record['format']}; this version reads format {FORMAT}: build it again"

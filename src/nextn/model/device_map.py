@@ -5,7 +5,6 @@ model's forward, where hooks do not reach. A layer on another GPU runs there; on
 trunk's device, which gets its weights for each pass. Every layer returns its output on the trunk's device.
 """
 
-import json
 import shutil
 import tempfile
 import weakref
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from nextn.bounded_json import read_json
 from nextn.devices import available_bytes, resolve_device
 from nextn.errors import ConfigError
 from nextn.model.streamed_trunk import DeferredTrunk
@@ -142,7 +142,7 @@ def _place(name: str, device_map: str) -> torch.device | str:
 def _read_map(path: str, trunk: Trunk) -> list[str]:
     """Return the place of each decoder layer by a file. Raises ConfigError."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(Path(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"device_map = {path!r}: {error}; {_EXPECTED}") from error
     if not isinstance(content, dict) or not all(type(place) in (str, int) for place in content.values()):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nextn.audit_rules import audit
+from nextn.bounded_json import read_json
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import head_fingerprint
@@ -151,7 +152,7 @@ def _record(folder: Path, given: Path | None, inventory: Inventory) -> Mapping[s
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
     return value if isinstance(value, dict) else {}

@@ -1,6 +1,5 @@
 """Build a run that trains trunk and head jointly from scratch, then optionally the head on the trunk's distribution."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from nextn.bounded_json import read_json
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.byte_tokenizer import vocab_size as vocab_size_of
 from nextn.data.corpus import Corpus
@@ -133,7 +133,7 @@ def _refinement(base: Mapping[str, object] | None, given: object) -> dict[str, o
 
 def _read_config(path: Path) -> dict[str, object]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a readable JSON file: {error}") from error
     if not isinstance(values, dict) or "model_type" not in values:

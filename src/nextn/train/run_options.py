@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nextn.bounded_json import read_json
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.errors import CheckpointError, ConfigError
 
@@ -99,7 +100,7 @@ def read_result(out: Path) -> dict[str, Any] | None:
 
 def _read(out: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads((out / FILE).read_text(encoding="utf-8"))
+        record = read_json(out / FILE)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
