@@ -93,13 +93,16 @@ def vocabulary(inventory: Inventory) -> Iterator[Finding]:
     if not rows:
         return
     try:
-        top = _top_id(inventory.checkpoint.read_json(TOKENIZER) or {})
+        top, top_added = _top_ids(inventory.checkpoint.read_json(TOKENIZER) or {})
     except CheckpointError as error:
         yield _vocabulary("warning", TOKENIZER, f"{error}", min(rows.values()))
         return
-    if top >= min(rows.values()):
-        found = f"{TOKENIZER} has ids up to {top}, the embedding has {counted(min(rows.values()), 'row')}."
-        yield _vocabulary("error", TOKENIZER, found, min(rows.values()))
+    count, last = min(rows.values()), max(top, top_added)
+    if last >= count:
+        is_added = top < count  # the model runs on text without these
+        what = "added tokens with ids" if is_added else "ids"
+        found = f"{TOKENIZER} has {what} up to {last}, the embedding has {counted(count, 'row')}."
+        yield _vocabulary("warning" if is_added else "error", TOKENIZER, found, count)
 
 
 def _vocabulary(severity: Severity, place: str, found: str, rows: int) -> Finding:
@@ -165,14 +168,15 @@ def _comparable(info: TensorInfo, like: TensorInfo) -> bool:
     return like.dtype == info.dtype or (unpacked(like) and unpacked(info))
 
 
-def _top_id(tokenizer: Mapping[str, object]) -> int:
-    """Return the highest token id of a tokenizer.json, added tokens included; -1 if it has none."""
+def _top_ids(tokenizer: Mapping[str, object]) -> tuple[int, int]:
+    """Return the highest token id of a tokenizer.json's vocabulary, and of its added tokens; -1 if it has none."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     ids: list[object] = [len(vocab) - 1] if isinstance(vocab, list) else []
     ids += vocab.values() if isinstance(vocab, Mapping) else ()
-    ids += (each.get("id") for each in added if isinstance(each, Mapping)) if isinstance(added, list) else ()
-    return max((each for each in ids if isinstance(each, int)), default=-1)
+    more = [each.get("id") for each in added if isinstance(each, Mapping)] if isinstance(added, list) else []
+    top, top_added = (max((each for each in found if isinstance(each, int)), default=-1) for found in (ids, more))
+    return top, top_added
 
 
 RULES = (shape, vocabulary)
