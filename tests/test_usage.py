@@ -48,7 +48,7 @@ CASES = [
     (["measure", MODEL, "--prompts", "none.jsonl"], "none.jsonl: no such file"),
     (["answer", MODEL, "out.jsonl", "--prompts", "none.txt"], "none.txt: no such file or folder"),
     (["diagnose", MODEL, "--engine", "log.txt", "--prompts", "none.txt"], "none.txt: cannot be read"),
-    (["diagnose", MODEL, "--engine", "log.txt", "--rule", "luck"], "rule 'luck'; expected one of"),
+    (["diagnose", MODEL, "--engine", "log.txt", "--rule", "luck"], "rule = 'luck'; expected one of"),
     (["train", "out", "--data", "none.txt"], "none.txt: no such file or folder"),
     (["train", "out", "--model", "none.json"], "--model none.json: no such file"),
     (["train", "out", "--freeze-trunk", "--from", "nowhere"], "nowhere: neither a folder"),
