@@ -454,7 +454,7 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
         ({"temperature": 0.0}, "temperature = 0.0; expected a number > 0"),
         ({"depths": 0}, "depths = 0; expected at least 1"),
         ({"depths": 24}, "fewer than length"),
-        ({"patience": 2}, "eval_every = 0; expected evaluations, as patience = 2"),
+        ({"patience": 2}, "eval_every = 0; expected at least 1, as patience = 2 counts evaluations"),
         ({"eval_depths": 24}, "eval_depths < length"),
         (
             {"trained_parts": "mlp,lm_head"},

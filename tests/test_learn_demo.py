@@ -190,6 +190,11 @@ def test_a_rate_of_one_is_drawn(tmp_path):
     assert (tmp_path / "a.png").exists()
 
 
+def test_more_rows_than_colors(tmp_path):
+    plots.acceptance(tmp_path / "a.png", {str(row): Acceptance((9,), (5,), 9, 9) for row in range(14)})
+    assert (tmp_path / "a.png").exists()
+
+
 def test_a_figure_on_a_full_disk(tmp_path, monkeypatch):
     """The picture that is there stays, and nothing half-written is left."""
     draw = partial(plots.acceptance, tmp_path / "a.png", {"all": Acceptance((9,), (5,), 9, 9)})

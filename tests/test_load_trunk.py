@@ -4,7 +4,9 @@ import pytest
 import torch
 from stored import in_one_file, set_config
 from tiny import build, decode, prompt
+from transformers import AutoModelForCausalLM
 
+import nextn
 from nextn.errors import CheckpointError
 from nextn.model.model import Model
 
@@ -12,7 +14,7 @@ from nextn.model.model import Model
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_the_wrapper_of_other_programs(name, tmp_path):
-    """`language_model.model.`, as MLX and older transformers write it, is audited as the trunk, so it loads."""
+    """`language_model.model.`, as MLX and older transformers write it, loads."""
     build(name).save(tmp_path)
 
     def tokens():
@@ -26,6 +28,23 @@ def test_the_wrapper_of_other_programs(name, tmp_path):
     expected = tokens()
     in_one_file(tmp_path, wrap)
     assert tokens() == expected
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("wrapper", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("bailing_hybrid", marks=pytest.mark.slow)])
+def test_a_wrapped_text_model_is_a_finding_where_transformers_misses_it(name, wrapper, tmp_path):
+    build(name).save(tmp_path)
+
+    def wrap(table):
+        for each in [each for each in table if each.startswith("model.")]:
+            table[each.replace("model.", wrapper, 1)] = table.pop(each)
+
+    in_one_file(tmp_path, wrap)
+    _, loaded = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    rules = {each.rule for each in nextn.audit(tmp_path).findings}
+    assert ("names-unknown" in rules) == bool(loaded["missing_keys"])
+    assert bool(loaded["missing_keys"]) == ((name, wrapper) != ("qwen3_5", "model.language_model."))
 
 
 def test_a_method_that_transformers_does_not_know(tmp_path):

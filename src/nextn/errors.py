@@ -71,7 +71,12 @@ def require_type(name: str, value: object, kinds: type | tuple[type, ...], expec
 
 
 def require(settings: object, **rules: tuple[bool, str]) -> None:
-    """Raise ConfigError for the first of these fields that is not valid. rules: Whether it is, and what is."""
+    """Raise ConfigError for the first field of `settings` that is not valid.
+
+    Args:
+        settings: The object that has the fields.
+        rules: Name of a field -> whether its value is valid, and what would be.
+    """
     for name, (is_valid, expected) in rules.items():
         if not is_valid:
             raise ConfigError(f"{name} = {getattr(settings, name)!r:.80}; expected {expected}")

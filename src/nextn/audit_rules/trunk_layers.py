@@ -61,8 +61,9 @@ def _renamed(inventory: Inventory) -> Iterator[Finding]:
 
 def _wrapped(inventory: Inventory) -> Iterator[Finding]:
     """Report a trunk under a vision-language model's names, in a checkpoint whose config is of text alone."""
-    names = [info.name for layer in inventory.layers.values() for info in layer.values()]
-    wrapper = inventory.family.wrapper(names)
+    layers = [info.name for layer in inventory.layers.values() for info in layer.values()]
+    wrapper = inventory.family.wrapper(layers)
+    names = [name for name in layers if name.startswith(wrapper)]
     config = inventory.checkpoint.config
     is_nested = any(
         isinstance(value, dict) and {"num_hidden_layers", "text_config"} & {*value} for value in config.values()

@@ -115,7 +115,7 @@ def generate(
     loaded = options.load(need_head=k > 0)
     draftable.apply(loaded, num_speculative_tokens=k, backend=options.backend)
     length = _adaptive(loaded, settings, options.backend) if adaptive else None
-    request = _Request([text], settings, use_chat(loaded, chat), options.backend, length)
+    request = _Request(text, settings, use_chat(loaded, chat), options.backend, length)
     if as_json:
         print_json(_record(loaded, request))
     else:
@@ -158,7 +158,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Request:
-    prompts: list[str]  # one
+    prompt: str
     settings: Settings
     chat: bool
     backend: str
@@ -167,12 +167,18 @@ class _Request:
     @property
     def arguments(self) -> dict[str, Any]:
         """Those of `generate` and `stream` besides the model."""
-        return vars(self)
+        return {
+            "prompts": [self.prompt],
+            "settings": self.settings,
+            "chat": self.chat,
+            "backend": self.backend,
+            "length": self.length,
+        }
 
     def num_prompt_tokens(self, model: "Model") -> int:
         from nextn.decoding.generate import encode
 
-        return len(encode(model, self.prompts[0], chat=self.chat))
+        return len(encode(model, self.prompt, chat=self.chat))
 
 
 def _adaptive(model: "Model", settings: Settings, backend: str) -> "DraftLength":

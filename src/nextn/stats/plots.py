@@ -54,7 +54,7 @@ def acceptance(path: Path, rows: Mapping[str, "Acceptance"]) -> None:
                 width * 0.92,
                 yerr=[below, above],
                 label=name,
-                color=_DEPTHS[3 - index % 4],
+                color=_DEPTHS[(3 - index) % len(_DEPTHS)],
                 error_kw=style,
             )
             for x, rate, (_, high) in zip(x_positions, figures.rates, bounds, strict=True):

@@ -227,17 +227,20 @@ class HeadConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        can_sample = not self.loss_vocab or (self.loss_vocab > 0 and self.objective != "ce")
+        is_vocab_valid = not self.loss_vocab or (self.loss_vocab > 0 and self.objective != "ce")
         require(
             self,
             objective=(self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"),
             depths=(self.depths >= 1, "at least 1 for a head"),
-            loss_vocab=(can_sample, "a number of tokens, with an objective other than ce, or 0 for all tokens"),
+            loss_vocab=(is_vocab_valid, "a number of tokens, with an objective other than ce, or 0 for all tokens"),
             kv=(self.kv in ("own", "decode"), "own or decode"),
             temperature=(0 < self.temperature < math.inf, "a number > 0"),
             eval_depths=(0 <= self.eval_depths < self.length, "0 <= eval_depths < length"),
             patience=(self.patience >= 0, "a number >= 0"),
-            eval_every=(self.eval_every > 0 or not self.patience, f"evaluations, as patience = {self.patience}"),
+            eval_every=(
+                self.eval_every > 0 or not self.patience,
+                f"at least 1, as patience = {self.patience} counts evaluations",
+            ),
         )
 
 
