@@ -12,7 +12,7 @@ from nextn.cli.common import AsJson, stop_flag
 from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note
 from nextn.cli.train_common import progress, say_stopped
 from nextn.errors import CheckpointError, ConfigError
-from nextn.text_format import rate_text
+from nextn.text_format import counted, rate_text
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -237,7 +237,7 @@ def _show_figures(decoded: "DecodedModel") -> None:
         screen.print(plain(f"{_figures(label, pair, decoded.num_speculative_tokens)}{same}", lines=True))
     lengths = [len(decoded.greedy.mtp.tokens[index]) for index in decoded.greedy.non_degenerate]
     if short := sum(length < MIN_TOKENS for length in lengths):
-        print_note(f"greedy, {short} texts have fewer than {MIN_TOKENS} tokens: repetition may be missed")
+        print_note(f"greedy: {counted(short, 'text')} of fewer than {MIN_TOKENS} tokens: repetition may be missed")
 
 
 def _figures(label: str, pair: "DecodedPair", k: int) -> str:
