@@ -18,6 +18,7 @@ from nextn.errors import CheckpointError, ConfigError
 from nextn.model.device_map import _read_map
 from nextn.model.model import _eos_of
 from nextn.serve.publish import _read as read_figures
+from nextn.train.answers_file import resume_answers
 from nextn.train.joint_run import _read_config
 
 HOSTILE = {
@@ -125,3 +126,10 @@ def test_json_that_is_nested_too_deep(read, tmp_path):
 
 def test_a_setting_that_is_nested_too_deep_is_text():
     assert merge_settings(None, ["lam=" + "[" * 100_000]) == {"lam": "[" * 100_000}
+
+
+def test_an_answer_that_is_nested_too_deep(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(CheckpointError, match=":1: not JSON"):
+        resume_answers(path, {}, [], 1)

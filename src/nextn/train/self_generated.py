@@ -1,25 +1,20 @@
 """Self-generated training data: the trunk's answers to prompts, and whether given data is such (on-policy).
 
-Answers are decoded by our own decoder, with the head if there is one, or by an engine that serves the model. They are
-stored as JSON lines: a header with the settings that produced them, then one line per prompt, in order. An answer
+Answers are decoded by our own decoder, with the head if there is one, or by an engine that serves the model. An answer
 depends only on the prompt's index and the seed, so an interrupted run resumes to the same file.
 
 On on-policy text a draft is accepted with probability min(1, q/p) of the text's own token; on other text, held-out
 acceptance uses 1 - TV.
 """
 
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nextn.checkpoint.safetensors_file import atomic
 from nextn.data.batches import sample_prompts
 from nextn.data.benchmark_prompts import is_benchmark
 from nextn.data.corpus import Corpus
@@ -31,7 +26,7 @@ from nextn.decoding.rounds import rounds
 from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.ask import ask
 from nextn.engines.endpoint import Endpoint
-from nextn.errors import CheckpointError, ConfigError, EngineError
+from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.reference_texts import play_turns, prompt_tokens
 from nextn.evaluate.workload import ReferencePlan
 from nextn.evaluate.workload import read_prompts as read_questions
@@ -41,6 +36,7 @@ from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
 from nextn.settings import Sampling, Settings
 from nextn.text_format import changes
+from nextn.train.answers_file import GeneratedAnswer, append_answers, resume_answers
 from nextn.train.checkpointing import fingerprint, fingerprint_of
 
 if TYPE_CHECKING:
@@ -101,17 +97,6 @@ def _mismatch(header: Mapping[str, Any], trunk: str | None, temperature: float) 
     if difference := changes(sampling, asdict(Sampling(temperature))):
         return f"answers sampled with {difference}; the head is trained for the temperature in the settings"
     return None
-
-
-@dataclass(frozen=True)
-class GeneratedAnswer:
-    """One answer, as stored."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]  # the answer's eos included
-    finish: str  # `eos`, `length` or `context`
-    repetitive: bool  # see `Degeneracy.is_degenerate`
-    text: str | None = None  # the answer without special tokens, if there is a tokenizer
 
 
 @dataclass(frozen=True)
@@ -261,77 +246,6 @@ def _header(model: Model, settings: Settings, batch_size: int, backend: str) -> 
     return {HEADER_KEY: "answers"} | made_by | {"settings": asdict(settings)}
 
 
-def resume_answers(
-    out: Path, header: Mapping[str, object], prompts: Sequence[Sequence[int]], batch_size: int
-) -> list[GeneratedAnswer]:
-    """Return the answers of the file's complete batches and truncate the rest; write the header of a new file."""
-    header = json.loads(json.dumps(header))  # as it is read back: tuples are lists
-    if not out.exists():
-        with atomic(out) as file:
-            file.write(json.dumps(header).encode() + b"\n")
-        return []
-    first, *lines = _complete_lines(out)
-    _compare(out, header, _parse(out, 1, first))
-    answers = [_parse_answer(out, number, line) for number, line in enumerate(lines, start=2)]
-    for number, (answer, prompt) in enumerate(zip(answers, prompts, strict=False)):
-        if answer.prompt != tuple(prompt):
-            raise ConfigError(
-                f"{out}:{number + 2}: the answer to another prompt than number {number} of those given; use the same "
-                "prompts, count and seed to resume, or give another file"
-            )
-    if len(answers) < len(prompts):
-        del answers[len(answers) - len(answers) % batch_size :]
-    os.truncate(out, sum(map(len, [first, *lines[: len(answers)]])))
-    return answers
-
-
-def _complete_lines(out: Path) -> list[bytes]:
-    try:
-        lines = out.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be read ({error.strerror}); give another file") from error
-    complete = [line for line in lines if line.endswith(b"\n")]
-    if not complete:
-        raise CheckpointError(f"{out}: not a file of answers; give another file, or remove it")
-    return complete
-
-
-def _parse(out: Path, number: int, line: bytes) -> dict[str, object]:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise CheckpointError(f"{out}:{number}: not JSON: {error}; give another file, or remove it") from error
-    return values if isinstance(values, dict) else {}
-
-
-def _parse_answer(out: Path, number: int, line: bytes) -> GeneratedAnswer:
-    values = _parse(out, number, line)
-    try:
-        answer = GeneratedAnswer(**values)  # type: ignore[arg-type]  # a wrong type fails the comparison of prompts
-        return replace(answer, prompt=tuple(answer.prompt), tokens=tuple(answer.tokens))
-    except TypeError as error:
-        raise CheckpointError(f"{out}:{number}: not a stored answer: {error}; give another file") from error
-
-
-def _compare(out: Path, header: Mapping[str, object], stored: Mapping[str, object]) -> None:
-    if stored.get(HEADER_KEY) != "answers":
-        raise CheckpointError(f"{out}: its first line is not the header of a file of answers; give another file")
-    now, then = _flatten(header), _flatten(stored)
-    if now == then:
-        return
-    for part in ("trunk", "head", "engine"):
-        if now.get(part) != then.get(part):
-            raise ConfigError(f"{out} holds answers of another {part}; give another file for this model's")
-    raise ConfigError(f"{out} was made with {changes(then, now)}; resume with the same, or give another file")
-
-
-def _flatten(values: Mapping[str, object]) -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        flat |= _flatten(value) if isinstance(value, Mapping) else {key: value}
-    return flat
-
-
 def _decode(
     model: Model,
     prompts: Sequence[Sequence[int]],
@@ -356,23 +270,6 @@ def _decode(
 
 def _text(model: Model, tokens: list[int]) -> str | None:
     return None if model.tokenizer is None else model.tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-def append_answers(out: Path, answers: Sequence[GeneratedAnswer]) -> None:
-    """Append all lines of a batch, or none if the disk is full; resuming drops a partial line of a killed process."""
-    size = out.stat().st_size
-    data = "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers).encode()
-    try:
-        with out.open("ab") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        with suppress(OSError):
-            os.truncate(out, size)
-        raise CheckpointError(
-            f"{out}: cannot be written: {error.strerror or error}. Complete batches are kept."
-        ) from error
 
 
 def served_answers(
