@@ -57,14 +57,30 @@ def test_a_replay_that_differs_is_not_used(monkeypatch, part, name, wrong):
     assert f"the recorded {name} differs" in backend_for(build("glm4_moe")).reason
 
 
+def as_other(weight, values):
+    weight.data = values
+
+
 @pytest.mark.more
-def test_changed_weights_are_packed_again():
+@pytest.mark.one_case
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.data.mul_(2),  # no version tells: adapters are merged so
+        lambda weight: as_other(weight, weight * 2),
+        lambda weight: as_other(weight, weight.bfloat16()),  # as `Module.to` does
+    ],
+    ids=["in place", "in place by data", "another tensor", "another dtype"],
+)
+def test_changed_weights_are_packed_again(change):
     """Packed copies of old weights after a training step: right speed, wrong text."""
     model = build("glm4_moe")
     before = backend_for(model)
     assert backend_for(model) is before
     with torch.no_grad():
-        model.trunk.output.weight.mul_(2)
+        for weight in (*model.trunk.parameters(), *model.head.parameters()):
+            change(weight)
     assert backend_for(model) is not before
     backend_for(model, "native")  # passes the check against the new weights
 

@@ -108,17 +108,23 @@ def test_a_native_op_that_no_kernel_takes_is_refused_while_recording():
 
 
 def test_constants_outlive_the_recording():
-    """The replay itself keeps what it reads."""
+    """The replay itself keeps what it reads, also the memory of a parameter that has got another one."""
+    table = torch.nn.Parameter(torch.ones(3, 8))
 
     def made():
         weight, bias = torch.full((4, 8), 2.0), torch.full((4,), 5.0)
-        return Replayed(lambda x: torch.addmm(bias, x, weight.t()) * (bias - 4), [torch.zeros(2, 8)])
+
+        def function(ids):
+            return torch.addmm(bias, torch.nn.functional.embedding(ids, table), weight.t()) * (bias - 4)
+
+        return Replayed(function, [torch.zeros(2, dtype=torch.int64)])
 
     kept = made()
     kept.trace = None
+    table.data = torch.zeros(3, 8)
     gc.collect()
-    _fill = [torch.full((4, 8), -1.0) for _ in range(50)]
-    assert kept(torch.ones(2, 8))[0].tolist() == [[21.0] * 4] * 2
+    _fill = [torch.full(shape, -1.0) for shape in ((4, 8), (3, 8)) for _ in range(50)]
+    assert kept(torch.tensor([0, 2]))[0].tolist() == [[21.0] * 4] * 2
 
 
 def test_replays_take_turns_in_one_scratch():

@@ -30,6 +30,7 @@ from nextn.runtime.protocols import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHT_BITS, WEIGHTS
 
+_NUM_COMPARED = 64  # first values of a weight, by which a change is seen
 _Formats = list[tuple[Tensor, WeightFormat | None]]
 
 
@@ -85,11 +86,20 @@ def _state_of(model: Model) -> list[object]:
     # Those on the meta device are elsewhere, see `Trunk.layer_places`.
     weights = [weight for part in parts for weight in part.parameters() if not weight.is_meta]
     return [
-        *((id(weight), weight.device, weight._version) for weight in weights),
+        *map(_identity, weights),
         model.trunk.weights,
         model.trunk.kv_cache_dtype,
         None if model.head is None else (model.head.draft_vocabulary, model.head.exact),
     ]
+
+
+def _identity(weight: Tensor) -> tuple[object, ...]:
+    """What tells a weight from the one that it was. Changes through `.data` have no version: a new tensor has another
+    address, and values written in place show in the first ones, which cost one page of a mapped file."""
+    size = min(_NUM_COMPARED, weight.untyped_storage().nbytes() // weight.itemsize - weight.storage_offset())
+    is_read = weight.device.type == "cpu"  # elsewhere, no backend keeps a copy
+    first = weight.detach().as_strided((size,), (1,)).view(torch.uint8).numpy().tobytes() if is_read else b""
+    return id(weight), weight.device, weight.dtype, weight.data_ptr(), weight._version, first
 
 
 def _torch_backend(trunk: Trunk, head: Head | None, reason: str) -> Backend:

@@ -205,7 +205,7 @@ class Program:
             return False
         if num_shards:
             self._runtime.library.nextn_program_shard(self._handle, num_shards)
-        self._tensors += tensors
+        self._tensors += [tensor.detach() for tensor in tensors]  # a parameter may get other memory
         return True
 
     @property
