@@ -22,7 +22,7 @@ from nextn.family_table import Family, by_name
 
 __all__ = [
     "DIM", "EXPERTS", "HEADS", "INNER", "KV", "LAYERS", "LAYOUTS", "H", "Shapes", "V", "bf16", "e4m3",
-    "load_json", "publish", "tensors", "values", "watched", "write",
+    "load_json", "prefixed", "publish", "tensors", "values", "watched", "write",
 ]  # fmt: skip
 
 _SIZES: dict[str, object] = {
@@ -130,7 +130,7 @@ def publish(
         data = values(
             _original(name, each), shape, norm_weight=1.0 if "linear_attn.norm" in each else norm_weight, seed=seed
         )
-        stored = _prefixed(family, each, wrapper)
+        stored = prefixed(family, each, wrapper)
         if fp8 and _quantized(family, each, shape):
             table |= _blocks(family, stored, data)
         else:
@@ -158,7 +158,7 @@ def _original(name: str, tensor: str) -> str:
     return f"{path}.weight" if path else tensor
 
 
-def _prefixed(family: Family, name: str, wrapper: str) -> str:
+def prefixed(family: Family, name: str, wrapper: str) -> str:
     if family.has_bare_head and name.startswith("mtp.") and wrapper != "model.mtp.":
         return name  # a trunk in a vision-language model
     meant = family.wrappers.get(wrapper, "")

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from artifacts import prefixed
+from artifacts import tensors as layout_tensors
 from quick import families, most_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored import contents, in_one_file, set_config, tensors_of
+from test_artifacts import COMPOSITES, ELSE
 from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -211,237 +214,15 @@ def test_vision_language_wrapper(tmp_path):
     assert again.notes == ("only the text model (qwen3_5_text) of qwen3_5 is loaded, and would be saved",)
 
 
-PUBLISHED = {
-    "inkling": {
-        "model.llm.embed.weight",
-        "model.llm.unembed.weight",
-        "model.llm.embed_norm.weight",
-        "model.llm.layers.1.mlp.experts.w13_weight",
-        "model.mtp.chain_norm.weight",
-        "model.mtp.layers.0.hidden_norm.weight",
-        "model.mtp.layers.0.embed_norm.weight",
-        "model.mtp.layers.0.input_proj.weight",
-        "model.mtp.layers.0.transformer_block.attn.wq_du.weight",
-        "model.mtp.layers.0.transformer_block.attn.rel_logits_proj.proj",
-        "model.mtp.layers.0.transformer_block.attn.k_sconv.weight",
-        "model.mtp.layers.0.transformer_block.attn_norm.weight",
-        "model.mtp.layers.0.transformer_block.mlp_sconv.weight",
-        "model.mtp.layers.0.transformer_block.mlp.w13_dn.weight",
-        "model.mtp.layers.0.transformer_block.mlp.w2_md.weight",
-        "model.mtp.layers.0.transformer_block.mlp.global_scale",
-    },
-    "deepseek_v4": {
-        "embed.weight",
-        "head.weight",
-        "norm.weight",
-        "hc_head_fn",
-        "hc_head_base",
-        "hc_head_scale",
-        "layers.0.attn.kv_norm.weight",
-        "layers.0.ffn.gate.tid2eid",
-        "layers.1.attn.indexer.compressor.ape",
-        "layers.3.ffn.experts.3.w2.weight",
-        "mtp.0.e_proj.weight",
-        "mtp.0.h_proj.weight",
-        "mtp.0.enorm.weight",
-        "mtp.0.hnorm.weight",
-        "mtp.0.norm.weight",
-        "mtp.0.hc_head_fn",
-        "mtp.0.hc_head_base",
-        "mtp.0.hc_head_scale",
-        "mtp.0.emb.tok_emb.weight",
-        "mtp.0.head.weight",
-        "mtp.0.attn_norm.weight",
-        "mtp.0.ffn_norm.weight",
-        "mtp.0.attn.attn_sink",
-        "mtp.0.attn.wq_a.weight",
-        "mtp.0.attn.q_norm.weight",
-        "mtp.0.attn.wq_b.weight",
-        "mtp.0.attn.wkv.weight",
-        "mtp.0.attn.kv_norm.weight",
-        "mtp.0.attn.wo_a.weight",
-        "mtp.0.attn.wo_b.weight",
-        "mtp.0.hc_attn_fn",
-        "mtp.0.hc_ffn_scale",
-        "mtp.0.ffn.gate.bias",
-        "mtp.0.ffn.shared_experts.w3.weight",
-        "mtp.0.ffn.experts.0.w1.weight",
-    },
-    "deepseek_v3": {
-        "model.layers.2.eh_proj.weight",
-        "model.layers.2.enorm.weight",
-        "model.layers.2.hnorm.weight",
-        "model.layers.2.shared_head.norm.weight",
-        "model.layers.2.shared_head.head.weight",
-        "model.layers.2.embed_tokens.weight",
-        "model.layers.2.self_attn.kv_a_proj_with_mqa.weight",
-        "model.layers.2.mlp.experts.3.down_proj.weight",
-        "model.layers.2.mlp.gate.e_score_correction_bias",
-    },
-    "glm4_moe": {
-        "model.layers.2.eh_proj.weight",
-        "model.layers.2.shared_head.head.weight",
-        "model.layers.2.self_attn.q_proj.weight",
-        "model.layers.2.mlp.experts.0.gate_proj.weight",
-        "model.layers.2.mlp.shared_experts.up_proj.weight",
-    },
-    "qwen3_next": {
-        "mtp.fc.weight",
-        "mtp.pre_fc_norm_embedding.weight",
-        "mtp.pre_fc_norm_hidden.weight",
-        "mtp.norm.weight",
-        "mtp.layers.0.self_attn.q_norm.weight",
-        "mtp.layers.0.mlp.experts.3.up_proj.weight",
-        "mtp.layers.0.mlp.shared_expert_gate.weight",
-    },
-    "qwen3_5": {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.mlp.gate_proj.weight"},
-    "qwen3_5_moe": {"mtp.fc.weight", "mtp.layers.0.mlp.experts.0.gate_proj.weight"},
-    "glm4_moe_lite": {
-        "model.layers.2.shared_head.norm.weight",
-        "model.layers.2.self_attn.q_a_proj.weight",
-        "model.layers.2.mlp.experts.0.gate_proj.weight",
-    },
-    "bailing_hybrid": {
-        "model.word_embeddings.weight",
-        "model.layers.3.final_layernorm.weight",
-        "model.layers.3.attention.dense.weight",
-        "model.layers.3.mlp.gate.expert_bias",
-    },
-    "hy_v3": {
-        "model.layers.2.final_layernorm.weight",
-        "model.layers.2.mlp.router.gate.weight",
-        "model.layers.2.mlp.expert_bias",
-        "model.layers.2.mlp.shared_mlp.up_proj.weight",
-    },
-    "exaone_moe": {
-        "mtp.fc.weight",
-        "mtp.pre_fc_norm_hidden.weight",
-        "mtp.norm.weight",
-        "mtp.layers.0.mlp.up_proj.weight",
-    },
-    "mellum": {"mtp.fc.weight", "mtp.layers.0.self_attn.q_norm.weight", "mtp.layers.0.mlp.experts.3.up_proj.weight"},
-    "cohere2_moe": {
-        "model.layers.2.eh_proj.weight",
-        "model.layers.2.shared_head.norm.weight",
-        "model.layers.2.mlp.experts.0.gate_proj.weight",
-    },
-    "deepseek_v32": {"model.layers.2.eh_proj.weight", "model.layers.2.self_attn.indexer.wk.weight"},
-    "glm_moe_dsa": {"model.layers.3.shared_head.norm.weight", "model.layers.3.self_attn.indexer.k_norm.bias"},
-    "step3p5": {
-        "model.layers.2.eh_proj.weight",
-        "model.layers.2.transformer.shared_head.norm.weight",
-        "model.layers.2.transformer.shared_head.output.weight",
-        "model.layers.3.moe.gate_proj.weight",
-        "model.layers.3.moe.router_bias",
-        "model.layers.3.share_expert.up_proj.weight",
-        "model.layers.4.self_attn.g_proj.weight",
-    },
-    "glm4v_moe": {
-        "model.language_model.embed_tokens.weight",
-        "model.language_model.layers.2.eh_proj.weight",
-        "model.language_model.layers.2.mlp.experts.0.gate_proj.weight",
-    },
-    "glm_ocr": {
-        "model.language_model.embed_tokens.weight",
-        "model.language_model.layers.2.eh_proj.weight",
-        "model.language_model.layers.2.shared_head.norm.weight",
-        "model.language_model.layers.2.mlp.gate_up_proj.weight",
-    },
-    "exaone4_5": {
-        "mtp.fc.weight",
-        "mtp.norm.weight",
-        "mtp.layers.0.post_feedforward_layernorm.weight",
-        "mtp.layers.1.mlp.up_proj.weight",
-    },
-    "nemotron_h": {
-        "backbone.embeddings.weight",
-        "mtp.layers.0.enorm.weight",
-        "mtp.layers.0.eh_proj.weight",
-        "mtp.layers.0.norm.weight",
-        "mtp.layers.0.mixer.q_proj.weight",
-        "mtp.layers.1.mixer.experts.3.up_proj.weight",
-        "mtp.layers.1.final_layernorm.weight",
-    },
-    "mimo_v2": {
-        "model.mtp.layers.0.enorm.weight",
-        "model.mtp.layers.1.self_attn.attention_sink_bias",
-        "model.mtp.layers.2.pre_mlp_layernorm.weight",
-        "model.mtp.layers.2.final_layernorm.weight",
-    },
-    "qwen4_exp": {
-        "model.layers.0.ple.ple_embedding.ngram_embedding.shard_1.weight",
-        "model.hyper_connection_mixer.hc_norm.weight",
-        "mtp.pre_fc_norm_embedding.weight",
-        "mtp.pre_fc_norm_hidden.weight",
-        "mtp.fc_embedding.weight",
-        "mtp.fc_hidden.weight",
-        "mtp.hyper_connection_mixer.hc_norm.weight",
-        "mtp.hyper_connection_mixer.input_mix_weight_up.weight",
-        "mtp.layers.0.attn_hyper_connection.block_inject_weight.weight",
-        "mtp.layers.0.self_attn.indexer.index_qk_proj.weight",
-        "mtp.layers.0.mlp.experts.down_proj",
-    },
-    "glm5_next": {
-        "model.language_model.layers.0.self_attn.f_a_proj.weight",
-        "model.language_model.layers.0.self_attn.q_conv1d.weight",
-        "model.language_model.layers.1.hc_attn_fn",
-        "model.language_model.layers.3.enorm.weight",
-        "model.language_model.layers.3.eh_proj.weight",
-        "model.language_model.layers.3.shared_head.norm.weight",
-        "model.language_model.layers.3.shared_head.head.weight",
-        "model.language_model.layers.3.embed_tokens.weight",
-        "model.language_model.layers.3.input_layernorm.weight",
-        "model.language_model.layers.3.self_attn.kv_a_proj_with_mqa.weight",
-        "model.language_model.layers.3.self_attn.indexer.index_kpool_compress_ape",
-        "model.language_model.layers.3.mlp.experts.3.down_proj.weight",
-    },
-    "longcat_flash": {
-        "model.layers.1.mlp.experts.3.gate_proj.weight",
-        "model.mtp.embed_tokens.weight",
-        "model.mtp.layers.0.enorm.m.weight",
-        "model.mtp.layers.0.hnorm.m.weight",
-        "model.mtp.layers.0.eh_proj.weight",
-        "model.mtp.layers.0.input_layernorm.weight",
-        "model.mtp.layers.0.self_attn.q_a_layernorm.weight",
-        "model.mtp.layers.0.transformer_layer.mlp.up_proj.weight",
-        "model.mtp.norm.weight",
-    },
-    "hy_v4": {
-        "model.hc_head.hc_head_fn",
-        "model.layers.1.hc_attn_layer.hc_pre.hc_fn",
-        "model.mtp_layers.0.enorm.weight",
-        "model.mtp_layers.0.hnorm.weight",
-        "model.mtp_layers.0.eh_proj.weight",
-        "model.mtp_layers.0.final_layernorm.weight",
-        "model.mtp_layers.0.input_layernorm.weight",
-        "model.mtp_layers.0.self_attn.linear_gate.weight",
-        "model.mtp_layers.0.self_attn.learnable_sink_param",
-        "model.mtp_layers.0.self_attn.indexer.wk.weight",
-        "model.mtp_layers.0.mlp.experts.gate_up_proj",
-        "model.mtp_layers.0.mlp.shared_experts.up_proj.weight",
-        "model.mtp_layers.0.mlp.gate.e_score_correction_bias",
-    },
-    "minimax_m3": {
-        "language_model.lm_head.weight",
-        "language_model.model.layers.1.self_attn.index_q_proj.weight",
-        "language_model.model.mtp.layers.0.enorm.weight",
-        "language_model.model.mtp.layers.0.eh_proj.weight",
-        "language_model.model.mtp.layers.0.final_layernorm.weight",
-        "language_model.model.mtp.layers.0.transformer_layer.input_layernorm.weight",
-        "language_model.model.mtp.layers.0.transformer_layer.self_attn.index_k_norm.weight",
-        "language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.e_score_correction_bias",
-        "language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.gate.weight",
-        "language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.experts.3.w2.weight",
-        "language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.shared_experts.up_proj.weight",
-    },
-    "dots3_note": {"model.mtp.embed_tokens.weight", "model.layers.2.self_attn.k_rope_only_layernorm.weight"},
-    "ernie4_5_moe": {
-        "model.mtp_emb_norm.0.weight",
-        "model.mtp_hidden_norm.0.weight",
-        "model.mtp_linear_proj.0.weight",
-        "model.mtp_linear_proj.0.bias",
-        "model.mtp_block.0.mlp.up_proj.weight",
-    },
+# What a tiny config adds to its family's layout, or leaves out of it.
+BESIDE_LAYOUT = {
+    "glm4_moe": r"self_attn\.([qk]_norm|[qkv]_proj\.bias)",
+    "cohere2_moe": r"mlp\.shared_experts",
+    "mellum": r"^model\.layers\.#\.mlp\.(gate|up|down)_proj",
+    "deepseek_v4": "tid#eid",
+    "qwen4_exp": r"\.ple\.",
+    "ernie4_5_moe": r"(proj|proj\.#|lm_head)\.bias",
+    "nemotron_h": r"^backbone\.layers\.#\.mixer\.(gate|experts|shared_experts)",
 }
 
 
@@ -450,9 +231,12 @@ def test_published_names(name, tmp_path):
     """The file holds the names that the engines' loaders match, and no name of ours."""
     build(name, modules=MOST[name]).save(tmp_path / "model")
     names = set(json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"])
-    assert names >= PUBLISHED[name]
-    fused = by_name(name).experts == "fused"
-    assert not [each for each in names if re.search(r"(^|\.)(stack|block)\.", each)]
+    family, wrapper = by_name(name), COMPOSITES[name][0] if name in COMPOSITES else ""
+    published = {prefixed(family, each, wrapper) for each in layout_tensors(name, modules=MOST[name])}
+    found, wanted = ({re.sub(r"\d+", "#", each) for each in each_of} for each_of in (names, published))
+    known = rf"{ELSE.pattern}|{BESIDE_LAYOUT[name]}" if name in BESIDE_LAYOUT else ELSE.pattern
+    assert [each for each in found ^ wanted if not re.search(known, each)] == []
+    fused = family.experts == "fused"
     assert any(re.search(r"experts\.gate_up_proj", each) for each in names) == fused
 
 
