@@ -194,6 +194,28 @@ def test_drafting_after_many_plain_rounds(name, native, monkeypatch):
     assert 100 < longest <= 150
 
 
+def test_plain_rounds_of_many_sequences_are_native():
+    """Also where the positions of a round with drafts would be too many for one pass of the lm_head."""
+    _, trunk, head = parts_of("glm4_moe", native=True)
+    texts, native, drafted = [], [], 0
+    for k in (3, 0):
+        late = Late(k)
+        object.__setattr__(late, "num_plain", 6)
+        sequences = [BatchSequence(row, prompt(4, seed=row), 16, (), Uniforms(row)) for row in range(30)]
+        batch = DecodingBatch(trunk, head, sequences, Settings(num_speculative_tokens=k), late)
+        batch.max_ahead_s = 0.0  # a round a call, as the policy changes
+        with torch.inference_mode(), trunk.pass_context():
+            batch.prefill()
+            while batch.sequences:
+                parts = batch.round().rows
+                native.append(isinstance(batch.native, NativeRounds))
+                drafted += sum(len(part.drafts) for part in parts)
+        texts.append([sequence.new for sequence in sequences])
+    assert native[:6] == [True] * 6
+    assert drafted > 0
+    assert texts[0] == texts[1]
+
+
 def after_plain_rounds(model, rows):
     """Tokens and drafts of sequences that get drafts from the 21st round on, and the longest the head was behind."""
     sequences = [BatchSequence(row, list(tokens), 60, (), Uniforms(row)) for row, tokens in enumerate(rows)]

@@ -12,8 +12,7 @@ from nextn.decoding.drafter import Drafter
 from nextn.decoding.records import BatchSequence, DraftResult, Observer, Round, SequenceRound
 from nextn.decoding.torch_rounds import TorchRounds
 from nextn.model.trunk import TrunkOutput
-from nextn.runtime.native.rounds import NativeRounds
-from nextn.runtime.protocols import DecodingHead, DecodingTrunk, RoundsStart, WholeRounds
+from nextn.runtime.protocols import DecodingHead, DecodingTrunk, DraftChain, RoundsStart, WholeRounds
 from nextn.settings import Settings
 from nextn.speculative.copy_choice import CopyChoice, CopyRun
 from nextn.speculative.copy_drafts import CopyDrafts
@@ -261,20 +260,25 @@ class DecodingBatch(TorchRounds):
             return None
         if len({sequence.eos for sequence in self.sequences}) > 1:
             return None
-        chain, pending = (None, ()) if drafter is None else (drafter.chain, drafter.pending)
-        if not is_drafting and not NativeRounds.fits(pending, self.settings.num_speculative_tokens):
-            chain, pending = None, [states[:0] for states in pending]  # rounds that only collect states
+        if drafter is None:
+            return self._rounds_of(None, ())
+        rounds = self._rounds_of(drafter.chain, drafter.pending)
+        if rounds is None and not is_drafting:  # too many positions for the head now: rounds that only collect states
+            rounds = self._rounds_of(None, [states[:0] for states in drafter.pending])
+        return rounds
+
+    def _rounds_of(self, chain: DraftChain | None, pending: Sequence[Tensor]) -> WholeRounds | None:
+        settings = self.settings
         start = RoundsStart(
             chain=chain,
             tokens=self._tokens,
             pending=pending,
-            max_speculative_tokens=self.settings.num_speculative_tokens,
-            max_copy_tokens=self.settings.num_copy_tokens,
+            max_speculative_tokens=0 if chain is None else settings.num_speculative_tokens,
+            max_copy_tokens=settings.num_copy_tokens,
             remaining=[sequence.remaining for sequence in self.sequences],
             eos=self.sequences[0].eos,
         )
-        block_verification = self.settings.block_verification
-        return self.trunk.rounds(self.cache, self.settings.sampling, start, block_verification=block_verification)
+        return self.trunk.rounds(self.cache, settings.sampling, start, block_verification=settings.block_verification)
 
     def _emit(self, verified: VerifiedRound) -> Round:
         out, drafts, copied = [], verified.drafts, verified.choice.drafts or ((),) * len(verified.drafts)
