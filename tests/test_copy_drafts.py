@@ -148,6 +148,17 @@ def test_native_rounds_are_those_of_the_loop(sampling, k):
     assert [(part.drafts, part.emitted) for rows in alone for part in rows] == ours
 
 
+@pytest.mark.parametrize("num_copy_tokens", [120, 130])
+def test_more_copies_than_one_pass_of_the_head_takes(num_copy_tokens):
+    """In a text of one token every copy is right, and what the head puts off grows by as many positions."""
+    model = build("glm4_moe")
+    model.trunk.output.weight.data.zero_()
+    settings = Settings(num_speculative_tokens=3, num_copy_tokens=num_copy_tokens, max_tokens=600)
+    native, loop, _ = both(fast_of(model), [[0] * 40], settings)
+    assert native == loop
+    assert max(part.num_accepted for rows in native for part in rows if part.copied) == num_copy_tokens
+
+
 @pytest.mark.more
 def test_sampled_texts_follow_the_trunks_distribution(monkeypatch):
     """The second and third token against their exact distribution, where copies are often right and often wrong."""

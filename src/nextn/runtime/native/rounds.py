@@ -223,9 +223,10 @@ class NativeRounds:
         self._allocate_output(batch_size, width)
 
     @classmethod
-    def fits(cls, pending: Sequence[Tensor], max_speculative_tokens: int) -> bool:
-        """Return whether the head can process the pending positions of any round in one pass."""
-        return max(map(len, pending), default=0) + max_speculative_tokens + 1 <= _MOST_PENDING
+    def fits(cls, pending: Sequence[Tensor], num_draft_tokens: int) -> bool:
+        """Return whether the head can process these pending positions and those of the next round, which drafts or
+        copies at most so many tokens, in one pass."""
+        return max(map(len, pending), default=0) + num_draft_tokens + 1 <= _MOST_PENDING
 
     @property
     def can_draft(self) -> bool:

@@ -83,12 +83,11 @@ class NativeTrunk:
         self, cache: KVBuffers, sampling: Sampling, start: RoundsStart, *, block_verification: bool
     ) -> NativeRounds | None:
         """Return native rounds, see `DecodingTrunk.rounds`; None if Python must run between the parts of a round."""
-        batch_size, most = len(start.tokens), start.max_speculative_tokens
-        if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(start.pending, most):
+        batch_size, longest = len(start.tokens), max(start.max_speculative_tokens, start.max_copy_tokens)
+        if cache.is_recurrent or sampling.needs_seen or not NativeRounds.fits(start.pending, longest):
             return None
         verifier = None if sampling.greedy else self._verifier(sampling, block_verification)
         blocks = partial(self._block, batch_size, verifier)
-        longest = max(most, start.max_copy_tokens)
         if blocks(1, None) is None or self._native_lm_head(batch_size, longest + 1) is None:
             return None
         vocab_size = None if sampling.greedy else self.vocab_size
