@@ -38,9 +38,10 @@ class PageServer:
     chat: bool = True
     key: str = ""  # an API key that requests must carry
     delay: float = 0.002  # seconds between events
-    events: list | None = None  # (text, rounds) per event; None: the recording
+    events: list | None = None  # (text or delta, rounds) per event; None: the recording
     drop_after: int | None = None  # events, then the connection is closed
     status: str = "ok"
+    num_speculative_tokens: int = len(RECORD["cost_curve"]) - 1
     reference: list | None = field(default_factory=lambda: [0.9, 0.85, 0.8, 0.8])
     requests: list = field(default_factory=list)  # the bodies that were posted
     num_cancelled: int = 0
@@ -78,7 +79,7 @@ class PageServer:
             "num_waiting": 2,
             "cache": {"positions": 1024, "max_positions": 16384},
             "prefix_cache": {"positions": 512, "max_positions": 8192, "queries": 200, "hits": 96},
-            "num_speculative_tokens": len(RECORD["cost_curve"]) - 1,
+            "num_speculative_tokens": self.num_speculative_tokens,
             "cost_curve": RECORD["cost_curve"],
             "draft_cost": RECORD["draft_cost"],
             "reference": self.reference,
@@ -140,7 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
                     return
                 time.sleep(self.page.delay)
                 finish = "length" if index == len(events) - 1 else None
-                said = {"delta": {"content": text}} if "messages" in body else {"text": text}
+                delta = text if isinstance(text, dict) else {"content": text}
+                said = {"delta": delta} if "messages" in body else {"text": text}
                 self._event({"choices": [{"index": 0, **said, "finish_reason": finish, "rounds": rounds}]})
             self._event({"choices": [], "usage": {"completion_tokens": 1}, "metrics": {"spec_decode": {}}})
             self.wfile.write(b"data: [DONE]\n\n")
