@@ -39,6 +39,8 @@ METHODS = {
     "int8": {".weight": ("I8", "rows columns"), ".SCB": ("F32", "rows"), ".weight_format": ("U8", "")},
     "torchao": {"._weight_qdata": ("I8", "rows columns"), "._weight_scale": ("F32", "rows 1"),
                 "._weight_zero_point": ("I8", "rows 1")},
+    "quanto": {".weight._data": ("I8", "rows columns"), ".weight._scale": ("BF16", "rows 1"),
+               ".input_scale": ("BF16", "1"), ".output_scale": ("BF16", "1")},
 }  # fmt: skip
 
 

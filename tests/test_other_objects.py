@@ -53,10 +53,18 @@ CASES = {
     "MLC": (dict(names=["mlc-chat-config.json", "params_shard_0.bin"]), "MLC", "converted from"),
     "Core ML": (dict(names=["Manifest.json", "Data/com.apple.CoreML/model.mlmodel"]), "Core ML", "exported from"),
     "NeMo": (dict(names=["model.nemo"]), "NeMo", "Hugging Face layout"),
+    "NeMo's folder": (dict(names=["context/model.yaml", "weights/__0_0.distcp", "weights/.metadata"]), "NeMo", "MTP layers"),
     "TensorFlow": (dict(names=["tf_model.h5"], config={"model_type": "llama"}), "TensorFlow", "safetensors"),
     "DVC": (dict(names=["model.safetensors.dvc"], config={"model_type": "llama"}), "DVC", "dvc pull"),
     "hub cache": (dict(names=["blobs/aa", "refs/main", "snapshots/ab/config.json"]), "Hugging Face cache", "hub id"),
     "verl": (dict(names=["actor/model_world_size_8_rank_0.pt", "actor/huggingface/config.json"]), "verl", "model_merger"),
+    "verl's run": (dict(names=["global_step_100/actor/x.pt", "latest_checkpointed_iteration.txt"]), "verl", "model_merger"),
+    "an adapter of mlx_lm": (dict(adapter={"fine_tune_type": "lora", "model": "org/base"}, weights=["adapters.safetensors"]),
+                             "an adapter of mlx_lm for org/base", "mlx_lm.fuse --model org/base"),
+    "TensorRT-LLM": (dict(config={"architecture": "X", "mapping": {}}, weights=["rank0.safetensors"]), "TensorRT-LLM's layout",
+                     "converted from"),
+    "CTranslate2": (dict(names=["model.bin", "shared_vocabulary.json"], config={}), "CTranslate2", "converted from"),
+    "parts": (dict(names=["model.safetensors.part-00", "model.safetensors.part-01"], config={}), "parts", "`cat`"),
     "a trainer's folder": (dict(names=["checkpoint-100/model.safetensors", "runs/x"]), "training run", "checkpoint-500"),
     "a trainer's adapters": (dict(names=["checkpoint-100/adapter_model.safetensors"]), "training run", "such as checkpoi"),
     "half a download": (dict(names=["model-00001-of-00002.safetensors.incomplete"], config={}), "incomplete download",
@@ -112,12 +120,22 @@ def test_models_are_none_of_them(tmp_path):
         assert Checkpoint.open(path).tensors
 
 
-def test_pointers_of_git_lfs(tmp_path):
-    """A file that was not fetched says so."""
+@pytest.mark.parametrize(("text", "says"), [
+    ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n", "LFS"),
+    ("<!DOCTYPE html><html><head><title>Log in</title>", "needs a login"),
+])  # fmt: skip
+def test_what_is_no_file_of_weights(text, says, tmp_path):
+    """A pointer, or the page of a server: a file that was not fetched says so."""
     folder(tmp_path, config={"model_type": "glm4_moe"})
-    (tmp_path / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n")
-    with pytest.raises(CheckpointError, match="LFS"):
+    (tmp_path / WEIGHTS).write_text(text)
+    with pytest.raises(CheckpointError, match=says):
         Checkpoint.open(tmp_path)
+
+
+def test_one_of_several_files():
+    """It has a part of the tensors: the folder is asked for, rather than the rest called lost."""
+    with pytest.raises(CheckpointError, match=f"give its folder, {FIXTURES / 'qwen'}"):
+        Checkpoint.open(FIXTURES / "qwen" / "model-00001-of-00002.safetensors")
 
 
 def test_names_are_unique():
@@ -140,7 +158,7 @@ def test_what_to_give_instead(tmp_path):
         f"file://{tmp_path}": f"give the path {tmp_path}.",
         str(tmp_path / "sha256-ab"): f"ln -s {tmp_path / 'sha256-ab'} model.gguf",
         str(tmp_path / "a.tar.gz"): "an archive; unpack it",
-        str(tmp_path / "a.nemo"): "a NeMo archive",
+        str(tmp_path / "a.nemo"): "a NeMo checkpoint",
         str(tmp_path / "m.gguf.part2of2"): "join all parts in their order",
         "./nothing": "neither a folder",
         "https://huggingface.co/org/name/tree/main": "give the hub id org/name.",

@@ -95,7 +95,7 @@ ATTACKS = {
     "length beyond the file": ((1000).to_bytes(8, "little") + b"{}", "claims 1000 bytes, 2 follow"),
     "length absurd": (b"\xff" * 8 + b"{}", "at most 100000000"),
     "git lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", "git lfs pull"),
-    "html page": (b"<!DOCTYPE html><html><body>Not Found</body></html>", "at most 100000000"),
+    "html page": (b"<!DOCTYPE html><html><body>Not Found</body></html>", "a server sends in place of a file"),
     "not utf-8": (file_bytes(b'{"\xff":1}'), "utf-8"),
     "lone surrogate": (file_bytes(b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), "surrogates"),
     "leading space": (file_bytes(b" {}"), "must start with"),

@@ -4,6 +4,7 @@ Knows neither torch nor heads. A file with an invalid header raises CheckpointEr
 files are only listed in `Checkpoint.problems`, so that an audit can show them all.
 """
 
+import glob
 import re
 import shlex
 from collections import Counter
@@ -20,6 +21,7 @@ from nextn.checkpoint.draft_models import standalone
 from nextn.checkpoint.other_objects import (
     PICKLES,
     adapter_sentence,
+    engine_sentence,
     folder_names,
     pickle_sentence,
     source_sentence,
@@ -127,6 +129,7 @@ class Checkpoint:
             if path.is_dir():
                 return _assemble(str(path), folder_files(path))
             if path.is_file() and path.suffix == ".safetensors":
+                _refuse_shard(path)
                 files = [file for file in (path, path.with_name(CONFIG)) if file.is_file()]
                 return _assemble(str(path), {file.name: LocalFile.at(file, file.name) for file in files})
             if path.suffix == ".gguf":
@@ -219,6 +222,13 @@ def as_checkpoint(source: str | Path | Checkpoint) -> Checkpoint:
     return source if isinstance(source, Checkpoint) else Checkpoint.open(source)
 
 
+def _refuse_shard(path: Path) -> None:
+    """Raise for one of the numbered files of a model, which has a part of its tensors."""
+    others = path.parent.glob(re.sub(r"-\d+(-of-\d+)$", r"-*\1", glob.escape(path.stem)) + path.suffix)
+    if path.with_name(INDEX).is_file() and any(other.name != path.name for other in others):
+        raise CheckpointError(f"{path}: one of several files of a model: give its folder, {path.parent}.")
+
+
 def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
     index = _weight_map(sources[INDEX]) if INDEX in sources else None
     named = set(index.values()) if index else set()
@@ -234,6 +244,8 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
     headers = _read_headers([sources[name] for name in files])
     tensors, problems = _reconcile(headers, index)
     config = _load_json(sources[CONFIG], CONFIG_LIMITS) if CONFIG in sources else {}
+    if sentence := engine_sentence(config):
+        raise CheckpointError(f"{path}: {sentence}")
     try:
         check_numbers(config)
     except ValueError as error:

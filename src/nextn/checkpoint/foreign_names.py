@@ -12,7 +12,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.safetensors_file import TensorInfo
 
 _ADAPTER = (
-    r"lora_[ABE]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|vera_lambda_[bd]|ranknum|(hada|lokr|oft|loha)_\w+"
+    r"lora_[ABEab]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|vera_lambda_[bd]|ranknum|(hada|lokr|oft|loha)_\w+"
 )
 
 
@@ -27,10 +27,10 @@ class ForeignNames:
     in_engine: bool = False  # names of an engine's memory, which some families have in their files
 
 
-_MERGE = "Merge the adapter (PEFT's `merge_and_unload`), save, and audit the result."
+_MERGE = "Merge the adapter (PEFT's `merge_and_unload`, `mlx_lm.fuse`), save, and audit the result."
 _UNWRAP = "Save the state of the unwrapped module."
 KINDS = (
-    ForeignNames(re.compile(rf".*\.(?:{_ADAPTER})(?:\..+|$)"), "\0", "the matrices of an adapter (PEFT)", _MERGE),
+    ForeignNames(re.compile(rf".*\.(?:{_ADAPTER})(?:\..+|$)"), "\0", "the matrices of an adapter", _MERGE),
     ForeignNames(re.compile(r"^base_model\.model\."), "", "an adapter's model that was not merged (PEFT)", _MERGE),
     ForeignNames(
         re.compile(r"\.original_module(?=\.)|.*\.original_module$"), "\0",

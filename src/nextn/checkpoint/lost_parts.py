@@ -13,7 +13,8 @@ from nextn.checkpoint.safetensors_file import TensorInfo
 
 # Suffixes of codes, by the name of a module or of its weight; those without a name of their own are known by the dtype.
 _OWN_CODES = (
-    ".qweight", "._weight_qdata", "._weight_tensor_data", ".weight_packed", "_packed", ".weight_blocks", "_blocks",
+    ".qweight", "._weight_qdata", "._weight_tensor_data", ".weight._data", ".weight_packed", "_packed",
+    ".weight_blocks", "_blocks",
     *(f".{name}" for name in BLOCK_NAMES),
 )  # fmt: skip
 _SHARED_CODES = (".weight", "")
@@ -22,7 +23,7 @@ _NO_CODES = PLAIN | {"I16", "I32", "I64", "U16", "U64", "BOOL"}  # dtypes of val
 _CODES_OF = {
     **{f".weight{suffix}": ".weight" for suffix in WEIGHT_SUFFIXES}, ".SCB": ".weight", ".weight_format": ".weight",
     ".weight_shape": ".weight_packed", ".weight_scales": ".weight_blocks", ".qzeros": ".qweight", ".g_idx": ".qweight",
-    "._weight_scale": "._weight_qdata", "._weight_zero_point": "._weight_qdata",
+    ".weight._scale": ".weight._data", "._weight_scale": "._weight_qdata", "._weight_zero_point": "._weight_qdata",
     "._weight_scale_and_zero": "._weight_qdata",
 }  # fmt: skip
 _QUANT_STATE = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))

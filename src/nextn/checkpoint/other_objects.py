@@ -39,6 +39,15 @@ TRAINING: tuple[Object, ...] = (
         "--safe_serialization` in it writes a model, with config.json and the tokenizer copied beside",
     ),
     Object(
+        "verl", _has_file(r"model_world_size_\d+_rank_\d+\.pt|global_step_\d+"),
+        "a training checkpoint of verl, sharded over ranks: `python -m verl.model_merger merge --backend fsdp` writes "
+        "safetensors",
+    ),
+    Object(
+        "NeMo", lambda names: _has_file(r".*\.nemo")(names) or {"context", "weights"} <= set(names),
+        "a NeMo checkpoint: export it to the Hugging Face layout with NeMo, with the MTP layers",
+    ),
+    Object(
         "Megatron",
         _has_file(r"latest_checkpointed_iteration\.txt|iter_\d{7}|model_optim_rng\.pt|mp_rank_\d+(?:_\d+)?|common\.pt"),
         "a Megatron training checkpoint: export it to the Hugging Face layout with the tool that trained it (Megatron "
@@ -50,11 +59,6 @@ TRAINING: tuple[Object, ...] = (
         "which config.json and the tokenizer are copied",
     ),
     Object(
-        "verl", _has_file(r"model_world_size_\d+_rank_\d+\.pt"),
-        "a training checkpoint of verl, sharded over ranks: `python -m verl.model_merger merge --backend fsdp` writes "
-        "safetensors",
-    ),
-    Object(
         "training run", _has_file(r"checkpoint-\d+"),
         "the folder of a training run: give one of its checkpoints, such as checkpoint-500 in it",
     ),
@@ -62,6 +66,10 @@ TRAINING: tuple[Object, ...] = (
         "incomplete download", _has_file(r".*\.(?:safetensors|bin|gguf)\.(?:incomplete|aria2|part|crdownload|tmp)"),
         "an incomplete download: run it again (`hf download` resumes) until no such files are left",
     ),
+    Object("parts", _has_file(r".*\.(?:safetensors|bin|gguf)\.(?:part-[\da-z]+|\d{3})"),
+           "a folder of parts of files that were cut: join the parts of each in their order with `cat`"),
+    Object("CTranslate2", lambda names: "model.bin" in names and _has_file(r".*vocabulary\.(?:json|txt)")(names),
+           "a model converted for CTranslate2: give the checkpoint that it was converted from"),
     Object("llamafile", _has_file(r".*\.llamafile"),
            "a llamafile: `unzip` takes out the GGUF file in it, which is converted first"),
     Object("ONNX", _has_file(r".*\.onnx(?:_data|\.data)?"),
@@ -77,8 +85,6 @@ TRAINING: tuple[Object, ...] = (
            "an OpenVINO export: give the checkpoint that it was exported from"),
     Object("MLC", _has_file(r"mlc-chat-config\.json"),
            "a model converted for MLC: give the checkpoint that it was converted from"),
-    Object("NeMo", _has_file(r".*\.nemo"),
-           "a NeMo archive: export it to the Hugging Face layout with NeMo, with the MTP layers"),
     Object("TensorFlow", _has_file(r"tf_model\.h5|.*\.weights\.h5|.*\.keras|flax_model.*\.msgpack"),
            "a model with weights of TensorFlow, Keras or Flax: give one with weights of PyTorch, as safetensors"),
     Object("Orbax", _has_file(r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
@@ -137,6 +143,13 @@ def _file_sentence(name: str, path: Path) -> str:
 
 def adapter_sentence(adapter: Config) -> str:
     """Say what an adapter's folder is, from its adapter_config.json."""
+    if "fine_tune_type" in adapter:
+        base = str(adapter.get("model") or "BASE")[:_MAX_NAME]
+        return (
+            f"this is an adapter of mlx_lm for {base}, not a model: merge it first (`mlx_lm.fuse --model {base} "
+            "--adapter-path ADAPTER --save-path MERGED`). mlx_lm leaves the MTP head out: `nextn restore MERGED --from "
+            "ORIGINAL`, with the model that has it, puts it back."
+        )
     kind = str(adapter.get("peft_type") or "LoRA")[:_MAX_NAME]
     kind = "LoRA" if kind.upper() == "LORA" else kind
     base = str(adapter.get("base_model_name_or_path") or "its base")[:_MAX_NAME]
@@ -147,6 +160,16 @@ def adapter_sentence(adapter: Config) -> str:
         f"this is {'an' if kind[:1] in 'AEIOU' else 'a'} {kind} adapter of {base}, not a model: merge it first (peft: "
         "merge_and_unload, then save_pretrained to MERGED). transformers leaves the MTP head out there: `nextn restore "
         f"MERGED --from {base}` puts it back.{own}"
+    )
+
+
+def engine_sentence(config: Config) -> str:
+    """Say what a folder is whose config.json is that of TensorRT-LLM's own layout; "" for any other."""
+    if "architecture" not in config or not {"producer", "mapping"} & config.keys() or "model_type" in config:
+        return ""
+    return (
+        "this is a checkpoint in TensorRT-LLM's layout: give the one that it was converted from, which its PyTorch "
+        "backend serves, too."
     )
 
 

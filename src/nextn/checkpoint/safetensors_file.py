@@ -113,6 +113,11 @@ def _header_length(first: bytes, size: int) -> int:
         raise ValueError("it is a Git LFS pointer, the weights were not downloaded: run `git lfs pull`")
     if size < 8:
         raise ValueError(f"it has {size} bytes, the length field alone takes 8")
+    if (text := first[:40]).isascii() and text.decode().isprintable():
+        raise ValueError(
+            f"it is text that starts with {text.decode()!r}, as a server sends in place of a file that needs a login "
+            "or does not exist"
+        )
     length = int.from_bytes(first[:8], "little")
     if length > MAX_HEADER:
         raise ValueError(f"the header claims {length} bytes, at most {MAX_HEADER} are allowed")
