@@ -33,8 +33,9 @@ from nextn.checkpoint.tensors import FLOATS, TensorReader  # noqa: E402
 from nextn.decoding.rounds import rounds  # noqa: E402
 from nextn.edit.norm_shift import is_norm_weight  # noqa: E402
 from nextn.model.head import Head  # noqa: E402
-from nextn.model.load_head import to_runtime_layout, trunk_state  # noqa: E402
+from nextn.model.load_head import trunk_state  # noqa: E402
 from nextn.model.model import Model  # noqa: E402
+from nextn.model.stored_layout import to_runtime_layout  # noqa: E402
 from nextn.model.trunk import Trunk  # noqa: E402
 from nextn.settings import Settings  # noqa: E402
 from nextn.stats.acceptance import Acceptance  # noqa: E402

@@ -1,7 +1,6 @@
 """Blocks of their own kind: streams, compressed attention, short convolutions; rows apart; transformers' Inkling."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from nextn.checkpoint.safetensors_file import read_header
 from nextn.errors import ConfigError, RollbackError
 from nextn.family_table import disagreements
 from nextn.model.family_layers import collapse_streams
-from nextn.model.load_head import to_runtime_layout, to_stored_layout
 from nextn.model.model import Model
 
 
@@ -217,17 +215,6 @@ def test_rows_of_different_lengths_go_apart(name):
         assert cache.lengths == [9, 7]
         cache.select([1])
         torch.testing.assert_close(trunk(tokens[1:, 7:9], cache).final_hidden[0], reference[1, 7:9], atol=1e-4, rtol=0)
-
-
-def test_gate_and_up_rows_take_turns():
-    """The published dense MLP is one tensor: row 0 of the gate, row 0 of the up projection, row 1 of the gate."""
-    state = {"0.block.mlp.gate_proj.weight": torch.zeros(3, 2), "0.block.mlp.up_proj.weight": torch.ones(3, 2)}
-    family = SimpleNamespace(interleaved_gate_up=("mlp",), separate_gate_up=(), experts="fused")
-    stored = to_stored_layout(SimpleNamespace(family=family), state)
-    assert stored["0.block.mlp.gate_up_proj.weight"][:, 0].tolist() == [0, 1, 0, 1, 0, 1]
-    again = to_runtime_layout(SimpleNamespace(family=family), stored)
-    assert again.keys() == state.keys()
-    assert all(torch.equal(again[name], state[name]) for name in state)
 
 
 # transformers' own MTP as an oracle.

@@ -68,6 +68,11 @@ def test_help_refers_to_the_documentation_site():
         assert not any(re.search(r"(?<!main/)docs/", text) for text in texts), name
 
 
+def test_descriptions_have_no_line_breaks_inside_paragraphs():
+    """A terminal wraps them at its own width."""
+    assert not [name for name, each in commands().items() if "\n" in (each.help or "").replace("\n\n", "")]
+
+
 def test_options_mean_one_thing_everywhere():
     """An option of one name has the same short name and the same negation in every command."""
     for name, command in commands().items():

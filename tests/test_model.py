@@ -25,7 +25,6 @@ from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.decoding.generate import generate
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import by_name
-from nextn.model import load_head
 from nextn.model.load_head import head_tensors
 from nextn.model.load_trunk import check_runs
 from nextn.model.model import Model, read_tokenizer
@@ -438,19 +437,6 @@ def test_saving_replaces_the_old_folder(tmp_path):
 def test_more_modules_than_the_layout_holds():
     with pytest.raises(ConfigError, match="expected 1 to 1"):
         build("qwen3_5", modules=2)
-
-
-def test_experts_round_trip():
-    """Fused -> one by one -> fused is the identity, and gate comes before up."""
-    state = {
-        "0.block.mlp.experts.gate_up_proj": torch.randn(3, 8, 5),
-        "0.block.mlp.experts.down_proj": torch.randn(3, 5, 4),
-    }
-    split = load_head.split_experts(state)
-    assert torch.equal(split["0.block.mlp.experts.2.up_proj.weight"], state["0.block.mlp.experts.gate_up_proj"][2, 4:])
-    again = load_head.fuse_experts(split)
-    assert again.keys() == state.keys()
-    assert all(torch.equal(again[key], state[key]) for key in state)
 
 
 def test_the_shard_is_plain_safetensors(saved):

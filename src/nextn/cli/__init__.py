@@ -5,8 +5,10 @@ Heavy imports are inside the commands, so `nextn --help` answers at once. Exit c
 """
 
 import os
+import re
 import sys
 from importlib import import_module
+from inspect import getdoc
 from typing import Annotated
 
 import typer
@@ -69,7 +71,8 @@ def build_app(only: str | None = None) -> typer.Typer:
             if only in (None, name):
                 run = getattr(import_module(f"nextn.cli.{module}"), name)
                 epilog = f"Documentation: {docs_page(page)}"
-                built.command(rich_help_panel=panel, epilog=epilog)(run)
+                text = re.sub(r"(?<!\n)\n(?!\n)", " ", getdoc(run) or "")  # typer would keep the source's line breaks
+                built.command(rich_help_panel=panel, epilog=epilog, help=text)(run)
     for name, (module, panel) in _GROUPS.items():
         if only in (None, name):
             group = getattr(import_module(f"nextn.cli.{module}"), f"{name}_app")
