@@ -251,7 +251,6 @@ def test_longer_than_the_context(given, tmp_path, nextn):
     ("setting", "words"),
     [
         ("steps=many", "steps = 'many'; expected a whole number"),
-        ("steps=true", "steps = True; expected a whole number"),
         ("batch_size=2.5", "batch_size = 2.5; expected a whole number"),
         ("lr=0", "lr = 0; expected 0 < lr < 1"),
         ("clip=-1", "clip = -1; expected a norm of gradients > 0"),
@@ -262,9 +261,6 @@ def test_longer_than_the_context(given, tmp_path, nextn):
         ("compile=3", "compile = 3; expected true or false"),
         ("beta=[1]", "beta = [1]; expected a number or null"),
         ("lam=-1", "lambda values (-1.0,) must be finite and >= 0"),
-        ("objective=mse", "objective = 'mse'; expected one of ce, kl"),
-        ("temperature=0", "temperature = 0; expected a number > 0"),
-        ("lern=1", "unknown setting 'lern'; known: steps"),
     ],
 )
 def test_settings_that_have_no_meaning(setting, words, given, tmp_path, nextn):

@@ -44,13 +44,10 @@ _LATENT = {name: size for name, size in (_SIZES | _MOE).items() if name != "head
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+_GROUPS = {"n_group": 2, "topk_group": 1}
+_ROUTED = _GROUPS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "q_lora_rank": 16}
 # An indexer that drops columns in every test text.
-_INDEXED = {
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
+_INDEXED = _ROUTED | {
     "index_topk": 6,
     "index_head_dim": 16,
     "index_n_heads": 16,  # with few, relu makes many scores 0, and equal scores have no order
@@ -66,18 +63,14 @@ _VISION = {
     "patch_size": 14,
 }
 
+_GLM = _DENSE | _MOE | {"n_routed_experts": 4, "first_k_dense_replace": 1}
+_SPLIT = {"mlp_layer_types": ["dense", "sparse"]}
+_NO_END = {"eos_token_id": None}
+_NO_ENDS = _NO_END | {"bos_token_id": None}
 _COMPRESSED = ["compressed_sparse_attention", "heavily_compressed_attention"]
 
 CONFIGS: dict[str, dict[str, object]] = {
-    "deepseek_v3": _LATENT
-    | {
-        "model_type": "deepseek_v3",
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 16,
-    },
+    "deepseek_v3": _LATENT | _ROUTED | {"model_type": "deepseek_v3"},
     "deepseek_v4": _SIZES
     | _MOE
     | {
@@ -100,15 +93,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
     },
-    "glm4_moe": _SIZES
-    | _MOE
-    | {
-        "model_type": "glm4_moe",
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "n_routed_experts": 4,
-        "first_k_dense_replace": 1,
-    },
+    "glm4_moe": _GLM | {"model_type": "glm4_moe"},
     "qwen3_next": _SIZES
     | _MOE
     | _DELTA
@@ -118,46 +103,32 @@ CONFIGS: dict[str, dict[str, object]] = {
     | _MOE
     | _DELTA
     | {"model_type": "qwen3_5_moe_text", "num_experts": 4, "shared_expert_intermediate_size": 16},
-    "glm4_moe_lite": _LATENT
-    | {"model_type": "glm4_moe_lite", "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16},
+    "glm4_moe_lite": _LATENT | _GROUPS | {"model_type": "glm4_moe_lite", "n_routed_experts": 4, "q_lora_rank": 16},
     "bailing_hybrid": _LATENT
+    | _GROUPS
+    | _NO_END
     | {
         "model_type": "bailing_hybrid",
         "num_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
         "head_dim": 8,
         "num_hidden_layers": 3,
         "layer_group_size": 2,
         "first_k_dense_replace": 1,
         "pad_token_id": None,
-        "eos_token_id": None,
     },
     "hy_v3": _DENSE | _MOE | {"model_type": "hy_v3", "num_experts": 4},
-    "exaone_moe": _DENSE
-    | _MOE
-    | _WINDOWED
-    | {
-        "model_type": "exaone_moe",
-        "num_experts": 4,
-        "mlp_layer_types": ["dense", "sparse"],
-        "eos_token_id": None,
-    },
-    "mellum": _DENSE
-    | _MOE
-    | _WINDOWED
-    | {"model_type": "mellum", "num_experts": 4, "mlp_layer_types": ["dense", "sparse"]},
+    "exaone_moe": _DENSE | _MOE | _WINDOWED | _SPLIT | _NO_END | {"model_type": "exaone_moe", "num_experts": 4},
+    "mellum": _DENSE | _MOE | _WINDOWED | _SPLIT | {"model_type": "mellum", "num_experts": 4},
     "cohere2_moe": _DENSE
     | _WINDOWED
+    | _SPLIT
+    | _NO_ENDS
     | {
         "model_type": "cohere2_moe",
         "num_experts": 4,
-        "mlp_layer_types": ["dense", "sparse"],
         "prefix_dense_intermediate_size": 64,
         "tie_word_embeddings": True,
         "logit_scale": 0.25,
-        "bos_token_id": None,
-        "eos_token_id": None,
     },
     "deepseek_v32": _LATENT | _INDEXED | {"model_type": "deepseek_v32"},
     "glm_moe_dsa": _LATENT
@@ -165,6 +136,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"model_type": "glm_moe_dsa", "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
     "hy_v4": _LATENT
     | _INDEXED
+    | _NO_ENDS
     | {
         "model_type": "hy_v4",
         "num_hidden_layers": 3,
@@ -172,8 +144,6 @@ CONFIGS: dict[str, dict[str, object]] = {
         "hc_mult": 2,
         "learnable_sink_init": 0.5,
         "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
     },
     "glm5_next": {
         "model_type": "glm5_next",
@@ -225,11 +195,11 @@ CONFIGS: dict[str, dict[str, object]] = {
         "text_config": _DENSE
         | _MOE
         | _WINDOWED
+        | _SPLIT
         | {
             "share_expert_dim": 16,
             "n_routed_experts": 4,
             "num_sliding_attention_heads": 2,
-            "mlp_layer_types": ["dense", "sparse"],
             "num_nextn_predict_layers": 3,
             "mtp_layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "mtp_mlp_layer_types": ["dense", "sparse", "sparse"],
@@ -239,6 +209,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     "minimax_m3": {
         "model_type": "minimax_m3_vl",
         "text_config": _SIZES
+        | _SPLIT
+        | _NO_ENDS
         | {
             "num_hidden_layers": 2,
             "intermediate_size": 16,
@@ -249,19 +221,17 @@ CONFIGS: dict[str, dict[str, object]] = {
             "rotary_dim": 4,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
             "layer_types": ["full_attention", "minimax_m3_sparse"],
-            "mlp_layer_types": ["dense", "sparse"],
             # Blocks that are dropped in every test text.
             "index_n_heads": 2,
             "index_head_dim": 8,
             "index_block_size": 3,
             "index_topk_blocks": 2,
-            "bos_token_id": None,
-            "eos_token_id": None,
         },
         "vision_config": _VISION | {"hidden_size": 16},
         "projector_hidden_size": 16,
     },
     "longcat_flash": {name: size for name, size in _LATENT.items() if name != "num_hidden_layers"}
+    | _NO_ENDS
     | {
         "model_type": "longcat_flash",
         "num_layers": 2,
@@ -272,8 +242,6 @@ CONFIGS: dict[str, dict[str, object]] = {
         "n_routed_experts": 4,
         "zero_expert_num": 2,
         "moe_topk": 2,
-        "bos_token_id": None,
-        "eos_token_id": None,
     },
     "inkling": {
         "model_type": "inkling_mm_model",
@@ -315,14 +283,9 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
     "glm4v_moe": {
         "model_type": "glm4v_moe",
-        "text_config": _SIZES
-        | _MOE
+        "text_config": _GLM
         | {
             "model_type": "glm4v_moe_text",
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "n_routed_experts": 4,
-            "first_k_dense_replace": 1,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -334,7 +297,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
     "exaone4_5": {
         "model_type": "exaone4_5",
-        "text_config": _DENSE | _WINDOWED | {"model_type": "exaone4", "eos_token_id": None},
+        "text_config": _DENSE | _WINDOWED | _NO_END | {"model_type": "exaone4"},
         "vision_config": _VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
     },
     "nemotron_h": _SIZES
@@ -369,10 +332,11 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
     "dots3_note": _LATENT
     | _INDEXED
+    | _SPLIT
+    | _NO_ENDS
     | {
         "model_type": "dots3_note_text",
         "layer_types": ["indexed_attention", "sliding_attention"],
-        "mlp_layer_types": ["dense", "sparse"],
         "head_dim": 16,
         "sliding_window": 5,
         "shared_experts_intermediate_size": 16,
@@ -384,8 +348,6 @@ CONFIGS: dict[str, dict[str, object]] = {
         "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 8,
         "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
     },
     "ernie4_5_moe": _DENSE
     | {
