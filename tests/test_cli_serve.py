@@ -3,17 +3,14 @@
 import json
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
-import nextn
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.errors import ConfigError
 from nextn.serve.http_server import listen
 from nextn.serve.options import allowed_hosts, reference_rates
 from nextn.text_format import install_command
-
-TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 
 
 @pytest.mark.parametrize(
@@ -23,7 +20,7 @@ TINY = Path(nextn.__file__).parent / "assets" / "tiny"
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "that variable holds no key"),
         (["--reference", "nowhere.json"], "--reference nowhere.json: cannot be read: No such file"),
-        (["--reference", str(TINY / "config.json")], "not a record of `nextn measure --out`"),
+        (["--reference", str(SHIPPED / "config.json")], "not a record of `nextn measure --out`"),
         (["--backend", "fast"], "backend 'fast'; expected one of"),
         (["--print", "tgi"], "--print tgi"),
         (["--print", "vllm", "-k", "0"], "-k 0: the command serves with the head; expected at least 1 draft"),
@@ -40,7 +37,7 @@ TINY = Path(nextn.__file__).parent / "assets" / "tiny"
     ],
 )
 def test_bad_options(here, options, words):
-    code, out, err = here("serve", TINY, *options)
+    code, out, err = here("serve", SHIPPED, *options)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("error: ")  # after "loading", if the model has to be read first
     assert words in err
@@ -49,7 +46,7 @@ def test_bad_options(here, options, words):
 def test_an_address_in_use(here):
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        code, _, err = here("serve", TINY, "--port", port)
+        code, _, err = here("serve", SHIPPED, "--port", port)
     assert code == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in err
 
@@ -58,13 +55,13 @@ def test_a_missing_extra_is_named(here, monkeypatch):
     module = sys.modules["nextn.cli.serve"]
     find = module.find_spec
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    code, _, err = here("serve", TINY)
+    code, _, err = here("serve", SHIPPED)
     assert (code, err) == (2, f"error: the server needs uvicorn: {install_command('serve')}\n")
 
 
 def test_a_key_with_a_line_break_is_refused(here, monkeypatch):
     monkeypatch.setenv("SERVER_KEY", "a\nb")
-    code, _, err = here("serve", TINY, "--api-key-env", "SERVER_KEY")
+    code, _, err = here("serve", SHIPPED, "--api-key-env", "SERVER_KEY")
     assert code == 2
     assert "a\nb" not in err
 

@@ -1,7 +1,5 @@
 """The lm_head of drafts in four bits: its logits and drafts, where it is used, and what never reads it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from packed import Case, quantize_folder
@@ -10,7 +8,7 @@ from reference_products import grouped_linear
 from tiny import CONFIGS, FIXTURES, build, decode, prompt, refrain
 from torch import Tensor, nn
 
-import nextn
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for, make_backend
@@ -25,7 +23,6 @@ from nextn.speculative.draft_vocabulary import DraftVocabulary
 from nextn.speculative.sampling import Prediction
 from nextn.stats.acceptance import Acceptance
 
-TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 WEIGHTS = ["stored", "int8", "int4"]
 few_bits = pytest.mark.parametrize("weights", WEIGHTS)
 
@@ -245,4 +242,4 @@ def test_small_vocabularies_keep_what_they_have():
     model = Model.load(FIXTURES / "glm", dtype=torch.bfloat16)
     for weights in ("stored", "int8", "int4"):
         assert backend_for(prepared(model, weights), "native").draft_lm_head_bits is None
-    assert not has_four_bits(Model.load(TINY).head)
+    assert not has_four_bits(Model.load(SHIPPED).head)

@@ -3,13 +3,12 @@
 import json
 import queue
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from chats import chatty
 
-import nextn
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.engine import ServingEngine
@@ -18,7 +17,6 @@ from nextn.serve.options import EngineOptions
 from nextn.serve.request import GenerationRequest
 from nextn.settings import Sampling
 
-TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 PROMPT = tuple(b"def add(")
 SCHEMA = {
     "type": "object",
@@ -34,7 +32,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def model():
-    return replace(Model.load(TINY), tokenizer=chatty())
+    return replace(Model.load(SHIPPED), tokenizer=chatty())
 
 
 @pytest.fixture(scope="module")

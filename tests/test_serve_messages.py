@@ -2,21 +2,19 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from chats import REASONED, reasoner
 from http_serving import named_events, serving
 from scripted_engine import ScriptedEngine
 
-import nextn
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.decoding.records import SequenceRound
 from nextn.model.model import Model
 from nextn.serve.answer_blocks import BlockAnswer
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.token_sampler import TokenTexts
 
-TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOLS = [{"name": "count", "description": "Counts.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}]
@@ -25,7 +23,7 @@ ASK = {"model": "tiny", "max_tokens": 200, "messages": [USER]}
 
 @pytest.fixture(scope="module")
 def model():
-    return replace(Model.load(TINY), tokenizer=reasoner())
+    return replace(Model.load(SHIPPED), tokenizer=reasoner())
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """/v1/responses, as the `openai` client uses it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import openai
 import pytest
@@ -9,12 +8,11 @@ from chats import REASONED, reasoner
 from http_serving import error_of, named_events, serving
 from scripted_engine import ScriptedEngine
 
-import nextn
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
 from nextn.serve.openai_responses import ResponseStore
 
-TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOLS = [{"type": "function", "name": "count", "description": "Counts.", "parameters": PARAMETERS}]
 ASK = {"model": "tiny", "input": "hi"}
@@ -22,7 +20,7 @@ ASK = {"model": "tiny", "input": "hi"}
 
 @pytest.fixture(scope="module")
 def model():
-    return replace(Model.load(TINY), tokenizer=reasoner())
+    return replace(Model.load(SHIPPED), tokenizer=reasoner())
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -23,15 +22,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedEngine
 from tiny import build
 
-import nextn
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.checkpoint.file_index import FileStamps
 from nextn.engines.counter_formats import read
 from nextn.engines.metrics_formats import from_metrics, prefix_hits
 from nextn.serve.api import create_app
 from nextn.serve.http_server import HttpServer
 from nextn.serve.options import ServerOptions
-
-TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +126,7 @@ def test_new_requests_on_open_connections_are_refused(model):
 @pytest.mark.more
 def test_the_command_stops_by_signal():
     """`nextn serve` as a process: it says where it is, answers, and ends with 0 after a signal."""
-    command = [sys.executable, "-m", "nextn", "serve", str(TINY), "--port", "0", "--backend", "torch", "--grace", "60"]
+    command = [sys.executable, "-m", "nextn", "serve", "tiny", "--port", "0", "--backend", "torch", "--grace", "60"]
     command += ["--max-num-seqs", "1", "--fixed-k"]  # nothing to measure before the first request
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
@@ -147,7 +144,7 @@ def test_the_command_stops_by_signal():
                 data = parsed(first + read_all(connection))[2]
             assert events(data)[-1]["choices"][0]["finish_reason"] == "length"
             assert process.wait(20) == 0
-            assert process.stderr.read().splitlines()[0] == f"loading {TINY} ..."
+            assert process.stderr.read().splitlines()[0] == f"loading {SHIPPED} ..."
         finally:
             process.kill()
 
@@ -155,7 +152,7 @@ def test_the_command_stops_by_signal():
 @pytest.mark.slow
 def test_the_command_outlives_truncated_weights(tmp_path):
     """While it warms up, whose passes read the mapped weights."""
-    folder = shutil.copytree(TINY, tmp_path / "model")
+    folder = shutil.copytree(SHIPPED, tmp_path / "model")
     command = [sys.executable, "-m", "nextn", "serve", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -227,23 +224,6 @@ def test_metrics_agree_with_the_answers(model):
     assert samples["nextn:num_requests_running",] == 0
     assert samples["nextn:kv_cache_usage_perc",] == 0.1
     assert samples["nextn:prefix_cache_queries_total",] == 40
-
-
-def test_counters_of_vllm_s_requests_are_read():
-    """The shape of --per-request-spec-decode-metrics, which `nextn serve` writes, too."""
-    document = {
-        "metrics": {
-            "speculative_decoding": {
-                "acceptance_histogram": [39, 1, 0, 3],
-                "num_spec_steps": 43,
-                "num_accepted_draft_tokens": 10,
-                "num_draft_tokens": 129,
-            }
-        }
-    }
-    counters = read(json.dumps(document))
-    assert (counters.num_drafts, counters.draft_tokens, counters.accepted) == (43, 129, 10)
-    assert counters.per_position == (4, 3, 3)
 
 
 @pytest.mark.parametrize("change", ["truncate", "overwrite", "replace"])

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import openai
 import pytest
@@ -12,13 +11,12 @@ from http_serving import error_of, serving
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from scripted_engine import ScriptedEngine
 
-import nextn
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.model.model import Model
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions
 
 pytest.importorskip("llguidance")
-TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 USER = [{"role": "user", "content": "hi"}]
 NO_SPACE = {"10": -100, "32": -100}  # where JSON may have whitespace, this model writes nothing else
 CHAT = {"model": "tiny", "messages": USER, "max_tokens": 200, "temperature": 0, "logit_bias": NO_SPACE}
@@ -38,7 +36,7 @@ NAMED = {"type": "function", "function": {"name": "count"}}
 
 @pytest.fixture(scope="module")
 def model():
-    return replace(Model.load(TINY), tokenizer=chatty())
+    return replace(Model.load(SHIPPED), tokenizer=chatty())
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,16 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from http_serving import Serving, serving
 
-import nextn
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.model.model import Model
 from nextn.serve.engine import ServingEngine
 from nextn.serve.options import EngineOptions
 from nextn.verify_checks import CHECKS
 
-TINY = Path(nextn.__file__).parent / "assets" / "tiny"
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
     "{% for c in m.tool_calls or () %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}{% endfor %}"
@@ -43,7 +41,7 @@ def served(model: Model, num_speculative_tokens: int) -> Iterator[Serving]:
 
 @pytest.mark.slow
 def test_every_check_passes(here):
-    model = Model.load(TINY)
+    model = Model.load(SHIPPED)
     model.tokenizer.chat_template = TEMPLATE
     plain = replace(model, head=None)
     with ExitStack() as stack:
