@@ -160,7 +160,8 @@ def test_impossible_folders(sources, tmp_path, folder):
             "no-such-compiler -x",
             "needs the compiler no-such-compiler, which is not on the PATH: install a C\\+\\+20 compiler",
         ),
-        ("false", "could not be built: false exited with status 1"),
+        ("false", "could not be built: false exited with status 1$"),
+        ("'g++ -O2", 'CXX is "\'g\\+\\+ -O2": No closing quotation; expected a compiler'),
         (
             "g++ -include no-such-header.h",
             r"could not be built: g\+\+ exited with status 1: .*no-such-header\.h: No such file",

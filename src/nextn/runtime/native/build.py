@@ -115,7 +115,13 @@ def status_of(sources: Path, cache: Path) -> BuildStatus:
 
 
 def _compiler() -> list[str]:
-    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    given = os.environ.get("CXX", "")
+    try:
+        return shlex.split(given) or ["g++"]
+    except ValueError as error:
+        raise ConfigError(
+            f"CXX is {given!r}: {error}; expected a compiler and its options, as a shell reads them"
+        ) from error
 
 
 def _version_line(tool: str) -> str:
@@ -246,5 +252,5 @@ def _run(command: Sequence[str], folder: Path) -> None:
         ) from error
     if completed.returncode:
         output = (completed.stderr or completed.stdout).strip()[:_MAX_OUTPUT]
-        status = f"{command[0]} exited with status {completed.returncode}"
-        raise ConfigError(f"the native runtime could not be built: {status}: {output}")
+        status = f"{command[0]} exited with status {completed.returncode}" + (f": {output}" if output else "")
+        raise ConfigError(f"the native runtime could not be built: {status}")
