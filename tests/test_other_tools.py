@@ -31,7 +31,7 @@ PACKED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def raw(dtype, shape):
-    size = int(np.prod(shape)) * {"F32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}[dtype]
+    size = int(np.prod(shape)) * {"F32": 4, "U32": 4, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}[dtype]
     return RawTensor(dtype, shape, np.random.default_rng(0).integers(1, 60, size, "u1").tobytes())
 
 
@@ -197,6 +197,33 @@ def test_mlx(packed, tmp_path):
         assert all(out.read_bytes(name) == old.read_bytes(name) for name in out.tensors)
         assert audit(out).clean
         assert "head-stale" not in [each.rule for each in audit(out).findings]
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "rules"),
+    [
+        ((8, 16), {"group_size": 16, "bits": 8}, []),  # a head of more bits than the trunk, as the config says
+        ((8, 16), None, ["quantization"]),
+        ((4, 8), None, ["quantization"]),
+        ((4, 16), {"group_size": 16, "bits": 8}, ["quantization"]),
+        ((4, 16), None, []),
+    ],
+)
+def test_bits_of_a_head_in_mlx(stored, own, rules, tmp_path):
+    """A module has the bits and groups of its entry, else those of all: engines on MLX build it by them."""
+    (bits, group), names = stored, [f"mtp.layers.0.self_attn.{part}_proj" for part in "qkvo"]
+
+    def change(table):
+        for name in [each for each in table if "self_attn" in each and each.endswith("_proj.weight")]:
+            rows, columns = table[name].shape
+            here, size = (bits, group) if name.startswith("mtp.") else (4, 16)
+            table[name] = raw("U32", (rows, columns * here // 32))
+            for part in ("scales", "biases"):
+                table[name.replace("weight", part)] = raw("BF16", (rows, columns // size))
+
+    section = {"group_size": 16, "bits": 4, "mode": "affine"} | (dict.fromkeys(names, own) if own else {})
+    folder = publish(tmp_path, "qwen3_5", change=change, config={"quantization": section})
+    assert [each.rule for each in audit(Checkpoint.open(folder)).findings if each.severity == "error"] == rules
 
 
 def test_mlx_keeps_the_names_of_its_head(tmp_path):

@@ -124,6 +124,7 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
             "Take that config, or the unquantized model.",
         )  # fmt: skip
     yield from _scales_misfit(inventory, {weight.module for weight in packed.values()})
+    yield from _settings_misfit(inventory)
     groups: dict[str, list[PackedWeight]] = defaultdict(list)
     for weight in packed.values():
         kind = (weight.problem or "").partition(":")[0]
@@ -162,6 +163,35 @@ def _scales_misfit(inventory: Inventory, packed: Collection[str]) -> Iterator[Fi
             f"size needs {list(shape)}: of a faulty export, or of another module.",
             "One scale for each block of values.",
             "Quantize again with a newer version of the tool, or take the release.",
+        )  # fmt: skip
+
+
+def _settings_misfit(inventory: Inventory) -> Iterator[Finding]:
+    """Report MLX's codes that are not of the bits and group size that the config has for their module.
+
+    A row of K values of b bits has K b / 32 words, and K / g scales in groups of g.
+    """
+    config, tensors = QuantConfig.of(inventory.checkpoint), inventory.checkpoint.tensors
+    section = next((each.format for each in config.sections if each.form == "mlx"), None) if config else None
+    wrong: list[tuple[str, str]] = []
+    for name, info in tensors.items() if section else ():
+        module = name.removesuffix(".weight")
+        scales = tensors.get(f"{module}.scales")
+        if section and info.dtype == "U32" and info.shape and scales is not None and scales.shape and scales.shape[-1]:
+            bits, size, *_ = section.settings(module)
+            if bits and size and 32 * info.shape[-1] != bits * size * scales.shape[-1]:
+                stored = 32 * info.shape[-1] // scales.shape[-1]
+                wrong.append(
+                    (module, f"bits times group size is {stored}, and {CONFIG} has {bits} in groups of {size}")
+                )
+    if wrong:
+        module, what = wrong[0]
+        yield Finding(
+            "quantization", "error", module,
+            f"{counted(len(wrong), 'matrix')} of other bits or groups than the config has for them, such as {module}, "
+            f"where {what}: engines on MLX build them so, and the weights do not fit.",
+            "An entry for each under its name in the files, with the group_size and bits that it was quantized with.",
+            f"Add the entries to `quantization` in {CONFIG}.",
         )  # fmt: skip
 
 

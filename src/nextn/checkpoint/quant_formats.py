@@ -290,6 +290,10 @@ class Mlx(Format):
     def covers(self, module: str) -> bool | None:
         return bool(self.section[module]) if module in self.section else None
 
+    def settings(self, module: str) -> WeightSettings:
+        own = self.section.get(module)
+        return settings_in(own if isinstance(own, dict) else self.section)
+
     def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
         return self.section | dict.fromkeys(modules, False)
 
