@@ -19,6 +19,7 @@ from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.quant_formats import FORMATS
 from nextn.checkpoint.quantization import MODELSLIM_FILE, QuantConfig, stored_modules
 from nextn.checkpoint.safetensors_file import RawTensor, read_header, write_safetensors
+from nextn.errors import CheckpointError
 
 NAME = "glm4_moe"
 NF4 = {"_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": None,
@@ -199,19 +200,9 @@ def test_mlx(packed, tmp_path):
         assert "head-stale" not in [each.rule for each in audit(out).findings]
 
 
-@pytest.mark.parametrize(
-    ("stored", "own", "rules"),
-    [
-        ((8, 16), {"group_size": 16, "bits": 8}, []),  # a head of more bits than the trunk, as the config says
-        ((8, 16), None, ["quantization"]),
-        ((4, 8), None, ["quantization"]),
-        ((4, 16), {"group_size": 16, "bits": 8}, ["quantization"]),
-        ((4, 16), None, []),
-    ],
-)
-def test_bits_of_a_head_in_mlx(stored, own, rules, tmp_path):
-    """A module has the bits and groups of its entry, else those of all: engines on MLX build it by them."""
-    (bits, group), names = stored, [f"mtp.layers.0.self_attn.{part}_proj" for part in "qkvo"]
+def in_mlx_with_head(path, stored, own, *, drop=False, prefix=""):
+    """A model in MLX, four bits in groups of 16, with a head of other `stored` bits and groups, and an `own` entry."""
+    bits, group = stored
 
     def change(table):
         for name in [each for each in table if "self_attn" in each and each.endswith("_proj.weight")]:
@@ -220,10 +211,49 @@ def test_bits_of_a_head_in_mlx(stored, own, rules, tmp_path):
             table[name] = raw("U32", (rows, columns * here // 32))
             for part in ("scales", "biases"):
                 table[name.replace("weight", part)] = raw("BF16", (rows, columns // size))
+        for name in [each for each in table if drop and each.startswith("mtp.")]:
+            del table[name]
 
-    section = {"group_size": 16, "bits": 4, "mode": "affine"} | (dict.fromkeys(names, own) if own else {})
-    folder = publish(tmp_path, "qwen3_5", change=change, config={"quantization": section})
-    assert [each.rule for each in audit(Checkpoint.open(folder)).findings if each.severity == "error"] == rules
+    section = {"group_size": 16, "bits": 4, "mode": "affine"}
+    names = [f"{prefix}mtp.layers.0.self_attn.{part}_proj" for part in "qkvo"]
+    return publish(
+        path, "qwen3_5", change=change, config={"quantization": section | (dict.fromkeys(names, own) if own else {})}
+    )
+
+
+EIGHT = {"group_size": 16, "bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "rules"),
+    [
+        ((8, 16), EIGHT, []),  # a head of more bits than the trunk, as the config says
+        ((8, 16), None, ["quantization"]),
+        ((4, 8), None, ["quantization"]),
+        ((4, 16), EIGHT, ["quantization"]),
+        ((4, 16), None, []),
+    ],
+)
+def test_bits_of_a_head_in_mlx(stored, own, rules, tmp_path):
+    """A module has the bits and groups of its entry, else those of all: engines on MLX build it by them."""
+    report = audit(Checkpoint.open(in_mlx_with_head(tmp_path, stored, own)))
+    assert [each.rule for each in report.findings if each.severity == "error"] == rules
+
+
+def test_restore_of_a_head_in_mlx(tmp_path):
+    """Its bytes are copied as they are: into a model whose config has its bits, and into no other."""
+    base = in_mlx_with_head(tmp_path / "base", (8, 16), EIGHT)
+    for name, own, prefix in (("same", EIGHT, ""), ("prefixed", EIGHT, "language_model.")):
+        target = in_mlx_with_head(tmp_path / name, (8, 16), own, drop=True, prefix=prefix)
+        nextn.restore(target, base)
+        assert audit(Checkpoint.open(target)).clean
+    with pytest.raises(
+        CheckpointError, match="has 8 bits in groups of 16 there, and 4 bits in groups of 16 by the target"
+    ):
+        nextn.restore(in_mlx_with_head(tmp_path / "four", (4, 16), None, drop=True), base)
+    plain = publish(tmp_path / "plain", "qwen3_5", change=without("qwen3_5"))
+    with pytest.raises(CheckpointError, match=r"quantized \(mlx\).*no quantization\. Use a base in bf16"):
+        nextn.restore(plain, base)
 
 
 def test_mlx_keeps_the_names_of_its_head(tmp_path):

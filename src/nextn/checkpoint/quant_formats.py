@@ -291,7 +291,8 @@ class Mlx(Format):
         return bool(self.section[module]) if module in self.section else None
 
     def settings(self, module: str) -> WeightSettings:
-        own = self.section.get(module)
+        # Loaders put the prefix before names without it, and look under the result.
+        own = self.section.get(module, self.section.get(f"language_model.{module}"))
         return settings_in(own if isinstance(own, dict) else self.section)
 
     def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:

@@ -10,7 +10,7 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import QuantConfig, declared, stored_modules, unpacked
+from nextn.checkpoint.quantization import QuantConfig, Storage, declared, stored_modules, unpacked
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError
 from nextn.family_table import Family, lookup, lookup_count
@@ -141,6 +141,8 @@ def _mismatched_shapes(dst: Inventory, src: Inventory) -> Iterator[str]:
         stem = family.names["block"].format(module=module, layer=src.num_layers + int(module)) + "."
         path = family.published(canonical, src.num_layers).removeprefix(stem)
         shape = src.info(canonical).shape
+        if not unpacked(src.info(canonical)):
+            continue
         expected, own = _layer_shapes(dst, path), _layer_shapes(src, path)
         if src.role(canonical) == "block" and expected and shape not in expected and (not own or shape in own):
             shapes = " or ".join(map(str, map(list, sorted(expected))))
@@ -162,7 +164,7 @@ def quantized_without(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece]
     kinds = dict(stored_modules({name: replace(piece.info, name=name) for name, piece in fresh.items()}))
     packed = {module: kind for module, kind in kinds.items() if kind != "plain"}
     if packed:
-        _refuse_scheme(dst, src, packed, quantized)
+        _refuse_scheme(dst, src, {module: _source(fresh, module) for module in packed}, {*packed.values()}, quantized)
     if quantized is None:
         return {}
     # By its family's convention a quantized head has unquantized modules, which engines know without the config.
@@ -180,8 +182,10 @@ def _source(fresh: Mapping[str, Piece], module: str) -> str:
     return fresh[name if name in fresh else module].name.removesuffix(".weight")
 
 
-def _refuse_scheme(dst: Inventory, src: Inventory, packed: Mapping[str, str], quantized: QuantConfig | None) -> None:
-    kinds = set(packed.values())
+def _refuse_scheme(
+    dst: Inventory, src: Inventory, packed: Mapping[str, str], kinds: set[Storage], quantized: QuantConfig | None
+) -> None:
+    """Raise for a head that is quantized otherwise than the target's config says; packed: name -> name in the base."""
     head_names = set(dst.stored.values())
     trunk = {name: info for name, info in dst.checkpoint.tensors.items() if name not in head_names}
     src_scheme, dst_scheme = _scheme(src.checkpoint), _scheme(dst.checkpoint)
@@ -192,9 +196,23 @@ def _refuse_scheme(dst: Inventory, src: Inventory, packed: Mapping[str, str], qu
         difference = f"{src_scheme} against {dst_scheme}"
     elif quantized and (uncovered := [module for module in packed if quantized.covers(module) is False]):
         difference = f"the target's config leaves {some(uncovered[:1])} unquantized"
+    elif (
+        quantized
+        and kinds == {"mlx"}
+        and (other := [name for name in packed.items() if _bits(dst, name[0]) != _bits(src, name[1])])
+    ):
+        (here, there), *_ = other
+        difference = f"{here} has {_bits(src, there)} there, and {_bits(dst, here)} by the target's config"
     if difference:
         what = f"its head is quantized ({', '.join(sorted(kinds))}) and bytes are copied as they are"
         raise CheckpointError(f"{src.checkpoint.path}: {what}: {difference}. Use a base in bf16.")
+
+
+def _bits(inventory: Inventory, module: str) -> str:
+    """Return bits and group size that a config of MLX has for a module."""
+    config = QuantConfig.of(inventory.checkpoint)
+    settings = [each.format.settings(module) for each in config.sections if each.form == "mlx"] if config else []
+    return f"{settings[0].bits} bits in groups of {settings[0].group_size}" if settings else ""
 
 
 def _scheme(checkpoint: Checkpoint) -> dict[str, object]:
