@@ -45,19 +45,6 @@ def test_collapse_is_the_trunks():
         torch.testing.assert_close(ours, theirs(streams))
 
 
-def test_added_projections_are_one_matrix():
-    """e_proj(e) + h_proj(h) in each stream is [e_proj, h_proj] over [e; h], as llama.cpp stores it."""
-    model = build("deepseek_v4")
-    module, size = model.head.stack[0], model.trunk.config.hidden_size
-    matrix = torch.cat([module.token_projection.weight, module.hidden_projection.weight], dim=1)
-    embedded, hidden = torch.randn(1, 3, size), torch.randn(1, 3, *model.trunk.hidden_shape)
-    with torch.no_grad():
-        ours = module._project_inputs(embedded, hidden)
-        for stream in range(hidden.shape[2]):
-            pair = torch.cat([module.token_norm(embedded), module.hidden_norm(hidden[:, :, stream])], dim=-1)
-            torch.testing.assert_close(ours[:, :, stream], pair @ matrix.T)
-
-
 def test_the_head_takes_the_last_layers_output():
     """`eaten` are the residual streams: the trunk's own collapse and norm make its normed state of them."""
     trunk = build("deepseek_v4").trunk

@@ -13,6 +13,7 @@ import pytest
 import typer
 from chats import chatty
 from quick import others_slow
+from tiny import CONFIGS
 
 from nextn import cli
 from nextn.cli import common
@@ -22,22 +23,7 @@ from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.settings import available_cores
 
-TINY = {
-    "model_type": "glm4_moe",
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "first_k_dense_replace": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "eos_token_id": 257,
-}
+TINY = CONFIGS["glm4_moe"] | {"vocab_size": 264, "max_position_embeddings": 256, "eos_token_id": 257}
 SETTINGS = ["--set", "batch_size=2", "--set", "length=32", "--set", "depths=2", "--set", "compile=false"]
 
 
