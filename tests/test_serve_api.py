@@ -71,16 +71,28 @@ def text(model):
     return result.text
 
 
-@pytest.mark.more
 def test_completion_is_what_the_model_says(client, text):
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
-    (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason) == (text, "length")
-    assert answer.usage.prompt_tokens == len(PROMPT)
-    assert answer.usage.completion_tokens == 24
-    assert answer.usage.total_tokens == len(PROMPT) + 24
-    assert answer.object == "text_completion"
-    assert answer.model == "tiny"
+    """Of a text, and of its token ids."""
+    ids = list(PROMPT.encode())
+    for prompt in (PROMPT, ids):
+        answer = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=24, temperature=0, extra_body={"return_token_ids": True}
+        )
+        (choice,) = answer.choices
+        assert (choice.text, choice.finish_reason) == (text, "length")
+        assert (choice.prompt_token_ids, bytes(choice.token_ids).decode()) == (ids, text)
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 24)
+        assert answer.usage.total_tokens == len(PROMPT) + 24
+        assert (answer.object, answer.model) == ("text_completion", "tiny")
+
+
+def test_stops_end_the_text(client, text):
+    """Before a stop string and a stop token, neither of which is shown."""
+    stop, token = text[7:11], text.encode()[6]
+    for fields, end in (({"stop": [stop]}, stop), ({"extra_body": {"stop_token_ids": [token]}}, chr(token))):
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, **fields)
+        found = answer.choices[0]
+        assert (found.text, found.finish_reason) == (text[: text.index(end)], "stop"), fields
 
 
 def test_streamed_completion_is_the_same(client, text):
@@ -107,16 +119,6 @@ def test_usage_in_every_event(client):
     assert counts[-1] == 24
 
 
-def test_token_ids_as_prompt(client, text):
-    ids = list(PROMPT.encode())
-    answer = client.completions.create(
-        model="tiny", prompt=ids, max_tokens=24, temperature=0, extra_body={"return_token_ids": True}
-    )
-    assert answer.choices[0].text == text
-    assert answer.choices[0].prompt_token_ids == ids
-    assert bytes(answer.choices[0].token_ids).decode() == text
-
-
 @pytest.mark.more
 def test_several_prompts_with_several_choices(client, text):
     prompts = [PROMPT, "class "]
@@ -127,22 +129,6 @@ def test_several_prompts_with_several_choices(client, text):
     assert texts[2] == texts[3] != text
     assert answer.usage.prompt_tokens == sum(map(len, prompts))
     assert answer.usage.completion_tokens == 4 * 24
-
-
-def test_stop_string_ends_the_text_before_it(client, text):
-    stop = text[7:11]
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, stop=[stop])
-    assert answer.choices[0].text == text[: text.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-
-
-def test_stop_token_ends_the_text(client, text):
-    token = text.encode()[6]
-    answer = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, extra_body={"stop_token_ids": [token]}
-    )
-    assert answer.choices[0].text == text[: text.index(chr(token))]
-    assert answer.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.more
