@@ -233,23 +233,6 @@ def test_little_is_read(nextn, monkeypatch):
     assert code in (0, 1)  # its values are all zero
 
 
-def test_require_head(nextn, tmp_path):
-    """A tool that drops the head and its count leaves a checkpoint that is clean, but not what CI expects."""
-
-    def drop(table):
-        for name in [name for name in table if name.startswith("model.layers.2.")]:
-            del table[name]
-
-    folder = publish(tmp_path, "glm4_moe", change=drop)
-    write_json(folder / "config.json", load_json(folder / "config.json") | {"num_nextn_predict_layers": 0})
-    assert nextn(folder)[0] == 0
-    code, out, _ = nextn(folder, "--require-head")
-    assert code == 1
-    assert "head-required" in out
-    assert f"nextn restore {folder} --from BASE" in out
-    assert nextn(publish(tmp_path / "whole", "glm4_moe"), "--require-head")[0] == 0
-
-
 def test_lines_stay_whole_in_a_pipe(nextn, lost, monkeypatch, capsys):
     """A log is searched by line; a terminal's width is not known there."""
     monkeypatch.delenv("COLUMNS", raising=False)

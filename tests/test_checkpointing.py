@@ -91,17 +91,6 @@ def test_a_checkpoint_older_than_a_setting(tmp_path):
         read_state(file.parent, replace(CONFIG, compile=True))
 
 
-def test_the_log_drops_what_is_done_again(tmp_path):
-    run = RunFolder(tmp_path)
-    with run.log(0) as log:
-        for step in (1, 2, 3):
-            log.write(record(step))
-    with run.log(2) as log:
-        log.write(record(3))
-    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [1, 2, 3]
-
-
 def test_a_line_cut_by_a_kill_is_dropped(tmp_path):
     run = RunFolder(tmp_path)
     with run.log(0) as log:

@@ -133,19 +133,15 @@ def test_one_draft_a_round_needs_no_positions():
 
 
 def test_shorter_rounds_are_noted():
+    """Of the run in question, whatever was before it."""
     assert fill_in_derived(Counters("x", 10, 25, 12, (7, 3, 2))).notes == (SHORTER,)
     assert fill_in_derived(Counters("x", 10, 29, 12, (7, 3, 2))).notes == ()  # the ends of texts
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "notes"),
-    [((1000, 3000, 900, (600, 200, 100)), (1100, 3150, 960, (650, 205, 105)), (SHORTER,)),
-     ((1000, 1600, 900, (600, 200, 100)), (2000, 4590, 1900, (1300, 400, 200)), ())],
-    ids=["in this run alone", "before it"],
-)  # fmt: skip
-def test_shorter_rounds_are_noted_of_the_run_in_question(before, after, notes):
-    first, last = (fill_in_derived(Counters("x", *counts)) for counts in (before, after))
-    assert last.minus(first).notes == notes
+    for before, after, notes in (
+        ((1000, 3000, 900, (600, 200, 100)), (1100, 3150, 960, (650, 205, 105)), (SHORTER,)),
+        ((1000, 1600, 900, (600, 200, 100)), (2000, 4590, 1900, (1300, 400, 200)), ()),
+    ):
+        first, last = (fill_in_derived(Counters("x", *counts)) for counts in (before, after))
+        assert last.minus(first).notes == notes
 
 
 def test_prometheus_lines():

@@ -31,14 +31,11 @@ def test_the_larger_gap_counts():
         assert (found.prompt, found.position, found.gap) == (4, 1, pytest.approx(3.0))
 
 
-def test_a_token_that_is_not_the_best_of_its_own_side():
-    found = first_difference(0, answer(token("c", a=-0.1, b=-3.0, c=-4.0)), answer(token("a", a=-0.1, b=-3.0, c=-4.0)))
-    assert found.gap == pytest.approx(3.9)
-
-
-def test_an_unlisted_token_is_below_the_last_listed():
-    found = first_difference(0, answer(token("a", a=-0.1, b=-3.0)), answer(AnswerToken("z")))
-    assert found.gap == pytest.approx(2.9)
+def test_gaps_of_tokens_that_are_not_the_best_or_not_listed():
+    """To the best of the same side; one that is not listed is below the last."""
+    worst, best = (token(text, a=-0.1, b=-3.0, c=-4.0) for text in "ca")
+    for one, other, gap in ((worst, best, 3.9), (token("a", a=-0.1, b=-3.0), AnswerToken("z"), 2.9)):
+        assert first_difference(0, answer(one), answer(other)).gap == pytest.approx(gap)
 
 
 def test_one_text_ends():
