@@ -159,6 +159,17 @@ def test_more_copies_than_one_pass_of_the_head_takes(num_copy_tokens):
     assert max(part.num_accepted for rows in native for part in rows if part.copied) == num_copy_tokens
 
 
+def test_distributions_of_copies_take_no_new_memory():
+    """Blocks that verify are kept, each with the memory of its distributions, for the next texts."""
+    model, counts = fast_of(build("glm4_moe")), []
+    for seed in range(3):
+        settings = {"num_copy_tokens": 4, "sampling": Sampling(0.3), "seed": seed}
+        _, parts = texts_of(model, [refrain(1, 40, seed=2)[0].tolist()], num_speculative_tokens=0, **settings)
+        assert any(part.copied for part in parts)
+        counts.append(len({key[3] for key in model.trunk._blocks if key[3]}))
+    assert counts == [1, 1, 1]
+
+
 @pytest.mark.more
 def test_sampled_texts_follow_the_trunks_distribution(monkeypatch):
     """The second and third token against their exact distribution, where copies are often right and often wrong."""

@@ -173,6 +173,7 @@ class NativeRounds:
         passes: Passes,
         cache: KVBuffers,
         start: RoundsStart,
+        scratch: Scratch,
         *,
         max_length: int | None,
         vocab_size: int | None,
@@ -181,6 +182,7 @@ class NativeRounds:
 
         Args:
             blocks: Returns the block that verifies a round.
+            scratch: Memory for the distributions of copies without a head, at one address for all texts.
             max_length: Tokens of a sequence; None: unlimited.
             vocab_size: Size of the distributions that drafts are verified with; None in greedy decoding.
         """
@@ -214,10 +216,10 @@ class NativeRounds:
         for each_cache, lengths in self._caches:
             each_cache.reserve(int(lengths.max()) + min(max(remaining), _RESERVED))
         self._distributions: Tensor | None = None
-        # Of copies without a head; memory that is not used takes no place.
-        self._own_distributions = (
-            None if vocab_size is None or chain is not None else torch.empty(width, batch_size, vocab_size)
-        )
+        self._own_distributions: Tensor | None = None
+        if vocab_size is not None and chain is None:
+            memory = scratch.take(4 * width * batch_size * vocab_size).view(torch.float32)
+            self._own_distributions = memory.view(width, batch_size, vocab_size)
         self._verify_blocks: dict[int, VerifyBlock] = {}
         self._table = (ctypes.c_void_p * (width + 2))()
         self._allocate_output(batch_size, width)

@@ -59,7 +59,7 @@ class NativeTrunk:
         self.max_block_size = self._passes.max_block_size
         self._blocks: dict[tuple[object, ...], VerifyBlock | None] = {}
         self._verifiers: dict[tuple[Sampling, bool], NativeVerifier] = {}
-        self._verifier_scratch = Scratch()
+        self._verifier_scratch, self._distributions_scratch = Scratch(), Scratch()
 
     def cache(self, batch_size: int) -> KVBuffers:
         return _allocate_cache([self._passes], batch_size)
@@ -92,7 +92,7 @@ class NativeTrunk:
             return None
         vocab_size = None if sampling.greedy else self.vocab_size
         sizes = {"max_length": self.max_length, "vocab_size": vocab_size}
-        return NativeRounds(self._runtime, blocks, self._passes, cache, start, **sizes)
+        return NativeRounds(self._runtime, blocks, self._passes, cache, start, self._distributions_scratch, **sizes)
 
     def _verifier(self, sampling: Sampling, block_verification: bool) -> NativeVerifier:
         """One per sampling parameters: its programs are used for all texts."""
