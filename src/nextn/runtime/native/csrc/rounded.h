@@ -92,9 +92,11 @@ struct Pairs {
 };
 
 // sum += the products of two pairs. Through the intrinsic, GCC keeps each sum in two registers, and from nine rows on there
-// are not so many.
+// are not so many; as an operand of the instruction itself, an element of an array stays in memory.
 inline void add_products(__m512i& sum, __m512i weights, __m512i x) {
-  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+  __m512i in_register = sum;
+  asm("vpdpwssd %2, %1, %0" : "+v"(in_register) : "v"(weights), "v"(x));
+  sum = in_register;
 }
 
 inline __m512i broadcast(const int16_t* pair) {
