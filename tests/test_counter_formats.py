@@ -499,17 +499,6 @@ def test_a_restart_is_seen_by_any_count_that_fell():
     assert (counters.num_drafts, counters.accepted, counters.notes) == (220, 180, ())
 
 
-def test_metrics_of_several_ranks_name_how_far_apart_they_are():
-    series = "".join(
-        f'vllm:spec_decode_num_{name}{{engine="{engine}",model_name="m"}} {count}\n'
-        for engine, accepted in enumerate((150, 2))
-        for name, count in (("drafts", 100), ("draft_tokens", 200), ("accepted_tokens", accepted))
-    )
-    (note,) = read(series).notes
-    assert "1.02 (engine 1) to 2.50 (engine 0)" in note
-    assert read(series.replace('engine="1"', 'engine="0"')).notes == ()
-
-
 def test_an_answer_of_prometheus():
     """The query API's JSON, as metrics."""
     names = {"drafts": 100, "draft_tokens": 200, "accepted_tokens": 120}

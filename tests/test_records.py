@@ -37,16 +37,13 @@ def test_all_tokens():
     assert reader.document({"messages": HELLO}, "x").ids.tolist() == read({"messages": HELLO}).ids.tolist()
 
 
-def test_a_template_without_marks_says_what_to_do():
-    with pytest.raises(ConfigError, match=r"^x:1: .*\{% generation %\}.*--all-tokens"):
-        RecordReader(chatty(marked=False)).document({"messages": HELLO}, "x:1")
-
-
 def test_prompt_and_completion():
-    """The completion counts, and the eos that ends it; the prompt does not."""
+    """The completion counts, and the eos that ends it; the prompt does not. A text has neither and counts whole."""
     document = read({"prompt": "2+2=", "completion": "4"})
     assert document.ids.tolist() == [*b"2+2=4", EOS]
     assert document.mask.tolist() == [False] * 4 + [True, True]
+    document = read({"text": "a<|endoftext|>", "meta": 3})
+    assert (document.ids.tolist(), document.mask) == ([*b"a<|endoftext|>"], None)
 
 
 def test_stored_answers():
@@ -55,12 +52,6 @@ def test_stored_answers():
     assert (cut.ids.tolist(), cut.mask.tolist()) == ([1, 2, 3, 4, EOS], [False, False, True, True, False])
     ended = read({"prompt": [1, 2], "tokens": [3, EOS]}).with_eos(EOS)
     assert (ended.ids.tolist(), ended.mask.tolist()) == ([1, 2, 3, EOS], [False, False, True, True])
-
-
-def test_plain_text_counts_whole():
-    document = read({"text": "a<|endoftext|>", "meta": 3})
-    assert document.mask is None
-    assert document.ids.tolist() == [*b"a<|endoftext|>"]
 
 
 def test_conversations_come_first():
@@ -91,11 +82,14 @@ def test_what_is_refused(record, words):
         RecordReader(chatty()).document(record, "x:3")
 
 
-def test_no_template():
-    tokenizer = chatty()
-    tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="x: the tokenizer has no chat template"):
-        RecordReader(tokenizer).document({"messages": HELLO}, "x")
+def test_templates_that_do_not_say_what_counts():
+    """One that marks nothing, and none at all."""
+    without = chatty()
+    without.chat_template = None
+    marks = r"^x:1: .*\{% generation %\}.*--all-tokens"
+    for tokenizer, words in ((chatty(marked=False), marks), (without, "x:1: the tokenizer has no chat template")):
+        with pytest.raises(ConfigError, match=words):
+            RecordReader(tokenizer).document({"messages": HELLO}, "x:1")
 
 
 def test_notes():
