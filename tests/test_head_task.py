@@ -667,16 +667,6 @@ def test_an_fp8_trunk_stays_fp8(tmp_path):
     )
 
 
-def test_files_of_the_trunk_are_linked(tmp_path):
-    """A big trunk is not copied: a file without anything of a head is the same file."""
-    model = build("glm4_moe")
-    model.save(tmp_path / "trunk")
-    origin = Inventory.of(Checkpoint.open(tmp_path / "trunk"))
-    write_with_trunk(origin, changed(model.head), tmp_path / "out", dtype=None, source="run")
-    linked = [path.name for path in (tmp_path / "out").glob("*.safetensors") if path.stat().st_nlink > 1]
-    assert "model-00001-of-00002.safetensors" in linked
-
-
 def test_a_head_alone_is_a_base_for_restore(tmp_path):
     origin = Inventory.of(Checkpoint.open(FIXTURES / "glm"))
     model = Model.load(FIXTURES / "glm")

@@ -504,20 +504,6 @@ def test_a_client_that_leaves_at_once(model, sends_body, caplog):
     assert not caplog.records
 
 
-def test_a_stopped_openai_stream_cancels(model):
-    engine = ScriptedEngine(round_s=0.01)
-    with serving(engine, model) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        stream = client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=200, stream=True
-        )
-        for number, _ in enumerate(stream):
-            if number == 3:
-                stream.close()
-                break
-        wait_for(lambda: not engine.running)
-        assert engine.cancelled == 1
-
-
 def test_recorded_conversations_are_accepted(scripted):
     """Fields of OpenAI's answers, of joined streams and of other clients, which say nothing to a model."""
     user = {"role": "user", "content": "x"}
