@@ -483,6 +483,13 @@ def test_index_and_files(tmp_path):
     assert "1 tensor of the head among them" in said
 
 
+def test_a_head_lost_beside_layers_that_the_config_does_not_count(tmp_path):
+    """They are not the head's where it has names of its own: both losses are named."""
+    publish(tmp_path, "qwen3_next", change=drop(r"mtp\."), config={"num_hidden_layers": 1})
+    assert findings(tmp_path, "head-absent")
+    assert findings(tmp_path, "names-unknown")
+
+
 def test_head_in_a_file_that_never_came(tmp_path):
     """The index knows where the head is; restoring it from elsewhere would be the longer way."""
     publish(tmp_path, "glm4_moe", shards=2)

@@ -211,13 +211,15 @@ def foreign_head(model_type: str, names: list[str]) -> Finding:
 
 def _absent(head: HeadStructure) -> Iterator[Finding]:
     """Report a config that declares MTP layers while no tensor of them is stored."""
-    inventory = head.inventory
-    if not inventory.declared or head.roles or head.misplaced or inventory.unrecognized:
+    inventory, family = head.inventory, head.inventory.family
+    # A decoder layer that the config does not count is the head's only where those follow the trunk's.
+    appended = "{layer}" in family.names["block"]
+    unknown = [name for name in inventory.unrecognized if appended or family.trunk_layer(name) is None]
+    if not inventory.declared or head.roles or head.misplaced or unknown:
         return
     if withheld(inventory.checkpoint.config) and (note := withheld_head(inventory)):
         yield note
         return
-    family = inventory.family
     named = bool(family.counted_in(inventory.checkpoint.config))
     claim = f"{CONFIG} declares {counted(inventory.declared, 'MTP layer')}"
     if not named:
