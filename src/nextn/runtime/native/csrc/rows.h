@@ -29,6 +29,18 @@ constexpr int kSums = 8, kMost = 8, kRowsAtOnce = 8;
 constexpr int kStepsAhead = 8;  // or steps of k, where these lie farther apart
 constexpr int kFetched = 4;     // rows from which on several pieces at once are, too
 
+// Prefetches of weights that are read once. Lines that are used once need not evict others from AMD's second-level cache,
+// and may come long before: those of the next pieces. Intel's processors take such lines into the small first-level cache
+// alone, where they are lost before they are used, and four rows took four times as long as three.
+#if defined(__SSE4A__) || !defined(__x86_64__)
+constexpr int kOnce = 0;
+constexpr bool kOfNextPieces = true;
+#else
+constexpr int kOnce = 3;  // into all caches
+constexpr bool kOfNextPieces = false;
+#endif
+constexpr int64_t kShortAhead = 1024;  // bytes
+
 typedef float Floats __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
 
@@ -51,12 +63,12 @@ struct Part {
 constexpr int rows_of(int64_t width) { return std::min(kRowsAtOnce, kMost * kFloats / int(width)); }
 
 // Common to formats with floats on both sides. kApart: partial sums of a column, which the steps of k take in turn;
-// kStays: 0 if prefetched weights, which do not all fit, should not evict what the caches hold; kAhead: bytes by which
-// a piece that is read alone is prefetched; kOne: rows from which on every piece is; kValues: values of k in an X.
+// kStays: kOnce, or which caches prefetched weights stay in; kAhead: bytes by which a piece that is read alone is
+// prefetched; kOne: rows from which on every piece is; kValues: values of k in an X.
 struct Singles {
   using X = float;
   using Wide = Floats;
-  static constexpr int kApart = 1, kStays = 0, kOne = kRowsAtOnce;
+  static constexpr int kApart = 1, kStays = kOnce, kOne = kRowsAtOnce;
   static constexpr int64_t kValues = 1, kAhead = 2048;
 
   static Floats spread(float value) { return value - Floats{}; }  // + would be an addition
@@ -79,7 +91,7 @@ struct Bf16 {
   using In = uint16_t;
   using X = Word;
   using Wide = Words;
-  static constexpr int kApart = 1, kStays = 0, kOne = kRowsAtOnce;
+  static constexpr int kApart = 1, kStays = kOnce, kOne = kRowsAtOnce;
   static constexpr int64_t kWidth = kTileColumns, kStep = 1, kRead = kWidth * int64_t(sizeof(Word)), kValues = 2;
   static constexpr int64_t kAhead = 2048;
 
@@ -154,7 +166,7 @@ struct Bytes : Bf16 {
 #endif
 
 // Consecutive pieces that are read once. Weights are prefetched: those that follow in a run, or the pieces after those
-// that are read together. With fewer rows than kFew the hardware prefetcher is as fast.
+// that are read together, or those near in each. With fewer rows than kFew the hardware prefetcher is as fast.
 template <typename Form, int kFew = kFetched>
 struct Streamed : Form {
   using Source = Part<typename Form::X>;
@@ -166,7 +178,7 @@ struct Streamed : Form {
     template <int kCount, int kPieces>
     void fetch(const char* at, const Source& part) const {
       if (kPieces > 1 && kCount < kFew) return;
-      const int64_t ahead = kPieces == 1 ? Form::kAhead : kPieces * part.next;
+      const int64_t ahead = kPieces == 1 ? Form::kAhead : kOfNextPieces ? kPieces * part.next : kShortAhead;
       for (int piece = 0; piece < kPieces; ++piece)
         for (int line = 0; line < Form::kRead; line += 64)
           __builtin_prefetch(at + ahead + piece * part.next + line, 0, Form::kStays);
