@@ -81,7 +81,7 @@ def test_calls_run_in_order():
 def test_a_program_keeps_its_tensors():
     """Freed memory under a program would be read, and written."""
     program, source = Program(load()), torch.ones(1000)
-    freed = weakref.ref(source)
+    freed = weakref.ref(source.untyped_storage())
     assert program.add("neg", [torch.empty(1000), source])
     del source
     gc.collect()

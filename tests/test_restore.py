@@ -223,6 +223,22 @@ def test_mangled_head_is_replaced(tmp_path):
     assert set(load_json(target / INDEX)["weight_map"].values()) == {path.name for path in target.glob("*.safetensors")}
 
 
+def test_a_layer_that_is_not_counted_wants_force(tmp_path):
+    """A decoder layer after the trunk's without anything of a head: it may be the trunk's own, as in stacked models."""
+    base = publish(tmp_path / "base", "glm4_moe", copies=False)
+    parts = "eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens"
+    target = publish(tmp_path / "target", "glm4_moe", seed=1, change=without("glm4_moe", *parts))
+    before = snapshot(target)
+    with pytest.raises(CheckpointError, match=r"layer 2 .*correct it in config\.json.*--force"):
+        nextn.restore(target, base)
+    assert snapshot(target) == before
+    (finding,) = [each for each in audit(target).findings if each.rule == "head-partial"]
+    assert "num_hidden_layers" in finding.fix
+    assert "--force" in finding.fix
+    nextn.restore(target, base, force=True)
+    assert bytes_of(target, own_names("glm4_moe")) == bytes_of(base, own_names("glm4_moe"))
+
+
 def test_whole_head_wants_force(tmp_path):
     """A sound head replaced unasked; one of several files removed with what it holds beside the head."""
     base, target = publish(tmp_path / "base", "glm4_moe"), publish(tmp_path / "target", "glm4_moe", seed=1)

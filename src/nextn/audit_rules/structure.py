@@ -357,12 +357,18 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
         names += chain.from_iterable(lost[each] for each in lost.keys() - {*bare})
         if names:
             like = f"a block like the trunk's layer {compared.layer}" if compared.layer >= 0 else "a block"
+            fix = restore(inventory)
+            if module in inventory.bare_blocks:
+                fix = (
+                    f"Correct num_hidden_layers in {CONFIG} if this is a layer of the trunk; if it is what is left of "
+                    f"the head, run `{restore(inventory, force=True)}`."
+                )
             yield Finding(
                 "head-partial", "error", names[0],
                 f"MTP layer {module} stores {counted(len(inventory.of_module(module)), 'tensor')} and lacks "
                 f"{len(names)}: {some(names)}.",
                 f"{joined([*(inventory.published(f'{module}.{role}') for role in required), like])}.",
-                restore(inventory),
+                fix,
             )  # fmt: skip
 
 

@@ -90,6 +90,13 @@ class Inventory:
         return {module: frozenset(roles[module]) for module in sorted(roles)}
 
     @cached_property
+    def bare_blocks(self) -> list[int]:
+        """Modules of which a decoder layer alone is stored, after the trunk's: it may be the trunk's own."""
+        if "{layer}" not in self.family.names.get("block", ""):
+            return []
+        return [index for index, roles in self.roles.items() if roles == {"block"} != self.family.required(index)]
+
+    @cached_property
     def lost_parts(self) -> Mapping[str, list[str]]:
         """Module of trunk or head, by its name -> the tensors that it lacks of what its quantization method stores."""
         return lost_parts(self.checkpoint.tensors)

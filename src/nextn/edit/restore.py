@@ -158,6 +158,7 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
     count = dst.declared
     if src is not None:
         _refuse_complete(dst, src, force=force)
+        _refuse_bare(dst, force=force)
         notes += refuse_misfit(dst, src, force=force)
         packed = {canonical for canonical in dst.copies if not canonical.endswith(".weight")} if force else set()
         stale = {canonical for canonical in dst.copies if int(canonical.split(".")[0]) not in src.modules}
@@ -216,6 +217,17 @@ def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:
         raise CheckpointError(
             f"{dst.checkpoint.path}: already has a complete head ({counted(len(dst.modules), 'MTP layer')}){where}. "
             "--force replaces it."
+        )
+
+
+def _refuse_bare(dst: Inventory, *, force: bool) -> None:
+    """Raise CheckpointError for a decoder layer after the trunk's that has nothing of a head."""
+    if dst.bare_blocks and not force:
+        layer = dst.num_layers + dst.bare_blocks[0]
+        raise CheckpointError(
+            f"{dst.checkpoint.path}: layer {layer} has none of the parts of a head, so it may be a layer of the trunk "
+            f"that num_hidden_layers ({dst.num_layers}) does not count: correct it in {CONFIG}. If it is what is left "
+            "of the head, --force replaces it."
         )
 
 
