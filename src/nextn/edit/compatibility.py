@@ -164,7 +164,7 @@ def quantized_without(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece]
     kinds = dict(stored_modules({name: replace(piece.info, name=name) for name, piece in fresh.items()}))
     packed = {module: kind for module, kind in kinds.items() if kind != "plain"}
     if packed:
-        _refuse_scheme(dst, src, {module: _source(fresh, module) for module in packed}, {*packed.values()}, quantized)
+        _refuse_scheme(dst, src, fresh, packed, quantized)
     if quantized is None:
         return {}
     # By its family's convention a quantized head has unquantized modules, which engines know without the config.
@@ -183,9 +183,14 @@ def _source(fresh: Mapping[str, Piece], module: str) -> str:
 
 
 def _refuse_scheme(
-    dst: Inventory, src: Inventory, packed: Mapping[str, str], kinds: set[Storage], quantized: QuantConfig | None
+    dst: Inventory,
+    src: Inventory,
+    fresh: Mapping[str, Piece],
+    packed: Mapping[str, Storage],
+    quantized: QuantConfig | None,
 ) -> None:
-    """Raise for a head that is quantized otherwise than the target's config says; packed: name -> name in the base."""
+    """Raise for a head that is quantized otherwise than the target's config says. packed: its quantized modules."""
+    kinds = set(packed.values())
     head_names = set(dst.stored.values())
     trunk = {name: info for name, info in dst.checkpoint.tensors.items() if name not in head_names}
     src_scheme, dst_scheme = _scheme(src.checkpoint), _scheme(dst.checkpoint)
@@ -196,16 +201,19 @@ def _refuse_scheme(
         difference = f"{src_scheme} against {dst_scheme}"
     elif quantized and (uncovered := [module for module in packed if quantized.covers(module) is False]):
         difference = f"the target's config leaves {some(uncovered[:1])} unquantized"
-    elif (
-        quantized
-        and kinds == {"mlx"}
-        and (other := [name for name in packed.items() if _bits(dst, name[0]) != _bits(src, name[1])])
-    ):
-        (here, there), *_ = other
-        difference = f"{here} has {_bits(src, there)} there, and {_bits(dst, here)} by the target's config"
+    elif quantized and kinds == {"mlx"}:
+        difference = _other_bits(dst, src, {module: _source(fresh, module) for module in packed})
     if difference:
         what = f"its head is quantized ({', '.join(sorted(kinds))}) and bytes are copied as they are"
         raise CheckpointError(f"{src.checkpoint.path}: {what}: {difference}. Use a base in bf16.")
+
+
+def _other_bits(dst: Inventory, src: Inventory, modules: Mapping[str, str]) -> str:
+    """Say which module has other bits in the target's config than in the base's. modules: name -> name in the base."""
+    for here, there in modules.items():
+        if _bits(dst, here) != _bits(src, there):
+            return f"{here} has {_bits(src, there)} there, and {_bits(dst, here)} by the target's config"
+    return ""
 
 
 def _bits(inventory: Inventory, module: str) -> str:
