@@ -173,11 +173,13 @@ def _settings_misfit(inventory: Inventory) -> Iterator[Finding]:
     """
     config, tensors = QuantConfig.of(inventory.checkpoint), inventory.checkpoint.tensors
     section = next((each.format for each in config.sections if each.form == "mlx"), None) if config else None
+    if section is None:
+        return
     wrong: list[tuple[str, str]] = []
-    for name, info in tensors.items() if section else ():
+    for name, info in tensors.items():
         module = name.removesuffix(".weight")
         scales = tensors.get(f"{module}.scales")
-        if section and info.dtype == "U32" and info.shape and scales is not None and scales.shape and scales.shape[-1]:
+        if info.dtype == "U32" and info.shape and scales is not None and scales.shape and scales.shape[-1]:
             bits, size, *_ = section.settings(module)
             if bits and size and 32 * info.shape[-1] != bits * size * scales.shape[-1]:
                 stored = 32 * info.shape[-1] // scales.shape[-1]

@@ -94,7 +94,7 @@ def _state_of(model: Model) -> list[object]:
 
 
 def _identity(weight: Tensor) -> tuple[object, ...]:
-    """What tells a weight from the one that it was. Changes through `.data` have no version: a new tensor has another
+    """Return what changes when a weight does. Changes through `.data` have no version: a new tensor has another
     address, and values written in place show in the first ones, which cost one page of a mapped file."""
     size = min(_NUM_COMPARED, weight.untyped_storage().nbytes() // weight.itemsize - weight.storage_offset())
     is_read = weight.device.type == "cpu"  # elsewhere, no backend keeps a copy
