@@ -49,8 +49,8 @@ PUBLISHED = (
     Run("SmolLM2-135M-Instruct, int8", "smollm2-int8", AVX2, "2026-11-27", 0.0, 3),
     Run("SmolLM2-135M-Instruct, bf16", "smollm2-amx", AMX, "2026-11-28", 0.0, 3),
     Run("the same", "smollm2-amx", AMX, "2026-11-28", 0.7, 3),
-    Run("SmolLM2-135M-Instruct, bf16", "smollm2-avx512", AVX512, "2026-11-29", 0.0, 3),
-    Run("the same", "smollm2-avx512", AVX512, "2026-11-29", 0.7, 3),
+    Run("SmolLM2-135M-Instruct, bf16", "smollm2-avx512", AVX512, "2026-11-30", 0.0, 3),
+    Run("the same", "smollm2-avx512", AVX512, "2026-11-30", 0.7, 3),
     Run("SmolLM2-135M-Instruct, int8", "smollm2-int8-avx512", AVX512, "2026-11-29", 0.0, 3),
 )
 

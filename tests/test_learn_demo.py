@@ -135,14 +135,15 @@ def decoded(*, other=b"", texts=3):
 
 
 def test_repetitive_text_does_not_count():
-    """Catches a speed-up of loops, which are easy to draft; where all loop, all count."""
+    """Catches a speed-up of loops, which say nothing of other text."""
     pair = decoded(texts=1).greedy
     assert pair.non_degenerate == [0]
     assert pair.figures().speedup == pytest.approx(2)
     assert pair.speedup > 2.5
     assert pair.figures().mtp.acceptance.rates == (1.0, 0.0)
     only = DecodedPair(pair.plain.select([1]), pair.mtp.select([1]))
-    assert (only.non_degenerate, only.figures().speedup) == ([], only.speedup)
+    assert only.non_degenerate == []
+    assert only.as_record() == {"prompts": 1, "repetitive": 1, "speedup_with_repetitive": only.speedup}
     assert DecodedPair.join([pair, only]).non_degenerate == [0]
 
 
@@ -310,6 +311,10 @@ def test_text_of_too_few_steps_is_called_what_it_is(reported, tmp_path):
     assert unwrapped("9 steps are too few for this model: its text is gibberish (2.89 bits per byte") in text
     assert unwrapped(f"`nextn demo --folder {tmp_path} --minutes 30` trains it longer") in text
     assert "toofew" not in unwrapped(reported())
+    text = reported(loss=2.0, texts=0).split("2. Training")[1]
+    assert "greedy         no figures: 1 of 1 texts are repetitive" in text
+    assert unwrapped("and all its texts are repetitive (greedy)") in unwrapped(text)
+    assert text.count(" x") == 1  # of temperature 1
 
 
 def test_drafts_that_cost_more_than_they_save_are_named(reported, monkeypatch):

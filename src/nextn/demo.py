@@ -117,16 +117,17 @@ class DecodedPair:
         return self.mtp.tokens_per_s / self.plain.tokens_per_s
 
     def as_record(self) -> dict[str, object]:
-        """Return the record for report.json: the figures without degenerate texts, and the number of those."""
+        """Return the record for report.json: the figures without degenerate texts, if any, and the number of those."""
+        counted: dict[str, object] = {
+            "prompts": len(self.checks),
+            "repetitive": len(self.checks) - len(self.non_degenerate),
+            "speedup_with_repetitive": self.speedup,
+        }
+        if not self.non_degenerate:
+            return counted
         pair = self.figures()
         rates = {"plain_tokens_per_s": pair.plain.tokens_per_s, "mtp_tokens_per_s": pair.mtp.tokens_per_s}
-        counts = {"prompts": len(self.checks), "repetitive": len(self.checks) - len(self.non_degenerate)}
-        return (
-            pair.mtp.acceptance.as_record()
-            | rates
-            | {"speedup": pair.speedup, "speedup_with_repetitive": self.speedup}
-            | counts
-        )
+        return pair.mtp.acceptance.as_record() | rates | {"speedup": pair.speedup} | counted
 
 
 @dataclass(frozen=True)
@@ -396,8 +397,9 @@ def decode_trained(trained: TrainedModel, *, num_speculative_tokens: int) -> Dem
 def plot_decoded(folder: Path, decoded: DecodedModel) -> list[Path]:
     """Plot acceptance.png and timeline.png, and return their paths. Raises ConfigError without matplotlib."""
     paths = [folder / "acceptance.png", folder / "timeline.png"]
-    sides = {label: pair.figures().mtp for label, pair in (("greedy", decoded.greedy), ("T = 1", decoded.sampled))}
-    plots.acceptance(paths[0], {label: side.acceptance for label, side in sides.items()})
+    pairs = {"greedy": decoded.greedy, "T = 1": decoded.sampled}
+    labels = {name: name if pair.non_degenerate else f"{name}, repetitive texts" for name, pair in pairs.items()}
+    plots.acceptance(paths[0], {labels[name]: pair.figures().mtp.acceptance for name, pair in pairs.items()})
     shown = decoded.greedy.non_degenerate or [0]
     plain, mtp = (side.rounds[shown[0]][1:] for side in (decoded.greedy.plain, decoded.greedy.mtp))
     plots.timeline(paths[1], plain, mtp, num_tokens=48)

@@ -199,7 +199,9 @@ def _too_few_steps(report: "DemoReport") -> Iterator[str]:
 
     if (loss := bits(report.trained.evaluation.forced.loss[0])) > _GIBBERISH:
         yield f"its text is gibberish ({loss:.2f} bits per byte; below {_GIBBERISH} it resembles code)"
-    pairs = {"greedy": report.decoded.greedy, "temperature 1": report.decoded.sampled}
+    pairs = dict(_pairs(report.decoded))
+    if repetitive := [name for name, pair in pairs.items() if not pair.non_degenerate]:
+        yield f"all its texts are repetitive ({', '.join(repetitive)})"
     if slower := [name for name, pair in pairs.items() if pair.is_comparable and pair.figures().speedup < 1]:
         yield f"its drafts cost more than they save ({', '.join(slower)})"
 
@@ -241,12 +243,12 @@ def _show_figures(decoded: "DecodedModel") -> None:
 
 
 def _figures(label: str, pair: "DecodedPair", k: int) -> str:
+    if not pair.non_degenerate:
+        return f"{label:14} no figures: {len(pair.checks)} of {len(pair.checks)} texts are repetitive"
     figures = pair.figures()
     acceptance, speed = figures.mtp.acceptance, figures.mtp.tokens_per_s
     rates = "  ".join(f"a_{depth} {rate_text(rate)}" for depth, rate in enumerate(acceptance.rates, 1))
     left_out = f"{len(pair.checks) - len(pair.non_degenerate)} of {len(pair.checks)} texts repetitive, left out"
-    if not pair.non_degenerate:
-        left_out = "all texts are repetitive, which is easy to draft"
     return (
         f"{label:14} AL {acceptance.length:.2f} at K = {k}  {rates}  ({left_out})\n"
         f"{'':14} plain {figures.plain.tokens_per_s:.0f} tokens/s, MTP {speed:.0f} tokens/s = {figures.speedup:.2f} x"
