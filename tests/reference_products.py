@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 from nextn.checkpoint.gguf_blocks import KQuantWeight
 from nextn.checkpoint.gguf_file import SUPERBLOCK
 from nextn.runtime.native.grouped import GroupedWeight, group_size
-from nextn.runtime.native.quantization import quantize
+from nextn.runtime.native.weight_packing import quantize
 
 GROUP = 128  # values of a row of activations with a common scale (csrc/rounded.h)
 _LARGEST = 2**15 - 1  # code of activations

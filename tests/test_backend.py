@@ -17,8 +17,8 @@ from nextn.runtime import backend
 from nextn.runtime.backend import backend_for
 from nextn.runtime.native.abi import Runtime, load
 from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS, quantize_groups
-from nextn.runtime.native.quantization import dequantize, quantize
 from nextn.runtime.native.session import NativeHead, NativeTrunk
+from nextn.runtime.native.weight_packing import dequantize, quantize
 from nextn.stats.acceptance import Acceptance
 
 

@@ -7,11 +7,10 @@ import pytest
 from nextn.cli.diagnose import _EXIT_CODES, _show_diagnosis
 from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.errors import EngineError
-from nextn.evaluate.decidability import can_decide, needed_evidence
 from nextn.evaluate.diagnose import INCONCLUSIVE, Diagnosis, ObservedCase
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, observed_counts
-from nextn.evaluate.likelihoods import NO_FAULT, Evidence
+from nextn.evaluate.likelihoods import NO_FAULT, Evidence, can_decide, needed_evidence
 from nextn.evaluate.workload import ReferencePlan
 
 

@@ -14,9 +14,8 @@ from nextn.errors import ConfigError
 from nextn.runtime.native.abi import BYTES, Runtime, load
 from nextn.runtime.native.grouped import GroupedFormat, GroupedWeight, RoundedFormat, quantize_groups
 from nextn.runtime.native.memory import HugePages
-from nextn.runtime.native.quantization import pack_quantized, quantize
 from nextn.runtime.native.stored_codes import Fp8Format
-from nextn.runtime.native.weight_packing import merge_weights
+from nextn.runtime.native.weight_packing import merge_weights, pack_quantized, quantize
 
 SIZES = [1, 5, 16, 33, 100, 256]
 RUNTIMES = ["one-thread", "two-threads", "portable"]  # the last is built for this test

@@ -17,8 +17,14 @@ from nextn.runtime.native.grouped import (
     quantize_groups,
 )
 from nextn.runtime.native.memory import HugePages
-from nextn.runtime.native.quantization import SEVEN_BITS, dequantize, pack_quantized, quantize
-from nextn.runtime.native.weight_packing import PackedMatrix, PackedWeights
+from nextn.runtime.native.weight_packing import (
+    SEVEN_BITS,
+    PackedMatrix,
+    PackedWeights,
+    dequantize,
+    pack_quantized,
+    quantize,
+)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

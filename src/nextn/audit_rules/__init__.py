@@ -17,8 +17,6 @@ from nextn.audit_rules import (
     engines,
     files,
     precision,
-    pruned,
-    query_heads,
     separate,
     shapes,
     structure,
@@ -42,10 +40,8 @@ _MODULES = (
     structure,
     trunk_layers,
     config_claims,
-    pruned,
     files,
     shapes,
-    query_heads,
     engines,
     precision,
     separate,
@@ -155,7 +151,7 @@ def audit_checkpoint(
     plain = with_plain_names(checkpoint, family.runtime_names) if foreign else checkpoint
     inventory = Inventory.of(plain, family=family) if foreign else stored
     all_values = AllValues.of(inventory) if inventory.modules and not sample and is_local(inventory) else None
-    alike = pruned.comparable(inventory)
+    alike = shapes.comparable(inventory)
     bound: dict[Rule, Rule] = {
         structure.structure: lambda _: structure.structure(alike),
         shapes.shape: lambda _: shapes.shape(alike),

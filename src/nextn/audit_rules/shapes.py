@@ -1,16 +1,25 @@
-"""Compare the head's shapes with config.json and the trunk's layers, and the vocabulary sizes with each other.
+"""Compare the head's shapes and experts with config.json and the trunk's layers, and the vocabulary sizes.
 
 A block is of the trunk's own layer class, so the reference is the layer that resembles it most. Where none does, as in
 families with a block of their own, nothing is reported.
 """
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from nextn.audit_rules.findings import Finding, Severity, restore
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.expert_counts import (
+    declared_experts,
+    head_experts,
+    router_axis,
+    trunk_experts,
+    uniform,
+    with_experts,
+)
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.packed_layout import with_logical_weights
 from nextn.checkpoint.quantization import split_name, unpacked
@@ -19,10 +28,49 @@ from nextn.errors import CheckpointError
 from nextn.family_table import lookup_count
 from nextn.text_format import counted, joined, some
 
-IDS = ("shape", "vocabulary")
+IDS = ("experts-pruned", "shape", "vocabulary")
 TOKENIZER = "tokenizer.json"
 _MLP = re.compile(r"(.*)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 _CODES = ("", ".weight", ".weight_packed", ".qweight")  # suffixes; parts beside them may differ in the scheme
+
+
+def comparable(inventory: Inventory) -> Inventory:
+    """Return the inventory for rules that compare the head's block with the trunk's layers: with as many experts."""
+    counts = _pruned_apart(inventory)
+    return inventory if counts is None else with_experts(inventory, min(counts))
+
+
+def experts_pruned(inventory: Inventory) -> Iterator[Finding]:
+    """Report a head whose block has another number of experts than the trunk's layers."""
+    counts = _pruned_apart(inventory)
+    if counts is None:
+        return
+    trunk, head = counts
+    one, other = ("trunk", "head") if trunk < head else ("head", "trunk")
+    path = shlex.quote(inventory.checkpoint.path)
+    fields = declared_experts(inventory.checkpoint.config)
+    declared = f"; config.json has {joined(f'{field} = {count}' for field, count in fields.items())}" if fields else ""
+    again = f"`nextn train RUN --from {path} --freeze-trunk --init-head` trains a head for the trunk as it is"
+    keep = f"`nextn convert {path} OUT --keep-experts LIST` keeps {trunk} of the head's experts, and the router's rows"
+    yield Finding(
+        "experts-pruned", "error", f"{CONFIG}: {next(iter(fields), 'num_experts')}",
+        f"The trunk's layers have {trunk} experts, the head's block {head}{declared}: the {one} was pruned without the "
+        f"{other}. Engines build both with one number, and fail to load or route to experts that are not there.",
+        f"{trunk} experts in the head, too.",
+        f"{keep}; or {again}." if one == "trunk"
+        else f"`{restore(inventory, force=True)}`, from the model before it was pruned; or {again}.",
+    )  # fmt: skip
+
+
+def _pruned_apart(inventory: Inventory) -> tuple[int, int] | None:
+    """Return the numbers of experts of trunk and head where these differ; None where they agree or are not known."""
+    head = uniform(head_experts(inventory))
+    if head is None or inventory.family.own_block or len(inventory.layers) < inventory.num_layers:
+        return None
+    trunk = uniform(trunk_experts(inventory))
+    # An incomplete head is another fault: what was pruned has as many rows in its router.
+    routers = [router_axis(each, inventory.info(each), head) for each in inventory.stored]
+    return None if trunk in (None, head) or set(routers) == {None} else (trunk, head)
 
 
 def shape(inventory: Inventory) -> Iterator[Finding]:
@@ -115,7 +163,7 @@ def _against_config(inventory: Inventory) -> Iterator[tuple[TensorInfo, str, str
     embedding = inventory.checkpoint.tensors.get(inventory.shared.get("embedding", ""))
     if hidden and embedding and len(embedding.shape) == 2 and unpacked(embedding):
         hidden = embedding.shape[1]  # another number in the config is another finding
-    if hidden is None or inventory.family.trunk_kv:  # see `query_heads`
+    if hidden is None or inventory.family.trunk_kv:  # see `separate.query_head`
         return
     expected = {role: [hidden] for role in ("token_norm", "hidden_norm", "final_norm")}
     expected |= {"projection": [hidden, 2 * hidden]}
@@ -184,4 +232,4 @@ def _top_ids(tokenizer: Mapping[str, object]) -> tuple[int, int]:
     return top, top_added
 
 
-RULES = (shape, vocabulary)
+RULES = (experts_pruned, shape, vocabulary)

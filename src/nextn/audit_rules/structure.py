@@ -342,7 +342,7 @@ def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
 def _partial(head: HeadStructure) -> Iterator[Finding]:
     """Report MTP layers that lack some of their tensors."""
     inventory, reference = head.inventory, LayerReference(head.inventory)
-    if head.misplaced or inventory.family.trunk_kv:  # see `query_heads`
+    if head.misplaced or inventory.family.trunk_kv:  # see `separate.query_head`
         return
     if _beyond(head) and "{layer}" not in inventory.family.names["block"]:
         return  # the trunk layers to compare the block with may be among those

@@ -8,7 +8,6 @@ from functools import cached_property
 from nextn import __version__
 from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.engines.counters import ADAPTIVE, FULL_SHARE
-from nextn.evaluate.decidability import NeededEvidence, can_decide, needed_evidence, without_fault
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, next_checks
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import CONTEXT, FAULTS, OVERRIDDEN, WEIGHTS, cause_found
@@ -18,10 +17,14 @@ from nextn.evaluate.likelihoods import (
     NO_FAULT,
     Cause,
     Evidence,
+    NeededEvidence,
+    can_decide,
     combine_causes,
     indistinguishable_from,
     name_causes,
+    needed_evidence,
     rank_causes,
+    without_fault,
 )
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.text_format import some

@@ -21,11 +21,10 @@ from nextn.runtime.native.abi import load
 from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS
 from nextn.runtime.native.lm_head import FORMAT, draft_lm_heads
 from nextn.runtime.native.locks import LOCK
-from nextn.runtime.native.quantization import SEVEN_BITS
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.stored_codes import notes_on
 from nextn.runtime.native.trace import Untraceable
-from nextn.runtime.native.weight_packing import PackedWeights, ReplacedWeight, WeightFormat
+from nextn.runtime.native.weight_packing import SEVEN_BITS, PackedWeights, ReplacedWeight, WeightFormat
 from nextn.runtime.protocols import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHT_BITS, WEIGHTS

@@ -5,7 +5,7 @@ Weights can also be quantized, see quantization.py and grouped.py.
 
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -13,13 +13,72 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nextn.checkpoint.mapped_memory import release_pages
+from nextn.checkpoint.mapped_memory import release_pages, slices_released_after_use
 from nextn.model.packed_linear import StoredCodes
-from nextn.runtime.native.abi import INT4, Runtime, type_of
+from nextn.runtime.native.abi import BYTES, INT4, Runtime, type_of
 from nextn.runtime.native.lowering import Instruction, Lowered
-from nextn.runtime.native.memory import HugePages, merge_weights
+from nextn.runtime.native.memory import HugePages, merge_weights, rows_per_slice
 from nextn.runtime.native.stored_codes import pack_stored, type_of_codes, unsupported
 from nextn.runtime.native.trace import Untraceable
+
+# Of packed weights (csrc/product.h): K is padded to a multiple of _DEPTH; _COLUMNS output channels are a block.
+_DEPTH, _COLUMNS = 32, 16
+_LARGEST_WEIGHT = 63  # code
+
+
+@dataclass(frozen=True)
+class SevenBits:
+    """The packed form of weights that are quantized as they are packed (csrc/product.h).
+
+    For a head beside a trunk in bf16: its drafts are verified, so rounding its weights cannot change the text.
+    """
+
+    type: int = BYTES
+    bits: int = 7
+
+    def pack(self, weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:
+        return pack_quantized(weight, take, runtime)
+
+    def values(self, weight: Tensor, runtime: Runtime) -> Tensor:
+        return dequantize(*quantize(weight))
+
+
+SEVEN_BITS = SevenBits()
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize weight [..., N, K] to seven bits symmetrically, with one scale per output channel.
+
+    Returns:
+        int8 codes of the same shape, from -63 to 63, rounded to nearest, and float32 scales [..., N].
+    """
+    wide = weight.float()
+    scales = wide.abs().amax(-1) / _LARGEST_WEIGHT
+    scales = scales.masked_fill(scales == 0, 1.0)
+    return (wide / scales[..., None]).round().clamp(-_LARGEST_WEIGHT, _LARGEST_WEIGHT).to(torch.int8), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 weight that products with these codes and scales use."""
+    return codes.float() * scales[..., None]
+
+
+@torch.no_grad()
+def pack_quantized(weight: Tensor, take: Callable[[int], Tensor], runtime: Runtime) -> Tensor:
+    """Quantize weight [N, K] or [E, N, K] into the layout of the native products. `take` allocates bytes."""
+    *_, n, k = weight.shape
+    columns, depth = n + -n % _COLUMNS, k + -k % _DEPTH
+    matrices = weight.reshape(-1, n, k)
+    memory = take(columns * (depth + 4) * len(matrices))
+    num_rows = rows_per_slice(weight, _COLUMNS)
+    for matrix, packed in zip(matrices, memory.view(len(matrices), -1), strict=True):
+        scales = packed[columns * depth :].view(torch.float32)
+        for start, rows in slices_released_after_use(matrix, num_rows):
+            end = min(start + num_rows, columns)
+            blocks = packed[start * depth : end * depth]
+            runtime.call("pack_bytes", [blocks, scales[start:end], rows.contiguous()])
+    return memory
+
 
 GATE_ROWS = 16  # gated ops read the rows of their two weights in alternating runs of this many (csrc/product.h)
 MAX_BLOCK_COLUMNS = 32  # output channels that are packed together, at most (csrc/product.h)
