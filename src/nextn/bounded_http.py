@@ -18,11 +18,9 @@ _SLICE = 16 * 1024  # bytes per write; the remaining time is computed for each
 
 
 class Deadline(float):
-    """A timeout for one exchange, from connecting to the last byte, redirects included.
+    """A timeout of some seconds, above 0, for one exchange, from connecting to the last byte, redirects included.
 
-    Args:
-        seconds: For the whole exchange, and for one read. Must be above 0.
-        rate: Bytes; each time this many are received, the exchange may take one second more. Infinite by default.
+    Each time `rate` bytes are received, the exchange may take one second more.
     """
 
     _ends: float

@@ -31,15 +31,10 @@ _ESCAPES = re.compile(
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """Bounds on one JSON file.
+    """Bounds on one JSON file."""
 
-    Args:
-        num_bytes: Size of the file.
-        num_values: Commas and opening brackets, also those inside strings: an upper bound on the number of values.
-    """
-
-    num_bytes: int
-    num_values: int
+    num_bytes: int  # size of the file
+    num_values: int  # commas and opening brackets, also those inside strings: an upper bound on the number of values
 
     def check_size(self, size: int) -> None:
         """Raise ValueError for a file of `size` bytes that is too large."""
@@ -65,8 +60,7 @@ _FILE_LIMITS = JsonLimits(64 * 1024 * 1024, 4_000_000)
 def parse_json(data: bytes, limits: JsonLimits) -> object:
     """Parse `data` as JSON.
 
-    Raises:
-        ValueError: It is not JSON, holds text that is not Unicode (a lone surrogate), or exceeds a limit.
+    Raises ValueError if it is not JSON, holds text that is not Unicode (a lone surrogate), or exceeds a limit.
     """
     limits.check_values(data)
     text = data.decode(json.detect_encoding(data))
@@ -111,14 +105,9 @@ def _too_deep() -> str:
 
 
 def loads(text: str, **options: Any) -> object:
-    """Parse a JSON document; lone surrogates, which no file or terminal accepts, become U+FFFD.
+    """Parse a JSON document, with options of `json.loads`; lone surrogates, which no file accepts, become U+FFFD.
 
-    Args:
-        text: The document.
-        options: Of `json.loads`.
-
-    Raises:
-        ValueError: It is not JSON, too long, nested too deeply, or its values would take too much memory.
+    Raises ValueError if it is not JSON, too long, nested too deeply, or its values would take too much memory.
     """
     if len(text) > _MAX_TEXT:
         raise ValueError(f"JSON of {len(text):,} characters; at most {_MAX_TEXT:,} are read")

@@ -12,13 +12,9 @@ _NO_MEMORY = ("out of memory", "can't allocate memory")  # of MPS; of the host
 
 
 def resolve_device(name: str | torch.device = "auto") -> torch.device:
-    """Return the device of a name.
+    """Return the device of a name in torch's spelling; `auto` is the first available of cuda, mps and cpu.
 
-    Args:
-        name: `auto` for the first available of cuda, mps and cpu, or a device in torch's spelling, such as `cuda:1`.
-
-    Raises:
-        ConfigError: if torch does not know the device or does not find it on this machine.
+    Raises ConfigError if torch does not know the device or does not find it on this machine.
     """
     if name == "auto":
         return torch.device(next(name for name in ("cuda", "mps", "cpu") if _is_available(torch.device(name))))

@@ -24,12 +24,7 @@ _INSTRUCTION_SETS = (
 
 
 def report() -> dict[str, Section]:
-    """Describe the installation and the machine as plain data.
-
-    Returns:
-        A JSON-serializable dictionary: nextn, python, packages, extras, system, processor, memory, gpus and backend. A
-        section that could not be read is a string that says why.
-    """
+    """Describe the installation and the machine as JSON-serializable data; a section that cannot be read says why."""
     sections: dict[str, Callable[[], Section]] = {
         "nextn": lambda: __version__,
         "python": lambda: f"{platform.python_version()} ({platform.python_implementation()})",

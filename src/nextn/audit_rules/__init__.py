@@ -130,16 +130,9 @@ def _no_garbage_collection() -> Iterator[None]:
 def audit_checkpoint(
     checkpoint: Checkpoint, *, family: Family | None = None, sample: bool = False, trunk: Inventory | None = None
 ) -> AuditReport:
-    """Run every rule on an opened checkpoint.
+    """Run every rule on an opened checkpoint, or on its head beside `trunk`, and raise as `audit`.
 
-    Args:
-        checkpoint: What to check.
-        family: Overrides the family of the config's model_type.
-        sample: Read only samples of the head's values, although the files are local.
-        trunk: The trunk that the head of `checkpoint` is to run with, if it is in another checkpoint.
-
-    Raises:
-        FamilyError, CheckpointError: As `audit`.
+    `family` overrides that of the config's model_type. With `sample`, only samples of local values are read.
     """
     family = family or _family(checkpoint)
     if family is None:

@@ -56,12 +56,9 @@ class NormShift:
 def shifts(
     head: Mapping[str, NormValues], trunk: Mapping[str, NormValues], *, zero_centered: bool
 ) -> Iterator[NormShift]:
-    """Yield the shifted norms of head and trunk.
+    """Yield the shifted norms of the head and of the trunk's last layers, by tensor name.
 
-    Args:
-        head: Tensor name -> norm, of the head.
-        trunk: The same of the trunk's last layers.
-        zero_centered: Whether the family stores w for 1 + w, so that a converter may have added 1 to all.
+    `zero_centered`: the family stores w for 1 + w, so that a converter may have added 1 to all.
     """
     head, trunk = _usable(head), _usable(trunk)
     negative_head, negative_trunk = _negatives(head, NEGATIVE), _negatives(trunk, NEGATIVE)

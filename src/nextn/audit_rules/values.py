@@ -167,10 +167,8 @@ def nonfinite_or_garbage(
 ) -> Iterator[Finding]:
     """Report NaN, infinity, and magnitudes that training never leaves and uninitialized memory has.
 
-    Args:
-        floats: Tensor name -> values as stored, all of them or samples.
-        fix: The command of the findings.
-        all_values: Tensor name -> summary, where all values were read; without it, NaN is looked for in `floats`.
+    `floats` are values as stored, all of them or samples, by tensor name. Where all were read, `all_values` has their
+    summaries; without it, NaN is looked for in `floats`.
     """
     nonfinite = [name for name, array in floats.items() if not np.isfinite(array).all()]
     found, count = "of the head with NaN or infinity", ""
@@ -217,15 +215,9 @@ def zero_or_constant(
 ) -> Iterator[Finding]:
     """Report tensors with one value only; an error in `projections`, without which nothing of the head is left.
 
-    A norm weight of 1 everywhere is not reported: that is where training starts.
-
-    Args:
-        norms: Tensor name -> effective norm weights, all of them.
-        matrices: Tensor name -> sampled values.
-        projections: Names of matrices that the head cannot do without.
-        fix: What to do about an error: a command, or a sentence.
-        known: Tensors whose values are all equal, where all were read; None if only samples were.
-        convention: `w` or `1+w`, what the file stores of an effective norm weight.
+    A norm weight of 1 everywhere is not reported: that is where training starts. `norms` are all effective norm
+    weights, `matrices` sampled values, by tensor name. `known` are tensors whose values are all equal, where all were
+    read; None if only samples were. `convention` is what the file stores of an effective norm weight, `w` or `1+w`.
     """
     groups: dict[tuple[str, Severity, str], list[str]] = defaultdict(list)
     for name, norm in norms.items():

@@ -158,14 +158,11 @@ class KVCache(TransformersCache):
         return torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)
 
     def mask(self, num_positions: int, *, window: int | None = None, always: bool = False) -> Tensor | None:
-        """Return the attention mask of the open block.
+        """Return the attention mask [B, 1, m, slots] bool, True = visible, of the open block; None if causal attention
+        needs none.
 
-        Args:
-            window: Number of positions that a sliding-window layer attends to, including the query's own.
-            always: Return a mask even if causal attention needs none.
-
-        Returns:
-            [B, 1, m, slots] bool, True = visible; None if causal attention needs no mask.
+        `window` is the number of positions that a sliding-window layer attends to, including the query's own. `always`
+        returns a mask even if none is needed.
         """
         end = max(self.lengths) + num_positions
         is_plain = len(set(self.lengths)) == 1 and num_positions in (1, end) and (window is None or end <= window)

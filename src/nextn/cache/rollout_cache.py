@@ -66,14 +66,11 @@ def chain_mask(
     within: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return the mask [B or 1, 1, T - depth, keys] bool, True = visible, of one depth of the chains from all positions.
+    """Return the mask [B or 1, 1, T - depth, keys] bool, True = visible, of one depth of the chains from all T
+    positions.
 
-    Args:
-        length: T, the number of tokens.
-        first: The depth whose positions all later depths see.
-        depth: The depth of the queries.
-        window: Positions that a sliding-window layer sees, the query's own included.
-        within: [B, 1, T, T] bool, what a position sees of its own document and before it.
+    All later depths see the positions of depth `first`. `window` positions are seen by a sliding-window layer, the
+    query's own included. `within` [B, 1, T, T] bool is what a position sees of its own document and before it.
     """
     num_chains = length - depth
     keys = torch.arange(length - first, device=device)

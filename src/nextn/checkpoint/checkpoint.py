@@ -115,14 +115,8 @@ class Checkpoint:
 
         A hub id may end with "@" and a branch, tag or commit. Of a hub checkpoint only headers, config and index are
         fetched, and nothing is stored; files in the hub's cache are read there, and with HF_HUB_OFFLINE=1 no others.
-
-        Args:
-            path_or_id: What to open.
-            token: For a hub id; None: that of huggingface_hub.
-            endpoint: For a hub id; None: that of huggingface_hub.
-
-        Raises:
-            CheckpointError: A header or JSON file is damaged, or there is no safetensors file.
+        Token and endpoint are those of huggingface_hub by default. Raises CheckpointError for a damaged header or JSON
+        file, or without a safetensors file.
         """
         path = Path(shipped_path(path_or_id)).expanduser()
         with readable(path):

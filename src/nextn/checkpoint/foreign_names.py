@@ -83,9 +83,7 @@ _ANY = re.compile("|".join(f"(?:{kind.pattern.pattern})" for kind in KINDS))
 def plain_name(name: str, own: tuple[str, ...] = ()) -> str | None:
     """Return the checkpoint's name for a tensor; None for one that has no other name, such as an adapter's matrices.
 
-    Args:
-        name: The stored name.
-        own: Ends of the family's own names that are an engine's in other families, `Family.runtime_names`.
+    `own` are ends of the family's own names that are an engine's in other families, `Family.runtime_names`.
     """
     for kind in KINDS if len(name) <= _MAX_LENGTH else ():
         if kind.in_engine and name.endswith(own):

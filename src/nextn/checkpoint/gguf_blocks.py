@@ -65,12 +65,7 @@ def _of_groups(scales: Tensor, factors: Tensor) -> Tensor:
 
 
 def take_apart(rows: Tensor, kind: str) -> QuantizedWeight | KQuantWeight:
-    """Take the blocks of a weight [N, K] apart.
-
-    Args:
-        rows: uint8 [N, bytes of a row].
-        kind: One of `BLOCK_TYPES`.
-    """
+    """Take the blocks of a weight [N, K] apart: rows of uint8 [N, bytes of a row], of one of `BLOCK_TYPES`."""
     _, num_bytes, bits, group_size = BLOCK_TYPES[kind]
     blocks = rows.unflatten(1, (-1, num_bytes))
     if kind in K_QUANTS:
@@ -181,16 +176,11 @@ _MAX_HALF = torch.finfo(torch.float16).max
 
 
 def round_to_blocks(weight: Tensor, kind: str, importance: Tensor | None = None) -> Tensor:
-    """Round a weight to blocks of 32 input channels with scales in float16.
+    """Round a weight [N, K] to blocks of 32 input channels with scales in float16, as uint8 [N, bytes of a row].
 
-    Args:
-        weight: [N, K], K a multiple of 32.
-        kind: Q4_1: of the scales and minima that are tried, those with the least squared error of each group. Q8_0: the
-            largest value of a group has code 127 or -127.
-        importance: [K], how much the squared error of each input channel counts in Q4_1; None: all the same.
-
-    Returns:
-        uint8 [N, bytes of a row].
+    Q4_1: of the scales and minima that are tried, those with the least squared error of each group, of which
+    `importance` [K] is how much that of each input channel counts. Q8_0: the largest value of a group has code 127 or
+    -127.
     """
     # Values of a group first: torch sums much faster over the outer dimension.
     groups = weight.float().unflatten(1, (-1, BLOCK_TYPES[kind].size)).permute(2, 0, 1).contiguous()

@@ -35,14 +35,8 @@ Kinds = Mapping[str, Mapping[frozenset[str], int]]  # kind of module -> suffixes
 
 
 def lost_parts(tensors: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
-    """Return the tensors that quantized modules lack.
-
-    Args:
-        tensors: All tensors of a checkpoint, trunk and head, by name.
-
-    Returns:
-        Module -> names of the missing tensors, codes first.
-    """
+    """Return module -> names of the tensors that quantized modules of a checkpoint, trunk and head, lack, codes
+    first."""
     modules: dict[str, dict[str, str]] = defaultdict(dict)
     for name, info in tensors.items():
         module, suffix = split_name(name, tensors)

@@ -21,12 +21,9 @@ _PRESENT, _SWAPPED, _OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64
 
 
 def release_pages(tensors: Iterable[Tensor]) -> int:
-    """Release the memory of those tensors whose bytes are all unmodified bytes of mapped files.
+    """Release the memory of those tensors whose bytes are all unmodified bytes of mapped files; return how many bytes.
 
     Tensors in ordinary memory, tensors that were written to, and other systems than Linux are left alone.
-
-    Returns:
-        The number of bytes of address space that were released.
     """
     return sum(_release(tensor) for tensor in tensors if tensor.device.type == "cpu" and tensor.numel())
 

@@ -240,13 +240,8 @@ class Misfit:
 def open_head(source: str | Path, trunk: Inventory) -> Inventory:
     """Return the inventory of a head's checkpoint, with local files, in the layout that it has beside this trunk.
 
-    Args:
-        source: A folder, a .safetensors file or a hub id. Without a config.json it is read as the trunk's own family.
-        trunk: Of the trunk's checkpoint.
-
-    Raises:
-        CheckpointError: It holds no head, or one for another number of trunk layers.
-        FamilyError: It is the head of another family than the trunk.
+    Without a config.json it is read as the trunk's own family. Raises CheckpointError if it holds no head, or one for
+    another number of trunk layers; FamilyError for the head of another family than the trunk.
     """
     checkpoint = Checkpoint.open(source)
     checkpoint = checkpoint if checkpoint.config else replace(checkpoint, config=trunk.checkpoint.config)

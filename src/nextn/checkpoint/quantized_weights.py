@@ -145,24 +145,15 @@ class QuantizedWeight:
     """A weight [N, K] as integers: (codes - zeros) * scales, with the zeros and scales of each input channel's group.
 
     With minima, it is codes * scales + minima.
-
-    Attributes:
-        codes: uint8 [N, K], from 0 to 2 ** bits - 1.
-        scales: Floating-point [N, groups], as stored.
-        zeros: uint8 [N, groups]; None: 2 ** (bits - 1) everywhere.
-        bits: Per code, 4 or 8.
-        group_size: Columns of a group; the last group may have fewer.
-        group_index: int64 [K], the group of each input channel; None: groups are `group_size` consecutive channels.
-        minima: Floating-point [N, groups], of whole groups without zeros and index.
     """
 
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    bits: int
-    group_size: int
-    group_index: Tensor | None = None
-    minima: Tensor | None = None
+    codes: Tensor  # uint8 [N, K], from 0 to 2 ** bits - 1
+    scales: Tensor  # floating-point [N, groups], as stored
+    zeros: Tensor | None  # uint8 [N, groups]; None: 2 ** (bits - 1) everywhere
+    bits: int  # 4 or 8
+    group_size: int  # columns; the last group may have fewer
+    group_index: Tensor | None = None  # int64 [K], the group of each input channel; None: consecutive channels
+    minima: Tensor | None = None  # floating-point [N, groups], of whole groups without zeros and index
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32: exact where scales have 16 bits, else rounded once."""
@@ -187,12 +178,8 @@ class QuantizedWeight:
 def round_to_nearest(weight: Tensor, bits: int, group_size: int, importance: Tensor | None = None) -> QuantizedWeight:
     """Quantize a weight [N, K] symmetrically, with scales in its own dtype for groups that divide K.
 
-    Args:
-        weight: The weight.
-        bits: 8: the largest value has code 127 or -127. 4: of the scales that are tried, the one with the least squared
-            error.
-        group_size: Input channels of a group.
-        importance: [K], how much the squared error of each input channel counts with four bits; None: all the same.
+    8 bits: the largest value has code 127 or -127. 4: of the scales that are tried, the one with the least squared
+    error, of which `importance` [K] is how much that of each input channel counts.
     """
     groups, middle = weight.float().unflatten(1, (-1, group_size)), 2 ** (bits - 1)
     least, largest = groups.aminmax(dim=-1)
@@ -251,11 +238,7 @@ class Groups(NamedTuple):
 
 
 def unpack(weight: PackedWeight, read: Callable[[str], Tensor]) -> QuantizedWeight:
-    """Read a weight without a `problem`. `read` returns a stored tensor.
-
-    Raises:
-        CheckpointError: The group index names a group that has no scales.
-    """
+    """Read a weight without a `problem`; raise CheckpointError if its group index names a group that has no scales."""
     packed, (rows, columns), bits = read(weight.parts["codes"].name), weight.shape, weight.bits
     match weight.layout:
         case "gptq":

@@ -136,13 +136,9 @@ class LocalFile:
 def map_reads(
     read: Callable[[T], R], items: Sequence[T], sources: Iterable[ByteSource], *, workers: int | None = None
 ) -> list[R]:
-    """Return `read` of each item, in order.
+    """Return `read` of each item, in order; its first error is raised.
 
-    Args:
-        read: Called in parallel, unless all files are local and small; its first error is raised.
-        items: Its arguments.
-        sources: The files that it reads.
-        workers: Calls at a time; None: WORKERS.
+    It is called in parallel, by `workers` threads (None: WORKERS), unless all files that it reads are local and small.
     """
     sizes = [s.stamp[2] if isinstance(s, LocalFile) and s.stamp is not None else math.inf for s in sources]
     if sum(sizes) <= _AT_ONCE:

@@ -40,10 +40,8 @@ Range = tuple[int, int]
 def on_disk(inventory: Inventory) -> Inventory:
     """Return the inventory of the same checkpoint with local files; of a hub checkpoint, download those `needed`.
 
-    The hub's client shows progress and resumes interrupted downloads.
-
-    Raises:
-        CheckpointError: The download failed, or the cache lacks files.
+    The hub's client shows progress and resumes interrupted downloads. Raises CheckpointError if the download failed, or
+    the cache lacks files.
     """
     if not _remote(inventory):
         return inventory
@@ -56,10 +54,7 @@ def on_disk(inventory: Inventory) -> Inventory:
 def in_parts(inventory: Inventory) -> Inventory:
     """Return the inventory of the same checkpoint; tensors on the hub are downloaded when they are read.
 
-    With HF_HUB_OFFLINE=1 it is returned as it is.
-
-    Raises:
-        CheckpointError: As `on_disk` and `PartialDownload`.
+    With HF_HUB_OFFLINE=1 it is returned as it is. Raises CheckpointError as `on_disk` and `PartialDownload`.
     """
     checkpoint = inventory.checkpoint
     if is_offline_mode() or not _remote(inventory):
@@ -132,20 +127,11 @@ def _reason(error: Exception) -> str:
 
 
 class PartialDownload:
-    """The folder with a checkpoint's sparse files, which are removed at the end.
-
-    Attributes:
-        num_bytes: Downloaded so far.
-        seconds: That this took.
-    """
+    """The folder with a checkpoint's sparse files, which are removed at the end."""
 
     def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Hold the folder, which no other process may use meanwhile.
-
-        Raises:
-            CheckpointError: Another process holds the folder, or it cannot be written.
-        """
-        self.num_bytes, self.seconds, self._lock = 0, 0.0, Lock()
+        """Hold the folder; raise CheckpointError if another process holds it, or it cannot be written."""
+        self.num_bytes, self.seconds, self._lock = 0, 0.0, Lock()  # downloaded so far, and the time it took
         stack = ExitStack()
         with _writing(folder):
             stage = stack.enter_context(owned(folder))
@@ -189,10 +175,8 @@ class PartialFile:
     def fetch(self, ranges: Iterable[Range], should_stop: Callable[[], bool] = lambda: False) -> None:
         """Download those tensors, each given by its complete range, that are not on disk.
 
-        Adjacent ones take one range, which is requested in pieces, several at a time.
-
-        Raises:
-            CheckpointError: The hub does not answer, or the file cannot be written.
+        Adjacent ones take one range, which is requested in pieces, several at a time. Raises CheckpointError if the hub
+        does not answer, or the file cannot be written.
         """
         requested = set(ranges)
         if not self._missing(requested):  # without waiting for another thread's download

@@ -91,11 +91,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of a function whose parameters may be dataclasses of options.
 
-    Typer sees the fields of these in their place, an argument first.
-
-    Args:
-        without: Fields that are no options of this command.
-        defaults: Fields with another default in this command.
+    Typer sees the fields of these in their place, an argument first, but for those in `without`; `defaults` override
+    theirs.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -206,12 +203,9 @@ class ModelOptions:
     def check(self) -> None:
         """Refuse options that no model can be loaded with, before torch is imported.
 
-        Hub ids are not looked up here; a local checkpoint is opened. A GGUF file is refused: see `prepared`.
-
-        Raises:
-            ConfigError: The dtype, backend, device type, or type of weights or of the KV cache is unknown, or they
-                exclude each other, or there are more threads than cores.
-            CheckpointError: There is no such checkpoint.
+        Hub ids are not looked up here; a local checkpoint is opened. A GGUF file is refused: see `prepared`. Raises
+        ConfigError if the dtype, backend, device type, or type of weights or of the KV cache is unknown, or they
+        exclude each other, or there are more threads than cores; CheckpointError if there is no such checkpoint.
         """
         self._check_values()
         self._check_sources()
@@ -219,10 +213,7 @@ class ModelOptions:
     def prepared(self) -> "ModelOptions":
         """Check the options, and return them with the checkpoint folder of a GGUF file, converted in the user's cache.
 
-        Raises:
-            ConfigError: As `check` and `converted_gguf`.
-            CheckpointError: As `check` and `converted_gguf`.
-            FamilyError: As `converted_gguf`.
+        Raises as `check` and `converted_gguf`.
         """
         self._check_values()
         options = self._converted() if self.source.endswith(".gguf") and Path(self.source).is_file() else self
@@ -290,12 +281,9 @@ class ModelOptions:
         return None if self.dtype == "auto" else getattr(torch, self.dtype)
 
     def load(self, *, need_head: bool, stream: bool = False, in_torch: bool = False) -> "Model":
-        """Load the model; call `prepared` first.
+        """Load the model, streamed as by `Model.load`; call `prepared` first.
 
-        Args:
-            need_head: Whether the checkpoint must have a head.
-            stream: See `Model.load`.
-            in_torch: The trunk will run in torch whatever the backend is, so quantized weights are dequantized.
+        `in_torch`: the trunk will run in torch whatever the backend is, so quantized weights are dequantized.
         """
         import torch
 
@@ -403,12 +391,9 @@ def user_cache(name: str) -> Path:
 
 @contextmanager
 def stop_flag(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
-    """Signals set a flag that the loop checks between steps; a second SIGINT interrupts at once.
+    """Signals (SIGINT and SIGTERM) set a flag that the loop checks between steps; a second SIGINT interrupts at once.
 
     If the loop does not look at it soon, a line says what is waited for.
-
-    Args:
-        numbers: The signals. Default: SIGINT and SIGTERM.
     """
     caught: list[int] = []
     # Not printed: the signal may have interrupted a print.

@@ -92,13 +92,8 @@ def progress_bars(*, quiet: bool) -> Iterator[Callable[..., Step]]:
 
 @contextmanager
 def status_lines(status: Callable[[], str], every_s: float, *, clock: Callable[[], str] = str) -> Iterator[None]:
-    """Print what is under way every `every_s` seconds, or every `SAME_AFTER_S` where there is no news.
-
-    Args:
-        status: Returns it; "" if nothing is.
-        every_s: Seconds between lines.
-        clock: Returns the beginning of a line.
-    """
+    """Print what `status` returns, and `clock` before it, every `every_s` seconds, or `SAME_AFTER_S` where there is
+    no news."""
     is_over, printed, due = Event(), "", 0.0
 
     def show() -> None:

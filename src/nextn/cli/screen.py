@@ -36,10 +36,8 @@ _READER_LEFT = 141  # 128 + SIGPIPE, as shells report `yes | head -1`
 def visible(text: str, *, lines: bool = False) -> str:
     r"""Escape every character that could control a terminal, such as `\x1b` or `\u202e`.
 
-    Args:
-        text: Any text that was not written in this package.
-        lines: Whether this is running text, which keeps its line breaks and wide spaces. In a name they are escaped,
-            too, so that it cannot fake a line of output.
+    Running text keeps its line breaks and wide spaces with `lines`. In a name they are escaped, too, so that it cannot
+    fake a line of output.
     """
     if text.isprintable():
         return text

@@ -53,22 +53,12 @@ def build(
     tokens: int = 48,
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> dict[str, object]:
-    """Train, write the checkpoint into the folder `out` and its record into `out/canary.json`.
+    """Train, write the checkpoint into the folder `out` and its record, which is returned, into `out/canary.json`.
 
-    Runs on one thread, so that the same call gives the same bytes on a CPU.
-
-    Args:
-        family: One of `SHAPES`.
-        dtype: float32 or bfloat16, as the weights are stored.
-        steps: Training steps of the trunk alone, and of trunk and head; None for those of the family.
-        count, tokens: Prompts of the record, and new tokens of each.
-        on_record: Called with the metrics of each training step.
-
-    Returns:
-        The record.
-
-    Raises:
-        ConfigError: A family without a shape, an unknown dtype, or a device that does not exist.
+    Runs on one thread, so that the same call gives the same bytes on a CPU. `steps` are of the trunk alone, and of
+    trunk and head; None: those of the family. `count` and `tokens` are the prompts of the record and new tokens of
+    each. Raises ConfigError for a family without a shape, a dtype other than float32 and bfloat16, or a device that
+    does not exist.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r}; expected one of {', '.join(_DTYPES)}")

@@ -37,19 +37,13 @@ class Batches:
     """Shuffled rows of a corpus. Step s is the same batch in every run and on every machine.
 
     With `pack`, rows are consecutive slices of the whole token stream, treated as a ring, from a random offset per
-    epoch. A row may hold parts of several documents. An epoch covers every token once, except for the last
-    num_tokens % length before the offset. Without `pack`, a row holds one document or a piece of one, padded at its
-    end, for trunks that carry state across documents. Each epoch moves the cuts and covers every token once.
+    epoch. A row may hold parts of several documents. An epoch covers every token once, except for the last num_tokens %
+    length before the offset. Without `pack`, a row holds one document or a piece of one, padded at its end, for trunks
+    that carry state across documents. Each epoch moves the cuts and covers every token once.
 
     A batch may span the end of one epoch and the beginning of the next. The order comes from raw PCG64 bits, which
-    numpy keeps stable between versions.
-
-    Args:
-        pack: Whether a row may hold several documents.
-        name: What error messages call the corpus.
-
-    Raises:
-        ConfigError: The corpus has fewer than `length` tokens, or a setting is out of range.
+    numpy keeps stable between versions. Raises ConfigError, calling the corpus `name`, if it has fewer than `length`
+    tokens, or a setting is out of range.
     """
 
     def __init__(

@@ -53,11 +53,7 @@ def category_of(record: "Record") -> str | None:
 def split_name(name: str) -> tuple[str, str | None, str | None]:
     """Split `speed-bench[:subset][:category]`, or the name of a file or folder with a category behind a colon.
 
-    Returns:
-        The name or path, the subset of SPEED-Bench, and the category to take.
-
-    Raises:
-        ConfigError: There is more behind a name than it can have.
+    Return name or path, subset and category. Raises ConfigError if there is more behind a name than it can have.
     """
     if Path(name).exists():
         return name, None, None

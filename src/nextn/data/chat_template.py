@@ -94,20 +94,10 @@ def apply_chat_template(
 ) -> tuple[list[int], list[bool]]:
     """Render a conversation and tokenize it, as the tokenizer's own `apply_chat_template` does.
 
-    Args:
-        tokenizer: A tokenizer that has a chat template.
-        messages: The conversation: dicts with `role` and `content`.
-        tools: JSON schemas of the tools, passed to the template.
-        add_generation_prompt: Append the tokens that open the assistant's next turn.
-        assistant_mask: Also return which tokens are the assistant's, by the template's `{% generation %}` blocks.
-        variables: Further variables of the template, such as `enable_thinking`.
-        seconds: Time limit for rendering.
-
-    Returns:
-        Token ids, and a mask of the assistant's tokens (empty without `assistant_mask`).
-
-    Raises:
-        ConfigError: The template rejects the conversation, is not a valid template, or exceeds a limit.
+    With `assistant_mask`, also return which tokens are the assistant's, by the template's `{% generation %}` blocks;
+    else an empty mask. `add_generation_prompt` appends the tokens that open the assistant's next turn. `variables` are
+    further ones of the template, such as `enable_thinking`. Raises ConfigError if the template rejects the
+    conversation, is not a valid template, or exceeds a limit, as that of `seconds`.
     """
     try:
         if not messages:

@@ -45,12 +45,8 @@ def degeneracy_notes(
 ) -> list[str]:
     """Return notes for a report on figures over `total` prompts, of which some gave degenerate or short texts.
 
-    Args:
-        temperature: Of the texts.
-        total: Number of prompts.
-        degenerate: Indices of the prompts with a degenerate text; the note counts from 1.
-        short: Prompts with a text below `MIN_TOKENS`.
-        measured: The temperatures that the report has.
+    `degenerate` are indices of prompts, `short` is the number of those below `MIN_TOKENS`, and `measured` the
+    temperatures that the report has.
     """
     notes, left = [], total - len(degenerate)
     label = f"temperature {temperature:g}"

@@ -51,23 +51,12 @@ def load_corpora(
     context: int | None = None,
     held_out: float = 0.05,
 ) -> tuple[Corpus, Corpus]:
-    """Load files, folders and data sets, and split them.
+    """Load files, folders and data sets (none: the standard library), and split them into training and held-out corpus.
 
     A text file's side depends on its name, a record's on its contents, so that copies of a record stay together. A
-    single document is cut in two.
-
-    Args:
-        sources: Files, folders or names of data sets; empty = the standard library.
-        tokenizer: Encodes the texts; its eos ends each document.
-        all_tokens: Every token is a label, prompts and user turns included.
-        context: Positions that the model was made for; longer conversations are noted.
-        held_out: Share of the documents that is held out.
-
-    Returns:
-        The training corpus and the held-out corpus; the training corpus twice if the held-out text has no label.
-
-    Raises:
-        ConfigError: A source cannot be read, or holds unusable data.
+    single document is cut in two. Without a label in the held-out text, both are the training corpus. With
+    `all_tokens`, prompts and user turns are labels, too. Conversations longer than the model's `context` are noted.
+    Raises ConfigError for a source that cannot be read, or holds unusable data.
     """
     reader, encode, eos = RecordReader(tokenizer, all_tokens, context), encoder(tokenizer), eos_id(tokenizer)
     text_files, record_sources = partition_sources(sources or standard_library())

@@ -41,16 +41,10 @@ class DecodingBatch(TorchRounds):
         observer: Observer | None = None,
         make_drafter: Callable[..., Drafter] = Drafter,
     ) -> None:
-        """Create a batch whose prompts are not processed yet.
+        """Create a batch of sequences, whose tokens are the prompts, which are not processed yet.
 
-        Args:
-            trunk: The passes of the trunk.
-            head: The passes of the head; may be None if settings.num_speculative_tokens is 0.
-            sequences: The sequences; their tokens are the prompts.
-            settings: How to decode. Of max_tokens, eos and seed, those of each sequence count.
-            draft_length: Policy for the number of drafts per round.
-            observer: Called with an Event for each pass and sequence.
-            make_drafter: Factory for the drafter; called like `Drafter`.
+        The head may be None if settings.num_speculative_tokens is 0. Of max_tokens, eos and seed, those of each
+        sequence count. `observer` is called with an Event for each pass and sequence, `make_drafter` like `Drafter`.
         """
         self.trunk, self.settings, self.draft_length, self.observer = trunk, settings, draft_length, observer
         self.sequences = list(sequences)

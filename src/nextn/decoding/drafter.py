@@ -42,14 +42,11 @@ class Drafter:
         on_pass: PassCallback | None,
         trunk_cache: KVCache | None = None,
     ) -> None:
-        """Create a drafter whose caches are empty.
+        """Create a drafter whose caches are empty, for states of dtype and device of `like` [0, *hidden_shape].
 
-        Args:
-            like: [0, *hidden_shape], a tensor of the states' dtype and device.
-            sampled: Whether to sample drafts; otherwise they are the argmax of q.
-            contract: How the head is run; other values than the defaults inject faults.
-            on_pass: Called before each pass; None lets the drafts of a round be one native call.
-            trunk_cache: The trunk's cache, which a head without keys of its own reads.
+        Drafts that are not `sampled` are the argmax of q. Other values of the contract than the defaults inject faults.
+        `on_pass` is called before each pass; None lets the drafts of a round be one native call. A head without keys of
+        its own reads `trunk_cache`.
         """
         self.head, self.sampling, self.sampled, self.contract = head, sampling, sampled, contract
         self._on_pass = on_pass
@@ -77,14 +74,9 @@ class Drafter:
         uniforms: Sequence[Uniforms] | None,
         seen: Tensor | None = None,
     ) -> DraftResult:
-        """Draft for each sequence by the plan.
+        """Draft at most `limits` tokens for each sequence, until the plan stops it; `tokens` are all that are known.
 
-        Args:
-            plan: Decides when a sequence stops drafting.
-            limits: The largest number of drafts of each sequence.
-            tokens: All known tokens of each sequence.
-            uniforms: Random numbers; None in greedy decoding.
-            seen: [B, V] bool, the tokens that a repetition penalty applies to.
+        `uniforms` are None in greedy decoding. `seen` [B, V] bool are the tokens that a repetition penalty applies to.
         """
         limits = [min(plan.max_speculative_tokens, limit) for limit in limits]
         if not any(limits):
@@ -101,10 +93,9 @@ class Drafter:
         return DraftResult(drafts, confidences, q, num_steps)
 
     def commit(self, num_steps: int, num_accepted: Sequence[int]) -> list[int]:
-        """After verification, roll the head's caches back to the positions that were computed from true states.
+        """Roll the head's caches back to the positions that were computed from true states, after verification.
 
-        Returns:
-            Per sequence, how many accepted positions are not refreshed: 0, unless the contract injects this fault.
+        Return per sequence how many accepted positions are not refreshed: 0, unless the contract injects this fault.
         """
         if not num_steps:
             return [0] * len(num_accepted)
@@ -143,10 +134,7 @@ class Drafter:
     def refresh(self, tokens: Sequence[Sequence[int]], *, run: bool = True, limit: int | None = None) -> None:
         """Run every MTP layer over the pending positions whose tokens are known up to the deepest one, or drop them.
 
-        Args:
-            tokens: All known tokens of each sequence.
-            run: Whether to run the layers; else the positions are dropped.
-            limit: The most positions of a sequence; None: all.
+        At most `limit` positions of a sequence; None: all.
         """
         last = self.head.num_modules
         num_known = [len(row) - last - self._start(index) for index, row in enumerate(tokens)]

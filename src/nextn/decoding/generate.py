@@ -289,11 +289,8 @@ class TextStream:
         return text[:num_shown]
 
     def stop_after(self, tokens: Sequence[int]) -> int | None:
-        """Find the first stop string in all new tokens of the sequence, of which the latest were not pushed yet.
-
-        Returns:
-            How many of the tokens it takes to complete the stop string; None without one.
-        """
+        """Return how many tokens of the sequence, the latest of them not pushed yet, complete its first stop string,
+        or None."""
         assert self._detokenizer is not None
         fresh = tokens[self._num_tokens :]
         if any(map(self._detokenizer.is_byte_token, fresh)):  # an invalid byte also changes the text before it

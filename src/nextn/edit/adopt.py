@@ -176,23 +176,12 @@ def adopt(
     dry_run: bool = False,
     on_bytes: Progress = quiet,
 ) -> EditPlan:
-    """Write the model `source` into the new folder `out` in GLM-4.5's layout, where it computes the same.
+    """Write the model `source`, of no family, into the new folder `out` in GLM-4.5's layout, where it computes the
+    same.
 
-    Args:
-        source: A folder, hub id or opened checkpoint of a model without a family. A head of the trunk's own layer in
-            it is kept.
-        out: A new folder.
-        head: A folder or file with such a head alone; None: the one in `source`, if there is one.
-        follow_links: See `restore`.
-        dry_run: Write nothing.
-        on_bytes: Called with the bytes written so far and in all.
-
-    Returns:
-        What was, or with `dry_run` would be, written.
-
-    Raises:
-        CheckpointError: A tensor has no place in the layout, or the head is incomplete or of another trunk.
-        FamilyError: The layout cannot compute the same; the message names the fields of the config.
+    A head of the trunk's own layer is kept: that in the folder or file `head`, else in `source`. The options are those
+    of `restore`. Raises CheckpointError if a tensor has no place in the layout, or the head is incomplete or of another
+    trunk; FamilyError if the layout cannot compute the same, naming the fields of the config.
     """
     checkpoint = visible(as_checkpoint(source))
     refuse_links(checkpoint, follow=follow_links)
@@ -219,11 +208,7 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why a trunk with this config, of one of `MODEL_TYPES`, has no equal in the layout.
-
-    Args:
-        config: As transformers reads it, with all defaults.
-    """
+    """Yield why a trunk with this config, with all defaults, of one of `MODEL_TYPES`, has no equal in the layout."""
     if config["model_type"] != "qwen2" and config.get("attention_bias"):
         yield "attention_bias: o_proj has a bias, and glm4_moe's has none"
     if config.get("mlp_bias"):

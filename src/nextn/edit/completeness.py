@@ -19,8 +19,7 @@ def check_written(
 ) -> Forms:
     """Compare the new files with what they should hold, and return their headers.
 
-    copied: For tensors whose bytes are those of a stored one: new file -> name -> a function that reads some.
-
+    `copied` has for tensors whose bytes are those of a stored one: new file -> name -> a function that reads some.
     Raises CheckpointError, before the folder is changed.
     """
     headers = {file: read_header(stage / file).tensors for file in expected}

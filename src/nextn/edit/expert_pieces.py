@@ -174,14 +174,12 @@ def read_expert_list(given: str) -> list[int]:
 
 
 def prune(inventory: Inventory, head: Inventory, keep: Sequence[int]) -> tuple[Inventory, Inventory, dict[str, Piece]]:
-    """Return checkpoint and head with these experts of each module, in this order, and pieces of their routers.
+    """Return checkpoint and head with these experts of each module, in this order and one by one, and pieces of
+    routers.
 
-    Returns:
-        Both inventories, with the experts one by one, and canonical name -> piece of what has an entry per expert.
-
-    Raises:
-        ConfigError: The head has no such expert, or the trunk's layers have another number than are kept.
-        CheckpointError: The head has no experts, or modules with different numbers of them.
+    The pieces, by canonical name, are of what has an entry per expert. Raises ConfigError if the head has no such
+    expert, or the trunk's layers have another number than are kept; CheckpointError if the head has no experts, or
+    modules with different numbers of them.
     """
     count = uniform(head_experts(head))
     if count is None:

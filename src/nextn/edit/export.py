@@ -45,21 +45,13 @@ class _Adoptable(FamilyError):
 
 @dataclass(frozen=True)
 class Export:
-    """What was written, and how it is used.
+    """What was written, and how it is used."""
 
-    Args:
-        path: The new checkpoint; for llama.cpp a GGUF file.
-        engine: The engine's name with the version that the commands are for.
-        command: The arguments of the command that serves it; empty for transformers.
-        code: Python code, for transformers.
-        notes: What to know, each a sentence.
-    """
-
-    path: Path
-    engine: str
-    command: tuple[str, ...] = ()
-    code: str = ""
-    notes: tuple[str, ...] = ()
+    path: Path  # the new checkpoint; for llama.cpp a GGUF file
+    engine: str  # the engine's name with the version that the commands are for
+    command: tuple[str, ...] = ()  # the arguments of the command that serves it; empty for transformers
+    code: str = ""  # python code, for transformers
+    notes: tuple[str, ...] = ()  # what to know, each a sentence
 
 
 def export(
@@ -71,22 +63,15 @@ def export(
     tokenizer: Path | None = None,
     num_speculative_tokens: int | None = None,
 ) -> Export:
-    """Write the head `source` into the new folder `out`, as `engine` loads it.
+    """Write the head `source` into the new folder `out`, as `engine`, one of `ENGINES`, loads it.
 
-    Args:
-        source: A folder, .safetensors file or hub id with the head alone; for transformers and llama.cpp also a model
-            with it inside.
-        out: A new folder: the draft alone, or for transformers the trunk with the head. For llama.cpp a new .gguf file
-            with both.
-        engine: One of `ENGINES`.
-        trunk: Folder of the trunk; None: the one that the head was trained on, if it is still there, or is inside.
-        tokenizer: For llama.cpp, a GGUF with the trunk's tokenizer, if nextn cannot write it.
-        num_speculative_tokens: K of the command.
+    The folder has the draft alone, or for transformers the trunk with the head; for llama.cpp `out` is a new .gguf file
+    with both. For these two, `source` may be a model with the head inside. By default, `trunk` is the folder that the
+    head was trained on, if it is still there, or is inside. `tokenizer` is a GGUF with the trunk's tokenizer, for
+    llama.cpp if nextn cannot write it. K is that of the command.
 
-    Raises:
-        ConfigError: The engine is unknown, or cannot run the head.
-        CheckpointError: The head is incomplete, or was trained on another trunk.
-        FamilyError: The head is in a layout that the engine does not run.
+    Raises ConfigError if the engine is unknown, or cannot run the head; CheckpointError if the head is incomplete, or
+    was trained on another trunk; FamilyError for a layout that the engine does not run.
     """
     if engine not in ENGINES:
         raise ConfigError(f"--for {engine}; expected {', '.join(ENGINES)}")
@@ -164,14 +149,8 @@ def layout_for(engine: str, config: Mapping[str, object]) -> str | None:
 
 
 def check_export(engine: str, family: Family, trunk: Inventory, *, num_modules: int = 1) -> None:
-    """Raise what `export` would raise for any head of this family on this trunk, before one is trained.
-
-    Args:
-        engine: See `export`.
-        family: Of the head.
-        trunk: Of the trunk's checkpoint; for llama.cpp in a local folder.
-        num_modules: Of the head.
-    """
+    """Raise what `export` would raise for any head of this family on this trunk (for llama.cpp local), before
+    training."""
     path = trunk.checkpoint.path
     _refuse_family(family, trunk, engine, path)
     if listed := [f"{each.found} {each.fix}" for each in quantized(family, trunk) if engine in each.engines]:

@@ -39,29 +39,21 @@ class Change:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture.
+    """One architecture."""
 
-    Attributes:
-        model_type: Of the checkpoint; also the family of its head, if it has one.
-        model_class: transformers' class.
-        config: Returns what the config has beside `common_config`.
-        layer: Names in a block -> in a decoder layer, without `.weight` or `.bias`. A number is put into `{}` for
-            each slice of a tensor of experts.
-        exact: The same for full names.
-        joined: Names in `layer` -> that of a tensor whose rows follow in the checkpoint's tensor.
-        changes: Names in `layer` or `exact` -> a function of the config that returns the change.
-        norm_offset: What the converter adds to norm weights, except for names in `changes`.
-        separate_head: Fields in the config of the head, which is in a folder of its own; none where it is not.
-    """
-
-    model_type: str
-    model_class: str
-    config: Callable[[Metadata], Config]
+    model_type: str  # of the checkpoint; also the family of its head, if it has one
+    model_class: str  # transformers' class
+    config: Callable[[Metadata], Config]  # returns what the config has beside `common_config`
+    # Names in a block -> in a decoder layer, without `.weight` or `.bias`. A number is put into `{}` for each slice of
+    # a tensor of experts.
     layer: Mapping[str, str]
-    exact: Mapping[str, str] = field(default_factory=dict)
+    exact: Mapping[str, str] = field(default_factory=dict)  # the same for full names
+    # Names in `layer` -> that of a tensor whose rows follow in the checkpoint's tensor.
     joined: Mapping[str, str] = field(default_factory=dict)
+    # Names in `layer` or `exact` -> a function of the config that returns the change.
     changes: Mapping[str, Callable[[Config], Change]] = field(default_factory=dict)
-    norm_offset: float = 0.0
+    norm_offset: float = 0.0  # what the converter adds to norm weights, except for names in `changes`
+    # Fields in the config of the head, which is in a folder of its own; none where it is not.
     separate_head: Mapping[str, object] = field(default_factory=dict)
 
     def in_layer(self, rest: str) -> str | None:

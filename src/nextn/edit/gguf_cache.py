@@ -19,20 +19,12 @@ _MAX_STEM = 60  # characters of the file's name in the name of the folder
 
 
 def converted_gguf(path: Path, cache: Path, *, version: str, note: Callable[[str], None]) -> Path:
-    """Return the checkpoint folder of a GGUF file; convert the file if the cache does not have its current version.
+    """Return the checkpoint folder of a GGUF file, any of a split model; convert it if the cache has no current
+    version.
 
-    Weights stay in the types of the file as far as nextn decodes with them.
-
-    Args:
-        path: The file, or any file of a split model.
-        cache: Folder of the cache; created if missing. One process converts at a time.
-        version: Version of the package; other versions use other folders.
-        note: Called with lines of text before a conversion, and before waiting for another process.
-
-    Raises:
-        CheckpointError: As in `convert_gguf`, or the cache is not writable.
-        ConfigError: As in `convert_gguf`.
-        FamilyError: As in `convert_gguf`.
+    Weights stay in the types of the file as far as nextn decodes with them. Other versions of the package use other
+    folders, and one process converts at a time; `note` gets lines of text before a conversion, and before waiting for
+    another process. Raises as `convert_gguf`, and CheckpointError if the cache is not writable.
     """
     folder = cache / _folder_name(path, version)
     if _is_complete(folder):

@@ -39,8 +39,7 @@ _ALIGNMENT = 32  # of each tensor, GGUF's default
 def refuse_trunk(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
     """Return the trunk's config with all defaults, as transformers reads it.
 
-    Raises:
-        FamilyError: No graph of llama.cpp computes this trunk and hands over the state that the head takes in.
+    Raises FamilyError if no graph of llama.cpp computes this trunk and hands over the state that the head takes in.
     """
     config = full_config(checkpoint)
     layout = layout_of(family)
@@ -72,18 +71,12 @@ def refuse_modules(path: str, count: int) -> None:
 
 
 def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path | None = None) -> None:
-    """Write the file.
+    """Write the local trunk and a head with one module into the new .gguf file, with a GGUF's tokenizer or the trunk's
+    own.
 
-    Args:
-        trunk: Of a checkpoint in a local folder.
-        head: Of a head with one module.
-        path: The new file, whose name ends in .gguf.
-        tokenizer: A GGUF with the trunk's tokenizer; None: that of the trunk's folder.
-
-    Raises:
-        CheckpointError: llama.cpp's graph has no place for a tensor of the trunk, or the disk is full.
-        ConfigError: The file exists or has another suffix, the tokenizer cannot be written, or gguf is not installed.
-        FamilyError: No layout holds this trunk with this head.
+    Raises CheckpointError if llama.cpp's graph has no place for a tensor of the trunk, or the disk is full; ConfigError
+    if the file exists or has another suffix, the tokenizer cannot be written, or gguf is not installed; FamilyError if
+    no layout holds this trunk with this head.
     """
     refuse_file(path)
     from gguf import GGUFWriter

@@ -56,25 +56,15 @@ _PACKED_PARTS: tuple[Part, ...] = ("weight_packed", "weight_scale", "weight_shap
 
 @dataclass(frozen=True, slots=True)
 class GgufPiece(Piece):
-    """A tensor of the checkpoint, or one of those that a packed weight is stored as; `name` is that of the weight.
+    """A tensor of the checkpoint, or one of those that a packed weight is stored as; `name` is that of the weight."""
 
-    Attributes:
-        tensor: Of the GGUF.
-        beside: Another tensor of the GGUF, whose rows follow before they change places.
-        expert: Which slice of a tensor of experts it is.
-        change: From the stored values to the checkpoint's.
-        dtype: Of what is written.
-        part: `weight` for what is not packed, `blocks` for the file's own.
-        is_head: Whether it is the head's.
-    """
-
-    tensor: GgufTensor = None  # type: ignore[assignment]  # `Piece` has a field with a default
-    beside: GgufTensor | None = None
-    expert: int | None = None
-    change: Change = _UNCHANGED
-    dtype: str = "BF16"
-    part: Part = "weight"
-    is_head: bool = False
+    tensor: GgufTensor = None  # of the GGUF; type: ignore[assignment]  # `Piece` has a field with a default
+    beside: GgufTensor | None = None  # another tensor of the GGUF, whose rows follow before they change places
+    expert: int | None = None  # which slice of a tensor of experts it is
+    change: Change = _UNCHANGED  # from the stored values to the checkpoint's
+    dtype: str = "BF16"  # of what is written
+    part: Part = "weight"  # `weight` for what is not packed, `blocks` for the file's own
+    is_head: bool = False  # whether it is the head's
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -163,25 +153,15 @@ def convert_gguf(
     dry_run: bool = False,
     on_bytes: Progress = quiet,
 ) -> EditPlan:
-    """Write the model of a GGUF file, with its head and tokenizer, into the new folder `out`.
+    """Write the model of a GGUF file, any of a split model, with its head and tokenizer, into the new folder `out`.
 
-    Args:
-        path: The file, or any file of a split model.
-        out: A new folder.
-        dtype: float32, float16 or bfloat16: of all weights, so that none stay packed. Default: F32 or F16 as most of
-            the file's values are, else bfloat16, and Q8_0 and Q4_0 as they are. `STORED`: the same, but Linears of
-            more types and of several types stay in the file's blocks.
-        tokenizer: A folder with the tokenizer's files. Default: it is made from the metadata.
-        dry_run: Write nothing.
-        on_bytes: Called with the bytes written so far and in all.
+    `dtype` is of all weights, so that none stay packed. Default: F32 or F16 as most of the file's values are, else
+    bfloat16, and Q8_0 and Q4_0 as they are. `STORED`: the same, but Linears of more types and of several types stay in
+    the file's blocks. By default, the tokenizer is made from the metadata, not taken from a folder's files.
 
-    Returns:
-        What was, or with `dry_run` would be, written.
-
-    Raises:
-        CheckpointError: The file is damaged, or holds a tensor that its architecture has not.
-        ConfigError: For another dtype, a tokenizer that is not known, or without the gguf package.
-        FamilyError: For an architecture that is not read.
+    Raises CheckpointError if the file is damaged, or holds a tensor that its architecture has not; ConfigError for
+    another dtype, a tokenizer that is not known, or without the gguf package; FamilyError for an architecture that is
+    not read.
     """
     if dtype not in (None, STORED, *DTYPE_NAMES):
         raise ConfigError(f"--dtype {dtype}; expected {', '.join(DTYPE_NAMES)}, or {STORED}")

@@ -84,12 +84,7 @@ def layout_of(family: Family) -> str:
 
 
 def problems(config: Mapping[str, Any], layout: str) -> Iterator[str]:
-    """Yield why a trunk with this config cannot be in a layout.
-
-    Args:
-        config: As transformers reads it, with all defaults.
-        layout: See `layout_of`.
-    """
+    """Yield why a trunk with this config, with all defaults, cannot be in a layout, see `layout_of`."""
     if config["model_type"] not in (valid := _MODEL_TYPES[layout]):
         yield f"model_type {config['model_type']} is not one of {', '.join(valid)}, whose layers the graphs have"
         return
@@ -107,13 +102,8 @@ def problems(config: Mapping[str, Any], layout: str) -> Iterator[str]:
 
 
 def metadata(config: Mapping[str, Any], layout: str, *, dtype: str) -> dict[str, Value]:
-    """Return the metadata of trunk and head without the tokenizer's.
-
-    Args:
-        config: See `problems`, which must have none.
-        layout: See `layout_of`.
-        dtype: Of most tensors: F32, F16 or BF16.
-    """
+    """Return the metadata of trunk and head, without `problems` and the tokenizer's; most tensors are F32, F16 or
+    BF16."""
     size = head_dim(config)
     rope = config["rope_parameters"]
     values: dict[str, Value] = {
@@ -192,8 +182,7 @@ def rope_factors(config: Mapping[str, Any]) -> list[float]:
 def parts(trunk: Inventory, head: Inventory, config: Mapping[str, Any], layout: str) -> list[StoredPart]:
     """Return the tensors of trunk and head in the order of the file.
 
-    Raises:
-        CheckpointError: The layout has no place for a tensor, or one is missing.
+    Raises CheckpointError if the layout has no place for a tensor, or one is missing.
     """
     checkpoint, count = trunk.checkpoint, trunk.num_layers
     outer = {"token_embd.weight": trunk.shared.get("embedding"), "output_norm.weight": "model.norm.weight"}

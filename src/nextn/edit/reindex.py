@@ -34,18 +34,9 @@ def reindex(
     """Write the index that lists every tensor of the model in the file that holds it.
 
     No tensor is changed. A model.safetensors beside other files is renamed, as loaders open it before they look for an
-    index.
-
-    Args:
-        source: A local checkpoint folder; with `out` also a hub id or an opened checkpoint.
-        out: A new folder for the complete result; by default the folder itself is changed.
-        follow_links: See `restore`.
-        dry_run: Write nothing.
-        on_bytes: Called with the bytes written so far and in all.
-
-    Raises:
-        CheckpointError: It is not a folder, or cannot be written.
-        ConfigError: The index lists every tensor already.
+    index. By default the local folder itself is changed, else `out` is a new folder for the complete result, also of a
+    hub id. The options are those of `restore`. Raises CheckpointError if it is not a folder, or cannot be written;
+    ConfigError if the index lists every tensor already.
     """
     checkpoint = as_checkpoint(source)
     if out is None and not Path(checkpoint.path).is_dir():

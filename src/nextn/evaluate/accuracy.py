@@ -80,15 +80,11 @@ class Reference:
     @classmethod
     @torch.inference_mode()
     def of(cls, trunk: Trunk, texts: Sequence[Sequence[int]], **options: Any) -> "Reference":
-        """Run each text through a trunk in float32, loaded or streamed.
+        """Run each text of at least two token ids through a trunk in float32; of a streamed one each layer is read
+        once.
 
-        Args:
-            trunk: In float32. Of a streamed one each layer is read once, for all texts.
-            texts: Token ids; each has at least two.
-            options: Of `StreamedTrunk.run`.
-
-        Raises:
-            ConfigError: The trunk is not in float32, or a text is too short, too long or not of its vocabulary.
+        `options` are those of `StreamedTrunk.run`. Raises ConfigError for another dtype, and for a text that is too
+        short, too long or not of the trunk's vocabulary.
         """
         if trunk.dtype != torch.float32:
             raise ConfigError(f"the reference is in {trunk.dtype}; load it with dtype=torch.float32")
@@ -103,14 +99,10 @@ class Reference:
 
     @torch.inference_mode()
     def compare(self, logits: Logits, *, on_position: Callable[[int], None] = lambda count: None) -> Accuracy:
-        """Return how far a candidate's distributions are from these.
+        """Return how far the distributions of a candidate, which `logits` returns for a text in blocks, are from these.
 
-        Args:
-            logits: Returns the candidate's for a text, in blocks.
-            on_position: Called with the number of positions of each block that was compared.
-
-        Raises:
-            ConfigError: The candidate has another vocabulary.
+        `on_position` gets the number of positions of each block. Raises ConfigError if the candidate has another
+        vocabulary.
         """
         sums = _Sums()
         for text, states in zip(self.texts, self._states, strict=True):
@@ -219,16 +211,10 @@ class Candidate:
 
 
 def choose_weights(model: Model, reference: Reference, *, source: str, max_kl: float = MAX_KL) -> list[Candidate]:
-    """Set `Trunk.weights` to the fewest bits, which are the fastest, whose divergence is at most `max_kl`.
+    """Set `Trunk.weights` to the fewest bits, which are the fastest, with a mean divergence of at most `max_kl` nats.
 
-    Args:
-        model: Loaded, for the native backend. Its weights are `stored` if fewer bits diverge more.
-        reference: Of the same model in float32.
-        source: What the model was loaded from.
-        max_kl: Mean divergence, in nats.
-
-    Returns:
-        What was compared, from the fewest bits on; the last one is what was chosen, unless it diverges more.
+    Return what was compared, from the fewest bits on; the last one is what was chosen, unless it diverges more: then
+    the weights are `stored`.
     """
     found: list[Candidate] = []
     for _, weights in sorted((bits, name) for name, bits in WEIGHT_BITS.items() if bits):
@@ -278,17 +264,11 @@ def compared_texts(
     num_tokens: int = 3 * CONTEXT,
     context: int = CONTEXT,
 ) -> ComparedTexts:
-    """Cut documents into texts: first the beginning of each document, then what follows it.
+    """Cut documents into texts of `context` tokens: first the beginning of each document, then what follows it.
 
-    Args:
-        tokenizer: Of the model; records of token ids need none. A token that it begins every text with, does.
-        source: .jsonl or .parquet records, a data set or a text file; None: `pydoc_data.topics`, the prose of Python's
-            documentation that `help()` shows, its longest topics first.
-        num_tokens: Of all texts, at most.
-        context: Tokens of a text, at most.
-
-    Raises:
-        ConfigError: The source cannot be read or has no text of two tokens, or text meets a model without a tokenizer.
+    Without a source they are `pydoc_data.topics`, the prose of Python's documentation that `help()` shows, its longest
+    topics first. A token that the tokenizer begins every text with, does. Raises ConfigError for a source that cannot
+    be read or has no text of two tokens, and for text without a tokenizer.
     """
     name = f"pydoc_data.topics of Python {sys.version.split()[0]}" if source is None else str(source)
     start = [] if tokenizer is None else list(tokenizer("")["input_ids"])[:1]

@@ -426,10 +426,8 @@ def run_benchmark(
 def with_one_pass(
     report: BenchmarkReport, model: Model, *, on_score: Callable[[], None] = lambda: None
 ) -> BenchmarkReport:
-    """Add the acceptance at every K, scored in one pass over the texts of baseline decoding.
-
-    on_score: Called for each text that was scored: one for each prompt and temperature.
-    """
+    """Add the acceptance at every K, scored in one pass over the texts of baseline decoding; `on_score` follows each
+    text."""
     plan, eos = report.plan, eos_tokens(model)
     largest = plan.k_values[-1]
     reference = ReferencePlan(largest, plan.temperatures, max(3, plan.max_tokens), chat=plan.chat, backend=plan.backend)

@@ -62,9 +62,7 @@ def measure_costs(
     Each is timed right after the pass that precedes it in decoding, as that decides what is in the processor's caches:
     a baseline step after another one, a verification after its drafts, drafts after a verification. Each ends with its
     argmax on the host, as in decoding. One repetition before the `repeats`, more of short passes, does not count.
-
-    Raises:
-        ConfigError: The model has no head, or these sizes do not fit it.
+    Raises ConfigError if the model has no head, or these sizes do not fit it.
     """
     check_sizes(model, num_speculative_tokens=num_speculative_tokens, batch=batch, context=context)
     assert model.head is not None
@@ -105,9 +103,7 @@ def adaptive_length(
 ) -> AdaptiveLength:
     """Measure the costs on this machine and return the draft length that pays by them, at most `limit` drafts.
 
-    num_copy_tokens: The most tokens of a round that may be copied, whose verification is measured, too.
-
-    Raises ConfigError as `measure_costs`.
+    The verification of up to `num_copy_tokens` copies is measured, too. Raises ConfigError as `measure_costs`.
     """
     longest = max(limit, num_copy_tokens)
     costs = measure_costs(model, num_speculative_tokens=longest, batch=batch, context=context, backend=backend)
@@ -252,10 +248,9 @@ def copy_bandwidth(
 
 
 def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
-    """Return the bytes of weights that a pass over one token reads.
+    """Return the bytes of weights of `bits` (None: as stored) that a pass over one token reads.
 
     All but those of an embedding that is not tied to the lm_head, and of experts that the router does not choose.
-    bits: `Backend.weight_bits`; None for weights as stored.
     """
     looked_up = () if trunk.embedding.weight is trunk.output.weight else (trunk.embedding.weight,)
     stored, output = _bytes_read(trunk.model, trunk, looked_up), trunk.output.weight
@@ -271,13 +266,9 @@ def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
 def draft_bytes(
     head: Head, bits: int | None = None, *, num_tokens: int | None = None, lm_head_bits: int | None = None
 ) -> int:
-    """Return the bytes of weights that a draft step reads: one MTP layer (their mean) and the lm_head.
+    """Return the bytes of weights of `bits` that a draft step reads: one MTP layer (their mean) and the lm_head.
 
-    Args:
-        head: The head.
-        bits: `Backend.head_bits`; None for weights as stored.
-        num_tokens: Rows of the lm_head. Default: those of the draft vocabulary, else all.
-        lm_head_bits: `Backend.draft_lm_head_bits`; None for those of the other weights.
+    The lm_head has `num_tokens` rows (None: those of the draft vocabulary, else all), of `lm_head_bits` if given.
     """
     looked_up = tuple(part.weight for part in head.modules() if isinstance(part, nn.Embedding))
     own = {id(head.output(index).weight): head.output(index).weight for index in range(head.num_modules)}

@@ -127,7 +127,7 @@ def compare(
 ) -> Diagnosis:
     """Compare observations with the reference at the engine's K, by its counters and flags.
 
-    measure_answers: Measures a reference on the engine's answers, for a model that cannot generate.
+    `measure_answers` measures a reference on the engine's answers, for a model that cannot generate.
     """
     texts = flag_texts(flags)
     observed = [replace(each, counters=with_settings(each.counters, texts)) for each in observed]
@@ -160,22 +160,10 @@ def diagnose_observations(
 ) -> Diagnosis:
     """Compare what an engine counted with the head's reference, and with every fault that the head can have.
 
-    Args:
-        model: The checkpoint that the engine serves, loaded.
-        prompts: The reference's prompts; the indices in `observations` refer to them.
-        observations: What the engine counted, by temperature or by length of the prompts.
-        plan: How to measure the reference. Its K is the engine's, see `observed_plan`; its temperatures are replaced
-            by those of the observations.
-        source: Name of the checkpoint in the report.
-        reference: A measurement by this plan of the engine's own answers; None measures the model's continuations of
-            the prompts.
-        audit_notes: Findings of the audit, which are added to the notes.
-        on_text: Called with the number of texts of the reference that were decoded, and for each that was scored.
-        on_fault: Called after each fault that was scored.
-
-    Raises:
-        ConfigError: The checkpoint has no head, or the counters contradict the plan's K.
-        EngineError: The counters have no figures.
+    The plan's K is the engine's, see `observed_plan`; its temperatures are replaced by those of the observations, whose
+    indices are of these prompts. `reference` is a measurement by this plan of the engine's own answers; None measures
+    the model's continuations. `on_text` is called with the number of texts that were decoded, and for each that was
+    scored. Raises ConfigError without a head, or if counters contradict K; EngineError for counters without figures.
     """
     plan = observed_plan(observations, plan, plan.num_speculative_tokens)
     counts = [observed_counts(each.counters, plan.num_speculative_tokens) for each in observations]
@@ -207,10 +195,7 @@ def diagnose_observations(
 def observed_plan(
     observations: Sequence[EngineObservation], plan: ReferencePlan, num_speculative_tokens: int | None
 ) -> ReferencePlan:
-    """Return the plan with the engine's K and the temperatures of the observations.
-
-    num_speculative_tokens: K as the user sets it; None takes it from the counters. Raises as `engine_depth`.
-    """
+    """Return the plan with the temperatures of the observations and the engine's K; raises as `engine_depth`."""
     k = engine_depth([each.counters for each in observations], num_speculative_tokens)
     return replace(plan, num_speculative_tokens=k, temperatures=tuple(each.temperature for each in observations))
 

@@ -59,17 +59,11 @@ def choose_draft_vocabulary(
     always: Collection[int] = (),
     backend: str = "auto",
 ) -> DraftVocabularyChoice:
-    """Set the model's draft vocabulary to that with the highest expected speed-up on this machine.
+    """Set the model's draft vocabulary to that with the highest expected speed-up on this machine at up to K drafts.
 
-    Args:
-        model: A model with a head; costs are measured with its weights.
-        tokens: A text similar to what will be decoded. Its last part is held out to measure acceptance on.
-        num_speculative_tokens: The largest K.
-        always: Token ids that every vocabulary contains.
-        backend: See `backend_for`.
-
-    Raises:
-        ConfigError: The text is too short, its continuations repeat themselves, or the model has no head.
+    Acceptance is measured on the last part of `tokens`, a text similar to what will be decoded; every vocabulary
+    contains `always`. Raises ConfigError for a text that is too short or whose continuations repeat themselves, or
+    without a head.
     """
     head, vocab_size = model.head, model.trunk.vocab_size
     if head is None:

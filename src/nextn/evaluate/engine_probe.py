@@ -86,10 +86,8 @@ def _mean_difference(pairs: Sequence[tuple[float, float]]) -> float:
 class EngineFolder:
     """A folder of an engine's answers, for the same command after an interruption.
 
-    Attributes:
-        path: The folder.
-        probe: The one that its answers were stored with, or a new one.
-        was_cleared: Whether there were answers of other weights, which are removed.
+    `probe` is the one that its answers were stored with, or a new one; `was_cleared`: answers of other weights were
+    removed.
     """
 
     def __init__(self, path: Path, asked: EngineProbe) -> None:

@@ -27,12 +27,9 @@ Steps = Sequence[tuple[int, int]]  # (num_drafted, num_accepted) of each round
 
 
 def exchange_text(report: "ReferenceReport", form: str, *, source: str, prompts: str) -> str:
-    """Return the measurement as another tool writes it.
+    """Return the measurement as another tool writes it; raise ConfigError as `check_form`.
 
     The report is of one temperature; above 0, decoded by rule `argmax`, which is how the engines of these tools accept.
-
-    Raises:
-        ConfigError: As `check_form`.
     """
     check_form(form, report.plan.temperatures, decoded=bool(report.generated[report.plan.temperatures[0]].steps))
     name = re.sub(r"[^\w.-]+", "-", source.rstrip("/").rpartition("/")[2]) or "model"
@@ -47,10 +44,8 @@ def exchange_text(report: "ReferenceReport", form: str, *, source: str, prompts:
 
 
 def check_form(form: str, temperatures: Sequence[float], *, decoded: bool) -> None:
-    """Raise ConfigError for an unknown form, several temperatures, and a form of rounds where texts are given.
-
-    decoded: Whether the texts are decoded here.
-    """
+    """Raise ConfigError for an unknown form, several temperatures, and a form of rounds where texts are not
+    `decoded` here."""
     if form not in FORMATS:
         raise ConfigError(f"--format {form}; expected one of {', '.join(FORMATS)}")
     if len(temperatures) != 1:

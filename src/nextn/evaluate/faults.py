@@ -50,8 +50,7 @@ def measure_under_fault(
     """Return the reference under the fault; None if this head cannot have it, or a streamed trunk cannot show it.
 
     The same texts are scored; they are decoded again only for a fault that scoring cannot show. For an acceptance rule
-    it is the reference itself, whose `figures` take the rule. hiddens: The `text_states` of the reference; None:
-    computed here.
+    it is the reference itself, whose `figures` take the rule. `hiddens` are its `text_states`, if known.
     """
     if fault.rule:
         return reference

@@ -60,15 +60,9 @@ def read_texts(
 ) -> GivenTexts:
     """Read a file of `nextn answer`, or other records with labels, whose last labels are the continuation.
 
-    Args:
-        source: .jsonl or .parquet records, a data set, or a text file.
-        trunk: Its vocabulary and context.
-        tokenizer: Encodes texts; records of token ids need none.
-        temperature: At which the texts were sampled; None: what the file's header says.
-        max_tokens: New tokens of each text; the rest is cut.
-
-    Raises:
-        ConfigError: The source cannot be read, does not fit the model, or says no temperature or another one.
+    The first `max_tokens` new tokens of each text are kept. Records of token ids need no tokenizer. Raises ConfigError
+    for a source that cannot be read or does not fit the trunk, or that says no temperature or another one than
+    `temperature`.
     """
     temperature = _temperature(source, temperature)
     reader = RecordReader(cast(Any, tokenizer), context=trunk.max_length)
@@ -121,10 +115,8 @@ def _last_labels(mask: "np.ndarray[Any, Any] | None", length: int) -> tuple[int,
 
 @torch.inference_mode()
 def full_text_outputs(trunk: Trunk, texts: Sequence[ReferenceText], **options: Any) -> list[TrunkOutput]:
-    """Run each text in one pass, without a cache; a loaded trunk gives the bits of a streamed one.
-
-    options: Of `StreamedTrunk.run`.
-    """
+    """Run each text in one pass without a cache (`options` of `StreamedTrunk.run`): the same bits, loaded or
+    streamed."""
     groups = _groups(texts)
     batches = _batches(texts, groups)
     if isinstance(trunk, StreamedTrunk):

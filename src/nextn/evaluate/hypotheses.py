@@ -167,18 +167,11 @@ class ExpectedCounts:
 
 
 def engine_depth(parts: Sequence[Counters], given: int | None, *, full_share: float = FULL_SHARE) -> int:
-    """Return K, the largest number of tokens that the engine drafts in a round.
+    """Return K, the largest number of tokens that the engine drafts in a round, by its counters or as `given`.
 
     Counts by position show K. Totals show only the mean number of drafts per round: a lower bound of K, because an
-    engine may draft fewer tokens in some rounds.
-
-    Args:
-        parts: The engine's counters, one for each reading.
-        given: K as the user sets it; None if not set.
-        full_share: Least mean number of drafts per round, as a share of K, that shows K.
-
-    Raises:
-        ConfigError: K is neither shown nor given, or the counters contradict the given K.
+    engine may draft fewer tokens in some rounds; K itself if the mean is at least `full_share` of it. Raises
+    ConfigError if K is neither shown nor given, or the counters contradict the given K.
     """
     counted = max((max(len(each.per_position), len(each.per_position_offered)) for each in parts), default=0)
     counted = counted or max((each.k or 0 for each in parts), default=0)

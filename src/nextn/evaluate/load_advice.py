@@ -166,12 +166,8 @@ def measure_loads(
 ) -> LoadAdvice:
     """Time both servers at each number of streams, in turn, on the same prompts.
 
-    Each load asks 16 prompts or twice as many as it has streams, repeating them from the start. on_pass: Called after
-    each pass over one server.
-
-    Raises:
-        ConfigError: The plain server drafts, or the other does not.
-        EngineError: As `CounterSpan`, or an engine refuses a request.
+    Each load asks 16 prompts or twice as many as it has streams, repeating them from the start. Raises ConfigError if
+    the plain server drafts, or the other does not; EngineError as `CounterSpan`, or if an engine refuses a request.
     """
     points, counted = [], []
     for streams in sorted(set(loads)):

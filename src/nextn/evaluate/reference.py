@@ -93,10 +93,9 @@ def acceptance_on_texts(
     *,
     on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
-    """Score given texts. Each item of `given` has the texts of one temperature; all have the same number of texts.
+    """Score given texts, of which each item of `given` has those of one temperature, all of them equally many.
 
-    outputs: The `full_text_outputs` of these texts. on_score: Called after each text that was scored. Raises
-    ConfigError if there is no head.
+    `outputs` are their `full_text_outputs`. Raises ConfigError if there is no head.
     """
     by_temperature = {each.texts[0].temperature: each for each in given}
     plan = replace(plan, temperatures=tuple(by_temperature))
@@ -140,8 +139,7 @@ def rescore(
 ) -> ReferenceReport:
     """Score the reference's texts again, with controls, under another convention of the head and the same trunk.
 
-    hiddens: The `text_states`; None computes them. Pass them if several conventions are scored, because on a large
-    trunk they take longer than the scores. on_score: Called after each text that was scored.
+    Pass the `text_states` as `hiddens` for several conventions: on a large trunk they take longer than the scores.
     """
     assert model.head is not None
     hiddens = hiddens or text_states(reference, model)

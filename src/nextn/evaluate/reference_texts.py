@@ -213,10 +213,8 @@ def _chance(drafts: Sequence[int], tokens: Sequence[int]) -> float:
 def play_turns(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan) -> list[Prompt]:
     """Return one prompt per turn: first all first turns in order, then the second ones as token ids, and so on.
 
-    Between turns the model answers greedily, so that a conversation is the same at every temperature.
-
-    Raises:
-        ConfigError: There are several turns, and no chat template, or it refuses the conversation.
+    Between turns the model answers greedily, so that a conversation is the same at every temperature. Raises
+    ConfigError for several turns without a chat template, or one that refuses the conversation.
     """
     played = [replace(prompt, later=(), conversation=index) for index, prompt in enumerate(prompts)]
     current = {index: prompt_tokens(model, prompt, plan) for index, prompt in enumerate(prompts) if prompt.later}

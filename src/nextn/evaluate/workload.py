@@ -43,27 +43,20 @@ DECODED = ("block", "ratio", "argmax")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, as text or token ids, and the domain that its figures are reported under.
-
-    Attributes:
-        later: The user's later turns, if it begins a conversation.
-        conversation: The index of the conversation that a played turn belongs to; None for a prompt of its own.
-        turns: The user's turns down to this one, where `text` also has the model's answers.
-    """
+    """A prompt, as text or token ids, and the domain that its figures are reported under."""
 
     text: str | tuple[int, ...]
     domain: str
-    later: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()  # the user's later turns, if it begins a conversation
+    # The index of the conversation that a played turn belongs to; None for a prompt of its own.
     conversation: int | None = None
-    turns: tuple[str, ...] = ()
+    turns: tuple[str, ...] = ()  # the user's turns down to this one, where `text` also has the model's answers
 
     def tokens(
         self, model: "Model", *, chat: bool = False, variables: Mapping[str, object] | None = None
     ) -> tuple[int, ...]:
-        """Encode it for this model; `variables` are of the chat template.
-
-        Raises ConfigError for text if the checkpoint has no tokenizer.
-        """
+        """Encode it for this model, with `variables` of the chat template; raise ConfigError for text without a
+        tokenizer."""
         from nextn.decoding.generate import encode  # here, so that reading prompts needs no torch
 
         if isinstance(self.text, str) and model.tokenizer is None:
@@ -100,10 +93,8 @@ def read_prompts(source: Path | str | None = None) -> list[Prompt]:
 
 
 def take_prompts(given: PromptSource) -> tuple[list[Prompt], dict[str, object]]:
-    """Return the prompts that a function of the Python API is given, and their `prompts_record`.
-
-    Raises ConfigError as `read_prompts`, and for none.
-    """
+    """Return the prompts that a Python function is given, and their `prompts_record`; raise ConfigError also for
+    none."""
     if given is None or isinstance(given, str | Path):
         prompts = read_prompts(given)
         return prompts, prompts_record(given, prompts)

@@ -117,15 +117,10 @@ class Family:
         return frozenset(r for r, path in self.names.items() if r not in self.copies and (module == 0 or "{" in path))
 
     def published(self, name: str, num_layers: int, *, wrapper: str = "") -> str:
-        """Return the tensor name in the checkpoint.
+        """Return the checkpoint's name for `<module>.<role>[.<rest>]`, of a trunk with so many layers, behind its
+        wrapper.
 
-        Args:
-            name: Canonical name `<module>.<role>[.<rest>]`.
-            num_layers: The trunk's number of layers.
-            wrapper: One of `wrappers`, for a checkpoint that uses it.
-
-        Raises:
-            FamilyError: The tensor is a later module's, and the layout stores one for all modules.
+        Raises FamilyError if the tensor is a later module's, and the layout stores one for all modules.
         """
         module, role, *rest = name.split(".", 2)
         path = self.names[role].format(module=module, layer=num_layers + int(module))

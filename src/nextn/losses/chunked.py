@@ -38,11 +38,10 @@ def check_chunk(chunk: int | None) -> None:
 
 
 def weighted_sum(hidden: Tensor, weight: Tensor, selected: SelectedRows) -> tuple[Tensor, Tensor]:
-    """Sum scale * first value over the selected rows of hidden [N, H] @ weight.T [H, V].
+    """Sum scale * first value over the selected rows of hidden [N, H] @ weight.T [H, V]; hidden and weight get
+    gradients.
 
-    Returns:
-        The sum, and all values [M, F], detached; fp32 (fp64 for fp64). hidden and weight get gradients if they require
-        them.
+    Return the sum, and all values [M, F], detached; fp32 (fp64 for fp64).
     """
     return _ChunkedSum.apply(hidden, weight, selected, torch.is_grad_enabled())
 

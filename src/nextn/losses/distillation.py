@@ -48,15 +48,10 @@ def head_loss(
 ) -> HeadLoss:
     """Compute (scale / D) sum_k w_k sums_k / denominator_k over depths k = 1..D. Raises ConfigError.
 
-    Args:
-        hiddens: final_hidden [B, T-k, H] of each depth.
-        weights: lm_head weight [V, H] of all depths, or one for each.
-        teacher: The trunk's side.
-        objective: One of `OBJECTIVES`.
-        depth_weights: w_k; None: all 1.
-        chunk: Rows of logits that exist at a time; None: about 64 MB.
-        denominator: The depth's own number of valid positions ("valid"), the trunk's ("tokens"), or a tensor [D], with
-            which the losses of parts of a batch add up to that of the whole, as in `mtp_loss`.
+    `hiddens` are final_hidden [B, T-k, H] of each depth, `weights` the lm_head [V, H] of all depths, or one for each,
+    and `depth_weights` the w_k (None: all 1). `chunk` rows of logits exist at a time; None: about 64 MB. The
+    denominator is the depth's own number of valid positions ("valid"), the trunk's ("tokens"), or a tensor [D], with
+    which the losses of parts of a batch add up to that of the whole, as in `mtp_loss`.
     """
     labels = [targets.labels(k) for k in range(1, len(hiddens) + 1)]
     outputs = [weights] * len(hiddens) if isinstance(weights, Tensor) else list(weights)

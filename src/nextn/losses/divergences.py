@@ -50,13 +50,7 @@ class TeacherBatch:
     """A teacher's distributions at the ascending positions [M] (of B * T) of rows; tiles must be requested in order."""
 
     def __init__(self, teacher: Teacher, positions: Tensor, *, dtype: torch.dtype, tile: int, block: int) -> None:
-        """Allocate the buffers.
-
-        Args:
-            positions: [M], the position of each row.
-            tile: The most rows per request.
-            block: The most positions computed at a time.
-        """
+        """Allocate the buffers for rows at `positions` [M], at most `tile` a request and `block` computed at a time."""
         self._temperature, self._cap = teacher.temperature, teacher.cap
         self._states = teacher.hidden.detach().flatten(0, 1)
         self._weight = teacher.weight.detach().to(product_dtype(teacher.hidden, teacher.weight))

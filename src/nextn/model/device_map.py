@@ -36,19 +36,16 @@ def check_accelerate() -> None:
 
 
 def spread_layers(trunk: Trunk, device_map: str, folder: Path) -> str:
-    """Load the decoder layers of a trunk, each to the place that the map names, and return a summary.
+    """Load the decoder layers of a trunk of `Model.load(defer=True)`, each to its place by the map, and return a
+    summary.
 
-    Args:
-        trunk: Of `Model.load(defer=True)`, already on its own device.
-        device_map: `auto` fills the GPUs of the trunk's type in order, then host memory, then the disk. A list of
-            devices and `disk`, separated by commas, takes the layers in order and in equal shares. A .json file has
-            names of modules, or beginnings of such, and their devices, as accelerate writes them.
-        folder: Layers on disk are written to a new folder in it, which is removed with the trunk.
+    `auto` fills the GPUs of the trunk's type in order, then host memory, then the disk. A list of devices and `disk`,
+    separated by commas, takes the layers in order and in equal shares. A .json file has names of modules, or beginnings
+    of such, and their devices, as accelerate writes them. Layers on disk are written to a new folder in `folder`, which
+    is removed with the trunk.
 
-    Raises:
-        ConfigError: for a map that does not fit the trunk, a device that is not available, a trunk that can only be
-            loaded as a whole, or a disk without enough space.
-        CheckpointError: if a layer cannot be read.
+    Raises ConfigError for a map that does not fit the trunk, a device that is not available, a trunk that can only be
+    loaded as a whole, or a disk without enough space; CheckpointError if a layer cannot be read.
     """
     check_accelerate()
     if not isinstance(trunk, DeferredTrunk):

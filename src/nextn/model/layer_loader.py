@@ -42,20 +42,13 @@ class LayerLoader:
         vocabulary: Mapping[str, str] = {},
         packed: Mapping[str, StoredTensor] = {},
     ) -> None:
-        """Build the model and load all but its decoder layers.
+        """Build the model and load all but its decoder layers; arguments as of `model_from_folder`.
 
-        Args:
-            folder: The checkpoint, for its config.
-            state: Tensors by stored name, not quantized.
-            dtype: None: the config's, else the stored one.
-            layer_of: The index of the decoder layer that a stored name belongs to; None if to no layer.
-            vocabulary: Stored names of `embedding` and `output`, which keep their stored dtype where plain modules
-                hold them, so that no cast copy of them is made.
-            packed: As for `model_from_folder`; `stand_ins` are loaded in their place.
-
-        Raises:
-            CheckpointError: if any tensor, those of layers included, is missing or has another shape, or if
-                transformers cannot build the model.
+        `layer_of` gives the index of the decoder layer that a stored name belongs to; None if to no layer. `vocabulary`
+        has the stored names of `embedding` and `output`, which keep their stored dtype where plain modules hold them,
+        so that no cast copy of them is made. `stand_ins` are loaded in the place of packed tensors. Raises
+        CheckpointError if any tensor, those of layers included, is missing or has another shape, or if transformers
+        cannot build the model.
         """
         self._folder = folder
         with transformers_errors(folder):

@@ -40,13 +40,10 @@ def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 def head_tensors(
     head: Head, copies: bool = True, *, dtype: torch.dtype | None = None, wrapper: str = ""
 ) -> dict[str, Tensor]:
-    """Return the head's tensors under their published names and in the family's stored layout.
+    """Return the head's tensors under their published names, with the trunk's `wrapper`, in the family's stored layout.
 
-    Args:
-        head: The head.
-        copies: Include the copies of shared tensors in each MTP layer, where the family stores them.
-        dtype: Cast all but the tensors that always stay fp32; None: as is.
-        wrapper: The name prefix of the family that the trunk's tensors have.
+    With `copies` of shared tensors in each MTP layer, where the family stores them. `dtype` casts all but the tensors
+    that always stay fp32.
     """
     state = {name: cast(value, None if head.keeps_fp32(name) else dtype) for name, value in _own(head).items()}
     if copies:
@@ -95,13 +92,9 @@ def load_tensors(
 ) -> list[str]:
     """Load every tensor of a `meta_head` and return notes. Raises CheckpointError listing all problems.
 
-    Args:
-        head: The head.
-        weights: The stored tensors. With either option, their files must stay open.
-        split_experts: Leave experts that are stored one by one, and large, in the files: they are checked now, and
-            loaded a few at a time when they run.
-        keep_codes: Linear layers and experts of the block keep the codes of weights of four and eight bits, and in
-            fp8.
+    With either option, the files of the stored tensors must stay open. `split_experts` leaves experts that are stored
+    one by one, and large, in the files: they are checked now, and loaded a few at a time when they run. With
+    `keep_codes`, linear layers and experts of the block keep the codes of weights of four and eight bits, and in fp8.
     """
     inventory, comparison = weights.inventory, _HeadTensors(head, weights)
     problems = [*comparison.problems()]

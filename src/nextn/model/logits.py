@@ -19,15 +19,10 @@ FLOAT_LINEAR = torch.ops.nextn.float_linear
 
 
 def logits_of(output: nn.Module, final_hidden: Tensor) -> Tensor:
-    """Compute the logits of final hidden states in float32.
+    """Compute the logits [..., V] of final hidden states [..., H] in float32, or float64 if the lm_head's weight is.
 
-    Args:
-        output: The lm_head [V, H]. The result of a layer of another type than nn.Linear and PackedLinear, such as one
-            with an adapter, is what that layer computes in its own dtype.
-        final_hidden: [..., H], in float32 or the dtype of the weight.
-
-    Returns:
-        [..., V] in float32, or float64 if the weight is.
+    The result of an lm_head of another type than nn.Linear and PackedLinear, such as one with an adapter, is what that
+    layer computes in its own dtype.
     """
     if not isinstance(output, PackedLinear) and type(output) is not nn.Linear:
         return output(final_hidden.to(next(output.parameters()).dtype)).float()

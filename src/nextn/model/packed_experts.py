@@ -20,10 +20,9 @@ from nextn.model.stored_experts import StoredExperts, run_in_groups
 class StackedCodes:
     """One weight [E, N, K] of all experts, as it is stored. The files must not change.
 
-    Attributes:
-        stand_in: [E, N, K] with the memory of N values, in the dtype of the layer. The address of a slice of its rows
-            identifies them where a pass is recorded; it is NaN, as that of `StoredCodes`.
-        experts: For each expert, the stored matrices that follow each other in its N rows; alike in all experts.
+    `stand_in` [E, N, K] has the memory of N values, in the dtype of the layer. The address of a slice of its rows
+    identifies them where a pass is recorded; it is NaN, as that of `StoredCodes`. `experts` has for each expert the
+    stored matrices that follow each other in its N rows; alike in all experts.
     """
 
     stand_in: Tensor

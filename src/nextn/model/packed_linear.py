@@ -22,10 +22,8 @@ from nextn.checkpoint.tensors import StoredTensor
 class StoredCodes(ABC):
     """A quantized weight [N, K] as it is stored. The file must not change.
 
-    Attributes:
-        stored: The tensor.
-        stand_in: [N, K] expanded from one element, in the dtype of the layer. It identifies the weight while a pass is
-            recorded. It is NaN, so that anything else that is computed from it is noticed.
+    `stand_in` [N, K] is expanded from one element, in the dtype of the layer. It identifies the weight while a pass is
+    recorded, and is NaN, so that anything else that is computed from it is noticed.
     """
 
     stored: StoredTensor

@@ -42,14 +42,10 @@ class QueryLayers(MTPLayer):
     def __init__(
         self, family: Family, trunk: Trunk, source: Trunk, types: Sequence[LayerType], num_centroids: int
     ) -> None:
-        """Create the layer with new weights.
+        """Create the layer, which takes the trunk's embeddings and states and reads its keys, with new weights.
 
-        Args:
-            family: The conventions.
-            trunk: The trunk whose embeddings and states it takes, and whose keys it reads.
-            source: A model of the head's own sizes, whose last layers become this one's.
-            types: Of these decoder layers.
-            num_centroids: Groups of tokens, of which only the best few are drafted from; 0: all tokens are.
+        It is made of those of the last layers of `source`, a model of the head's own sizes, that have these types. Only
+        the best few of `num_centroids` groups of tokens are drafted from; 0: all tokens are.
         """
         nn.Module.__init__(self)
         outer, inner, vocabulary = trunk.config.hidden_size, source.config.hidden_size, source.vocab_size
@@ -81,11 +77,8 @@ class SharedKVHead(Head):
     """A head that reads the keys and values of the trunk's last layers that store any, per type of layer."""
 
     def __init__(self, family: Family, trunk: Trunk, config: Mapping[str, object]) -> None:
-        """Create the head with new weights.
-
-        Raises:
-            FamilyError: The config is not one of such a head, or the trunk's keys, states or tokens do not fit it.
-        """
+        """Create the head with new weights; raise FamilyError if the config, or the trunk's keys, states or tokens,
+        do not fit."""
         if isinstance(trunk, DeferredTrunk):
             raise FamilyError(
                 f"{family.title} read the trunk's keys, which a trunk that is loaded layer by layer does not keep; "

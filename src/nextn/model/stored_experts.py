@@ -39,14 +39,10 @@ ExpertGroups = Callable[[nn.Module], Generator[tuple[int, int], None, None]]
 
 
 def find_layout(stacked: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> Layout | None:
-    """Find which stored tensors of an expert are concatenated in its part of each stacked parameter.
+    """Find which stored tensors of an expert, by kind, are concatenated in its part of each stacked parameter.
 
-    Args:
-        stacked: The expert's part of each parameter, as the model's own code makes it from `stored`.
-        stored: The expert's stored tensors by kind, a name that is the same for all experts.
-
-    Returns:
-        The layout; None if a parameter is not a concatenation, or if several layouts fit the values.
+    The parts are as the model's own code makes them from the stored tensors. None if a parameter is not a
+    concatenation, or if several layouts fit the values.
     """
     orders = [order for count in range(1, len(stored) + 1) for order in permutations(stored, count)]
     fitting = {

@@ -151,21 +151,17 @@ class StreamedTrunk(DeferredTrunk):
         on_layer: Callable[[LayerProgress], None] = lambda progress: None,
         observe: Callable[[int], object] = lambda index: None,
     ) -> None:
-        """Run every batch of tokens [B, T] through the decoder layers, reading each of them once, for `recall`.
+        """Run every batch of tokens [B, T], padded on the right, through the decoder layers, each read once, for
+        `recall`.
 
-        Args:
-            batches: Texts, padded on the right. States are those of `Trunk.forward` on the
-                same batches, bit for bit where torch computes with one thread.
-            documents: Of each batch [B, T], as of `Trunk.forward`.
-            folder: Keep the states after each layer there, so that an interrupted run resumes; see `remove_states`.
-            max_state_bytes: Without a folder, states of more bytes, about, are kept in temporary files.
-            on_layer: Called after each decoder layer, first for those that an earlier run has done.
-            observe: Called with a layer's index after it ran. The result, as JSON, is kept with its states for a run
-                that resumes; give runs that observe another thing another folder.
+        States are those of `Trunk.forward` with these documents, bit for bit where torch computes with one thread. They
+        are kept after each layer in `folder`, so that an interrupted run resumes (see `remove_states`); without one,
+        those of more than about `max_state_bytes` are kept in temporary files. `on_layer` is called after each layer,
+        first for those that an earlier run has done. `observe` is called with a layer's index after it ran, and its
+        result, as JSON, kept with the states; give runs that observe another thing another folder.
 
-        Raises:
-            CheckpointError: if a layer cannot be read or has values that are not finite, or states cannot be written.
-            ConfigError: if the folder holds the states of another run.
+        Raises CheckpointError if a layer cannot be read or has values that are not finite, or states cannot be written;
+        ConfigError if the folder holds the states of another run.
         """
         groups: Sequence[Tensor | None] = documents or [None] * len(batches)
         inputs = list(zip(batches, groups, strict=True))

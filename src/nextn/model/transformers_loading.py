@@ -67,17 +67,12 @@ def model_from_folder(
     dtype: torch.dtype | None,
     packed: Mapping[str, StoredTensor] = {},
 ) -> PreTrainedModel:
-    """Load the model of a checkpoint folder.
+    """Load the model of a checkpoint folder in `dtype`; None: the config's, else the stored one.
 
-    Args:
-        folder: The checkpoint.
-        state: Tensors by stored name, not quantized, whatever the config says; None: transformers reads the files.
-        dtype: None: the config's, else the stored one.
-        packed: Tensors of `state` whose codes linear layers of the decoder keep, if transformers loads them as they
-            are. Of others, which it merges or splits, the dequantized values are loaded.
-
-    Raises:
-        CheckpointError: if a tensor would stay uninitialized, or if transformers cannot load the model.
+    `state` has its tensors by stored name, not quantized, whatever the config says; None: transformers reads the files.
+    Linear layers of the decoder keep the codes of those in `packed`, if transformers loads them as they are; where it
+    merges or splits them, the dequantized values are loaded. Raises CheckpointError if a tensor would stay
+    uninitialized, or if transformers cannot load the model.
     """
     if state is not None and packed:
         return _with_codes(folder, state, dtype, packed)
@@ -91,11 +86,8 @@ def model_from_folder(
 def empty_model(
     folder: Path, state: Mapping[str, LazyTensor], dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, torch.dtype]:
-    """Build the model of a checkpoint folder on the meta device, without values.
-
-    Returns:
-        The model, and its dtype; see `model_from_folder`.
-    """
+    """Build the model of a checkpoint folder on the meta device, and return it with its dtype, see
+    `model_from_folder`."""
     model_class, config, dtype = _class_of_state(folder, state, dtype)
     with no_init_weights(), torch.device("meta"):
         model: PreTrainedModel = model_class._from_config(config, dtype=dtype)

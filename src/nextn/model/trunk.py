@@ -196,13 +196,11 @@ class Trunk(nn.Module):
             )
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
-        """Run the model over tokens [B, T], which may be on the host.
+        """Run the model over tokens [B, T], which may be on the host; they become a block of the cache, for the caller
+        to commit.
 
-        Args:
-            tokens: [B, T].
-            cache: The T positions become a block of it, which the caller closes with `cache.commit`.
-            documents: [B, T] ids: attention and positions stay inside a document (only without a cache or with an
-                empty one, and only if `can_pack`).
+        With `documents` [B, T] ids, attention and positions stay inside a document (only without a cache or with an
+        empty one, and only if `can_pack`).
         """
         if isinstance(cache, PerSequenceCache):
             outputs = [self(tokens[index : index + 1], own) for index, own in enumerate(cache.sequences)]
@@ -277,14 +275,10 @@ class Trunk(nn.Module):
     def block(
         self, index: int, count: int, overrides: Mapping[str, object], *, parts: Mapping[str, str] = {}
     ) -> nn.Module:
-        """Build the decoder layers of an MTP layer, of the trunk's own class and freshly initialized.
+        """Build the decoder layers of MTP layer `index` of `count`, of the trunk's own class and freshly initialized.
 
-        Args:
-            index: Of the MTP layer.
-            count: Number of MTP layers.
-            overrides: Changes of the config; a list has one entry per decoder layer. With several, the result is an
-                nn.ModuleList.
-            parts: If given, the submodules of a decoder layer that form a `ResidualBlock`.
+        A list in the `overrides` of the config has one entry per decoder layer; with several, the result is an
+        nn.ModuleList. `parts` are the submodules of a decoder layer that form a `ResidualBlock`, if any.
         """
         config = head_config(self.config, self.layer_types, count, overrides)
         layer_class = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))
@@ -325,13 +319,10 @@ class Trunk(nn.Module):
         return norm.to(weight.dtype)
 
     def layer_source(self, model_type: str, *, scaled_rotary: bool = True) -> "Trunk":
-        """Return a trunk with this one's sizes, to build decoder layers like its own.
+        """Return a trunk with this one's sizes, to build decoder layers like its own, or of another model_type.
 
-        Its own weights are on the meta device. Raises FamilyError if such layers cannot have these sizes.
-
-        Args:
-            model_type: Of the layers; "" for this trunk's.
-            scaled_rotary: Keep the scaling of this trunk's rotary embeddings, if they have one.
+        Its own weights are on the meta device. Without `scaled_rotary`, rotary embeddings lose the scaling of this
+        trunk's. Raises FamilyError if such layers cannot have these sizes.
         """
         config: dict[str, object] = {}
         if model_type:
@@ -387,18 +378,11 @@ class Trunk(nn.Module):
         cache: KVCache | None = None,
         within: Tensor | None = None,
     ) -> Tensor | None:
-        """Return the attention mask of layers of this type.
+        """Return the mask [B, 1, T, keys] of layers of this type; None where causal attention needs none.
 
-        Args:
-            layer_type: The layers'.
-            num_positions: T, the number of queries.
-            rows: Batch size, for layers that need one mask per sequence.
-            cache: Mask its open block; without a cache, the T positions start at 0.
-            within: [B, 1, T, T] bool that restricts the mask further; without a cache only.
-
-        Returns:
-            [B, 1, T, keys], or None where causal attention needs no mask. Layers with pools build their mask
-            themselves, and get [rows, T] bool here: no position is padding.
+        It is for the cache's open block; without a cache, the positions start at 0, and `within` [B, 1, T, T] bool
+        restricts it further. `rows` is the batch size, for layers that need one mask per sequence. Layers with pools
+        build their mask themselves, and get [rows, T] bool here: no position is padding.
         """
         if layer_type.pool_size:
             return torch.ones(rows, num_positions, dtype=torch.bool, device=self.device)

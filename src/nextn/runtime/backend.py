@@ -51,14 +51,9 @@ class Backend:
 
 
 def backend_for(model: Model, name: str = "auto") -> Backend:
-    """Return the backend that decodes a model. It is cached on the model and rebuilt after the weights change.
+    """Return the backend that decodes a model, cached on it and rebuilt after the weights change; see `make_backend`.
 
-    Args:
-        model: The model; the backend runs its trunk and its head, if it has one.
-        name: `auto`, `native` or `torch`, see `make_backend`.
-
-    Raises:
-        ConfigError: The name is unknown, or `native` cannot run this model.
+    Raises ConfigError if the name is unknown, or `native` cannot run this model.
     """
     state = _state_of(model)
     cached = model.backends.get(name)
@@ -107,17 +102,12 @@ def _torch_backend(trunk: Trunk, head: Head | None, reason: str) -> Backend:
 
 
 def make_backend(trunk: Trunk, head: Head | None, *, name: str = "auto") -> Backend:
-    """Build the backend that decodes a trunk and its head. Several threads may share it.
+    """Build the backend that decodes a trunk and its head, if it has one. Several threads may share it.
 
-    Args:
-        trunk: The trunk, on any device.
-        head: Its head; None for decoding without drafts.
-        name: `torch` runs the modules as they are. `native` runs the C++ runtime, on CPUs only; it keeps a packed copy
-            of the weights and must be rebuilt after they change or move. `auto` is `native` where that is possible.
-
-    Raises:
-        ConfigError: The name is unknown, `native` cannot run this model, or `torch` would run one whose
-            `Trunk.weights` or `Trunk.kv_cache_dtype` only `native` has.
+    `torch` runs the modules as they are. `native` runs the C++ runtime, on CPUs only; it keeps a packed copy of the
+    weights and must be rebuilt after they change or move. `auto` is `native` where that is possible. Raises ConfigError
+    if the name is unknown, `native` cannot run this model, or `torch` would run one whose `Trunk.weights` or
+    `Trunk.kv_cache_dtype` only `native` has.
     """
     choices = (
         ("backend", name, BACKENDS),

@@ -64,26 +64,17 @@ class WholeRounds(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RoundsStart:
-    """The state of a batch at which whole rounds take over from Python.
+    """The state of a batch at which whole rounds take over from Python."""
 
-    Attributes:
-        chain: A `DraftChain` of the same backend; None for rounds without drafts of the head.
-        tokens: All tokens of each sequence.
-        pending: The states of each sequence that the head has not processed; empty without a head. Without a chain
-            they are only collected.
-        max_speculative_tokens: Largest number of the head's drafts per round.
-        max_copy_tokens: Largest number of copied tokens of a sequence per round.
-        remaining: The number of tokens that each sequence may still get.
-        eos: Tokens that end a sequence.
-    """
-
-    chain: Any
-    tokens: Sequence[Sequence[int]]
+    chain: Any  # a `DraftChain` of the same backend; None for rounds without drafts of the head
+    tokens: Sequence[Sequence[int]]  # all tokens of each sequence
+    # The states of each sequence that the head has not processed; empty without a head. Without a chain they are only
+    # collected.
     pending: Sequence[Tensor]
-    max_speculative_tokens: int
-    max_copy_tokens: int
-    remaining: Sequence[int]
-    eos: Sequence[int]
+    max_speculative_tokens: int  # largest number of the head's drafts per round
+    max_copy_tokens: int  # largest number of copied tokens of a sequence per round
+    remaining: Sequence[int]  # the number of tokens that each sequence may still get
+    eos: Sequence[int]  # tokens that end a sequence
 
 
 class DecodingTrunk(Protocol):
@@ -100,10 +91,8 @@ class DecodingTrunk(Protocol):
         """Make an empty cache for this many sequences."""
 
     def __call__(self, tokens: Tensor, cache: AnyCache) -> TrunkOutput:
-        """Run a block of tokens [B, T] over the cache: a prefill, a baseline step or a verification.
-
-        The caller commits it. The next pass may overwrite the states.
-        """
+        """Run a block of tokens [B, T] over the cache, which the caller commits; the next pass may overwrite the
+        states."""
 
     def read(self, hidden: TrunkOutput) -> Prediction:
         """Return the prediction at each position of the last pass."""
@@ -120,10 +109,7 @@ class DecodingTrunk(Protocol):
     def rounds(
         self, cache: AnyCache, sampling: Sampling, start: RoundsStart, *, block_verification: bool
     ) -> WholeRounds | None:
-        """Return an object that runs whole rounds over the trunk's cache; None if rounds must run in Python.
-
-        block_verification: Verify the drafts of a round jointly.
-        """
+        """Return an object that runs whole rounds over the trunk's cache; None if rounds must run in Python."""
 
     def pass_context(self) -> AbstractContextManager[None]:
         """Return the context in which passes run; it is not held across a `yield`."""

@@ -65,12 +65,10 @@ class WithPackedValues(TorchFunctionMode):
     """
 
     def __init__(self, modules: Iterable[nn.Module], weights: PackedWeights | None, *, is_wide: bool = True) -> None:
-        """Note the parameters of modules.
+        """Note the parameters of modules whose passes will run, and what packs their weights; None: the values are as
+        stored.
 
-        Args:
-            modules: Whose passes will run.
-            weights: What packs their weights; None: the values are as stored.
-            is_wide: False: only the values of rounded weights change, not the dtype of anything.
+        Unless `is_wide`, only the values of rounded weights change, not the dtype of anything.
         """
         super().__init__()
         parameters = [parameter for module in modules for parameter in module.parameters()]
@@ -115,7 +113,7 @@ class WithPackedValues(TorchFunctionMode):
 def check(trunk: Trunk, head: Head | None, native: Any) -> None:
     """Compare final states of the trunk and of the head's first layer, and the trunk's logits, with the modules'.
 
-    native: The `Backend` of what was recorded. Raises Untraceable if a median over positions is beyond the bound.
+    `native` is the `Backend` of what was recorded. Raises Untraceable if a median over positions is beyond the bound.
     """
     tokens = torch.randint(trunk.vocab_size, (1, sum(BLOCK_SIZES)), generator=torch.Generator().manual_seed(0))
     tolerance, modules = _tolerance(trunk, head, native), [trunk, *([] if head is None else [head])]

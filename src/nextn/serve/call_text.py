@@ -96,11 +96,9 @@ class TextCursor:
         return name
 
     def json_call(self, *keys: str, names: Mapping[str, Tool] | None = None) -> None:
-        """Move past an object with a name and arguments, and add the call.
+        """Move past an object with a name and arguments, by the first of these keys that it has, and add the call.
 
-        Args:
-            keys: Of the arguments; the first that the object has counts.
-            names: Which calls are known; None: any.
+        Only calls in `names` are known; None: any.
         """
         value, is_complete = self._json_object()
         name, arguments = value.get("name"), value.get(next((key for key in value if key in keys), ""))

@@ -46,11 +46,8 @@ class ServingEngine:
     """Runs generations of one model in a thread of its own. See `request.Engine`."""
 
     def __init__(self, model: Model, options: EngineOptions | None = None) -> None:
-        """Load the backend and start the thread.
-
-        Raises:
-            ConfigError: The options do not fit the model or the memory.
-        """
+        """Load the backend and start the thread; raise ConfigError if the options do not fit the model or the
+        memory."""
         self.model, self.options = model, options or EngineOptions()
         self.backend = backend_for(model, self.options.backend)
         self.limits = limits_within(self.backend, self.options)
@@ -80,12 +77,8 @@ class ServingEngine:
         return reduced_context_note(self.backend, self.options, self.limits.max_model_len)
 
     def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> ServedGeneration:
-        """Queue a request. `emit` is called in the engine's thread and must return at once.
-
-        Raises:
-            QueueFullError: Too many requests wait, or the engine is closing.
-            ConfigError: The prompt does not fit or has unknown tokens.
-        """
+        """Queue a request. `emit` is called in the engine's thread and must return at once; raises as
+        `Engine.submit`."""
         self._check(request)
         with self._changed:
             if self._is_closing:

@@ -42,32 +42,20 @@ _GGUF_FORMATS = ("fp8",)  # quantization methods that llama.cpp's converter dequ
 
 @dataclass(frozen=True)
 class EngineCommands:
-    """What serves a checkpoint in one engine.
+    """What serves a checkpoint in one engine."""
 
-    Args:
-        engine: `vllm`, `sglang` or `llama.cpp`.
-        commands: Each as its arguments, to run one after the other; the last one serves.
-        notes: What to know before, each a sentence.
-    """
-
-    engine: str
-    commands: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
+    engine: str  # `vllm`, `sglang` or `llama.cpp`
+    commands: tuple[tuple[str, ...], ...]  # each as its arguments, to run one after the other; the last one serves
+    notes: tuple[str, ...]  # what to know before, each a sentence
 
 
 def engine_commands(
     checkpoint: Checkpoint, engine: str, *, num_speculative_tokens: int | None = None
 ) -> EngineCommands:
-    """Return the commands that serve the checkpoint with its head.
+    """Return the commands that serve the checkpoint with its head in one of `ENGINES`.
 
-    Args:
-        checkpoint: A folder or a hub checkpoint.
-        engine: One of `ENGINES`.
-        num_speculative_tokens: K; None: 3, or for a head of several MTP layers, their number.
-
-    Raises:
-        ConfigError: The engine is unknown, or does not run the head, or K is below 1.
-        CheckpointError: The checkpoint has no complete head.
+    K defaults to 3, or for a head of several MTP layers, to their number. Raises ConfigError if the engine is unknown,
+    or does not run the head, or K is below 1; CheckpointError without a complete head.
     """
     if engine not in ENGINES:
         raise ConfigError(f"--print {engine}; expected one of {', '.join(ENGINES)}")

@@ -69,13 +69,9 @@ _MAX_CACHED = 64  # compiled grammars that are kept, least recently used first t
 class GrammarCompiler:
     """Compiles grammars for one tokenizer and keeps the most recent ones. Any thread may use it.
 
-    Args:
-        tokenizer: A fast tokenizer of transformers: byte-level, or SentencePiece with byte fallback.
-        vocab_size: V, the size of the masks. Ids that the tokenizer does not have are never allowed.
-        eos_ids: Tokens that end a sequence, allowed only where the grammar may end; default: the tokenizer's EOS.
-
-    Raises:
-        ConfigError: llguidance is not installed, or cannot use the tokenizer.
+    The tokenizer is a fast one of transformers: byte-level, or SentencePiece with byte fallback. Ids below `vocab_size`
+    that it does not have are never allowed, and `eos_ids` (default: its EOS) only where the grammar may end. Raises
+    ConfigError if llguidance is not installed, or cannot use the tokenizer.
     """
 
     def __init__(
@@ -89,13 +85,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Callable[[], GrammarState]:
-        """Compile a grammar, or find it in the cache.
+        """Compile a grammar, or find it in the cache; return a function that makes the state of a sequence at its first
+        token.
 
-        Returns:
-            A function that makes the state of a sequence at its first token.
-
-        Raises:
-            ConfigError: The grammar is invalid, unsupported, too large, or no text fulfills it.
+        Raises ConfigError for a grammar that is invalid, unsupported, too large, or that no text fulfills.
         """
         self._matcher(spec)
         return partial(self._first_state, spec)
@@ -198,11 +191,7 @@ class _MatcherState:
 
 
 def json_schema(schema: object) -> JsonSchema:
-    """Make the grammar of a schema that was parsed from JSON.
-
-    Raises:
-        ConfigError: The schema is not an object.
-    """
+    """Make the grammar of a schema that was parsed from JSON; raise ConfigError if it is not an object."""
     if not isinstance(schema, dict):
         raise ConfigError(f"JSON schema is {json.dumps(schema)[:40]}; expected an object")
     return JsonSchema(json.dumps(schema, ensure_ascii=False))
@@ -211,12 +200,9 @@ def json_schema(schema: object) -> JsonSchema:
 def structure(kind: str, value: object) -> GrammarSpec:
     """Make the grammar that a request asks for.
 
-    Args:
-        kind: `json`, `json_object`, `regex`, `choice` or `grammar`.
-        value: A schema or its text; true; a pattern; a list of texts; a grammar as Lark or GBNF.
-
-    Raises:
-        ConfigError: The text of a schema is not JSON, or a grammar is too long, or neither Lark nor GBNF.
+    The value of `json` is a schema or its text, of `json_object` true, of `regex` a pattern, of `choice` a list of
+    texts, of `grammar` Lark or GBNF. Raises ConfigError if the text of a schema is not JSON, or a grammar is too long,
+    or neither Lark nor GBNF.
     """
     match kind, value:
         case "json", str(text):

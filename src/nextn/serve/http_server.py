@@ -90,11 +90,7 @@ def _is_failure(record: logging.LogRecord) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket, so that an address in use is reported before a model is loaded. Port 0: a free one.
-
-    Raises:
-        ConfigError: The address cannot be used.
-    """
+    """Bind a socket (port 0: a free one), so that an unusable address is a ConfigError before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only where the protocol is named; with it, each answer waits 40 ms for an ACK.
     server = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

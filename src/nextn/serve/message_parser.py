@@ -162,8 +162,7 @@ class ToolCallParser:
 class ReasoningSplitter:
     """Splits growing text at `<think>` and `</think>`; space around the tags belongs to neither part.
 
-    Args:
-        is_open: The prompt ends inside reasoning, see `reasoning_is_open`.
+    `is_open`: the prompt ends inside reasoning, see `reasoning_is_open`.
     """
 
     def __init__(self, *, is_open: bool) -> None:
@@ -213,12 +212,9 @@ class ReasoningSplitter:
 
 
 class MessageParser:
-    """Splits the text of an answer into reasoning, content and tool calls.
+    """Splits the text of an answer into reasoning, content and calls in a syntax; None if the request has no tools.
 
-    Args:
-        syntax: How calls are written; None if the request has no tools.
-        reasoning: Split off `<think>` ... `</think>`.
-        is_open: The prompt ends inside reasoning.
+    With `reasoning`, `<think>` ... `</think>` is split off; `is_open`: the prompt ends inside it.
     """
 
     def __init__(

@@ -18,11 +18,9 @@ _COPIES_PER_POSITION = "nextn:copy_num_accepted_tokens_per_pos"
 
 
 class ServerMetrics:
-    """The series of one server, in a registry of their own.
+    """The series of one server, in a registry of their own, with the served name as their label `model_name`.
 
-    Args:
-        model: The served name, the label `model_name` of every series.
-        stats: Returns the engine's snapshot; called when the metrics are read.
+    `stats` returns the engine's snapshot; called when the metrics are read.
     """
 
     def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
@@ -47,13 +45,8 @@ class ServerMetrics:
         self._registry.register(_EngineCollector(model, stats))
 
     def observe(self, chunk: GenerationChunk, *, since_submitted: float, since_chunk: float | None) -> None:
-        """Count a chunk.
-
-        Args:
-            chunk: What the engine emitted.
-            since_submitted: Seconds since the request was submitted.
-            since_chunk: Seconds since the previous chunk with tokens of this sequence; None: this is the first one.
-        """
+        """Count a chunk, with the seconds since the request and since the previous chunk with tokens; None: this is
+        the first."""
         num_tokens = 0
         for one in chunk.rounds:
             num_tokens += len(one.emitted)

@@ -82,11 +82,7 @@ class ServerOptions:
 
 
 def checked_numbers(*, request_timeout: float, grace: float) -> dict[str, float]:
-    """Return the options of the command line as fields of `ServerOptions`, checked before a model loads.
-
-    Raises:
-        ConfigError: A number is not finite, or out of range.
-    """
+    """Return options of the command line as fields of `ServerOptions`; raise ConfigError before a model loads."""
     for name, value in {"--request-timeout": request_timeout, "--grace": grace}.items():
         if not 0 <= value <= _MAX_SECONDS:  # false for nan
             raise ConfigError(f"{name} {value:g}; expected 0 to {_MAX_SECONDS:,} seconds")
@@ -101,8 +97,7 @@ def allowed_hosts(host: str) -> tuple[str, ...] | None:
 def reference_rates(path: Path) -> tuple[float, ...]:
     """Read acceptance rates by depth from a record of `nextn measure`: at the lowest temperature, for its largest K.
 
-    Raises:
-        ConfigError: The file is not such a record.
+    Raises ConfigError if the file is not such a record.
     """
     try:
         if path.stat().st_size > _MAX_REFERENCE:

@@ -31,36 +31,23 @@ _RULES = ("greedy", "ratio", "argmax")  # those that engines use
 
 @dataclass(frozen=True)
 class Publication:
-    """What will be in a repository.
-
-    Args:
-        folder: With the files.
-        repo: The hub id.
-        card: The content of README.md.
-        files: Names of the other files, with their sizes in bytes.
-    """
+    """What will be in a repository."""
 
     folder: Path
-    repo: str
-    card: str = field(repr=False)
-    files: Mapping[str, int]
+    repo: str  # hub id
+    card: str = field(repr=False)  # README.md
+    files: Mapping[str, int]  # names of the others, with their sizes in bytes
 
 
 def prepare(
     folder: Path, repo: str, *, measured: Path | None = None, base_model: str | None = None, license: str | None = None
 ) -> Publication:
-    """Check a folder and write its model card; nothing is uploaded.
+    """Check a folder with a checkpoint or a head alone, and write its model card; nothing is uploaded.
 
-    Args:
-        folder: A checkpoint with a head, or a head alone.
-        repo: Hub id, org/name.
-        measured: The JSON of `nextn measure --out`; None: the one in the folder.
-        base_model: Hub id of the trunk, needed for a head alone. None: by the card or the record in the folder.
-        license: Of the weights, as the hub names it (apache-2.0, mit, ...); None: by the card in the folder.
-
-    Raises:
-        CheckpointError: `audit` finds errors, there is no head, or the figures are of another head.
-        ConfigError: Figures, license or a needed base model are not known, or the hub id is malformed.
+    By default, `measured` (the JSON of `nextn measure --out`) is the one in the folder; `base_model`, the hub id of the
+    trunk that a head alone needs, is that of the card or the record there; `license`, as the hub names it, is the
+    card's. Raises CheckpointError if `audit` finds errors, there is no head, or the figures are of another head;
+    ConfigError if figures, license or a needed base model are not known, or the hub id is malformed.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo, re.ASCII):
         raise ConfigError(f"{repo}: expected a hub id, org/name")
@@ -92,13 +79,8 @@ def prepare(
 def upload(publication: Publication, *, private: bool = False, endpoint: str | None = None) -> str:
     """Create the repository if it does not exist, commit card and files at once, and return the commit's address.
 
-    Args:
-        publication: See `prepare`.
-        private: Create the repository as a private one.
-        endpoint: Address of the hub; None: as the hub's client is configured, whose token is used.
-
-    Raises:
-        CheckpointError: The hub refuses, or cannot be reached.
+    By default, the hub is that of its client's configuration, whose token is used. Raises CheckpointError if the hub
+    refuses, or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # httpx2's

@@ -102,13 +102,11 @@ class Engine(Protocol):
     """Runs generations in a thread of its own."""
 
     def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> Generation:
-        """Queue a request.
+        """Queue a request. `emit` is called in the engine's thread and must return at once; the last chunk has
+        `finish`.
 
-        `emit` is called in the engine's thread and must return at once; the last chunk has `finish`.
-
-        Raises:
-            QueueFullError: Too many requests wait.
-            ConfigError: The prompt does not fit or has unknown tokens.
+        Raises QueueFullError if too many requests wait, or the engine is closing; ConfigError if the prompt does not
+        fit or has unknown tokens.
         """
 
     def stats(self) -> EngineStats: ...

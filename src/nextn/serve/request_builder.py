@@ -37,12 +37,8 @@ _SEEDS = 2**43  # the engine's seeds are below this
 
 
 class RequestBuilder:
-    """Tokenizes in one thread of its own, so that long prompts do not hold up streams.
-
-    Args:
-        model: Its tokenizer, chat template and end-of-text tokens are used.
-        options: Names and limits.
-    """
+    """Tokenizes by the model's tokenizer and template in a thread of its own, so that long prompts do not hold up
+    streams."""
 
     def __init__(self, model: Model, options: ServerOptions) -> None:
         self._model, self._options = model, options

@@ -60,13 +60,8 @@ class RequestModel(BaseModel):
 
 
 def parse_request(model: type[M], document: object, ignored: set[str] | None = None) -> M:
-    """Check a JSON document.
-
-    ignored: Gets the paths of fields that were ignored.
-
-    Raises:
-        ApiError: For the first value that is not valid.
-    """
+    """Check a JSON document, add the paths of fields that were ignored, and raise ApiError for the first invalid
+    value."""
     ignored = set() if ignored is None else ignored
     if not isinstance(document, dict):
         raise ApiError(400, f"the body is {short_repr(document)}; expected a JSON object", code="invalid_type")

@@ -86,14 +86,7 @@ def sse_data(event: Json) -> bytes:
 
 
 class Answer:
-    """Builds the answer to one request from the chunks of its sequences; a subclass knows the form of its route.
-
-    Args:
-        options: The served name, and whether every answer has `metrics`.
-        body: The request.
-        requests: Its sequences.
-        token_texts: Texts of single tokens.
-    """
+    """Builds the answer to one request from the chunks of its sequences; a subclass knows the form of its route."""
 
     kind = ""  # the field `object` of whole answers
     chunk_kind = ""  # and of streamed ones

@@ -43,20 +43,11 @@ def measure_round_costs(
     max_model_len: int,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> RoundTimes | None:
-    """Measure rounds as the scheduler runs them.
+    """Measure rounds of `batch_size` sequences as the scheduler runs them; return the median over turns of a turn's
+    mean.
 
-    Args:
-        backend: Trunk and head.
-        batch_size: Number of sequences.
-        num_speculative_tokens: K, the largest number of the head's drafts per round.
-        num_copy_tokens: The largest number of copied tokens of a sequence per round.
-        is_argmax: Whether tokens are the argmax; otherwise they are sampled at temperature 1.
-        max_model_len: Maximum number of positions of a sequence.
-        is_interrupted: Called between passes; returns whether to stop.
-
-    Returns:
-        The mean of a turn's rounds, and the median of that over turns. None if interrupted, or if `max_model_len` is
-        too small for a turn.
+    Tokens are sampled at temperature 1 unless `is_argmax`. `is_interrupted` is called between passes. None if
+    interrupted, or if `max_model_len` is too small for a turn.
     """
     timer, sizes = _RoundTimer(), (num_speculative_tokens, num_copy_tokens)
 

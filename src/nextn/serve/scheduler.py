@@ -131,12 +131,10 @@ class Scheduler:
         policies: DraftPolicies | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        """Create an idle scheduler.
+        """Create an idle scheduler, with `policies` of earlier measurements and an empty prefix cache, if there are
+        such.
 
-        Args:
-            has_arrivals: Returns whether sequences have arrived that are not in `waiting` yet; rounds then end early.
-            policies: Policies with earlier measurements; None: without any.
-            prefix_cache: An empty prefix cache; None: create one as the limits say.
+        `has_arrivals` returns whether sequences have arrived that are not in `waiting` yet; rounds then end early.
         """
         self.limits = limits if backend.head is not None else replace(limits, num_speculative_tokens=0)
         self._backend, self._clock, self._has_arrivals = backend, clock, has_arrivals

@@ -133,9 +133,7 @@ class ServedBatch(DecodingBatch):
     def run(self, seconds: float, *, is_interrupted: Callable[[], bool] = lambda: False) -> None:
         """Run rounds for this many seconds, at least one, and emit what they add; stop when a sequence ends.
 
-        Args:
-            seconds: The time after which no further round begins.
-            is_interrupted: Asked between native calls; whether to stop earlier.
+        `is_interrupted` is asked between native calls, and ends it earlier.
         """
         members = {sequence.row: sequence for sequence in self.sequences}
         self.max_ahead_s = min(seconds, _UNINTERRUPTED_S)

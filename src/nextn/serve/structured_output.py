@@ -23,15 +23,10 @@ _TAIL = 16  # tokens at the end of a prompt in which `<think>` is looked for
 
 
 class StructuredOutput:
-    """Makes the grammars of requests and the parsers of their answers.
+    """Makes the grammars of requests and the parsers of their answers, for calls in a syntax; None: the chat
+    template's.
 
-    Args:
-        model: Its tokenizer and chat template decide how calls are written.
-        eos: Tokens that end a sequence.
-        syntax: Name of the syntax of tool calls; None: the chat template's.
-
-    Raises:
-        ConfigError: There is no such syntax.
+    Raises ConfigError if there is no such syntax.
     """
 
     def __init__(self, model: Model, eos: Sequence[int], syntax: str | None = None) -> None:
@@ -122,17 +117,11 @@ def tool_call_grammar(
     parallel: bool = True,
     forced: bool = True,
 ) -> Lark:
-    """Make the grammar of an answer with calls of these tools.
+    """Make the grammar of an answer with calls of these tools, whose arguments follow their schemas.
 
-    Args:
-        tokenizer: Decides which marks of the syntax are special tokens.
-        syntax: How the calls are written.
-        tools: At least one; their arguments follow their schemas.
-        parallel: Allow up to `MAX_CALLS` calls instead of one.
-        forced: The answer consists of calls; else of text and calls, which only Hermes' syntax can.
-
-    Raises:
-        ConfigError: A tool's name or schema cannot be written in this syntax.
+    The tokenizer decides which marks of the syntax are special tokens. `parallel` allows up to `MAX_CALLS` calls
+    instead of one. Without `forced`, the answer consists of text and calls, which only Hermes' syntax can. Raises
+    ConfigError if a tool's name or schema cannot be written in this syntax.
     """
     if not tools:
         raise ConfigError("tool_choice requires a call, but the request has no tools")

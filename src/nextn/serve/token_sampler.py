@@ -197,11 +197,7 @@ def verify_drafts(
 
 
 class TokenTexts:
-    """Decodes tokens one by one, each only once.
-
-    Args:
-        tokenizer: Any tokenizer of transformers; None: tokens have no text.
-    """
+    """Decodes tokens one by one, each only once; without a tokenizer, tokens have no text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer

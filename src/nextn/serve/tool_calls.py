@@ -39,17 +39,9 @@ class ToolSyntax:
 
 
 def tool_syntax(chat_template: str | None, name: str | None = None) -> ToolSyntax | None:
-    """Find the syntax of a chat template.
+    """Find the syntax of a chat template, or the one of this name; None if the template has the markers of none.
 
-    Args:
-        chat_template: The template's text.
-        name: Use this syntax instead, one of `SYNTAXES`.
-
-    Returns:
-        None if the template has the markers of none.
-
-    Raises:
-        ConfigError: There is no syntax of this name.
+    Raises ConfigError if the name is none of `SYNTAXES`.
     """
     if name is not None:
         if name not in SYNTAXES:
@@ -174,12 +166,9 @@ SYNTAXES = {
 def with_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, has_system: bool = True
 ) -> list[Message]:
-    """Return a conversation of plain texts that says the same.
+    """Return a conversation of plain texts that says the same, with the tools (in OpenAI's form) in the system message.
 
-    Args:
-        messages: As chat templates read them.
-        tools: The offered ones, in OpenAI's form; may be empty.
-        has_system: Describe them in the system message; else in the user's first message.
+    Without `has_system`, they are described in the user's first message.
     """
     shown: list[Message] = []
     for message in messages:

@@ -28,21 +28,14 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class RoundValues:
-    """What rounds without copies bring, and what those with copies cost: of a batch, in any unit of time.
+    """What rounds without copies bring, and what those with copies cost: of a batch, in any unit of time."""
 
-    Attributes:
-        rate: Tokens per time of rounds without copies, of all sequences.
-        verify: [n] is the time of a round without the head over n drafts per sequence, for 0 and every
-            length to choose from.
-        num_head_tokens: Drafts of the head in a round without copies, a key of `verify`; 0: it does not draft, or not
-            beside copies.
-        expected: Tokens of a sequence in such a round.
-    """
-
-    rate: float
+    rate: float  # tokens per time of rounds without copies, of all sequences
+    # [n] is the time of a round without the head over n drafts per sequence, for 0 and every length to choose from.
     verify: Mapping[int, float]
+    # Drafts of the head in a round without copies, a key of `verify`; 0: it does not draft, or not beside copies.
     num_head_tokens: int = 0
-    expected: float = 1.0
+    expected: float = 1.0  # tokens of a sequence in such a round
 
 
 @dataclass(frozen=True)

@@ -127,10 +127,7 @@ class RoundCosts:
     def to_try(self, batch_size: int, rates: Mapping[int, float], best: int) -> int | None:
         """Return a number of drafts that was not measured at this batch size and may be the fastest, or None.
 
-        Args:
-            batch_size: Number of sequences.
-            rates: Expected tokens per second by number of drafts.
-            best: The number of drafts with the highest rate.
+        `rates` are the expected tokens per second by number of drafts, of which `best` has the highest.
         """
         row = self._row(batch_size)
         unknown = [length for length in (self.lengths[-1], self.lengths[0]) if length not in row.seconds]
@@ -145,12 +142,10 @@ class RoundCosts:
         return max(untried, key=lambda length: untried[length]) if untried else None
 
     def observe(self, batch_size: int, length: int, seconds: float, *, is_ratio: bool, num_before: int) -> None:
-        """Update the costs with the time of a round.
+        """Update the costs with the time of a round, after `num_before` rounds of this batch size.
 
-        Args:
-            is_ratio: Whether to attribute the time to this number of drafts. Otherwise it is attributed to the machine
-                and the sequences, and the costs of all numbers of drafts change by the same factor.
-            num_before: Rounds of this batch size directly before it.
+        With `is_ratio` it is attributed to this number of drafts. Otherwise it is attributed to the machine and the
+        sequences, and the costs of all numbers of drafts change by the same factor.
         """
         row = self._rows.setdefault(batch_size, self._row(batch_size))
         num = row.num_measured.get(length, 0)
@@ -226,12 +221,8 @@ class MeasuredLength:
     """
 
     def __init__(self, max_speculative_tokens: int, num_copy_tokens: int = 0) -> None:
-        """Create a policy without any measurements.
-
-        Args:
-            max_speculative_tokens: K, the largest number of the head's drafts per round.
-            num_copy_tokens: The largest number of copied tokens of a sequence per round.
-        """
+        """Create a policy without measurements, of at most so many drafts of the head, or copies, of a sequence per
+        round."""
         self._max = max_speculative_tokens
         # Of rounds that verify copies and do not run the head.
         self.copy_costs = RoundCosts(candidate_lengths(num_copy_tokens)[num_copy_tokens > 0 :])

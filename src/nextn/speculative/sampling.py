@@ -180,22 +180,18 @@ _REST, _WITHIN_REST = np.uint64(2**63), np.uint64(2**63 + 1)  # no token ids
 
 
 def sample_coupled(probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """Sample one token per row; a row's token depends on nothing but the row, its seed and its position.
+    """Sample one token per row of probs [N, V]; it depends on nothing but the row, its sequence's seed and its
+    position.
 
     Trunk and head sample with the same random numbers, and a draft is accepted if it is the trunk's own sample. The
     text then depends on the seed alone: not on the drafts, their number, or what else is in the batch, and drafting
-    changes nothing but speed. Daliri et al. 2024 (arXiv 2408.07978), section 4: each token has an exponential race
-    time E_i / p_i, and the smallest wins. Trunk and head agree with probability of at least (1 - TV) / (1 + TV), where
+    changes nothing but speed. Daliri et al. 2024 (arXiv 2408.07978), section 4: each token has an exponential race time
+    E_i / p_i, and the smallest wins. Trunk and head agree with probability of at least (1 - TV) / (1 + TV), where
     `accept` reaches 1 - TV.
 
     Only the most likely tokens race one by one. All others together are one more competitor, as the minimum of
     exponential times with rates p_i is exponential with rate sum p_i; if they win, one of them is sampled in proportion
     to p_i.
-
-    Args:
-        probs: [N, V] float32, on any device.
-        seeds: Of the sequence that each row belongs to.
-        positions: Of each row, the index of its token within the generated text.
     """
     keys = _keys(seeds, positions)
     weights, tokens = probs.topk(min(_RACERS, probs.shape[-1]))

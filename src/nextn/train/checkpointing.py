@@ -53,9 +53,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *, needed: bool = True) -> Iterator[None]:
-        """Lock the folder while a run writes to it; reentrant. Raises CheckpointError if another run has the lock.
+        """Lock the folder while a run writes to it (a rank that does not is not `needed`); reentrant.
 
-        needed: False for a rank that does not write.
+        Raises CheckpointError if another run has the lock.
         """
         if self._is_locked or not needed:
             yield
@@ -163,14 +163,11 @@ def read_moments(folder: Path) -> dict[str, Tensor]:
 def write_shards(
     folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks, *, owner: str, finish: Callable[[Path], None]
 ) -> None:
-    """Write `folder` atomically; all processes call it with the same tensor names.
+    """Write `folder` atomically; all processes call it with the same tensor names, and `read_shards` takes the same
+    `owner`.
 
-    Args:
-        owner: An id that `read_shards` must be given too.
-        finish: Called by the first process when the tensors are on disk, before the folder gets its name.
-
-    Raises:
-        CheckpointError: On all processes, if it cannot be written.
+    The first process calls `finish` when the tensors are on disk, before the folder gets its name. Raises
+    CheckpointError on all processes if it cannot be written.
     """
     staging, old = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
     if ranks.is_first:

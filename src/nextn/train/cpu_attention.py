@@ -66,18 +66,11 @@ def blockwise_attention(
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Attend, and return the attention weights for the backward pass.
 
-    The queries of all heads that share a key are multiplied with it together.
+    The queries [B, H, T, D] of all heads that share a key [B, Hk, S, D] are multiplied with it together, `block`
+    queries at a time; the values are [B, Hk, S, Dv], the mask [B or 1, 1, T, S] bool, True = visible.
 
-    Args:
-        query: [B, H, T, D].
-        key: [B, Hk, S, D].
-        value: [B, Hk, S, Dv].
-        mask: [B or 1, 1, T, S] bool, True = visible.
-        block: Queries per block.
-
-    Returns:
-        The output [B, H, T, Dv], and weights [T / block, B Hk, H / Hk * block, S], undefined beyond the keys that a
-        block of queries sees.
+    Return the output [B, H, T, Dv], and weights [T / block, B Hk, H / Hk * block, S], undefined beyond the keys that a
+    block of queries sees.
     """
     out, weights = _empty(query, key, value, mask, block)
     keys, values = key.flatten(0, 1), value.flatten(0, 1)

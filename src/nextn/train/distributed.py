@@ -136,8 +136,8 @@ ALONE: Ranks = Ranks()
 def processes(device: str = "auto") -> Iterator[Ranks]:
     """Connect the processes that torchrun started, by gloo on CPUs and nccl on CUDA; without torchrun there is one.
 
-    device: as `resolve_device` takes it; with torchrun auto, cuda (one GPU per process) or cpu. Raises ConfigError for
-    an incomplete environment, more processes than GPUs on a machine, or a device that does not exist.
+    With torchrun, `device` is auto, cuda (one GPU per process) or cpu. Raises ConfigError for an incomplete
+    environment, more processes than GPUs on a machine, or a device that does not exist.
     """
     missing = [name for name in _VARIABLES if name not in os.environ]
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -241,12 +241,9 @@ def shard(
 ) -> JointModule:
     """Make one module of trunk and head, sharded over the processes; create optimizers after this call.
 
-    Not sharded are packed (quantized) layers, as packed bytes cannot be split, and a streamed trunk.
-
-    Args:
-        dtype: fp32 layers are gathered in it; gradients are always reduced in fp32. A layer with a parameter that must
-            stay in fp32 keeps its dtype.
-        deferred: Computes the parameters that are on the meta device, one at a time.
+    Not sharded are packed (quantized) layers, as packed bytes cannot be split, and a streamed trunk. fp32 layers are
+    gathered in `dtype`, but for those with a parameter that must stay in fp32; gradients are always reduced in fp32.
+    `deferred` computes the parameters that are on the meta device, one at a time.
     """
     module = JointModule(trunk, head)
     if ranks.is_alone:

@@ -82,9 +82,9 @@ def teacher_forced_figures(
     dtype: torch.dtype = torch.float32,
     total: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> TeacherForcedFigures:
-    """Compute teacher-forced figures over batches, `depths` deep.
+    """Compute teacher-forced figures over batches, `depths` deep, under autocast unless `dtype` is float32.
 
-    dtype: autocast dtype, float32 = no autocast. total: sums values over processes, each of which has its own rows.
+    `total` sums values over processes, each of which has its own rows.
     """
     assert model.head is not None or not depths
     sums, counts = torch.zeros(depths + 1, dtype=torch.float64), torch.zeros(depths + 1, dtype=torch.float64)
@@ -235,12 +235,11 @@ def heldout_acceptance(
     dtype: torch.dtype = torch.float32,
     ranks: Ranks = ALONE,
 ) -> HeldOutAcceptance:
-    """Measure held-out acceptance with `depths` drafts per round.
+    """Measure held-out acceptance with `depths` drafts per round, on batches with the trunk's states where they are
+    known.
 
-    Args:
-        batches: Batches, and the trunk's states of each where they are known already.
-        on_policy: Whether the labels were sampled from the trunk at the temperature.
-        ranks: The processes; each evaluates its own rows and returns the figures of all.
+    `on_policy`: the labels were sampled from the trunk at the temperature. Each process evaluates its own rows and
+    returns the figures of all.
     """
     totals = [[torch.zeros(depths, dtype=torch.float64) for _ in range(2)] for _ in _RULES]
     per_sequence: list[list[list[float]]] = [[[], []] for _ in _RULES]

@@ -133,23 +133,11 @@ def prepare_head_run(
     ranks: Ranks = ALONE,
     show_layers: ShowLayers = hide_layers,
 ) -> HeadRun:
-    """Load the starting point and the data, and build the trainer.
+    """Load the starting point and the data (see `load_corpora`), and build the trainer by `settings` of `HeadConfig`.
 
-    Args:
-        out: The run's folder.
-        start: The trunk and the initial head.
-        data: Files, folders or data sets, see `load_corpora`.
-        settings: Fields of `HeadConfig`.
-        all_tokens: See `load_corpora`.
-        tokenizer: A folder, if not the model's own.
-        on_policy: Data without a header was sampled from this trunk at the settings' temperature.
-        ranks: The processes.
-        show_layers: Shows the progress over the layers of the trunk while a new head is initialized from it.
-
-    Raises:
-        FamilyError: The trunk's family is unknown or cannot be run.
-        CheckpointError: Files do not fit together.
-        ConfigError: Data or settings cannot be used.
+    `tokenizer` is a folder, if not the model's own. `on_policy`: data without a header was sampled from this trunk at
+    the settings' temperature. Raises FamilyError if the trunk's family is unknown or cannot be run, CheckpointError if
+    files do not fit together, ConfigError if data or settings cannot be used.
     """
     model, origin, notes = load_starting_point(start, near=out, ranks=ranks)
     limit = model.trunk.max_length or _LENGTH
@@ -226,10 +214,8 @@ def load_starting_point(
 ) -> tuple[Model, Inventory, list[str]]:
     """Return the trunk and the initial head (none if it is to be fresh), the trunk's checkpoint, and notes.
 
-    Args:
-        start: What to load.
-        near: A folder for temporary files while loading.
-        ranks: The processes; several load the trunk's decoder layers when they are sharded.
+    Temporary files are written `near` while loading. Several ranks load the trunk's decoder layers when they are
+    sharded.
     """
     checkpoint = Checkpoint.open(start.model)
     is_added = start.head is not None and find(checkpoint.config) is None  # to a model without a family

@@ -54,12 +54,9 @@ class HeadTask:
     """Trains a head to match its trunk's output distribution, and evaluates its held-out acceptance.
 
     The trunk stays in its dtype, in eval mode and without gradients. The head's parameters are fp32 while they train,
-    and are cast back to their stored dtype in the result.
-
-    Args:
-        held_out: Text for evaluation; None: the training text.
-        has_baseline: Whether the head was trained before; if so, the result is compared with it.
-        on_policy: Whether the labels were sampled from this trunk at the config's temperature.
+    and are cast back to their stored dtype in the result. Without `held_out`, the training text is evaluated.
+    `has_baseline`: the head was trained before, and the result is compared with it. `on_policy`: the labels were
+    sampled from this trunk at the config's temperature.
     """
 
     def __init__(
@@ -94,10 +91,11 @@ class HeadTask:
         self.named = {f"head.{name}": value for name, value in self.head.named_parameters()}
 
     def cached(self, folder: Path, limit_gb: float | None = None) -> HiddenStateCache:
-        """Cache the trunk's hidden states of an epoch (of all steps, if they are fewer) in `folder`.
+        """Cache the trunk's hidden states of an epoch (of all steps, if fewer) in `folder`, of at most `limit_gb` 1e9
+        bytes.
 
-        The returned cache must be filled before training. limit_gb: its maximum size, in 1e9 bytes. Raises ConfigError
-        if the folder has states of another trunk or text, or if a file of the trunk was modified since.
+        The returned cache must be filled before training. Raises ConfigError if the folder has states of another trunk
+        or text, or if a file of the trunk was modified since.
         """
         epoch = -(-self.batches.rows_per_epoch // self.config.batch_size)
         trunk = self.model.trunk
@@ -116,9 +114,8 @@ class HeadTask:
     def stream_trunk(self, folder: Path, cache: HiddenStateCache, on_layer: Callable[[LayerProgress], None]) -> None:
         """Run a streamed trunk once over all texts of the cache and of evaluations, which then do not need it.
 
-        If there are several processes, the first one runs it, and the others then read the states from the folder.
-
-        folder: See `StreamedTrunk.read_layers`; it must exist as long as this process trains.
+        The first of several processes runs it, and the others then read the states from the folder, which must exist as
+        long as this process trains (see `StreamedTrunk.read_layers`).
         """
         trunk, rows = self.model.trunk, self.config.rows_per_pass
         assert isinstance(trunk, StreamedTrunk)
@@ -219,10 +216,8 @@ class HeadTask:
     def curve(
         self, max_depths: int = MAX_CURVE_DEPTHS, *, on_point: Callable[[], None] = lambda: None
     ) -> list[HeldOutAcceptance]:
-        """Measure held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter.
-
-        All processes must call it. on_point: Called after each number of drafts.
-        """
+        """Measure held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter; all processes
+        call it."""
 
         def measured() -> Iterator[HeldOutAcceptance]:
             examples = [*self._held_out_examples(0, unseen)]  # the trunk's states, once for all
@@ -354,12 +349,9 @@ def write_head(
     wrapper: str = "",
     metadata: Mapping[str, str] = {},
 ) -> None:
-    """Write the head under its published names, as a base for `restore`.
+    """Write the head under its published names, and `config` beside it, as a base for `restore`.
 
-    Args:
-        config: Written to config.json in the same folder.
-        dtype, wrapper: See `head_tensors`.
-        metadata: Entries of the file's header besides the family.
+    `dtype` and `wrapper` are those of `head_tensors`; `metadata` is written to the file's header besides the family.
     """
     tensors = head_tensors(head, copies=False, dtype=dtype, wrapper=wrapper)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -376,18 +368,11 @@ def write_standalone_head(
     source: str,
     trained_length: int | None = None,
 ) -> None:
-    """Write the head into a file, in the format of `nextn.edit.convert.extract`.
+    """Write the head, trained on the trunk of `origin` by `source`, into a file in the format of
+    `nextn.edit.convert.extract`.
 
-    Args:
-        origin: The checkpoint of the trunk that the head was trained on.
-        head: The head.
-        path: The .safetensors file.
-        dtype: The dtype of the written parameters, except those that every model keeps in fp32.
-        source: What trained the head, for the record.
-        trained_length: Tokens of the sequences that it was trained on, for the record; None if unknown.
-
-    Raises:
-        ConfigError: `path` does not end in .safetensors.
+    Parameters that every model keeps in fp32 are not written in `dtype`. Raises ConfigError if `path` does not end in
+    .safetensors.
     """
     if path.suffix != ".safetensors":
         raise ConfigError(f"{path}: expected a file name that ends in .safetensors")

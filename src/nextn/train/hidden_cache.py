@@ -36,22 +36,12 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
 class HiddenStateCache:
-    """Batches 0..num_batches-1 of `batches`, with the trunk's hidden states.
+    """Batches 0..num_batches-1 of `batches`, with the trunk's hidden states in shards in `folder`.
 
-    Args:
-        trunk: The trunk.
-        batches: The batches.
-        num_batches: How many of them to store.
-        folder: Where the shards are.
-        dtype: Of the stored states, None = the trunk's own.
-        autocast: Run the trunk under bfloat16 autocast, as training does.
-        compute: Computes the states of a batch, None = a plain forward pass of the trunk.
-        owner: Identifies the trunk, None = its `fingerprint`.
-        limit_gb: Maximal size on disk, in 1e9 bytes.
-        shard_bytes: Approximate size of a file, and memory needed while one is made.
-
-    Raises:
-        ConfigError: The folder holds the states of another trunk, text or batching.
+    States are stored in `dtype` (None: the trunk's own), computed by `compute` (None: a forward pass of the trunk),
+    under bfloat16 `autocast` if training has it. `owner` identifies the trunk (None: its `fingerprint`). The folder
+    takes at most `limit_gb` 1e9 bytes, a file about `shard_bytes`, as does the memory to make one. Raises ConfigError
+    for a folder with the states of another trunk, text or batching.
     """
 
     def __init__(

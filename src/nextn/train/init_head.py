@@ -46,31 +46,19 @@ def init_head(
     on_layer: Callable[[LayerProgress], None] = lambda progress: None,
     deferred: DeferredInit | None = None,
 ) -> tuple[Head, list[str]]:
-    """Build a head for a trunk, initialized from the trunk's parameters.
+    """Build a head for a trunk, initialized from the trunk's parameters, and return it with notes on what has no
+    counterpart.
 
     Each part of an MTP layer is copied from the last trunk layer with the same structure. The projection is fitted to
-    the input that this layer had in the trunk, see `fit_projection`; where a head has several streams, it
-    adds the normalized embedding and state. This input, and the projections that write into the residual stream, are
-    divided by the root of its RMS: the layer then computes the same function, with weights of a size that learning
-    rates are made for. The final norm is the trunk's, and so are the embedding and lm_head if the family's modules have
-    their own.
+    the input that this layer had in the trunk, see `fit_projection`; where a head has several streams, it adds the
+    normalized embedding and state. This input, and the projections that write into the residual stream, are divided by
+    the root of its RMS: the layer then computes the same function, with weights of a size that learning rates are made
+    for. The final norm is the trunk's, and so are the embedding and lm_head if the family's modules have their own.
 
-    Args:
-        family: The head's family.
-        trunk: The trunk.
-        tokens: [B, T], a text on which the trunk's layers are measured and the projection is fitted: some thousand
-            tokens; fewer make a worse start.
-        num_modules: Number of MTP modules.
-        folder: Of the states of a streamed trunk, see `StreamedTrunk.read_layers`.
-        on_layer: Called after each layer of a streamed trunk.
-        deferred: Defers the head's parameters, which are then on the meta device.
-
-    Returns:
-        The head, in the trunk's dtype, and notes on tensors without a counterpart in the trunk.
-
-    Raises:
-        ConfigError: The family allows fewer modules.
-        FamilyError: The trunk's layers cannot be those of a head.
+    `tokens` [B, T] is a text on which the layers are measured and the projection is fitted: some thousand tokens.
+    `folder` is of the states of a streamed trunk, see `StreamedTrunk.read_layers`. `deferred` leaves the head's
+    parameters on the meta device. Raises ConfigError if the family allows fewer modules, FamilyError if the trunk's
+    layers cannot be those of a head.
     """
     if family.max_modules is not None and num_modules > family.max_modules:
         raise ConfigError(f"modules = {num_modules}; {family.name} allows at most {family.max_modules}")
@@ -252,13 +240,8 @@ def _copy_shared(module: MTPLayer, trunk: Trunk) -> None:
 def fit_projection(head: Head, index: int, tokens: Tensor, hidden: Tensor, target: Tensor, scale: float) -> None:
     """Set the projection of MTP layer `index`, whose norms pass normalized values as they are.
 
-    Args:
-        head: The head; the layer's parameters may be deferred.
-        index: Of the MTP layer.
-        tokens: [B, T].
-        hidden: [B, T, H], the trunk's head_input.
-        target: [B, T, H], the input of the trunk layer that the block is a copy of.
-        scale: RMS of the block's input.
+    From tokens [B, T] and the trunk's head_input `hidden` [B, T, H], it gives `target` [B, T, H], the input of the
+    trunk layer that the block is a copy of, divided to an RMS of `scale`. The layer's parameters may be deferred.
     """
     module = head.stack[index]
     assert isinstance(module, MTPLayer)

@@ -71,16 +71,11 @@ def prepare_joint_run(
     all_tokens: bool = False,
     ranks: Ranks = ALONE,
 ) -> JointRun:
-    """Build the model of a recipe, or of another config, load the data and build the trainer.
+    """Build the model of a recipe, load the data (see `load_corpora`) and build the trainer.
 
-    Args:
-        data, all_tokens: See `load_corpora`.
-        model: A transformers config to train instead of the recipe's model; without the recipe's second stage.
-        tokenizer: A folder, if not the byte tokenizer.
-        settings: Override the recipe's; `refine` holds those of the second stage.
-
-    Raises:
-        ConfigError: Data, config or settings cannot be used.
+    `model` is a transformers config to train instead of the recipe's model, without the recipe's second stage;
+    `tokenizer` a folder, if not the byte tokenizer. `settings` override the recipe's; `refine` holds those of the
+    second stage. Raises ConfigError for data, config or settings that cannot be used.
     """
     text_tokenizer = read_tokenizer(tokenizer) if tokenizer else byte_tokenizer()
     base = by_name(recipe, vocab_size=-(-vocab_size_of(text_tokenizer) // 8) * 8)

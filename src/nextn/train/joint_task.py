@@ -221,9 +221,9 @@ class JointTask:
 
 
 def make_batches(corpus: Corpus, held_out: Corpus | None, trunk: Trunk, config: TrainConfig) -> tuple[Batches, Batches]:
-    """Return the batches for training, and for evaluation in passes of the same size.
+    """Return the batches for training, and for evaluation (None: on the training text) in passes of the same size.
 
-    held_out: None = the training text. Raises ConfigError for text that does not fit the model or the settings.
+    Raises ConfigError for text that does not fit the model or the settings.
     """
     batches = partial(Batches, length=config.length, seed=config.seed, pack=trunk.can_pack)
     for text in (corpus, held_out or corpus):

@@ -28,18 +28,12 @@ def measure_layers(
     folder: Path | None = None,
     on_layer: Callable[[LayerProgress], None] = lambda progress: None,
 ) -> tuple[list[float], dict[int, Tensor], Tensor]:
-    """Run a trunk over tokens [B, T].
+    """Run a trunk over tokens [B, T], and return each layer's RMS, inputs of layers, and the state that a head takes
+    in.
 
-    Args:
-        trunk: The trunk.
-        tokens: [B, T].
-        indices: Indices of layers whose inputs are returned.
-        folder: Of the states of a streamed trunk, see `StreamedTrunk.read_layers`; the inputs are kept there, too.
-        on_layer: Called after each layer of a streamed trunk.
-
-    Returns:
-        The RMS of each layer's input, the median of all positions, because the first one's may be a hundred times the
-        others'; the inputs [B, T, ...] of the wanted layers; and the state that a head takes in.
+    The RMS of a layer's input is the median of all positions, because the first one's may be a hundred times the
+    others'. The inputs [B, T, ...] are those of the layers at `indices`; with the states of a streamed trunk, they are
+    kept in `folder`, see `StreamedTrunk.read_layers`.
     """
     recorder = _Recorder(len(tokens), indices, folder)
     with ExitStack() as hooks:

@@ -68,10 +68,8 @@ class RunOptions:
 
 
 def write_options(out: Path, options: RunOptions, settings: Mapping[str, object]) -> None:
-    """Store the options in a run's folder, with absolute paths, so that any working folder can resume it.
-
-    settings: all settings of the run, defaults included.
-    """
+    """Store the options and all settings in a run's folder, with absolute paths, so that any working folder can
+    resume it."""
     write_json(out / FILE, asdict(options.absolute()) | {"settings": dict(settings)})
 
 

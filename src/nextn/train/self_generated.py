@@ -48,15 +48,8 @@ def is_on_policy(
 ) -> tuple[bool, list[str]]:
     """Return whether all labels in `sources` were sampled from the trunk at the temperature, and notes.
 
-    Args:
-        sources: Files, folders or names of data sets.
-        trunk: The trunk that a head is trained on.
-        temperature: Of the distribution that the head learns.
-        declared: Treat sources without a header as on-policy, because the user said so.
-        all_tokens: Prompts are labels too, and those were not sampled.
-
-    Raises:
-        ConfigError: `declared` contradicts a file's header, or `all_tokens`.
+    `declared` treats sources without a header as on-policy. With `all_tokens`, prompts are labels too, and those were
+    not sampled. Raises ConfigError if `declared` contradicts a file's header, or `all_tokens`.
     """
     texts, others = partition_sources(sources)
     headers = {str(source): answers_header(source) for source in others}
@@ -136,20 +129,13 @@ def generate_answers(
     backend: str = "auto",
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[AnswerProgress]:
-    """Answer prompts into the file `out`, and yield its progress, first for what it already holds, then per batch.
+    """Answer prompts into the .jsonl file `out`, and yield its progress, first for what it already holds, then per
+    batch.
 
-    Args:
-        model: The trunk, and the head if there is one.
-        prompts: Token ids of each prompt.
-        settings: Decoding settings; `eos = None` takes the checkpoint's, and a model without a head drafts nothing.
-        out: The .jsonl file; an existing one is resumed after its last complete batch.
-        batch_size: Prompts decoded together.
-        backend: See `backend_for`.
-        should_stop: Called in every round; the batch under way is then dropped.
-
-    Raises:
-        ConfigError: The file was made with other settings, prompts or another model.
-        CheckpointError: The file is damaged or cannot be written.
+    An existing file is resumed after its last complete batch. `eos = None` takes the checkpoint's; a model without a
+    head drafts nothing. `should_stop` is called in every round, and the batch under way is then dropped. Raises
+    ConfigError for a file of other settings, prompts or another model, CheckpointError if it is damaged or cannot be
+    written.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size = {batch_size}; expected a whole number >= 1")
@@ -181,16 +167,9 @@ def read_prompts(
 ) -> tuple[list[list[int]], list[str]]:
     """Return prompts and notes: the prompts of the first `count` records, the rest of `count` cut from text files.
 
-    Args:
-        sources: Files, folders or names of data sets.
-        model: Its tokenizer reads the prompts, which must fit its context; its weights are not needed.
-        count: Number of prompts; None = one per record.
-        length: Tokens of each prompt cut from a text.
-        seed: Of the positions where texts are cut.
-        chat: Render prompts that are text with the chat template.
-
-    Raises:
-        ConfigError: A source cannot be read, or has too little text.
+    Those cut from a text have `length` tokens, and `seed` chooses their places. The model's tokenizer reads the
+    prompts, which must fit its context; `chat` renders text with the chat template. Raises ConfigError for a source
+    that cannot be read, or has too little text.
     """
     text_interface = model if isinstance(model, TextInterface) else TextInterface.of(model)
     tokenizer, vocab_size = text_interface.tokenizer, text_interface.vocab_size
@@ -282,21 +261,12 @@ def served_answers(
     concurrency: int = 8,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[AnswerProgress]:
-    """Let an engine answer prompts into the file `out`; yield its progress, first for what it already holds.
+    """Let an engine answer prompts into the .jsonl file `out`; yield its progress, first for what it already holds.
 
-    Args:
-        endpoint: The served copy of the model.
-        prompts: Token ids of each prompt, which are sent as they are.
-        settings: Temperature, max_tokens, seed and eos; an engine decides itself how it decodes.
-        out: The .jsonl file; an existing one is resumed after its last answer.
-        tokenizer: The model's own; texts of engines that return no token ids are encoded with it.
-        concurrency: Requests at a time.
-        should_stop: Asked several times a second.
-
-    Raises:
-        ConfigError: The file was made with other settings, prompts or another model.
-        CheckpointError: The file is damaged or cannot be written.
-        EngineError: The engine fails, or its tokens are not those of the tokenizer.
+    An existing file is resumed after its last answer. Of the settings, temperature, max_tokens, seed and eos count; an
+    engine decides itself how it decodes. Texts of engines that return no token ids are encoded with the tokenizer.
+    Raises ConfigError and CheckpointError as `generate_answers`, EngineError if the engine fails, or its tokens are not
+    those of the tokenizer.
     """
     header = {HEADER_KEY: "answers", "engine": endpoint.served.name, "settings": asdict(settings)}
     progress = AnswerProgress(len(prompts)).plus(resume_answers(out, header, prompts, 1))

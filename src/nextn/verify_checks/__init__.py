@@ -177,18 +177,12 @@ def run_checks(
     names: Sequence[str] = (),
     on_check: Callable[[str], None] = lambda name: None,
 ) -> Iterator[CheckResult]:
-    """Run checks and yield their results, each as soon as it is known.
+    """Run checks (all, or those named) and yield their results, each as soon as it is known; `on_check` gets its name
+    before.
 
     An engine that breaks during a check has failed it. When the requests or seconds of the budget are used up, the
-    remaining checks are inconclusive.
-
-    Args:
-        target, against: The endpoint with MTP on; the same model served without it, or None.
-        names: Checks to run; all of them if empty.
-        on_check: Called with the name of each check before it runs.
-
-    Raises:
-        ConfigError: An unknown name, or the same address for both endpoints.
+    remaining checks are inconclusive. `against` is the same model served without MTP. Raises ConfigError for an unknown
+    name, or the same address for both endpoints.
     """
     unknown = [name for name in names if name not in CHECKS]
     if unknown:

@@ -188,17 +188,10 @@ class Program:
         reals: Sequence[float] = (),
         num_shards: int = 0,
     ) -> bool:
-        """Append a call and keep its tensors alive.
+        """Append a call with its views, outputs first, and parameters in the op's order, and keep its tensors alive.
 
-        Args:
-            op: Name of the op.
-            tensors: Its views, outputs first.
-            ints: Integer parameters, in the op's order.
-            reals: Floating-point parameters, in the op's order.
-            num_shards: Shards of this call and the one before it, see `Call` of runtime.h; 0: not sharded.
-
-        Returns:
-            Whether a kernel supports the call; if not, the program is unchanged.
+        `num_shards` is of this call and the one before it, see `Call` of runtime.h; 0: not sharded. Return whether a
+        kernel supports the call; if not, the program is unchanged.
         """
         arguments = _arguments(tensors, ints, reals)
         if arguments is None or self._runtime.library.nextn_program_add(self._handle, op.encode(), *arguments):
@@ -333,11 +326,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 @cache
 def load() -> Runtime:
-    """Build the runtime (once per machine, about 40 s) and load it.
-
-    Raises:
-        ConfigError: The runtime cannot be built or loaded, with the reason.
-    """
+    """Build the runtime (once per machine, about 40 s) and load it; raise ConfigError with the reason if that fails."""
     path = build_library(_SOURCES, cache_folder())
     try:
         library = open_library(path)
@@ -368,10 +357,8 @@ def zero_lost_pages(files: Iterable[Path]) -> bool:
     """Let pages of these files that are lost by a truncation read as zeros, for as long as the process runs.
 
     Otherwise the first access ends the process with SIGBUS. The caller has to look at the files before it uses what was
-    computed (`FileStamps`). Files that are mapped later are not covered.
-
-    Returns:
-        Whether it was possible: on Linux, with the native library, once per process.
+    computed (`FileStamps`). Files that are mapped later are not covered. Return whether it was possible: on Linux, with
+    the native library, once per process.
     """
     names = {str(file.resolve()) for file in files}
     bounds = [bound for name, *pair in _mappings() if name in names for bound in pair]

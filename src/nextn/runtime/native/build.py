@@ -50,8 +50,7 @@ _log = logging.getLogger(__name__)  # without a configured handler, a warning is
 def cache_folder() -> Path:
     """Return the folder of compiled libraries: TORCH_EXTENSIONS_DIR, as for torch's own extensions, or ~/.cache/nextn.
 
-    Raises:
-        ConfigError: The variable is not set and the user has no home folder.
+    Raises ConfigError if the variable is not set and the user has no home folder.
     """
     configured = os.environ.get("TORCH_EXTENSIONS_DIR")
     try:
@@ -65,12 +64,7 @@ def cache_folder() -> Path:
 def build_library(sources: Path, cache: Path) -> Path:
     """Return the shared library of the .cpp files in `sources`, built first if the cache has no intact one.
 
-    Args:
-        sources: Folder of .cpp files and their headers.
-        cache: Folder of compiled libraries; several processes and machines may share it.
-
-    Raises:
-        ConfigError: The build failed, with the reason.
+    Several processes and machines may share the cache. Raises ConfigError with the reason if the build fails.
     """
     library = cache / f"nextn_runtime_{_identity(sources)}.so"
     try:

@@ -120,12 +120,10 @@ class NativeDraftChain:
         sampled: bool,
         scratch: Scratch,
     ) -> None:
-        """Create a chain.
+        """Create a chain of passes of the head that only write keys and values, and of passes over one position, see
+        `NativeHead`.
 
-        Args:
-            refresh_passes: Passes of the head that only write keys and values.
-            step_passes: Passes over one position that leave the inputs of the next, see `NativeHead`.
-            sampled: Drafts are sampled, not the argmax of their distributions.
+        `sampled`: drafts are sampled, not the argmax of their distributions.
         """
         self.cache = cache
         self._runtime, self._scratch = runtime, scratch
@@ -170,17 +168,10 @@ class NativeDraftChain:
         limits: Sequence[int],
         uniforms: Sequence[Sequence[float]] | None,
     ) -> ChainResult:
-        """Refresh the head's cache with the pending positions, then draft.
+        """Refresh the head's cache with the pending positions, then draft up to `limits` tokens of each sequence.
 
-        Args:
-            tokens: Of each sequence, the tokens after its pending positions.
-            states: Of each sequence, the trunk's states at these positions.
-            plan: The round's plan.
-            limits: Of each sequence, its largest number of drafts.
-            uniforms: Of each sequence, one random number per draft; None in greedy decoding.
-
-        Returns:
-            Drafts and confidences of each sequence, and the number of head steps.
+        Of each sequence, `tokens` are those after its pending positions, `states` the trunk's at these positions, and
+        `uniforms` one random number per draft (None in greedy decoding).
         """
         longest = max(map(len, tokens))
         if self._pending is None or self._pending.capacity < longest:
@@ -202,13 +193,10 @@ class NativeDraftChain:
         return drafts, [row[:count] for row, count in rows], chain.num_steps
 
     def begin(self, plan: RoundPlan, max_speculative_tokens: int, *, num_pending: int, num_later: int = 0) -> None:
-        """Prepare for native code that drafts by this plan.
+        """Prepare for native code that drafts by this plan, at most `max_speculative_tokens` of a sequence per round.
 
-        Args:
-            plan: The plan.
-            max_speculative_tokens: Largest number of drafts of a sequence per round.
-            num_pending: Largest number of pending positions of a sequence in any of these rounds.
-            num_later: Positions that rounds before the last one add.
+        A sequence has at most `num_pending` pending positions in any of these rounds; those before the last one add
+        `num_later`.
         """
         if max_speculative_tokens > self._chain.max_speculative_tokens:
             self.allocate(max_speculative_tokens)

@@ -53,10 +53,7 @@ class LMHead:
         weight: Tensor,
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
-        """Prepare to record.
-
-        vocabulary: The tokens that the logits are of; None for all.
-        """
+        """Prepare to record logits of the tokens of `vocabulary`; None for all."""
         self._runtime, self._weights, self._logits, self._vocabulary = runtime, weights, logits, vocabulary
         self._hidden_size = weight.shape[1]
         self._scratch = Scratch()
@@ -120,9 +117,7 @@ class LMHead:
 def has_four_bits(head: Head, num_tokens: int | None = None) -> bool:
     """Return whether the native backend drafts with an lm_head of four bits.
 
-    Args:
-        head: The head.
-        num_tokens: Rows of the lm_head. Default: those of the draft vocabulary, else all.
+    It has `num_tokens` rows; None: those of the draft vocabulary, else all.
     """
     output, trunk = head.output(0), head.trunk
     is_rounded = trunk.weights != "stored" or trunk.dtype == torch.bfloat16
@@ -139,17 +134,12 @@ def num_draft_rows(head: Head) -> int:
 
 @dataclass(frozen=True, eq=False)
 class DraftLMHead:
-    """The rows of an lm_head that drafts are made with.
+    """The rows of an lm_head that drafts are made with."""
 
-    Attributes:
-        output: The lm_head.
-        vocabulary: Its tokens; None for all.
-        linear: What takes the place of `output` in passes that are recorded. It has those rows only, and its weight is
-            a stand-in, as `StoredCodes` has one.
-    """
-
-    output: nn.Linear
-    vocabulary: DraftVocabulary | None
+    output: nn.Linear  # the lm_head
+    vocabulary: DraftVocabulary | None  # its tokens; None for all
+    # What takes the place of `output` in passes that are recorded. It has those rows only, and its weight is a stand-
+    # in, as `StoredCodes` has one.
     linear: nn.Linear
 
     @classmethod
@@ -181,15 +171,10 @@ class DraftLMHead:
     def rescore(
         self, logits: Tensor, states: Tensor, capped: Callable[[Tensor], Tensor] = lambda logits: logits
     ) -> Tensor:
-        """Replace the highest logits by those that the lm_head itself gives.
+        """Replace the highest of the logits [n, N] of `linear`, in place, by those that the lm_head gives for states
+        [n, H].
 
-        Args:
-            logits: [n, N] of `linear`, overwritten.
-            states: Final hidden states [n, H].
-            capped: What the lm_head's products become, see `Head.capped`.
-
-        Returns:
-            The logits.
+        `capped` is what becomes of the lm_head's products, see `Head.capped`.
         """
         places = logits.topk(_NUM_CANDIDATES).indices
         ids = places if self.vocabulary is None else self.vocabulary.ids[places]

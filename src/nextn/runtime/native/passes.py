@@ -77,17 +77,10 @@ class Passes:
         state_shape: tuple[int, ...] | None = None,
         make_cache: Callable[..., RecordingCache] = RecordingCache,
     ) -> None:
-        """Create passes without recording any.
+        """Create passes (`run_pass`: inputs, cache -> outputs) without recording any.
 
-        Args:
-            runtime: The native runtime.
-            weights: Packed weights, shared with other passes.
-            layer_types: Type of each layer of the stack.
-            run_pass: (inputs, cache) -> outputs. Anything that neither the outputs nor the cache need is not computed.
-            dtype: Of hidden states.
-            int8_cache: Whether attention layers store keys and values in 8 bits.
-            state_shape: Shape of a hidden state that is an input; None for a trunk.
-            make_cache: Creates the cache of a recorded pass.
+        What neither the outputs nor the cache need is not computed. `dtype` and `state_shape` (None for a trunk) are
+        those of a hidden state that is an input; with `int8_cache`, attention layers store keys and values in 8 bits.
         """
         self._make_cache = make_cache
         self._runtime, self._weights, self._layer_types, self._run_pass = runtime, weights, list(layer_types), run_pass
@@ -165,10 +158,8 @@ class Passes:
         return self._selected[key]
 
     def prepare(self, batch_size: int, block_sizes: Iterable[int], *, exact: bool) -> list[Replay]:
-        """Record the replays for these block sizes now, so that no round waits for a recording.
-
-        `exact`: record just these sizes, not the next ones of BLOCK_SIZES.
-        """
+        """Record the replays for these block sizes now, so that no round waits; `exact`: not those of the next
+        BLOCK_SIZES."""
         block_sizes = [size for size in block_sizes if size <= self._sizes[-1]]
         for size in block_sizes:
             self._get(batch_size, size if exact else self._round_up(size))

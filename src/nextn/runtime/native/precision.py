@@ -40,15 +40,10 @@ def widen(
     num_wide: int = 0,
     narrow: Iterable[int] = (),
 ) -> Widened:
-    """Replace bf16 tensors by float32 ones.
+    """Replace bf16 tensors of a lowered pass with packed weights by float32 ones, which are added to its trace.
 
-    Args:
-        groups: Of a lowered pass, with packed weights.
-        trace: Its trace, to which the new tensors are added.
-        outputs: What is read after the pass.
-        takes_floats: See `TakesFloats`.
-        num_wide: Of the outputs, how many of the first may be in float32; the others keep their dtype.
-        narrow: Keys of storages that stay as they are.
+    Of the outputs, which are read after the pass, the first `num_wide` may be in float32; the others keep their dtype,
+    as do storages whose keys are in `narrow`.
     """
     kept = {storage_key(tensor) for tensor in trace.inputs} | set(narrow)
     keys = _wide_keys(groups, trace.dynamic - kept, takes_floats)

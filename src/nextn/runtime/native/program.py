@@ -49,19 +49,11 @@ class Replay:
         *,
         num_wide: int = 0,
     ) -> "Replay":
-        """Record `run()` and lower it.
+        """Record `run()` in a fresh trace with its inputs, and lower it; other tensors that it reads become constants.
 
-        Args:
-            runtime: The native runtime.
-            trace: A fresh trace with the inputs. Other tensors that `run()` reads are constants of the replay.
-            run: The pass; it returns its outputs.
-            weights: Packs weights.
-            scratch: Memory shared with other replays; None for memory of its own.
-            num_wide: Of the outputs, how many of the first are in float32 if that keeps bits of theirs that are rounded
-                to bfloat16 in the recording.
-
-        Raises:
-            Untraceable: The pass cannot be replayed for other inputs.
+        Of the outputs, the first `num_wide` are in float32 if that keeps bits of theirs that are rounded to bfloat16 in
+        the recording. `scratch` is memory shared with other replays. Raises Untraceable for a pass that cannot be
+        replayed for other inputs.
         """
         outputs = record(run, trace)
         lowering = Lowering(trace)

@@ -178,13 +178,11 @@ class NativeRounds:
         max_length: int | None,
         vocab_size: int | None,
     ) -> None:
-        """Take over decoding from Python.
+        """Take over decoding from Python; `blocks` returns the block that verifies a round.
 
-        Args:
-            blocks: Returns the block that verifies a round.
-            scratch: Memory for the distributions of copies without a head, at one address for all texts.
-            max_length: Tokens of a sequence; None: unlimited.
-            vocab_size: Size of the distributions that drafts are verified with; None in greedy decoding.
+        `scratch` has the distributions of copies without a head, at one address for all texts. `max_length` is in
+        tokens of a sequence; `vocab_size` is that of the distributions that drafts are verified with, None in greedy
+        decoding.
         """
         chain: NativeDraftChain | None = start.chain
         tokens, pending, remaining, eos = start.tokens, start.pending, start.remaining, start.eos
@@ -247,15 +245,11 @@ class NativeRounds:
         max_rounds: int = 1,
         choice: CopyChoice = NO_COPIES,
     ) -> list[VerifiedRound]:
-        """Run rounds by this plan, stopping after the first in which a sequence ends.
+        """Run at most `max_rounds` rounds by this plan (1 with copies), stopping after the first in which a sequence
+        ends.
 
-        Args:
-            plan: The plan.
-            max_speculative_tokens: Largest number of the head's drafts per round; each sequence also stays within its
-                remaining tokens.
-            uniforms: Random numbers of each sequence; None in greedy decoding.
-            max_rounds: Largest number of rounds; 1 with copies.
-            choice: The copied tokens, within the remaining ones.
+        The head drafts at most `max_speculative_tokens` per round; each sequence also stays within its remaining
+        tokens, as do the copies. `uniforms` are None in greedy decoding.
         """
         max_rounds, chain = min(max_rounds, MAX_ROUNDS), self._chain if max_speculative_tokens else None
         num_later = min((max_rounds - 1) * (max_speculative_tokens + 1), int(self._remaining.max()))

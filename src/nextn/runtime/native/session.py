@@ -187,11 +187,9 @@ class NativeHead:
         own_lm_head: bool = False,
         lm_heads: Sequence[DraftLMHead] = (),
     ) -> None:
-        """Record the head.
+        """Record the head, with `lm_heads` in another form than the trunk's, which `weights` knows.
 
-        Args:
-            own_lm_head: Use these weights for the LM head even if the family shares the trunk's.
-            lm_heads: LM heads in another form than the trunk's, which `weights` knows.
+        `own_lm_head`: use these weights for the LM head even if the family shares the trunk's.
         """
         self._recorded = _recorded_head(head, trunk.recorded, lm_heads)
         self._draft_lm_heads = {id(each.linear): each for each in lm_heads}

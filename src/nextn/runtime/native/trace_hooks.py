@@ -95,8 +95,7 @@ class RecordingRecurrentLayer(LinearAttentionLayer):
     def shape(self) -> StateShape | None:
         """The sizes, known after a recording; None if the recorded pass skipped the layer.
 
-        Raises:
-            Untraceable: The convolution and the rule were not both replaced.
+        Raises Untraceable unless both the convolution and the rule were replaced.
         """
         if not self._ran:
             return None
@@ -200,14 +199,8 @@ def copy_for_recording(module: ModuleT, copies: Sequence[tuple[nn.Module, nn.Mod
     """Copy a module so that attention and experts of the copy record native ops.
 
     The copy shares all parameters, buffers and hooks with the original, which other threads may run meanwhile; its
-    configs are its own.
-
-    Args:
-        module: The module.
-        copies: Modules that it refers to, each with the copy that the new module refers to instead.
-
-    Raises:
-        Untraceable: The module cannot be copied.
+    configs are its own. Modules that it refers to are replaced by their `copies`. Raises Untraceable if it cannot be
+    copied.
     """
     memo: dict[int, object] = {id(original): twin for original, twin in copies}
     for part in module.modules():

@@ -47,11 +47,8 @@ SEVEN_BITS = SevenBits()
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize weight [..., N, K] to seven bits symmetrically, with one scale per output channel.
-
-    Returns:
-        int8 codes of the same shape, from -63 to 63, rounded to nearest, and float32 scales [..., N].
-    """
+    """Quantize weight [..., N, K] to int8 codes from -63 to 63, rounded to nearest, with one float32 scale per
+    output channel."""
     wide = weight.float()
     scales = wide.abs().amax(-1) / _LARGEST_WEIGHT
     scales = scales.masked_fill(scales == 0, 1.0)
@@ -160,15 +157,11 @@ class PackedWeights:
         formats: Iterable[tuple[Tensor, WeightFormat | None]] = (),
         replaced: Iterable[ReplacedWeight] = (),
     ) -> None:
-        """Create an empty store.
+        """Create an empty store; weights in `formats` have another format than the default (None: as they are) and its
+        dtype.
 
-        Args:
-            runtime: The native runtime.
-            default: Format of quantized weights; None to pack them as they are.
-            dtype: Type of the weights that are quantized.
-            formats: Weights that have another format than the default, and so have views of them.
-            replaced: Weights that have a stand-in. Those of a quantized checkpoint are packed as they are stored where
-                a native product reads that and `formats` has no other form of them.
+        `replaced` are weights that have a stand-in. Those of a quantized checkpoint are packed as they are stored where
+        a native product reads that and `formats` has no other form of them.
         """
         self._runtime, self._pages = runtime, HugePages()
         self._default, self._dtype = default, dtype
