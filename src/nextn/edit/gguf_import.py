@@ -58,7 +58,7 @@ _PACKED_PARTS: tuple[Part, ...] = ("weight_packed", "weight_scale", "weight_shap
 class GgufPiece(Piece):
     """A tensor of the checkpoint, or one of those that a packed weight is stored as; `name` is that of the weight."""
 
-    tensor: GgufTensor = None  # of the GGUF; type: ignore[assignment]  # `Piece` has a field with a default
+    tensor: GgufTensor = None  # type: ignore[assignment]  # `Piece` has a field with a default
     beside: GgufTensor | None = None  # another tensor of the GGUF, whose rows follow before they change places
     expert: int | None = None  # which slice of a tensor of experts it is
     change: Change = _UNCHANGED  # from the stored values to the checkpoint's
