@@ -158,8 +158,7 @@ class KVCache(TransformersCache):
         return torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)
 
     def mask(self, num_positions: int, *, window: int | None = None, always: bool = False) -> Tensor | None:
-        """Return the attention mask [B, 1, m, slots] bool, True = visible, of the open block; None if causal attention
-        needs none.
+        """Return the mask [B, 1, m, slots] bool, True = visible, of the open block; None if attention needs none.
 
         `window` is the number of positions that a sliding-window layer attends to, including the query's own. `always`
         returns a mask even if none is needed.

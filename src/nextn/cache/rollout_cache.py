@@ -66,8 +66,7 @@ def chain_mask(
     within: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return the mask [B or 1, 1, T - depth, keys] bool, True = visible, of one depth of the chains from all T
-    positions.
+    """Return the mask [B or 1, 1, T - depth, keys] bool, True = visible, of one depth of all positions' chains.
 
     All later depths see the positions of depth `first`. `window` positions are seen by a sliding-window layer, the
     query's own included. `within` [B, 1, T, T] bool is what a position sees of its own document and before it.

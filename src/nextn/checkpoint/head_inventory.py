@@ -122,8 +122,7 @@ class Inventory:
         return f"Set {self.family.count_field(self.checkpoint.config)} to {count + spare} in {CONFIG}."
 
     def restore_command(self, *, force: bool = False, base: str | None = None) -> str:
-        """Return the command that restores the head, with `force` a complete one, from the base model or another
-        one."""
+        """Return the command that restores the head (by `force` a complete one) from the base model or another."""
         origin = base or self.base_word
         return f"nextn restore {shlex.quote(self.checkpoint.path)} --from {origin}{' --force' if force else ''}"
 

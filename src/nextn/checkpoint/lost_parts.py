@@ -35,8 +35,7 @@ Kinds = Mapping[str, Mapping[frozenset[str], int]]  # kind of module -> suffixes
 
 
 def lost_parts(tensors: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
-    """Return module -> names of the tensors that quantized modules of a checkpoint, trunk and head, lack, codes
-    first."""
+    """Return module -> names of the tensors, codes first, that quantized modules of trunk and head lack."""
     modules: dict[str, dict[str, str]] = defaultdict(dict)
     for name, info in tensors.items():
         module, suffix = split_name(name, tensors)

@@ -92,8 +92,7 @@ def progress_bars(*, quiet: bool) -> Iterator[Callable[..., Step]]:
 
 @contextmanager
 def status_lines(status: Callable[[], str], every_s: float, *, clock: Callable[[], str] = str) -> Iterator[None]:
-    """Print what `status` returns, and `clock` before it, every `every_s` seconds, or `SAME_AFTER_S` where there is
-    no news."""
+    """Print `clock` and `status` every `every_s` seconds, or every `SAME_AFTER_S` where there is no news."""
     is_over, printed, due = Event(), "", 0.0
 
     def show() -> None:

@@ -289,8 +289,7 @@ class TextStream:
         return text[:num_shown]
 
     def stop_after(self, tokens: Sequence[int]) -> int | None:
-        """Return how many tokens of the sequence, the latest of them not pushed yet, complete its first stop string,
-        or None."""
+        """Return how many tokens, the latest of them not pushed yet, complete the first stop string, or None."""
         assert self._detokenizer is not None
         fresh = tokens[self._num_tokens :]
         if any(map(self._detokenizer.is_byte_token, fresh)):  # an invalid byte also changes the text before it

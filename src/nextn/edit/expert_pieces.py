@@ -174,8 +174,7 @@ def read_expert_list(given: str) -> list[int]:
 
 
 def prune(inventory: Inventory, head: Inventory, keep: Sequence[int]) -> tuple[Inventory, Inventory, dict[str, Piece]]:
-    """Return checkpoint and head with these experts of each module, in this order and one by one, and pieces of
-    routers.
+    """Return checkpoint and head with these experts of each module alone, in this order, and pieces of routers.
 
     The pieces, by canonical name, are of what has an entry per expert. Raises ConfigError if the head has no such
     expert, or the trunk's layers have another number than are kept; CheckpointError if the head has no experts, or

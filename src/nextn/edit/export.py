@@ -149,8 +149,7 @@ def layout_for(engine: str, config: Mapping[str, object]) -> str | None:
 
 
 def check_export(engine: str, family: Family, trunk: Inventory, *, num_modules: int = 1) -> None:
-    """Raise what `export` would raise for any head of this family on this trunk (for llama.cpp local), before
-    training."""
+    """Raise, before training, what `export` would for any head of this family on this trunk (for llama.cpp local)."""
     path = trunk.checkpoint.path
     _refuse_family(family, trunk, engine, path)
     if listed := [f"{each.found} {each.fix}" for each in quantized(family, trunk) if engine in each.engines]:

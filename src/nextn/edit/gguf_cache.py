@@ -19,8 +19,7 @@ _MAX_STEM = 60  # characters of the file's name in the name of the folder
 
 
 def converted_gguf(path: Path, cache: Path, *, version: str, note: Callable[[str], None]) -> Path:
-    """Return the checkpoint folder of a GGUF file, any of a split model; convert it if the cache has no current
-    version.
+    """Return the checkpoint folder of a GGUF file, any of a split model; convert it unless the cache has it.
 
     Weights stay in the types of the file as far as nextn decodes with them. Other versions of the package use other
     folders, and one process converts at a time; `note` gets lines of text before a conversion, and before waiting for

@@ -71,8 +71,7 @@ def refuse_modules(path: str, count: int) -> None:
 
 
 def write_gguf(trunk: Inventory, head: Inventory, path: Path, *, tokenizer: Path | None = None) -> None:
-    """Write the local trunk and a head with one module into the new .gguf file, with a GGUF's tokenizer or the trunk's
-    own.
+    """Write trunk and head (of one module) into the new .gguf file, with another GGUF's tokenizer or the trunk's.
 
     Raises CheckpointError if llama.cpp's graph has no place for a tensor of the trunk, or the disk is full; ConfigError
     if the file exists or has another suffix, the tokenizer cannot be written, or gguf is not installed; FamilyError if

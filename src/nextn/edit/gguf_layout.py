@@ -102,8 +102,7 @@ def problems(config: Mapping[str, Any], layout: str) -> Iterator[str]:
 
 
 def metadata(config: Mapping[str, Any], layout: str, *, dtype: str) -> dict[str, Value]:
-    """Return the metadata of trunk and head, without `problems` and the tokenizer's; most tensors are F32, F16 or
-    BF16."""
+    """Return the metadata of trunk and head but the tokenizer's; most tensors are F32, F16 or BF16."""
     size = head_dim(config)
     rope = config["rope_parameters"]
     values: dict[str, Value] = {

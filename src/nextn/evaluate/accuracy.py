@@ -80,8 +80,7 @@ class Reference:
     @classmethod
     @torch.inference_mode()
     def of(cls, trunk: Trunk, texts: Sequence[Sequence[int]], **options: Any) -> "Reference":
-        """Run each text of at least two token ids through a trunk in float32; of a streamed one each layer is read
-        once.
+        """Run each text of two token ids or more through a trunk in float32, whose layers are read once if streamed.
 
         `options` are those of `StreamedTrunk.run`. Raises ConfigError for another dtype, and for a text that is too
         short, too long or not of the trunk's vocabulary.

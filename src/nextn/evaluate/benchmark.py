@@ -426,8 +426,7 @@ def run_benchmark(
 def with_one_pass(
     report: BenchmarkReport, model: Model, *, on_score: Callable[[], None] = lambda: None
 ) -> BenchmarkReport:
-    """Add the acceptance at every K, scored in one pass over the texts of baseline decoding; `on_score` follows each
-    text."""
+    """Add the acceptance at every K, scored in one pass over each text of baseline decoding."""
     plan, eos = report.plan, eos_tokens(model)
     largest = plan.k_values[-1]
     reference = ReferencePlan(largest, plan.temperatures, max(3, plan.max_tokens), chat=plan.chat, backend=plan.backend)

@@ -28,8 +28,7 @@ def check_temperatures(plan: ReferencePlan) -> None:
 def counted_so_far(
     engine: str, budget: Budget, num_speculative_tokens: int | None, flags: str | None, *, served: str | None = None
 ) -> Counters:
-    """Return what an engine counted so far; raise as `read_engine_counters` and `engine_depth`, before a model is
-    loaded."""
+    """Return what an engine counted so far; raise as `read_engine_counters` and `engine_depth`."""
     counters = read_engine_counters(engine, budget, served=served)
     engine_depth([with_settings(counters, flag_texts(flags))], num_speculative_tokens)
     return counters

@@ -44,8 +44,7 @@ def exchange_text(report: "ReferenceReport", form: str, *, source: str, prompts:
 
 
 def check_form(form: str, temperatures: Sequence[float], *, decoded: bool) -> None:
-    """Raise ConfigError for an unknown form, several temperatures, and a form of rounds where texts are not
-    `decoded` here."""
+    """Raise ConfigError for an unknown form, several temperatures, or a form of rounds that are not `decoded`."""
     if form not in FORMATS:
         raise ConfigError(f"--format {form}; expected one of {', '.join(FORMATS)}")
     if len(temperatures) != 1:

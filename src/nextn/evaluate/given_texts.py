@@ -115,8 +115,7 @@ def _last_labels(mask: "np.ndarray[Any, Any] | None", length: int) -> tuple[int,
 
 @torch.inference_mode()
 def full_text_outputs(trunk: Trunk, texts: Sequence[ReferenceText], **options: Any) -> list[TrunkOutput]:
-    """Run each text in one pass without a cache (`options` of `StreamedTrunk.run`): the same bits, loaded or
-    streamed."""
+    """Run each text in one pass without a cache, as `StreamedTrunk.run` does: loaded or streamed, the same bits."""
     groups = _groups(texts)
     batches = _batches(texts, groups)
     if isinstance(trunk, StreamedTrunk):

@@ -72,8 +72,7 @@ class StreamEstimate:
     def of(
         cls, trunk: StreamedTrunk, num_tokens: int, *, head: Head | None = None, num_passes: int = 0
     ) -> "StreamEstimate":
-        """Estimate a pass over this many tokens, and `num_passes` of the head with lm_head, from this machine's
-        rates."""
+        """Estimate a pass over this many tokens, and `num_passes` of head and lm_head, by this machine's rates."""
         size = trunk.dtype.itemsize
         flops = 2 * step_bytes(trunk) / size * num_tokens
         drafting = 0.0 if head is None else 2 * draft_bytes(head) / size * num_tokens * num_passes

@@ -55,8 +55,7 @@ class Prompt:
     def tokens(
         self, model: "Model", *, chat: bool = False, variables: Mapping[str, object] | None = None
     ) -> tuple[int, ...]:
-        """Encode it for this model, with `variables` of the chat template; raise ConfigError for text without a
-        tokenizer."""
+        """Encode it for this model (`variables` of its template); raise ConfigError for text without a tokenizer."""
         from nextn.decoding.generate import encode  # here, so that reading prompts needs no torch
 
         if isinstance(self.text, str) and model.tokenizer is None:
@@ -93,8 +92,7 @@ def read_prompts(source: Path | str | None = None) -> list[Prompt]:
 
 
 def take_prompts(given: PromptSource) -> tuple[list[Prompt], dict[str, object]]:
-    """Return the prompts that a Python function is given, and their `prompts_record`; raise ConfigError also for
-    none."""
+    """Return the prompts given to a Python function, and their `prompts_record`; raise ConfigError for none."""
     if given is None or isinstance(given, str | Path):
         prompts = read_prompts(given)
         return prompts, prompts_record(given, prompts)

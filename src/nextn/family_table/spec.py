@@ -117,8 +117,7 @@ class Family:
         return frozenset(r for r, path in self.names.items() if r not in self.copies and (module == 0 or "{" in path))
 
     def published(self, name: str, num_layers: int, *, wrapper: str = "") -> str:
-        """Return the checkpoint's name for `<module>.<role>[.<rest>]`, of a trunk with so many layers, behind its
-        wrapper.
+        """Return the checkpoint's name for `<module>.<role>[.<rest>]`, behind its wrapper, by the trunk's layers.
 
         Raises FamilyError if the tensor is a later module's, and the layout stores one for all modules.
         """

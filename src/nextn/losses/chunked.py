@@ -38,8 +38,7 @@ def check_chunk(chunk: int | None) -> None:
 
 
 def weighted_sum(hidden: Tensor, weight: Tensor, selected: SelectedRows) -> tuple[Tensor, Tensor]:
-    """Sum scale * first value over the selected rows of hidden [N, H] @ weight.T [H, V]; hidden and weight get
-    gradients.
+    """Sum scale * first value over the selected rows of hidden [N, H] @ weight.T [H, V], with gradients of both.
 
     Return the sum, and all values [M, F], detached; fp32 (fp64 for fp64).
     """

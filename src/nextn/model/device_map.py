@@ -36,8 +36,7 @@ def check_accelerate() -> None:
 
 
 def spread_layers(trunk: Trunk, device_map: str, folder: Path) -> str:
-    """Load the decoder layers of a trunk of `Model.load(defer=True)`, each to its place by the map, and return a
-    summary.
+    """Load the decoder layers of a deferred trunk, each to its place by the map, and return a summary.
 
     `auto` fills the GPUs of the trunk's type in order, then host memory, then the disk. A list of devices and `disk`,
     separated by commas, takes the layers in order and in equal shares. A .json file has names of modules, or beginnings

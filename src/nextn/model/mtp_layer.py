@@ -37,8 +37,7 @@ class MTPLayer(nn.Module):
     hidden_projection: nn.Module
 
     def __init__(self, family: Family, trunk: Trunk, index: int, count: int, *, source: Trunk) -> None:
-        """Create the layer at `index` in the head with new weights, of the decoder layer and norm classes of
-        `source`."""
+        """Create the layer at `index` in the head with new weights, of the layer and norm classes of `source`."""
         super().__init__()
         size = trunk.config.hidden_size
         bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))

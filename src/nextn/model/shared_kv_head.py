@@ -77,8 +77,7 @@ class SharedKVHead(Head):
     """A head that reads the keys and values of the trunk's last layers that store any, per type of layer."""
 
     def __init__(self, family: Family, trunk: Trunk, config: Mapping[str, object]) -> None:
-        """Create the head with new weights; raise FamilyError if the config, or the trunk's keys, states or tokens,
-        do not fit."""
+        """Create the head with new weights; raise FamilyError if config, keys, states or tokens do not fit."""
         if isinstance(trunk, DeferredTrunk):
             raise FamilyError(
                 f"{family.title} read the trunk's keys, which a trunk that is loaded layer by layer does not keep; "

@@ -151,8 +151,7 @@ class StreamedTrunk(DeferredTrunk):
         on_layer: Callable[[LayerProgress], None] = lambda progress: None,
         observe: Callable[[int], object] = lambda index: None,
     ) -> None:
-        """Run every batch of tokens [B, T], padded on the right, through the decoder layers, each read once, for
-        `recall`.
+        """Run each batch of tokens [B, T], padded on the right, through the layers, each read once, for `recall`.
 
         States are those of `Trunk.forward` with these documents, bit for bit where torch computes with one thread. They
         are kept after each layer in `folder`, so that an interrupted run resumes (see `remove_states`); without one,

@@ -86,8 +86,7 @@ def model_from_folder(
 def empty_model(
     folder: Path, state: Mapping[str, LazyTensor], dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, torch.dtype]:
-    """Build the model of a checkpoint folder on the meta device, and return it with its dtype, see
-    `model_from_folder`."""
+    """Build the model of a checkpoint folder on the meta device; return it and its dtype, as `model_from_folder`."""
     model_class, config, dtype = _class_of_state(folder, state, dtype)
     with no_init_weights(), torch.device("meta"):
         model: PreTrainedModel = model_class._from_config(config, dtype=dtype)

@@ -196,8 +196,7 @@ class Trunk(nn.Module):
             )
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, documents: Tensor | None = None) -> TrunkOutput:
-        """Run the model over tokens [B, T], which may be on the host; they become a block of the cache, for the caller
-        to commit.
+        """Run the model over tokens [B, T], from any device; they become a block of the cache, to be committed.
 
         With `documents` [B, T] ids, attention and positions stay inside a document (only without a cache or with an
         empty one, and only if `can_pack`).

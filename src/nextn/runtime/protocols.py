@@ -91,8 +91,7 @@ class DecodingTrunk(Protocol):
         """Make an empty cache for this many sequences."""
 
     def __call__(self, tokens: Tensor, cache: AnyCache) -> TrunkOutput:
-        """Run a block of tokens [B, T] over the cache, which the caller commits; the next pass may overwrite the
-        states."""
+        """Run tokens [B, T] over the cache, for the caller to commit; the next pass may overwrite the states."""
 
     def read(self, hidden: TrunkOutput) -> Prediction:
         """Return the prediction at each position of the last pass."""

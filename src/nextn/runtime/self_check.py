@@ -65,8 +65,7 @@ class WithPackedValues(TorchFunctionMode):
     """
 
     def __init__(self, modules: Iterable[nn.Module], weights: PackedWeights | None, *, is_wide: bool = True) -> None:
-        """Note the parameters of modules whose passes will run, and what packs their weights; None: the values are as
-        stored.
+        """Note the parameters of modules whose passes will run, and what packs them; None: values are as stored.
 
         Unless `is_wide`, only the values of rounded weights change, not the dtype of anything.
         """

@@ -57,8 +57,7 @@ class BlockAnswer:
 
     def build(self) -> None:
         """Build the blocks of the complete text, in which calls that are malformed are content."""
-        text = self.choice.text
-        delta = MessageDelta((text,)) if self._parser is None else parse_message(self._parser, text)
+        delta = parse_message(self._parser, self.choice.text)
         pieces = tuple(piece for piece in delta.pieces if isinstance(piece, str) or piece.is_last)
         for _ in self._events(replace(delta, pieces=pieces), is_last=True):
             pass
@@ -67,11 +66,7 @@ class BlockAnswer:
         """Add a chunk and yield what happens to the blocks."""
         self.choice.add(chunk)
         is_last = chunk.finish is not None
-        if self._parser is None:
-            delta = MessageDelta((chunk.text,))
-        else:
-            delta = parse_message(self._parser, chunk.text) if is_last else self._parser.push(chunk.text)
-        yield from self._events(delta, is_last=is_last)
+        yield from self._events(parse_message(self._parser, chunk.text, is_last=is_last), is_last=is_last)
 
     def _events(self, delta: MessageDelta, *, is_last: bool) -> Iterator[BlockEvent]:
         yield from self._text("reasoning", delta.reasoning)

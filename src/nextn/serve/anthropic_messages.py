@@ -17,11 +17,8 @@ from nextn.serve.schemas import ChatRequest, Name, SamplingFields
 
 MESSAGES_PATH = "/v1/messages"
 _STOP_REASONS = {
-    "eos": "end_turn",
-    "stop": "stop_sequence",
-    "length": "max_tokens",
-    "context": "model_context_window_exceeded",
-}
+    "eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "context": "model_context_window_exceeded",
+}  # fmt: skip
 _BLOCKS = {  # by role; those of a tool's result are texts
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -111,17 +108,10 @@ class OutputConfig(RequestModel):
 class CountRequest(RequestModel):
     """The body of /v1/messages/count_tokens."""
 
-    ignored: ClassVar = frozenset(
-        (
-            "cache_control",
-            "context_management",
-            "diagnostics",
-            "inference_geo",
-            "speed",
-            "user_profile_id",
-            "workspace_id",
-        )
-    )
+    ignored: ClassVar = frozenset((
+        "cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id",
+        "workspace_id",
+    ))  # fmt: skip
 
     model: Name | None = None
     messages: ListOf[InputMessage] = Field(min_length=1, max_length=2048)

@@ -150,14 +150,10 @@ def create_app(engine: Engine, model: Model, options: ServerOptions) -> FastAPI:
     app.add_middleware(RequestGuard, options=options, on_error=api.metrics.count_error)
     if options.cors_origins:
         # Any header: clients have their own, such as the x-stainless-... of OpenAI's, and none is trusted here.
-        origins, methods, headers = list(options.cors_origins), ["GET", "HEAD", "POST"], ["*"]
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=methods,
-            allow_headers=headers,
-            expose_headers=[IGNORED_HEADER],
-        )
+            CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"], expose_headers=[IGNORED_HEADER],
+        )  # fmt: skip
     return app
 
 
@@ -244,13 +240,11 @@ class Api:
         return JSONResponse({"prompt": await self.builder.text_of(body)})
 
     async def health(self) -> Response:
-        stats = self.engine.stats()
         files = self.options.weight_files
         changed = files is not None and files.changed() is not None
         status = "stopping" if self.is_stopping else "model_files_changed" if changed else "ok"
-        return JSONResponse(
-            {"status": status, **self._health(stats), **self._replaced()}, 200 if status == "ok" else 503
-        )
+        document = {"status": status, **self._health(self.engine.stats()), **self._replaced()}
+        return JSONResponse(document, 200 if status == "ok" else 503)
 
     async def version(self) -> Response:
         return JSONResponse({"version": __version__})
@@ -394,15 +388,8 @@ class Api:
 
     def _model_entry(self) -> Json:
         name, limit = self.options.served_name, self.options.max_model_len
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "nextn",
-            "root": name,
-            "parent": None,
-            "max_model_len": limit,
-        }
+        about = {"id": name, "object": "model", "created": self._created, "owned_by": "nextn", "root": name}
+        return about | {"parent": None, "max_model_len": limit}
 
     def _health(self, stats: EngineStats) -> Json:
         return {

@@ -46,8 +46,7 @@ class ServingEngine:
     """Runs generations of one model in a thread of its own. See `request.Engine`."""
 
     def __init__(self, model: Model, options: EngineOptions | None = None) -> None:
-        """Load the backend and start the thread; raise ConfigError if the options do not fit the model or the
-        memory."""
+        """Load the backend and start the thread; raise ConfigError if options do not fit the model or memory."""
         self.model, self.options = model, options or EngineOptions()
         self.backend = backend_for(model, self.options.backend)
         self.limits = limits_within(self.backend, self.options)
@@ -77,8 +76,7 @@ class ServingEngine:
         return reduced_context_note(self.backend, self.options, self.limits.max_model_len)
 
     def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> ServedGeneration:
-        """Queue a request. `emit` is called in the engine's thread and must return at once; raises as
-        `Engine.submit`."""
+        """Queue a request whose chunks `emit` gets in the engine's thread; see `Engine.submit`."""
         self._check(request)
         with self._changed:
             if self._is_closing:

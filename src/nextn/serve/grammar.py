@@ -85,8 +85,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Callable[[], GrammarState]:
-        """Compile a grammar, or find it in the cache; return a function that makes the state of a sequence at its first
-        token.
+        """Compile a grammar, or find it in the cache; return a function that makes a sequence's first state.
 
         Raises ConfigError for a grammar that is invalid, unsupported, too large, or that no text fulfills.
         """

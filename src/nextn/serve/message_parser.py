@@ -255,9 +255,11 @@ def _joined(pieces: Iterable[MessagePiece]) -> tuple[MessagePiece, ...]:
     return tuple(joined.values())
 
 
-def parse_message(parser: MessageParser, text: str) -> MessageDelta:
-    """Parse a whole answer with a new parser."""
-    return joined_deltas([parser.push(text), parser.finish()])
+def parse_message(parser: MessageParser | None, text: str, *, is_last: bool = True) -> MessageDelta:
+    """Parse a whole answer with a new parser, or its next piece; without a parser, all of it is content."""
+    if parser is None:
+        return MessageDelta((text,))
+    return joined_deltas([parser.push(text), parser.finish()]) if is_last else parser.push(text)
 
 
 def reasoning_is_open(prompt: str) -> bool:

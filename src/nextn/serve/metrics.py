@@ -45,8 +45,7 @@ class ServerMetrics:
         self._registry.register(_EngineCollector(model, stats))
 
     def observe(self, chunk: GenerationChunk, *, since_submitted: float, since_chunk: float | None) -> None:
-        """Count a chunk, with the seconds since the request and since the previous chunk with tokens; None: this is
-        the first."""
+        """Count a chunk, by the seconds since the request and since the last tokens; None: these are the first."""
         num_tokens = 0
         for one in chunk.rounds:
             num_tokens += len(one.emitted)

@@ -14,7 +14,7 @@ from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.request_model import ListOf, RequestModel, parse_request
 from nextn.serve.responses import Json
-from nextn.serve.schemas import ChatRequest, FunctionTool, Name, SamplingFields, TextPart
+from nextn.serve.schemas import ChatRequest, FunctionTool, Name, SamplingFields, SchemaFormat, TextPart
 from nextn.serve.token_sampler import TokenTexts
 
 _MAX_STORED, _MAX_STORED_CHARS = 1_000, 16_000_000  # answers that later requests can continue
@@ -69,12 +69,8 @@ class NamedChoice(RequestModel):
     name: Name
 
 
-class TextFormat(RequestModel):
+class TextFormat(SchemaFormat):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Name = "answer"
-    description: str = ""
-    schema_: dict[str, JsonValue] = Field(default_factory=dict, alias="schema")
-    strict: bool = True
 
 
 class ResponseText(RequestModel):

@@ -102,8 +102,7 @@ class Engine(Protocol):
     """Runs generations in a thread of its own."""
 
     def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> Generation:
-        """Queue a request. `emit` is called in the engine's thread and must return at once; the last chunk has
-        `finish`.
+        """Queue a request. `emit` is called in the engine's thread and must return at once; the last chunk ends it.
 
         Raises QueueFullError if too many requests wait, or the engine is closing; ConfigError if the prompt does not
         fit or has unknown tokens.

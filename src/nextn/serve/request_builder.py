@@ -37,8 +37,7 @@ _SEEDS = 2**43  # the engine's seeds are below this
 
 
 class RequestBuilder:
-    """Tokenizes by the model's tokenizer and template in a thread of its own, so that long prompts do not hold up
-    streams."""
+    """Tokenizes by model and template in a thread of its own, so that long prompts do not hold up streams."""
 
     def __init__(self, model: Model, options: ServerOptions) -> None:
         self._model, self._options = model, options

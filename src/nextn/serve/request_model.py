@@ -60,8 +60,7 @@ class RequestModel(BaseModel):
 
 
 def parse_request(model: type[M], document: object, ignored: set[str] | None = None) -> M:
-    """Check a JSON document, add the paths of fields that were ignored, and raise ApiError for the first invalid
-    value."""
+    """Check a JSON document, and note what is ignored; raise ApiError for the first value that is not valid."""
     ignored = set() if ignored is None else ignored
     if not isinstance(document, dict):
         raise ApiError(400, f"the body is {short_repr(document)}; expected a JSON object", code="invalid_type")

@@ -303,8 +303,7 @@ class ChatAnswer(Answer):
         ]
 
     def _choice(self, index: int, choice: GeneratedChoice) -> Json:
-        parser = self._parsers[index]
-        delta = MessageDelta((choice.text,)) if parser is None else parse_message(parser, choice.text)
+        delta = parse_message(self._parsers[index], choice.text)
         calls = delta.complete_calls
         self._num_calls[index] = len(calls)
         message = {"role": "assistant", "content": None if calls else "", "refusal": None, **_texts(delta)}
@@ -319,11 +318,7 @@ class ChatAnswer(Answer):
         }
 
     def _part(self, index: int, chunk: GenerationChunk) -> Json | None:
-        parser, is_last = self._parsers[index], chunk.finish is not None
-        if parser is None:
-            delta = MessageDelta((chunk.text,))
-        else:
-            delta = parse_message(parser, chunk.text) if is_last else parser.push(chunk.text)
+        delta = parse_message(self._parsers[index], chunk.text, is_last=chunk.finish is not None)
         fields = self._fields(index, delta)
         return {"delta": fields, "logprobs": self._logprobs(chunk.logprobs)} if fields or chunk.logprobs else None
 

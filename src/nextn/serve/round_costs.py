@@ -43,8 +43,7 @@ def measure_round_costs(
     max_model_len: int,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> RoundTimes | None:
-    """Measure rounds of `batch_size` sequences as the scheduler runs them; return the median over turns of a turn's
-    mean.
+    """Measure rounds of `batch_size` sequences as the scheduler runs them: the median of the means of turns.
 
     Tokens are sampled at temperature 1 unless `is_argmax`. `is_interrupted` is called between passes. None if
     interrupted, or if `max_model_len` is too small for a turn.

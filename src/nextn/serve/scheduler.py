@@ -131,8 +131,7 @@ class Scheduler:
         policies: DraftPolicies | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        """Create an idle scheduler, with `policies` of earlier measurements and an empty prefix cache, if there are
-        such.
+        """Create an idle scheduler, with the policies of earlier measurements and an empty prefix cache, if given.
 
         `has_arrivals` returns whether sequences have arrived that are not in `waiting` yet; rounds then end early.
         """

@@ -23,8 +23,7 @@ _TAIL = 16  # tokens at the end of a prompt in which `<think>` is looked for
 
 
 class StructuredOutput:
-    """Makes the grammars of requests and the parsers of their answers, for calls in a syntax; None: the chat
-    template's.
+    """Makes grammars of requests and parsers of answers, for calls in a syntax; None: the chat template's.
 
     Raises ConfigError if there is no such syntax.
     """

@@ -221,8 +221,7 @@ class MeasuredLength:
     """
 
     def __init__(self, max_speculative_tokens: int, num_copy_tokens: int = 0) -> None:
-        """Create a policy without measurements, of at most so many drafts of the head, or copies, of a sequence per
-        round."""
+        """Create a policy without measurements, of at most so many drafts, or copies, of a sequence per round."""
         self._max = max_speculative_tokens
         # Of rounds that verify copies and do not run the head.
         self.copy_costs = RoundCosts(candidate_lengths(num_copy_tokens)[num_copy_tokens > 0 :])

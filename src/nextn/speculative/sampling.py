@@ -180,8 +180,7 @@ _REST, _WITHIN_REST = np.uint64(2**63), np.uint64(2**63 + 1)  # no token ids
 
 
 def sample_coupled(probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """Sample one token per row of probs [N, V]; it depends on nothing but the row, its sequence's seed and its
-    position.
+    """Sample one token per row of probs [N, V], by nothing but the row, its sequence's seed and its position.
 
     Trunk and head sample with the same random numbers, and a draft is accepted if it is the trunk's own sample. The
     text then depends on the seed alone: not on the drafts, their number, or what else is in the batch, and drafting

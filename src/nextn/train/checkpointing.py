@@ -163,8 +163,7 @@ def read_moments(folder: Path) -> dict[str, Tensor]:
 def write_shards(
     folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks, *, owner: str, finish: Callable[[Path], None]
 ) -> None:
-    """Write `folder` atomically; all processes call it with the same tensor names, and `read_shards` takes the same
-    `owner`.
+    """Write `folder` atomically; all processes call it with the same tensor names, and later read by the same `owner`.
 
     The first process calls `finish` when the tensors are on disk, before the folder gets its name. Raises
     CheckpointError on all processes if it cannot be written.

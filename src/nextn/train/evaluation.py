@@ -235,8 +235,7 @@ def heldout_acceptance(
     dtype: torch.dtype = torch.float32,
     ranks: Ranks = ALONE,
 ) -> HeldOutAcceptance:
-    """Measure held-out acceptance with `depths` drafts per round, on batches with the trunk's states where they are
-    known.
+    """Measure held-out acceptance with `depths` drafts per round, on batches and the trunk's states, if known.
 
     `on_policy`: the labels were sampled from the trunk at the temperature. Each process evaluates its own rows and
     returns the figures of all.

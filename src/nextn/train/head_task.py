@@ -91,8 +91,7 @@ class HeadTask:
         self.named = {f"head.{name}": value for name, value in self.head.named_parameters()}
 
     def cached(self, folder: Path, limit_gb: float | None = None) -> HiddenStateCache:
-        """Cache the trunk's hidden states of an epoch (of all steps, if fewer) in `folder`, of at most `limit_gb` 1e9
-        bytes.
+        """Cache the trunk's hidden states of an epoch (or all steps, if fewer), of at most `limit_gb` 1e9 bytes.
 
         The returned cache must be filled before training. Raises ConfigError if the folder has states of another trunk
         or text, or if a file of the trunk was modified since.
@@ -216,8 +215,7 @@ class HeadTask:
     def curve(
         self, max_depths: int = MAX_CURVE_DEPTHS, *, on_point: Callable[[], None] = lambda: None
     ) -> list[HeldOutAcceptance]:
-        """Measure held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter; all processes
-        call it."""
+        """Measure held-out acceptance with 1, 2, ..., `max_depths` drafts, fewer if rows are shorter, on all ranks."""
 
         def measured() -> Iterator[HeldOutAcceptance]:
             examples = [*self._held_out_examples(0, unseen)]  # the trunk's states, once for all
@@ -368,8 +366,7 @@ def write_standalone_head(
     source: str,
     trained_length: int | None = None,
 ) -> None:
-    """Write the head, trained on the trunk of `origin` by `source`, into a file in the format of
-    `nextn.edit.convert.extract`.
+    """Write the head, trained by `source` on the trunk of `origin`, into a file as `nextn.edit.convert.extract` does.
 
     Parameters that every model keeps in fp32 are not written in `dtype`. Raises ConfigError if `path` does not end in
     .safetensors.

@@ -46,8 +46,7 @@ def init_head(
     on_layer: Callable[[LayerProgress], None] = lambda progress: None,
     deferred: DeferredInit | None = None,
 ) -> tuple[Head, list[str]]:
-    """Build a head for a trunk, initialized from the trunk's parameters, and return it with notes on what has no
-    counterpart.
+    """Build a head for a trunk from the trunk's parameters; return it, and notes on what has no counterpart.
 
     Each part of an MTP layer is copied from the last trunk layer with the same structure. The projection is fitted to
     the input that this layer had in the trunk, see `fit_projection`; where a head has several streams, it adds the

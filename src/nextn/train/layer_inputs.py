@@ -28,8 +28,7 @@ def measure_layers(
     folder: Path | None = None,
     on_layer: Callable[[LayerProgress], None] = lambda progress: None,
 ) -> tuple[list[float], dict[int, Tensor], Tensor]:
-    """Run a trunk over tokens [B, T], and return each layer's RMS, inputs of layers, and the state that a head takes
-    in.
+    """Run a trunk over tokens [B, T]; return each layer's RMS, inputs of some layers, and the head's input state.
 
     The RMS of a layer's input is the median of all positions, because the first one's may be a hundred times the
     others'. The inputs [B, T, ...] are those of the layers at `indices`; with the states of a streamed trunk, they are

@@ -68,8 +68,7 @@ class RunOptions:
 
 
 def write_options(out: Path, options: RunOptions, settings: Mapping[str, object]) -> None:
-    """Store the options and all settings in a run's folder, with absolute paths, so that any working folder can
-    resume it."""
+    """Store options and all settings in a run's folder, with absolute paths: any working folder can resume it."""
     write_json(out / FILE, asdict(options.absolute()) | {"settings": dict(settings)})
 
 

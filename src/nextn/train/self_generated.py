@@ -129,8 +129,7 @@ def generate_answers(
     backend: str = "auto",
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[AnswerProgress]:
-    """Answer prompts into the .jsonl file `out`, and yield its progress, first for what it already holds, then per
-    batch.
+    """Answer prompts into the .jsonl file `out`, and yield its progress: first what it holds, then each batch.
 
     An existing file is resumed after its last complete batch. `eos = None` takes the checkpoint's; a model without a
     head drafts nothing. `should_stop` is called in every round, and the batch under way is then dropped. Raises

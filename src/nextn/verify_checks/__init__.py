@@ -177,8 +177,7 @@ def run_checks(
     names: Sequence[str] = (),
     on_check: Callable[[str], None] = lambda name: None,
 ) -> Iterator[CheckResult]:
-    """Run checks (all, or those named) and yield their results, each as soon as it is known; `on_check` gets its name
-    before.
+    """Run checks (all, or those named), after `on_check` of each, and yield their results as they are known.
 
     An engine that breaks during a check has failed it. When the requests or seconds of the budget are used up, the
     remaining checks are inconclusive. `against` is the same model served without MTP. Raises ConfigError for an unknown

@@ -120,8 +120,7 @@ class NativeDraftChain:
         sampled: bool,
         scratch: Scratch,
     ) -> None:
-        """Create a chain of passes of the head that only write keys and values, and of passes over one position, see
-        `NativeHead`.
+        """Create a chain of passes that only write keys and values, and of passes over one position, see `NativeHead`.
 
         `sampled`: drafts are sampled, not the argmax of their distributions.
         """

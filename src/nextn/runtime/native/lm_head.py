@@ -171,8 +171,7 @@ class DraftLMHead:
     def rescore(
         self, logits: Tensor, states: Tensor, capped: Callable[[Tensor], Tensor] = lambda logits: logits
     ) -> Tensor:
-        """Replace the highest of the logits [n, N] of `linear`, in place, by those that the lm_head gives for states
-        [n, H].
+        """Replace the highest logits [n, N] of `linear`, in place, by those that the lm_head gives for states [n, H].
 
         `capped` is what becomes of the lm_head's products, see `Head.capped`.
         """

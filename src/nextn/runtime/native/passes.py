@@ -158,8 +158,7 @@ class Passes:
         return self._selected[key]
 
     def prepare(self, batch_size: int, block_sizes: Iterable[int], *, exact: bool) -> list[Replay]:
-        """Record the replays for these block sizes now, so that no round waits; `exact`: not those of the next
-        BLOCK_SIZES."""
+        """Record replays for these block sizes now, so that no round waits; `exact`: not for the next BLOCK_SIZES."""
         block_sizes = [size for size in block_sizes if size <= self._sizes[-1]]
         for size in block_sizes:
             self._get(batch_size, size if exact else self._round_up(size))

@@ -245,8 +245,7 @@ class NativeRounds:
         max_rounds: int = 1,
         choice: CopyChoice = NO_COPIES,
     ) -> list[VerifiedRound]:
-        """Run at most `max_rounds` rounds by this plan (1 with copies), stopping after the first in which a sequence
-        ends.
+        """Run at most `max_rounds` rounds by this plan (1 with copies), until one in which a sequence ends.
 
         The head drafts at most `max_speculative_tokens` per round; each sequence also stays within its remaining
         tokens, as do the copies. `uniforms` are None in greedy decoding.

@@ -157,8 +157,7 @@ class PackedWeights:
         formats: Iterable[tuple[Tensor, WeightFormat | None]] = (),
         replaced: Iterable[ReplacedWeight] = (),
     ) -> None:
-        """Create an empty store; weights in `formats` have another format than the default (None: as they are) and its
-        dtype.
+        """Create an empty store of a default format and dtype; weights in `formats` have others (None: as they are).
 
         `replaced` are weights that have a stand-in. Those of a quantized checkpoint are packed as they are stored where
         a native product reads that and `formats` has no other form of them.
