@@ -80,10 +80,11 @@ def shape(inventory: Inventory) -> Iterator[Finding]:
         if info.name in reported:  # for another expert in it
             continue
         reported.add(info.name)
+        per_expert = " per expert" if info.form != inventory.checkpoint.tensors[info.name].form else ""
         swapped = len(info.shape) == 2 and str([*reversed(info.shape)]) == expected
         yield Finding(
             "shape", "error", info.name,
-            f"{info.name} is {list(info.shape)}{_of_expert(inventory, info)}{', transposed' if swapped else ''}.",
+            f"{info.name} is {list(info.shape)}{per_expert}{', transposed' if swapped else ''}.",
             f"{expected}, {because}.",
             f"Run `{restore(inventory, force=True)}`, from a model of the same size.",
         )  # fmt: skip
@@ -123,10 +124,6 @@ def _unlike_down_proj(inventory: Inventory) -> Iterator[tuple[TensorInfo, int, b
 def _other_size(info: TensorInfo, hidden: int) -> int:
     rows, columns = info.shape[-2:]
     return rows if columns == hidden else columns
-
-
-def _of_expert(inventory: Inventory, info: TensorInfo) -> str:
-    return " per expert" if info.form != inventory.checkpoint.tensors[info.name].form else ""
 
 
 def vocabulary(inventory: Inventory) -> Iterator[Finding]:

@@ -124,24 +124,22 @@ def _unusable(samples: SampledValues, all_values: AllValues | None) -> Iterator[
     matrices = {inventory.stored[each]: array for each, array in samples.weights.items()}
     summaries = None if all_values is None else all_values.tensors
     yield from nonfinite_or_garbage(norm_weights | matrices, fix, summaries)
-    yield from _codes({name: array for name, array in matrices.items() if _is_float(inventory, name)}, "head", fix)
+    floats = {name: each for name, each in matrices.items() if inventory.checkpoint.tensors[name].dtype in _FLOATS}
+    yield from _codes(floats, "head", fix)
     trunk = {info.name: samples.trunk_weights[each] for each, (info, _) in samples.like.items()
              if each in samples.trunk_weights and info.dtype in _FLOATS}  # fmt: skip
     yield from _codes(trunk, "trunk", "Download, convert or quantize the trunk again.")
     names = {inventory.stored[each]: each for each in inventory.own if is_matrix(inventory, inventory.info(each))}
     constants = {name: each.constant for name, each in (summaries or {}).items() if each.constant is not None}
     matrices |= {name: np.array([value]) for name, value in constants.items() if name in names}
-    if _chooses_every_expert(inventory):  # a router of zeros gives them equal weights, as in a converted MLP
+    count, chosen = (lookup(inventory.checkpoint.config, f) for f in ("n_routed_experts", "num_experts_per_tok"))
+    if count is not None and count == chosen:  # a router of zeros gives them equal weights, as in a converted MLP
         matrices = {name: array for name, array in matrices.items() if not name.endswith(".mlp.gate.weight")}
     projections = {name for name, canonical in names.items() if "projection" in inventory.role(canonical)}
     yield from zero_or_constant(
         samples.head_norms, matrices, projections=projections, fix=fix, known=None if all_values is None else constants,
         convention=inventory.family.norm_weight,
     )  # fmt: skip
-
-
-def _is_float(inventory: Inventory, name: str) -> bool:
-    return inventory.checkpoint.tensors[name].dtype in _FLOATS
 
 
 def _codes(matrices: Mapping[str, Values], side: str, fix: str) -> Iterator[Finding]:
@@ -155,11 +153,6 @@ def _codes(matrices: Mapping[str, Values], side: str, fix: str) -> Iterator[Find
             "int8 or fp8 codes that were converted without their scales.",
             f"Weights of a median size below {CODES:g}.", fix,
         )  # fmt: skip
-
-
-def _chooses_every_expert(inventory: Inventory) -> bool:
-    count = lookup(inventory.checkpoint.config, "n_routed_experts")
-    return count is not None and count == lookup(inventory.checkpoint.config, "num_experts_per_tok")
 
 
 def nonfinite_or_garbage(

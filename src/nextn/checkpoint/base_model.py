@@ -29,7 +29,7 @@ def base_model(checkpoint: Checkpoint) -> str | None:
 
 def _is_usable(name: str, checkpoint: Checkpoint) -> bool:
     """Whether it is another checkpoint, on the hub or, for a local one, in a folder that exists."""
-    if _is_itself(name, checkpoint):
+    if name.lower().rstrip("/") == checkpoint.path.lower().rstrip("/") or _same_folder(name, checkpoint.path):
         return False
     return is_hub_id(name) or (checkpoint.revision is None and _is_checkpoint_folder(name))
 
@@ -37,10 +37,6 @@ def _is_usable(name: str, checkpoint: Checkpoint) -> bool:
 def is_hub_id(name: str) -> bool:
     """Whether the hub would accept this as the id "namespace/name" of a repository."""
     return bool(_HUB_ID.fullmatch(name)) and not re.search(r"\.\.|--|\.git$", name)
-
-
-def _is_itself(name: str, checkpoint: Checkpoint) -> bool:
-    return name.lower().rstrip("/") == checkpoint.path.lower().rstrip("/") or _same_folder(name, checkpoint.path)
 
 
 def _same_folder(first: str, second: str) -> bool:

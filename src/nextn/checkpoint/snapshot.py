@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from ctypes import CDLL, c_int, c_long
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -26,7 +26,7 @@ from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, shipped_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.remote import ADVICE, ByteSource, LocalFile, RemoteFile, split_hub_id
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.checkpoint.staging_folder import owned
+from nextn.checkpoint.staging_folder import owned, writing
 from nextn.errors import CheckpointError
 
 # Config, tokenizer, chat template. A pattern with a slash never matches: other folders hold other formats.
@@ -133,7 +133,7 @@ class PartialDownload:
         """Hold the folder; raise CheckpointError if another process holds it, or it cannot be written."""
         self.num_bytes, self.seconds, self._lock = 0, 0.0, Lock()  # downloaded so far, and the time it took
         stack = ExitStack()
-        with _writing(folder):
+        with writing(folder):
             stage = stack.enter_context(owned(folder))
         finalize(self, stack.close)
         files = {
@@ -181,7 +181,7 @@ class PartialFile:
         requested = set(ranges)
         if not self._missing(requested):  # without waiting for another thread's download
             return
-        with self.download._lock, _writing(self.path):
+        with self.download._lock, writing(self.path):
             missing, started = self._missing(requested), time.perf_counter()
             missing = missing if self.present else [(0, self._header_end), *missing]
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,16 +233,6 @@ def _pieces(ranges: Iterable[Range]) -> Iterator[Range]:
             merged.append((begin, end))
     for first, last in merged:
         yield from ((begin, min(begin + _PIECE, last)) for begin in range(first, last, _PIECE))
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be written: {error.strerror or error}; free some space, or choose another folder"
-        ) from error
 
 
 @cache

@@ -118,6 +118,17 @@ def renamed(error: NextnError, old: Path, new: Path) -> NextnError:
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written: {error.strerror or error}; free some space, or choose another folder"
+        ) from error
+
+
+@contextmanager
 def explain_full_disk(advice: Callable[[], str]) -> Iterator[None]:
     """Add the advice to a CheckpointError that a full disk caused."""
     try:

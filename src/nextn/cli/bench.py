@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport
     from nextn.evaluate.load_advice import LoadAdvice
     from nextn.evaluate.workload import Prompt
-    from nextn.model.model import Model
 
 _PANEL = "K by load of a live engine"
 Against = Annotated[
@@ -227,7 +226,15 @@ def advise(
         )
     loaded = options.load(need_head=True)
     plan = replace(plan, chat=use_chat(loaded, chat))
-    advice = _advise_loaded(loaded, to_decode, plan, sizes, lengths, source=source, quiet=as_json)
+    from nextn.evaluate.advice import advise as measured_advice
+
+    with progress_bars(quiet=as_json) as progress:
+        on_run = progress("decode", plan.num_runs(len(to_decode)))
+        on_costs = progress("costs", len(sizes) * max(1, len(lengths)))
+        advice = measured_advice(
+            loaded, to_decode, plan, batches=sizes, contexts=lengths, source=source,
+            on_run=lambda _: on_run(), on_costs=lambda _: on_costs(),
+        )  # fmt: skip
     _report_advice(advice, options, out, as_json=as_json)
 
 
@@ -240,33 +247,6 @@ def _report_advice(advice: "Advice", options: ModelOptions, out: Path | None, *,
         return
     _show_advice(advice)
     print_lines(*serving(options.source, options.head, advice.headlines))
-
-
-def _advise_loaded(
-    model: "Model",
-    prompts: "Sequence[Prompt]",
-    plan: BenchmarkPlan,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    *,
-    source: str,
-    quiet: bool,
-) -> "Advice":
-    from nextn.evaluate.advice import advise
-
-    with progress_bars(quiet=quiet) as progress:
-        on_run = progress("decode", plan.num_runs(len(prompts)))
-        on_costs = progress("costs", len(batches) * max(1, len(contexts)))
-        return advise(
-            model,
-            prompts,
-            plan,
-            batches=batches,
-            contexts=contexts,
-            source=source,
-            on_run=lambda _: on_run(),
-            on_costs=lambda _: on_costs(),
-        )
 
 
 def _integers(text: str, name: str, *, minimum: int = 0) -> tuple[int, ...]:

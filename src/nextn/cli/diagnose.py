@@ -163,10 +163,11 @@ def _diagnose(
 def _show_diagnosis(diagnosis: "Diagnosis") -> None:
     depths = range(1, diagnosis.reference.plan.num_speculative_tokens + 1)
     table = figures_table("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit")
-    several = len(diagnosis.cases) > 1
+    several, version = len(diagnosis.cases) > 1, diagnosis.cases[0].observation.counters.version
+    engine = f"{diagnosis.engine} {version}" if version else diagnosis.engine
     for case in diagnosis.cases:
         seen = case.observation
-        label = f"{_engine_name(diagnosis)}, {_where(seen.temperature, seen.prompt_indices, several=several)}"
+        label = f"{engine}, {_where(seen.temperature, seen.prompt_indices, several=several)}"
         rates = [f"{rate:.3f}" if rate == rate else "" for rate in case.counts.rates]
         rates += [""] * (len(depths) - len(rates))  # an engine may have counted fewer depths in this case
         table.add_row(plain(label), *rates, f"{1 + case.num_accepted:.2f}", "", "", style="bold")
@@ -176,7 +177,8 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
     for cause in [*diagnosis.causes[:_MAX_CAUSES], *others]:
         style = "bold" if cause.name in diagnosis.named else None
         rates = [f"{rate:.3f}" for rate in cause.rates]
-        table.add_row(plain(cause.name), *rates, f"{cause.length:.2f}", _odds(cause), _fit(cause), style=style)
+        fit = f"{cause.p_value:.2f}" if cause.p_value >= 0.01 else "<0.01"
+        table.add_row(plain(cause.name), *rates, f"{cause.length:.2f}", _odds(cause), fit, style=style)
     print_table(table)
     show_report(diagnosis)
     if diagnosis.indistinguishable:
@@ -191,17 +193,8 @@ def _where(temperature: float, prompts: "tuple[int, ...] | None", *, several: bo
     return at if not several or prompts is None else f"{at}, {len(prompts)} prompts"
 
 
-def _engine_name(diagnosis: "Diagnosis") -> str:
-    version = diagnosis.cases[0].observation.counters.version
-    return f"{diagnosis.engine} {version}" if version else diagnosis.engine
-
-
 def _odds(cause: "Cause") -> str:
     """The likelihood relative to the most likely cause."""
     if cause.ratio < 1e-6:
         return "<1e-6"
     return "1" if cause.ratio == 1 else f"1/{1 / cause.ratio:,.{0 if cause.ratio < 0.1 else 1}f}"
-
-
-def _fit(cause: "Cause") -> str:
-    return f"{cause.p_value:.2f}" if cause.p_value >= 0.01 else "<0.01"

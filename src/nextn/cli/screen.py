@@ -41,15 +41,11 @@ def visible(text: str, *, lines: bool = False) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(char if _is_harmless(char, lines=lines) else _escaped(char) for char in text)
+    return "".join(char if _is_harmless(char, lines=lines) else char.encode("unicode_escape").decode() for char in text)
 
 
 def _is_harmless(char: str, *, lines: bool) -> bool:
     return char.isprintable() or (lines and (char in _HARMLESS or category(char) in ("Zs", "Co", "Cn")))
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode()
 
 
 def shown(text: str) -> str:
@@ -179,15 +175,11 @@ def print_table(table: "Table") -> None:
         return
     titles = [str(column.header) for column in table.columns]
     for row, cells in zip(table.rows, zip_longest(*(column.cells for column in table.columns)), strict=True):
-        pairs = [(title, _text_of(cell)) for title, cell in zip(titles, cells, strict=True)]
+        pairs = [(title, str(getattr(cell, "plain", cell))) for title, cell in zip(titles, cells, strict=True)]
         for line in _wrapped([f"{title} {cell}".strip() for title, cell in pairs if cell], screen.width):
             screen.print(plain(line, style=str(row.style or "")), soft_wrap=True)
         if row.end_section:
             screen.print()
-
-
-def _text_of(cell: object) -> str:
-    return str(getattr(cell, "plain", cell))
 
 
 def _wrapped(words: Iterable[str], width: int) -> Iterator[str]:

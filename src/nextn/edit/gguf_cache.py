@@ -11,8 +11,7 @@ from pathlib import Path
 
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.gguf_file import GgufFile
-from nextn.checkpoint.staging_folder import clear_stages
-from nextn.errors import CheckpointError
+from nextn.checkpoint.staging_folder import clear_stages, writing
 
 _FORMAT = 2  # of the folders; a conversion that stores other tensors than the last one's has the next number
 _MAX_STEM = 60  # characters of the file's name in the name of the folder
@@ -62,11 +61,9 @@ def _folder_name(path: Path, version: str) -> str:
 @contextmanager
 def _locked(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of the cache, which the operating system releases when the process ends, however it ends."""
-    try:
+    with writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"{cache}: cannot be written: {error.strerror or error}") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

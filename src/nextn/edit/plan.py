@@ -167,7 +167,8 @@ def divide(
         rest = {name: Piece(checkpoint, name) for name, info in kept.items() if info.file == file}
         rest |= {name: piece for name, piece in beside.items() if piece.info.file == file}
         if rest:
-            renamed[file] = free_name(_trunk_name(file), taken)
+            name = FIRST_SHARD if file == SINGLE else f"{Path(file).stem}-trunk.safetensors"
+            renamed[file] = free_name(name, taken)
             weights[renamed[file]] = rest
     index = (
         {name: renamed[piece.info.file] for name, piece in beside.items()}
@@ -177,10 +178,6 @@ def divide(
     linked = {old: new for old, new in renamed.items() if new not in weights}
     replaced = frozenset(name for name in (*gone, *fresh) if name in checkpoint.tensors)
     return Files(weights, index, linked, tuple(sorted(stale)), replaced)
-
-
-def _trunk_name(file: str) -> str:
-    return FIRST_SHARD if file == SINGLE else f"{Path(file).stem}-trunk.safetensors"
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
@@ -210,7 +207,8 @@ def execute(plan: EditPlan, *, seal: Callable[[Path], None] | None = None, on_by
     Raises CheckpointError if something cannot be read or written, another process is changing the folder, or files
     changed after the plan was made; the folder is then unchanged.
     """
-    with staged(plan.folder, inside=not plan.new_folder, needed=_num_written(plan)) as stage:
+    copied = num_copied(plan.origin, plan.folder, without=_gone(plan)) if plan.new_folder else 0
+    with staged(plan.folder, inside=not plan.new_folder, needed=plan.num_bytes + copied) as stage:
         _refuse_changed(plan)
         new = stage / "new"
         new.mkdir()
@@ -250,11 +248,6 @@ def _refuse_changed(plan: EditPlan) -> None:
         )
     if taken := sorted(now & plan.files.weights.keys()):
         raise CheckpointError(f"{plan.folder}: another process wrote {some(taken)} just now. The folder is unchanged.")
-
-
-def _num_written(plan: EditPlan) -> int:
-    """Return the bytes of the new tensors, and of the files that a new folder gets as copies."""
-    return plan.num_bytes + (num_copied(plan.origin, plan.folder, without=_gone(plan)) if plan.new_folder else 0)
 
 
 def num_copied(checkpoint: Checkpoint, folder: Path, *, without: Collection[str] = ()) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from nextn.checkpoint.staging_folder import writing
 from nextn.edit.gguf_import import convert_gguf
 from nextn.errors import CheckpointError
 
@@ -48,14 +49,12 @@ def smollm2_gguf(
     if offline:
         raise CheckpointError(f"{file}: not there, and downloads are off")
     on_download()
-    try:
+    with writing(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=file.parent, prefix=".") as staging:
             unpacked = _downloaded(Path(staging))
             _check(unpacked, "the downloaded file")
             unpacked.replace(file)
-    except OSError as error:
-        raise CheckpointError(f"{file.parent}: cannot be written: {error.strerror or error}") from error
     return file
 
 

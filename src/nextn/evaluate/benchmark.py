@@ -307,7 +307,8 @@ class BenchmarkReport:
         counts = Acceptance.of(log)
         rows = [each.rows[0] for run in mtp for each in run.rounds[1:]]
         drafted = [0 if row.copied else len(row.drafts) for row in rows]
-        tokens_per_round = _tokens_per_round(mtp)
+        # Rounds without drafts count, too.
+        tokens_per_round = mean_length(sum(len(run.tokens) - 1 for run in mtp), sum(len(run.rounds) - 1 for run in mtp))
         if k and self.plan.num_copy_tokens:
             length, cost = tokens_per_round, math.nan  # rounds that verify copies are not in the cost curve
         elif k == ADAPTIVE:
@@ -380,11 +381,6 @@ class BenchmarkReport:
 
     def _runs_at(self, temperature: float, k: int | None = None) -> list[Run]:
         return [run for run in self.runs if run.temperature == temperature and k in (None, run.num_speculative_tokens)]
-
-
-def _tokens_per_round(runs: Sequence[Run]) -> float:
-    """Counts rounds without drafts too; nan without rounds."""
-    return mean_length(sum(len(run.tokens) - 1 for run in runs), sum(len(run.rounds) - 1 for run in runs))
 
 
 def _time_shares(runs: Sequence[Run]) -> dict[str, float]:

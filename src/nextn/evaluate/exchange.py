@@ -167,12 +167,8 @@ def _inferencex(report: "ReferenceReport", name: str, prompts: str) -> str:
         "",
         "key = num_speculative_tokens (MTP level); value = AL",
     ]
-    lines = [f"# {comment}".rstrip() for comment in map(_one_line, comments)]
+    lines = [f"# {' '.join(comment.split())}".rstrip() for comment in comments]
     indent = "    " if mode else "  "
     values = [f"{indent}{k}: {each.value:.2f}" for k, each in zip(ks, lengths, strict=True)]
     # Without a mode, K is directly below the model: the other form that InferenceX's scripts read.
     return "\n".join([*lines, f"{json.dumps(name.lower())}:", *([f"  {mode}:"] if mode else []), *values, ""])
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

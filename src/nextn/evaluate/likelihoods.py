@@ -294,7 +294,9 @@ def needed_evidence(evidence: Sequence[Evidence], *, driven: bool) -> NeededEvid
         return None
     for factor, engine_factor in _factors(driven=driven):
         if can_decide([_scaled(item, factor, engine_factor) for item in evidence]):
-            rounds = _num_rounds(evidence)
+            counts = [item.counts for item in evidence]
+            known = [each.num_drafted[0] if each.num_drafted else each.rounds for each in counts]
+            rounds = None if None in known else sum(count or 0 for count in known)
             needed = None if engine_factor == 1 or rounds is None else rounds * engine_factor
             num_texts = max(len(each.num_drafted) for each in texts)
             return NeededEvidence(tokens * factor, num_texts * factor, tokens, needed, rounds)
@@ -336,9 +338,3 @@ def _scaled(item: Evidence, factor: int, engine_factor: int) -> Evidence:
         None if observed.rounds is None else observed.rounds * engine_factor,
     )
     return item._replace(counts=counts, expected=[more_texts])
-
-
-def _num_rounds(evidence: Sequence[Evidence]) -> int | None:
-    """Return the rounds that the engine counted; None if it does not report them."""
-    rounds = [item.counts.num_drafted[0] if item.counts.num_drafted else item.counts.rounds for item in evidence]
-    return None if None in rounds else sum(count or 0 for count in rounds)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from operator import add
 from pathlib import Path
 
 from nextn import __version__
@@ -249,11 +250,8 @@ class ReferenceReport:
             conversation = self.prompts[index].conversation
             key = first.setdefault((conversation is not None, index if conversation is None else conversation), index)
             drafted, accepted = counts[index]
-            if key in merged:
-                before = merged[key]
-                drafted = [a + b for a, b in zip(before[0], drafted, strict=True)]
-                accepted = [a + b for a, b in zip(before[1], accepted, strict=True)]
-            merged[key] = (drafted, accepted)
+            before = merged.get(key, ([0.0] * len(drafted), [0.0] * len(accepted)))
+            merged[key] = [*map(add, before[0], drafted)], [*map(add, before[1], accepted)]
         return merged
 
     def _used(self, temperature: float, rule: str, k: int, domain: str) -> list[TextCounts]:

@@ -65,11 +65,12 @@ def trunk_state(weights: TensorReader) -> tuple[dict[str, StoredTensor], list[st
     heads = inventory.spellings(inventory.stored)
     state = {name: weights.stored(name) for name in weights.names() if name not in heads}
     notes = []
+    wrapper = inventory.family.wrapper([info.name for info in inventory.layers.get(0, {}).values()])
     for role in inventory.family.copies:
         tied = role == "output" and lookup(inventory.checkpoint.config, "tie_word_embeddings")
         copy = inventory.stored.get(f"0.{role}.weight")
         if role not in inventory.shared and copy is not None and not tied:
-            name = inventory.family.shared_name(role, wrapper=_trunk_wrapper(inventory))
+            name = inventory.family.shared_name(role, wrapper=wrapper)
             state[name] = weights.stored(copy)
             notes.append(f"the trunk has no {name}: {copy}, the head's copy of it, is used")
     names = [tensor.name for tensor in state.values() if weights.is_quantized(tensor.name)]
@@ -363,10 +364,6 @@ class _HeadTensors:
             for info in (header.tensors[name] for header in checkpoint.headers.values() if name in header.tensors):
                 if info.file != used.file:
                     yield f"{name} in {used.file}", f"in {info.file}", checkpoint.same(used, info)
-
-
-def _trunk_wrapper(inventory: Inventory) -> str:
-    return inventory.family.wrapper([info.name for info in inventory.layers.get(0, {}).values()])
 
 
 def _listed(title: str, problems: Sequence[str], most: int | None = None) -> str:

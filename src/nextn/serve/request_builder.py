@@ -111,10 +111,11 @@ class RequestBuilder:
         self._check_min_tokens(body, max_tokens, is_free=grammar is None and not body.stops)
         # Without a seed, each request has random numbers of its own.
         seed, parent = secrets.randbelow(_SEEDS) if body.seed is None else body.seed, object()
+        sampling = Sampling(body.temperature, max(0, body.top_k), body.top_p, body.min_p, body.repetition_penalty)
         return [
             GenerationRequest(
                 tuple(prompt),
-                sampling=self._sampling(body),
+                sampling=sampling,
                 max_tokens=min(max_tokens, self._options.max_model_len - len(prompt)),
                 min_tokens=body.min_tokens,
                 num_speculative_tokens=self._num_speculative_tokens(body),
@@ -216,10 +217,6 @@ class RequestBuilder:
         if not 0 <= token < vocab_size:
             message = f"{field}: token id {token}; the vocabulary has the ids 0 to {vocab_size - 1}"
             raise ApiError(400, message, field, "invalid_value")
-
-    def _sampling(self, body: GenerationFields) -> Sampling:
-        top_k = max(0, body.top_k)
-        return Sampling(body.temperature, top_k, body.top_p, body.min_p, body.repetition_penalty)
 
     def _num_speculative_tokens(self, body: GenerationFields) -> int | None:
         requested = body.num_speculative_tokens

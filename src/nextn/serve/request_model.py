@@ -74,18 +74,14 @@ def parse_request(model: type[M], document: object, ignored: set[str] | None = N
             continue
         if name in OFF:
             if value != OFF[name]:
-                raise _unsupported(name)
+                message = f"{name} is not supported; leave it out, or send {short_repr(OFF[name])}"
+                raise ApiError(400, message, name, "unsupported_parameter")
             continue
         fields[name] = value
     try:
         return model.model_validate(fields, context=ignored)
     except ValidationError as error:
         raise _from_validation(error, fields) from error
-
-
-def _unsupported(name: str) -> ApiError:
-    message = f"{name} is not supported; leave it out, or send {short_repr(OFF[name])}"
-    return ApiError(400, message, name, "unsupported_parameter")
 
 
 _CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from nextn.checkpoint.safetensors_file import atomic, read_header, write_json, write_tensors
-from nextn.checkpoint.staging_folder import SUFFIX, clear_stages, need_room, owned
+from nextn.checkpoint.staging_folder import SUFFIX, clear_stages, need_room, owned, writing
 from nextn.errors import CheckpointError, ConfigError
 from nextn.train.config import FREE_SETTINGS, TrainConfig
 from nextn.train.distributed import Ranks
@@ -45,10 +45,8 @@ class RunFolder:
     """The folder of one run. Raises CheckpointError if it cannot be created."""
 
     def __init__(self, path: Path) -> None:
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {error}; choose another folder") from error
         self.path, self._is_locked = path, False
 
     @contextmanager

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import RawTensor, read_header, write_json, write_safetensors
-from nextn.checkpoint.staging_folder import explain_full_disk, owned
+from nextn.checkpoint.staging_folder import explain_full_disk, owned, writing
 from nextn.data.batches import Batch, Batches, permutation
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.trunk import Trunk, TrunkOutput
@@ -104,7 +104,9 @@ class HiddenStateCache:
         missing = self._missing_batches(ranks)
         remaining = _total(len(missing), ranks)
         if ranks.is_first:
-            self._prepare()
+            for partial_file in self.folder.glob(f".{_SHARD}*.tmp"):  # of a process that was killed
+                partial_file.unlink(missing_ok=True)
+            write_json(self.folder / KEY, self._key)
         tensors: dict[str, RawTensor] = {}
         while True:
             yield self.num_batches - remaining, self.num_batches
@@ -125,11 +127,6 @@ class HiddenStateCache:
         """Batches that this process has to compute."""
         own = range(ranks.rank, -(-self.num_batches // self._per_shard), ranks.world)
         return [index for shard in own if not self._is_complete(shard) for index in self._members(shard)]
-
-    def _prepare(self) -> None:
-        for partial_file in self.folder.glob(f".{_SHARD}*.tmp"):  # of a process that was killed
-            partial_file.unlink(missing_ok=True)
-        write_json(self.folder / KEY, self._key)
 
     def batch(self, step: int, *, rank: int = 0, world: int = 1) -> tuple[Batch, TrunkOutput]:
         """Return rows rank::world of the batch of a step; the states are on the trunk's device, in its dtype.
@@ -183,11 +180,9 @@ class HiddenStateCache:
         advice = "store fewer or shorter batches, or store bfloat16"
         if self.limit_gb is not None and self.nbytes > self.limit_gb * _GB:
             raise ConfigError(f"{what}, the limit is {self.limit_gb:.3g} GB; {advice}, or raise the limit")
-        try:
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot be written: {error}; choose another folder") from error
         if needed > free:
             raise ConfigError(
                 f"{what}, {needed / _GB:.3g} GB of them still missing, and the disk has {free / _GB:.3g} GB left; "

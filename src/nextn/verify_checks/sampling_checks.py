@@ -249,13 +249,12 @@ def _texts(session: VerifySession, endpoint: Endpoint, prompt: int, *, temperatu
     key = (endpoint.url, prompt, temperature)
     if key not in session.sampled:
         settings = session.settings
-        start = settings.seed + _SEED_STRIDE * (
-            1 + prompt + (0 if endpoint is session.target else _num_prompts(session))
-        )
-        num, start = (
-            (settings.samples // _LOW_SHARE, start + _LOW_SEEDS) if temperature == _LOW else (settings.samples, start)
-        )
-        text = _sampled_prompts(session)[prompt].text
+        offset = 1 + prompt + (0 if endpoint is session.target else _num_prompts(session))
+        num, start = settings.samples, settings.seed + _SEED_STRIDE * offset
+        if temperature == _LOW:
+            num, start = num // _LOW_SHARE, start + _LOW_SEEDS
+        step = max(1, len(session.prompts) // _num_prompts(session))  # for prompts of as many domains as there are
+        text = session.prompts[prompt * step].text
         requests = [
             EngineRequest(
                 text, settings.sampled_tokens, temperature=temperature, seed=start + index, logprobs=NUM_LOGPROBS
@@ -264,12 +263,6 @@ def _texts(session: VerifySession, endpoint: Endpoint, prompt: int, *, temperatu
         ]
         session.sampled[key] = session.answer_all(endpoint, requests)
     return session.sampled[key]
-
-
-def _sampled_prompts(session: VerifySession) -> list:
-    """Prompts of as many domains as there are."""
-    step = max(1, len(session.prompts) // _num_prompts(session))
-    return list(session.prompts[::step])
 
 
 def combine(parts: Sequence[Comparison]) -> Comparison:
