@@ -15,6 +15,7 @@ from nextn.engines.counter_formats import read
 from nextn.engines.counters import FIRST_TOKENS, ROUNDED, SOME_POSITIONS
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS
+from nextn.engines.log_reader import RISING
 from nextn.engines.metrics_formats import METRICS_FORMAT
 from nextn.engines.run_settings import OVERRIDES, overrides_in
 from nextn.errors import EngineError
@@ -187,6 +188,22 @@ TEXTS = {
         "| task | stage | runs | tok/s mean/std | rate mean/std | a.len mean/std |\n|---|---|---|---|---|---|\n"
         "| code | mtp   |    5 |     37.42/1.48 |  92.15%/1.84% |      3.76/0.06 |\n",
         ("ik_llama.cpp", None, None, None, ())),
+    "ik_llama.cpp's llama-spec-bench, a row for each run": (
+        "| task     | run | stage   |  tokens | stop  | time(s) |   tok/s | rounds |    accepted |    rate |  a.len | pos accept |\n"
+        "| code     |   1 | mtp     |     400 | eog   |   6.068 |   65.58 |    100 |     240/300 |  80.00% |   3.40 | 90.0% 80.0% 70.0% |\n",
+        ("ik_llama.cpp", 100, 300, 240, (90, 80, 70))),
+    "two names, before the counts": ("x\nspeculative: 1,230 accepted / 2,000 drafted (61.5%), 40 t/s\n",
+                                     ("an engine", None, 2000, 1230, ())),
+    "two names, after the counts": ("[mtp] step 60 drafted=50 accepted=31 rate=62.0%\nMTP: drafted 24, accepted 0 (0.0 %) k=2\n",
+                                    ("an engine", None, 74, 31, ())),
+    "two names, accepted first": ("mtp_generate: done rounds=80 accepted=120 total_draft=240\n", ("an engine", None, 240, 120, ())),
+    "two names, on two lines": ("- cycles=35\n- drafted=35\n- accepted_drafts=29\n- emitted=64\n", ("an engine", None, 35, 29, ())),
+    "two names, in other JSON": (json.dumps({"n_requests": 2, "total_draft": 331, "total_draft_accepted": 215}, indent=1),
+                                 ("an engine", None, 331, 215, ())),
+    "rejected drafts": ('{"accepted_draft_tokens": 41, "rejected_draft_tokens": 49}', ("an engine", None, 90, 41, ())),
+    "one name behind two counts": ("MTP active, 112/141 accepted draft tokens, 108.27 tok/s\nspeculative: 8/9 draft tokens accepted\n",
+                                   ("an engine", None, 150, 120, ())),
+    "one name before two counts": ("Accepted draft tokens: 120 / 150\n", ("an engine", None, 150, 120, ())),
     "another engine": ("MTP ACTIVE (draft=3)\nspeculation: 1.60 tokens/forward | MTP acceptance 20% (3/15)\n",
                        ("an engine", None, 15, 3, ())),
     "oMLX": ("INFO MTP[3] accept=117/387 (30.2%) depth[d1=90/129,d2=20/90,d3=7/20]\n",
@@ -240,6 +257,9 @@ def test_formats(name):
 def test_notes_say_what_is_missing():
     assert read(TEXTS["bench serve, cut more"][0]).notes == (ROUNDED, SOME_POSITIONS)
     assert read(TEXTS["timings with bonus tokens"][0]).notes == (BONUS_INCLUDED,)
+    rising = "MTP total: 81 accepted / 99 drafted\n"
+    assert read(rising + rising.replace("81", "90").replace("99", "130")).notes == (RISING,)
+    assert read(rising + rising).notes == read(rising).notes == ()
     both = read(f"{BENCH}\n{VLLM}\n")
     assert both.num_drafts == 6393
     assert any("vLLM's SpecDecoding metrics" in note and "not added" in note for note in both.notes)
@@ -599,6 +619,9 @@ FORCED = [
     "MLX_SERVE_MTP_TYPICAL=0.09",
     "SpeculativeConfig(method='eagle3', num_spec_tokens=3)",
     "--speculative-algorithm NGRAM",
+    "LLAMA_ARG_SPEC_SYNTH_LEN=2.5 llama-server",
+    "--spec-synth-rates 0.9,0.7",
+    "0.07.1 I spec common_specu: synthetic acceptance: n_max = 3, mean length = 2.500000, rates = [0.8, 0.5, 0.2]",
     "--spec-type draft-eagle3,ngram-mod",
     "0.06.9 I statistics     draft-eagle3: #calls(b,g,a) = 1 87 87",
 ]
@@ -634,7 +657,10 @@ def test_forced_and_relaxed_acceptance():
         ("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n", "they are of vllm, and vllm:spec_decode"),
         ("sglang:gen_throughput 54.6\n", "they are of sglang, and sglang:spec_accept_length"),
         ("I spec       accept: adaptive n : 1 -> 2 (seq 0, n_draft=1, n_accepted=1)\n", "adaptive depth, which lacks"),
-        ("- drafted=35\n- accepted_drafts=29\n", "'- accepted_drafts=29' has none"),
+        ("MTP: accepted 120, drafted 80\n", "'MTP: accepted 120, drafted 80' has none"),
+        ("24 drafted 10 accepted 5 times\n", "has none"),
+        ("MTP on. requests accepted 200 / 300\n", "has none"),
+        ("HTTP: 12 accepted, 30 rejected\n", "has none"),
         ("Position 0: 82.10\nAccepted tokens: 5\n", "nearest: table of vllm bench serve"),
         ("Hello\n", "nothing in it is of an engine's drafts"),
         ('{"a": 1}', "nothing in it is of an engine's drafts"),

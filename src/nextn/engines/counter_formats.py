@@ -82,7 +82,7 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     if not is_json and not is_series and not METRICS_LINE.search(start):
         reading = read_log(file)
         if reading.counters is None:
-            reading = next((again for again in _read_again(start) if again.counters), reading)
+            reading = next((again for again in _read_again(start, reading) if again.counters), reading)
         return with_settings(_need(reading, source, start), [start])
     if size > _MAX_PARSED:
         raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
@@ -93,13 +93,14 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     return with_settings(counters, [start])
 
 
-def _read_again(start: str) -> Iterator[LogReading]:
-    """Read lines that a terminal or an editor broke within words, then lines of any engine."""
+def _read_again(start: str, first: LogReading) -> Iterator[LogReading]:
+    """Read lines that a terminal or an editor broke within words, then, if no engine's are there, those of any."""
     for line_break in _BREAKS:
         joined = re.sub(*line_break, start)
         if joined != start:
             yield read_log(io.StringIO(joined))
-    yield read_log(io.StringIO(start), general=True)
+    if not first.has_entries:
+        yield read_log(io.StringIO(start), general=True)
 
 
 def _begins_as_json(start: str) -> bool:
@@ -129,6 +130,9 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     if series:
         return from_metrics("\n".join(series), model=model)
     reading = read_log(io.StringIO("\n".join(line.rstrip("\n") for line in lines)))
+    if not reading.has_entries and reading.counters is None:
+        general = read_log(io.StringIO(text[:_MAX_START]), general=True)
+        reading = general if general.counters else reading
     if reading.counters is None and not reading.incomplete and reason is not None:
         raise EngineError(f"{source}: neither JSON nor lines of JSON: {reason}") from reason
     return _need(reading, source, text[:_MAX_START])

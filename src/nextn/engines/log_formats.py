@@ -15,6 +15,7 @@ from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, ROUNDED, Counters, d
 from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
+UNKNOWN = "an engine"  # whose lines do not say which
 NUMBER = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
 _THOUSANDS = r"[0-9]{1,3}(?:[.,'’ ][0-9]{3})+"
 # What is left of a number that is written in another way is no count.
@@ -22,6 +23,28 @@ _INT = rf"(?:{_THOUSANDS}|[0-9]{{1,15}}(?:\.0+)?)(?![.,'’]?[0-9])"
 _HALF = 0.005  # of the last digit of a length
 _LIST = rf"{NUMBER}(?:(?:[,;]\s*| +){NUMBER}){{0,{MAX_POSITIONS}}}"  # a spreadsheet's locale sets what is between them
 _ACCEPTED = r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?[0-9.,]{1,12}\s*%[^0-9\n(]{0,20})?\(?"  # and two counts
+_DRAFTING = r"mtp|draft(?:s|ed|ing)?|spec\w{0,12}|nextn"
+_OF = r"\s*(?:/|(?:out )?of)\s*"
+_COUNT = rf"(?<![\w.,]){_INT}(?!\s*%)"
+_DRAFTED = r"(?:(?:total_)?drafted(?:[ _]tokens)?|draft[ _]tokens|draft_n|total_draft|proposed)"
+_KEPT = r"(?:\w{0,20}accept(?:ed)?(?:[ _]drafts|[ _](?:draft[ _])?tokens)?)"
+_REST = rf"(?:{_DRAFTED}|rejected(?:[ _](?:draft[ _])?tokens)?)"
+_EQUALS = r"['\"]?\s{0,3}[=:]\s{0,6}"
+_IS = rf"(?:{_EQUALS}| {{1,6}})"
+
+
+def _pair(one: str, other: str) -> str:
+    """Two counts, each after its name (`drafted 24, accepted 0`) or before it (`0 accepted / 24 drafted`)."""
+    first = rf"(?<![a-z])(?:{one}{_EQUALS}|(?<![0-9] ){one} {{1,6}}){_COUNT}(?: tokens)?"
+    after = rf"{first}[\s,;|/-]{{1,6}}['\"]?{other}{_IS}{_COUNT}"
+    words = "(?:draft )?(?:tokens )?"
+    return rf"{after}|{_COUNT} {words}{one}\s*(?:[,;/|(]|and|of|out of)\s*{_COUNT} {words}{other}"
+
+
+_PAIR = (
+    rf"{_COUNT}{_OF}{_COUNT} (?:accepted draft|drafts? (?:tokens )?accepted)|"
+    rf"accepted drafts?(?: tokens)?{_IS}{_COUNT}{_OF}{_COUNT}|{_pair(_KEPT, _REST)}|{_pair(_DRAFTED, _KEPT)}"
+)
 Fields = Mapping[str, list[str]]  # name of a field -> its values in the entry
 
 
@@ -190,8 +213,19 @@ def _atom(fields: Fields) -> Counters:
 
 
 def _ratio(fields: Fields) -> Counters:
-    accepted, drafted = (_integer(part) for part in re.split(r"\s*(?:/|of)\s*", fields["accepted/drafted"][0]))
-    return Counters("an engine", None, drafted, accepted)
+    accepted, drafted = (_integer(part) for part in re.split(_OF, fields["accepted/drafted"][0]))
+    return Counters(UNKNOWN, None, drafted, accepted)
+
+
+def _named(fields: Fields) -> Counters | None:
+    """Two counts in the order of their names; a single name has the accepted ones first."""
+    text = fields["accepted and drafted"][0]
+    accepted, other = (_integer(count) for count in re.findall(_COUNT, text))
+    has_two_names = not re.search(rf"(?i){_COUNT}{_OF}{_COUNT}(?: (?:accepted )?draft|$)", text)
+    if has_two_names and re.search(rf"(?is){_DRAFTED}.*accept", text):
+        accepted, other = other, accepted
+    drafted = accepted + other if "rejected" in text.lower() else other
+    return Counters(UNKNOWN, None, drafted, accepted) if accepted <= drafted else None
 
 
 def _native_mtp(fields: Fields) -> Counters:
@@ -233,6 +267,14 @@ def _tensorrt(fields: Fields) -> Counters:
     names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
     rounds, drafted, accepted = (_int(fields, name) for name in names)
     return Counters("TensorRT-LLM", rounds, drafted, accepted)
+
+
+def _spec_bench(fields: Fields) -> Counters:
+    """A task; positions are shares of its rounds."""
+    rounds, accepted, drafted = (int(count) for count in re.findall(r"[0-9]+", fields["rounds, accepted/drafted"][0]))
+    rates = [rate / 100 for text in fields["pos accept"] for rate in _rates(text)][:MAX_POSITIONS]
+    positions = tuple(round(rate * rounds) for rate in rates)
+    return Counters("ik_llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if rates else ())
 
 
 def _aiperf(fields: Fields) -> Counters:
@@ -390,6 +432,13 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         ("Token-Weighted Acceptance Length",), _aiperf, "the run: tokens per round with bonus token; no counts",
     ),
     LogFormat(
+        "rows of ik_llama.cpp's llama-spec-bench", "a.len |", r"[|] *(?:draft-)?mtp *[|]",
+        {"rounds, accepted/drafted": r"[|] *([0-9]{1,9} *[|] *[0-9]{1,12}/[0-9]{1,12}) *[|]",
+         "pos accept": rf"[|]((?: +{NUMBER}%){{1,64}}) *[|]?$"},
+        ("rounds, accepted/drafted",), _spec_bench,
+        "a task: rounds, draft tokens and accepted drafts; positions as shares of its rounds",
+    ),
+    LogFormat(
         "table of ik_llama.cpp's llama-spec-bench", "a.len mean", r"[|] *(?:draft-)?mtp *[|]",
         {"a.len": rf"% *[|] *({NUMBER})/"}, ("a.len",),
         lambda fields: Counters("ik_llama.cpp", length=_float(fields, "a.len")),
@@ -408,10 +457,17 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "acceptance with two counts", "ccept",
-        rf"(?i:(?<!\w)(?:mtp|drafts?|spec\w{{0,12}}|nextn)\b(?:\[[0-9]{{1,9}}\])?(?:[^\n0-9]|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}))",
-        {"accepted/drafted": rf"(?i:{_ACCEPTED})([0-9]{{1,12}}\s*(?:/|of)\s*[0-9]{{1,12}})(?![0-9.])"},
+        rf"(?i:(?<!\w)(?:{_DRAFTING})\b(?:\[[0-9]{{1,9}}\])?(?:[^\n0-9.]|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}[0-9]{{1,12}}{_OF}[0-9]))",
+        {"accepted/drafted": rf"(?i:{_ACCEPTED})([0-9]{{1,12}}{_OF}[0-9]{{1,12}})(?![0-9.])"},
         ("accepted/drafted",), _ratio,
         "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",
         is_general=True,
+    ),
+    LogFormat(
+        "accepted and drafted by name", "ccept", rf"(?im:^)(?=[^\n]{{0,300}}?(?i:{_PAIR}))",
+        {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])((?:{_DRAFTING}))"},
+        ("accepted and drafted", "draft"), _named,
+        "as other engines print it, `MTP: 31 accepted / 50 drafted`, `drafted=50 accepted=31`: both counts; no rounds",
+        num_lines=2, is_general=True,
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from typing import TextIO
 
 from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, CounterSums, added_note, fill_in_derived
-from nextn.engines.log_formats import LOG_FORMATS, NUMBER, LogFormat, to_number
+from nextn.engines.log_formats import LOG_FORMATS, NUMBER, UNKNOWN, LogFormat, to_number
 
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
 _MAX_LINE = 64 * 1024
@@ -15,6 +15,7 @@ _MAX_UNREADABLE = 1000  # entries of a format, after which several in one line a
 _MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
 _SPACES = str.maketrans("\t\u00a0\u202f", "   ")
 _COLORS = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,20}[A-Za-z]")  # of a terminal, or as `cat -v` shows them
+RISING = "each line has more than the one before, and all are added: if they are running totals, give the last alone"
 _MAX_PREFIX = 500  # characters of a line before its entry, and of the line before it
 _MAX_PROCESSES = 1000
 # What distinguishes the processes of one log: vLLM's and SGLang's ranks, llama.cpp's router, compose, grep, Kubernetes,
@@ -39,6 +40,9 @@ class _Reader:
     process: str = ""  # of the last entry
     missing: str = ""  # field of an entry that could not be read
     num_unreadable: int = 0
+    has_entries: bool = False
+    counts: tuple[int, int] = (-1, -1)  # drafted and accepted tokens of the last entry
+    num_rising: int = 0  # entries in turn with more than the one before; < 0 after one with fewer
 
     @cached_property
     def marker(self) -> re.Pattern[str]:
@@ -49,6 +53,7 @@ class _Reader:
         return {name: re.compile(pattern) for name, pattern in self.format.fields.items()}
 
     def add(self, entry: str, process: str) -> None:
+        self.has_entries = True
         fields = {name: pattern.findall(entry) for name, pattern in self.patterns.items()}
         if missing := next((name for name in self.format.required if not fields[name]), ""):
             self.missing, self.num_unreadable = missing, self.num_unreadable + 1
@@ -56,6 +61,9 @@ class _Reader:
         counters = self.format.counters(fields)
         if counters is None:
             return
+        before, self.counts = self.counts, (counters.draft_tokens or 0, counters.accepted or 0)
+        is_rising = self.num_rising >= 0 and self.counts[0] > before[0] and self.counts[1] >= before[1]
+        self.num_rising = self.num_rising + 1 if is_rising else -1
         if len({*self.processes, *self.last}) >= _MAX_PROCESSES:
             process = ""
         if not self.format.is_cumulative:
@@ -79,6 +87,8 @@ class _Reader:
             return None
         found, parts = fill_in_derived(found), {name: sums.counters() for name, sums in self.processes.items()}
         notes = added_note({name: part for name, part in parts.items() if part is not None})
+        if self.num_rising > 1 and found.engine == UNKNOWN:
+            notes += (RISING,)
         return replace(found, source=self.format.name, notes=(*found.notes, *notes))
 
 
@@ -88,6 +98,7 @@ class LogReading:
 
     counters: Counters | None
     incomplete: tuple[tuple[str, str], ...] = ()  # (format, missing field) of entries that could not be read
+    has_entries: bool = False  # whether any was there, even one whose figures contradict each other
 
 
 def read_log(file: TextIO, *, general: bool = False) -> LogReading:
@@ -128,7 +139,7 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
     found = [(reader.format.name, counters) for reader in readers if (counters := reader.counters()) is not None]
     incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
     if not found:
-        return LogReading(None, incomplete)
+        return LogReading(None, incomplete, any(reader.has_entries for reader in readers))
     (name, counters), *others = found
     # llama.cpp's logs have all of its formats.
     others = [other for other in others if other[1].engine != "llama.cpp" or counters.engine != "llama.cpp"]
