@@ -178,9 +178,8 @@ def _family(checkpoint: Checkpoint) -> Family | None:
     except FamilyError as error:
         names = list(checkpoint.tensors)[-_MAX_NAMES:]
         foreign = any(plain_name(name) != name for name in names)  # which `_without_family` names
-        matches = (
-            [] if foreign else [row.name for row in rows() if any(_is_norm(row.canonical(name, 0)) for name in names)]
-        )
+        named = (row for row in rows() if any(_is_norm(row.canonical(name, 0)) for name in names))
+        matches = [] if foreign else [row.name for row in named]
         if not matches and isinstance(checkpoint.config.get("model_type"), str):
             return None
         if not matches:

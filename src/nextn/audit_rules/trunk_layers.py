@@ -65,9 +65,8 @@ def _wrapped(inventory: Inventory) -> Iterator[Finding]:
     wrapper = inventory.family.wrapper(layers)
     names = [name for name in layers if name.startswith(wrapper)]
     config = inventory.checkpoint.config
-    is_nested = any(
-        isinstance(value, dict) and {"num_hidden_layers", "text_config"} & {*value} for value in config.values()
-    )
+    parts = (value for value in config.values() if isinstance(value, dict))
+    is_nested = any({"num_hidden_layers", "text_config"} & {*part} for part in parts)
     if wrapper in ("", inventory.family.text_wrapper) or is_nested or is_mlx(inventory.checkpoint):
         return
     yield Finding(

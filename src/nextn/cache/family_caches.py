@@ -135,9 +135,8 @@ class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
 
     def commit(self, counts: Sequence[int], num_positions: int) -> None:
         self._move(counts, num_positions)
-        self._reversible = [
-            min(old + count, self._max_rollback) for old, count in zip(self._reversible, counts, strict=True)
-        ]
+        pairs = zip(self._reversible, counts, strict=True)
+        self._reversible = [min(old + count, self._max_rollback) for old, count in pairs]
 
     def drop(self, counts: Sequence[int]) -> None:
         if any(count > num_reversible for count, num_reversible in zip(counts, self._reversible, strict=True)):
@@ -151,9 +150,8 @@ class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
     def select(self, sequences: Tensor) -> None:
         super().select(sequences)
         self._reversible = [self._reversible[row] for row in sequences.tolist()]
-        self.conv_states = {
-            index: None if state is None else state[sequences] for index, state in self.conv_states.items()
-        }
+        states = self.conv_states.items()
+        self.conv_states = {index: None if state is None else state[sequences] for index, state in states}
 
     def append(self, other: AttentionLayer, counts: tuple[int, int]) -> None:
         super().append(other, counts)

@@ -58,9 +58,8 @@ def mixed_files(checkpoint: Checkpoint) -> str:
     Then the index names files that are absent, and files that it does not name have its tensors with other values.
     """
     tensors, named = checkpoint.tensors, set((checkpoint.index or {}).values())
-    others = (
-        info for file, header in checkpoint.headers.items() if file not in named for info in header.tensors.values()
-    )
+    unnamed = (header for file, header in checkpoint.headers.items() if file not in named)
+    others = (info for header in unnamed for info in header.tensors.values())
     twice = [(info, tensors[info.name]) for info in others if tensors[info.name].file in named][:_MOST_COMPARED]
     absent = sorted(named - checkpoint.headers.keys())
     if not absent or all(a.form == b.form and _sample(checkpoint, a) == _sample(checkpoint, b) for a, b in twice):

@@ -161,9 +161,8 @@ class Inventory:
     @cached_property
     def copies(self) -> dict[str, str]:
         """Canonical name -> tensor name of the shared tensors that are stored again inside the modules."""
-        return {
-            canonical: name for canonical, name in self.stored.items() if self.role(canonical) in self.family.copies
-        }
+        copies = self.family.copies
+        return {canonical: name for canonical, name in self.stored.items() if self.role(canonical) in copies}
 
     @cached_property
     def running_paths(self) -> Mapping[str, str]:

@@ -118,9 +118,8 @@ def _middles(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> list[bytes]
     for width in sorted(set(widths)):
         places = [place for place, each in enumerate(widths) if each == width]
         starts = [max(0, infos[place].nbytes // width - _VALUES) // 16 * 8 * width for place in places]
-        read = checkpoint.read_blocks(
-            [(infos[p], start) for p, start in zip(places, starts, strict=True)], _VALUES * width
-        )
+        blocks = [(infos[p], start) for p, start in zip(places, starts, strict=True)]
+        read = checkpoint.read_blocks(blocks, _VALUES * width)
         found |= dict(zip(places, read, strict=True))
     return [found[place] for place in range(len(infos))]
 

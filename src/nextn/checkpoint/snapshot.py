@@ -110,9 +110,8 @@ def needed(inventory: Inventory) -> list[str]:
     named = set(checkpoint.files) - set(checkpoint.unindexed)
     names = [*inventory.spellings(inventory.stored), *inventory.shared.values(), *inventory.unrecognized]
     named |= {checkpoint.tensors[name].file for name in names}
-    others = {
-        name for name in checkpoint.sources if "/" not in name and any(fnmatch(name, each) for each in _OTHER_FILES)
-    }
+    tops = (name for name in checkpoint.sources if "/" not in name)
+    others = {name for name in tops if any(fnmatch(name, each) for each in _OTHER_FILES)}
     return sorted(named | others)
 
 

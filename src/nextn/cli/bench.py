@@ -339,9 +339,8 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
 
 
 def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:
-    copied = (
-        f"{sum(figures.copied.num_accepted)} in {figures.copied.num_rounds} rounds" if figures.copied.num_rounds else ""
-    )
+    num = figures.copied.num_rounds
+    copied = f"{sum(figures.copied.num_accepted)} in {num} rounds" if num else ""
     acceptance, speed, share = figures.acceptance, figures.tokens_per_s, figures.share
     return [
         "auto" if figures.num_speculative_tokens < 0 else str(figures.num_speculative_tokens),

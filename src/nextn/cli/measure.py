@@ -222,9 +222,8 @@ def _check_tokens(
     """Refuse a checkpoint to which the prompts are other tokens than to the one that it is compared with."""
     from nextn.evaluate.reference_texts import prompt_tokens
 
-    others = [
-        prompt for prompt, ids in zip(prompts, expected, strict=True) if prompt_tokens(model, prompt, plan) != ids
-    ]
+    pairs = zip(prompts, expected, strict=True)
+    others = [prompt for prompt, ids in pairs if prompt_tokens(model, prompt, plan) != ids]
     if others:
         share = f"{len(others)} of {len(prompts)} prompts"
         raise ConfigError(f"--against: {share} are other tokens to the other checkpoint: {OTHER_TOKENS}")
@@ -239,9 +238,7 @@ def _probe(report: "ReferenceReport", model: "Model", options: ModelOptions, *, 
     sampled = [generated for temperature, generated in report.generated.items() if temperature]
     if report.stream is not None and not sampled:
         raise ConfigError("--probe: conventions are compared on sampled texts; give --texts of a temperature above 0")
-    prompts = [text.prompt for generated in report.generated.values() for text in generated.texts][
-        : len(report.prompts)
-    ]
+    prompts = [text.prompt for each in report.generated.values() for text in each.texts][: len(report.prompts)]
     generated = sampled[0] if sampled else generate_texts(model, prompts, report.plan, 1.0)
     with progress_bars(quiet=quiet) as progress:
         step = progress("conventions", None)

@@ -106,9 +106,8 @@ def serve(
         adaptive=not fixed_k,
     )
     with listen(host, port) as sock:
-        files = FileStamps.of_weights(
-            *(Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
-        )
+        folders = (Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
+        files = FileStamps.of_weights(*folders)
         say_doing(f"loading {name}")
         loaded = source.load(need_head=k > 0)
         draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)

@@ -242,13 +242,11 @@ def sampled_record(
     count = len(prompts)
     repeated = [tuple(prompt) for prompt in prompts] * PASSES
     max_tokens = tokens + k + 1  # what a last round drafts beyond the end is verified, too
-    settings = Settings(
-        num_speculative_tokens=0, sampling=Sampling(temperature), max_tokens=max_tokens, eos=(), seed=seed
-    )
+    sampling = Sampling(temperature)
+    settings = Settings(num_speculative_tokens=0, sampling=sampling, max_tokens=max_tokens, eos=(), seed=seed)
     results = generate(model, repeated, settings, backend="torch")
-    texts = [
-        ReferenceText(prompt, result.tokens, temperature) for prompt, result in zip(repeated, results, strict=True)
-    ]
+    pairs = zip(repeated, results, strict=True)
+    texts = [ReferenceText(prompt, result.tokens, temperature) for prompt, result in pairs]
     scores = list(score_texts(model, texts, trunk_outputs(model.trunk, texts), k))
     passes = [scores[start : start + count] for start in range(0, len(scores), count)]
     rules = [_rule_record(rule, passes, tokens, k) for rule in RULES if rule != "greedy"]

@@ -265,9 +265,8 @@ class TextStream:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str], *, skip_special_tokens: bool = False
     ) -> None:
-        self._detokenizer = (
-            None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        )
+        skip = skip_special_tokens
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=skip)
         self._stops = tuple(stop)
         self._num_tokens = 0
         self._is_over = False

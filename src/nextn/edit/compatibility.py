@@ -106,9 +106,8 @@ def refuse_misfit(dst: Inventory, src: Inventory, *, force: bool) -> list[str]:
              for key in SIZES if key in sizes and key in dst_sizes and sizes[key] != dst_sizes[key]}  # fmt: skip
     notes = []
     if "vocab_size" in wrong and force and not set(src.family.own):
-        notes.append(
-            f"another vocabulary: {wrong.pop('vocab_size')}; the head uses only the trunk's embedding and lm_head"
-        )
+        vocabulary = wrong.pop("vocab_size")
+        notes.append(f"another vocabulary: {vocabulary}; the head uses only the trunk's embedding and lm_head")
     reasons = [*wrong.values(), *_mismatched_shapes(dst, src)]
     if reasons:
         more = f" and {len(reasons) - 5} more" if reasons[5:] else ""

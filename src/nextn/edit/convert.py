@@ -189,9 +189,8 @@ def _read_as(family: Family, inventory: Inventory, first_layer: int) -> Inventor
 
     first_layer: Of the head, in layouts that count its layers after the trunk's.
     """
-    others = {info.name for layer in inventory.layers.values() for info in layer.values()} | set(
-        inventory.shared.values()
-    )
+    of_layers = (info.name for layer in inventory.layers.values() for info in layer.values())
+    others = {*of_layers, *inventory.shared.values()}
     others |= set() if inventory.draft_model is None else inventory.draft_model.names
     rest = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in others}
     try:

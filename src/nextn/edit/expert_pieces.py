@@ -124,9 +124,8 @@ def with_split_experts(inventory: Inventory) -> Checkpoint:
         pieces[family.published(canonical, inventory.num_layers, wrapper=inventory.wrapper)] = piece
     gone |= {info.name for info in stored.values()}
     tensors = {name: info for name, info in checkpoint.tensors.items() if name not in gone}
-    return replace(
-        checkpoint, tensors=tensors | {name: replace(piece.info, name=name) for name, piece in pieces.items()}
-    )
+    infos = {name: replace(piece.info, name=name) for name, piece in pieces.items()}
+    return replace(checkpoint, tensors=tensors | infos)
 
 
 def _stem(layer: Mapping[str, TensorInfo]) -> str:

@@ -93,9 +93,7 @@ class AcceptanceCurve:
         return f"AL saturates at K = {n}: each draft beyond it adds {_percent(self.increases[n])}; {self._reason(n)}"
 
     def _reason(self, n: int) -> str:
-        drafted, accepted = (
-            [sum(row) for row in zip(*side, strict=True)] for side in zip(*self.counts[-1], strict=True)
-        )
+        drafted, accepted = ([sum(n) for n in zip(*side, strict=True)] for side in zip(*self.counts[-1], strict=True))
         first, deep = accepted[0] / drafted[0], sum(accepted[n:]) / max(sum(drafted[n:]), 1e-9)
         rates = f"a_1 = {first:.2f}, {deep:.2f} beyond depth {n}"
         if self.decline.high < 0:

@@ -100,9 +100,8 @@ class AcceptanceChange:
             # If texts repeat themselves at all temperatures, the figures are shown without a conclusion.
             pairs = [pair for pair in pairs if _key(pair[1])[0] not in degenerate] or pairs
             ceilings = _ceilings(baseline), _ceilings(now)
-            drops = tuple(
-                drop for pair in pairs for drop in _drops(*pair, *ceilings, _paired(baseline, now, *_key(pair[1])))
-            )
+            found = (_drops(*pair, *ceilings, _paired(baseline, now, *_key(pair[1]))) for pair in pairs)
+            drops = tuple(drop for each in found for drop in each)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{source}: not a record of this version's `nextn measure --out` ({error!r})") from error
         if not drops:

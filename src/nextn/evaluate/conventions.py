@@ -80,9 +80,8 @@ def _of_own_keys(head: Head, contract: Contract, copies: Mapping[str, Tensor]) -
     yield from _layer_orders(head)
     yield from _sharing(family, copies)
     if head.can_rollout:
-        other_kv, words = (
-            ("first", "those of the first run") if family.repeated_kv == "own" else ("own", "also their own")
-        )
+        repeats = family.repeated_kv == "own"
+        other_kv, words = ("first", "those of the first run") if repeats else ("own", "also their own")
         description = f"depths beyond the last MTP layer read {words} of its keys"
         yield Variant("repeated-kv", description, facts={"repeated_kv": other_kv})
     other = "keep" if family.position0 == "zero" else "zero"

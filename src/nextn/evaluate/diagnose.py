@@ -372,9 +372,8 @@ class Diagnosis(CheckReport):
                 "or ask for longer texts (--max-tokens), as some engines do so at the end of each"
             )
         if needed is None:
-            same_prompts = (
-                "ask the same prompts with --drive" if self.cases[0].other_workload else "compare longer runs"
-            )
+            other = self.cases[0].other_workload
+            same_prompts = "ask the same prompts with --drive" if other else "compare longer runs"
             return f"no number of tokens of this kind would decide: {same_prompts}"
         text = (
             f"about {needed.reference_tokens:,} tokens in {needed.reference_texts:,} texts would decide (the reference "

@@ -173,9 +173,8 @@ def _fit_by_depth(evidence: Evidence, expected: ExpectedCounts) -> tuple[float, 
     used = [k for k, count in enumerate(observed.num_drafted) if count]
     if not used:
         return 0.0, 1.0
-    drafted, accepted = (
-        np.array([side[k] for k in used], float) for side in (observed.num_drafted, observed.num_accepted)
-    )
+    sides = observed.num_drafted, observed.num_accepted
+    drafted, accepted = (np.array([side[k] for k in used], float) for side in sides)
     rates, correlations = expected.rates[used], expected.correlations[np.ix_(used, used)]
     noise = rates * (1 - rates)
     effects = expected.design_effects[used] + (1.0 if expected.is_expectation else 0.0)

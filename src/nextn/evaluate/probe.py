@@ -317,9 +317,8 @@ def _score_controls(scorer: "_Scorer", best: tuple[Variant, ...], rule: Rule) ->
     contexts: list[tuple[Variant, ...]] = [(), *((variant,) for variant in best if len(best) > 1)]
     before = [scorer.score((*context, control)) for context in contexts for control in controls]
     after = [scorer.score((*best, control)) for control in controls]
-    return ControlScores(
-        *(max(scores, key=lambda score: score.accepted_per_position(rule)) for scores in (before, after))
-    )
+    best_score = partial(max, key=lambda score: score.accepted_per_position(rule))
+    return ControlScores(best_score(before), best_score(after))
 
 
 def _controls(head: Head) -> Iterator[Variant]:

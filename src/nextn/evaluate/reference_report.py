@@ -277,9 +277,8 @@ class ReferenceReport:
     @property
     def perfect(self) -> dict[float, AcceptanceFigures]:
         """Temperature -> figures of a perfect head by rule argmax; without 0, where it has every draft accepted."""
-        return {
-            each: self.figures(each, rule=PERFECT) for each in self.plan.temperatures if each and each in self.scored
-        }
+        sampled = (each for each in self.plan.temperatures if each and each in self.scored)
+        return {each: self.figures(each, rule=PERFECT) for each in sampled}
 
     @property
     def main_temperature(self) -> float:

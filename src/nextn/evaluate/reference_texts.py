@@ -85,18 +85,16 @@ def generate_texts(
     if not can_draft:
         return GeneratedTexts(texts, (), None)
     pooled = Acceptance.of(Round((part,), 0.0, 0.0) for result in results for part in result.rounds)
-    steps = tuple(
-        tuple((len(part.drafts), part.num_accepted) for part in result.rounds if part.drafts) for result in results
-    )
+    drafting = ((part for part in result.rounds if part.drafts) for result in results)
+    steps = tuple(tuple((len(part.drafts), part.num_accepted) for part in parts) for parts in drafting)
     return GeneratedTexts(texts, tuple(result.acceptance for result in results), pooled, steps)
 
 
 def prompt_tokens(model: Model, prompt: Prompt, plan: ReferencePlan) -> tuple[int, ...]:
     """Return a prompt's token ids, as the plan uses the chat template."""
     has_template = bool(model.tokenizer is not None and model.tokenizer.chat_template)
-    return prompt.tokens(
-        model, chat=has_template if plan.chat is None else plan.chat, variables=plan.template_variables
-    )
+    chat = has_template if plan.chat is None else plan.chat
+    return prompt.tokens(model, chat=chat, variables=plan.template_variables)
 
 
 def check_thinking(model: Model, plan: ReferencePlan) -> None:

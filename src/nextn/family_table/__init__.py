@@ -99,9 +99,8 @@ def find(config: Mapping[str, object]) -> Family | None:
         return MIMO_DRAFT
     if config.get(LAYOUT_FIELD) == STEP35_DRAFT.name:
         return fitted(STEP35_DRAFT, config)
-    table = {
-        name: family for family in (*rows(), *separate_rows()) for name in (*family.model_types, *family.draft_types)
-    }
+    families = (*rows(), *separate_rows())
+    table = {name: family for family in families for name in (*family.model_types, *family.draft_types)}
     row = next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
     if row is not None and row.trunk_kv:
         absent = {role for role, path in row.optional.items() if not lookup(config, path)}

@@ -136,9 +136,8 @@ class Head(nn.Module):
                 self.step(index, tokens[row : row + 1], hidden[row : row + 1], cache=own)
                 for row, own in enumerate(cache.sequences)
             ]
-            return HeadStep(
-                *(torch.cat([getattr(step, name) for step in steps]) for name in ("final_hidden", "next_hidden"))
-            )
+            names = "final_hidden", "next_hidden"
+            return HeadStep(*(torch.cat([getattr(step, name) for step in steps]) for name in names))
         tokens = tokens.to(hidden.device, non_blocking=True)
         length = tokens.shape[1]
         if cache is not None:

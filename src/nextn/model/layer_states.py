@@ -180,9 +180,8 @@ def _read(path: Path) -> object:
         with safe_open(path, framework="pt") as file:
             structure = treespec_loads(file.metadata()["structure"])
             names = set(file.keys())
-            leaves = [
-                file.get_tensor(str(index)) if str(index) in names else None for index in range(structure.num_leaves)
-            ]
+            keys = map(str, range(structure.num_leaves))
+            leaves = [file.get_tensor(key) if key in names else None for key in keys]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}. Remove the folder to start again") from error
     return tree_unflatten(leaves, structure)

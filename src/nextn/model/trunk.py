@@ -178,9 +178,8 @@ class Trunk(nn.Module):
     def scale(self) -> float:
         """The factor applied to the final hidden state before the lm_head, which scales the logits."""
         divisors = ("logits_mup_width_multiplier", "logits_scaling")
-        return getattr(self.config, "logit_scale", 1.0) / math.prod(
-            getattr(self.config, name, 1.0) for name in divisors
-        )
+        divisor = math.prod(getattr(self.config, name, 1.0) for name in divisors)
+        return getattr(self.config, "logit_scale", 1.0) / divisor
 
     @property
     def logit_cap(self) -> float | None:
@@ -404,9 +403,8 @@ class Trunk(nn.Module):
         if not self._is_eager:
             return mask
         # Eager attention adds its mask to the scores.
-        return torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(
-            ~mask, torch.finfo(self.dtype).min
-        )
+        zeros = torch.zeros(mask.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill(~mask, torch.finfo(self.dtype).min)
 
     @property
     def _is_eager(self) -> bool:

@@ -182,9 +182,8 @@ def _build_native(trunk: Trunk, head: Head | None) -> Backend:
     native_trunk = NativeTrunk(trunk, runtime, weights)
     if head is None:
         return Backend(native_trunk, None, runtime="native code", weight_bits=weight_bits)
-    quantizes = (
-        weight_bits is None and not head.exact and trunk.dtype == torch.bfloat16 and runtime.has_bf16_pair_products
-    )
+    quantizes = weight_bits is None and not head.exact and trunk.dtype == torch.bfloat16
+    quantizes = quantizes and runtime.has_bf16_pair_products
     head_weights = PackedWeights(runtime, SEVEN_BITS, formats=formats, replaced=replaced) if quantizes else weights
     return Backend(
         native_trunk,

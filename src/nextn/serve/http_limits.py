@@ -204,9 +204,8 @@ class RequestGuard:
         headers = scope["headers"]
         limits = self._options.connections
         # h11 limits what it holds of incomplete headers; those that arrive in one piece may be larger.
-        size = (
-            len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
-        )
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
         if len(headers) > limits.max_headers or size > limits.max_header_bytes:
             message = f"{len(headers)} headers of {size:,} bytes"
             message += f"; at most {limits.max_headers} of {limits.max_header_bytes:,} bytes are read"

@@ -79,9 +79,8 @@ class RequestBuilder:
         """Return the token ids of a conversation as it is answered."""
         tools = () if body.tool_choice == "none" and self.structured.is_generic(has_tools=True) else body.tools
         variables, opens = body.template_variables, body.add_generation_prompt and not body.continue_final_message
-        return await self.run(
-            lambda: self._conversation_ids(body.messages, tools, variables, add_generation_prompt=opens)
-        )
+        messages = body.messages
+        return await self.run(lambda: self._conversation_ids(messages, tools, variables, add_generation_prompt=opens))
 
     async def tokens_of(self, body: TokenizeRequest) -> list[int]:
         """Return the token ids of a text or of a conversation, of any length."""

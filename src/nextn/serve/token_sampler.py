@@ -101,9 +101,8 @@ class TokenSampler:
         """Apply penalties and bias, in place."""
         request, device = self.request, scores.device
         # They stay where the logits are: no copy from the host with each token.
-        self._prompt, self._bias_ids, self._bias = (
-            each.to(device) for each in (self._prompt, self._bias_ids, self._bias)
-        )
+        moved = (each.to(device) for each in (self._prompt, self._bias_ids, self._bias))
+        self._prompt, self._bias_ids, self._bias = moved
         generated = self._generated + Counter(drafted) if drafted else self._generated
         new = torch.tensor(list(generated), dtype=torch.int64, device=device)
         if (penalty := request.sampling.repetition_penalty) != 1:
@@ -160,9 +159,8 @@ def choose_tokens(
         rows_of.setdefault(sampler.sampling, []).append(row)
     tokens = [0] * len(samplers)
     for sampling, rows in rows_of.items():
-        scores = torch.stack(
-            [samplers[row].scores(logits[row], drafted[row], is_draft=are_drafts).float() for row in rows]
-        )
+        each = [samplers[row].scores(logits[row], drafted[row], is_draft=are_drafts).float() for row in rows]
+        scores = torch.stack(each)
         if sampling.greedy:
             chosen = scores.argmax(-1).tolist()
         else:

@@ -69,9 +69,8 @@ def jackknife(statistic: Callable[[Sequence[float]], float], rows: Sequence[Sequ
     value, num_texts = statistic(before[-1]), len(rows)
     if num_texts < 2 or math.isnan(value):
         return Estimate(value, math.nan, math.nan)
-    others = [
-        statistic([a + b for a, b in zip(*sides, strict=True)]) for sides in zip(before[:-1], behind[1:], strict=True)
-    ]
+    pairs = zip(before[:-1], behind[1:], strict=True)
+    others = [statistic([a + b for a, b in zip(*sides, strict=True)]) for sides in pairs]
     mean = sum(others) / num_texts
     half = student_t(num_texts - 1, 0.05) * math.sqrt(
         (num_texts - 1) / num_texts * sum((other - mean) ** 2 for other in others)

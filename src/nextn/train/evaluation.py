@@ -159,9 +159,8 @@ class ExpectedAcceptance:
     def deviations(self) -> list[float]:
         """The influence of each sequence on AL, times the number of sequences: their mean is 0."""
         mean = max(sum(self.rounds) / max(len(self.rounds), 1), 1e-9)
-        return [
-            (emitted - self.length * rounds) / mean for emitted, rounds in zip(self.emitted, self.rounds, strict=True)
-        ]
+        pairs = zip(self.emitted, self.rounds, strict=True)
+        return [(emitted - self.length * rounds) / mean for emitted, rounds in pairs]
 
     @property
     def error(self) -> float:
@@ -217,9 +216,7 @@ class HeldOutAcceptance:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "HeldOutAcceptance":
         """Invert `dataclasses.asdict`; tuples may be lists."""
-        parts = {
-            name: ExpectedAcceptance(**{key: tuple(value) for key, value in state[name].items()}) for name in _RULES
-        }
+        parts = {rule: ExpectedAcceptance(**{key: tuple(each) for key, each in state[rule].items()}) for rule in _RULES}
         return cls(**{**state, **parts})
 
 
@@ -269,9 +266,8 @@ def heldout_acceptance(
         )
         for total, sequences in zip(totals, per_sequence, strict=True)
     )
-    return HeldOutAcceptance(
-        greedy, sampled, argmax, num_positions, "decode" if head.can_rollout else "own", temperature
-    )
+    kv: Literal["decode", "own"] = "decode" if head.can_rollout else "own"
+    return HeldOutAcceptance(greedy, sampled, argmax, num_positions, kv, temperature)
 
 
 def _acceptance_probs(

@@ -183,9 +183,8 @@ class HeadTask:
         rows = self.config.rows_per_pass // self.ranks.world
         pairs = zip(batch.tokens.split(rows), batch.documents.split(rows), strict=True)
         parts = [self.joint_module.without_grad(partial(self.hidden, Example(Batch(*pair)))) for pair in pairs]
-        return TrunkOutput(
-            *(torch.cat([getattr(part, name) for part in parts]) for name in ("final_hidden", "head_input"))
-        )
+        names = "final_hidden", "head_input"
+        return TrunkOutput(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def figures(self, report: BatchLoss) -> dict[str, tuple[float, ...]]:
         assert isinstance(report, HeadLoss)
@@ -380,9 +379,8 @@ def write_standalone_head(
     elif head.family.separate and not head.family.layer_model:
         config |= {LAYOUT_FIELD: head.family.name}
     if head.family.name == GENERIC and hasattr(head.trunk.config, "layer_types"):  # what transformers' MtpModel needs
-        config |= {
-            "mtp_layer_types": [each.name for index in range(head.num_modules) for each in head.layer_types(index)]
-        }
+        names = [each.name for index in range(head.num_modules) for each in head.layer_types(index)]
+        config |= {"mtp_layer_types": names}
     metadata = {
         "source": source, "revision": "", "trained_with": trunk_fingerprint(origin), "trunk": origin.checkpoint.path,
         "trained_length": str(trained_length or ""),

@@ -248,9 +248,8 @@ def held_out_batches(
 def add_losses(reports: Sequence[BatchLoss]) -> BatchLoss:
     """Add up the reports of micro-batches, without gradient."""
     first, *rest = map(_values, reports)
-    return replace(
-        cast(Any, reports[0]), **{name: sum((values[name] for values in rest), first[name]) for name in first}
-    )
+    sums = {name: sum((values[name] for values in rest), first[name]) for name in first}
+    return replace(cast(Any, reports[0]), **sums)
 
 
 def sum_over_ranks(report: BatchLoss, ranks: Ranks) -> BatchLoss:

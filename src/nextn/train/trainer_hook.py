@@ -293,9 +293,8 @@ class _Hook:
         return optimizer
 
     def log(self, inner: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        prefix = next(
-            (key.removesuffix("loss") for key in logs if key.startswith("eval") and key.endswith("_loss")), ""
-        )
+        losses = (key for key in logs if key.startswith("eval") and key.endswith("_loss"))
+        prefix = next((key.removesuffix("loss") for key in losses), "")
         if prefix or "loss" in logs:
             running = self.figures["eval" if prefix else "train"]
             running.sums = self.trainer.accelerator.reduce(running.sums, "sum")

@@ -93,9 +93,7 @@ class Passes:
         self._selected: dict[tuple[int, int], tuple[Inputs, Replay]] = {}  # by batch size and block size
         self._shapes: list[Shape | StateShape | None] = []
         # Larger blocks run in pieces. Not with recurrent layers: a rollback could reach beyond the last piece.
-        self.max_block_size = (
-            MAX_RECURRENT_BLOCK if any(layer_type.is_recurrent for layer_type in layer_types) else None
-        )
+        self.max_block_size = MAX_RECURRENT_BLOCK if any(each.is_recurrent for each in layer_types) else None
         self._sizes = [size for size in BLOCK_SIZES if size <= (self.max_block_size or size)]
 
     def shapes(self, batch_size: int) -> list[Shape | StateShape | None]:

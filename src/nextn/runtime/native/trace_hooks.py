@@ -184,9 +184,8 @@ class RecordingTrunkKV(RecordingCache):
         self, shapes: Mapping[int, tuple[int, int, int]], dtype: torch.dtype, *args: Any, **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self._by_index = {
-            index: (layer, shape) for layer, (index, shape) in zip(self.layers, shapes.items(), strict=True)
-        }
+        pairs = zip(self.layers, shapes.items(), strict=True)
+        self._by_index = {index: (layer, shape) for layer, (index, shape) in pairs}
         self._dtype = dtype
 
     def keys_and_values(self, layer: int, num_positions: int) -> tuple[Tensor, Tensor]:
