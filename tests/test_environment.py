@@ -56,6 +56,15 @@ def test_missing_packages_are_reported(monkeypatch, here):
     assert "not found" in out
 
 
+def test_an_arm_processor_is_named_by_its_part(monkeypatch):
+    """Its /proc/cpuinfo has no model name."""
+    text = "Features\t: fp asimd bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
+    monkeypatch.setattr(Path, "read_text", lambda path, **options: text)
+    processor = environment.report()["processor"]
+    assert processor["name"] == "CPU implementer 0x41, CPU part 0xd0c"
+    assert processor["instruction_sets"] == ["asimd", "bf16"]
+
+
 def test_no_processor_file_and_no_memory(monkeypatch):
     """A system without /proc and sysconf."""
     monkeypatch.setattr(environment.Path, "exists", lambda self: False)

@@ -71,8 +71,9 @@ def _processor() -> Section:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    part = ", ".join(f"{key} {fields[key]}" for key in ("CPU implementer", "CPU part") if key in fields)  # of Arm
     return {
-        "name": fields.get("model name") or platform.processor() or "unknown",
+        "name": fields.get("model name") or part or platform.processor() or "unknown",
         "architecture": platform.machine(),
         "cores": available_cores(),
         "threads": _guarded(_default_threads),
