@@ -119,8 +119,9 @@ def _copy_layer(layer: nn.Module, kind: LayerType, trunk: Trunk, family: Family)
     for part, own in parts.items():
         matches = [_counterparts(own, other, family.parts) for other in others]
         sizes = [sum(own[name].numel() for name in match) for match in matches]
-        quality = [(size, layer.name == kind.name) for size, layer in zip(sizes, trunk.layer_types, strict=True)]
-        best = max(range(len(matches)), key=lambda index: (*quality[index], index))
+        best = max(
+            range(len(matches)), key=lambda index: (sizes[index], trunk.layer_types[index].name == kind.name, index)
+        )
         copies[best] += [(own[name], counterpart) for name, counterpart in matches[best].items()]
         sources[part] = best
         missing += [name for name, value in own.items() if name not in matches[best] and value.any()]  # biases are zero
