@@ -37,7 +37,7 @@ def make(name, shape):
     return (values + (len(shape) == 1)).astype(np.float32)
 
 
-def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kinds=None):
+def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kinds=None, recurrent=0):
     """kinds: name -> quantization, F32 where it has none."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(count)
@@ -45,6 +45,8 @@ def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kin
     writer.add_array("tokenizer.ggml.scores", [0.5, 0.25])
     if modules:
         writer.add_nextn_predict_layers(modules)
+    if recurrent:
+        writer.add_array(f"{arch}.attention.recurrent_layers", [True] * recurrent)
     for name, values in (table() if tensors is None else tensors).items():
         kind = (kinds or {}).get(name, Kind.F32)
         data = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
@@ -79,9 +81,17 @@ def test_promise(tmp_path):
     """llama.cpp#24737, #21172: the metadata's count against the blocks, each way that they can differ."""
     trunk = {name: values for name, values in table().items() if not name.startswith("blk.2.")}
     plain = {name: values for name, values in table().items() if "nextn" not in name}
-    assert reported(tmp_path, tensors=trunk, modules=0, count=2) == [("head-none", "note")]
+    for arch, words in (("qwen35", "published with a head"), ("llama", "make a head")):
+        (note,) = audit_gguf(write(tmp_path / "m.gguf", trunk, modules=0, count=2, arch=arch)).findings
+        assert (note.rule, note.severity, note.place) == ("head-none", "note", "general.architecture")
+        assert words in note.fix
     assert reported(tmp_path, tensors=trunk) == [("head-absent", "error")]
-    assert reported(tmp_path, tensors=plain) == [("head-absent", "error")]
+    (pruned,) = audit_gguf(write(tmp_path / "m.gguf", plain)).findings  # llama-quantize --prune-layers 2
+    assert pruned.rule == "head-absent"
+    assert "leaves blk.2 out of the trunk" in pruned.found
+    assert "set qwen35.nextn_predict_layers to 0" in pruned.fix
+    for length, expected in ((3, []), (4, [("config-contradicts", "error")])):
+        assert reported(tmp_path, recurrent=length) == expected
     assert reported(tmp_path, modules=0) == [("head-undeclared", "error")]
     assert reported(tmp_path, tensors=table(2), count=4, modules=1) == [("head-elsewhere", "error")]
     assert ("modules-missing", "error") in reported(tmp_path, count=4, modules=2)

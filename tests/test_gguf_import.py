@@ -418,6 +418,20 @@ def test_experts_one_by_one(byte_folder, tmp_path):
     )
 
 
+def test_a_copy_in_another_type_is_the_trunks(byte_folder, tmp_path):
+    """llama-quantize gives output.weight more bits than the head's copy; a copy with other values stays."""
+    model = build_with_head("glm4_moe", vocab_size=VOCAB)
+    made = converted(model, ARCHITECTURES["glm4moe"], tmp_path / "in")
+    copy, trunk = "blk.2.nextn.shared_head_head.weight", made["output.weight"][0]
+    for sign, is_same in ((1, True), (-1, False)):
+        made[copy] = (sign * trunk.astype(np.float16), Type.F16)
+        path = write(tmp_path / f"{sign}.gguf", "glm4moe", glm4_metadata(model.trunk.config), made, byte_folder)
+        plan = convert_gguf(path, tmp_path / f"out {sign}", dtype="float32")
+        found = stored(tmp_path / f"out {sign}")
+        assert torch.equal(found["model.layers.2.shared_head.head.weight"], found["lm_head.weight"]) == is_same
+        assert any(copy in note for note in plan.notes) == is_same
+
+
 def qwen35_metadata(config):
     metadata = {
         "block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1, "context_length": 2048,

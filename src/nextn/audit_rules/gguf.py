@@ -7,7 +7,7 @@ llama.cpp stores a head in blocks after the trunk's: `blk.N.nextn.*` next to the
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,17 @@ _MAX_BLOCKS = 10_000
 FEW_BITS = 4.0
 ENOUGH = 8.5  # bits per weight of Q8_0
 MUCH_LESS = 0.75  # of the trunk's bits per weight
+# What llama.cpp's converter leaves out with --no-mtp, or does not find in a fine-tune that lost it.
+_PUBLISHED_HEAD = (
+    "The model is published with a head. To draft, use a file that holds it, or one of the head alone beside this one "
+    "(--spec-draft-model). llama.cpp's convert_hf_to_gguf.py writes both from a checkpoint that has the head; to a "
+    "fine-tune, `nextn restore` gives it back."
+)
+# Lists with an entry for each block, after `<architecture>.`.
+_LISTS = (
+    "attention.head_count", "attention.head_count_kv", "attention.recurrent_layers", "expert_feed_forward_length",
+    "feed_forward_length",
+)  # fmt: skip
 LAYERS_PER_NORM = 4
 MATRICES = 48  # of the head, of which some rows are read
 
@@ -88,7 +99,7 @@ def audit_gguf(path: Path) -> AuditReport:
     Raises ConfigError without the gguf package, CheckpointError for a file that is damaged or lacks metadata.
     """
     gguf = GgufHead.of(GgufFile.open(path))
-    rules = (_declaration, _unknown, _experts, _parts, _block, _copies, _precision, _values, _engine)
+    rules = (_declaration, _unknown, _lists, _experts, _parts, _block, _copies, _precision, _values, _engine)
     findings = [finding for rule in rules for finding in rule(gguf)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     family = gguf.row.name if gguf.row else gguf.arch
@@ -161,10 +172,13 @@ def _declaration(gguf: GgufHead) -> Iterator[Finding]:
         )  # fmt: skip
     elif declared and not heads:
         empty = [index for index in declared if not gguf.blocks.get(index)]
-        more = f" {_block_names(empty)} has no tensor at all, so llama.cpp does not load the file." if empty else ""
+        more, instead = f"{_block_names(empty)} has no tensor at all, so llama.cpp does not load the file", ""
+        if not empty:
+            more = f"llama.cpp leaves {_block_names(declared)} out of the trunk, as the head's"
+            instead = f" If it is a layer of the trunk: set {key} to 0, with the gguf package's gguf_set_metadata."
         yield Finding(
-            "head-absent", "error", key, f"{count} declared, none stored.{more}", where,
-            f"Run `nextn restore` on the checkpoint first. {CONVERT}",
+            "head-absent", "error", key, f"{count} declared, none stored: {more}.", where,
+            f"Run `nextn restore` on the checkpoint first. {CONVERT}{instead}",
         )  # fmt: skip
     elif heads - declared:
         place = _block_names(heads - declared)
@@ -173,6 +187,18 @@ def _declaration(gguf: GgufHead) -> Iterator[Finding]:
     elif declared - heads:
         found = f"{count} declared, {len(heads)} stored."
         yield Finding("modules-missing", "error", _block_names(declared - heads), found, where, CONVERT)
+
+
+def _lists(gguf: GgufHead) -> Iterator[Finding]:
+    """Report lists that are not as long as the model is deep, as llama-quantize --prune-layers leaves them."""
+    for key in (f"{gguf.arch}.{each}" for each in _LISTS):
+        length = gguf.file.metadata.get(f"{key}[]", gguf.declared.stop)
+        if length != gguf.declared.stop:
+            yield Finding(
+                "config-contradicts", "error", key,
+                f"A list of {length} blocks in a file of {gguf.declared.stop}: llama.cpp does not load the file.",
+                "An entry for each block.", f"Remove the layers in the checkpoint. {CONVERT}",
+            )  # fmt: skip
 
 
 def _experts(gguf: GgufHead) -> Iterator[Finding]:
@@ -227,7 +253,7 @@ def _copies(gguf: GgufHead) -> Iterator[Finding]:
             original = gguf.file.tensors.get(trunk) or gguf.file.tensors.get(TRUNK["embed_tokens"])
             if copy is None or original is None or (gguf.row is not None and PARTS[part] in gguf.row.own):
                 continue
-            differs = copy.shape != original.shape or not _alike(copy, original)
+            differs = copy.shape != original.shape or not copy.agrees_with(original)
             if differs or copy.kind != original.kind:
                 what = "Values differ from" if differs else f"{copy.kind.name}, not the {original.kind.name} of"
                 yield Finding(
@@ -242,16 +268,6 @@ def _copy_fix(copy: GgufTensor, original: GgufTensor, part: str) -> str:
     if copy.kind == original.kind:
         return CONVERT
     return f"Quantize again with `llama-quantize --tensor-type nextn.{part}={original.kind.name.lower()}`."
-
-
-def _alike(one: GgufTensor, other: GgufTensor) -> bool:
-    """Whether the middle rows agree up to quantization; True for unsupported quantizations."""
-    if one.kind == other.kind:
-        return one.middle() == other.middle()
-    a, b = one.values(), other.values()
-    if a is None or b is None or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return True
-    return bool(np.linalg.norm(a - b) <= 0.5 * np.linalg.norm(b))
 
 
 def _precision(gguf: GgufHead) -> Iterator[Finding]:
@@ -344,7 +360,9 @@ def _norm_values(tensor: GgufTensor) -> Values | None:
 
 def _engine(gguf: GgufHead) -> Iterator[Finding]:
     if not gguf.heads and not gguf.declared:
-        yield no_head(gguf.arch[:80])
+        note = replace(no_head(gguf.arch[:80]), place="general.architecture")
+        is_run = gguf.engine is not None and gguf.engine.support == "runs"
+        yield replace(note, fix=_PUBLISHED_HEAD) if is_run else note
     if not gguf.heads or (gguf.engine is not None and gguf.engine.support == "runs"):
         return
     if gguf.engine is None:

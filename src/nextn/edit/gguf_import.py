@@ -47,7 +47,11 @@ _OUTER = {
 }  # fmt: skip
 _IGNORED = ("rope_freqs.weight",)  # its content is in the config
 _ROLES = {part: role for role, part in HEAD.items()}
-_COPIES = tuple(f"nextn.{HEAD[role]}.weight" for role in ("embedding", "output"))
+# Name in a block -> role, and the tensor of the trunk.
+_COPIES = {
+    f"nextn.{HEAD[role]}.weight": (role, name)
+    for role, name in (("embedding", "token_embd.weight"), ("output", "output.weight"))
+}
 
 _UNCHANGED = Change()
 Part = Literal["weight", "blocks", "weight_packed", "weight_scale", "weight_shape"]
@@ -220,7 +224,7 @@ def _pieces(
     """Return a piece for each tensor of the checkpoint, and notes of copies that the family does not store."""
     _refuse_unreadable(file)
     _refuse_missing(file, config)
-    pieces, unknown, left = dict[str, GgufPiece](), list[str](), list[str]()
+    pieces, unknown, left, rounded = dict[str, GgufPiece](), list[str](), list[str](), list[str]()
     joined = {architecture.joined_to(name) for name in file.tensors}
     for name, tensor in file.tensors.items():
         block, rest = _place(name)
@@ -230,7 +234,9 @@ def _pieces(
         if (path := _path(block, rest, module, architecture, family)) is None:
             (left if rest in _COPIES else unknown).append(name)
             continue
-        change = architecture.change(rest, config)
+        if (original := _original(file, rest, tensor, family)) is not tensor:
+            rounded.append(name)
+        change, tensor = architecture.change(rest, config), original
         beside = file.tensors.get(architecture.joined_to(name) or "")
         stacked = GgufPiece(source, path, tensor=tensor, beside=beside, change=change, dtype=dtype, is_head=module >= 0)
         _refuse_misshapen(stacked, config)
@@ -240,7 +246,20 @@ def _pieces(
         raise CheckpointError(
             f"{file.path}: {config['model_type']} has no place for {some(unknown)}. Give the original checkpoint"
         )
-    return pieces, [f"left out: {some(left)}, copies that the family does not store"] if left else []
+    notes = [f"left out: {some(left)}, copies that the family does not store"] if left else []
+    if rounded:
+        notes.append(f"as the trunk's: {some(rounded)}, which the file has in another type")
+    return pieces, notes
+
+
+def _original(file: GgufFile, rest: str, tensor: GgufTensor, family: Family | None) -> GgufTensor:
+    """Return the trunk's tensor for a copy of it in another type: llama-quantize gives each its own."""
+    role, name = _COPIES.get(rest, ("", ""))
+    if not role or family is None or role in family.own:
+        return tensor
+    other = file.tensors.get(name) or file.tensors["token_embd.weight"]
+    is_rounded = other.shape == tensor.shape and other.kind != tensor.kind and tensor.agrees_with(other)
+    return other if is_rounded else tensor
 
 
 def _place(name: str) -> tuple[int | None, str]:
