@@ -36,17 +36,7 @@ from nextn.family_table import Family, by_config, by_name, generic, rows
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit", "audit_checkpoint"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (
-    structure,
-    trunk_layers,
-    config_claims,
-    files,
-    shapes,
-    engines,
-    precision,
-    separate,
-    values,
-)
+_MODULES = (structure, trunk_layers, config_claims, files, shapes, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 _MAX_NAMES = 2000  # to match against every family's layout

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, get_annotations, signature
 from pathlib import Path
@@ -84,7 +84,7 @@ Chat = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
-_SERVED = "With a served copy of the model"
+_served_option = partial(typer.Option, rich_help_panel="With a served copy of the model")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
@@ -343,17 +343,10 @@ class EngineAccess:
     max_seconds, timeout = 10.0**9, 600.0  # a run may take days, and is resumable
 
     engine: Annotated[
-        str | None,
-        typer.Option(
-            help="Address of an engine that serves this model, such as localhost:8000.", rich_help_panel=_SERVED
-        ),
+        str | None, _served_option(help="Address of an engine that serves this model, such as localhost:8000.")
     ] = None
-    served: Annotated[
-        str | None, typer.Option(help="Model name, if the engine serves several.", rich_help_panel=_SERVED)
-    ] = None
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Requests to the engine at a time.", rich_help_panel=_SERVED)
-    ] = 8
+    served: Annotated[str | None, _served_option(help="Model name, if the engine serves several.")] = None
+    concurrency: Annotated[int, _served_option(min=1, help="Requests to the engine at a time.")] = 8
 
     @property
     def url(self) -> str:

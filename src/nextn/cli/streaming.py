@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nextn.train.head_task import HeadTask
     from nextn.train.hidden_cache import HiddenStateCache
 
-_PANEL = "Models that do not fit into memory"
+_option = partial(typer.Option, rich_help_panel="Models that do not fit into memory")
 
 
 def reason_to_stream(options: ModelOptions, stream: bool | None) -> str | None:
@@ -58,27 +58,24 @@ class GivenTextOptions:
 
     texts: Annotated[
         str | None,
-        typer.Option(
+        _option(
             help="Measure on these texts: a file of `nextn answer`, or other records or text. --stream, which cannot "
-            "generate, needs it or --engine.",
-            rich_help_panel=_PANEL,
+            "generate, needs it or --engine."
         ),
     ] = None
     stream: Annotated[
         bool | None,
-        typer.Option(
+        _option(
             "--stream/--no-stream",
             help="Read the trunk layer by layer, each once for all texts. Default: if it does not fit into memory.",
             show_default=False,
-            rich_help_panel=_PANEL,
         ),
     ] = None
     states: Annotated[
         Path | None,
-        typer.Option(
+        _option(
             help="Folder for hidden states after each layer, from which the same command resumes; kept at the end. "
-            "Default: the user's cache, removed at the end.",
-            rich_help_panel=_PANEL,
+            "Default: the user's cache, removed at the end."
         ),
     ] = None
 

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,8 @@ from nextn.errors import ConfigError
 if TYPE_CHECKING:
     from nextn.train.run_options import RunOptions
 
-_JOINT, _HEAD = "Trunk and head from scratch", "A head on a frozen trunk"
+_JOINT = "Trunk and head from scratch"
+_head_option = partial(typer.Option, rich_help_panel="A head on a frozen trunk")
 
 
 @dataclass(frozen=True)
@@ -57,92 +59,61 @@ class TrainOptions:
         Path | None, typer.Option(help="config.json (transformers format) of a trunk to build.", rich_help_panel=_JOINT)
     ] = None
     freeze_trunk: Annotated[
-        bool,
-        typer.Option(
-            "--freeze-trunk", help="Train only the head, on the frozen trunk of --from.", rich_help_panel=_HEAD
-        ),
+        bool, _head_option("--freeze-trunk", help="Train only the head, on the frozen trunk of --from.")
     ] = False
     trunk: Annotated[
-        str | None,
-        typer.Option(
-            "--from", help="Trunk: checkpoint folder or hub id.", rich_help_panel=_HEAD, callback=shipped_option
-        ),
+        str | None, _head_option("--from", help="Trunk: checkpoint folder or hub id.", callback=shipped_option)
     ] = None
     head: Annotated[
         str | None,
-        typer.Option(
-            help="Start from the head in this file instead of the checkpoint's own.",
-            rich_help_panel=_HEAD,
-            callback=shipped_option,
-        ),
+        _head_option(help="Start from the head in this file instead of the checkpoint's own.", callback=shipped_option),
     ] = None
     init_head: Annotated[
-        bool,
-        typer.Option(
-            "--init-head",
-            help="Start from a new head, initialized from the trunk's last layers.",
-            rich_help_panel=_HEAD,
-        ),
+        bool, _head_option("--init-head", help="Start from a new head, initialized from the trunk's last layers.")
     ] = False
     layout: Annotated[
         str | None,
-        typer.Option(
+        _head_option(
             help="mimo: a new head that vLLM and SGLang run as a separate draft model. step35: one for llama.cpp. "
-            "Default: the layout of the trunk's family, or one layer of the trunk's own class.",
-            rich_help_panel=_HEAD,
+            "Default: the layout of the trunk's family, or one layer of the trunk's own class."
         ),
     ] = None
-    head_only: Annotated[
-        bool, typer.Option("--head-only", help="Write OUT/head/head.safetensors, no model.", rich_help_panel=_HEAD)
-    ] = False
+    head_only: Annotated[bool, _head_option("--head-only", help="Write OUT/head/head.safetensors, no model.")] = False
     on_policy: Annotated[
         bool,
-        typer.Option(
+        _head_option(
             "--on-policy",
             help="Declare that all of --data, not only files of `nextn answer`, was sampled from this trunk at the "
             "settings' temperature.",
-            rich_help_panel=_HEAD,
         ),
     ] = False
     export: Annotated[
         str | None,
-        typer.Option(
+        _head_option(
             metavar="ENGINE",
             help="vllm, sglang, transformers or llama.cpp: write OUT/export for it at the end, as `nextn export` does, "
             "and print the serve command. Sets --layout of a new head, if it is not given.",
-            rich_help_panel=_HEAD,
         ),
     ] = None
     allow_worse: Annotated[
-        bool,
-        typer.Option("--allow-worse", help="Save the head even if held-out acceptance dropped.", rich_help_panel=_HEAD),
+        bool, _head_option("--allow-worse", help="Save the head even if held-out acceptance dropped.")
     ] = False
     curve: Annotated[
-        bool,
-        typer.Option(
-            "--curve", help="At the end, report mean acceptance lengths for K = 1 to 8.", rich_help_panel=_HEAD
-        ),
+        bool, _head_option("--curve", help="At the end, report mean acceptance lengths for K = 1 to 8.")
     ] = False
     cache_gb: Annotated[
         float | None,
-        typer.Option(
-            help="Cache the trunk's hidden states of an epoch in OUT/hidden, up to this many GB (1e9 bytes).",
-            rich_help_panel=_HEAD,
-        ),
+        _head_option(help="Cache the trunk's hidden states of an epoch in OUT/hidden, up to this many GB (1e9 bytes)."),
     ] = None
     stream: Annotated[
         bool,
-        typer.Option(
+        _head_option(
             "--stream",
             help="Read the trunk layer by layer, once, to cache its hidden states; it need not fit into memory.",
-            rich_help_panel=_HEAD,
         ),
     ] = False
     follow_links: Annotated[
-        bool,
-        typer.Option(
-            "--follow-links", help="Follow links that lead out of the folder of --from.", rich_help_panel=_HEAD
-        ),
+        bool, _head_option("--follow-links", help="Follow links that lead out of the folder of --from.")
     ] = False
 
     @property
