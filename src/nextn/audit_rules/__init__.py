@@ -21,17 +21,19 @@ from nextn.audit_rules import (
     shapes,
     structure,
     trunk_layers,
-    unchecked,
     values,
 )
 from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity
+from nextn.audit_rules.layer_reference import LayerReference
 from nextn.audit_rules.tensor_values import AllValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.foreign_names import plain_name, with_plain_names
 from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
 from nextn.checkpoint.provenance import open_head, trunk_family
-from nextn.errors import ConfigError, FamilyError
+from nextn.checkpoint.quantization import QuantConfig, split_name, stored_modules
+from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import Family, by_config, by_name, generic, rows
+from nextn.text_format import counted, some
 
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit", "audit_checkpoint"]
 
@@ -156,7 +158,7 @@ def audit_checkpoint(
         tuple(findings),
         values_read="none" if not inventory.modules else "samples" if all_values is None else "all",
         bytes_read=0 if all_values is None else all_values.num_bytes,
-        unchecked=tuple(unchecked.unchecked(inventory, trunk=trunk)),
+        unchecked=tuple(_unchecked(inventory, trunk=trunk)),
         title=inventory.family.title,
     )
 
@@ -200,3 +202,49 @@ def _without_family(checkpoint: Checkpoint) -> AuditReport:
 
 def _is_norm(canonical: str | None) -> bool:
     return canonical is not None and canonical.split(".")[1] in ("token_norm", "hidden_norm")
+
+
+def _unchecked(inventory: Inventory, *, trunk: Inventory | None = None) -> Iterator[str]:
+    """Yield what of a checkpoint, or of its head beside this trunk, was not checked: a clean report says no more."""
+    if not inventory.layers and inventory.family.trunk_kv:
+        yield "the values of the trunk, whose keys this head reads"
+    elif not inventory.layers:
+        missing = "the trunk, of which no layer is stored, and " if trunk is None else ""
+        yield f"{missing}what the trunk's layers say about the head's names and shapes"
+    elif inventory.stored and all(LayerReference(inventory).compare(module).layer < 0 for module in inventory.modules):
+        yield "the names inside the head's block, as the trunk is incomplete"
+    other = inventory.draft_model
+    if other is not None and other.names:
+        yield f"the {counted(len(other.names), 'tensor')} of the {other.kind.name} draft model"
+    others = _others(inventory)
+    if others:
+        yield f"{counted(len(others), 'tensor')} outside the trunk's layers and the head, such as {some(others[:2])}"
+    elif inventory.layers:
+        for part in ("vision_config", "audio_config"):
+            if inventory.checkpoint.config.get(part):
+                yield f"the model of {part}, of which no tensor is stored"
+    if method := _unknown_method(inventory):
+        yield f"which modules {method} quantizes, as nextn does not know this method"
+    stored = [name for name in inventory.stored if inventory.role(name) not in inventory.family.orders]
+    head = {name: inventory.checkpoint.tensors[name] for name in inventory.spellings(stored)}
+    if packed := sorted({kind for _, kind in stored_modules(head)} - {"plain", "fp8-block", "fp8-tensor"}):
+        yield f"the values of the head's packed matrices ({', '.join(packed)})"
+
+
+def _others(inventory: Inventory) -> list[str]:
+    """Return the tensors that are neither the head's, nor in a trunk layer, nor shared with the head."""
+    known = inventory.spellings(inventory.stored) | set(inventory.shared.values()) | set(inventory.unrecognized)
+    known |= set() if inventory.draft_model is None else inventory.draft_model.names
+    known |= {info.name for layer in inventory.layers.values() for info in layer.values()}
+    tensors = inventory.checkpoint.tensors
+    parts = {split_name(name, tensors)[0] for name in inventory.shared.values()}  # and of packed ones, scales
+    names = (name for name in tensors if name not in known and not name.endswith(trunk_layers.FINAL_NORMS))
+    return [name for name in names if split_name(name, tensors)[0] not in parts]
+
+
+def _unknown_method(inventory: Inventory) -> str:
+    try:
+        config = QuantConfig.of(inventory.checkpoint)
+    except CheckpointError:  # `precision` reports it
+        return ""
+    return "" if config is None or config.known else config.method

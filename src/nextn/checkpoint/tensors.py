@@ -344,6 +344,11 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         source.read_into(info.begin, memoryview(cast(Any, out.view(-1).view(torch.uint8).numpy())))
 
 
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor in host memory, as files have them."""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value of a floating-point tensor is NaN or infinite.
 

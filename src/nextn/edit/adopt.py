@@ -6,7 +6,7 @@ parts: EXPERTS experts that are all chosen, and the shared one. An untrained rou
 which `routed_scaling_factor` turns into 1, exactly in every dtype; the sum of the parts is the MLP.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -102,13 +102,11 @@ class SlicedPiece(Piece):
         shape = (self.size, stored.shape[1]) if self.axis == 0 else (stored.shape[0], self.size)
         return replace(stored, shape=shape, begin=0, end=prod(shape) * DTYPES[stored.dtype] // 8)
 
-    def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes]:
         stored = self.source.info(self.name)
         width = DTYPES[stored.dtype] // 8
         row = stored.shape[1] * width
-        for data in self._rows(stored, row) if self.axis == 0 else self._columns(stored, row, width):
-            yield data
-            count(len(data))
+        return self._rows(stored, row) if self.axis == 0 else self._columns(stored, row, width)
 
     def _rows(self, stored: TensorInfo, row: int) -> Iterator[bytes]:
         begin, end = (stored.begin + each * row for each in (self.begin, self.end))
@@ -136,9 +134,8 @@ class ZeroPiece(Piece):
         nbytes = prod(self.shape) * DTYPES[self.dtype] // 8
         return TensorInfo(self.name, self.dtype, self.shape, self.source.info(self.name).file, 0, nbytes)
 
-    def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes]:
         yield bytes(self.info.nbytes)
-        count(self.info.nbytes)
 
 
 def engines_after_adopting(source: "str | Path | Checkpoint", head: str | Path | None = None) -> tuple[str, ...]:

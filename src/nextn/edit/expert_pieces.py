@@ -4,7 +4,7 @@ Also leaves out experts of a head, with the router's rows, as a pruned trunk's l
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,9 +38,8 @@ class JoinedPiece(Piece):
         size = sum(part.info.nbytes for part in self.parts)
         return replace(self.parts[0].info, shape=self.shape, begin=0, end=size)
 
-    def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
-        for part in self.parts:
-            yield from part.chunks(count)
+    def chunks(self) -> Iterator[bytes]:
+        return (chunk for part in self.parts for chunk in part.chunks())
 
 
 def in_form(tensors: Mapping[str, TensorInfo], form: ExpertForm, checkpoint: Checkpoint) -> dict[str, Piece]:

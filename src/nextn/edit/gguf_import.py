@@ -24,7 +24,7 @@ from nextn.checkpoint.gguf_file import BLOCK_TYPES, GgufFile, GgufTensor, blocks
 from nextn.checkpoint.quantized_weights import QuantizedWeight, pack_codes
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
-from nextn.checkpoint.tensors import FLOATS
+from nextn.checkpoint.tensors import FLOATS, bytes_of
 from nextn.edit.gguf_architectures import Architecture, Change, architecture_of
 from nextn.edit.gguf_layout import HEAD, HEAD_FOLDER
 from nextn.edit.gguf_metadata import Config, Metadata, common_config
@@ -97,11 +97,8 @@ class GgufPiece(Piece):
         name = self.name if self.part == "weight" else f"{self.name.removesuffix('weight')}{suffix}"
         return TensorInfo(name, dtype, shape, self.tensor.file.name, 0, prod(shape) * DTYPES[dtype] // 8)
 
-    def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
-        for part in (torch.tensor(self.stored_shape),) if self.part == "weight_shape" else self._slices():
-            data = part.contiguous().view(torch.uint8).numpy().tobytes()
-            yield data
-            count(len(data))
+    def chunks(self) -> Iterator[bytes]:
+        return map(bytes_of, (torch.tensor(self.stored_shape),) if self.part == "weight_shape" else self._slices())
 
     def _slices(self) -> Iterator[Tensor]:
         """Slices of rows; in one if rows change places or values depend on others."""

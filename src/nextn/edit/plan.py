@@ -48,10 +48,9 @@ class Piece:
     def info(self) -> TensorInfo:
         return self.source.info(self.name)
 
-    def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
-        for chunk in self.source.chunks(self.name):
-            yield chunk if self.edit is None else self.edit(chunk)
-            count(len(chunk))
+    def chunks(self) -> Iterator[bytes]:
+        chunks = self.source.chunks(self.name)
+        return chunks if self.edit is None else map(self.edit, chunks)
 
 
 @dataclass(frozen=True)
@@ -329,7 +328,9 @@ def _joined_lists(one: str, other: str) -> str:
 
 def _raw(piece: Piece, count: Callable[[int], None]) -> RawTensor:
     def data() -> Iterable[bytes]:
-        return piece.chunks(count)
+        for chunk in piece.chunks():
+            yield chunk
+            count(len(chunk))
 
     return RawTensor(piece.info.dtype, piece.info.shape, data)
 

@@ -5,7 +5,7 @@ engines: compressed-tensors 0.20 decompresses the files to the values that nextn
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -30,7 +30,7 @@ from nextn.checkpoint.provenance import (
 from nextn.checkpoint.quantization import QuantConfig, stored_modules
 from nextn.checkpoint.quantized_weights import UNQUANTIZED_PARTS, pack_codes, round_to_nearest
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
-from nextn.checkpoint.tensors import FLOATS
+from nextn.checkpoint.tensors import FLOATS, bytes_of
 from nextn.edit.expert_pieces import with_split_experts
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
@@ -152,13 +152,10 @@ class RoundedPiece(Piece):
         name = f"{self.name.removesuffix('weight')}{self.part}"
         return TensorInfo(name, dtype, shape, weight.file, 0, prod(shape) * DTYPES[dtype] // 8)
 
-    def chunks(self, count: Callable[[int], None]) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes]:
         weight = self.source.info(self.name)
         parts = (torch.tensor(weight.shape),) if self.part == "weight_shape" else self._rounded(weight)
-        for part in parts:
-            data = part.contiguous().view(torch.uint8).numpy().tobytes()
-            yield data
-            count(len(data))
+        return map(bytes_of, parts)
 
     def _rounded(self, weight: TensorInfo) -> Iterator[Tensor]:
         if self.part == "weight_scale" and self.scales:

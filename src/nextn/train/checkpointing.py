@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from nextn.checkpoint.safetensors_file import atomic, read_header, write_json, write_tensors
 from nextn.checkpoint.staging_folder import SUFFIX, clear_stages, need_room, owned, writing
+from nextn.checkpoint.tensors import bytes_of
 from nextn.errors import CheckpointError, ConfigError
 from nextn.train.config import FREE_SETTINGS, TrainConfig
 from nextn.train.distributed import Ranks
@@ -317,6 +318,5 @@ def fingerprint_of(state: Iterable[tuple[str, Tensor]]) -> str:
     for name, value in state:
         digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
         flat = value.detach().flatten()
-        samples = flat[:: max(1, len(flat) // _SAMPLES)].contiguous().cpu()
-        digest.update(samples.view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(flat[:: max(1, len(flat) // _SAMPLES)].cpu()))
     return digest.hexdigest()

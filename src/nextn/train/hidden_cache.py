@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import RawTensor, read_header, write_json, write_safetensors
 from nextn.checkpoint.staging_folder import explain_full_disk, owned, writing
+from nextn.checkpoint.tensors import bytes_of
 from nextn.data.batches import Batch, Batches, permutation
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.trunk import Trunk, TrunkOutput
@@ -260,4 +261,4 @@ def _open(path: Path) -> safe_open:
 
 
 def _raw(value: Tensor) -> RawTensor:
-    return RawTensor(_NAMES[value.dtype], tuple(value.shape), value.contiguous().view(torch.uint8).numpy().tobytes())
+    return RawTensor(_NAMES[value.dtype], tuple(value.shape), bytes_of(value))
