@@ -12,6 +12,7 @@ from inspect import getdoc
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from nextn import __version__
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
@@ -122,7 +123,7 @@ def _run() -> None:
         flush_streams()
 
 
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def root(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         echo(f"nextn {__version__}")
         raise typer.Exit

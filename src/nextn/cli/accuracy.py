@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from nextn.cli.common import AsJson, ModelOptions, expanded, shipped_path
 from nextn.cli.progress import progress_bars
@@ -26,16 +26,16 @@ TOKENS = 1536
 def accuracy(
     *,
     others: Annotated[
-        list[str] | None, typer.Argument(help="Other forms of the model, such as a quantized folder or .gguf files.")
+        list[str] | None, Argument(help="Other forms of the model, such as a quantized folder or .gguf files.")
     ] = None,
     weights: Annotated[
-        str, typer.Option(help=f"Of the products, comma-separated, of {', '.join(WEIGHTS)}.")
+        str, Option(help=f"Of the products, comma-separated, of {', '.join(WEIGHTS)}.")
     ] = "stored,int8,int4",
-    backend: Annotated[str, typer.Option(help="Comma-separated, of auto, native, torch.")] = "auto",
+    backend: Annotated[str, Option(help="Comma-separated, of auto, native, torch.")] = "auto",
     options: ModelOptions,
     texts: Annotated[
         str | None,
-        typer.Option(help="File of text or records, or a data set. Default: Python's documentation, as help() has it."),
+        Option(help="File of text or records, or a data set. Default: Python's documentation, as help() has it."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

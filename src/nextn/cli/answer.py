@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from nextn.cli.common import AsJson, Chat, EngineAccess, ModelOptions, expanded, stop_flag, use_chat
 from nextn.cli.decode import DecodingOptions
@@ -23,22 +24,20 @@ if TYPE_CHECKING:
 )  # fmt: skip
 def answer(
     *,
-    out: Annotated[Path, typer.Argument(help="Output .jsonl; an existing file is resumed.")],
+    out: Annotated[Path, Argument(help="Output .jsonl; an existing file is resumed.")],
     prompts: Annotated[
         list[str],
-        typer.Option(
+        Option(
             help="Text files or folders, .jsonl, .parquet, a data set, speed-bench[:CATEGORY] or humaneval; repeatable."
         ),
     ],
     count: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=2**31 - 1, help="Number of prompts: records first, then cut from text files. Default: all."
-        ),
+        Option(min=1, max=2**31 - 1, help="Number of prompts: records first, then cut from text files. Default: all."),
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of each prompt that is cut from a text file.")] = 64,
+    length: Annotated[int, Option(help="Tokens of each prompt that is cut from a text file.")] = 64,
     decoding: DecodingOptions,
-    batch: Annotated[int, typer.Option(help="Prompts per batch.")] = 8,
+    batch: Annotated[int, Option(help="Prompts per batch.")] = 8,
     chat: Chat = None,
     options: ModelOptions,
     asked: EngineAccess,

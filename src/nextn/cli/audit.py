@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from nextn.cli.common import AsJson, expanded, shipped_option, shipped_path
 from nextn.cli.screen import console, plain, print_json, shortened, shown
@@ -23,23 +24,22 @@ def audit(
     *,
     model: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="Checkpoint folder, .safetensors or .gguf file, hub id, or tiny: the one that comes with the package.",
             callback=shipped_path,
         ),
     ],
     head: Annotated[
         str | None,
-        typer.Option(help="Audit the head of this checkpoint, beside MODEL as its trunk.", callback=shipped_option),
+        Option(help="Audit the head of this checkpoint, beside MODEL as its trunk.", callback=shipped_option),
     ] = None,
-    family: Annotated[str | None, typer.Option(help="Family to audit by, instead of the config's model_type.")] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="Rule to skip; repeatable.")] = None,
+    family: Annotated[str | None, Option(help="Family to audit by, instead of the config's model_type.")] = None,
+    ignore: Annotated[list[str] | None, Option(help="Rule to skip; repeatable.")] = None,
     sample: Annotated[
-        bool,
-        typer.Option("--sample", help="Read only samples of a local head's values, as for a hub id. Default: all."),
+        bool, Option("--sample", help="Read only samples of a local head's values, as for a hub id. Default: all.")
     ] = False,
     require_head: Annotated[
-        bool, typer.Option("--require-head", help="A checkpoint that declares and stores no head is an error (for CI).")
+        bool, Option("--require-head", help="A checkpoint that declares and stores no head is an error (for CI).")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

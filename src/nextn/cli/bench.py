@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from nextn.cli.accuracy import accuracy_of
 from nextn.cli.common import (
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _PANEL = "K by load of a live engine"
 Against = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="With --engine, and without MODEL: the same model served without MTP. Times both at --batches "
         "streams, and prints K for each in the engine's own syntax.",
         rich_help_panel=_PANEL,
@@ -118,23 +118,23 @@ def show_by_load(advice: "LoadAdvice") -> None:
     )
 
 
-Out = Annotated[Path | None, typer.Option(help="Folder for the record and the figures.")]
+Out = Annotated[Path | None, Option(help="Folder for the record and the figures.")]
 
 
 @expanded("device_map")
 def bench(
     *,
     num_speculative_tokens: Annotated[
-        str, typer.Option(*K_NAMES, help="Values of K, comma-separated; 0 = plain decoding.")
+        str, Option(*K_NAMES, help="Values of K, comma-separated; 0 = plain decoding.")
     ] = "0,1,2,3,4,6,8",
     prompts: Prompts = None,
     temperatures: Temperatures = "0,1",
     max_tokens: MaxTokens = 256,
-    repeats: Annotated[int, typer.Option(help="Runs of each prompt at each K and temperature.")] = 3,
+    repeats: Annotated[int, Option(help="Runs of each prompt at each K and temperature.")] = 3,
     chat: Chat = None,
     options: ModelOptions,
     vocabulary: DraftVocabularyOptions,
-    adaptive: Annotated[bool, typer.Option("--adaptive", help="Also measure an adaptive K.")] = False,
+    adaptive: Annotated[bool, Option("--adaptive", help="Also measure an adaptive K.")] = False,
     num_copy_tokens: NumCopyTokens = 0,
     out: Out = None,
     as_json: AsJson = False,
@@ -183,9 +183,9 @@ def bench(
 @expanded("exact_head", "threads", "kv_cache_dtype", "device_map", "concurrency", source="")
 def advise(
     *,
-    num_speculative_tokens: Annotated[int, typer.Option(*K_NAMES, help="The largest K to consider.")] = 8,
-    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,2,4,8",
-    contexts: Annotated[str, typer.Option(help="Context lengths, comma-separated. Default: that of the texts.")] = "",
+    num_speculative_tokens: Annotated[int, Option(*K_NAMES, help="The largest K to consider.")] = 8,
+    batches: Annotated[str, Option(help="Batch sizes, comma-separated.")] = "1,2,4,8",
+    contexts: Annotated[str, Option(help="Context lengths, comma-separated. Default: that of the texts.")] = "",
     prompts: Prompts = None,
     temperatures: Temperatures = "0,1",
     max_tokens: MaxTokens = 256,

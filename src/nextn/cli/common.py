@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Annotated, get_type_hints
 
-import typer
+from typer import Argument, Option
 
 from nextn.cli.screen import print_lines, print_note
 from nextn.errors import ConfigError
@@ -58,34 +58,34 @@ def writable(path: Path | None) -> Path | None:
 
 
 _SOURCES = "hub id (ORG/NAME or ORG/NAME@REVISION), or tiny: the one that comes with the package."
-CheckpointName = Annotated[str, typer.Argument(help=f"Checkpoint folder, {_SOURCES}", callback=shipped_path)]
+CheckpointName = Annotated[str, Argument(help=f"Checkpoint folder, {_SOURCES}", callback=shipped_path)]
 Prompts = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         help='File of prompts: .txt (separated by blank lines), or .jsonl or .parquet with "prompt", "text", '
         '"messages" or "turns"; a folder of SPEED-Bench\'s script; FILE:CATEGORY or FOLDER:CATEGORY; '
         "speed-bench[:CATEGORY] or humaneval. Default: a built-in set."
     ),
 ]
-RecordFile = Annotated[Path | None, typer.Option(help="File for the JSON record.", callback=writable)]
-Temperatures = Annotated[str, typer.Option(help="Comma-separated temperatures; 0 = greedy.")]
+RecordFile = Annotated[Path | None, Option(help="File for the JSON record.", callback=writable)]
+Temperatures = Annotated[str, Option(help="Comma-separated temperatures; 0 = greedy.")]
 K_NAMES = ("--num-speculative-tokens", "-k")
-NumSpeculativeTokens = Annotated[int, typer.Option(*K_NAMES, help="Draft tokens per round; 0 = plain decoding.")]
+NumSpeculativeTokens = Annotated[int, Option(*K_NAMES, help="Draft tokens per round; 0 = plain decoding.")]
 NumCopyTokens = Annotated[
-    int, typer.Option("--copy", help="Most draft tokens per round that are copied from the text so far; 0 = none.")
+    int, Option("--copy", help="Most draft tokens per round that are copied from the text so far; 0 = none.")
 ]
-MaxTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per text.")]
+MaxTokens = Annotated[int, Option(help="Maximum number of new tokens per text.")]
 Chat = Annotated[
     bool | None,
-    typer.Option(
+    Option(
         "--chat/--no-chat",
         help="Apply the chat template to text prompts. Default: if the tokenizer has one.",
         show_default=False,
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
-_served_option = partial(typer.Option, rich_help_panel="With a served copy of the model")
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Device = Annotated[str, Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
+_served_option = partial(Option, rich_help_panel="With a served copy of the model")
+AsJson = Annotated[bool, Option("--json", help="Print one JSON document instead of text.")]
 
 
 def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -143,58 +143,51 @@ class ModelOptions:
 
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="model",
             help=f"Checkpoint folder, .gguf file, {_SOURCES}",
             callback=shipped_path,
             show_default=False,
         ),
     ]
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: as stored.")] = "auto"
+    dtype: Annotated[str, Option(help="float32, bfloat16, or auto: as stored.")] = "auto"
     exact_head: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--exact-head",
             help="Draft with the stored weights. Default: 4 bits for the lm_head of a large vocabulary, and 7 bits for "
             "a bf16 head if the CPU has AVX512-BF16 but no AMX.",
         ),
     ] = False
     backend: Annotated[
-        str,
-        typer.Option(
-            help="torch, native (C++ runtime, CPU only), or auto: native if it supports the model and device."
-        ),
+        str, Option(help="torch, native (C++ runtime, CPU only), or auto: native if it supports the model and device.")
     ] = "auto"
     weights: Annotated[
         str,
-        typer.Option(
+        Option(
             help="stored, or int8 or int4: decode with quantized weights (native backend only); auto: the fastest of "
             "them whose divergence from float32, which is measured, is small."
         ),
     ] = "stored"
     threads: Annotated[
         int | None,
-        typer.Option(
-            help="Threads that decode on the CPU, natively or in torch. Default: torch's, as `nextn env` shows."
-        ),
+        Option(help="Threads that decode on the CPU, natively or in torch. Default: torch's, as `nextn env` shows."),
     ] = None
     kv_cache_dtype: Annotated[
         str,
-        typer.Option(
-            help="auto: as the model; int8: a byte per value, a scale per position and head (native backend only)."
-        ),
+        Option(help="auto: as the model; int8: a byte per value, a scale per position and head (native backend only)."),
     ] = "auto"
     device: Device = "auto"
     device_map: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Spread the decoder layers: auto (GPUs, then host memory, then disk), equal shares on places such as "
             "cuda:0,cuda:1,cpu,disk, or a .json file of names and places."
         ),
     ] = None
     head: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Use the head of this checkpoint instead: folder, .safetensors file or hub id.",
             callback=shipped_option,
         ),
@@ -370,8 +363,8 @@ class EngineAccess:
 class EngineTest(EngineAccess):
     """The options of commands that send requests to an engine to test it."""
 
-    max_seconds: Annotated[float, typer.Option(help="Maximum seconds for all requests.")] = 900
-    timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 120
+    max_seconds: Annotated[float, Option(help="Maximum seconds for all requests.")] = 900
+    timeout: Annotated[float, Option(help="Seconds per request.")] = 120
 
 
 def user_cache(name: str) -> Path:

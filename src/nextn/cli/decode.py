@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from nextn.cli.common import (
     AsJson,
@@ -51,9 +51,9 @@ class DecodingOptions:
     num_speculative_tokens: NumSpeculativeTokens = 4
     num_copy_tokens: NumCopyTokens = 0
     max_tokens: MaxTokens = 256
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0
-    top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0
+    temperature: Annotated[float, Option(help="0 = greedy.")] = 0.0
+    top_k: Annotated[int, Option(help="0 = off.")] = 0
+    top_p: Annotated[float, Option(help="1 = off.")] = 1.0
     seed: int = 0
 
     @property
@@ -74,7 +74,7 @@ class DraftVocabularyOptions:
 
     draft_vocab: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE[:N]",
             help="Draft only from the N most frequent tokens of a text file, which is similar to the text that will be "
             "generated. Default of N: the number that is fastest.",
@@ -98,10 +98,10 @@ class DraftVocabularyOptions:
 @expanded()
 def generate(
     *,
-    prompt: Annotated[str, typer.Argument(help="Text to continue or question to answer; - reads standard input.")],
+    prompt: Annotated[str, Argument(help="Text to continue or question to answer; - reads standard input.")],
     decoding: DecodingOptions,
     adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="Draft as many tokens per round as pay off, -k at most.")
+        bool, Option("--adaptive", help="Draft as many tokens per round as pay off, -k at most.")
     ] = False,
     vocabulary: DraftVocabularyOptions,
     options: ModelOptions,
@@ -125,7 +125,7 @@ def generate(
 @expanded("dtype", "exact_head", "backend", "weights", "threads", "kv_cache_dtype", "device_map")
 def trace(
     *,
-    prompt: Annotated[str, typer.Argument(help="A short prompt: each of its tokens becomes a line.")],
+    prompt: Annotated[str, Argument(help="A short prompt: each of its tokens becomes a line.")],
     num_speculative_tokens: NumSpeculativeTokens = 3,
     max_tokens: MaxTokens = 12,
     chat: Chat = None,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from nextn.cli.common import (
     K_NAMES,
@@ -48,30 +49,30 @@ _MAX_CAUSES = 6  # shown in the table, besides all that are named
 def diagnose(
     *,
     engine: Annotated[
-        str, typer.Option(help="Address of a running engine, or a file with its metrics, log or JSON counters.")
+        str, Option(help="Address of a running engine, or a file with its metrics, log or JSON counters.")
     ],
     drive: Annotated[
-        bool, typer.Option("--drive", help="Send the reference's own prompts to the engine and read its counters.")
+        bool, Option("--drive", help="Send the reference's own prompts to the engine and read its counters.")
     ] = False,
     prompts: Prompts = None,
     flags: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="TEXT|FILE",
             help="The engine's command line and environment: K, and settings that force acceptance, are read from it.",
         ),
     ] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(*K_NAMES, help="K. Default: from the engine's counters or --flags, if they show it.")
+        int | None, Option(*K_NAMES, help="K. Default: from the engine's counters or --flags, if they show it.")
     ] = None,
     temperatures: Temperatures = "0",
     rule: Annotated[
-        str, typer.Option(help="Acceptance rule of the engine above temperature 0: ratio, argmax or block.")
+        str, Option(help="Acceptance rule of the engine above temperature 0: ratio, argmax or block.")
     ] = "ratio",
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
     own_template: Annotated[
-        bool, typer.Option("--own-template", help="With --drive: send text through the engine's own chat template.")
+        bool, Option("--own-template", help="With --drive: send text through the engine's own chat template.")
     ] = False,
     options: ModelOptions,
     asked: EngineTest,

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from nextn.cli.common import K_NAMES, AsJson, CheckpointName, expanded, open_checkpoint, shipped_option, shipped_path
 from nextn.cli.progress import progress_bars
@@ -31,30 +32,30 @@ class EditOptions:
     """The options of every command that edits a checkpoint."""
 
     follow_links: Annotated[
-        bool, typer.Option("--follow-links", help="Follow links that lead out of a checkpoint's folder.")
+        bool, Option("--follow-links", help="Follow links that lead out of a checkpoint's folder.")
     ] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the bytes; write nothing.")] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Show the plan and the bytes; write nothing.")] = False
 
 
 @expanded()
 def restore(
     *,
-    target: Annotated[Path, typer.Argument(help="Folder of the model that lost its head.")],
+    target: Annotated[Path, Argument(help="Folder of the model that lost its head.")],
     base: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--from",
             help="Source of the head: folder, .safetensors file, hub id, or tiny: the checkpoint in the package.",
             callback=shipped_option,
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="New folder for the result. Default: in place.")] = None,
+    out: Annotated[Path | None, Option(help="New folder for the result. Default: in place.")] = None,
     add_aliases: Annotated[
-        str | None, typer.Option(help="Engine for which to write the missing copies of embed_tokens and lm_head.")
+        str | None, Option(help="Engine for which to write the missing copies of embed_tokens and lm_head.")
     ] = None,
-    family: Annotated[str | None, typer.Option(help="Family, if the config's model_type does not name one.")] = None,
+    family: Annotated[str | None, Option(help="Family, if the config's model_type does not name one.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a complete head; accept one for another vocabulary size.")
+        bool, Option("--force", help="Replace a complete head; accept one for another vocabulary size.")
     ] = False,
     options: EditOptions,
     as_json: AsJson = False,
@@ -72,58 +73,54 @@ def convert(
     *,
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="Folder, .safetensors file, hub id, or tiny: the checkpoint in the package; or a .gguf file.",
             callback=shipped_path,
         ),
     ],
     out: Annotated[
-        Path | None,
-        typer.Argument(help="New folder for the result. With --reindex alone: the folder itself is changed."),
+        Path | None, Argument(help="New folder for the result. With --reindex alone: the folder itself is changed.")
     ] = None,
-    to: Annotated[str | None, typer.Option(help="Family whose names the head gets. Default: the model's own.")] = None,
-    now: Annotated[
-        str | None, typer.Option("--from", help="Family whose names the head has, if they are ambiguous.")
-    ] = None,
+    to: Annotated[str | None, Option(help="Family whose names the head gets. Default: the model's own.")] = None,
+    now: Annotated[str | None, Option("--from", help="Family whose names the head has, if they are ambiguous.")] = None,
     form: Annotated[
         Form | None,
-        typer.Option(
+        Option(
             help="single-file: everything in model.safetensors. side-file: the head in mtp.safetensors, not in the "
             "index. shards: the head in an indexed file of its own."
         ),
     ] = None,
     experts: Annotated[
-        ExpertForm | None,
-        typer.Option(help="split, fused or stacked: the form in which the head's experts are stored."),
+        ExpertForm | None, Option(help="split, fused or stacked: the form in which the head's experts are stored.")
     ] = None,
-    trunk_experts: Annotated[ExpertForm | None, typer.Option(help="The same of the trunk's experts.")] = None,
+    trunk_experts: Annotated[ExpertForm | None, Option(help="The same of the trunk's experts.")] = None,
     keep_experts: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Numbers of the head's experts to keep, joined by commas, or a .json file with a list: for a trunk "
             "whose experts were pruned."
         ),
     ] = None,
     norm_weights: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="add-1, subtract-1, add-2 or subtract-2: shift the head's RMSNorm weights. After a colon: the names "
             "of those to shift, joined by commas."
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="For a .gguf file: float32, float16 or bfloat16 for all weights, packed or not; or stored: quantized "
             "weights of decoder layers stay as they are in the file, and only nextn loads the folder."
         ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="For a .gguf file: folder with its tokenizer, if nextn cannot read the one in the file."),
+        Option(help="For a .gguf file: folder with its tokenizer, if nextn cannot read the one in the file."),
     ] = None,
     reindex: Annotated[
-        bool, typer.Option("--reindex", help="Write the index that the files imply; no tensor changes.")
+        bool, Option("--reindex", help="Write the index that the files imply; no tensor changes.")
     ] = False,
     options: EditOptions,
     as_json: AsJson = False,
@@ -170,7 +167,7 @@ def convert(
 def extract(
     *,
     model: CheckpointName,
-    out: Annotated[Path, typer.Argument(help="The .safetensors file to write, with a small config.json next to it.")],
+    out: Annotated[Path, Argument(help="The .safetensors file to write, with a small config.json next to it.")],
     options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -186,28 +183,28 @@ def export(
     *,
     head: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="The head alone, of `nextn train`, or a model with it: folder, .safetensors file or hub id.",
             callback=shipped_path,
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="New folder for the result; for llama.cpp a new .gguf file.")],
-    engine: Annotated[str, typer.Option("--for", help="vllm, sglang, transformers, or llama.cpp.")],
+    out: Annotated[Path, Argument(help="New folder for the result; for llama.cpp a new .gguf file.")],
+    engine: Annotated[str, Option("--for", help="vllm, sglang, transformers, or llama.cpp.")],
     model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Folder or hub id of the trunk. Default: the one that the head was trained on.",
             callback=shipped_option,
         ),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="For llama.cpp: a GGUF with the trunk's tokenizer, if nextn cannot write it.")
+        Path | None, Option(help="For llama.cpp: a GGUF with the trunk's tokenizer, if nextn cannot write it.")
     ] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(*K_NAMES, min=1, help="Draft tokens per round of the command. Default: 3.")
+        int | None, Option(*K_NAMES, min=1, help="Draft tokens per round of the command. Default: 3.")
     ] = None,
     as_adopted: Annotated[
-        bool, typer.Option("--adopt", help="Write trunk and head in GLM-4.5's layout, as `nextn adopt` does.")
+        bool, Option("--adopt", help="Write trunk and head in GLM-4.5's layout, as `nextn adopt` does.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -268,10 +265,10 @@ def _adopted(head: str, out: Path, model: str | None) -> Path:
 def adopt(
     *,
     model: CheckpointName,
-    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    out: Annotated[Path, Argument(help="New folder for the result.")],
     head: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="A head of the trunk's own layer, stored alone. Default: the one in the model.",
             callback=shipped_option,
         ),
@@ -291,20 +288,18 @@ def adopt(
 def quantize(
     *,
     model: CheckpointName,
-    out: Annotated[Path, typer.Argument(help="New folder for the result.")],
+    out: Annotated[Path, Argument(help="New folder for the result.")],
     weights: Annotated[
-        str,
-        typer.Option(help="int8: one scale per output channel. int4: one per group. q4_1: blocks of GGUF, for nextn."),
+        str, Option(help="int8: one scale per output channel. int4: one per group. q4_1: blocks of GGUF, for nextn.")
     ],
-    group_size: Annotated[int, typer.Option(help="Input channels of a group of int4.")] = 32,
+    group_size: Annotated[int, Option(help="Input channels of a group of int4.")] = 32,
     calibrate: Annotated[
         str | None,
-        typer.Option(help="File of text or records, or a data set, on whose activations int4 or q4_1 is to err least."),
+        Option(help="File of text or records, or a data set, on whose activations int4 or q4_1 is to err least."),
     ] = None,
-    head_bits: Annotated[int, typer.Option(help="Bits of the head: 16 (unchanged), 8 or 4.")] = 16,
+    head_bits: Annotated[int, Option(help="Bits of the head: 16 (unchanged), 8 or 4.")] = 16,
     activation_bits: Annotated[
-        int,
-        typer.Option(help="8: int8 with activations of 8 bits per token (W8A8), which vLLM runs on CPUs. 16: W8A16."),
+        int, Option(help="8: int8 with activations of 8 bits per token (W8A8), which vLLM runs on CPUs. 16: W8A16.")
     ] = 16,
     options: EditOptions,
     as_json: AsJson = False,
@@ -342,19 +337,19 @@ def _importance(checkpoint: "Checkpoint", source: str, *, quiet: bool) -> "Impor
 
 
 def push(
-    folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint with a head, or of a head alone.")],
-    repo: Annotated[str, typer.Argument(help="Hub id of the repository, org/name. It is created if it is new.")],
+    folder: Annotated[Path, Argument(help="Folder of a checkpoint with a head, or of a head alone.")],
+    repo: Annotated[str, Argument(help="Hub id of the repository, org/name. It is created if it is new.")],
     measured: Annotated[
-        Path | None, typer.Option(help="JSON of `nextn measure --out`. Default: the one in the folder.")
+        Path | None, Option(help="JSON of `nextn measure --out`. Default: the one in the folder.")
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="Hub id of the trunk. Default: that of the folder's README.md or nextn.json.")
+        str | None, Option(help="Hub id of the trunk. Default: that of the folder's README.md or nextn.json.")
     ] = None,
     license: Annotated[
-        str | None, typer.Option(help="License of the base model, as the hub names it. Default: of README.md.")
+        str | None, Option(help="License of the base model, as the hub names it. Default: of README.md.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files; upload nothing.")] = False,
+    private: Annotated[bool, Option("--private", help="Create the repository as a private one.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the card and the files; upload nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Upload a checkpoint to a hub, with a model card: measured acceptance, its conditions, license, serve commands."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, expanded, first_turns
 from nextn.cli.progress import Step, progress_bars
@@ -38,25 +39,23 @@ _EPILOG = f"Documentation: {docs_page('reference/contract')}"
 @expanded("engine")
 def verify(
     *,
-    url: Annotated[str, typer.Argument(help="OpenAI-compatible endpoint with MTP on, such as localhost:8000.")],
-    against: Annotated[str | None, typer.Option(help="The same model served without MTP.")] = None,
-    check: Annotated[list[str] | None, typer.Option(help="Check to run; repeatable. Default: all.")] = None,
+    url: Annotated[str, Argument(help="OpenAI-compatible endpoint with MTP on, such as localhost:8000.")],
+    against: Annotated[str | None, Option(help="The same model served without MTP.")] = None,
+    check: Annotated[list[str] | None, Option(help="Check to run; repeatable. Default: all.")] = None,
     prompts: Prompts = None,
     chat: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--chat/--no-chat",
             help="Send prompts as user messages through the engine's chat template. Default: no, because raw "
             "completions can be compared by token ids.",
             show_default=False,
         ),
     ] = False,
-    samples: Annotated[int, typer.Option(help="Sampled texts per prompt and endpoint.")] = 64,
-    context: Annotated[int, typer.Option(help="Maximum number of tokens of the long-context check.")] = 8192,
+    samples: Annotated[int, Option(help="Sampled texts per prompt and endpoint.")] = 64,
+    context: Annotated[int, Option(help="Maximum number of tokens of the long-context check.")] = 8192,
     asked: EngineTest,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 1 also if a check is inconclusive (for CI).")
-    ] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit with 1 also if a check is inconclusive (for CI).")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check that a server's output is the same with MTP on and off: greedy, sampled, cached, JSON, tools, stops."""
@@ -87,8 +86,8 @@ def verify(
 
 @canary_app.command(epilog=_EPILOG)
 def build(
-    out: Annotated[Path, typer.Argument(help="Folder for the checkpoint and canary.json; an old one is replaced.")],
-    family: Annotated[str, typer.Option(help="Family of the checkpoint, such as glm4_moe.")],
+    out: Annotated[Path, Argument(help="Folder for the checkpoint and canary.json; an old one is replaced.")],
+    family: Annotated[str, Option(help="Family of the checkpoint, such as glm4_moe.")],
     seed: int = 0,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -113,12 +112,12 @@ def build(
 @expanded("concurrency", "timeout")
 def check(
     *,
-    canary: Annotated[Path, typer.Argument(help="Folder written by `canary build`.")],
-    answers: Annotated[Path | None, typer.Option(help="Instead of an endpoint: a JSON line per prompt.")] = None,
-    counters: Annotated[Path | None, typer.Option(help="Counters over --answers: metrics, log or JSON.")] = None,
-    num_speculative_tokens: Annotated[int | None, typer.Option(*K_NAMES, help="K. Default: from the counters.")] = None,
+    canary: Annotated[Path, Argument(help="Folder written by `canary build`.")],
+    answers: Annotated[Path | None, Option(help="Instead of an endpoint: a JSON line per prompt.")] = None,
+    counters: Annotated[Path | None, Option(help="Counters over --answers: metrics, log or JSON.")] = None,
+    num_speculative_tokens: Annotated[int | None, Option(*K_NAMES, help="K. Default: from the counters.")] = None,
     sampled: Annotated[
-        int, typer.Option(min=0, help="Passes over the prompts above temperature 0, such as 8: they show C13.")
+        int, Option(min=0, help="Passes over the prompts above temperature 0, such as 8: they show C13.")
     ] = 0,
     asked: EngineTest,
     as_json: AsJson = False,

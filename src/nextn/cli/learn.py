@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from nextn.cli.common import AsJson, stop_flag
 from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note
@@ -38,13 +38,9 @@ where all before them were."""
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Folder for the models, reports and figures.")] = _FOLDER,
-    minutes: Annotated[
-        float, typer.Option(min=0, help="Time budget of the training; 0 = only decode trained models.")
-    ] = 4.0,
-    download: Annotated[
-        bool, typer.Option("--download/--no-download", help="Fetch the model if it is not there.")
-    ] = True,
+    folder: Annotated[Path, Option(help="Folder for the models, reports and figures.")] = _FOLDER,
+    minutes: Annotated[float, Option(min=0, help="Time budget of the training; 0 = only decode trained models.")] = 4.0,
+    download: Annotated[bool, Option("--download/--no-download", help="Fetch the model if it is not there.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Decode a published chat model without and with an MTP head, then train a small model and decode that.

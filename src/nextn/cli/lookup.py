@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument
 
 from nextn.cli.common import AsJson
 from nextn.cli.screen import console, echo, plain, print_json, print_lines
@@ -24,7 +24,7 @@ _FIRST = ("index", "tutorials/first-hour")
 
 def families(
     search: Annotated[
-        list[str] | None, typer.Argument(help="Words of a model's name or model_type, such as GLM 5.3. Default: all.")
+        list[str] | None, Argument(help="Words of a model's name or model_type, such as GLM 5.3. Default: all.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -59,7 +59,7 @@ def _table(found: "Sequence[Family]") -> "Table":
 
 def docs(
     topic: Annotated[
-        str | None, typer.Argument(help="Name of a page, such as reference/measure, or its last part; none: list all.")
+        str | None, Argument(help="Name of a page, such as reference/measure, or its last part; none: list all.")
     ] = None,
 ) -> None:
     """Show a page of the documentation, or list all pages.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from typer import Option
 
 from nextn.cli.common import (
     K_NAMES,
@@ -47,18 +48,16 @@ _EXIT_CODES = {"kept": 0, "fell": 1, "inconclusive": 3}  # of a comparison
 @expanded("exact_head", "threads", "kv_cache_dtype")
 def measure(
     *,
-    num_speculative_tokens: Annotated[
-        int, typer.Option(*K_NAMES, help="The largest K; smaller ones are reported, too.")
-    ] = 4,
+    num_speculative_tokens: Annotated[int, Option(*K_NAMES, help="The largest K; smaller ones are reported, too.")] = 4,
     prompts: Prompts = None,
     temperatures: Annotated[
-        str | None, typer.Option(help="Comma-separated temperatures; 0 = greedy. Default: 0,1, or that of --texts.")
+        str | None, Option(help="Comma-separated temperatures; 0 = greedy. Default: 0,1, or that of --texts.")
     ] = None,
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
     thinking: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--thinking/--no-thinking",
             help="Turn thinking on or off in the chat template. Default: the template's.",
             show_default=False,
@@ -67,30 +66,30 @@ def measure(
     options: ModelOptions,
     min_acceptance: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="Exit with 1 if a_1 is below this (for CI), by the first rule of the lowest temperature; without "
             "temperatures where most texts repeat themselves."
         ),
     ] = None,
     baseline: Annotated[
-        Path | None, typer.Option(help="Record of an earlier `measure --out`, of the same prompts and settings.")
+        Path | None, Option(help="Record of an earlier `measure --out`, of the same prompts and settings.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="Another checkpoint to measure on the same prompts, such as the base model.")
+        str | None, Option(help="Another checkpoint to measure on the same prompts, such as the base model.")
     ] = None,
     max_drop: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="With --baseline or --against: exit with 1 if acceptance fell by more, with 3 if "
             "the data cannot decide. Default: 5%."
         ),
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
+        bool, Option("--probe", help="Try other conventions; exit with 1 if the weights fit another one better.")
     ] = False,
     form: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--format",
             help="Print the measurement as another tool writes it: vllm, aiperf (records of requests), aiperf-report, "
             "speculators (CSV) or inferencex (YAML).",
@@ -98,7 +97,7 @@ def measure(
     ] = None,
     out: RecordFile = None,
     figure: Annotated[
-        Path | None, typer.Option(help="File for a picture of AL over K, such as curve.png; needs matplotlib.")
+        Path | None, Option(help="File for a picture of AL over K, such as curve.png; needs matplotlib.")
     ] = None,
     asked: EngineAccess,
     given_texts: GivenTextOptions,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from nextn.cli.common import K_NAMES, ModelOptions, NumCopyTokens, expanded, open_checkpoint
 from nextn.cli.decode import DraftVocabularyOptions
@@ -26,55 +27,46 @@ _DEFAULT_K = 4
 def serve(
     *,
     context: typer.Context,
-    host: Annotated[
-        str, typer.Option(help="Address to bind to. 0.0.0.0: reachable from other machines.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 = a free one.")] = 8000,
+    host: Annotated[str, Option(help="Address to bind to. 0.0.0.0: reachable from other machines.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port; 0 = a free one.")] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name of the model in requests. Default: the folder's name, or the hub id.")
+        str | None, Option(help="Name of the model in requests. Default: the folder's name, or the hub id.")
     ] = None,
     num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(*K_NAMES, help=f"Most draft tokens per round; 0 = plain decoding. Default: {_DEFAULT_K}."),
+        int | None, Option(*K_NAMES, help=f"Most draft tokens per round; 0 = plain decoding. Default: {_DEFAULT_K}.")
     ] = None,
     num_copy_tokens: NumCopyTokens = 0,
-    fixed_k: Annotated[
-        bool, typer.Option("--fixed-k", help="Always draft -k tokens, even if fewer are faster.")
-    ] = False,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 16,
+    fixed_k: Annotated[bool, Option("--fixed-k", help="Always draft -k tokens, even if fewer are faster.")] = False,
+    max_num_seqs: Annotated[int, Option(help="Sequences that are decoded at once.")] = 16,
     max_model_len: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of a prompt and its completion. Default: the model's context, or what --cache-gb holds."
-        ),
+        Option(help="Tokens of a prompt and its completion. Default: the model's context, or what --cache-gb holds."),
     ] = None,
-    cache_gb: Annotated[float, typer.Option(help="Memory for the caches of sequences and prefixes, in GB.")] = 2.0,
+    cache_gb: Annotated[float, Option(help="Memory for the caches of sequences and prefixes, in GB.")] = 2.0,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the key that clients must send. Default: no key.")
+        str | None, Option(help="Environment variable with the key that clients must send. Default: no key.")
     ] = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin whose web pages may call the API; repeatable. Default: none.")
+        list[str] | None, Option(help="Origin whose web pages may call the API; repeatable. Default: none.")
     ] = None,
-    request_timeout: Annotated[float, typer.Option(help="Seconds after which an answer is ended with an error.")] = 600,
-    grace: Annotated[float, typer.Option(help="Seconds for running answers to end when the server is stopped.")] = 30,
+    request_timeout: Annotated[float, Option(help="Seconds after which an answer is ended with an error.")] = 600,
+    grace: Annotated[float, Option(help="Seconds for running answers to end when the server is stopped.")] = 30,
     reference: Annotated[
-        Path | None, typer.Option(help="Record of `nextn measure --out`: the page compares acceptance with it.")
+        Path | None, Option(help="Record of `nextn measure --out`: the page compares acceptance with it.")
     ] = None,
     per_request_metrics: Annotated[
-        bool, typer.Option("--per-request-metrics", help="Add acceptance to every answer, as vLLM can.")
+        bool, Option("--per-request-metrics", help="Add acceptance to every answer, as vLLM can.")
     ] = False,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="How the model writes tool calls: deepseek, glm_xml, hermes, llama3_json, mistral or qwen_xml. "
             "Default: by its chat template."
         ),
     ] = None,
     print_engine: Annotated[
         str | None,
-        typer.Option(
-            "--print", help="Print the command that serves this model in vllm, sglang or llama.cpp, and exit."
-        ),
+        Option("--print", help="Print the command that serves this model in vllm, sglang or llama.cpp, and exit."),
     ] = None,
     vocabulary: DraftVocabularyOptions,
     source: ModelOptions,

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from nextn.cli.common import AsJson, Device, ModelOptions, check_device, expanded, shipped_option
 from nextn.cli.progress import say_doing
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nextn.train.run_options import RunOptions
 
 _JOINT = "Trunk and head from scratch"
-_head_option = partial(typer.Option, rich_help_panel="A head on a frozen trunk")
+_head_option = partial(Option, rich_help_panel="A head on a frozen trunk")
 
 
 @dataclass(frozen=True)
@@ -27,36 +27,32 @@ class TrainOptions:
 
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Text files, folders, .jsonl, .parquet, or a data set as org/name[:config][:split]; repeatable. "
             "Default: Python's standard library."
         ),
     ] = None
     all_tokens: Annotated[
-        bool, typer.Option("--all-tokens", help="Also train on prompts and user turns, not only on answers.")
+        bool, Option("--all-tokens", help="Also train on prompts and user turns, not only on answers.")
     ] = False
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of a tokenizer. Default: bytes, or the trunk's own.")
-    ] = None
+    tokenizer: Annotated[Path | None, Option(help="Folder of a tokenizer. Default: bytes, or the trunk's own.")] = None
     modules: Annotated[
-        int | None, typer.Option(min=1, help="Number of MTP layers of a new head; deeper drafts reuse the last one.")
+        int | None, Option(min=1, help="Number of MTP layers of a new head; deeper drafts reuse the last one.")
     ] = None
-    config: Annotated[
-        Path | None, typer.Option(help="JSON file with training settings; the documentation lists them.")
-    ] = None
+    config: Annotated[Path | None, Option(help="JSON file with training settings; the documentation lists them.")] = (
+        None
+    )
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE, overrides the defaults and --config; repeatable.")
+        list[str] | None, Option("--set", help="KEY=VALUE, overrides the defaults and --config; repeatable.")
     ] = None
     device: Device = "auto"
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write event files in OUT/tensorboard.")] = (
-        False
-    )
+    tensorboard: Annotated[bool, Option("--tensorboard", help="Also write event files in OUT/tensorboard.")] = False
     recipe: Annotated[
         str | None,
-        typer.Option(help=f"Named workload that sets the defaults. Default: {DEFAULT_RECIPE}.", rich_help_panel=_JOINT),
+        Option(help=f"Named workload that sets the defaults. Default: {DEFAULT_RECIPE}.", rich_help_panel=_JOINT),
     ] = None
     model: Annotated[
-        Path | None, typer.Option(help="config.json (transformers format) of a trunk to build.", rich_help_panel=_JOINT)
+        Path | None, Option(help="config.json (transformers format) of a trunk to build.", rich_help_panel=_JOINT)
     ] = None
     freeze_trunk: Annotated[
         bool, _head_option("--freeze-trunk", help="Train only the head, on the frozen trunk of --from.")
@@ -130,10 +126,10 @@ class TrainOptions:
 @expanded()
 def train(
     *,
-    out: Annotated[Path, typer.Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
+    out: Annotated[Path, Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
     options: TrainOptions,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume from the newest checkpoint in OUT, with the options of its start.")
+        bool, Option("--resume", help="Resume from the newest checkpoint in OUT, with the options of its start.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
