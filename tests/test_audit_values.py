@@ -431,6 +431,8 @@ def test_never_trained(tmp_path):
     assert checked(tmp_path / "torch", uniform, ones) == [("values-untrained", "warning")]
     assert checked(tmp_path / "matrices", normal) == [("values-untrained", "note")]
     assert checked(tmp_path / "ones", ones) == [("values-untrained", "note")]
+    without_norms = lambda table: [table.pop(each) for each in [*table] if is_norm(each) and not of_head(each)]  # noqa: E731
+    assert checked(tmp_path / "alone", ones, without_norms) == []  # nothing to tell them from
     whole = edited(lambda each: len(each) > 0 and not is_norm(each), lambda a: 0.02 * fresh.standard_normal(a.shape))
     assert checked(tmp_path / "model", whole, edited(is_norm, np.ones_like)) == []
 

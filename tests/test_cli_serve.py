@@ -16,7 +16,7 @@ from nextn.text_format import install_command
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--port", "70000"], "cannot listen on 127.0.0.1 port 70000"),
+        (["--port", "70000"], "127.0.0.1 port 70000: expected a port of 0 to 65535;"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "that variable holds no key"),
         (["--reference", "nowhere.json"], "--reference nowhere.json: cannot be read: No such file"),

@@ -105,7 +105,7 @@ def test_a_trunk_without_a_row(trunk, text, tmp_path):
     shutil.copytree(trunk, tmp_path / "strange")
     config = json.loads((tmp_path / "strange" / "config.json").read_text()) | {"model_type": "gpt_neox"}
     (tmp_path / "strange" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FamilyError, match="model_type 'gpt_neox' has no MTP convention"):
+    with pytest.raises(FamilyError, match="model_type 'gpt_neox' has no known MTP head"):
         run(tmp_path / "run", StartingPoint(tmp_path / "strange"), text)
 
 

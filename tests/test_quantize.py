@@ -119,6 +119,13 @@ def test_what_the_config_declares(head_bits, tmp_path):
     assert not [finding for finding in findings if finding.severity == "error"], findings
 
 
+def test_joined_projections_are_declared(tmp_path):
+    """SGLang's loader of this head asks the list for the joined names only."""
+    build("qwen3_5").save(tmp_path / "model", dtype=torch.bfloat16)
+    quantize(tmp_path / "model", tmp_path / "out", weights="int4", group_size=16)
+    assert not [each for each in audit(tmp_path / "out").findings if each.rule == "quantization"]
+
+
 def test_blocks_of_gguf(tmp_path):
     """Attention values have eight bits; the blocks are read as those of a file are, in both backends."""
     build("glm4_moe").save(tmp_path / "model", dtype=torch.bfloat16)

@@ -113,7 +113,7 @@ def test_more_that_is_refused_before_training(made, tmp_path, here):
     (out / "export").mkdir(parents=True)
     assert "remove it" in here(*command(made, out, "llama", "--export", "vllm"))[2]
     code, _, error = here("train", tmp_path / "joint", "--export", "vllm")
-    assert (code, "--export need --freeze-trunk" in error) == (2, True)
+    assert (code, "--export needs --freeze-trunk" in error) == (2, True)
 
 
 def test_what_the_trunk_alone_decides(made, tmp_path):

@@ -255,7 +255,8 @@ def _untrained(samples: SampledValues) -> Iterator[Finding]:
         and _share_initial(samples, samples.weights, head_dtypes) >= 0.75
         and _share_initial(samples, samples.trunk_weights, trunk_dtypes) < 0.5
     )
-    ones = _all_ones(samples.head_norms) and not _all_ones(samples.trunk_layer_norms)
+    known = samples.trunk_layer_norms  # none, where the head is read alone
+    ones = bool(known) and _all_ones(samples.head_norms) and not _all_ones(known)
     signs = ["its matrices are distributed as a fresh initialization"] * initial
     signs += [f"all its norm weights are stored as {int(inventory.family.norm_weight == 'w')}"] * ones
     if signs:

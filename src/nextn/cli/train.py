@@ -179,18 +179,16 @@ def _check(options: "RunOptions") -> None:
         if path is not None and not Path(path).exists():
             raise ConfigError(f"{option} {path}: no such file or folder")
     if not options.freeze_trunk:
-        values = (
-            options.trunk, options.head, options.cache_gb, options.layout, options.settings.get("trained_parts"),
-            options.export,
-        )  # fmt: skip
-        flags = (
-            options.init_head, options.head_only, options.on_policy, options.allow_worse, options.curve, options.stream,
-        )  # fmt: skip
-        if any(value is not None for value in values) or any(flags):
-            raise ConfigError(
-                "--from, --head, --init-head, --layout, --set trained_parts, --head-only, --on-policy, --cache-gb, "
-                "--allow-worse, --curve, --stream, --export need --freeze-trunk"
-            )
+        given = {
+            "--from": options.trunk, "--head": options.head, "--init-head": options.init_head or None,
+            "--layout": options.layout, "--set trained_parts": options.settings.get("trained_parts"),
+            "--head-only": options.head_only or None, "--on-policy": options.on_policy or None,
+            "--cache-gb": options.cache_gb, "--allow-worse": options.allow_worse or None,
+            "--curve": options.curve or None, "--stream": options.stream or None, "--export": options.export,
+        }  # fmt: skip
+        if names := [name for name, value in given.items() if value is not None]:
+            need = f"{', '.join(names)} {'needs' if len(names) == 1 else 'need'}"
+            raise ConfigError(f"{need} --freeze-trunk, which trains a head for a given model")
         return
     if options.trunk is None:
         raise ConfigError("--freeze-trunk needs a trunk: pass its folder or hub id with --from")

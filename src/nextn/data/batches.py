@@ -52,7 +52,9 @@ class Batches:
         if batch_size < 1 or length < 2 or seed < 0:
             raise ConfigError(f"{batch_size=}, {length=}, {seed=}: expected batch_size >= 1, length >= 2 and seed >= 0")
         if pack and corpus.num_tokens < length:
-            raise ConfigError(f"{length=}: {name} has only {corpus.num_tokens} tokens; use a shorter one or more text")
+            raise ConfigError(
+                f"{length=}: {name} has only {corpus.num_tokens} tokens; use more text or a smaller length"
+            )
         self.corpus, self.batch_size, self.length, self.seed, self.pack = corpus, batch_size, length, seed, pack
         self.rows_per_epoch = corpus.num_tokens // length if pack else int(self._pieces().sum())
         self._epoch_rows = lru_cache(maxsize=2)(self._sample_epoch)

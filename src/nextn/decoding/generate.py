@@ -323,7 +323,7 @@ class TextStream:
 
 def _tokenizer(model: Model | TextInterface) -> PreTrainedTokenizerBase:
     if model.tokenizer is None:
-        raise ConfigError("the checkpoint has no tokenizer; pass token ids, or add tokenizer.json to its folder")
+        raise ConfigError("the checkpoint has no tokenizer for text prompts; save the base model's in its folder")
     return model.tokenizer
 
 

@@ -18,7 +18,7 @@ from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.gguf_blocks import round_to_blocks
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory, count_layers
-from nextn.checkpoint.module_lists import Section
+from nextn.checkpoint.module_lists import Section, with_fused
 from nextn.checkpoint.provenance import (
     Provenance,
     head_fingerprint,
@@ -343,7 +343,8 @@ def quantization_config(
     quantized = {name.removesuffix(".weight") for name in rounded}
     plain = [module for module, _ in stored_modules(stored) if module not in quantized]
     # A tied lm_head is a Linear that no file stores.
-    ignore = dict.fromkeys([*(module for module in plain if module != embedding.removesuffix(".weight")), "lm_head"])
+    listed = with_fused([module for module in plain if module != embedding.removesuffix(".weight")], quantized)
+    ignore = dict.fromkeys([*listed, "lm_head"])
     return {
         "quant_method": "compressed-tensors", "format": main.format, "quantization_status": "compressed",
         "config_groups": groups, "ignore": list(ignore), "kv_cache_scheme": None,

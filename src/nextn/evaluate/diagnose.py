@@ -368,8 +368,8 @@ class Diagnosis(CheckReport):
         needed = self.needed
         if self._may_be_short:
             return (
-                "the engine drafts fewer than K tokens in some rounds: let it draft K in all (nextn serve --fixed-k), "
-                "or ask for longer texts (--max-tokens), as some engines do so at the end of each"
+                "in some rounds the engine drafts fewer than K tokens: fix its K (nextn serve --fixed-k), or, as some "
+                "engines do so at the end of a text, ask for longer texts (--max-tokens)"
             )
         if needed is None:
             other = self.cases[0].other_workload
@@ -402,9 +402,9 @@ class Diagnosis(CheckReport):
             decoded = ", ".join(fault.name for fault in FAULTS if fault.contract)
             notes.append(f"not checked, as they show only in decoding, which a streamed trunk cannot do: {decoded}")
         if not self.cases[0].counts.num_drafted:
-            shorter = "drafts fewer than K tokens in some rounds, so its counts do not compare with K in all; fix its K"
+            shorter = "drafts fewer than K tokens in some rounds, so its counts by position are not comparable"
             why = shorter if self.cases[0].has_short_rounds else "counts no positions"
-            notes.append(f"{self.engine} {why}: there is one figure only, and causes are hard to distinguish")
+            notes.append(f"{self.engine} {why}: only AL is compared, which hardly distinguishes causes")
             if self.cases[0].counts.rounds is None:
                 notes.append(
                     f"{self.engine} shows no number of rounds: as many as the reference has are assumed, and one "

@@ -70,8 +70,8 @@ def choose_draft_vocabulary(
         raise ConfigError("the checkpoint has no head, so there is nothing to draft with")
     if len(tokens) < _HELD_OUT * _NUM_PROMPTS * _PROMPT:
         raise ConfigError(
-            f"the text has {len(tokens)} tokens; expected at least {_HELD_OUT * _NUM_PROMPTS * _PROMPT} to choose a "
-            "draft vocabulary by, or give a number of tokens"
+            f"--draft-vocab: the text has {len(tokens)} tokens, and to choose a size, "
+            f"{_HELD_OUT * _NUM_PROMPTS * _PROMPT} are needed: add text, or give the size as FILE:SIZE"
         )
     split = len(tokens) - len(tokens) // _HELD_OUT
     head.draft_vocabulary = None

@@ -43,7 +43,9 @@ def read_engine_counters(engine: str, budget: Budget, *, served: str | None = No
     if Path(engine).exists():
         return read(Path(engine), model=served)
     if "://" not in engine and not re.fullmatch(r"[\w.-]+:\d+(/.*)?|localhost", engine):
-        raise ConfigError(f"--engine {engine}: no such file, and not an address such as localhost:8000")
+        raise ConfigError(
+            f"--engine {engine}: no such file, and not an address such as localhost:8000; save lines of a log in a file"
+        )
     return from_metrics(fetch_metrics(engine, budget), model=served)
 
 

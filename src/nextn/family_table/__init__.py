@@ -25,7 +25,6 @@ from nextn.family_table.rows import (
 )
 from nextn.family_table.spec import MAX_COUNT, ExpertForm, Family
 from nextn.family_table.withheld import WITHHELD, Withheld, declared_fields, withheld
-from nextn.text_format import docs_page
 
 __all__ = [
     "ASKS_FOR_FUSED",
@@ -126,10 +125,10 @@ def by_config(config: Mapping[str, object]) -> Family:
             "weights; `nextn audit` and `nextn restore` take --family NAME instead"
         )
     raise FamilyError(
-        f"model_type {brief(_types(config)[0])} has no MTP convention that nextn knows: no head to read or convert. "
-        "`nextn train --freeze-trunk --init-head` makes one, `nextn generate -k 0` needs none. "
-        f"Families (deepseek_v3, glm4_moe, ...): {docs_page('reference/families/index')}; "
-        "`nextn audit` and `nextn restore` take --family NAME for a head stored as that family's"
+        f"model_type {brief(_types(config)[0])} has no known MTP head, so there is none to read. Train one "
+        "(`nextn train RUN --from MODEL --freeze-trunk --init-head`), name one with --head, or decode without (-k 0). "
+        "If the files hold a head as a family stores it (`nextn families`), `nextn audit` and `nextn restore` take "
+        "--family NAME"
     )
 
 

@@ -100,6 +100,6 @@ def listen(host: str, port: int) -> socket.socket:
         server.listen(128)
     except (OSError, OverflowError) as error:
         server.close()
-        reason = getattr(error, "strerror", None) or error  # without "[Errno 98]"
+        reason = getattr(error, "strerror", None) or "expected a port of 0 to 65535"  # without "[Errno 98]"
         raise ConfigError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from error
     return server

@@ -122,10 +122,10 @@ def _record(folder: Path, given: Path | None, inventory: Inventory) -> Mapping[s
     records = {path: each for path in paths if (each := _read(path)).keys() >= {"figures", "hashes", "settings"}}
     if len(records) != 1:
         found = "no record" if not records else f"{len(records)} records"
-        raise ConfigError(
-            f"{given or folder}: {found} of `nextn measure`; run `nextn measure ... --out acceptance.json` and give "
-            "it with --measured"
-        )
+        model = folder if inventory.layers else f"MODEL --head {folder}"
+        run = f"run `nextn measure {model} --out {folder / 'acceptance.json'}`"
+        advice = "name one with --measured" if records else run
+        raise ConfigError(f"{given or folder}: {found} of `nextn measure`; {advice}")
     path, record = next(iter(records.items()))
     if record["hashes"].get("head") != head_fingerprint(inventory):
         raise CheckpointError(f"{path}: its figures are of another head than that of {folder}; measure this one")

@@ -139,6 +139,7 @@ def prepare_head_run(
     the settings' temperature. Raises FamilyError if the trunk's family is unknown or cannot be run, CheckpointError if
     files do not fit together, ConfigError if data or settings cannot be used.
     """
+    HeadConfig.from_dict({"steps": _STEPS} | dict(settings))  # raises now, not after minutes of loading
     model, origin, notes = load_starting_point(start, near=out, ranks=ranks)
     limit = model.trunk.max_length or _LENGTH
     defaults = {"steps": _STEPS, "length": min(_LENGTH, limit), "dtype": training_dtype(ranks.device.type)}

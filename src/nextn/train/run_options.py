@@ -128,10 +128,10 @@ def _merge(old: Mapping[str, Any], given: Mapping[str, Any], group: str) -> dict
 
 def _disagreement(name: str, old: object, new: object) -> ConfigError:
     return ConfigError(
-        f"{name}: the run was started with {_shown(old)}, and {_shown(new)} is given now. Leave the option out to "
+        f"{name}: the run was started {_shown(old)}, and {json.dumps(new)} is given now. Leave the option out to "
         "resume, or start another run in another folder"
     )
 
 
 def _shown(value: object) -> str:
-    return "nothing" if value in (None, False, ()) else json.dumps(value)
+    return "without it" if value in (None, False, ()) else f"with {json.dumps(value)}"
