@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, values
+from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, tensors, values
 from packed import Case, quantize_folder
 from quick import families
 from tiny import build
@@ -22,6 +22,7 @@ from nextn.checkpoint.checkpoint import INDEX, Checkpoint
 from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.cli import app
+from nextn.edit.convert import convert
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, FamilyError
 from nextn.family_table import by_name, rows
@@ -519,16 +520,33 @@ def test_side_file(name, severity, says, tmp_path):
 
 @pytest.mark.parametrize(("same", "severity"), [(True, "note"), (False, "warning")])
 def test_stored_twice(same, severity, tmp_path):
-    """Two spellings of one tensor: harmless if equal."""
-    published, other = (
-        f"model.layers.2.{path}.weight" for path in ("transformer.shared_head.norm", "shared_head.norm")
-    )
+    """Two spellings of every tensor: harmless if equal, and one finding."""
 
     def twice(table):
-        table[other] = table[published if same else "model.layers.2.enorm.weight"]
+        head = {name: values for name, values in table.items() if name.startswith("mtp.")}
+        other = {name: values if same else RawTensor("BF16", values.shape, bytes(len(values.data)))
+                 for name, values in head.items()}  # fmt: skip
+        table |= {f"model.{name}": values for name, values in other.items()}
 
-    [found] = findings(publish(tmp_path, "step3p5", change=twice), "stored-twice")
-    assert (found.severity, published in found.found, other in found.found) == (severity, True, True)
+    [found] = findings(publish(tmp_path, "qwen3_5", change=twice), "stored-twice")
+    assert (found.severity, "15 tensors" in found.found, "model.mtp.fc.weight, mtp.fc.weight" in found.found) == (
+        severity, True, True)  # fmt: skip
+    notes = convert(tmp_path, tmp_path / "out", to="qwen3_5", dry_run=True).notes
+    assert len([note for note in notes if "with other values than" in note]) == 15 * (not same)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fix"), [(r"^mtp\.", "--force"), ("down_proj", "zero_to_fp32"), (".", "zero_to_fp32")]
+)
+def test_weights_without_values(pattern, fix, tmp_path):
+    """DeepSpeed's ZeRO-3: one finding, and no other of the same tensors."""
+    empty = [name for name in tensors("qwen3_5") if re.search(pattern, name)]
+    nothing = dict.fromkeys(empty, RawTensor("BF16", (0,), b""))
+    folder = publish(tmp_path, "qwen3_5", change=lambda table: table.update(nothing))
+    [found] = [each for each in audit(folder).findings if each.rule != "engine-ignores"]
+    assert (found.rule, found.severity) == ("shape", "error")
+    assert f"{len(empty)} tensor" in found.found
+    assert fix in found.fix
 
 
 def tokenizer(folder, **parts):

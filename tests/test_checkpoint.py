@@ -163,9 +163,10 @@ def test_nothing_to_open(tmp_path):
     """Catches a message that does not tell the user what to give instead."""
     with pytest.raises(CheckpointError, match=r"no \.safetensors file. It has no files"):
         Checkpoint.open(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin: pickle files are not read.*save_file"):
-        Checkpoint.open(tmp_path)
+    for name in ("epoch=0-step=10.ckpt", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(CheckpointError, match=rf"{name}.*: pickle files are not read.*save_file"):
+            Checkpoint.open(tmp_path)
     for wrong in (tmp_path / "pytorch_model.bin", tmp_path / "gone", "./no/such", "name", "a b/c", "x" * 5000):
         with pytest.raises(CheckpointError, match=r"neither a folder|cannot be read|pickle files are not read"):
             Checkpoint.open(wrong)

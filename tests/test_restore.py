@@ -280,6 +280,9 @@ REFUSED = {
     "fp8": ("glm4_moe", {"fp8": True}, {}, CheckpointError, "quantized .fp8-block.*no quantization"),
     "vocabulary": ("glm4_moe", {}, {"change": lambda table: (without("glm4_moe")(table), grown(table))},
                    CheckpointError, "vocab_size is 64, the target's 66.*--force"),
+    "lm_head": ("glm4_moe", {}, {"change": lambda table: (without("glm4_moe")(table), table.pop("lm_head.weight")),
+                                 "config": {"tie_word_embeddings": True}},
+                CheckpointError, "target is tied .*without the lm_head.*--force"),
 }  # fmt: skip
 
 
@@ -317,10 +320,24 @@ def test_added_tokens(tmp_path):
     target = lost(tmp_path / "target", "glm4_moe", change=lambda table: (without("glm4_moe")(table), grown(table)))
     plan = nextn.restore(target, base, force=True)
     assert any("another vocabulary" in note for note in plan.notes)
+    target = lost(tmp_path / "tied", **REFUSED["lm_head"][2], name="glm4_moe")
+    assert any("without the lm_head" in note for note in nextn.restore(target, base, force=True).notes)
     own = publish(tmp_path / "own", "step3p5")
     target = lost(tmp_path / "step", "step3p5", change=lambda table: (without("step3p5")(table), grown(table)))
     with pytest.raises(CheckpointError, match="vocab_size is 64"):
         nextn.restore(target, own, force=True)
+
+
+def test_names_of_a_wrapper_are_noted(tmp_path):
+    base = publish(tmp_path / "base", "qwen3_5")
+
+    def wrap(table):
+        for name in [*table]:
+            table[f"_orig_mod.{name}"] = table.pop(name)
+        without("qwen3_5")(table)
+
+    (note,) = nextn.restore(publish(tmp_path / "target", "qwen3_5", change=wrap), base).notes
+    assert "of the target under names of a wrapper of torch" in note
 
 
 def test_broken_places(tmp_path):

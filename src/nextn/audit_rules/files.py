@@ -133,12 +133,15 @@ def side_file(inventory: Inventory) -> Iterator[Finding]:
 
 def stored_twice(inventory: Inventory) -> Iterator[Finding]:
     """Report tensors of the head stored under several names."""
+    groups: dict[bool, list[Sequence[str]]] = defaultdict(list)
     for names in inventory.duplicates.values():
-        equal = all(same(inventory.checkpoint, names[0], other) for other in names[1:])
+        groups[all(same(inventory.checkpoint, names[0], other) for other in names[1:])].append(names)
+    for equal, twice in groups.items():
         yield Finding(
-            "stored-twice", "note" if equal else "warning", names[0],
-            f"The same tensor of the head is stored as {some(names)}, with {'equal' if equal else 'different'} values.",
-            "Only one of them: which one an engine uses depends on its load order.",
+            "stored-twice", "note" if equal else "warning", twice[0][0],
+            f"{counted(len(twice), 'tensor')} of the head under several names, such as {some(twice[0])}, with "
+            f"{'equal' if equal else 'different'} values.",
+            "One name for each: which one an engine uses depends on its load order.",
             restore(inventory, force=True) if not equal else "Nothing needs to be done.",
         )  # fmt: skip
 

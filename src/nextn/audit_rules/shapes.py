@@ -76,6 +76,9 @@ def _pruned_apart(inventory: Inventory) -> tuple[int, int] | None:
 def shape(inventory: Inventory) -> Iterator[Finding]:
     """Report tensors of the head whose shape differs from the config's or from that of the trunk's layers."""
     inventory, reported = _of_logical_weights(inventory), set[str]()
+    for finding, names in _empty(inventory):
+        reported |= names
+        yield finding
     for info, expected, because in (*_against_config(inventory), *_against_trunk(inventory)):
         if info.name in reported:  # for another expert in it
             continue
@@ -101,6 +104,21 @@ def shape(inventory: Inventory) -> Iterator[Finding]:
                 f"A size of {size} beside the hidden size.",
                 f"Run `{restore(inventory, force=True)}`." if in_head else "Download or save the trunk again.",
             )  # fmt: skip
+
+
+def _empty(inventory: Inventory) -> Iterator[tuple[Finding, set[str]]]:
+    """Report weights without values, and their names: as ZeRO-3 has those that no process gathered."""
+    tensors, head = inventory.checkpoint.tensors, set(inventory.stored.values())
+    names = [name for name, info in tensors.items() if 0 in info.shape and info.dtype.startswith(("BF", "F"))]
+    if names:
+        gather = "Save again with DeepSpeed's stage3_gather_16bit_weights_on_model_save, or its zero_to_fp32.py"
+        yield Finding(
+            "shape", "error", names[0],
+            f"{counted(len(names), 'tensor')} without values, such as {names[0]} {list(tensors[names[0]].shape)}: "
+            "DeepSpeed's ZeRO-3 saves a weight so if it has not gathered it.",
+            "The weights of all processes.",
+            f"Run `{restore(inventory, force=True)}`." if head.issuperset(names) else f"{gather}.",
+        ), set(names)  # fmt: skip
 
 
 def _unlike_down_proj(inventory: Inventory) -> Iterator[tuple[TensorInfo, int, bool]]:

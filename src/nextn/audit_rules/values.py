@@ -336,7 +336,10 @@ def _copied(samples: SampledValues) -> Iterator[Finding]:
 
 def _undecoded(samples: SampledValues) -> Iterator[Finding]:
     if not samples.weights and not samples.head_norms:
-        dtypes = sorted({samples.inventory.info(each).dtype for each in samples.inventory.stored})
+        infos = map(samples.inventory.info, samples.inventory.stored)
+        dtypes = sorted({info.dtype for info in infos if 0 not in info.shape})
+        if not dtypes:
+            return
         yield Finding(
             "values-unchecked", "note", "the head", f"Its values were not checked: {', '.join(dtypes)} is not decoded.",
             "Floating-point values of 8 bits or more.", "Measure the acceptance.",

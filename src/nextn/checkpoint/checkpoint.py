@@ -252,7 +252,8 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
 def _advice(path: str, names: Sequence[str]) -> str:
     if ggufs := [name for name in names if name.endswith(".gguf")]:
         file = shlex.quote(str(Path(path) / ggufs[0]))
-        return f"It has {', '.join(ggufs[:3])}: give that file, or what `nextn convert {file} OUT` writes."
+        which = "that file" if len(ggufs) == 1 else "one of them"
+        return f"It has {', '.join(ggufs[:3])}: give {which}, or what `nextn convert {file} OUT` writes."
     if pickles := [name for name in names if name.endswith(PICKLES)]:
         return f"It has {pickle_sentence(pickles)}"
     if INDEX in names:

@@ -28,7 +28,11 @@ class ForeignNames:
 
 
 _MERGE = "Merge the adapter (PEFT's `merge_and_unload`, `mlx_lm.fuse`), save, and audit the result."
-_UNWRAP = "Save the state of the unwrapped module."
+_UNWRAP = (
+    "Save the state of the unwrapped module; or rename each file's tensors with safetensors.torch: save_file("
+    "{name.replace(PREFIX, ''): value for name, value in load_file(FILE).items()}, FILE, {'format': 'pt'}), and then "
+    "`nextn convert FOLDER --reindex`."
+)
 KINDS = (
     ForeignNames(re.compile(rf".*\.(?:{_ADAPTER})(?:\..+|$)"), "\0", "the matrices of an adapter", _MERGE),
     ForeignNames(re.compile(r"^base_model\.model\."), "", "an adapter's model that was not merged (PEFT)", _MERGE),

@@ -15,7 +15,7 @@ Config = Mapping[str, object]
 _HUB_URL = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://(?:models/)?)([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII
 )
-PICKLES = (".bin", ".pt", ".pth")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 
 

@@ -108,14 +108,29 @@ def refuse_misfit(dst: Inventory, src: Inventory, *, force: bool) -> list[str]:
     if "vocab_size" in wrong and force and not set(src.family.own):
         vocabulary = wrong.pop("vocab_size")
         notes.append(f"another vocabulary: {vocabulary}; the head uses only the trunk's embedding and lm_head")
+    if (lost := _lost_lm_head(dst, src)) and force:
+        notes.append(lost)
+    elif lost:
+        wrong["lm_head"] = lost
     reasons = [*wrong.values(), *_mismatched_shapes(dst, src)]
     if reasons:
         more = f" and {len(reasons) - 5} more" if reasons[5:] else ""
-        only_vocabulary = [*wrong] == ["vocab_size"] and not src.family.own
-        advice = " If tokens were only added, use --force." if only_vocabulary else ""
+        only = next(iter(wrong)) if len(wrong) == len(reasons) == 1 else ""
+        advice = {
+            "vocab_size": "" if src.family.own else " If tokens were only added, use --force.",
+            "lm_head": " Save the target again with its lm_head; with --force, it stays as it is.",
+        }.get(only, "")
         where = f"{src.checkpoint.path}: its head does not fit {dst.checkpoint.path}"
         raise CheckpointError(f"{where}: {'; '.join(reasons[:5])}{more}.{advice}")
     return notes
+
+
+def _lost_lm_head(dst: Inventory, src: Inventory) -> str:
+    """Say that the target predicts with its embedding, and the base with an lm_head of its own; "" if not so."""
+    tied = [bool(lookup(each.checkpoint.config, "tie_word_embeddings")) for each in (dst, src)]
+    stores = ["output" in each.shared for each in (dst, src)]
+    is_lost = tied == [True, False] and stores == [False, True]
+    return "the target is tied (tie_word_embeddings), without the lm_head that the base has" if is_lost else ""
 
 
 def _sizes(inventory: Inventory) -> dict[str, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.expert_forms import split_view
+from nextn.checkpoint.foreign_names import foreign
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.checkpoint.quantization import QuantConfig, is_mlx
@@ -160,6 +161,9 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
         _refuse_complete(dst, src, force=force)
         _refuse_bare(dst, force=force)
         notes += refuse_misfit(dst, src, force=force)
+        for kind, names in foreign(checkpoint.tensors, family.runtime_names):
+            are = f"{counted(len(names), 'tensor')} of the target under names of {kind.what}"
+            notes.append(f"{are}, which no loader maps, stay as they are: {kind.remedy}")
         packed = {canonical for canonical in dst.copies if not canonical.endswith(".weight")} if force else set()
         stale = {canonical for canonical in dst.copies if int(canonical.split(".")[0]) not in src.modules}
         gone = dst.spellings({*dst.own, *packed, *stale}) | (_unrecognized_heads(dst) if force else set())
