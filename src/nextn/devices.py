@@ -23,9 +23,8 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device = {name!r}; expected one of {', '.join(_available_names())}") from error
     if not _is_available(device):
-        raise ConfigError(
-            f"device = {str(device)!r} is not available to torch; expected one of {', '.join(_available_names())}"
-        )
+        message = f"device = {str(device)!r} is not available to torch; expected one of {', '.join(_available_names())}"
+        raise ConfigError(message)
     return device
 
 

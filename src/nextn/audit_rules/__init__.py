@@ -176,9 +176,8 @@ def _family(checkpoint: Checkpoint) -> Family | None:
             return None
         if not matches:
             raise
-        raise FamilyError(
-            f"{error}. Its tensor names match the layout of {', '.join(matches)}: try --family NAME."
-        ) from error
+        message = f"{error}. Its tensor names match the layout of {', '.join(matches)}: try --family NAME."
+        raise FamilyError(message) from error
 
 
 def _without_family(checkpoint: Checkpoint) -> AuditReport:

@@ -127,9 +127,8 @@ class Checkpoint:
                 files = [file for file in (path, path.with_name(CONFIG)) if file.is_file()]
                 return _assemble(str(path), {file.name: LocalFile.at(file, file.name) for file in files})
             if path.suffix == ".gguf":
-                raise CheckpointError(
-                    f"{path_or_id}: {_conversion(str(path_or_id)) if path.exists() else 'no such file'}"
-                )
+                message = f"{path_or_id}: {_conversion(str(path_or_id)) if path.exists() else 'no such file'}"
+                raise CheckpointError(message)
             named = None if path.exists() or isinstance(path_or_id, Path) else split_hub_id(path_or_id)
             if named is None:
                 raise CheckpointError(source_sentence(str(path_or_id)))
@@ -141,9 +140,8 @@ class Checkpoint:
             else:
                 sources, commit = repo_files(hub_id, ref, token=token, endpoint=endpoint)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{error} (There is no folder {hub_id} here, so it was taken as a hub id.)"
-            ) from error
+            message = f"{error} (There is no folder {hub_id} here, so it was taken as a hub id.)"
+            raise CheckpointError(message) from error
         return replace(_assemble(hub_id, sources), revision=commit, ref=ref)
 
     @property

@@ -73,9 +73,8 @@ class GgufTensor:
             file.seek(self.begin + begin)
             data = file.read(min(end, self.nbytes) - begin)
         if len(data) < end - begin:
-            raise CheckpointError(
-                f"{self.file}: {brief(self.name)} is truncated. Another process is changing the file."
-            )
+            message = f"{self.file}: {brief(self.name)} is truncated. Another process is changing the file."
+            raise CheckpointError(message)
         return data
 
     def middle(self) -> bytes:
@@ -169,9 +168,8 @@ def _others(path: Path, metadata: dict[str, Scalar]) -> list[Path]:
     names = [f"{match[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
     absent = [name for name in names if not path.with_name(name).is_file()]
     if absent:
-        raise CheckpointError(
-            f"{path}: {len(absent)} of its {count} files are missing, such as {absent[0]}. Download all of them."
-        )
+        message = f"{path}: {len(absent)} of its {count} files are missing, such as {absent[0]}. Download all of them."
+        raise CheckpointError(message)
     return [path.with_name(name) for name in names if name != path.name]
 
 

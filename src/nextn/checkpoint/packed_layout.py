@@ -241,9 +241,8 @@ def _needed_for_fp4(weight: PackedWeight, settings: WeightSettings) -> dict[Part
     if settings.symmetric is False:
         raise ValueError(f"unsupported: {weight.module} has fp4 codes with zero points; load the unquantized model")
     if (factors := weight.parts.get("input_factors")) is not None:
-        raise ValueError(
-            f"unsupported: {factors.name} (NVFP4 with AWQ) scales the layer's inputs; load the unquantized model"
-        )
+        message = f"unsupported: {factors.name} (NVFP4 with AWQ) scales the layer's inputs; load the unquantized model"
+        raise ValueError(message)
     scales = weight.parts.get("scales")
     is_nvfp4 = weight.layout == "fp4" or (scales is not None and scales.dtype == "F8_E4M3")
     needed: dict[Part, str] = {"scales": "its scales"}

@@ -178,9 +178,8 @@ def _refuse_special(paths: Iterable[Path]) -> None:
     """Raise CheckpointError for a pipe, socket or device under a name to read: reading it might never end."""
     for path in paths:
         if path.suffix in (".safetensors", ".json") and path.exists() and not (path.is_file() or path.is_dir()):
-            raise CheckpointError(
-                f"{path}: is a pipe, socket or device; a checkpoint has regular files only. Remove it."
-            )
+            message = f"{path}: is a pipe, socket or device; a checkpoint has regular files only. Remove it."
+            raise CheckpointError(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +256,8 @@ def _list(url: str, reader: "HubReader") -> tuple[str, list[str]]:
         "".join(names).encode()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
-        raise CheckpointError(
-            f"{url}: the response is not a repository listing: {reason}. Check HF_ENDPOINT."
-        ) from error
+        message = f"{url}: the response is not a repository listing: {reason}. Check HF_ENDPOINT."
+        raise CheckpointError(message) from error
     return commit, [name for name in names if not {"", ".", ".."} & set(re.split(r"[/\\]", name))]
 
 
@@ -317,9 +315,8 @@ class HubReader:
                 for piece in response.iter_raw():
                     body += piece
                     if len(body) > expected:
-                        raise CheckpointError(
-                            f"{url}: the server sends more than the {expected} bytes requested. {NO_RANGES}"
-                        )
+                        message = f"{url}: the server sends more than the {expected} bytes requested. {NO_RANGES}"
+                        raise CheckpointError(message)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             slow = f": less than {RATE // 1024} KiB/s" if isinstance(error, httpx2.ReadTimeout) and body else ""
             raise _FailedTry(f"{type(error).__name__} {self.redactor.text(str(error))[:300]}{slow}") from error

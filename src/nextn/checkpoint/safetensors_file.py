@@ -257,9 +257,8 @@ def write_safetensors(
             for piece in data() if callable(data) else [data]:
                 file.write(piece)
             if (position := file.tell() - 8 - len(header)) != end:
-                raise CheckpointError(
-                    f"{path}: tensor {name} ends at byte {position} of the data, by its shape at {end}."
-                )
+                message = f"{path}: tensor {name} ends at byte {position} of the data, by its shape at {end}."
+                raise CheckpointError(message)
 
 
 def _layout(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None) -> tuple[dict[str, int], bytes]:

@@ -98,9 +98,8 @@ def folder_of(checkpoint: Checkpoint) -> Path:
     """Return the folder of a local checkpoint, where its config.json is."""
     config = checkpoint.sources.get(CONFIG)
     if not isinstance(config, LocalFile):
-        raise CheckpointError(
-            f"{checkpoint.path}: no {CONFIG} there or next to it. Give the model's own folder or hub id."
-        )
+        message = f"{checkpoint.path}: no {CONFIG} there or next to it. Give the model's own folder or hub id."
+        raise CheckpointError(message)
     return config.path.parent
 
 

@@ -123,9 +123,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be written: {error.strerror or error}; free some space, or choose another folder"
-        ) from error
+        message = f"{path}: cannot be written: {error.strerror or error}; free some space, or choose another folder"
+        raise CheckpointError(message) from error
 
 
 @contextmanager

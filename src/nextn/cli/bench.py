@@ -221,9 +221,8 @@ def advise(
         )
     options, source = options.prepared(), options.source
     if asked.engine:
-        raise ConfigError(
-            f"--engine {asked.engine}: only with --against; with MODEL, decoding is timed on this machine"
-        )
+        message = f"--engine {asked.engine}: only with --against; with MODEL, decoding is timed on this machine"
+        raise ConfigError(message)
     loaded = options.load(need_head=True)
     plan = replace(plan, chat=use_chat(loaded, chat))
     from nextn.evaluate.advice import advise as measured_advice

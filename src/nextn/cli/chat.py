@@ -185,6 +185,5 @@ def _handle(conversation: _Conversation, line: str) -> None:
     elif command[1] in commands:
         commands[command[1]](command[2] or "")
     else:
-        raise ConfigError(
-            f"unknown command /{command[1]}; /help lists them. To send it as a message, begin with a space"
-        )
+        message = f"unknown command /{command[1]}; /help lists them. To send it as a message, begin with a space"
+        raise ConfigError(message)

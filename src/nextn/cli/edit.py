@@ -138,9 +138,8 @@ def convert(
         _run(partial(write_index, open_checkpoint(source), out), options, as_json=as_json)
         return
     if out is None:
-        raise typer.BadParameter(
-            "OUT is missing: give a new folder for the result; only --reindex changes the folder itself"
-        )
+        message = "OUT is missing: give a new folder for the result; only --reindex changes the folder itself"
+        raise typer.BadParameter(message)
     if Path(source).suffix == ".gguf":
         _refuse(of_head, "a .gguf file is converted to the model's own names, in indexed files: convert it first, then "
                 "the folder with")  # fmt: skip

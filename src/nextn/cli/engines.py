@@ -131,9 +131,8 @@ def check(
     if (asked.engine is None) == (answers is None):
         raise ConfigError("give --engine URL, or --answers FILE with --counters FILE")
     if asked.engine is not None and counters is not None:
-        raise ConfigError(
-            "--counters belongs to --answers: an endpoint's counters are read before and after each prompt"
-        )
+        message = "--counters belongs to --answers: an endpoint's counters are read before and after each prompt"
+        raise ConfigError(message)
     if asked.engine is None and sampled:
         raise ConfigError("--sampled needs --engine: it requests texts above temperature 0")
     sampled_run = None

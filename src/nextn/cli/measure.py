@@ -111,18 +111,16 @@ def measure(
     if min_acceptance is not None and not 0 <= min_acceptance <= 1:
         raise ConfigError(f"--min-acceptance {min_acceptance}; expected a rate from 0 to 1, such as 0.6")
     if against is not None and (baseline is not None or texts is not None or engine is not None):
-        raise ConfigError(
-            "--against measures the other checkpoint's own texts: leave --baseline, --texts and --engine out"
-        )
+        message = "--against measures the other checkpoint's own texts: leave --baseline, --texts and --engine out"
+        raise ConfigError(message)
     if max_drop is not None and baseline is None and against is None:
         raise ConfigError(f"--max-drop {max_drop}: compared with what? Give --baseline FILE or --against MODEL")
     limit, earlier = _share(max_drop or "5%"), None if baseline is None else read_record(baseline)
     check: Callable[[Model], None] | None = None
     given = None if temperatures is None else parse_temperatures(temperatures)
     if texts is not None and (prompts is not None or (given is not None and len(given) > 1)):
-        raise ConfigError(
-            "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
-        )
+        message = "--texts replaces --prompts, and its texts are of one temperature; leave out the other options"
+        raise ConfigError(message)
     if texts is not None and thinking is not None:
         raise ConfigError("--texts has its prompts as they were rendered; leave --thinking and --no-thinking out")
     rule = "block" if form is None else "argmax"  # how engines accept by default

@@ -185,9 +185,8 @@ def _key(variable: str | None) -> str | None:
         return None
     key = os.environ.get(variable, "").strip()
     if not re.fullmatch(r"[\x21-\x7e]+", key):
-        raise ConfigError(
-            f"--api-key-env {variable}: that variable holds no key; export one of printable ASCII characters"
-        )
+        message = f"--api-key-env {variable}: that variable holds no key; export one of printable ASCII characters"
+        raise ConfigError(message)
     return key
 
 

@@ -191,9 +191,8 @@ class Canary:
         try:
             return cls._from_json(str(folder), read_json(path))
         except OSError as error:
-            raise ConfigError(
-                f"{path}: no record of a canary ({error.strerror}); create one by `nextn canary build`"
-            ) from error
+            message = f"{path}: no record of a canary ({error.strerror}); create one by `nextn canary build`"
+            raise ConfigError(message) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}: not the record of a canary ({error!r}); build it again") from error
 

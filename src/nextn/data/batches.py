@@ -139,9 +139,8 @@ def sample_prompts(corpus: Corpus, *, count: int, length: int, seed: int, contin
     before every document that is long enough has given one. Raises ConfigError if the corpus is too small.
     """
     if min(count, length) < 1 or min(continuation, seed) < 0:
-        raise ConfigError(
-            f"{count=}, {length=}, {continuation=}, {seed=}: expected count, length >= 1, the others >= 0"
-        )
+        message = f"{count=}, {length=}, {continuation=}, {seed=}: expected count, length >= 1, the others >= 0"
+        raise ConfigError(message)
     size = length + continuation
     candidates = _excerpts(corpus, size)
     order = permutation(PCG64(SeedSequence(seed)), len(candidates))

@@ -36,9 +36,8 @@ def turns_of(record: "Record", location: str) -> tuple[str, ...] | None:
     if turns is None:
         return None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise ConfigError(
-            f'{location}: expected the user\'s turns as non-empty texts, in "turns" or as "messages" of role user'
-        )
+        message = f'{location}: expected the user\'s turns as non-empty texts, in "turns" or as "messages" of role user'
+        raise ConfigError(message)
     return tuple(turns)
 
 

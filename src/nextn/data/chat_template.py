@@ -54,9 +54,8 @@ def check_growth(document: object) -> None:
     for field in ("normalizer", "decoder"):
         growth = _growth(document.get(field) if isinstance(document, dict) else None)
         if growth > MAX_GROWTH:
-            raise ValueError(
-                f"its {field} can make a text {growth:.3g} times as long, at most {MAX_GROWTH} are allowed"
-            )
+            message = f"its {field} can make a text {growth:.3g} times as long, at most {MAX_GROWTH} are allowed"
+            raise ValueError(message)
 
 
 def _growth(step: object) -> float:

@@ -181,9 +181,8 @@ def _columns(record: Record) -> str:
 def _messages(record: Record, location: str) -> list[dict[str, object]]:
     messages = record["messages"]
     if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
-        raise ConfigError(
-            f'{location}: "messages" is {_shown(messages)}; expected [{{"role": ..., "content": ...}}, ...]'
-        )
+        message = f'{location}: "messages" is {_shown(messages)}; expected [{{"role": ..., "content": ...}}, ...]'
+        raise ConfigError(message)
     return [*messages]
 
 

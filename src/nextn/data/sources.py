@@ -224,9 +224,8 @@ def _dataset_rows(source: str) -> Iterator[tuple[str, Record]]:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
     except ImportError as error:
-        raise ConfigError(
-            f"{source}: no such file or folder; to read it as a data set: {install_command('data')}"
-        ) from error
+        message = f"{source}: no such file or folder; to read it as a data set: {install_command('data')}"
+        raise ConfigError(message) from error
     config, split = rest if len(rest) == 2 else (None, rest[0] if rest else "train")
     try:
         rows = load_dataset(name, config, split=split)

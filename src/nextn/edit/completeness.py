@@ -29,9 +29,8 @@ def check_written(
         wrong += sorted(headers[file].keys() - tensors.keys())
         wrong += _differing(stage / file, headers[file], copied.get(file, {}))
         if wrong:
-            raise CheckpointError(
-                f"{folder}: not written: {file} would not hold {some(wrong)} as planned. It is unchanged."
-            )
+            message = f"{folder}: not written: {file} would not hold {some(wrong)} as planned. It is unchanged."
+            raise CheckpointError(message)
     return headers
 
 

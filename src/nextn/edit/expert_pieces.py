@@ -59,9 +59,8 @@ def in_form(tensors: Mapping[str, TensorInfo], form: ExpertForm, checkpoint: Che
         for part, view in split_view(path, info):
             own = expert_path(part)
             if own is None or own.form != "split":
-                raise CheckpointError(
-                    f"{checkpoint.path}: {info.name} {list(info.shape)} does not divide into experts."
-                )
+                message = f"{checkpoint.path}: {info.name} {list(info.shape)} does not divide into experts."
+                raise CheckpointError(message)
             split[own] = info.name if found.form == "split" else f"{info.name}: {part}"
             parts[split[own]] = replace(view, name=split[own])
     pieces = {path: Piece(replace(checkpoint, tensors=parts), name) for path, name in split.items()}

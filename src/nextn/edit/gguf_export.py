@@ -45,9 +45,8 @@ def refuse_trunk(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
     layout = layout_of(family)
     if listed := [*problems(config, layout)]:
         other = "" if layout == STEP35 else ". Its step35 layout takes heads of `nextn train --layout step35`"
-        raise FamilyError(
-            f"{checkpoint.path}: llama.cpp's {layout} layout cannot hold this trunk: {'; '.join(listed)}{other}"
-        )
+        message = f"{checkpoint.path}: llama.cpp's {layout} layout cannot hold this trunk: {'; '.join(listed)}{other}"
+        raise FamilyError(message)
     return config
 
 

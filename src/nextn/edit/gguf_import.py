@@ -240,9 +240,8 @@ def _pieces(
         slices = range(tensor.shape[-1]) if "{}" in path else (None,)
         pieces |= {path.format(each): replace(stacked, name=path.format(each), expert=each) for each in slices}
     if unknown:
-        raise CheckpointError(
-            f"{file.path}: {config['model_type']} has no place for {some(unknown)}. Give the original checkpoint"
-        )
+        message = f"{file.path}: {config['model_type']} has no place for {some(unknown)}. Give the original checkpoint"
+        raise CheckpointError(message)
     notes = [f"left out: {some(left)}, copies that the family does not store"] if left else []
     if rounded:
         notes.append(f"as the trunk's: {some(rounded)}, which the file has in another type")

@@ -91,9 +91,8 @@ def copy_tokenizer(writer: "GGUFWriter", source: Path, vocab_size: int) -> None:
     tokens = fields.get("tokenizer.ggml.tokens")
     count = 0 if tokens is None else len(tokens.data)
     if count != vocab_size:
-        raise ConfigError(
-            f"--tokenizer {source}: it has {count} tokens, the model {vocab_size}; give one of this model"
-        )
+        message = f"--tokenizer {source}: it has {count} tokens, the model {vocab_size}; give one of this model"
+        raise ConfigError(message)
     for name, each in fields.items():
         writer.add_key_value(name, each.contents(), each.types[0], each.types[-1] if each.types[1:] else None)
 

@@ -150,9 +150,8 @@ def parse_answer(document: Mapping[str, object], url: str) -> EngineAnswer:
     try:
         return _answer(document)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise EngineError(
-            f"{url}: not an OpenAI-compatible answer ({_reason(error)}): {short_repr(document)}"
-        ) from error
+        message = f"{url}: not an OpenAI-compatible answer ({_reason(error)}): {short_repr(document)}"
+        raise EngineError(message) from error
 
 
 def _reason(error: Exception) -> str:

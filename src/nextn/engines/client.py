@@ -191,9 +191,8 @@ class Client:
             raise self._unreachable(path, error) from error
         except httpx2.TransportError as error:
             reason = self._quoted(str(error)) or type(error).__name__
-            raise _RetryableError(
-                f"{self.url}{path}: the engine broke off its answer: {reason}; see its log"
-            ) from error
+            message = f"{self.url}{path}: the engine broke off its answer: {reason}; see its log"
+            raise _RetryableError(message) from error
 
     def _body(self, path: str, response: httpx2.Response, deadline: Deadline, byte_limit: int) -> Iterator[bytes]:
         """The bytes as they were sent: a compressed body could expand a thousandfold."""

@@ -169,9 +169,8 @@ def _sglang_finish(fields: Fields) -> Counters:
 def _llama_round(fields: Fields) -> Counters:
     accepted, drafted = (int(count) for count in fields["accepted/drafted"][0].replace(" ", "").split("/"))
     if not accepted <= drafted <= MAX_POSITIONS:
-        raise EngineError(
-            f"llama.cpp: a round accepted {accepted} of {drafted} drafts; expected at most {MAX_POSITIONS}"
-        )
+        message = f"llama.cpp: a round accepted {accepted} of {drafted} drafts; expected at most {MAX_POSITIONS}"
+        raise EngineError(message)
     positions = tuple(int(index < accepted) for index in range(drafted))
     return Counters("llama.cpp", 1, drafted, accepted, positions, (1,) * drafted)
 
@@ -235,9 +234,8 @@ def _native_mtp(fields: Fields) -> Counters:
         int(key): int(count) for key, count in re.findall(r"([0-9]{1,9}):([0-9]{1,15})", fields["acceptedByDepth"][0])
     }
     if max([*found, depth or 0]) > MAX_POSITIONS:
-        raise EngineError(
-            f"a line of vMLX has a depth above {MAX_POSITIONS}: depth={depth}, {fields['acceptedByDepth'][0]:.60}"
-        )
+        message = f"a line of vMLX has a depth above {MAX_POSITIONS}: depth={depth}, {fields['acceptedByDepth'][0]:.60}"
+        raise EngineError(message)
     histogram = [found.get(accepted, 0) for accepted in range(max([*found, depth or 0]) + 1)]
     rounds, accepted = sum(histogram), sum(index * count for index, count in enumerate(histogram))
     is_fixed = depth is not None and active in (None, depth)

@@ -229,9 +229,8 @@ def _check_texts(trunk: Trunk, texts: Sequence[Sequence[int]]) -> None:
     limit = trunk.max_length
     for text in texts:
         if len(text) < 2 or (limit is not None and len(text) > limit):
-            raise ConfigError(
-                f"a text of {len(text)} tokens; expected 2 to {limit or 'any number'}, the model's context"
-            )
+            message = f"a text of {len(text)} tokens; expected 2 to {limit or 'any number'}, the model's context"
+            raise ConfigError(message)
         if max(text) >= trunk.vocab_size or min(text) < 0:
             wrong = next(token for token in text if not 0 <= token < trunk.vocab_size)
             raise ConfigError(f"token {wrong} is not in the model's vocabulary of {trunk.vocab_size}")

@@ -20,9 +20,8 @@ def check_temperatures(plan: ReferencePlan) -> None:
     """Raise ConfigError for several temperatures, which counters that are there already are not of."""
     if len(plan.temperatures) > 1:
         given = ",".join(f"{temperature:g}" for temperature in plan.temperatures)
-        raise ConfigError(
-            f"--temperatures {given}: the engine's counters are of one temperature; name it, or use --drive"
-        )
+        message = f"--temperatures {given}: the engine's counters are of one temperature; name it, or use --drive"
+        raise ConfigError(message)
 
 
 def counted_so_far(

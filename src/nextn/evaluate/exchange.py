@@ -50,9 +50,8 @@ def check_form(form: str, temperatures: Sequence[float], *, decoded: bool) -> No
     if len(temperatures) != 1:
         raise ConfigError(f"--format {form} is of one temperature: give it, such as --temperatures 1")
     if form in _FROM_ROUNDS and not decoded:
-        raise ConfigError(
-            f"--format {form} takes decoded rounds, and given texts have none; leave --texts and --engine out"
-        )
+        message = f"--format {form} takes decoded rounds, and given texts have none; leave --texts and --engine out"
+        raise ConfigError(message)
 
 
 def inferencex_note(report: "ReferenceReport", category: object) -> str | None:

@@ -215,9 +215,8 @@ def _tokens_per_s(
 def _length(counters: Counters) -> float:
     """AL over the rounds that drafted."""
     if not counters.num_drafts or counters.accepted is None:
-        raise ConfigError(
-            f"--engine: {counters.engine} counted no drafts; start it with MTP, at the largest K to consider"
-        )
+        message = f"--engine: {counters.engine} counted no drafts; start it with MTP, at the largest K to consider"
+        raise ConfigError(message)
     return length_of_drafts(counters.accepted, counters.num_drafts)
 
 

@@ -190,9 +190,8 @@ def score_texts(
     if head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
     if not contract.refresh:
-        raise ConfigError(
-            "contract.refresh = False can only be decoded, not scored: the head's cache depends on earlier rounds"
-        )
+        message = "contract.refresh = False can only be decoded, not scored: the head's cache depends on earlier rounds"
+        raise ConfigError(message)
     inputs = [_head_inputs(text, hidden, contract, head) for text, hidden in zip(texts, hiddens, strict=True)]
     for text, hidden, chains in zip(texts, hiddens, _draft_states(head, inputs, depths), strict=True):
         yield _score(model, text, chains, hidden.final_hidden, depths)

@@ -197,18 +197,16 @@ def _check(
             "one of each per depth, and at least one depth."
         )
     if not 0 < teacher.temperature < float("inf"):
-        raise ConfigError(
-            f"temperature {teacher.temperature}: expected a finite number > 0; 1 keeps the model's probs."
-        )
+        message = f"temperature {teacher.temperature}: expected a finite number > 0; 1 keeps the model's probs."
+        raise ConfigError(message)
     for k, (hidden, label) in enumerate(zip(hiddens, labels, strict=True), start=1):
         if hidden.shape[:-1] != label.shape:
             expected = f"[B, T-{k}] = {tuple(label.shape)}"
             raise ConfigError(f"hidden of depth {k} is {tuple(hidden.shape)}; {expected} is needed.")
     rows, length = labels[0].shape
     if tuple(teacher.hidden.shape[:-1]) != (rows, length + 1):
-        raise ConfigError(
-            f"the teacher's hidden is {tuple(teacher.hidden.shape)}; [B, T] = {(rows, length + 1)} is needed."
-        )
+        message = f"the teacher's hidden is {tuple(teacher.hidden.shape)}; [B, T] = {(rows, length + 1)} is needed."
+        raise ConfigError(message)
     for weight in outputs:
         if len(weight) != len(teacher.weight):
             shape = tuple(weight.shape)

@@ -160,9 +160,8 @@ def denominators(denominator: str | Tensor, counts: Tensor, trunk: Tensor) -> Te
     """Return the divisor of each depth's sum: its own count, the trunk's, or the given number, shaped as counts."""
     if isinstance(denominator, Tensor):
         if denominator.shape != counts.shape:
-            raise ConfigError(
-                f"denominator is {tuple(denominator.shape)}; {len(counts)} numbers are needed, one per depth."
-            )
+            message = f"denominator is {tuple(denominator.shape)}; {len(counts)} numbers are needed, one per depth."
+            raise ConfigError(message)
         return denominator.to(counts.device)
     if denominator not in ("valid", "tokens"):
         raise ConfigError(f"denominator {denominator!r} is unknown. Use 'valid', 'tokens' or a tensor of counts.")

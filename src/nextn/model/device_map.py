@@ -86,9 +86,8 @@ def layer_places(trunk: Trunk, device_map: str) -> list[torch.device | str]:
         listed = device_map.split(",")
         names = [listed[index * len(listed) // len(layers)] for index in range(len(layers))]
         if len(listed) > len(layers):
-            raise ConfigError(
-                f"device_map = {device_map!r} names {len(listed)} places for {len(layers)} decoder layers"
-            )
+            message = f"device_map = {device_map!r} names {len(listed)} places for {len(layers)} decoder layers"
+            raise ConfigError(message)
     return [_place(name, device_map) for name in names]
 
 

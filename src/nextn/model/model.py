@@ -308,9 +308,8 @@ def _with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, o
 
 def _runnable(checkpoint: Checkpoint, *, need_head: bool) -> Family:
     if not checkpoint.config:
-        raise CheckpointError(
-            f"{checkpoint.path}: config.json is absent or empty. Put the model's own beside the weights."
-        )
+        message = f"{checkpoint.path}: config.json is absent or empty. Put the model's own beside the weights."
+        raise CheckpointError(message)
     family = by_config(checkpoint.config) if need_head else trunk_family(checkpoint)
     if family.separate:
         raise FamilyError(f"{checkpoint.path}: a head alone; give its trunk, and this head with --head")

@@ -256,9 +256,8 @@ def _check_fit(own: Any, trunk: Trunk) -> None:
     differing = (fact for fact in facts if fact[1] != fact[2])
     problems += [f"{name} is {expected}, the trunk's {other} {found}" for name, expected, found, other in differing]
     if problems:
-        raise FamilyError(
-            f"the head does not fit this trunk: {'; '.join(problems)}; give the trunk that it was made for"
-        )
+        message = f"the head does not fit this trunk: {'; '.join(problems)}; give the trunk that it was made for"
+        raise FamilyError(message)
 
 
 def _source(text: PreTrainedConfig, trunk: Trunk) -> Trunk:

@@ -153,9 +153,8 @@ def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
         raise Untraceable("the native runtime gives repeated depths keys of their own, and this head's have none")
     if (quantizer := getattr(trunk.model, "hf_quantizer", None)) is not None:
         method = getattr(quantizer.quantization_config, "quant_method", "quantization")
-        raise Untraceable(
-            f"its weights are loaded by {getattr(method, 'value', method)}, whose layers have no native form"
-        )
+        message = f"its weights are loaded by {getattr(method, 'value', method)}, whose layers have no native form"
+        raise Untraceable(message)
     backend = _build_native(trunk, head)
     self_check.check(trunk, head, backend)
     return_freed_memory()
@@ -165,9 +164,8 @@ def _checked_native(trunk: Trunk, head: Head | None) -> Backend:
 @torch.inference_mode(False)  # the tensors created here outlive the caller's inference mode
 def _build_native(trunk: Trunk, head: Head | None) -> Backend:
     if trunk.dtype not in (torch.float32, torch.bfloat16):
-        raise Untraceable(
-            f"the native runtime does not support {trunk.dtype}, only float32 and bfloat16: load the model as one"
-        )
+        message = f"the native runtime does not support {trunk.dtype}, only float32 and bfloat16: load the model as one"
+        raise Untraceable(message)
     runtime = load()
     weight_bits = WEIGHT_BITS[trunk.weights]
     codes = [*weights_with_codes(*filter(None, (trunk, head)))]

@@ -126,9 +126,8 @@ class ServingEngine:
         num_waiting = len(requests - set(map(request_of, placed)))
         num_free = max(0, self.options.max_num_seqs - len(placed))
         if num_waiting >= self.options.max_queue + num_free:
-            raise QueueFullError(
-                f"{len(requests)} requests are running or waiting, which is the limit; try again later"
-            )
+            message = f"{len(requests)} requests are running or waiting, which is the limit; try again later"
+            raise QueueFullError(message)
         self._last_parent = parent
 
     def _emit(self, number: int, emit: Callable[[GenerationChunk], None], chunk: GenerationChunk) -> None:

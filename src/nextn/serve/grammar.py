@@ -232,9 +232,8 @@ def _lark(text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # it raises bare ones
-        raise ConfigError(
-            f"grammar is neither Lark nor GBNF: {_first_line(str(error)) or 'nested too deep'}"
-        ) from error
+        message = f"grammar is neither Lark nor GBNF: {_first_line(str(error)) or 'nested too deep'}"
+        raise ConfigError(message) from error
 
 
 def _read_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, eos: list[int]) -> "LLTokenizer":
@@ -295,9 +294,8 @@ def check_schema(schema: object) -> None:
     while stack:
         depth, value, is_constant = stack.pop()
         if is_constant and isinstance(value, int) and not -(2**53) <= value <= 2**53:
-            raise ConfigError(
-                f"JSON schema has the constant {value}; expected integers up to 2**53, which doubles hold exactly"
-            )
+            message = f"JSON schema has the constant {value}; expected integers up to 2**53, which doubles hold exactly"
+            raise ConfigError(message)
         if not isinstance(value, dict | list):
             continue
         if depth > _MAX_DEPTH:

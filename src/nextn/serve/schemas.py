@@ -184,9 +184,8 @@ class CompletionRequest(GenerationFields):
                 f"prompt: {len(self.prompts)} prompts times n = {self.n}; expected at most {MAX_CHOICES} sequences"
             )
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError(
-                "max_tokens: 0; expected at least 1, as only with echo = true there is something to answer"
-            )
+            message = "max_tokens: 0; expected at least 1, as only with echo = true there is something to answer"
+            raise ValueError(message)
         return self
 
 

@@ -107,6 +107,5 @@ def append_answers(out: Path, answers: Sequence[GeneratedAnswer]) -> None:
     except OSError as error:
         with suppress(OSError):
             os.truncate(out, size)
-        raise CheckpointError(
-            f"{out}: cannot be written: {error.strerror or error}. Complete batches are kept."
-        ) from error
+        message = f"{out}: cannot be written: {error.strerror or error}. Complete batches are kept."
+        raise CheckpointError(message) from error

@@ -45,9 +45,8 @@ def frozen_parameters(names: Iterable[str], trained_parts: str) -> list[str]:
     trained = {part.strip() for part in trained_parts.split(",")} if trained_parts else set(by_part)
     if unknown := sorted(trained - by_part.keys()):
         parts = ", ".join(part for part in PARTS if part in by_part)
-        raise ConfigError(
-            f"trained_parts = {trained_parts}: this head has no part {unknown[0]!r}; its parts are {parts}"
-        )
+        message = f"trained_parts = {trained_parts}: this head has no part {unknown[0]!r}; its parts are {parts}"
+        raise ConfigError(message)
     return [name for part, own in by_part.items() if part not in trained for name in own]
 
 
@@ -281,7 +280,6 @@ def _parse_step(piece: str, total: int | None) -> tuple[int, float]:
     if not start.strip().endswith("%"):
         return int(float(start)), float(value)
     if total is None:
-        raise ConfigError(
-            f"lambda step {piece!r} is a share of a run of unknown length. Give the total or a token count."
-        )
+        message = f"lambda step {piece!r} is a share of a run of unknown length. Give the total or a token count."
+        raise ConfigError(message)
     return round(float(start.strip()[:-1]) / 100 * total), float(value)

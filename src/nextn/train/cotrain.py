@@ -293,9 +293,8 @@ def targets_of(inputs: Mapping[str, object]) -> Targets:
         shapes = ["nested" if each.is_nested else tuple(each.shape) for each in (tokens, labels)]
         raise ConfigError(f"input_ids and labels are {shapes[0]} and {shapes[1]}; expected [rows, tokens], both alike")
     if _are_shifted(tokens, labels):
-        raise ConfigError(
-            "labels are shifted: each is the next of input_ids; give labels at their own token's position"
-        )
+        message = "labels are shifted: each is the next of input_ids; give labels at their own token's position"
+        raise ConfigError(message)
     documents = document_indices(inputs, tokens)
     mask = (labels != IGNORE) & (documents >= 0)
     return Targets(labels.where(mask, tokens), documents, mask)

@@ -172,14 +172,12 @@ def _device(local_rank: int, device: str) -> torch.device:
     if resolve_device(device).type == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return _CPU
     if device not in ("auto", "cuda"):
-        raise ConfigError(
-            f"device = {device!r} with torchrun, which gives each process a GPU; expected auto, cuda or cpu"
-        )
+        message = f"device = {device!r} with torchrun, which gives each process a GPU; expected auto, cuda or cpu"
+        raise ConfigError(message)
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise ConfigError(
-            f"process {local_rank} of this machine has no GPU: there are {count}; use --nproc-per-node {count}"
-        )
+        message = f"process {local_rank} of this machine has no GPU: there are {count}; use --nproc-per-node {count}"
+        raise ConfigError(message)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

@@ -168,13 +168,11 @@ class HiddenStateCache:
             raise CheckpointError(f"{path}: not a readable key: {error}; remove the folder, or give another") from error
         for part in ("trunk", "text"):
             if stored.get(part) != self._key[part]:
-                raise ConfigError(
-                    f"{self.folder} holds the hidden states of another {part}; remove the folder, or give another"
-                )
+                message = f"{self.folder} holds the hidden states of another {part}; remove the folder, or give another"
+                raise ConfigError(message)
         if difference := changes(stored, self._key):
-            raise ConfigError(
-                f"{self.folder} was made with {difference}; use the same, remove the folder, or give another"
-            )
+            message = f"{self.folder} was made with {difference}; use the same, remove the folder, or give another"
+            raise ConfigError(message)
 
     def _check_space(self, needed: int) -> None:
         what = f"{self.folder}: the hidden states of {self.num_batches} batches take {self.nbytes / _GB:.3g} GB"

@@ -105,9 +105,8 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                f"event files for tensorboard need a package: {error}; {install_command('tensorboard')}"
-            ) from error
+            message = f"event files for tensorboard need a package: {error}; {install_command('tensorboard')}"
+            raise ConfigError(message) from error
         self._events = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, record: MetricsRecord) -> None:

@@ -61,9 +61,8 @@ def is_on_policy(
         f"{name}: {reason}" for name, header in known.items() if (reason := _mismatch(header, trunk_id, temperature))
     ]
     if declared and all_tokens:
-        raise ConfigError(
-            "--on-policy and --all-tokens: prompts were not sampled from the trunk; leave one of them out"
-        )
+        message = "--on-policy and --all-tokens: prompts were not sampled from the trunk; leave one of them out"
+        raise ConfigError(message)
     if declared and mismatches:
         raise ConfigError(f"--on-policy: {mismatches[0]}. Leave --on-policy out: it is for files without a header")
     notes = [f"{mismatch}; its held-out sampled acceptance uses 1 - TV" for mismatch in mismatches]

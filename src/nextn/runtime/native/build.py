@@ -56,9 +56,8 @@ def cache_folder() -> Path:
     try:
         return Path(configured).absolute() if configured else Path.home() / ".cache" / "nextn"
     except RuntimeError as error:
-        raise ConfigError(
-            f"no cache folder for the native runtime: {error}; set TORCH_EXTENSIONS_DIR to a folder"
-        ) from error
+        message = f"no cache folder for the native runtime: {error}; set TORCH_EXTENSIONS_DIR to a folder"
+        raise ConfigError(message) from error
 
 
 def build_library(sources: Path, cache: Path) -> Path:
@@ -113,9 +112,8 @@ def _compiler() -> list[str]:
     try:
         return shlex.split(given) or ["g++"]
     except ValueError as error:
-        raise ConfigError(
-            f"CXX is {given!r}: {error}; expected a compiler and its options, as a shell reads them"
-        ) from error
+        message = f"CXX is {given!r}: {error}; expected a compiler and its options, as a shell reads them"
+        raise ConfigError(message) from error
 
 
 def _version_line(tool: str) -> str:
@@ -241,9 +239,8 @@ def _run(command: Sequence[str], folder: Path) -> None:
             timeout=_TIMEOUT,
         )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"the native runtime could not be built: {command[0]} did not finish in {_TIMEOUT} s"
-        ) from error
+        message = f"the native runtime could not be built: {command[0]} did not finish in {_TIMEOUT} s"
+        raise ConfigError(message) from error
     if completed.returncode:
         output = (completed.stderr or completed.stdout).strip()[:_MAX_OUTPUT]
         status = f"{command[0]} exited with status {completed.returncode}" + (f": {output}" if output else "")
