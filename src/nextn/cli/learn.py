@@ -54,7 +54,7 @@ def demo(
 
     if minutes:
         if not as_json:
-            _announce_training(folder, minutes)
+            _announce_training(minutes)
         with stop_flag() as stopped, progress(quiet=as_json) as on_record:
             trained = train_demo(folder, minutes=minutes, on_record=on_record, should_stop=stopped)
         if trained is None:
@@ -154,7 +154,7 @@ def _decode_shipped(folder: Path, *, quiet: bool) -> dict[str, object]:
     return records
 
 
-def _announce_training(folder: Path, minutes: float) -> None:
+def _announce_training(minutes: float) -> None:
     screen, duration = console(), "one minute" if minutes == 1 else f"{minutes:g} minutes"
     screen.rule("[bold]2. Training such a model here")
     text = (

@@ -161,10 +161,7 @@ def measure(
         draw_curves(report, figure)
     if form is not None:
         echo(exchange_text(report, form, source=report.source, prompts=report.prompts_text).rstrip("\n"))
-        if (
-            form == "inferencex"
-            and (difference := inferencex_note(report, report.prompts_source.get("category"))) is not None
-        ):
+        if form == "inferencex" and (difference := inferencex_note(report, report.prompts_source.get("category"))):
             print_note(difference)
     elif not as_json:
         show_reference(report)

@@ -99,14 +99,14 @@ def time_passes(
 
 
 def adaptive_length(
-    model: Model, *, limit: int, num_copy_tokens: int = 0, batch: int = 1, context: int = 256, backend: str = "auto"
+    model: Model, *, limit: int, num_copy_tokens: int = 0, context: int = 256, backend: str = "auto"
 ) -> AdaptiveLength:
     """Measure the costs on this machine and return the draft length that pays by them, at most `limit` drafts.
 
     The verification of up to `num_copy_tokens` copies is measured, too. Raises ConfigError as `measure_costs`.
     """
     longest = max(limit, num_copy_tokens)
-    costs = measure_costs(model, num_speculative_tokens=longest, batch=batch, context=context, backend=backend)
+    costs = measure_costs(model, num_speculative_tokens=longest, context=context, backend=backend)
     return AdaptiveLength(costs, limit=limit)
 
 

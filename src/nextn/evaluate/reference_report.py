@@ -334,9 +334,8 @@ class ReferenceReport:
                     "`ratio` and `block`"
                 )
         if len(self.prompts) < 8:
-            warnings.append(
-                f"{len(self.prompts)} texts: intervals of this few are wide, and assume that texts are similar"
-            )
+            few = f"{len(self.prompts)} texts: intervals of this few are wide, and assume that texts are similar"
+            warnings.append(few)
         return warnings + (self.controls.warnings if self.controls else [])
 
     def table(self) -> list[AcceptanceFigures]:

@@ -296,11 +296,8 @@ class ChatRequest(GenerationFields):
     def _fits_together(self) -> "ChatRequest":
         if self.continue_final_message and (self.messages[-1].role != "assistant" or not self.messages[-1].text):
             raise ValueError("continue_final_message: the last message is no text of the assistant")
-        if (
-            self.continue_final_message
-            and "add_generation_prompt" in self.model_fields_set
-            and self.add_generation_prompt
-        ):
+        opens = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if self.continue_final_message and opens:
             raise ValueError("continue_final_message: not valid with add_generation_prompt = true")
         if "continue_final_message" in self.chat_template_kwargs:
             raise ValueError("chat_template_kwargs: continue_final_message is a field of the request")

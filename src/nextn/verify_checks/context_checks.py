@@ -28,7 +28,7 @@ def prefix_cache(session: VerifySession) -> CheckResult:
     """Compare answers with and without cached prefixes; inconclusive if the cache was never hit."""
     endpoint, gap = session.target, session.settings.tie_gap
     requests = _requests(session, endpoint)
-    cache_pairs = _cache_pairs(session, endpoint, *requests)
+    cache_pairs = _cache_pairs(endpoint, *requests)
     known = [pair.hits for pair in cache_pairs if pair.hits is not None]
     batched = session.answer_all(endpoint, requests)
     pairs = [(pair.cold, warm) for pair, other in zip(cache_pairs, batched, strict=True) for warm in (pair.warm, other)]
@@ -61,9 +61,7 @@ def _requests(session: VerifySession, endpoint: Endpoint) -> list[EngineRequest]
     return [EngineRequest(prefix + suffix, max_tokens, logprobs=NUM_LOGPROBS) for suffix in _SUFFIXES]
 
 
-def _cache_pairs(
-    session: VerifySession, endpoint: Endpoint, first: EngineRequest, second: EngineRequest
-) -> list[_CachePair]:
+def _cache_pairs(endpoint: Endpoint, first: EngineRequest, second: EngineRequest) -> list[_CachePair]:
     """Send the first prompt twice, then the second, which shares its prefix; each also without the cache."""
     cold = endpoint.answer(first)  # never sent before, as the prefix begins with a salt
     warm, hits = _answer_with_hits(endpoint, first)

@@ -61,20 +61,16 @@ def _faults(answers: Sequence[EngineAnswer], tie_gap: float) -> list[str]:
         listed = token.listed(token.name)
         if token.logprob is None or not token.top_logprobs:
             continue
+        lead = token.top_logprobs[0].logprob - token.logprob
         if token.logprob > _EXACT or sum(math.exp(min(entry.logprob, 1.0)) for entry in token.top_logprobs) > 1.01:
             wrong.append(f"{where}: not log-probabilities ({token.logprob:.3f}, list sums to more than 1)")
         elif listed is None:
-            if (
-                token.logprob > token.top_logprobs[-1].logprob + _EXACT
-                or token.top_logprobs[0].logprob - token.logprob > tie_gap
-            ):
+            if token.logprob > token.top_logprobs[-1].logprob + _EXACT or lead > tie_gap:
                 wrong.append(f"{where}: the chosen token is not in the list of the likeliest")
         elif abs(listed - token.logprob) > _EXACT:
             wrong.append(f"{where}: {token.logprob:.3f} as the token's own, {listed:.3f} in the list")
-        elif token.top_logprobs[0].logprob - token.logprob > tie_gap:
-            wrong.append(
-                f"{where}: another token is likelier by {token.top_logprobs[0].logprob - token.logprob:.2f} nats"
-            )
+        elif lead > tie_gap:
+            wrong.append(f"{where}: another token is likelier by {lead:.2f} nats")
     return wrong
 
 

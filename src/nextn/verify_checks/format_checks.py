@@ -55,9 +55,8 @@ def max_tokens(session: VerifySession) -> CheckResult:
         return CheckResult("max-tokens", "failed", "; ".join(wrong[:4]), _ROUNDS)
     if not num_counted:
         return CheckResult("max-tokens", "inconclusive", "no answer says how many tokens it has (usage)")
-    return CheckResult(
-        "max-tokens", "passed", f"{counted(num_counted, 'limit')} respected, of {_LIMITS[0]} to {_LIMITS[-1]} tokens"
-    )
+    evidence = f"{counted(num_counted, 'limit')} respected, of {_LIMITS[0]} to {_LIMITS[-1]} tokens"
+    return CheckResult("max-tokens", "passed", evidence)
 
 
 def _limit_faults(answer: EngineAnswer, num: int | None, limit: int) -> list[str]:
@@ -86,12 +85,10 @@ def stop_strings(session: VerifySession) -> CheckResult:
     if wrong:
         return CheckResult("stop-strings", "failed", "; ".join(wrong[:4]), _ROUNDS)
     if tried == inconclusive:
-        return CheckResult(
-            "stop-strings", "inconclusive", "no greedy text could be reproduced, or all are too short", ""
-        )
-    return CheckResult(
-        "stop-strings", "passed", f"{counted(tried - inconclusive, 'text')} ended right before the stop string"
-    )
+        evidence = "no greedy text could be reproduced, or all are too short"
+        return CheckResult("stop-strings", "inconclusive", evidence)
+    evidence = f"{counted(tried - inconclusive, 'text')} ended right before the stop string"
+    return CheckResult("stop-strings", "passed", evidence)
 
 
 def _stop(text: str) -> tuple[str, int]:
@@ -117,10 +114,7 @@ def _stop_fault(answer: EngineAnswer, stop: str, expected: str) -> str | None:
 def json_schema(session: VerifySession) -> CheckResult:
     """Check that JSON requested with a schema parses and fits the schema."""
     request = EngineRequest(_PERSON, _JSON_TOKENS, schema=SCHEMA)
-    requests = [
-        replace(request, temperature=t, seed=session.settings.seed + n) for n, t in enumerate((0.0, 1.0, 1.0, 1.0))
-    ]
-    return _constrained(session, "json-schema", requests, _schema_fault)
+    return _constrained(session, "json-schema", _seeded(session, request, 3), _schema_fault)
 
 
 def tool_calls(session: VerifySession) -> CheckResult:
@@ -128,8 +122,13 @@ def tool_calls(session: VerifySession) -> CheckResult:
     tools = ({"type": "function", "function": _TOOL},)
     question = "What is the weather in Lisbon, in celsius?"
     request = EngineRequest(question, _JSON_TOKENS, tools=tools, tool_choice="weather")
-    requests = [replace(request, temperature=t, seed=session.settings.seed + n) for n, t in enumerate((0.0, 1.0, 1.0))]
-    return _constrained(session, "tool-calls", requests, _call_fault)
+    return _constrained(session, "tool-calls", _seeded(session, request, 2), _call_fault)
+
+
+def _seeded(session: VerifySession, request: EngineRequest, num_sampled: int) -> list[EngineRequest]:
+    """Return the request at temperature 0, and so many at 1."""
+    temperatures = enumerate((0.0, *[1.0] * num_sampled), session.settings.seed)
+    return [replace(request, temperature=temperature, seed=seed) for seed, temperature in temperatures]
 
 
 def _constrained(session: VerifySession, name: str, requests: list[EngineRequest], fault_of: FaultOf) -> CheckResult:

@@ -176,9 +176,8 @@ def sampled_calibration(session: VerifySession) -> CheckResult:
             "the text is too certain: hardly any sample could have been another token",
         )
     if any(not token.top_logprobs for text in texts for token in text.tokens):
-        return CheckResult(
-            "sampled-logprobs", "inconclusive", "not all tokens come with log-probabilities", _NO_LOGPROBS
-        )
+        evidence = "not all tokens come with log-probabilities"
+        return CheckResult("sampled-logprobs", "inconclusive", evidence, _NO_LOGPROBS)
     failures = holm([result.p for result in tested.values()], settings.false_alarm)
     evidence = "; ".join(
         f"{name} was sampled {result.seen} times in {result.num}, {result.expected:.0f} by its stated probability "
