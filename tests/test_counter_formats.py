@@ -203,7 +203,8 @@ TEXTS = {
     "rejected drafts": ('{"accepted_draft_tokens": 41, "rejected_draft_tokens": 49}', ("an engine", None, 90, 41, ())),
     "one name behind two counts": ("MTP active, 112/141 accepted draft tokens, 108.27 tok/s\nspeculative: 8/9 draft tokens accepted\n",
                                    ("an engine", None, 150, 120, ())),
-    "one name before two counts": ("Accepted draft tokens: 120 / 150\n", ("an engine", None, 150, 120, ())),
+    "one name before two counts": ("Accepted draft tokens: 120 / 150\nmtp accept_rate=57.0% accepted=171/300\n",
+                                   ("an engine", None, 450, 291, ())),
     "another engine": ("MTP ACTIVE (draft=3)\nspeculation: 1.60 tokens/forward | MTP acceptance 20% (3/15)\n",
                        ("an engine", None, 15, 3, ())),
     "oMLX": ("INFO MTP[3] accept=117/387 (30.2%) depth[d1=90/129,d2=20/90,d3=7/20]\n",
@@ -642,6 +643,7 @@ def test_forced_and_relaxed_acceptance():
     for text in FORCED:
         assert overrides_in(text), text
         assert read(f"{text}\n{VLLM}\n").overrides == overrides_in(text)
+    assert any(" = 2.500000 (llama.cpp" in setting for text in FORCED for setting in overrides_in(text))
     for text in NOT_FORCED:
         assert overrides_in(text) == (), text
     assert {each.effect for each in OVERRIDES} == {"forced", "relaxed", "another drafter's"}

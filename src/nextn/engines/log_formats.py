@@ -43,7 +43,8 @@ def _pair(one: str, other: str) -> str:
 
 _PAIR = (
     rf"{_COUNT}{_OF}{_COUNT} (?:accepted draft|drafts? (?:tokens )?accepted)|"
-    rf"accepted drafts?(?: tokens)?{_IS}{_COUNT}{_OF}{_COUNT}|{_pair(_KEPT, _REST)}|{_pair(_DRAFTED, _KEPT)}"
+    rf"(?:accepted drafts?(?: tokens)?{_IS}|(?<![a-z])accepted{_EQUALS}){_COUNT}{_OF}{_COUNT}|"
+    rf"{_pair(_KEPT, _REST)}|{_pair(_DRAFTED, _KEPT)}"
 )
 Fields = Mapping[str, list[str]]  # name of a field -> its values in the entry
 

@@ -53,7 +53,7 @@ OVERRIDES: tuple[Override, ...] = (
     Override("rejection_sample_method=synthetic", "vLLM", _named("rejection_sample_method", r"(synthetic)"), "forced"),
     Override("--spec-synth-len, --spec-synth-rates", "llama.cpp",
              rf"(?i)(?:spec[-_]synth[-_](?:len|rates){_ASSIGN}|synthetic acceptance: [^\n]{{0,40}} mean length = )"
-             r"([0-9][0-9.,]{0,400})", "forced"),
+             r"([0-9.]{1,20}(?:,[0-9.]{1,20}){0,64})", "forced"),
     Override("SGLANG_SIMULATE_ACC_LEN", "SGLang", _named("SGLANG_SIMULATE_ACC_LEN"), "forced", off=(0, -1)),
     Override("SIMULATE_ACC_LEN", "SGLang", _named("SIMULATE_ACC_LEN"), "forced", off=(0, -1)),
     Override("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "TensorRT-LLM",
