@@ -266,6 +266,16 @@ def grown(table):
         table[each] = RawTensor(old.dtype, (66, 32), old.data + old.data[: 2 * 64])
 
 
+def pruned(table):
+    """Half of the trunk's experts, as REAP leaves it, without the head."""
+    without("glm4_moe")(table)
+    for name, old in [*table.items()]:
+        if re.search(r"experts\.[23]\.", name):
+            del table[name]
+        elif re.search(r"mlp\.gate\.", name):
+            table[name] = RawTensor(old.dtype, (2, *old.shape[1:]), old.data[: len(old.data) // 2])
+
+
 # base's layout and options, target's options, error and reason
 REFUSED = {
     "no head": ("glm4_moe", {"change": without("glm4_moe")}, {}, CheckpointError, "holds no head"),
@@ -280,6 +290,8 @@ REFUSED = {
     "fp8": ("glm4_moe", {"fp8": True}, {}, CheckpointError, "quantized .fp8-block.*no quantization"),
     "vocabulary": ("glm4_moe", {}, {"change": lambda table: (without("glm4_moe")(table), grown(table))},
                    CheckpointError, "vocab_size is 64, the target's 66.*--force"),
+    "experts": ("glm4_moe", {}, {"change": pruned, "config": {"n_routed_experts": 2}}, CheckpointError,
+                "n_routed_experts is 4, the target's 2. If the trunk's experts were pruned, use --force; then `n"),
     "lm_head": ("glm4_moe", {}, {"change": lambda table: (without("glm4_moe")(table), table.pop("lm_head.weight")),
                                  "config": {"tie_word_embeddings": True}},
                 CheckpointError, "target is tied .*without the lm_head.*--force"),
@@ -326,6 +338,16 @@ def test_added_tokens(tmp_path):
     target = lost(tmp_path / "step", "step3p5", change=lambda table: (without("step3p5")(table), grown(table)))
     with pytest.raises(CheckpointError, match="vocab_size is 64"):
         nextn.restore(target, own, force=True)
+
+
+def test_a_head_of_all_experts_beside_a_pruned_trunk(tmp_path):
+    base, target = (
+        publish(tmp_path / "base", "glm4_moe"),
+        lost(tmp_path / "target", **REFUSED["experts"][2], name="glm4_moe"),
+    )
+    assert any("--keep-experts LIST" in note for note in nextn.restore(target, base, force=True).notes)
+    nextn.convert(target, tmp_path / "out", keep_experts=[3, 1])
+    assert audit(tmp_path / "out").clean
 
 
 def test_names_of_a_wrapper_are_noted(tmp_path):

@@ -1,13 +1,14 @@
 """Check from headers whether a head is complete, matches a target's sizes, and can be added to a quantized trunk."""
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts
+from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts, with_experts
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import QuantConfig, Storage, declared, stored_modules, unpacked
@@ -112,12 +113,18 @@ def refuse_misfit(dst: Inventory, src: Inventory, *, force: bool) -> list[str]:
         notes.append(lost)
     elif lost:
         wrong["lm_head"] = lost
-    reasons = [*wrong.values(), *_mismatched_shapes(dst, src)]
+    pruned = next((key for key in wrong if key in COUNT_FIELDS and dst_sizes[key] < sizes[key]), "")
+    keep = f"`nextn convert {shlex.quote(dst.checkpoint.path)} OUT --keep-experts LIST` keeps those of the trunk"
+    same = with_experts(src, dst_sizes[pruned]) if pruned else src
+    if pruned and force:
+        notes.append(f"{wrong.pop(pruned)}: {keep}")
+    reasons = [*wrong.values(), *_mismatched_shapes(dst, same)]
     if reasons:
         more = f" and {len(reasons) - 5} more" if reasons[5:] else ""
         only = next(iter(wrong)) if len(wrong) == len(reasons) == 1 else ""
         advice = {
             "vocab_size": "" if src.family.own else " If tokens were only added, use --force.",
+            pruned or None: f" If the trunk's experts were pruned, use --force; then {keep}.",
             "lm_head": " Save the target again with its lm_head; with --force, it stays as it is.",
         }.get(only, "")
         where = f"{src.checkpoint.path}: its head does not fit {dst.checkpoint.path}"
