@@ -4,6 +4,8 @@ Memory of the runtime is allocated in its exact size, from the heap that Address
 chunks that go on behind a tensor; and the runtime has several threads, as torch has one.
 """
 
+from unittest.mock import patch
+
 import torch
 
 from nextn.runtime.native import memory
@@ -15,8 +17,5 @@ NUM_THREADS = 4
 def pytest_sessionstart() -> None:
     memory._map_private = lambda size: torch.zeros(size, dtype=torch.uint8).numpy()  # type: ignore[assignment]
     memory.HugePages.take = lambda self, size: torch.zeros(size, dtype=torch.bool)  # type: ignore[method-assign]
-    load()._set_threads(NUM_THREADS)
-
-
-def pytest_report_header() -> str:
-    return f"native runtime: {load().library._name}, {NUM_THREADS} threads"
+    with patch.object(torch, "get_num_threads", return_value=NUM_THREADS):
+        load()

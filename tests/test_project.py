@@ -1,6 +1,9 @@
 """What surrounds the code: workflows, hooks, forms, metadata. Each names only what exists, in the versions we pin."""
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -156,6 +159,19 @@ def test_development_packages_are_used():
     for package in PROJECT["optional-dependencies"]["dev"]:
         name = re.match(r"[\w-]+", package)[0]
         assert name == "nextn" or re.search(re.escape(uses.get(name, "")) or rf"(?:from|import) {name}\b", text), name
+
+
+@pytest.mark.more
+def test_lists_of_tests_can_be_run():
+    """Of targets that only nightly runs have; what is loaded before a sanitized run changes the runtime by name."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / "Makefile").read_text())
+    lists = dict(re.findall(r"^(MASKED|NEWEST|NATIVE_TESTS) *:= (.*)$", text, re.MULTILINE))
+    files = {name: [f"tests/test_{word}.py" for word in words.split()] for name, words in lists.items()}
+    assert len(files) == 3
+    assert [file for each in files.values() for file in each if not (ROOT / file).exists()] == []
+    command = [sys.executable, "-m", "pytest", "-p", "sanitized", "--collect-only", *files["NATIVE_TESTS"]]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": "tests"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_types_are_published():
