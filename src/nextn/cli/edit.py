@@ -55,7 +55,10 @@ def restore(
     ] = None,
     family: Annotated[str | None, Option(help="Family, if the config's model_type does not name one.")] = None,
     force: Annotated[
-        bool, Option("--force", help="Replace a complete head; accept one for another vocabulary size.")
+        bool,
+        Option(
+            "--force", help="Replace a complete head; accept one for another vocabulary or lm_head, or of more experts."
+        ),
     ] = False,
     options: EditOptions,
     as_json: AsJson = False,
