@@ -195,6 +195,9 @@ def test_an_interrupt_is_answered(monkeypatch, capfd):
         (["generate", "MODEL", "x", "--chat"], "no chat template"),
         (["trace", "MODEL", ""], "prompt 0 is empty"),
         (["train", "OUT", "--set", "stepz=3"], "unknown setting 'stepz'"),
+        (["train", "UNDER_A_FILE"], "expected a folder that can be written to, or a new one"),
+        (["canary", "build", "UNDER_A_FILE", "--family", "glm4_moe"], "expected a folder that can be written to"),
+        (["answer", "MODEL", "UNDER_A_FILE", "--prompts", "x"], "expected a file, in a folder that can be written to"),
         (["train", "OUT", "--recipe", "none"], "unknown recipe 'none'; known: demo"),
         (["train", "OUT", "--resume"], "holds no checkpoint to resume from"),
         (["train", "/proc/nextn", "--set", "steps=1", "--model", "CONFIG"], "/proc/nextn"),
@@ -203,6 +206,7 @@ def test_an_interrupt_is_answered(monkeypatch, capfd):
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, words, run, here, tmp_path):
     names = {"MODEL": run / "out" / "model", "OUT": tmp_path / "out", "CONFIG": run / "config.json"}
+    names["UNDER_A_FILE"] = run / "config.json" / "out"
     code, _, complaint = here(*(names.get(arg, arg) for arg in args))
     assert code == 2, complaint
     assert words in complaint

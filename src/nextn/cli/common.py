@@ -51,10 +51,21 @@ def shipped_option(name: str | None) -> str | None:
 
 def writable(path: Path | None) -> Path | None:
     """Check, before anything is computed, that a file can be written there; return its path. Raises ConfigError."""
-    folder = path and next((each for each in path.absolute().parents if each.exists()), path)
-    if path and folder and (path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
-        raise ConfigError(f"--out {path}: expected a file, in a folder that can be written to")
+    if path and (path.is_dir() or not _can_hold_files(path.absolute().parent)):
+        raise ConfigError(f"{path}: expected a file, in a folder that can be written to")
     return path
+
+
+def writable_folder(path: Path) -> Path:
+    """Check the same for a folder, which may be new."""
+    if not _can_hold_files(path.absolute()):
+        raise ConfigError(f"{path}: expected a folder that can be written to, or a new one in such a folder")
+    return path
+
+
+def _can_hold_files(folder: Path) -> bool:
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
 
 
 _SOURCES = "hub id (ORG/NAME or ORG/NAME@REVISION), or tiny: the one that comes with the package."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, expanded, first_turns
+from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, expanded, first_turns, writable_folder
 from nextn.cli.progress import Step, progress_bars
 from nextn.cli.screen import (
     figures_table,
@@ -86,7 +86,10 @@ def verify(
 
 @canary_app.command(epilog=_EPILOG)
 def build(
-    out: Annotated[Path, Argument(help="Folder for the checkpoint and canary.json; an old one is replaced.")],
+    out: Annotated[
+        Path,
+        Argument(help="Folder for the checkpoint and canary.json; an old one is replaced.", callback=writable_folder),
+    ],
     family: Annotated[str, Option(help="Family of the checkpoint, such as glm4_moe.")],
     seed: int = 0,
     device: Device = "auto",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from nextn.cli.common import AsJson, Device, ModelOptions, check_device, expanded, shipped_option
+from nextn.cli.common import AsJson, Device, ModelOptions, check_device, expanded, shipped_option, writable_folder
 from nextn.cli.progress import say_doing
 from nextn.cli.train_common import check_options, export_head, merge_settings, with_layout
 from nextn.cli.train_run import DEFAULT_RECIPE, print_result, train_head, train_joint
@@ -126,7 +126,10 @@ class TrainOptions:
 @expanded()
 def train(
     *,
-    out: Annotated[Path, Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.")],
+    out: Annotated[
+        Path,
+        Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.", callback=writable_folder),
+    ],
     options: TrainOptions,
     resume: Annotated[
         bool, Option("--resume", help="Resume from the newest checkpoint in OUT, with the options of its start.")
