@@ -109,7 +109,7 @@ def shape(inventory: Inventory) -> Iterator[Finding]:
 def _empty(inventory: Inventory) -> Iterator[tuple[Finding, set[str]]]:
     """Report weights without values, and their names: as ZeRO-3 has those that no process gathered."""
     tensors, head = inventory.checkpoint.tensors, set(inventory.stored.values())
-    names = [name for name, info in tensors.items() if 0 in info.shape and info.dtype.startswith(("BF", "F"))]
+    names = [name for name, info in tensors.items() if tuple(info.shape) == (0,) and info.dtype.startswith(("BF", "F"))]
     if names:
         gather = "Save again with DeepSpeed's stage3_gather_16bit_weights_on_model_save, or its zero_to_fp32.py"
         yield Finding(
