@@ -12,7 +12,7 @@ from nextn.cache.rollout_cache import chain_mask
 from nextn.model.model import Model
 from nextn.model.trunk import packed
 from nextn.train.config import TrainConfig
-from nextn.train.cpu_attention import attend, blockwise_attention, use_blockwise_attention
+from nextn.train.cpu_attention import attend, cpu_attention, use_cpu_attention
 from nextn.train.joint_task import prepare_layers
 from nextn.train.recipes import byte_model
 
@@ -103,7 +103,7 @@ def test_compiled_steps_in_bfloat16_take_it(name):
     length, columns = (320, 320) if seen is None else seen.shape[2:]
     query, key, value = drawn(length, columns, dtype=torch.bfloat16)
     expected, _ = sdpa_attention_forward(LAYER, query.float(), key.float(), value.float(), seen)
-    (out, weights), took = traced(lambda: blockwise_attention(LAYER, query, key, value, seen, position_ids=None))
+    (out, weights), took = traced(lambda: cpu_attention(LAYER, query, key, value, seen, position_ids=None))
     assert took
     assert weights is None
     assert out.dtype is torch.bfloat16
@@ -115,7 +115,7 @@ def test_autocast_decides_the_type():
 
     def step():
         with torch.autocast("cpu", torch.bfloat16):
-            return blockwise_attention(LAYER, query, key, value, None)[0]
+            return cpu_attention(LAYER, query, key, value, None)[0]
 
     out, took = traced(step)
     assert took
@@ -139,7 +139,7 @@ def test_what_it_does_not_know_goes_to_torchs(name):
     shape, given = OTHERS[name]
     query, key, value = drawn(**{"length": 256, "columns": 256, "dtype": torch.bfloat16} | shape)
     given = {"attention_mask": None} | given
-    _, took = traced(lambda: blockwise_attention(LAYER, query, key, value, **given))
+    _, took = traced(lambda: cpu_attention(LAYER, query, key, value, **given))
     assert not took
 
 
@@ -147,14 +147,26 @@ def test_layers_that_look_ahead_go_to_torchs():
     """Those of a tower for images say so themselves."""
     tower = SimpleNamespace(num_key_value_groups=2, training=True, is_causal=False)
     query, key, value = drawn(256, 256, dtype=torch.bfloat16)
-    _, took = traced(lambda: blockwise_attention(tower, query, key, value, None))
+    _, took = traced(lambda: cpu_attention(tower, query, key, value, None))
     assert not took
 
 
 def test_steps_that_are_not_compiled_are_torchs_bit_for_bit():
     query, key, value = drawn(256, 256, dtype=torch.bfloat16)
-    out, expected = (each(LAYER, query, key, value, None)[0] for each in (blockwise_attention, sdpa_attention_forward))
+    out, expected = (each(LAYER, query, key, value, None)[0] for each in (cpu_attention, sdpa_attention_forward))
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_steps_under_autocast_attend_in_float32_where_that_is_faster(monkeypatch, has_tiles):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    query, key, value = drawn(40, 40, dtype=torch.float32)
+    mask = MASKS["documents"]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = cpu_attention(LAYER, query, key, value.bfloat16(), mask)
+    exact, _ = sdpa_attention_forward(LAYER, query, key, value.bfloat16().float(), mask)
+    assert torch.equal(out, exact) == (not has_tiles)
+    torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.slow
@@ -181,11 +193,9 @@ def test_gradients_of_compiled_layers_are_those_of_torchs_attention():
         assert apart < 0.05, (name, apart)
 
 
-def test_training_compiled_layers_turns_it_on_and_nobody_sees_it_in_the_file(tmp_path):
+def test_training_turns_it_on_and_nobody_sees_it_in_the_file(tmp_path):
     model = Model.build(byte_model(layers=2, hidden=128, vocab_size=264))
-    prepare_layers(model, TrainConfig(steps=1, compile=False))
-    assert model.trunk.config._attn_implementation == "sdpa"
-    prepare_layers(model, TrainConfig(steps=1, compile=True))
+    prepare_layers(model, TrainConfig(steps=1))
     layers = [*model.trunk.decoder.layers, *model.head.layers]
     assert {layer.self_attn.config._attn_implementation for layer in layers} == {"nextn_blocks"}
     model.save(tmp_path / "model")
@@ -195,5 +205,5 @@ def test_training_compiled_layers_turns_it_on_and_nobody_sees_it_in_the_file(tmp
 def test_other_attention_stays():
     model = Model.build(byte_model(layers=2, hidden=128, vocab_size=264))
     model.trunk.config._attn_implementation = "eager"
-    use_blockwise_attention(model.trunk.model)
+    use_cpu_attention(model.trunk.model)
     assert model.trunk.config._attn_implementation == "eager"

@@ -1,7 +1,7 @@
-"""Blockwise attention for compiled bfloat16 training on CPUs: one block of queries at a time, as matmuls.
+"""Attention for bfloat16 training on CPUs: compiled, one block of queries at a time, as matmuls; else in float32.
 
-torch's own CPU kernel multiplies small tiles, and takes 2.6 times as long for 512 positions (bench/log.md).
-Eager mode, float32 and unsupported arguments fall back to it.
+torch's own CPU kernel multiplies small tiles, and takes 2.6 times as long for 512 positions (bench/log.md). In float32
+it takes a third of its time in bfloat16 on processors without AMX. Unsupported arguments fall back to it.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ _NAME = "nextn_blocks"
 _BLOCK = 128  # queries; keys that no query of a block sees are left out of its matmuls
 
 
-def use_blockwise_attention(*modules: nn.Module) -> None:
-    """Make layers of these modules that use torch's SDPA use blockwise attention when compiled."""
+def use_cpu_attention(*modules: nn.Module) -> None:
+    """Make layers of these modules that use torch's SDPA use `cpu_attention`."""
     for root in modules:
         for module in root.modules():
             config: Any = getattr(module, "config", None)
@@ -28,7 +28,7 @@ def use_blockwise_attention(*modules: nn.Module) -> None:
                 config._attn_implementation = _NAME
 
 
-def blockwise_attention(
+def cpu_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -42,22 +42,28 @@ def blockwise_attention(
 
     attention_mask: [B or 1, 1, T, S] bool, True = visible; None = causal.
     """
-    length = query.shape[2]
-    is_supported = all(value is None or name in IGNORABLE_ARGUMENTS for name, value in kwargs.items()) and not dropout
-    if attention_mask is None:
-        has_mask = length == key.shape[2] and getattr(module, "is_causal", True)
-    else:
-        has_mask = attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value.dtype
-    is_faster = query.device.type == "cpu" and dtype is torch.bfloat16 and length > _BLOCK
-    if not (torch.compiler.is_compiling() and is_faster and is_supported and has_mask):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if attention_mask is None:
-        attention_mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-    query, key, value = (states.to(dtype) for states in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out, _ = attend(query * scale, key, value, attention_mask, _BLOCK)
-    return out.transpose(1, 2).contiguous(), None
+    length, is_autocast = query.shape[2], torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if is_autocast else value.dtype
+    is_bf16 = query.device.type == "cpu" and dtype is torch.bfloat16
+    has_bool_mask = attention_mask is None or attention_mask.dtype is torch.bool
+    if torch.compiler.is_compiling():
+        is_known = all(value is None or name in IGNORABLE_ARGUMENTS for name, value in kwargs.items()) and not dropout
+        if attention_mask is None:
+            is_known &= length == key.shape[2] and getattr(module, "is_causal", True)
+        else:
+            is_known &= has_bool_mask and attention_mask.shape[1] == 1
+        if is_bf16 and is_known and length > _BLOCK:
+            if attention_mask is None:
+                attention_mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+            query, key, value = (states.to(dtype) for states in (query, key, value))
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            out, _ = attend(query * scale, key, value, attention_mask, _BLOCK)
+            return out.transpose(1, 2).contiguous(), None
+    elif is_bf16 and is_autocast and has_bool_mask and not torch.cpu._is_amx_tile_supported():
+        query, key, value = query.float(), key.float(), value.float()
+        with torch.autocast("cpu", enabled=False):
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 # If the results of the two ops or their memory layouts change, the ops must be renamed: torch caches compiled graphs
@@ -161,5 +167,5 @@ def _backward(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
 
 
 attend.register_autograd(_backward, setup_context=_save_for_backward)
-AttentionInterface.register(_NAME, blockwise_attention)
+AttentionInterface.register(_NAME, cpu_attention)
 AttentionMaskInterface.register(_NAME, sdpa_mask)

@@ -23,7 +23,7 @@ from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Settings
 from nextn.train.config import TrainConfig
-from nextn.train.cpu_attention import use_blockwise_attention
+from nextn.train.cpu_attention import use_cpu_attention
 from nextn.train.distributed import ALONE, JointModule, Ranks, shard, shard_like, unsharded
 from nextn.train.evaluation import decoded_figures, teacher_forced_figures
 from nextn.train.layer_inputs import checkpoint_layers
@@ -271,7 +271,7 @@ def mean_per_depth(sums: Tensor, counts: Tensor) -> tuple[float, ...]:
 
 
 def prepare_layers(model: Model, config: TrainConfig) -> None:
-    """Apply activation checkpointing and torch.compile to the decoder layers, as the settings say.
+    """Apply activation checkpointing and torch.compile to the decoder layers, as the settings say, and fast attention.
 
     Layer by layer, because layers of one type, including the head's block, share a graph that is compiled once.
     """
@@ -279,8 +279,8 @@ def prepare_layers(model: Model, config: TrainConfig) -> None:
     layers = [*model.trunk.decoder.layers, *blocks]
     if config.checkpoint_layers:
         checkpoint_layers(layers)
+    use_cpu_attention(model.trunk.model, *blocks)
     if config.compile:
-        use_blockwise_attention(model.trunk.model, *blocks)
         for layer in layers:
             layer.compile()
 
