@@ -90,7 +90,7 @@ def bound(engine: Backend, weights: int, repeats: int) -> dict[str, float]:
 
 
 def forced(model: Model, head: Forced, rate: float, k: int, tokens: int, repeats: int) -> dict[str, float]:
-    """Compare the speed-up with what costs and acceptance length of the same turn predict: medians; mean lengths."""
+    """Compare the speedup with what costs and acceptance length of the same turn predict: medians; mean lengths."""
     engine = backend_for(model, "native")
     prompt = torch.randint(256, (128,), generator=torch.Generator().manual_seed(1)).tolist()
     text, *_ = decoded(engine, prompt, 0, tokens)

@@ -184,14 +184,14 @@ def test_other_weights(prompts, monkeypatch):
 
 
 def test_the_table_shows_the_best_k_with_its_interval(monkeypatch, capsys):
-    """The table shows K, its expected speed-up, and "off" if no gain is sure: not "best K 0" next to 1.72 x."""
+    """The table shows K, its expected speedup, and "off" if no gain is sure: not "best K 0" next to 1.72 x."""
     few = forecast(drafted(0.6, num_drafted=10), costs([1, 1.3], 0.2), temperature=1.0)
     figures = SimpleNamespace(num_speculative_tokens=1, speedup=Spread(1.5, 1.4, 1.6, 3))
     report = SimpleNamespace(figures=lambda *_: figures, plan=SimpleNamespace(k_values=(1,)), warnings=[])
     monkeypatch.setenv("COLUMNS", "160")
     _show_advice(SimpleNamespace(forecasts=[few], headlines=[few], report=report, other_speeds=lambda _: None))
     titles, row, verification = capsys.readouterr().out.splitlines()
-    assert titles.split()[-9:] == ["best", "K", "speed-up", "95", "%", "MTP", "AL", "acceptance", "break-even"]
+    assert titles.split()[-9:] == ["best", "K", "speedup", "95", "%", "MTP", "AL", "acceptance", "break-even"]
     low, high = few.best.interval
     assert low < 1 < few.best.speedup
     assert row.split()[-7:-1] == ["1", f"{few.best.speedup:.2f}", f"{low:.2f}-{high:.2f}", "off", "1.60", "0.60"]
@@ -203,7 +203,7 @@ def test_bench_as_text_and_files(prompts, tmp_path):
     args = ["bench", FIXTURES / "qwen", "--prompts", prompts, "-k", "1,2", "--max-tokens", 16, "--repeats", 1]
     done = nextn(*args, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
-    for words in ("speed-up", "greedy, x", "temperature 1, y", "v(m) 1.00", "GB/s", "note: "):
+    for words in ("speedup", "greedy, x", "temperature 1, y", "v(m) 1.00", "GB/s", "note: "):
         assert words in done.output
     names = {"bench.json", "speedup.png", "acceptance.png", "costs.png"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names

@@ -94,7 +94,7 @@ def test_runs_are_the_decoders(trained):
 
 
 def test_figures_by_hand():
-    """Speed, speed-up in pairs, time split, expected speed-up, overhead and bytes of two prompts."""
+    """Speed, speedup in pairs, time split, expected speedup, overhead and bytes of two prompts."""
     two = (Prompt("a", "x"), Prompt("b", "y"))
     given = [
         run(0, [0] * 12), run(2, [2, 0, 1, 2], seconds=1.5),
@@ -116,7 +116,7 @@ def test_figures_by_hand():
 
 @pytest.mark.more
 def test_copies_are_counted_apart(trained):
-    """The head's acceptance with copied drafts in it; a baseline that copies; a speed-up expected from other rounds."""
+    """The head's acceptance with copied drafts in it; a baseline that copies; a speedup expected from other rounds."""
     plan = BenchmarkPlan(k_values=(2,), temperatures=(0.0,), max_tokens=48, repeats=1, num_copy_tokens=8)
     found = run_benchmark(trained["qwen"], [Prompt((3, 1, 4, 1, 5) * 8, "x")], plan)
     plain, mtp = (found.figures(0.0, k) for k in (0, 2))

@@ -166,6 +166,10 @@ def test_impossible_folders(sources, tmp_path, folder):
             "g++ -include no-such-header.h",
             r"could not be built: g\+\+ exited with status 1: .*no-such-header\.h: No such file",
         ),
+        (
+            "sh -c 'echo out.s: No space left on device >&2; exit 1'",
+            "could not be built: No space left on device in .*cache; free some",
+        ),
         ("true", "cannot be stored in"),  # exits with 0 without writing a file
     ],
 )

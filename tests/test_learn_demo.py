@@ -135,7 +135,7 @@ def decoded(*, other=b"", texts=3):
 
 
 def test_repetitive_text_does_not_count():
-    """Catches a speed-up of loops, which say nothing of other text."""
+    """Catches a speedup of loops, which say nothing of other text."""
     pair = decoded(texts=1).greedy
     assert pair.non_degenerate == [0]
     assert pair.figures().speedup == pytest.approx(2)

@@ -128,7 +128,7 @@ def test_two_servers(tmp_path, monkeypatch):
 
 
 def test_a_row_has_the_speeds_of_one_repeat(monkeypatch, capsys):
-    """Medians of each server alone would show 100 and 100 beside a speed-up of 1.25."""
+    """Medians of each server alone would show 100 and 100 beside a speedup of 1.25."""
     speeds = {"with": iter([100, 200, 50]), "without": iter([80, 100, 100])}
     monkeypatch.setattr(load_advice, "_tokens_per_s", lambda server, *_: next(speeds[server]))
     counted = SimpleNamespace(gained=lambda **_: Counters("vLLM", 100, 200, 150, (90, 60)))

@@ -318,7 +318,7 @@ def test_compare_runs_both_and_says_what_it_found(open_page, server):
     assert server.requests[0][1]["messages"] == server.requests[1][1]["messages"]
     said = view.locator(".outcome").inner_text()
     assert "Both texts are the same." in said
-    assert re.search(r"Speed-up \d\.\d\d", said)
+    assert re.search(r"Speedup \d\.\d\d", said)
     boxes = [view.locator("article").nth(index).bounding_box() for index in (0, 1)]
     assert boxes[0]["y"] == boxes[1]["y"]
     assert boxes[0]["x"] < boxes[1]["x"]

@@ -52,7 +52,7 @@ def test_best_is_the_maximum_and_may_be_zero():
 
 
 def test_break_even_is_where_speed_up_is_one():
-    """For K = 1 it is v(2) + c - 1; for others the speed-up there is 1; None where even certainty does not pay."""
+    """For K = 1 it is v(2) + c - 1; for others the speedup there is 1; None where even certainty does not pay."""
     rng = random.Random(0)
     for k in range(1, 6):
         each = costs([1.0, *sorted(1 + 0.2 * k * rng.random() for _ in range(k))], 0.3 * rng.random())

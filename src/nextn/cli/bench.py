@@ -98,7 +98,7 @@ def report_by_load(found: "Sequence[LoadAdvice]", out: Path | None, *, as_json: 
 def show_by_load(advice: "LoadAdvice") -> None:
     """Print a row for each number of streams, the advice, and the engines' settings."""
     expected = (f"K={k}" for k in range(1, len(advice.rates) + 1))
-    titles = ("streams", "tokens/s without", "with MTP", "speed-up", "AL", "round costs")
+    titles = ("streams", "tokens/s without", "with MTP", "speedup", "AL", "round costs")
     table = figures_table(*titles, *expected, "best K")
     for point in advice.points:
         speeds = ("", "") if point.middle is None else (f"{each:.0f}" for each in point.middle)
@@ -110,9 +110,9 @@ def show_by_load(advice: "LoadAdvice") -> None:
     print_table(table)
     print_lines(
         f"T={advice.temperature:g}, {advice.engine}: {advice.summary}",
-        f"tokens/s: of the repeat with the median speed-up. Round costs: a round of {len(advice.rates)} drafts, in "
+        f"tokens/s: of the repeat with the median speedup. Round costs: a round of {len(advice.rates)} drafts, in "
         "rounds without; MTP is faster where AL is above it. "
-        "K=1, ...: expected speed-up, each draft of a round costing the same.",
+        "K=1, ...: expected speedup, each draft of a round costing the same.",
         *(f"note: {note}" for note in advice.notes),
         *(f"  {name}: {value}" for name, value in advice.settings.items()),
     )
@@ -302,7 +302,7 @@ def _draw_costs(advice: "Advice", folder: Path) -> None:
 def _show_benchmark(report: "BenchmarkReport") -> None:
     from nextn.evaluate.workload import by_domain
 
-    titles = ["", "K", "AL", "tokens/s", "speed-up", "expected", "draft/verify/host", "a_1 ... a_K"]
+    titles = ["", "K", "AL", "tokens/s", "speedup", "expected", "draft/verify/host", "a_1 ... a_K"]
     copies = report.plan.num_copy_tokens > 0
     if copies:  # a round that verifies copies is not in the cost curve
         titles[5:6] = ["tokens/round", "copied"]
@@ -318,7 +318,7 @@ def _show_benchmark(report: "BenchmarkReport") -> None:
         table.add_section()
     print_table(table)
     print_lines(
-        "tokens/s (quartiles) and speed-up over plain decoding of the same text: medians over texts, each on its own; "
+        "tokens/s (quartiles) and speedup over plain decoding of the same text: medians over texts, each on its own; "
         + (
             "copied: accepted tokens of the text so far; AL and a_k are of the rounds that the head drafted"
             if copies
@@ -381,7 +381,7 @@ def serving(source: str, head: str | None, forecasts: "Sequence[Forecast]") -> l
 
 def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:
     choices = range(1, max(len(each.choices) for each in forecasts) + 1)
-    found = ("best K", "speed-up", "95 %", "MTP", "AL", "acceptance", "break-even")
+    found = ("best K", "speedup", "95 %", "MTP", "AL", "acceptance", "break-even")
     table = figures_table("", "batch", "context", *(f"K={k}" for k in choices), *found)
     for each in forecasts:
         expected = [f"{choice.speedup:.2f}" for choice in each.choices]

@@ -23,19 +23,19 @@ DEFINITIONS = {
     "interval": "the same with every a_k at the low, and at the high end of its 95 % Wilson interval",
     "acceptance": acceptance.DEFINITION,
     "overhead": "o, measured at the largest K and batch 1 by this decoder; assumed equal for every K and batch",
-    "break_even": "the acceptance, equal at all depths, at which this K has speed-up 1; null: there is none",
+    "break_even": "the acceptance, equal at all depths, at which this K has speedup 1; null: there is none",
     "pays": "the low end of the interval, at the best K, is above 1, not all texts are repetitive, and a step "
     "of plain decoding took the same time in the texts as in the costs",
     "best_num_speculative_tokens": "the best K if it pays, else 0: leave MTP off",
     "other_weights": "speed with these weights in that of plain decoding with the model's own: without MTP, and at the "
     "best K, which is given; first batch size and context. null: they do not read fewer bytes here",
-    "measured": "speed-up of the decoder at the largest K in this run, to compare with what was expected",
+    "measured": "speedup of the decoder at the largest K in this run, to compare with what was expected",
 }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The expected speed-up at a K. break_even: None if no acceptance makes it pay."""
+    """The expected speedup at a K. break_even: None if no acceptance makes it pay."""
 
     num_speculative_tokens: int
     speedup: float
@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The expected speed-up of every K > 0 at one temperature, batch size and context."""
+    """The expected speedup of every K > 0 at one temperature, batch size and context."""
 
     temperature: float
     costs: Costs
@@ -107,7 +107,7 @@ class Forecast:
 def forecast(
     counts: Acceptance, costs: Costs, *, temperature: float, overhead: float = 0.0, doubt: str = ""
 ) -> Forecast:
-    """Compute the expected speed-up of every K from the acceptance of runs at the largest K.
+    """Compute the expected speedup of every K from the acceptance of runs at the largest K.
 
     `overhead` is the o of `DEFINITION`, in baseline steps. Raises ConfigError if no round had drafts.
     """

@@ -342,7 +342,7 @@ class BenchmarkReport:
         return [self.figures(*key) for key in product(self.plan.temperatures, self.plan.choices, domains)]
 
     def theory(self, temperature: float) -> list[tuple[int, float]]:
-        """Compute (K, expected speed-up) for every K up to the largest, from the a_k of the runs at the largest."""
+        """Compute (K, expected speedup) for every K up to the largest, from the a_k of the runs at the largest."""
         rates = self.figures(temperature, self.plan.k_values[-1]).acceptance.rates
         return [(k, expected_speedup(self.costs, rates, k)) for k in range(len(rates) + 1)]
 

@@ -34,7 +34,7 @@ _MIN_GAIN = 1.02  # a smaller vocabulary must promise this much more than the wh
 
 @dataclass(frozen=True)
 class SizeEstimate:
-    """The expected speed-up over plain decoding with a draft vocabulary of this size, at the best K."""
+    """The expected speedup over plain decoding with a draft vocabulary of this size, at the best K."""
 
     size: int
     rates: tuple[float, ...]  # a_1, ..., a_K
@@ -59,7 +59,7 @@ def choose_draft_vocabulary(
     always: Collection[int] = (),
     backend: str = "auto",
 ) -> DraftVocabularyChoice:
-    """Set the model's draft vocabulary to that with the highest expected speed-up on this machine at up to K drafts.
+    """Set the model's draft vocabulary to that with the highest expected speedup on this machine at up to K drafts.
 
     Acceptance is measured on the last part of `tokens`, a text similar to what will be decoded; every vocabulary
     contains `always`. Raises ConfigError for a text that is too short or whose continuations repeat themselves, or

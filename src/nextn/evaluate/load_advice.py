@@ -1,7 +1,7 @@
 """K by load: what drafts cost and gain on a live engine at each number of streams, and K in the engine's own syntax.
 
-Two servers of one model answer the same prompts, one of them without drafts. Counters give AL, clocks the speed-up, and
-the two together what a round with K drafts costs in plain rounds: AL / speed-up. Imports no torch.
+Two servers of one model answer the same prompts, one of them without drafts. Counters give AL, clocks the speedup, and
+the two together what a round with K drafts costs in plain rounds: AL / speedup. Imports no torch.
 """
 
 import json
@@ -21,12 +21,12 @@ from nextn.text_format import joined
 
 DEFINITIONS = {
     "speedup": "tokens/s with MTP over tokens/s without, same prompts, one after the other; median over repeats",
-    "middle_repeat": "tokens/s without and with MTP in the repeat of the median speed-up, which is their ratio",
+    "middle_repeat": "tokens/s without and with MTP in the repeat of the median speedup, which is their ratio",
     "mean_acceptance_length": "AL by the engine's counters over the answers at this number of streams",
     "round_cost": "AL / speedup: the time of a round with K drafts in rounds without; MTP gains where AL is above it",
     "draft_cost": "(round_cost - 1) / mean drafts in a round, at least 0: each draft is assumed to cost the same",
-    "expected": "speed-up at k = 0 .. K: AL(k) / (1 + k draft_cost)",
-    "best_num_speculative_tokens": "the best k; 0 where the gain is below 1 at the low quartile of the speed-up",
+    "expected": "speedup at k = 0 .. K: AL(k) / (1 + k draft_cost)",
+    "best_num_speculative_tokens": "the best k; 0 where the gain is below 1 at the low quartile of the speedup",
 }
 REPEATS = 3  # pairs of passes at each load
 _PROMPTS = 16  # asked at every load, if there are as many: AL of other texts would not compare
@@ -43,14 +43,14 @@ class LoadPoint:
     speedup: Spread  # drafted / plain, of each repeat
     length: float  # AL, by the engine's counters
     drafts: float  # mean number of drafts in a round
-    middle: tuple[float, float] | None = None  # tokens/s without and with MTP, in the repeat of the median speed-up
+    middle: tuple[float, float] | None = None  # tokens/s without and with MTP, in the repeat of the median speedup
 
     @property
     def round_cost(self) -> float:
         return self.length / self.speedup.median
 
     def expected(self, rates: Sequence[float], *, cautious: bool = False) -> list[float]:
-        """Return the speed-up at k = 0 .. K. cautious: with the low quartile of what was measured."""
+        """Return the speedup at k = 0 .. K. cautious: with the low quartile of what was measured."""
         measured = self.speedup.low if cautious else self.speedup.median
         draft_cost = max(0.0, (self.length / measured - 1) / self.drafts)
         return [expected_length(rates[:k]) / (1 + k * draft_cost) for k in range(len(rates) + 1)]
@@ -104,7 +104,7 @@ class LoadAdvice:
             return passes
         return [
             *passes,
-            f"the engine drafted {least:.1f} of {k} tokens in a round: it chooses K itself, so the expected speed-ups "
+            f"the engine drafted {least:.1f} of {k} tokens in a round: it chooses K itself, so the expected speedups "
             "are uncertain; measure it at a fixed K",
         ]
 

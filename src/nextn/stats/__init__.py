@@ -1,1 +1,1 @@
-"""Statistics from counts: acceptance, confidence intervals, expected speed-ups, and their plots."""
+"""Statistics from counts: acceptance, confidence intervals, expected speedups, and their plots."""

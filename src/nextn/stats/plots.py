@@ -1,4 +1,4 @@
-"""Plots of training, acceptance, speed-up, cost and timeline records, drawn with matplotlib."""
+"""Plots of training, acceptance, speedup, cost and timeline records, drawn with matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,8 +93,8 @@ def curves(path: Path, rows: Mapping[str, "Sequence[Estimate]"]) -> None:
 def speedups(
     path: Path, measured: "Mapping[str, Mapping[int, Spread]]", theory: Mapping[str, Sequence[tuple[int, float]]]
 ) -> None:
-    """Plot the measured speed-up over K, with quartiles, and the curves expected from acceptance and costs."""
-    with _figure(path, "Speed-up over baseline decoding", "K, draft tokens per round", "speed-up") as axes:
+    """Plot the measured speedup over K, with quartiles, and the curves expected from acceptance and costs."""
+    with _figure(path, "Speedup over baseline decoding", "K, draft tokens per round", "speedup") as axes:
         axes.axhline(1, color=_MUTED, lw=1)
         for index, (label, spreads) in enumerate(measured.items()):
             color, medians = _DEPTHS[3 - index % 4], [spread.median for spread in spreads.values()]

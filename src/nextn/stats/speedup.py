@@ -1,4 +1,4 @@
-"""The expected value of MTP: from acceptance and costs to tokens per round, speed-up, best K and break-even.
+"""The expected value of MTP: from acceptance and costs to tokens per round, speedup, best K and break-even.
 
 Imports no torch and measures nothing.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from nextn.stats.acceptance import expected_length
 
 DEFINITION = (
-    "speed-up(K) = AL(K) / (v(K+1) + K c + o), AL(K) = 1 + sum over k <= K of a_1 ... a_k; v(m): an m-token trunk "
+    "speedup(K) = AL(K) / (v(K+1) + K c + o), AL(K) = 1 + sum over k <= K of a_1 ... a_k; v(m): an m-token trunk "
     "pass, c: one draft step, o: overhead of a round; all three in units of a baseline (one-token) step"
 )
 
@@ -82,18 +82,18 @@ class Costs:
 
 
 def expected_speedup(costs: Costs, rates: Sequence[float], k: int, *, overhead: float = 0.0) -> float:
-    """Return the speed-up of `DEFINITION` at K = k, from the first K rates; 1 at K = 0."""
+    """Return the speedup of `DEFINITION` at K = k, from the first K rates; 1 at K = 0."""
     return expected_length(rates[:k]) / (costs.round_cost(k) + overhead) if k else 1.0
 
 
 def best_k(costs: Costs, rates: Sequence[float], *, overhead: float = 0.0) -> int:
-    """Return the K with the highest expected speed-up; 0 where none beats baseline decoding."""
+    """Return the K with the highest expected speedup; 0 where none beats baseline decoding."""
     choices = range(min(len(rates), costs.max_speculative_tokens) + 1)
     return max(choices, key=lambda k: expected_speedup(costs, rates, k, overhead=overhead))
 
 
 def break_even(costs: Costs, k: int, *, overhead: float = 0.0) -> float | None:
-    """Return the acceptance, equal at all depths, with speed-up 1 at K = k; None if there is none."""
+    """Return the acceptance, equal at all depths, with speedup 1 at K = k; None if there is none."""
     return uniform_rate(costs.round_cost(k) + overhead, k)
 
 

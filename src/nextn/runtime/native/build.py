@@ -4,6 +4,7 @@ A library is built in a temporary folder and renamed into place. Its size and SH
 before it is loaded. The lock is a file lock of the operating system, released when its process ends.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -243,5 +244,10 @@ def _run(command: Sequence[str], folder: Path) -> None:
         raise ConfigError(message) from error
     if completed.returncode:
         output = (completed.stderr or completed.stdout).strip()[:_MAX_OUTPUT]
+        if (full := os.strerror(errno.ENOSPC)) in output:
+            raise ConfigError(
+                f"the native runtime could not be built: {full} in {folder.parent}; free some, or set "
+                "TORCH_EXTENSIONS_DIR to another folder"
+            )
         status = f"{command[0]} exited with status {completed.returncode}" + (f": {output}" if output else "")
         raise ConfigError(f"the native runtime could not be built: {status}")
