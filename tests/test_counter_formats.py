@@ -203,6 +203,7 @@ TEXTS = {
     "rejected drafts": ('{"accepted_draft_tokens": 41, "rejected_draft_tokens": 49}', ("an engine", None, 90, 41, ())),
     "one name behind two counts": ("MTP active, 112/141 accepted draft tokens, 108.27 tok/s\nspeculative: 8/9 draft tokens accepted\n",
                                    ("an engine", None, 150, 120, ())),
+    "a file before the counts": ("spec_decode.py: acceptance: 31/50\n", ("an engine", None, 50, 31, ())),
     "one name before two counts": ("Accepted draft tokens: 120 / 150\nmtp accept_rate=57.0% accepted=171/300\n",
                                    ("an engine", None, 450, 291, ())),
     "another engine": ("MTP ACTIVE (draft=3)\nspeculation: 1.60 tokens/forward | MTP acceptance 20% (3/15)\n",
@@ -414,6 +415,23 @@ def test_metrics_that_are_not_known():
     """They are no sign that MTP is off."""
     with pytest.raises(EngineError, match="spec_decode_attempts_total"):
         read("rapid_mlx:spec_decode_attempts_total 1304\nrapid_mlx:spec_decode_accepts_total 1111\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(
+            {"requests": [{"draft_tokens": 40, "accepted_tokens": 30}, {"draft_tokens": 40, "accepted_tokens": 9}]}
+        ),
+        "mtp drafted=4 accepted=3 | total drafted=400 accepted=250\n",
+        "mtp unaccepted=19 drafted=50\n",
+        "The patch was accepted: 3/5 reviewers; draft v2\n",
+    ],
+    ids=["two requests", "totals behind", "of others", "prose"],
+)
+def test_counts_that_are_not_clear_are_not_read(text):
+    with pytest.raises(EngineError):
+        read(text)
 
 
 def test_no_counts_of_a_connection():

@@ -39,9 +39,9 @@ ENOUGH = 8.5  # bits per weight of Q8_0
 MUCH_LESS = 0.75  # of the trunk's bits per weight
 # What llama.cpp's converter leaves out with --no-mtp, or does not find in a fine-tune that lost it.
 _PUBLISHED_HEAD = (
-    "The model is published with a head. To draft, use a file that holds it, or one of the head alone beside this one "
-    "(--spec-draft-model). llama.cpp's convert_hf_to_gguf.py writes both from a checkpoint that has the head; to a "
-    "fine-tune, `nextn restore` gives it back."
+    "Models of this architecture, if not all, are published with a head. To draft, use a file that holds it, or one of "
+    "the head alone beside this one (--spec-draft-model). llama.cpp's convert_hf_to_gguf.py writes both from a "
+    "checkpoint that has the head; to a fine-tune, `nextn restore` gives it back."
 )
 # Lists with an entry for each block, after `<architecture>.`.
 _LISTS = (

@@ -31,7 +31,7 @@ _MERGE = "Merge the adapter (PEFT's `merge_and_unload`, `mlx_lm.fuse`), save, an
 _UNWRAP = (
     "Save the state of the unwrapped module; or rename each file's tensors with safetensors.torch: save_file("
     "{name.replace(PREFIX, ''): value for name, value in load_file(FILE).items()}, FILE, {'format': 'pt'}), and then "
-    "`nextn convert FOLDER --reindex`."
+    "write the index again (--reindex of the convert command)."
 )
 KINDS = (
     ForeignNames(re.compile(rf".*\.(?:{_ADAPTER})(?:\..+|$)"), "\0", "the matrices of an adapter", _MERGE),

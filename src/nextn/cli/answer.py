@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from nextn.cli.common import AsJson, Chat, EngineAccess, ModelOptions, expanded, stop_flag, use_chat, writable
+from nextn.cli.common import AsJson, Chat, EngineAccess, ModelOptions, appendable, expanded, stop_flag, use_chat
 from nextn.cli.decode import DecodingOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import echo, print_json, print_notes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 def answer(
     *,
-    out: Annotated[Path, Argument(help="Output .jsonl; an existing file is resumed.", callback=writable)],
+    out: Annotated[Path, Argument(help="Output .jsonl; an existing file is resumed.", callback=appendable)],
     prompts: Annotated[
         list[str],
         Option(

@@ -56,6 +56,11 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def appendable(path: Path) -> Path:
+    """Check the same for a file that grows in place; one that exists needs no folder that can be written to."""
+    return path if path.is_file() and os.access(path, os.W_OK) else writable(path) or path
+
+
 def writable_folder(path: Path) -> Path:
     """Check the same for a folder, which may be new."""
     if not _can_hold_files(path.absolute()):

@@ -119,10 +119,11 @@ def convert(
     elif not (left or form or trunk or keep_experts) and all(name == piece.name for name, piece in fresh.items()):
         raise ConfigError(f"{checkpoint.path}: its head already has the names of {layout.name}; nothing to convert")
     notes += [f"left out: {name}, stored in another form than {experts}" for name in left]
-    for names in head.duplicates.values():
-        kept = next(name for name in names if name in head.stored.values())
-        others = [name for name in names if not head.checkpoint.same(*map(head.checkpoint.info, (name, kept)))]
-        notes += [f"left out: {some(others)}, with other values than {kept}"] if others else []
+    different = [
+        name for canonical, names in head.duplicates.items() if (kept := head.stored.get(canonical)) for name in names
+        if not head.checkpoint.same(*map(head.checkpoint.info, (name, kept)))
+    ]  # fmt: skip
+    notes += [f"left out: {some(different)}, with other values than what is kept"] if different else []
     plan = replace(
         _plan(inventory, head, layout, fresh, form, trunk, {*left, *replaced}, num_experts=len(keep_experts or ())),
         notes=(*repairs, *notes),

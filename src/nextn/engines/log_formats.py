@@ -27,7 +27,7 @@ _DRAFTING = r"mtp|draft(?:s|ed|ing)?|spec\w{0,12}|nextn"
 _OF = r"\s*(?:/|(?:out )?of)\s*"
 _COUNT = rf"(?<![\w.,]){_INT}(?!\s*%)"
 _DRAFTED = r"(?:(?:total_)?drafted(?:[ _]tokens)?|draft[ _]tokens|draft_n|total_draft|proposed)"
-_KEPT = r"(?:\w{0,20}accept(?:ed)?(?:[ _]drafts|[ _](?:draft[ _])?tokens)?)"
+_KEPT = r"(?:(?!\w{0,20}(?:un|not|non)_?accept)\w{0,20}accept(?:ed)?(?:[ _]drafts|[ _](?:draft[ _])?tokens)?)"
 _REST = rf"(?:{_DRAFTED}|rejected(?:[ _](?:draft[ _])?tokens)?)"
 _EQUALS = r"['\"]?\s{0,3}[=:]\s{0,6}"
 _IS = rf"(?:{_EQUALS}| {{1,6}})"
@@ -43,7 +43,7 @@ def _pair(one: str, other: str) -> str:
 
 _PAIR = (
     rf"{_COUNT}{_OF}{_COUNT} (?:accepted draft|drafts? (?:tokens )?accepted)|"
-    rf"(?:accepted drafts?(?: tokens)?{_IS}|(?<![a-z])accepted{_EQUALS}){_COUNT}{_OF}{_COUNT}|"
+    rf"(?:accepted drafts?(?: tokens)?{_IS}|(?<![a-z])accepted=){_COUNT}{_OF}{_COUNT}|"
     rf"{_pair(_KEPT, _REST)}|{_pair(_DRAFTED, _KEPT)}"
 )
 Fields = Mapping[str, list[str]]  # name of a field -> its values in the entry
@@ -219,7 +219,9 @@ def _ratio(fields: Fields) -> Counters:
 
 def _named(fields: Fields) -> Counters | None:
     """Two counts in the order of their names; a single name has the accepted ones first."""
-    text = fields["accepted and drafted"][0]
+    text, *others = fields["accepted and drafted"]
+    if others:  # of other requests, or totals
+        return None
     accepted, other = (_integer(count) for count in re.findall(_COUNT, text))
     has_two_names = not re.search(rf"(?i){_COUNT}{_OF}{_COUNT}(?: (?:accepted )?draft|$)", text)
     if has_two_names and re.search(rf"(?is){_DRAFTED}.*accept", text):
@@ -456,7 +458,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "acceptance with two counts", "ccept",
-        rf"(?i:(?<!\w)(?:{_DRAFTING})\b(?:\[[0-9]{{1,9}}\])?(?:[^\n0-9.]|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}[0-9]{{1,12}}{_OF}[0-9]))",
+        rf"(?i:(?<!\w)(?:{_DRAFTING})\b(?:\[[0-9]{{1,9}}\])?"
+        rf"(?:[^\n0-9.]|\.(?! )|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}[0-9]{{1,12}}{_OF}[0-9]))",
         {"accepted/drafted": rf"(?i:{_ACCEPTED})([0-9]{{1,12}}{_OF}[0-9]{{1,12}})(?![0-9.])"},
         ("accepted/drafted",), _ratio,
         "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",

@@ -68,9 +68,8 @@ class StateFolder:
             with owned(folder, inside=True):
                 yield cls(folder, identity)
         except OSError as error:
-            raise CheckpointError(
-                f"{folder}: cannot be used: {error.strerror or error}; choose another with --states"
-            ) from error
+            message = f"{folder}: cannot be used: {error.strerror or error}; remove it, or choose another folder"
+            raise CheckpointError(message) from error
 
     def start(self, num_batches: int) -> tuple[list[LayerProgress], list[object]]:
         """Return the layers that are done and the states after them. Raises CheckpointError for a damaged file."""

@@ -122,8 +122,9 @@ def _record(folder: Path, given: Path | None, inventory: Inventory) -> Mapping[s
     records = {path: each for path in paths if (each := _read(path)).keys() >= {"figures", "hashes", "settings"}}
     if len(records) != 1:
         found = "no record" if not records else f"{len(records)} records"
-        model = folder if inventory.layers else f"MODEL --head {folder}"
-        run = f"run `nextn measure {model} --out {folder / 'acceptance.json'}`"
+        quoted = shlex.quote(str(folder))
+        model = quoted if inventory.layers else f"MODEL --head {quoted}"
+        run = f"run `nextn measure {model} --out {shlex.quote(str(folder / 'acceptance.json'))}`"
         advice = "name one with --measured" if records else run
         raise ConfigError(f"{given or folder}: {found} of `nextn measure`; {advice}")
     path, record = next(iter(records.items()))

@@ -4,7 +4,11 @@ torch's own CPU kernel multiplies small tiles, and takes 2.6 times as long for 5
 it takes a third of its time in bfloat16 on processors without AMX. Unsupported arguments fall back to it.
 """
 
+import inspect
+import re
+import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,12 +24,26 @@ _BLOCK = 128  # queries; keys that no query of a block sees are left out of its 
 
 
 def use_cpu_attention(*modules: nn.Module) -> None:
-    """Make layers of these modules that use torch's SDPA use `cpu_attention`."""
-    for root in modules:
-        for module in root.modules():
-            config: Any = getattr(module, "config", None)
-            if getattr(config, "_attn_implementation", None) == "sdpa":
-                config._attn_implementation = _NAME
+    """Make layers of these modules that use torch's SDPA use `cpu_attention`.
+
+    Nothing changes if their code does something else by the name of the attention, such as sparse attention by a mask.
+    """
+    parts = [part for root in modules for part in root.modules()]
+    if any(_looks_at_the_name(name) for name in {type(part).__module__ for part in parts}):
+        return
+    for part in parts:
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "_attn_implementation", None) == "sdpa":
+            config._attn_implementation = _NAME
+
+
+@cache
+def _looks_at_the_name(module: str) -> bool:
+    """Whether a module of transformers compares the name of the attention with that of torch's."""
+    is_theirs = module.startswith("transformers.models.")
+    return (
+        is_theirs and re.search(r"_attn_implementation (?:==|in) ", inspect.getsource(sys.modules[module])) is not None
+    )
 
 
 def cpu_attention(
@@ -46,20 +64,20 @@ def cpu_attention(
     dtype = torch.get_autocast_dtype("cpu") if is_autocast else value.dtype
     is_bf16 = query.device.type == "cpu" and dtype is torch.bfloat16
     has_bool_mask = attention_mask is None or attention_mask.dtype is torch.bool
+    is_known = all(value is None or name in IGNORABLE_ARGUMENTS for name, value in kwargs.items())
     if torch.compiler.is_compiling():
-        is_known = all(value is None or name in IGNORABLE_ARGUMENTS for name, value in kwargs.items()) and not dropout
         if attention_mask is None:
-            is_known &= length == key.shape[2] and getattr(module, "is_causal", True)
+            fits = length == key.shape[2] and getattr(module, "is_causal", True)
         else:
-            is_known &= has_bool_mask and attention_mask.shape[1] == 1
-        if is_bf16 and is_known and length > _BLOCK:
+            fits = has_bool_mask and attention_mask.shape[1] == 1
+        if is_bf16 and is_known and fits and not dropout and length > _BLOCK:
             if attention_mask is None:
                 attention_mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
             query, key, value = (states.to(dtype) for states in (query, key, value))
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             out, _ = attend(query * scale, key, value, attention_mask, _BLOCK)
             return out.transpose(1, 2).contiguous(), None
-    elif is_bf16 and is_autocast and has_bool_mask and not torch.cpu._is_amx_tile_supported():
+    elif is_bf16 and is_autocast and has_bool_mask and is_known and not torch.cpu._is_amx_tile_supported():
         query, key, value = query.float(), key.float(), value.float()
         with torch.autocast("cpu", enabled=False):
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

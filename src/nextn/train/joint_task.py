@@ -279,7 +279,8 @@ def prepare_layers(model: Model, config: TrainConfig) -> None:
     layers = [*model.trunk.decoder.layers, *blocks]
     if config.checkpoint_layers:
         checkpoint_layers(layers)
-    use_cpu_attention(model.trunk.model, *blocks)
+    if model.trunk.device.type == "cpu" and config.dtype == "bfloat16":
+        use_cpu_attention(model.trunk.model, *blocks)
     if config.compile:
         for layer in layers:
             layer.compile()
