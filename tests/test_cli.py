@@ -57,6 +57,14 @@ def run(tmp_path_factory, command):
 
 
 @pytest.mark.more
+def test_answers_resume_in_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    monkeypatch.setattr(common, "_can_hold_files", lambda folder: False)
+    assert common.appendable(tmp_path / "a.jsonl") == tmp_path / "a.jsonl"
+    with pytest.raises(ConfigError, match="expected a file, in a folder that can be written to"):
+        common.appendable(tmp_path / "b.jsonl")
+
+
 def test_train_wrote_a_model(run):
     model = Model.load(run / "out" / "model")
     assert model.head is not None

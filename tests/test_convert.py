@@ -509,6 +509,20 @@ def test_experts_in_several_forms(tmp_path):
         assert tensors(tmp_path / f"fused{place}") == fused
 
 
+def test_experts_stored_twice_and_in_two_forms(tmp_path):
+    """The ones in the other form are left out, under both of their names."""
+    source = publish(tmp_path / "source", "qwen3_next")
+    nextn.convert(source, tmp_path / "fused", experts="fused")
+    split, fused = tensors(source), tensors(tmp_path / "fused")
+    twice = {f"model.{name}": value for name, value in split.items() if name.startswith("mtp.") and ".experts." in name}
+    assert twice
+    write_safetensors(
+        source / "model.safetensors", {name: RawTensor(*value) for name, value in (fused | split | twice).items()}
+    )
+    nextn.convert(source, tmp_path / "out", experts="fused")
+    assert tensors(tmp_path / "out") == fused
+
+
 @pytest.mark.parametrize("name", ["glm4_moe", "step3p5"])
 def test_layers_under_another_path(name, tmp_path):
     """Numbered from 0 as in Megatron's exports, not after the trunk's: the fix keeps the head."""

@@ -151,7 +151,7 @@ class QuantizedWeight:
     scales: Tensor  # floating-point [N, groups], as stored
     zeros: Tensor | None  # uint8 [N, groups]; None: 2 ** (bits - 1) everywhere
     bits: int  # 4 or 8
-    group_size: int  # columns; the last group may have fewer
+    group_size: int  # input channels; the last group may have fewer
     group_index: Tensor | None = None  # int64 [K], the group of each input channel; None: consecutive channels
     minima: Tensor | None = None  # floating-point [N, groups], of whole groups without zeros and index
 

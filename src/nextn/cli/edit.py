@@ -96,7 +96,9 @@ def convert(
     experts: Annotated[
         ExpertForm | None, Option(help="split, fused or stacked: the form in which the head's experts are stored.")
     ] = None,
-    trunk_experts: Annotated[ExpertForm | None, Option(help="The same of the trunk's experts.")] = None,
+    trunk_experts: Annotated[
+        ExpertForm | None, Option(help="The form in which the trunk's experts are stored.")
+    ] = None,
     keep_experts: Annotated[
         str | None,
         Option(

@@ -79,7 +79,7 @@ def convert(
             subtract-2; after a colon the names of those to shift, joined by commas. To subtract must not lose bits.
         experts: The form of the head's experts: split, fused or stacked. By default as they are, or as the family `to`
             stores them. Experts that are stored in several forms need it: those in the others are left out.
-        trunk_experts: The same of the trunk's.
+        trunk_experts: The form of the trunk's experts; by default as they are.
         keep_experts: Numbers of the head's experts to keep, in the new order, with the router's rows: as many as the
             layers of a pruned trunk have.
         follow_links: See `restore`.

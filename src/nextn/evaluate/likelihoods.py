@@ -112,7 +112,7 @@ def expected_ratio(evidence: Evidence, true: ExpectedCounts, other: ExpectedCoun
 
 
 def indistinguishable_from(name: str, *evidence: Evidence) -> tuple[str, ...]:
-    """Return the hypotheses, the same of all evidence, that this many rounds cannot distinguish from the named one."""
+    """Return the hypotheses of all evidence that this many rounds cannot distinguish from the named one."""
     names = [each.name for each in evidence[0].expected]
     index, totals = names.index(name), [0.0] * len(names)
     for item in evidence:

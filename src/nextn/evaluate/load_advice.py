@@ -26,7 +26,7 @@ DEFINITIONS = {
     "round_cost": "AL / speedup: the time of a round with K drafts in rounds without; MTP gains where AL is above it",
     "draft_cost": "(round_cost - 1) / mean drafts in a round, at least 0: each draft is assumed to cost the same",
     "expected": "speedup at k = 0 .. K: AL(k) / (1 + k draft_cost)",
-    "best_num_speculative_tokens": "the best k; 0 where the gain is below 1 at the low quartile of the speedup",
+    "best_num_speculative_tokens": "the best k; 0 where the low quartile of the speedup is below 1",
 }
 REPEATS = 3  # pairs of passes at each load
 _PROMPTS = 16  # asked at every load, if there are as many: AL of other texts would not compare
