@@ -9,6 +9,7 @@
     python bench/initial_heads.py tiny --steps 0 50 200 1000
     python bench/initial_heads.py tiny --variants fitted random --optimizer muon      # added to the record
     python bench/initial_heads.py smollm2 --variants fitted --optimizer muon --matrix-lr 0.005 --steps 0 100 200
+    python bench/initial_heads.py smollm2 --variants fitted --loss-vocab 0 --steps 0 50 200
 
 Text and labels: Python's standard library, and what the trunk predicts on it. AL is that of K = 4 drafts.
 """
@@ -115,25 +116,29 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--matrix-lr", type=float, default=HeadConfig.matrix_lr, help="of Muon")
+    parser.add_argument("--loss-vocab", type=int, default=8192, help="tokens that the loss is computed over; 0: all")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     config = HeadConfig(
         steps=max(args.steps), batch_size=args.batch_size, length=args.length, depths=4, eval_every=50, eval_batches=8,
-        save_every=0, loss_vocab=8192, optimizer=args.optimizer, matrix_lr=args.matrix_lr,
+        save_every=0, loss_vocab=args.loss_vocab, optimizer=args.optimizer, matrix_lr=args.matrix_lr,
     )  # fmt: skip
-    is_default = args.matrix_lr == HeadConfig.matrix_lr
-    optimizer = args.optimizer if is_default else f"{args.optimizer}, matrix_lr={args.matrix_lr:g}"
+    others = {"matrix_lr": (args.matrix_lr, HeadConfig.matrix_lr), "loss_vocab": (args.loss_vocab, 8192)}
+    changed = [f"{name}={value:g}" for name, (value, default) in others.items() if value != default]
+    key = ", ".join([args.optimizer, *changed])
     record = json.loads(args.out.read_text()) if args.out.exists() else {"trunks": {}}
     record |= machine()
     for name in args.trunks:
         checkpoint = smollm2("float32") if name == "smollm2" else name
         print(name)
         run = partial(trained, checkpoint, steps=args.steps, config=config)
-        found = {"tokens_per_step": args.batch_size * args.length} | {each: run(each) for each in args.variants}
-        record["trunks"].setdefault(name, {})[optimizer] = found
-        write_json(args.out, record)
+        row = record["trunks"].setdefault(name, {}).setdefault(key, {})
+        row["tokens_per_step"] = args.batch_size * args.length
+        for variant in args.variants:
+            row[variant] = run(variant)
+            write_json(args.out, record)
 
 
 if __name__ == "__main__":

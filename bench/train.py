@@ -1,10 +1,15 @@
 """Tokens/s and peak memory of a training step: the trunk alone, a naive MTP loss, and ours; K depths, packed sequences.
 
+With `--published`, of a new head on the frozen SmolLM2-135M-Instruct instead: the loss over the whole vocabulary or
+over `loss_vocab` tokens, with the trunk's states computed or cached, and the share that each step reaches of the
+arithmetic's limit: its floating-point operations, as PyTorch counts them, at the rate of a large matrix product.
+
 Each case is a process that keeps its model, and all take turns at a step, so that other load on the machine affects all
 alike; medians. Memory is the rise of the process's resident peak above its memory before the model was built (Linux),
 with gradients and the optimizer's state. About five minutes on two cores.
 
     python bench/train.py --out bench/results/train.json
+    python bench/train.py --published --threads 1 --out bench/results/train-smollm2.json
 """
 
 import argparse
@@ -20,18 +25,27 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from memory import resident
+from own_text import machine
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.corpus import Corpus, standard_library
+from nextn.data.sources import load_corpora
+from nextn.edit.published_model import smollm2
 from nextn.losses.mtp_loss import LossReport
+from nextn.model.head import Head
 from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import Model
-from nextn.train.config import TrainConfig
+from nextn.train.config import HeadConfig, TrainConfig
+from nextn.train.head_run import StartingPoint, load_starting_point
+from nextn.train.head_task import HeadTask
 from nextn.train.joint_task import Example, JointTask
 from nextn.train.loop import Trainer
 from nextn.train.recipes import byte_model
@@ -42,17 +56,21 @@ SIZES = {"batch-size": 4, "length": 512, "vocabulary": 32768, "threads": 2}
 
 @dataclass(frozen=True)
 class Case:
-    """loss: `trunk` alone, `naive`: all logits of a depth at once and torch's cross-entropy, or `ours`."""
+    """loss: `trunk` alone, `naive`: all logits of a depth at once and torch's cross-entropy, `ours`, or a `head`."""
 
     loss: str
     depths: int
     compile: bool = False
     checkpoint_layers: bool = False
+    loss_vocab: int = 0
+    cached: bool = False
+    dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
-        extras = [name for name in ("compile", "checkpoint_layers") if getattr(self, name)]
-        return ", ".join([self.loss + (f" K={self.depths}" if self.depths else ""), *extras])
+        extras = [name for name in ("compile", "checkpoint_layers", "cached") if getattr(self, name)]
+        vocabulary = [f"loss_vocab={self.loss_vocab}"] if self.loss_vocab else []
+        return ", ".join([self.loss + (f" K={self.depths}" if self.depths else ""), self.dtype, *vocabulary, *extras])
 
 
 CASES = [
@@ -60,6 +78,14 @@ CASES = [
     for extra in ({}, {"compile": True}, {"checkpoint_layers": True})
     for loss, depths in (("trunk", 0), ("naive", 1), ("ours", 1), ("naive", 4), ("ours", 4))
     if loss != "naive" or not extra.get("checkpoint_layers")
+]
+HEAD_CASES = [
+    Case("head", 4, loss_vocab=loss_vocab, cached=cached, dtype=dtype)
+    for dtype, settings in (
+        ("bfloat16", ((0, False), (0, True), (8192, False), (8192, True))),
+        ("float32", ((0, False), (8192, True))),
+    )
+    for loss_vocab, cached in settings
 ]
 
 
@@ -91,24 +117,62 @@ def corpus(vocabulary: int) -> Corpus:
     )
 
 
-def serve(case: Case, options: argparse.Namespace) -> None:
-    """Run a step for each line on standard input, and print its seconds and the peak memory so far."""
-    torch.set_num_threads(options.threads)
+def joint_task(case: Case, options: argparse.Namespace) -> JointTask:
     data = corpus(options.vocabulary)
     config = TrainConfig(
         steps=1000, batch_size=options.batch_size, length=options.length, depths=case.depths, compile=case.compile,
-        checkpoint_layers=case.checkpoint_layers,
+        checkpoint_layers=case.checkpoint_layers, dtype=case.dtype,
     )  # fmt: skip
-    before = resident("VmRSS")
     torch.manual_seed(0)
     model = Model.build(byte_model(layers=LAYERS, hidden=WIDTH, vocab_size=options.vocabulary))
-    task = (NaiveTask if case.loss == "naive" else JointTask)(model, data, config)
+    return (NaiveTask if case.loss == "naive" else JointTask)(model, data, config)
+
+
+def head_task(case: Case, options: argparse.Namespace, folder: Path) -> HeadTask:
+    """A new head on SmolLM2. The text is Python's standard library."""
+    model, origin, _ = load_starting_point(StartingPoint(smollm2("float32"), fresh=True), near=folder / "run")
+    model.head = Head(model.family, model.trunk)
+    config = HeadConfig(
+        steps=options.repeats + 2, batch_size=options.batch_size, length=options.length, depths=case.depths,
+        loss_vocab=case.loss_vocab, dtype=case.dtype,
+    )  # fmt: skip
+    task = HeadTask(model, load_corpora([], model.tokenizer)[0], config, origin=origin)
+    if case.cached:
+        for _ in task.cached(folder / "states").fill():
+            pass
+    return task
+
+
+def num_flops(trainer: Trainer) -> int:
+    """Run a step, and return its floating-point operations."""
+    # Only attention that is made of matrix products is counted.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        trainer._step()
+    return int(counter.get_total_flops())
+
+
+def flops_per_second(dtype: str, *, size: int = 2048) -> float:
+    """Return the rate of a large matrix product."""
+    left = torch.ones(size, size, dtype=getattr(torch, dtype))
+    started = time.perf_counter()
+    left @ left
+    return 2 * size**3 / (time.perf_counter() - started)
+
+
+def serve(case: Case, options: argparse.Namespace) -> None:
+    """Run a step for each line on standard input, and print its seconds and the peak memory so far."""
+    torch.set_num_threads(options.threads)
+    before = resident("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(task, out=Path(folder))
+        task = head_task(case, options, Path(folder)) if case.loss == "head" else joint_task(case, options)
+        trainer = Trainer(task, out=Path(folder) / "run")
+        counted = {"flops": num_flops(trainer)} if case.loss == "head" else {}
         for _ in sys.stdin:
             started = time.perf_counter()
             record = trainer._step()
-            result = {"seconds": time.perf_counter() - started, "loss": record.loss[0]}
+            result = {"seconds": time.perf_counter() - started, "loss": record.loss[0], **counted}
+            if counted:
+                result["flops_per_s"] = flops_per_second(case.dtype)
             print(json.dumps(result | {"bytes": resident("VmHWM") - before}), flush=True)
 
 
@@ -145,20 +209,26 @@ def measured(cases: list[Case], options: argparse.Namespace) -> list[dict[str, o
         seconds = sorted(record["seconds"] for record in records[2:])
         row = {"seconds": statistics.median(seconds), "fastest": seconds[0], "slowest": seconds[-1]}
         row |= {"tokens_per_s": tokens / row["seconds"], "peak_mb": records[-1]["bytes"] / 1e6}
+        if case.loss == "head":
+            rate = statistics.median(record["flops_per_s"] for record in records[2:])
+            row |= {"flops": records[0]["flops"], "flops_per_s": rate}
+            row["share_of_limit"] = row["flops"] / rate / row["seconds"]
         rows.append(asdict(case) | {"name": case.name} | row | {"loss": records[0]["loss"]})
     return rows
 
 
-def print_table(rows: list[dict[str, object]]) -> None:
+def print_table(rows: list[dict[str, Any]]) -> None:
     base = rows[0]["seconds"]
     for row in rows:
-        cost = f"{row['seconds'] / base:5.2f} x the trunk alone"
-        print(f"{row['name']:28} {row['tokens_per_s']:8.0f} tokens/s {row['peak_mb']:7.0f} MB {cost}")
+        cost = f"{row['seconds'] / base:5.2f} x the time of the first row"
+        share = f", {row['share_of_limit']:.0%} of the arithmetic's limit" if "share_of_limit" in row else ""
+        print(f"{row['name']:42} {row['tokens_per_s']:8.0f} tokens/s {row['peak_mb']:7.0f} MB {cost}{share}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file for the JSON record")
+    parser.add_argument("--published", action="store_true", help="a new head on SmolLM2")
     parser.add_argument("--only", default="", help="pattern of the cases to run in addition to the trunk alone")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -168,12 +238,14 @@ def main() -> None:
     if options.case:
         serve(Case(**json.loads(options.case)), options)
         return
-    rows = measured([CASES[0], *(case for case in CASES[1:] if re.search(options.only, case.name))], options)
+    first, *others = HEAD_CASES if options.published else CASES
+    rows = measured([first, *(case for case in others if re.search(options.only, case.name))], options)
     print_table(rows)
     if options.out:
         sizes = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in SIZES}
-        setting = {**sizes, "layers": LAYERS, "hidden": WIDTH, "dtype": "bfloat16 autocast", "torch": torch.__version__}
-        write_json(options.out, {"setting": setting | {"repeats": options.repeats}, "records": rows})
+        model = {"model": "SmolLM2-135M-Instruct"} if options.published else {"layers": LAYERS, "hidden": WIDTH}
+        setting = {**machine(), **sizes, **model, "repeats": options.repeats}
+        write_json(options.out, {"setting": setting, "records": rows})
 
 
 if __name__ == "__main__":

@@ -80,7 +80,12 @@ class Size:
     compile: bool = True
 
 
-SIZES = {"1M": Size(5, 128, 48), "2M": Size(5, 192, 100), "8M": Size(8, 256, 400), "30M": Size(16, 384, 2000)}
+SIZES = {
+    "1M": Size(5, 128, 48),
+    "2M": Size(5, 192, 100),
+    "8M": Size(8, 256, 100, compile=False),
+    "30M": Size(16, 384, 48, compile=False),
+}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from nextn.cache.rollout_cache import chain_mask
 from nextn.model.model import Model
 from nextn.model.trunk import packed
 from nextn.train.config import TrainConfig
-from nextn.train.cpu_attention import attend, cpu_attention, use_cpu_attention
+from nextn.train.cotrain import CotrainLoss, HeadSettings, targets_of
+from nextn.train.cpu_attention import CPU_ATTENTION, attend, cpu_attention, use_cpu_attention
 from nextn.train.joint_task import prepare_layers
 from nextn.train.recipes import byte_model
 
@@ -201,6 +202,22 @@ def test_training_turns_it_on_and_nobody_sees_it_in_the_file(tmp_path):
     assert {layer.self_attn.config._attn_implementation for layer in layers} == {"nextn_blocks"}
     model.save(tmp_path / "model")
     assert "nextn_blocks" not in (tmp_path / "model" / "config.json").read_text()
+
+
+def test_packed_rows_beside_a_fine_tune_are_the_same_with_it():
+    """Of a model that was trained by `nextn train` before, in one process."""
+    model = Model.build(byte_model(layers=2, hidden=128, vocab_size=264))
+    tokens = torch.randint(264, (1, 24), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    targets = targets_of({"input_ids": tokens, "labels": tokens, "position_ids": positions})
+    losses = []
+    for _ in range(2):
+        cotrain = CotrainLoss(model.head, HeadSettings(depths=2))
+        states = cotrain.states(tokens, targets, model.trunk(tokens, documents=targets.documents))
+        losses.append(cotrain.loss(states, targets, cotrain.counts(targets))[1].tolist())
+        use_cpu_attention(model.trunk.model, model.head)
+    assert model.trunk.config._attn_implementation == CPU_ATTENTION
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.more

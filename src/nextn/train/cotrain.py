@@ -22,6 +22,7 @@ from nextn.model.lm_head_columns import lm_head_inputs, lm_head_weights
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.stats.acceptance import conditional_rates, expected_length
+from nextn.train.cpu_attention import CPU_ATTENTION
 from nextn.train.evaluation import survival
 from nextn.train.packed_rows import document_indices
 
@@ -184,7 +185,7 @@ class CotrainLoss:
         kinds = [kind for index in range(self.head.num_modules) for kind in self.head.layer_types(index)]
         mixing = next((kind.name for kind in kinds if not kind.can_pack), None)
         attention = self.head.trunk.config._attn_implementation
-        if mixing is None and attention in ("sdpa", "eager"):
+        if mixing is None and attention in ("sdpa", "eager", CPU_ATTENTION):
             return targets.documents
         reason = f"with attn_implementation={attention!r}" if mixing is None else f"for a head with {mixing} layers"
         raise ConfigError(

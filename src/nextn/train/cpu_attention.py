@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from nextn.model.layer_types import IGNORABLE_ARGUMENTS
 
-_NAME = "nextn_blocks"
+CPU_ATTENTION = "nextn_blocks"  # transformers' name of it
 _BLOCK = 128  # queries; keys that no query of a block sees are left out of its matmuls
 
 
@@ -34,7 +34,7 @@ def use_cpu_attention(*modules: nn.Module) -> None:
     for part in parts:
         config: Any = getattr(part, "config", None)
         if getattr(config, "_attn_implementation", None) == "sdpa":
-            config._attn_implementation = _NAME
+            config._attn_implementation = CPU_ATTENTION
 
 
 @cache
@@ -185,5 +185,5 @@ def _backward(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
 
 
 attend.register_autograd(_backward, setup_context=_save_for_backward)
-AttentionInterface.register(_NAME, cpu_attention)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+AttentionInterface.register(CPU_ATTENTION, cpu_attention)
+AttentionMaskInterface.register(CPU_ATTENTION, sdpa_mask)
