@@ -411,7 +411,10 @@ def test_every_field_reaches_the_engine(scripted):
 def test_fields_that_change_nothing_are_accepted(scripted):
     body = {"prompt": "x", "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
     body |= {"seed": None, "stop": None, "echo": False, "best_of": 1, "suffix": "", "logit_bias": None}
-    assert scripted.post("/v1/completions", body)[0] == 200
+    body |= {"verbosity": "low", "timings_per_token": True, "n_probs": 0, "typical_p": 1.0, "xtc_probability": 0}
+    status, headers, _ = scripted.post("/v1/completions", body)
+    ignored = "metadata, service_tier, store, suffix, timings_per_token, user, verbosity"
+    assert (status, headers["x-ignored-fields"]) == (200, ignored)
 
 
 def test_tokens_are_bounded_by_the_context(scripted):

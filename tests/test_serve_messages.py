@@ -197,6 +197,15 @@ def test_errors_have_anthropic_s_form(server, fields, status, kind, words):
     assert words in document["error"]["message"]
 
 
+def test_threads_are_sent_whole(server):
+    """Anthropic's tool runners begin a thread, and send all of a conversation that the server says it does not have."""
+    ask(server, thread={"type": "create"})
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    status, _, body = server.post("/v1/messages", ASK | {"thread": thread})
+    error = json.loads(body)["error"]
+    assert (status, error["type"], error["details"]) == (404, "not_found_error", {"error_code": "thread_not_found"})
+
+
 def test_keys_and_failures(model):
     """The client's own header has the key; errors from before the routes, and in streams, have the same form."""
     with serving(ScriptedEngine(fails="it broke"), model, api_key="secret") as server:
@@ -207,6 +216,11 @@ def test_keys_and_failures(model):
         status, _, body = server.post("/v1/messages", ASK, ("Authorization: Bearer secret",))
         assert (status, json.loads(body)["error"]["type"]) == (500, "api_error")
         assert server.post("/v1/chat/completions", {"messages": [USER]}, ("x-api-key: secret",))[0] == 500
+
+
+def count(n: int) -> str:
+    """Counts."""
+    return "one" if n == 1 else "many"
 
 
 @pytest.mark.slow
@@ -229,6 +243,9 @@ def test_the_client_of_anthropic(server, model):
         client.messages.create(**ASK | {"messages": messages}, tools=TOOLS)
         assert request_of(server)[0] == "<u>hi<a>(Why?)I look.[count=1]<t>31<a>"
         assert client.messages.count_tokens(model="tiny", messages=[USER]).input_tokens == 8
+        runner = client.beta.messages.tool_runner(**ASK, tools=[anthropic.beta_tool(count)], max_iterations=3)
+        assert [message.stop_reason for message in runner] == ["tool_use"] * 3
+        assert request_of(server)[0].endswith("I look.[count=1]<t>one1<a>")
         with pytest.raises(anthropic.BadRequestError, match="tools"):
             client.messages.create(**ASK, tools=[{"type": "bash_20250124", "name": "bash"}])
     with (

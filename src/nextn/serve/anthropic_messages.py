@@ -105,6 +105,13 @@ class OutputConfig(RequestModel):
     format: OutputFormat | None = None
 
 
+class Thread(RequestModel):
+    """A conversation that the server keeps. This one keeps none: see `to_chat`."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str = Field(default="", max_length=256)
+
+
 class CountRequest(RequestModel):
     """The body of /v1/messages/count_tokens."""
 
@@ -127,6 +134,7 @@ class MessagesRequest(CountRequest, SamplingFields):
 
     max_tokens: int = Field(ge=1, lt=2**31)
     stop_sequences: ListOf[str] = Field(default_factory=list, max_length=16)
+    thread: Thread | None = None
 
 
 def to_chat(body: CountRequest) -> ChatRequest:
@@ -145,6 +153,9 @@ def to_chat(body: CountRequest) -> ChatRequest:
     if (form := body.output_config.format) is not None:
         chat["structured_outputs"] = {"json": form.schema_}
     if isinstance(body, MessagesRequest):
+        if body.thread is not None and body.thread.type == "continue":  # then clients send all of it again
+            message = "this server keeps no threads; send the whole conversation in messages"
+            raise ApiError(404, message, "thread", "thread_not_found")
         chat |= body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True)
         chat |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     return parse_request(ChatRequest, chat)

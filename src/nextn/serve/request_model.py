@@ -17,16 +17,17 @@ from nextn.serve.api_errors import ApiError
 # Fields of OpenAI's API and of vLLM's and llama.cpp's additions that do not change what is generated.
 IGNORED = frozenset(
     (
-        "cache_prompt", "metadata", "prediction", "priority", "prompt_cache_key",
-        "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "spaces_between_special_tokens",
-        "store", "user",
+        "cache_prompt", "id_slot", "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
+        "request_id", "return_progress", "safety_identifier", "service_tier", "spaces_between_special_tokens", "store",
+        "timings_per_token", "user", "verbosity",
     )
 )  # fmt: skip
 # Fields that are not supported, with the value that turns them off.
 OFF: Mapping[str, object] = {
-    "allowed_token_ids": [], "bad_words": [], "best_of": 1, "echo": False, "include_stop_str_in_output": False,
-    "length_penalty": 1, "modalities": ["text"], "prompt_logprobs": 0, "reasoning_effort": "none",
-    "suffix": "", "truncate_prompt_tokens": 0, "use_beam_search": False,
+    "allowed_token_ids": [], "bad_words": [], "best_of": 1, "dry_multiplier": 0, "dynatemp_range": 0, "echo": False,
+    "function_call": "none", "include_reasoning": True, "include_stop_str_in_output": False, "length_penalty": 1,
+    "mirostat": 0, "modalities": ["text"], "n_probs": 0, "prompt_logprobs": 0, "reasoning_effort": "none",
+    "suffix": "", "truncate_prompt_tokens": 0, "typical_p": 1, "use_beam_search": False, "xtc_probability": 0,
 }  # fmt: skip
 
 M = TypeVar("M", bound="RequestModel")
