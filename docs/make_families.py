@@ -118,8 +118,8 @@ def withheld() -> Iterator[str]:
     yield "## Published without one"
     yield ""
     yield (
-        "The config of these models may declare MTP layers, and the vendor published none, or another draft. `nextn "
-        "audit` says so: nothing was lost, and there is nothing to restore."
+        "The config of these models may declare MTP layers, and the vendor published none, or another draft, or one "
+        "whose code is not public. `nextn audit` says so: nothing was lost, and there is nothing to restore."
     )
     yield ""
     for each in WITHHELD:

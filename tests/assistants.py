@@ -29,13 +29,13 @@ _COMMON = {
     "final_logit_softcapping": 5.0, "initializer_range": 0.2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
 }  # fmt: skip
 _PATTERN = ["sliding_attention", "sliding_attention", "full_attention"]
-_SHARED = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 4,
-           "vocab_size_per_layer_input": VOCABULARY}  # fmt: skip
+_SHARED = {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY}
 _K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 _MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 # Size -> what its trunk has beyond the common, and whether its assistant has centroids.
 SIZES: Mapping[str, tuple[Mapping[str, object], bool]] = {
-    "E2B": (_SHARED, True),
+    "E2B": ({**_SHARED, "use_double_wide_mlp": True}, True),
+    "E4B": (_SHARED, True),
     "12B": (_K_IS_V, False),
     "26B-A4B": ({**_K_IS_V, **_MOE}, False),
     "31B": (_K_IS_V, False),

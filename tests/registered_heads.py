@@ -33,9 +33,7 @@ LEFT_OUT = {
     },
     "transformers": {
         "muse_glimmer_assistant": "a draft model of its own (DFlash)",
-        "granite_docling": "extra heads under mtp. that serving engines read; no engine's code for them is public",
         "mistral_large4": "DSpark's stages, under mtp_dspark.",
-        "nemotron3_5_transcribe": "a model of speech, which stores llm.mtp.",
         "olmo_hybrid": "the pattern is inherited: no release has a head",
     },
 }  # fmt: skip

@@ -26,6 +26,7 @@ NAMES = [
     ("qwen3.8 27b", {"qwen3_5"}),
     ("Qwen3.8", {"qwen3_5", "qwen3_5_moe", "qwen4_exp"}),
     ("MiMo-V2.6-Distill-Qwen-9B", {"qwen3_5"}),
+    ("MiMo-V2.6-Qwen-9B", {"qwen3_5"}),
     ("Ternary Bonsai 2", {"qwen3_5"}),
     ("GLM-5.3-Flash", {"glm5_next"}),
     ("glm 5.3", {"glm_moe_dsa", "glm5_next"}),
@@ -45,6 +46,8 @@ NAMES = [
     ("Motif-Technologies/Motif-3-NVFP4", {"motif3"}),
     ("deepseek-ai/DeepSeek-V4-Flash-0731", set()),
     ("moonshotai/Kimi-VL-A3B-Instruct", set()),
+    ("ibm-granite/granite-docling-258M", set()),
+    ("Nemotron-3.5-Transcribe", set()),
     ("moonshotai/Kimi-Linear-48B-A3B-Instruct", set()),
 ]
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from nextn.evaluate.diagnose_engine import diagnose_observations
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
 from nextn.evaluate.likelihoods import NO_FAULT
+from nextn.evaluate.probe import is_compatible
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.family_table import by_name, deviations
@@ -96,8 +97,11 @@ def chain(model, assistant, tokens, start, depths):
 
 @pytest.mark.more
 @pytest.mark.parametrize("size", SIZES)
-def test_logits_are_those_of_transformers(models, folders, size):
-    model, assistant, tokens = models[size], load_reference(folders[size][1]), text(3 * WINDOW)
+def test_logits_are_those_of_transformers(folders, size):
+    """In double precision, as some of these trunks amplify the rounding of float32; torch has no experts in it."""
+    (trunk, path), tokens = folders[size], text(3 * WINDOW)
+    dtype, atol = (torch.float32, 2e-4) if "num_experts" in SIZES[size][0] else (torch.float64, 1e-9)
+    model, assistant = Model.load(trunk, head=path, dtype=dtype), load_reference(path).to(dtype)
     with torch.no_grad():
         hidden = model.trunk(tokens).head_input
         states = model.head.rollout_hidden(tokens, hidden, DEPTHS)
@@ -107,7 +111,7 @@ def test_logits_are_those_of_transformers(models, folders, size):
         for depth, logits in enumerate(ours):
             drafted = logits[start].isfinite()  # transformers puts tokens outside of the best groups below all others
             assert int(drafted.sum()) == (36 if SIZES[size][1] else 96)
-            torch.testing.assert_close(logits[start][drafted], theirs[depth][drafted], rtol=0, atol=2e-4)
+            torch.testing.assert_close(logits[start][drafted], theirs[depth][drafted], rtol=0, atol=atol)
             assert int(logits[start].argmax()) == int(theirs[depth].argmax())
 
 
@@ -408,6 +412,8 @@ def test_variants_change_what_is_drafted_and_no_text(models):
             assert (wrong - right)[:, -1].abs().max() > 1e-3, variant.key
         assert decode(faulty, tokens[:, :20].tolist(), max_tokens=8, num_speculative_tokens=3)[0] == plain
     assert model.head.windows != faulty.head.windows
+    for pair in combinations(own.values(), 2):  # as the probe applies them
+        assert not is_compatible(*pair) or apply_variants(model, Contract(), pair)
     injected = [each.name for each in FAULTS if each.variant_keys and fault_variant(each, model)]
     assert {"inputs-swapped", "wrong-keys", "window-lost", "window-everywhere", "query-shifted"} <= set(injected)
 

@@ -107,9 +107,10 @@ def _reads(head: SharedKVHead) -> Iterator[Variant]:
         names = ", ".join(f"{index} for {each.name}" for each, index in others.items())
         yield Variant("kv-layer", f"keys of the trunk's layers {names}", change=partial(_read_layers, others))
     if any(each.window for each in head.read_layers):
-        yield Variant("kv-window", "layers with a sliding window see all positions", change=_without_windows)
+        description = "layers with a sliding window see all positions"
+        yield Variant("kv-window", description, "windows", change=_without_windows)
         description = "layers with full attention see the sliding window of the others"
-        yield Variant("kv-narrow", description, change=_windows_everywhere)
+        yield Variant("kv-narrow", description, "windows", change=_windows_everywhere)
 
 
 def _read_layers(layers: Mapping[LayerType, int], head: SharedKVHead) -> None:

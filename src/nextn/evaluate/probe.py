@@ -294,7 +294,7 @@ def probe(
         raise ConfigError("conventions are compared on sampled texts with three new tokens or more; there are none")
     scorer = _Scorer(model, contract or Contract(), [text for text in texts if text.remaining], depths, on_score)
     singles = variants(model, scorer.contract, copies=copies)
-    combined = [pair for pair in combinations(singles, 2) if _are_compatible(*pair)] if pairs else []
+    combined = [pair for pair in combinations(singles, 2) if is_compatible(*pair)] if pairs else []
     base, scores = scorer.score(()), [scorer.score((variant,)) for variant in singles]
     screened = [(scorer.score(pair, count=_NUM_FIRST).accepted_per_position(), pair) for pair in combined]
     screened.sort(key=lambda each: -each[0])
@@ -340,7 +340,7 @@ def truncate_texts(texts: Sequence[ReferenceText]) -> list[ReferenceText]:
     return [replace(text, new=text.new[:size], ended=text.ended and len(text.new) <= size) for text in texts]
 
 
-def _are_compatible(one: Variant, other: Variant) -> bool:
+def is_compatible(one: Variant, other: Variant) -> bool:
     """Whether both can apply: they are neither two values of one fact, nor a change of all norms and of one."""
     first, second = one.axis, other.axis
     return first != second and not first.startswith(f"{second}:") and not second.startswith(f"{first}:")

@@ -346,7 +346,8 @@ _QWEN3_NEXT = Family(
     unverified=(_FP8_UNKNOWN,),
 )
 _QWEN3_5 = replace(
-    _QWEN3_NEXT, name="qwen3_5", title="Qwen3.5 / 3.6 / 3.8, dense", model_types=("qwen3_5", "qwen3_5_text"),
+    _QWEN3_NEXT, name="qwen3_5", title="Qwen3.5 / 3.6 / 3.8, Ternary Bonsai 2, MiMo-V2.6-Qwen, dense",
+    model_types=("qwen3_5", "qwen3_5_text"),
     models=("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B", "Ternary-Bonsai-2-27B", "MiMo-V2.6-Distill-Qwen-9B",
             "Intern-S2-Preview"),
     draft_types=("qwen3_5_mtp",), count_fields=("mtp_num_hidden_layers",), block={"layer_types": ["full_attention"]},

@@ -76,9 +76,8 @@ def families(search: str = "") -> KnownFamilies:
 
 def works(row: Family) -> str:
     """Return what nextn does with a family's heads."""
-    if row.trunk_kv:
-        return "audit, measure, train, decode in torch"
-    return f"{_FILES}, measure, train, decode" if row.runs else _FILES
+    files = "audit" if row.trunk_kv else _FILES
+    return f"{files}, measure, train, decode" if row.runs else files
 
 
 def _record(row: Family) -> dict[str, object]:

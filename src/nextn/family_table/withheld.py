@@ -9,7 +9,7 @@ from nextn.family_table.rows import FAMILIES
 
 @dataclass(frozen=True)
 class Withheld:
-    """Published models without the head that was trained with them."""
+    """Published models without the head that was trained with them, or with one that nobody can describe."""
 
     title: str
     model_types: tuple[str, ...]
@@ -44,6 +44,20 @@ WITHHELD: tuple[Withheld, ...] = (
         "Sarvam-MoE / MLA", ("sarvam_moe", "sarvam_mla"),
         ("https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/models/sarvam_mla/"
          "configuration_sarvam_mla.py",),
+    ),
+    Withheld(
+        "Granite-Docling", ("granite_docling",),
+        ("https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/models/granite_docling/"
+         "modeling_granite_docling.py#L839",),
+        "some checkpoints of Granite-Docling hold heads under mtp. for engines whose code is not public, so nextn does "
+        "not know how they compute",
+    ),
+    Withheld(
+        "Nemotron-3.5-Transcribe", ("nemotron3_5_transcribe",),
+        ("https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/models/nemotron3_5_transcribe/"
+         "modeling_nemotron3_5_transcribe.py#L119",),
+        "Nemotron-3.5-Transcribe, a model of speech, holds a head under llm.mtp. that no public engine runs, so nextn "
+        "does not know how it computes",
     ),
     Withheld(
         "DeepSeek-V4-Flash-0731 / DeepSeek-V4-Pro-0813 / DeepSeek-V4.1 / DeepSeek-V4.1-Flash / Mistral-Large-4", (),
