@@ -142,11 +142,11 @@ STORIES = (
     ),
     Story(
         "A quantized checkpoint whose config covers the head, too",
-        "glm", "quantization", head_not_left_out, ("nextn restore model --from base --force",),
+        "glm", "quantization", head_not_left_out, ("nextn restore model --from model --force",),
         "The quantized model answers well; with MTP on, nothing is accepted.",
         "The head was copied back in bf16, but the config's list of unquantized modules was not extended. An engine"
         " follows the config: it builds the head's layers for fp8 weights and scales, and has no parameters for the"
-        " tensors in the file. `restore` restores the bf16 head and adds it to the list.",
+        " tensors in the file. `restore` with the model's own head adds it to the list.",
     ),
     Story(
         "Norm weights shifted by one",

@@ -311,7 +311,8 @@ def _lacking(inventory: Inventory, role: str) -> list[int]:
 
 def _unset(name: str, engine: EngineSupport, roles: list[str]) -> str:
     if any(role in engine.skips for role in roles):
-        return f"{ENGINES[name]} versions that do not pass on the trunk's draft from initial values, without an error"
+        versions = f"{ENGINES[name]} versions that do not share the trunk's weights"
+        return f"{versions} draft from initial values, without an error"
     unset = joined(ROLES[role] for role in roles if role in engine.unset)
     if unset:
         return f"{ENGINES[name]} with pipeline parallelism drafts from the initial values of {unset}"
