@@ -647,13 +647,15 @@ def test_the_reference_drafts_as_the_engine_does(plans):
         (False, "x", "text", (0,), []),  # the same prompts, so the same template
         (False, None, "text", None, []),
         (False, "x", (7,), None, []),
+        (None, "x", Prompt("text", "x", later=("more",)), None, []),  # a conversation needs the template
     ],
 )
 def test_the_other_template_is_a_cause(plans, chat, template, prompt, places, other):
     """Of prompts that nobody knows, where there is a template that they may have gone through, or not."""
     model = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template), family=by_name("glm4_moe"))
     seen = [EngineObservation(0.0, DEEP, places)]
-    found = diagnose(model, [Prompt(prompt, "x")], seen, replace(PLAN, chat=chat))
+    asked = prompt if isinstance(prompt, Prompt) else Prompt(prompt, "x")
+    found = diagnose(model, [asked], seen, replace(PLAN, chat=chat))
     assert [plan.chat for plan in plans[1:]] == other
     assert ("template" in {each.name for each in found.cases[0].expected}) == bool(other)
 

@@ -140,7 +140,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding over K: speed, acceptance, costs, memory. Repetitive texts are left out."""
-    from nextn.evaluate.workload import prompts_record, read_prompts
+    from nextn.evaluate.workload import num_turns, prompts_record, read_prompts
 
     plan = BenchmarkPlan(
         _integers(num_speculative_tokens, "--num-speculative-tokens"),
@@ -161,9 +161,9 @@ def bench(
     plan = replace(plan, chat=use_chat(loaded, chat))
     draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=options.backend)
     with progress_bars(quiet=as_json) as progress:
-        step = progress("decode", plan.num_runs(len(texts)))
+        step = progress("decode", plan.num_runs(num_turns(texts)))
         report = run_benchmark(loaded, texts, plan, source=source, on_run=lambda _: step())
-        report = with_one_pass(report, loaded, on_score=progress("scores", len(texts) * len(plan.temperatures)))
+        report = with_one_pass(report, loaded, on_score=progress("scores", num_turns(texts) * len(plan.temperatures)))
     if long := loaded.length_note(report.num_positions(loaded)):
         print_note(long)
     record = report.as_record() | {"prompts": prompts_record(prompts, texts)}

@@ -135,9 +135,10 @@ def _diagnose(
     from nextn.evaluate.diagnose_engine import audit_lines, compare, observe
     from nextn.evaluate.faults import FAULTS
     from nextn.evaluate.reference_texts import prompt_tokens
+    from nextn.evaluate.workload import num_turns
 
     loaded = options.load(need_head=True, stream=source.is_streamed)
-    stored, num_texts = None, len(prompts) * len(plan.temperatures)
+    stored, num_texts = None, num_turns(prompts) * len(plan.temperatures)
     if source.is_streamed and isinstance(target, Endpoint):
         ids = [prompt_tokens(loaded, prompt, plan) for prompt in prompts]
         settings = [*map(str, plan.temperatures), plan.max_tokens, plan.seed]

@@ -145,12 +145,14 @@ def measure_acceptance(
     if source.has_texts:
         return _measure_texts(options, source, plan, prompts)
     from nextn.evaluate.reference import reference_acceptance
+    from nextn.evaluate.workload import num_turns
 
     loaded = options.load(need_head=True)
     if check is not None:
         check(loaded)
     with progress_bars(quiet=source.quiet) as progress:
-        on_text, on_score = (progress(name, len(prompts) * len(plan.temperatures)) for name in ("texts", "scores"))
+        num_texts = num_turns(prompts) * len(plan.temperatures)
+        on_text, on_score = (progress(name, num_texts) for name in ("texts", "scores"))
         return loaded, reference_acceptance(loaded, prompts, plan, on_text=on_text, on_score=on_score)
 
 

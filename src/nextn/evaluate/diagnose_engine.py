@@ -203,10 +203,10 @@ def observed_plan(
 def _other_template(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan) -> ReferencePlan | None:
     """The plan with the chat template turned off if it was applied, else on.
 
-    None if the tokenizer has no template, or prompts are token ids.
+    None if the tokenizer has no template, or prompts are token ids, or conversations, which always take one.
     """
     has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
-    if not has_template or not all(isinstance(prompt.text, str) for prompt in prompts):
+    if not has_template or any(prompt.later or not isinstance(prompt.text, str) for prompt in prompts):
         return None
     is_applied = plan.chat is not False  # None applies it too, as there is one
     return replace(plan, chat=not is_applied)

@@ -114,19 +114,23 @@ def prompts_record(source: Path | str | None, prompts: Sequence[Prompt]) -> dict
     return _origin("built-in" if source is None else name, subset, category, prompts, data)
 
 
+def num_turns(prompts: Sequence[Prompt]) -> int:
+    """Return the number of texts that answer them: one for each of the user's turns."""
+    return sum(1 + len(prompt.later) for prompt in prompts)
+
+
 def _origin(
     name: str, subset: str | None, category: str | None, prompts: Sequence[Prompt], data: bytes | None = None
 ) -> dict[str, object]:
     texts = json.dumps([[prompt.text, *prompt.later] for prompt in prompts]).encode()
     digest = hashlib.sha256(texts if data is None else data)
-    turns = sum(1 + len(prompt.later) for prompt in prompts)
     return {
         "source": name,
         "subset": subset,
         "category": category,
         "sha256": digest.hexdigest(),
         "num": len(prompts),
-        "turns": turns,
+        "turns": num_turns(prompts),
     }
 
 
