@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from nextn.engines.counter_formats import read
-from nextn.engines.counters import FIRST_TOKENS, ROUNDED, SOME_POSITIONS
+from nextn.engines.counters import COPIED, FIRST_TOKENS, ROUNDED, SOME_POSITIONS
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.log_reader import RISING
@@ -254,6 +254,13 @@ def test_formats(name):
     counters = read(text)
     assert summary(counters) == expected
     assert counters.source
+
+
+def test_copied_drafts_are_noted():
+    """`nextn serve --copy` counts them apart; without a copy there is nothing to say."""
+    drafts = METRICS["vLLM 0.30"][0].replace("vllm:", "nextn:")
+    notes = [read(f"{drafts}nextn:copy_num_drafts_total {count}\n").notes for count in (7, 0)]
+    assert [COPIED in each for each in notes] == [True, False]
 
 
 def test_notes_say_what_is_missing():

@@ -13,7 +13,7 @@ from tiny import refrain
 
 from nextn.engines.answers import AnswerToken, EngineAnswer
 from nextn.engines.client import Budget, Limits
-from nextn.engines.counters import FIRST_TOKENS, Counters
+from nextn.engines.counters import COPIED, FIRST_TOKENS, Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.engines.run_settings import with_settings
 from nextn.errors import ConfigError, EngineError
@@ -96,6 +96,7 @@ def test_a_correct_engine_has_no_fault(diagnosed):
     assert "head-quantized" in found.undetectable
     assert "wrong-hidden" not in found.undetectable
     assert any("would not show" in note for note in found.notes)
+    assert any("faster than plain decoding only where" in note and "advise" in note for note in found.notes)
 
 
 def test_the_record_is_json(diagnosed):
@@ -462,6 +463,14 @@ def test_short_rounds_are_blamed_only_where_they_accept_too_little(length, named
         found = Diagnosis("x", None, (ObservedCase(seen, counts, hypotheses, 1.0, 0),))
         assert (found.named, found.needed) == (named, None)
         assert ("--fixed-k" in found.summary) == found.is_inconclusive
+
+
+def test_an_engine_that_copies_drafts_is_not_blamed():
+    """Copies take the rounds that are easy; the head accepts less in the others."""
+    low = case((100, 10), GOOD, BAD)
+    seen = replace(low.observation, counters=replace(low.observation.counters, notes=(COPIED,)))
+    found = Diagnosis("x", None, (replace(low, observation=seen),))
+    assert (found.named, found.needed, "without --copy" in found.summary) == (("inconclusive",), None, True)
 
 
 def test_share_of_novel_text():

@@ -25,6 +25,7 @@ ROUNDED = "from rates rounded in the log: counts are approximate"
 FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
 ESTIMATED_ROUNDS = "the rounds of entries that show none are estimated from the draft tokens per round of the others"
 ADDED = "the counts of several processes are added"
+COPIED = "rounds that copied drafts from the text are not counted, which leaves the head the harder ones"
 SOME_POSITIONS = "acceptance of some positions or entries is missing: only the totals are compared"
 NOTHING_DRAFTED = (
     "counts no round that drafted; check that MTP is on, and that requests were sent (`nextn serve` stops drafting "

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from nextn.bounded_json import MAX_COUNT, short_repr
 from nextn.engines.counters import (
+    COPIED,
     FIRST_TOKENS,
     MAX_POSITIONS,
     Counters,
@@ -171,7 +172,10 @@ def _from_shared_schema(samples: list[Series]) -> Counters | None:
     per_position = _by_label(samples, f"{prefix}accepted_tokens_per_pos", "position")
     since = [sample.value for sample in samples if sample.name == f"{prefix}drafts_created"]
     engine = _ENGINES.get(match["prefix"] or "", match["prefix"] or "an engine")
-    return Counters(engine, num_drafts, tokens, accepted, per_position, since=sum(since) if since else None)
+    notes = (COPIED,) if _counter(samples, "nextn:copy_num_drafts") else ()
+    return Counters(
+        engine, num_drafts, tokens, accepted, per_position, since=sum(since) if since else None, notes=notes
+    )
 
 
 def _from_sglang(samples: list[Series]) -> Counters | None:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from nextn import __version__
 from nextn.engines.check_result import CheckReport, CheckResult, Outcome
-from nextn.engines.counters import ADAPTIVE, FULL_SHARE
+from nextn.engines.counters import ADAPTIVE, COPIED, FULL_SHARE
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, next_checks
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import CONTEXT, FAULTS, OVERRIDDEN, WEIGHTS, cause_found
@@ -180,12 +180,13 @@ class Diagnosis(CheckReport):
         Four are not among the hypotheses: `acceptance-overridden`, if a setting of the engine decides the acceptance,
         `weights`, if the counts are as expected, but the head itself is poor, `context-length`, if only long prompts
         fall short, and `inconclusive`, if the evidence cannot exclude that half of the drafts are lost, if rounds of
-        fewer than K drafts may explain the counts, or other prompts more accepted drafts than any cause expects.
+        fewer than K drafts or of copies may explain the counts, or other prompts more accepted drafts than any cause
+        expects.
         """
         if self.overrides:
             return (OVERRIDDEN,)
         names = name_causes(self.causes)
-        if names != (NO_FAULT,) and self._may_be_short:
+        if names != (NO_FAULT,) and (self._may_be_short or self._copies):
             return (INCONCLUSIVE,)
         if names == (NO_FAULT,) and self.reference_rate < _POOR_RATE:
             return (WEIGHTS,)
@@ -210,6 +211,11 @@ class Diagnosis(CheckReport):
             case.has_short_rounds and case.num_accepted >= without_fault(case.expected).raw_rates[0]
             for case in self.cases
         )
+
+    @property
+    def _copies(self) -> bool:
+        """Whether the engine also copied drafts, in rounds that the counts leave out."""
+        return any(COPIED in case.observation.counters.notes for case in self.cases)
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -257,7 +263,7 @@ class Diagnosis(CheckReport):
     @cached_property
     def needed(self) -> NeededEvidence | None:
         """The evidence that would decide; None if the case is decided, or more of the same would not decide it."""
-        if not self.is_inconclusive or self._may_be_short or self._is_above:
+        if not self.is_inconclusive or self._may_be_short or self._copies or self._is_above:
             return None
         return needed_evidence(self._evidence, driven=not any(case.other_workload for case in self.cases))
 
@@ -366,6 +372,8 @@ class Diagnosis(CheckReport):
     def _needed_text(self) -> str:
         """The advice on data that would decide, as text."""
         needed = self.needed
+        if self._copies:
+            return "the engine copies drafts from the text in other rounds: serve without --copy"
         if self._may_be_short:
             return (
                 "in some rounds the engine drafts fewer than K tokens: fix its K (nextn serve --fixed-k), or, as some "
@@ -396,6 +404,12 @@ class Diagnosis(CheckReport):
             )
         for case in self.cases:
             notes += case.notes
+        if self.has_no_fault:
+            length = f"{1 + self.cases[0].num_accepted:.2f}"
+            notes.append(
+                f"AL {length} is faster than plain decoding only where a round takes less than {length} times as long: "
+                "`nextn advise --engine URL --against URL` measures that for each number of streams"
+            )
         other = "the engine has other weights, or a quantized trunk"
         notes += [f"{warning}; {other}" for warning in self.reference.origin_warnings]
         if self.reference.stream is not None:
