@@ -21,6 +21,10 @@ _SGLANG_CLASS = re.compile(r"\w*(?:MTP|NextN|Eagle3?|DFlash|DSpark|Assistant)\w*
 _SKIPPED = re.compile(r"_keys_to_ignore_on_load_unexpected = \[[^\]]*(?:mtp|nextn|layers\\\.\d)", re.I)
 _COUNTED = re.compile(r"^\s+num_mtp_layers\s*[:=] ?(?!AttributeError)", re.M)
 
+# Of the packages whose lines the rows cite, and what such a line says: a class, a pattern of names, a mapping.
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23", "transformers": "5.23.0"}
+_SAYS = re.compile(r"mtp|nextn|multi_?token|eagle|assistant|_keys_to_ignore|^class |^\s*mapping|: \[$", re.I)
+
 # Registered, and neither a row nor a kind of draft model: why.
 LEFT_OUT = {
     "vllm": {
@@ -83,6 +87,17 @@ def uncovered(engine: str, registered: dict[str, str]) -> list[str]:
     )
 
 
+def misplaced(engine: str, root: Path) -> list[str]:
+    """Return the cited lines of an engine's source, in the folder of its package, that say nothing of a head."""
+    found = []
+    for source in {text for row in _all_rows() for text in (row.engines[engine].source, *row.sources)}:
+        if match := re.search(rf"/blob/v{VERSIONS[engine]}/(?:src/|python/)?{engine}/(.+)#L(\d+)$", source):
+            lines = (root / match[1]).read_text().splitlines()
+            if not _SAYS.search("".join(lines[int(match[2]) - 1 : int(match[2])])):
+                found.append(source)
+    return sorted(found)
+
+
 def _all_rows() -> list[Family]:
     return [*rows(), by_name("gemma4_assistant")]
 
@@ -114,6 +129,7 @@ def main() -> None:
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     for engine, table in record.items():
         print(engine, table["version"], *uncovered(engine, table["architectures"]))
+        print(engine, "cited lines without a head:", *misplaced(engine, getattr(given, engine)))
     print("transformers", *uncovered("transformers", of_transformers()))
 
 

@@ -367,6 +367,9 @@ def test_row_is_whole(name):
         assert (engine.support == "runs") or not (engine.trunk_roles != ("embedding", "output") or engine.unset)
         assert engine.support != "runs" or engine.missing != "unknown"
     assert all(source.startswith("https://") for source in row.sources)
+    cited = [*row.sources, *(engine.source for engine in row.engines.values() if engine.support != "absent")]
+    code = [source for source in cited if re.search(r"/blob/.*\.(py|cpp)", source)]
+    assert all(re.search(r"/blob/(?!main|master).*#L\d+(-L\d+)?$", source) for source in code)
     assert row.runs == (row.cannot_run == "")
     assert set(row.own) <= set(row.names)
     assert ("streams" in (row.hidden, row.next_hidden)) == any(role.startswith("collapse") for role in row.names)

@@ -1,12 +1,13 @@
 """The next family that an engine or transformers adds is noticed here, where no row covers it."""
 
 import json
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import registered_heads
-from registered_heads import LEFT_OUT, RECORD, of_sglang, of_transformers, of_vllm, uncovered
+from registered_heads import LEFT_OUT, RECORD, VERSIONS, misplaced, of_sglang, of_transformers, of_vllm, uncovered
 
 READERS = {"vllm": of_vllm, "sglang": of_sglang}
 
@@ -25,6 +26,15 @@ def test_every_head_is_covered(engine):
     found = registered(engine)
     assert len(found) > 10
     assert uncovered(engine, found) == [], "add a row, or say in LEFT_OUT why there is none"
+
+
+@pytest.mark.parametrize("engine", VERSIONS)
+def test_cited_lines_are_those_of_heads(engine):
+    """Of engines that are installed in the version that the rows cite."""
+    spec = find_spec(engine)
+    if spec is None or version(engine) != VERSIONS[engine]:
+        pytest.skip(f"needs {engine} {VERSIONS[engine]}")
+    assert misplaced(engine, Path(spec.origin).parent) == []
 
 
 @pytest.mark.slow

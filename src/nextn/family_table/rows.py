@@ -1,7 +1,7 @@
 """The rows of `families`: published MTP conventions, facts only.
 
-Read in vLLM 0.32.0, SGLang 0.5.23, llama.cpp (as in llama-cpp-python 0.3.36) and transformers 5.23; no released
-checkpoint was opened. Names are those that loaders and converters match; open questions are in `unverified`.
+Read in vLLM 0.33.0, SGLang 0.5.23, llama.cpp 0c1e57098 and transformers 5.23; no released checkpoint was opened.
+Names are those that loaders and converters match; open questions are in `unverified`.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,14 @@ from typing import Literal
 from nextn.family_table.conventions import EngineSupport, Fp8, Missing
 from nextn.family_table.spec import Family
 
-_VLLM = "https://github.com/vllm-project/vllm/blob/main/vllm/"
-_SGLANG = "https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/"
-_LLAMA = "https://github.com/ggml-org/llama.cpp/blob/master/"
-_HF = "https://github.com/huggingface/transformers/blob/main/src/transformers/"
+_VLLM = "https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/"
+_SGLANG = "https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/"
+_LLAMA = "https://github.com/ggml-org/llama.cpp/blob/0c1e57098/"
+_HF = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/"
+_HF24 = _HF.replace("v5.23.0", "v5.24.0")  # of models that 5.23 lacks
 _VM, _SM = _VLLM + "model_executor/models/", _SGLANG + "models/"
 _LM, _LC = _LLAMA + "src/models/", _LLAMA + "conversion/"
-_HM, _MTP_MODEL = _HF + "models/", _HF + "modeling_layers.py"
+_HM, _MTP_MODEL = _HF + "models/", _HF + "modeling_layers.py#L373"
 
 # What holds for every family, by vLLM v1/worker/gpu/spec_decode/eagle/utils.py and model_loader/default_loader.py,
 # SGLang speculative/eagle_worker_v2.py, llama.cpp common/speculative.cpp, transformers modeling_layers.py (MtpModel).
@@ -169,9 +170,9 @@ _DEEPSEEK_V3 = Family(
     # The paper (arXiv 2412.19437, eq. 21) writes the hidden first; the released code multiplies [enorm(e); hnorm(h)].
     names=_APPENDED, block={"first_k_dense_replace": 0}, fp8=Fp8(),
     engines={
-        "vllm": _vllm("model_executor/models/deepseek_mtp.py", _PLAIN, missing="module", zeroes=True, unset=_LOST),
-        "sglang": _sglang("deepseek_nextn.py", _ONE),
-        "llamacpp": EngineSupport("drops", _LC + "deepseek.py"),
+        "vllm": _vllm("model_executor/models/deepseek_mtp.py#L76", _PLAIN, missing="module", zeroes=True, unset=_LOST),
+        "sglang": _sglang("deepseek_nextn.py#L58", _ONE),
+        "llamacpp": EngineSupport("drops", _LC + "deepseek.py#L398"),
         "transformers": EngineSupport("runs", _MTP_MODEL, missing="raises", layers=(61,), modules=1),
     },
     sources=(
@@ -185,10 +186,10 @@ _DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3, name="deepseek_v32", title="DeepSeek-V3.2", model_types=("deepseek_v32",), draft_types=(),
     count_fields=_NEXTN, block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"]},
     engines={
-        "vllm": _vllm("models/deepseek_v32/nvidia/mtp.py", _PLAIN, missing="module", zeroes=True, unset=_LOST),
-        "sglang": _sglang("deepseek_nextn.py", _ONE),
-        "llamacpp": _gguf("deepseek32.cpp", "the draft attends without the indexer"),
-        "transformers": _ignores("deepseek_v32/modeling_deepseek_v32.py"),
+        "vllm": _vllm("models/deepseek_v32/nvidia/mtp.py#L64", _PLAIN, missing="module", zeroes=True, unset=_LOST),
+        "sglang": _sglang("deepseek_nextn.py#L58", _ONE),
+        "llamacpp": _gguf("deepseek32.cpp#L55", "the draft attends without the indexer"),
+        "transformers": _ignores("deepseek_v32/modeling_deepseek_v32.py#L663"),
     },
     sources=("https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md",), unverified=(_ASSUMED_BF16,),
     remarks=("with index_share_for_mtp_iteration, engines pick indices at the first draft and reuse them",),
@@ -228,20 +229,20 @@ _DEEPSEEK_V4 = Family(
     fp8=Fp8(scale="scale", unquantized=("token_norm", "hidden_norm", "final_norm", "embedding", "output")),
     engines={
         "vllm": _vllm(
-            "models/deepseek_v4/nvidia/mtp.py",
+            "models/deepseek_v4/nvidia/mtp.py#L79",
             "skips top-level embed.weight and head.weight: versions that do not hand over the trunk's leave both "
             "at initial values, for 0 % acceptance and no error (vllm#43456)",
             "refuses method mtp for DeepSeek-V4.1, whose mtp.* are DSpark stages", missing="module", zeroes=True,
             unset=("embedding", "output"), skips=("embedding", "output"),
         ),
-        "sglang": _sglang("deepseek_v4_nextn.py", _ONE, "missing tensors are logged"),
+        "sglang": _sglang("deepseek_v4_nextn.py#L56", _ONE, "missing tensors are logged"),
         "llamacpp": EngineSupport(
-            "runs", _LC + "deepseek.py", trunk_roles=(), missing="raises",
+            "runs", _LC + "deepseek.py#L398", trunk_roles=(), missing="raises",
             notes=(
                 "dropped unless converted with --mtp, into a GGUF of its own; e_proj and h_proj become one eh_proj",
             ),
         ),
-        "transformers": _ignores("deepseek_v4/modeling_deepseek_v4.py", _STATEFUL),
+        "transformers": _ignores("deepseek_v4/modeling_deepseek_v4.py#L1266", _STATEFUL),
     },
     sources=("https://github.com/vllm-project/vllm/issues/43456", "https://github.com/vllm-project/vllm/pull/43459"),
     own_block=True, block_lacks=("self_attn.compressor", "self_attn.indexer", "mlp.gate.tid2eid"),
@@ -253,14 +254,14 @@ _GLM4_MOE = replace(
     draft_types=("glm4_moe_mtp",),
     engines={
         "vllm": EngineSupport(
-            "runs", _VM + "glm4_moe_mtp.py", next_hidden="pre", position0="zero", missing="unquantized", unset=_LOST,
-            unquantized=("projection",), notes=(_PLAIN,),
+            "runs", _VM + "glm4_moe_mtp.py#L80", next_hidden="pre", position0="zero", missing="unquantized",
+            unset=_LOST, unquantized=("projection",), notes=(_PLAIN,),
         ),
-        "sglang": _sglang("glm4_moe_nextn.py", _ONE, "also reads an mtp.safetensors that the index does not name"),
-        "llamacpp": _gguf("glm4-moe.cpp"),
+        "sglang": _sglang("glm4_moe_nextn.py#L44", _ONE, "also reads an mtp.safetensors that the index does not name"),
+        "llamacpp": _gguf("glm4-moe.cpp#L38"),
         "transformers": EngineSupport("runs", _MTP_MODEL, missing="raises", layers=(46, 92), modules=1),
     },
-    sources=(_SGLANG + "model_loader/weight_utils.py", "https://github.com/vllm-project/vllm/issues/48492"),
+    sources=(_SGLANG + "model_loader/weight_utils.py#L240", "https://github.com/vllm-project/vllm/issues/48492"),
     unverified=(_ASSUMED_BF16,),
 )
 _GLM4V_MOE = replace(
@@ -269,22 +270,22 @@ _GLM4V_MOE = replace(
     engines={
         "vllm": _NONE,
         "sglang": EngineSupport(
-            "ignores", _SM + "glm4v_moe.py",
+            "ignores", _SM + "glm4v_moe.py#L110",
             notes=("its loader has a branch for the head, and no draft class of this model calls it",),
         ),
-        "llamacpp": _gguf("glm4-moe.cpp"),
-        "transformers": _ignores("glm4v_moe/modeling_glm4v_moe.py"),
+        "llamacpp": _gguf("glm4-moe.cpp#L38"),
+        "transformers": _ignores("glm4v_moe/modeling_glm4v_moe.py#L474"),
     },
-    sources=(_LC + "glm.py",), unverified=("one engine alone runs the head", _FP8_UNKNOWN),
+    sources=(_LC + "glm.py#L107",), unverified=("one engine alone runs the head", _FP8_UNKNOWN),
 )
 _GLM4_MOE_LITE = replace(
     _GLM4_MOE, name="glm4_moe_lite", title="GLM-4.7-Flash", model_types=("glm4_moe_lite",),
     draft_types=("glm4_moe_lite_mtp",), count_fields=_NEXTN, block={"mlp_layer_types": ["sparse"]},
     engines={
-        "vllm": replace(_GLM4_MOE.engines["vllm"], source=_VM + "glm4_moe_lite_mtp.py"),
-        "sglang": replace(_GLM4_MOE.engines["sglang"], source=_SM + "glm4_moe_lite_nextn.py"),
-        "llamacpp": replace(_GLM4_MOE.engines["llamacpp"], source=_LM + "deepseek2.cpp"),
-        "transformers": _ignores("glm4_moe_lite/modeling_glm4_moe_lite.py"),
+        "vllm": replace(_GLM4_MOE.engines["vllm"], source=_VM + "glm4_moe_lite_mtp.py#L88"),
+        "sglang": replace(_GLM4_MOE.engines["sglang"], source=_SM + "glm4_moe_lite_nextn.py#L47"),
+        "llamacpp": replace(_GLM4_MOE.engines["llamacpp"], source=_LM + "deepseek2.cpp#L65"),
+        "transformers": _ignores("glm4_moe_lite/modeling_glm4_moe_lite.py#L562"),
     },
 )
 _GLM_MOE_DSA = replace(
@@ -292,13 +293,13 @@ _GLM_MOE_DSA = replace(
     block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     engines={
         **_DEEPSEEK_V32.engines,
-        "llamacpp": _gguf("glm-dsa.cpp"),
-        "transformers": _ignores("glm_moe_dsa/modeling_glm_moe_dsa.py"),
+        "llamacpp": _gguf("glm-dsa.cpp#L88"),
+        "transformers": _ignores("glm_moe_dsa/modeling_glm_moe_dsa.py#L637"),
     },
     # "GLM-5.2 keeps the recurrent MTP projection in BF16 for both BF16 and FP8 checkpoints."
     sources=(
         "https://github.com/InternLM/lmdeploy/pull/4945", "https://github.com/Blaizzy/mlx-vlm/pull/2079",
-        _SM + "glm4_moe.py",
+        _SM + "glm4_moe.py#L1288",
     ),
     unverified=(
         "whether repeated depths of GLM-5.2 read the first depth's keys, as Megatron-LM#6472 trains; no engine does so",
@@ -309,12 +310,12 @@ _GLM5_NEXT = replace(
     draft_types=("glm5_next_mtp",), wrappers=_TEXT,
     engines={
         "vllm": _vllm(
-            "models/glm5next/common/mtp.py", _PLAIN,
+            "models/glm5next/common/mtp.py#L45", _PLAIN,
             "dequantizes q_a_proj, kv_a_proj_with_mqa, o_proj and the indexer's wk on load", zeroes=True, unset=_LOST,
         ),
-        "sglang": _sglang("glm5_next_nextn.py"),
-        "llamacpp": _kept("glm5-next.cpp", "its graph throws: not implemented yet"),
-        "transformers": _ignores("glm5_next/modeling_glm5_next.py", _STATEFUL),
+        "sglang": _sglang("glm5_next_nextn.py#L24"),
+        "llamacpp": _kept("glm5-next.cpp#L70", "its graph throws: not implemented yet"),
+        "transformers": _ignores("glm5_next/modeling_glm5_next.py#L1388", _STATEFUL),
     },
     sources=("https://github.com/radixark/miles/pull/2788", "https://github.com/ggml-org/llama.cpp/pull/27773"),
     own_block=True, parts=_PARTS, unverified=(_FP8_UNKNOWN,),
@@ -323,10 +324,10 @@ _GLM_OCR = replace(
     _GLM4_MOE, name="glm_ocr", title="GLM-OCR", model_types=("glm_ocr", "glm_ocr_text"), draft_types=("glm_ocr_mtp",),
     count_fields=_NEXTN, block={}, wrappers=_TEXT, fp8=None, runtime_names=("gate_up_proj.weight",),
     engines={
-        "vllm": replace(_GLM4_MOE.engines["vllm"], source=_VM + "glm_ocr_mtp.py"),
-        "sglang": _sglang("glm_ocr_nextn.py"),
-        "llamacpp": _kept("glm4.cpp"),
-        "transformers": _ignores("glm_ocr/modeling_glm_ocr.py"),
+        "vllm": replace(_GLM4_MOE.engines["vllm"], source=_VM + "glm_ocr_mtp.py#L57"),
+        "sglang": _sglang("glm_ocr_nextn.py#L46"),
+        "llamacpp": _kept("glm4.cpp#L50"),
+        "transformers": _ignores("glm_ocr/modeling_glm_ocr.py#L317"),
     },
     sources=(), unverified=(),
 )
@@ -337,12 +338,13 @@ _QWEN3_NEXT = Family(
     block={"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
     wrappers={"model.mtp.": "mtp."}, fp8=Fp8(),
     engines={
-        "vllm": _vllm("model_executor/models/qwen3_next_mtp.py"),
-        "sglang": _sglang("qwen3_next_mtp.py"),
-        "llamacpp": _gguf("qwen3next.cpp", "adds 1 to the stored norm weights"),
-        "transformers": _ignores("qwen3_next/modeling_qwen3_next.py", _STATEFUL),
+        "vllm": _vllm("model_executor/models/qwen3_next_mtp.py#L47"),
+        "sglang": _sglang("qwen3_next_mtp.py#L40"),
+        "llamacpp": _gguf("qwen3next.cpp#L132", "adds 1 to the stored norm weights"),
+        "transformers": _ignores("qwen3_next/modeling_qwen3_next.py#L947", _STATEFUL),
     },
-    sources=(_LC + "qwen.py",), remarks=("the published config has no count field; every engine assumes one module",),
+    sources=(_LC + "qwen.py#L299",),
+    remarks=("the published config has no count field; every engine assumes one module",),
     unverified=(_FP8_UNKNOWN,),
 )
 _QWEN3_5 = replace(
@@ -354,19 +356,19 @@ _QWEN3_5 = replace(
     wrappers={"model.mtp.": "mtp.", **_TEXT}, text_wrapper="model.language_model.",  # its conversion_mapping.py
     engines={
         "vllm": _vllm(
-            "model_executor/models/qwen3_5_mtp.py",
+            "model_executor/models/qwen3_5_mtp.py#L66",
             "treats fc as bf16 under modelopt_fp4, and the complete head as unquantized if a GPTQ rule that starts "
             "with -: holds mtp",
         ),
         "sglang": _sglang(
-            "qwen3_5_mtp.py", "treats the head as bf16 under NVFP4, and where mtp.* is in a list of exclusions",
+            "qwen3_5_mtp.py#L94", "treats the head as bf16 under NVFP4, and where mtp.* is in a list of exclusions",
         ),
-        "llamacpp": _gguf("qwen35.cpp", "adds 1 to the stored norm weights"),
-        "transformers": _ignores("qwen3_5/modeling_qwen3_5.py", _STATEFUL),
+        "llamacpp": _gguf("qwen35.cpp#L127", "adds 1 to the stored norm weights"),
+        "transformers": _ignores("qwen3_5/modeling_qwen3_5.py#L918", _STATEFUL),
     },
     sources=(
-        _LC + "qwen.py", "https://github.com/Blaizzy/mlx-vlm/pull/2293",
-        _SGLANG + "layers/quantization/quark/quark.py", "https://huggingface.co/ndaly/MiMo-V2.6-Distill-Qwen-9B",
+        _LC + "qwen.py#L299", "https://github.com/Blaizzy/mlx-vlm/pull/2293",
+        _SGLANG + "layers/quantization/quark/quark.py#L361", "https://huggingface.co/ndaly/MiMo-V2.6-Distill-Qwen-9B",
     ),
     remarks=(
         "3.6 and 3.8 have no MTP code of their own in any engine: read as 3.5",
@@ -379,8 +381,8 @@ _QWEN3_5_MOE = replace(
     model_types=("qwen3_5_moe", "qwen3_5_moe_text"), draft_types=(),
     engines={
         **_QWEN3_5.engines,
-        "llamacpp": replace(_QWEN3_5.engines["llamacpp"], source=_LM + "qwen35moe.cpp"),
-        "transformers": _ignores("qwen3_5_moe/modeling_qwen3_5_moe.py", _STATEFUL),
+        "llamacpp": replace(_QWEN3_5.engines["llamacpp"], source=_LM + "qwen35moe.cpp#L150"),
+        "transformers": _ignores("qwen3_5_moe/modeling_qwen3_5_moe.py#L1001", _STATEFUL),
     },
 )
 _QWEN4_EXP = replace(
@@ -394,10 +396,10 @@ _QWEN4_EXP = replace(
     hidden="streams", next_hidden="streams", experts="fused",
     block={"layer_types": ["indexed_attention"], "ple_layer_ids": []}, own_block=True, block_lacks=("ple",),
     engines={
-        "vllm": _vllm("models/qwen4_exp/nvidia/mtp.py"),
-        "sglang": _sglang("qwen4_exp_mtp.py"),
-        "llamacpp": EngineSupport("drops", _LC + "qwen4exp.py"),
-        "transformers": _ignores("qwen4_exp/modeling_qwen4_exp.py", _STATEFUL),
+        "vllm": _vllm("models/qwen4_exp/nvidia/mtp.py#L172"),
+        "sglang": _sglang("qwen4_exp_mtp.py#L27"),
+        "llamacpp": EngineSupport("drops", _LC + "qwen4exp.py#L28"),
+        "transformers": _ignores("qwen4_exp/modeling_qwen4_exp.py#L1318", _STATEFUL),
     },
     sources=(),
     remarks=("hidden_norm runs over all streams at once; fc_hidden is shared by them",),
@@ -408,15 +410,15 @@ _INTERNS2_MOBIUS = replace(
     _QWEN3_5_MOE, name="interns2_mobius", title="InternS2-Mobius",
     model_types=("interns2_mobius", "interns2_mobius_text"), models=(),
     engines={
-        "vllm": _vllm("model_executor/models/interns2_mobius.py"),
+        "vllm": _vllm("model_executor/models/interns2_mobius.py#L446"),
         "sglang": EngineSupport(
-            "runs", _SM + "qwen3_5_mtp.py", missing="silent", modules=1,
+            "runs", _SM + "qwen3_5_mtp.py#L94", missing="silent", modules=1,
             notes=("treats the head as bf16 under NVFP4, and where mtp.* is in a list of exclusions",),
         ),
         "llamacpp": _NONE,
         "transformers": _NONE,
     },
-    sources=(_VLLM + "config/speculative.py", _SM + "interns2_mobius.py"), own_block=True,
+    sources=(_VLLM + "config/speculative.py#L698", _SM + "interns2_mobius.py#L77"), own_block=True,
     block_adds=("mlp.experts.", "mlp.gate."),
     cannot_run="transformers has no trunk of this type",
     remarks=("the block has mtp_num_experts experts, of which mtp_num_experts_per_tok are used",),
@@ -431,8 +433,8 @@ _MIMO = Family(
     ),
     concat="hidden_first", position0="zero",
     engines={
-        "vllm": EngineSupport("runs", _VM + "mimo_mtp.py", missing="unquantized", modules=1),
-        "sglang": _sglang("mimo_mtp.py"),
+        "vllm": EngineSupport("runs", _VM + "mimo_mtp.py#L43", missing="unquantized", modules=1),
+        "sglang": _sglang("mimo_mtp.py#L26"),
         "llamacpp": _NONE,
         "transformers": _NONE,
     },
@@ -449,17 +451,17 @@ _MIMO_V2 = Family(
     order="unchained", block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
     fp8=Fp8(unquantized=("token_norm", "hidden_norm", "final_norm")),
     engines={
-        "vllm": EngineSupport("runs", _VM + "mimo_v2_mtp.py", order="recursive", missing="unquantized", modules=1),
+        "vllm": EngineSupport("runs", _VM + "mimo_v2_mtp.py#L57", order="recursive", missing="unquantized", modules=1),
         "sglang": EngineSupport(
-            "runs", _SM + "mimo_v2_nextn.py", missing="silent", notes=("as many modules as drafted tokens",),
+            "runs", _SM + "mimo_v2_nextn.py#L60", missing="silent", notes=("as many modules as drafted tokens",),
         ),
         "llamacpp": EngineSupport(
-            "runs", _LM + "mimo2.cpp", hidden="pre", next_hidden="pre", order="chained", trunk_roles=(),
+            "runs", _LM + "mimo2.cpp#L34", hidden="pre", next_hidden="pre", order="chained", trunk_roles=(),
             missing="raises",
         ),
-        "transformers": _ignores("mimo_v2_flash/modeling_mimo_v2_flash.py"),
+        "transformers": _ignores("mimo_v2_flash/modeling_mimo_v2_flash.py#L470"),
     },
-    sources=(_LC + "mimo.py",),
+    sources=(_LC + "mimo.py#L29",),
     remarks=(
         "the published config has no count: llama.cpp takes 3, vLLM 1",
         "V2.5 and Pro store one fp8 qkv_proj, cut for tensor parallelism",
@@ -475,10 +477,10 @@ _ERNIE = Family(
     },
     next_hidden="pre", position0="zero", projection_bias="use_bias", block={"moe_layer_end_index": -1},
     engines={
-        "vllm": EngineSupport("runs", _VM + "ernie_mtp.py", missing="unquantized", modules=1),
-        "sglang": _sglang("ernie4_eagle.py", "a head that is not there at all raises"),
-        "llamacpp": EngineSupport("drops", _LC + "ernie.py"),
-        "transformers": _ignores("ernie4_5_moe/modeling_ernie4_5_moe.py"),
+        "vllm": EngineSupport("runs", _VM + "ernie_mtp.py#L44", missing="unquantized", modules=1),
+        "sglang": _sglang("ernie4_eagle.py#L38", "a head that is not there at all raises"),
+        "llamacpp": EngineSupport("drops", _LC + "ernie.py#L103"),
+        "transformers": _ignores("ernie4_5_moe/modeling_ernie4_5_moe.py#L459"),
     },
     sources=(),
     remarks=(
@@ -494,10 +496,10 @@ _LONGCAT = Family(
     block_renames={"mlp": "transformer_layer.mlp"}, max_modules=1,
     fp8=Fp8(unquantized=("token_norm", "hidden_norm", "final_norm", "embedding")),
     engines={
-        "vllm": EngineSupport("runs", _VM + "longcat_flash_mtp.py", missing="unquantized", unset=_LOST, modules=1),
-        "sglang": _sglang("longcat_flash_nextn.py"),
+        "vllm": EngineSupport("runs", _VM + "longcat_flash_mtp.py#L29", missing="unquantized", unset=_LOST, modules=1),
+        "sglang": _sglang("longcat_flash_nextn.py#L199"),
         "llamacpp": _NONE,
-        "transformers": _ignores("longcat_flash/modeling_longcat_flash.py"),
+        "transformers": _ignores("longcat_flash/modeling_longcat_flash.py#L543"),
     },
     sources=(), own_block=True,
     # The trunk's layers are two of each and a mixture of experts; the first of each pair is like the head's block.
@@ -524,15 +526,15 @@ _NEMOTRON_H = Family(
     trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1,
     wrappers={"language_model.": ""}, block={"layers_block_type": ["full_attention", "moe"]},
     engines={
-        "vllm": EngineSupport("runs", _VM + "nemotron_h_mtp.py", missing="unquantized", modules=1),
-        "sglang": _sglang("nemotron_h_mtp.py"),
+        "vllm": EngineSupport("runs", _VM + "nemotron_h_mtp.py#L45", missing="unquantized", modules=1),
+        "sglang": _sglang("nemotron_h_mtp.py#L45"),
         "llamacpp": EngineSupport(
-            "runs", _LM + "nemotron-h-moe.cpp", trunk_roles=(), missing="raises", modules=1,
+            "runs", _LM + "nemotron-h-moe.cpp#L4", trunk_roles=(), missing="raises", modules=1,
             notes=("the final norm subtracts the mean (LayerNorm); the other engines' does not",),
         ),
-        "transformers": _ignores("nemotron_h/modeling_nemotron_h.py", _STATEFUL),
+        "transformers": _ignores("nemotron_h/modeling_nemotron_h.py#L1012", _STATEFUL),
     },
-    sources=(_LC + "nemotron.py",), own_block=True,
+    sources=(_LC + "nemotron.py#L256",), own_block=True,
     remarks=(
         "final norm: LayerNorm in llamacpp, RMSNorm in vllm and sglang",
         "mtp_hybrid_override_pattern says which layers a module has; these names are those of the pattern *E",
@@ -542,7 +544,7 @@ _NEMOTRON_H = Family(
 _NEMOTRON_PUZZLE = replace(
     _NEMOTRON_H, name="nemotron_h_puzzle", title="Nemotron-H Puzzle", model_types=("nemotron_h_puzzle",),
     draft_types=(), models=("NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B",),
-    engines=_UNRUN | {"sglang": _sglang("nemotron_h_mtp.py")}, sources=(_SGLANG + "configs/nemotron_h.py",),
+    engines=_UNRUN | {"sglang": _sglang("nemotron_h_mtp.py#L45")}, sources=(_SGLANG + "configs/nemotron_h.py#L212",),
     cannot_run="transformers has no trunk of this type",
     remarks=("mtp_block_configs says which layers the head has, and their sizes; the file is mtp.safetensors",),
 )
@@ -571,11 +573,11 @@ _STEP = Family(
     trunk_experts=("split", "fused", "stacked"),
     engines={
         "vllm": EngineSupport(
-            "runs", _VM + "step3p5_mtp.py", trunk_roles=("embedding",), missing="raises",
+            "runs", _VM + "step3p5_mtp.py#L57", trunk_roles=("embedding",), missing="raises",
             notes=("the V1 runner does not fill the cache of modules >= 1 over the prompt",),
         ),
-        "sglang": EngineSupport("runs", _SM + "step3p5_mtp.py", trunk_roles=(), missing="raises"),
-        "llamacpp": _gguf("step35.cpp", "fills every module's cache with the trunk's states"),
+        "sglang": EngineSupport("runs", _SM + "step3p5_mtp.py#L61", trunk_roles=(), missing="raises"),
+        "llamacpp": _gguf("step35.cpp#L49", "fills every module's cache with the trunk's states"),
         "transformers": EngineSupport(
             "runs", _MTP_MODEL, hidden="post", next_hidden="post", missing="raises",
             notes=(
@@ -584,20 +586,20 @@ _STEP = Family(
             ),
         ),
     },
-    sources=(_LC + "step3.py", _HM + "step3p7/configuration_step3p7.py"),
+    sources=(_LC + "step3.py#L121", _HM + "step3p7/configuration_step3p7.py#L103"),
     unverified=(_FP8_UNKNOWN,),
 )
 _STEP5 = replace(
     _STEP, name="step5", title="Step-5", model_types=("step5", "step5_vl", "step5_text"), draft_types=("step5_mtp",),
     engines={
         "vllm": EngineSupport(
-            "runs", _VLLM + "models/step5/nvidia/mtp.py", trunk_roles=("embedding",), missing="raises",
+            "runs", _VLLM + "models/step5/nvidia/mtp.py#L69", trunk_roles=("embedding",), missing="raises",
         ),
         "sglang": _NONE,
         "llamacpp": _NONE,
         "transformers": _NONE,
     },
-    sources=(_VLLM + "transformers_utils/configs/step5.py",), cannot_run="transformers has no trunk of this type",
+    sources=(_VLLM + "transformers_utils/configs/step5.py#L106",), cannot_run="transformers has no trunk of this type",
     remarks=(
         "zero_centered of the config says whether norms multiply by 1 + w (its default) or by w",
         "with fp32_residual_connection, states between layers and depths are in float32",
@@ -611,8 +613,8 @@ _BAILING_V2 = Family(
     trunk={"embedding": "model.word_embeddings", "output": "lm_head"},
     engines={
         "vllm": _NONE,
-        "sglang": _sglang("bailing_moe_nextn.py"),
-        "llamacpp": _kept("bailingmoe2.cpp"),
+        "sglang": _sglang("bailing_moe_nextn.py#L69"),
+        "llamacpp": _kept("bailingmoe2.cpp#L73"),
         "transformers": _NONE,
     },
     sources=(), cannot_run="transformers has no trunk of this type",
@@ -629,14 +631,16 @@ _BAILING_HYBRID = replace(
     wrappers=_TEXT,
     engines={
         "vllm": _vllm(
-            "model_executor/models/bailing_moe_mtp.py", "zeroes the first embedding for 2.5, not for 3",
+            "model_executor/models/bailing_moe_mtp.py#L48", "zeroes the first embedding for 2.5, not for 3",
             _PLAIN + ", for 2.5", missing="module", zeroes=True,
         ),
-        "sglang": _sglang("bailing_moe_nextn.py"),
-        "llamacpp": EngineSupport("runs", _LM + "bailingmoe3.cpp", missing="raises", notes=("Ling 3 alone",)),
-        "transformers": EngineSupport("refuses", _HM + "bailing_hybrid/modeling_bailing_hybrid.py", notes=(_STATEFUL,)),
+        "sglang": _sglang("bailing_moe_nextn.py#L69"),
+        "llamacpp": EngineSupport("runs", _LM + "bailingmoe3.cpp#L73", missing="raises", notes=("Ling 3 alone",)),
+        "transformers": EngineSupport(
+            "refuses", _HM + "bailing_hybrid/modeling_bailing_hybrid.py#L898", notes=(_STATEFUL,),
+        ),
     },
-    sources=(_VM + "bailing_moe_v3_mtp.py", _HF + "conversion_mapping.py"), cannot_run="",
+    sources=(_VM + "bailing_moe_v3_mtp.py#L59", _HF + "conversion_mapping.py#L2206"), cannot_run="",
     unverified=(_FP8_UNKNOWN,),
 )
 _HY_V3 = Family(
@@ -648,12 +652,12 @@ _HY_V3 = Family(
         "mlp.shared_experts": "mlp.shared_mlp",
     },
     engines={
-        "vllm": _vllm("model_executor/models/hy_v3_mtp.py", _PLAIN, missing="silent", zeroes=True),
-        "sglang": _sglang("hunyuan_v3_nextn.py"),
-        "llamacpp": _gguf("hy-v3.cpp"),
-        "transformers": _ignores("hy_v3/modeling_hy_v3.py"),
+        "vllm": _vllm("model_executor/models/hy_v3_mtp.py#L93", _PLAIN, missing="silent", zeroes=True),
+        "sglang": _sglang("hunyuan_v3_nextn.py#L41"),
+        "llamacpp": _gguf("hy-v3.cpp#L34"),
+        "transformers": _ignores("hy_v3/modeling_hy_v3.py#L428"),
     },
-    sources=(_HF + "conversion_mapping.py",),
+    sources=(_HF + "conversion_mapping.py#L2270",),
     remarks=(
         "a copy shared_head.weight is read and not written: vLLM's comment names it and every engine skips it, but "
         "llama.cpp's converter stops at the name, so that the release cannot hold it",
@@ -675,15 +679,15 @@ _HY_V4 = Family(
     },
     engines={
         "vllm": _vllm(
-            "models/hy_v4/nvidia/mtp.py", _PLAIN,
+            "models/hy_v4/nvidia/mtp.py#L323", _PLAIN,
             "mtp_quant_algo of the config says how the head is quantized: FP8, BF16 or as the trunk",
             zeroes=True,
         ),
-        "sglang": _sglang("hunyuan_v4_nextn.py"),
-        "llamacpp": EngineSupport("drops", _LC + "hy_v4.py"),
-        "transformers": _ignores("hy_v4/modeling_hy_v4.py"),
+        "sglang": _sglang("hunyuan_v4_nextn.py#L51"),
+        "llamacpp": EngineSupport("drops", _LC + "hy_v4.py#L58"),
+        "transformers": _ignores("hy_v4/modeling_hy_v4.py#L750"),
     },
-    sources=(_HF + "conversion_mapping.py",), own_block=True, parts=_PARTS,
+    sources=(_HF + "conversion_mapping.py#L158",), own_block=True, parts=_PARTS,
     remarks=("num_nextn_predict_layers is 1 or 2 for one module",), unverified=("release status", _FP8_UNKNOWN),
 )
 _EXAONE_MOE = Family(
@@ -691,12 +695,12 @@ _EXAONE_MOE = Family(
     count_fields=_NEXTN, default_count=0, names=_MTP_PREFIX,
     block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}, max_modules=1,
     engines={
-        "vllm": _vllm("model_executor/models/exaone_moe_mtp.py"),
-        "sglang": _sglang("exaone_moe_mtp.py"),
-        "llamacpp": _kept("exaone-moe.cpp"),
-        "transformers": _ignores("exaone_moe/modeling_exaone_moe.py"),
+        "vllm": _vllm("model_executor/models/exaone_moe_mtp.py#L32"),
+        "sglang": _sglang("exaone_moe_mtp.py#L38"),
+        "llamacpp": _kept("exaone-moe.cpp#L66"),
+        "transformers": _ignores("exaone_moe/modeling_exaone_moe.py#L395"),
     },
-    sources=(_VM + "exaone_moe.py", _LC + "exaone.py"),
+    sources=(_VM + "exaone_moe.py#L235", _LC + "exaone.py#L158"),
     remarks=(
         "the block slides unless mtp_layer_types says otherwise; full attention has RoPE in vLLM alone",
         "the MLP is dense in vLLM and llama.cpp",
@@ -706,12 +710,12 @@ _EXAONE4_5 = replace(
     _EXAONE_MOE, name="exaone4_5", title="EXAONE-4.5", model_types=("exaone4_5", "exaone4_5_text"),
     draft_types=("exaone4_5_mtp",), block={}, max_modules=None, wrappers=_TEXT,
     engines={
-        "vllm": _vllm("model_executor/models/exaone4_5_mtp.py"),
+        "vllm": _vllm("model_executor/models/exaone4_5_mtp.py#L45"),
         "sglang": _NONE,
-        "llamacpp": _kept("exaone4.cpp"),
-        "transformers": _ignores("exaone4_5/modeling_exaone4_5.py"),
+        "llamacpp": _kept("exaone4.cpp#L41"),
+        "transformers": _ignores("exaone4_5/modeling_exaone4_5.py#L521"),
     },
-    sources=(_LC + "exaone.py",),
+    sources=(_LC + "exaone.py#L158",),
     remarks=(
         "several modules share mtp.fc and the norms; with mtp_share_layers they share mtp.layers.0, too",
         "the block norms after attention and MLP, as the trunk's layers do",
@@ -740,15 +744,15 @@ _INKLING = Family(
     },
     interleaved_gate_up=("mlp",),
     engines={
-        "vllm": _vllm("models/inkling/nvidia/mtp.py", missing="raises"),
-        "sglang": EngineSupport("runs", _SM + "inkling.py", missing="raises"),
+        "vllm": _vllm("models/inkling/nvidia/mtp.py#L76", missing="raises"),
+        "sglang": EngineSupport("runs", _SM + "inkling.py#L1667", missing="raises"),
         "llamacpp": _NONE,
         "transformers": EngineSupport(
             "runs", _MTP_MODEL, embedded="raw", missing="raises",
             notes=("a sliding module (mtp_config.local_layer_ids) has no window: its mask is the causal one",),
         ),
     },
-    sources=(_HF + "conversion_mapping.py",),
+    sources=(_HF + "conversion_mapping.py#L188",),
     remarks=(
         "embedding: vLLM says that the raw one costs first-token acceptance 0.85 -> 0.70",
         "with log_scaling_n_floor, full attention depends on the position: a pair's is its token's in transformers, "
@@ -766,7 +770,7 @@ _MELLUM = Family(
         "llamacpp": EngineSupport("absent", _LM + "mellum.cpp"),
         "transformers": EngineSupport("runs", _MTP_MODEL, missing="raises", modules=1),
     },
-    sources=(_HM + "mellum/modular_mellum.py",),
+    sources=(_HM + "mellum/modular_mellum.py#L144",),
 )
 _MINIMAX_M3 = Family(
     name="minimax_m3", title="MiniMax-M3",
@@ -786,21 +790,21 @@ _MINIMAX_M3 = Family(
     },
     engines={
         "vllm": _vllm(
-            "models/minimax_m3/nvidia/mtp.py", "num_mtp_modules > 1 does not start the multi-module runner",
+            "models/minimax_m3/nvidia/mtp.py#L41", "num_mtp_modules > 1 does not start the multi-module runner",
             "weight_scale_inv means MXFP8 scales", missing="module", zeroes=True,
         ),
-        "sglang": EngineSupport("ignores", _SM + "minimax_m3.py"),
-        "llamacpp": EngineSupport("drops", _LC + "minimax.py"),
-        "transformers": _ignores("minimax_m3_vl/modeling_minimax_m3_vl.py"),
+        "sglang": EngineSupport("ignores", _SM + "minimax_m3.py#L860"),
+        "llamacpp": EngineSupport("drops", _LC + "minimax.py#L214"),
+        "transformers": _ignores("minimax_m3_vl/modeling_minimax_m3_vl.py#L686"),
     },
-    sources=(_HF + "conversion_mapping.py",),
+    sources=(_HF + "conversion_mapping.py#L756",),
     unverified=("next_hidden: only one engine runs the head", _FP8_UNKNOWN),
 )
 _KIMI_K3 = Family(
     name="kimi_k3", title="Kimi-K3", model_types=("kimi_k3",), draft_types=("kimi_k3_mtp",), count_fields=_NEXTN,
     default_count=0, names=_APPENDED, hidden="pre", next_hidden="pre", wrappers=_TEXT,
     engines={
-        "vllm": _vllm("models/kimi_k3/nvidia/mtp.py", zeroes=True, unset=_LOST),
+        "vllm": _vllm("models/kimi_k3/nvidia/mtp.py#L71", zeroes=True, unset=_LOST),
         "sglang": _NONE,
         "llamacpp": _NONE,
         "transformers": _NONE,
@@ -814,7 +818,7 @@ _PANGU = replace(
     _DEEPSEEK_V3, name="pangu_ultra_moe", title="openPangu-Ultra-MoE", model_types=("pangu_ultra_moe",),
     draft_types=("pangu_ultra_moe_mtp",), count_fields=_NEXTN, block={}, fp8=None,
     engines={
-        "vllm": replace(_DEEPSEEK_V3.engines["vllm"], source=_VM + "openpangu_mtp.py", missing="unquantized"),
+        "vllm": replace(_DEEPSEEK_V3.engines["vllm"], source=_VM + "openpangu_mtp.py#L51", missing="unquantized"),
         "sglang": _NONE,
         "llamacpp": _NONE,
         "transformers": _NONE,
@@ -827,8 +831,7 @@ _PANGU_V2 = replace(
     engines=dict.fromkeys(("vllm", "sglang", "llamacpp", "transformers"), _NONE),
     sources=(
         "https://github.com/ikawrakow/ik_llama.cpp/pull/2065",
-        "https://github.com/ikawrakow/ik_llama.cpp/blob/main/src/graphs/build_openpangu.cpp",
-        "https://github.com/ikawrakow/ik_llama.cpp/blob/main/gguf-py/gguf/tensor_mapping.py",
+        "https://github.com/ikawrakow/ik_llama.cpp/blob/00a929e/src/graphs/build_openpangu.cpp#L25",
         "https://github.com/vllm-project/vllm/pull/47271",
     ),
     own_block=True, block_lacks=("attn_mhc_module", "mlp_mhc_module", "block_post_layernorm"),
@@ -843,7 +846,7 @@ _PANGU_V2 = replace(
 _AXK2 = replace(
     _DEEPSEEK_V32, name="axk2", title="A.X-K2", model_types=("axk2",), count_fields=_NEXTN, default_count=0, block={},
     fp8=None, engines=_UNRUN,
-    sources=("https://github.com/ggml-org/llama.cpp/pull/26757", _HM + "axk2/modeling_axk2.py"),
+    sources=("https://github.com/ggml-org/llama.cpp/pull/26757", _HM + "axk2/modeling_axk2.py#L51"),
     cannot_run="no public code runs this head, so that its conventions are not known",
     remarks=("a pull request for llama.cpp adds it; A.X-K1 has no head",),
     unverified=("which of the head's own norms are gated, as those of the trunk's layers are",),
@@ -852,7 +855,7 @@ _XING4 = replace(
     _DEEPSEEK_V3, name="xing4_0", title="Xing4.0 (XingChen4)", model_types=("xing4_0", "xingchen4"), draft_types=(),
     count_fields=_NEXTN, default_count=0, block={}, fp8=None, engines=_UNRUN, own_block=True,
     models=("Xing4.0-29B-A4B",),
-    sources=("https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/xing4_0/language.py",),
+    sources=("https://github.com/Blaizzy/mlx-vlm/blob/v0.7.10/mlx_vlm/models/xing4_0/language.py#L92",),
     cannot_run="transformers has no trunk of this type",
     remarks=("mlx-vlm 0.7.10 loads the trunk and drops the head",),
     unverified=("whether the head's block has hyper-connections (attn_hc, ffn_hc), as the trunk's layers have",),
@@ -863,8 +866,8 @@ _LONGCAT_NGRAM = replace(
     model_types=("longcat_flash_ngram", "longcat_flash_sparse", "longcat"), draft_types=(), engines=_UNRUN,
     models=("LongCat-Flash-Lite", "LongCat-2.0"),
     sources=(
-        "https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/longcat_flash_ngram/language.py",
-        "https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/longcat_flash_sparse/language.py",
+        "https://github.com/Blaizzy/mlx-vlm/blob/v0.7.10/mlx_vlm/models/longcat_flash_ngram/language.py#L178",
+        "https://github.com/Blaizzy/mlx-vlm/blob/v0.7.10/mlx_vlm/models/longcat_flash_sparse/language.py#L667",
         "https://github.com/vllm-project/vllm/pull/48302",
     ),
     cannot_run="transformers has no trunk of this type",
@@ -874,15 +877,20 @@ _LONGCAT_NGRAM = replace(
 _ERNIE_VL = replace(
     _ERNIE, name="ernie4_5_vl_moe", title="ERNIE-4.5-VL (mixture of experts)",
     model_types=("ernie4_5_moe_vl", "ernie4_5_vl_moe"), draft_types=(), engines=_UNRUN, wrappers=_TEXT, own_block=True,
-    sources=("https://github.com/Blaizzy/mlx-vlm/blob/main/mlx_vlm/models/ernie4_5_moe_vl/language.py",),
+    sources=("https://github.com/Blaizzy/mlx-vlm/blob/v0.7.10/mlx_vlm/models/ernie4_5_moe_vl/language.py#L673",),
     cannot_run="the trunk routes tokens of images to experts of their own, which nextn does not do",
     remarks=("mlx-vlm 0.7.10 drops mtp_block, mtp_linear_proj, mtp_hidden_norm and mtp_emb_norm at any depth",),
     unverified=("which releases hold a head",),
 )
 _HY_V4_VL = replace(
     _HY_V4, name="hy_v4_vl", title="Hunyuan V4 VL (HY-V4-VL)", model_types=("hy_v4_vl", "hy_v4_vl_text"),
-    draft_types=(), engines=_UNRUN | {"transformers": _ignores("hy_v4_vl/modeling_hy_v4_vl.py")}, wrappers=_TEXT,
-    sources=(_HF + "conversion_mapping.py",),
+    draft_types=(), wrappers=_TEXT,
+    engines=_UNRUN | {
+        "transformers": EngineSupport(
+            "ignores", _HF24 + "models/hy_v4_vl/modeling_hy_v4_vl.py#L718", notes=(_NO_FIELD,),
+        ),
+    },
+    sources=(_HF24 + "conversion_mapping.py#L190",),
     cannot_run="transformers has a trunk of this type from 5.24 on, and nextn has not been run on it",
 )
 _IQUEST_Q1 = Family(
@@ -897,7 +905,7 @@ _IQUEST_Q1 = Family(
     engines={
         "vllm": _NONE,
         "sglang": EngineSupport(
-            "runs", _SM + "iquest_q1_mtp.py", trunk_roles=(), missing="unquantized", modules=1,
+            "runs", _SM + "iquest_q1_mtp.py#L23", trunk_roles=(), missing="unquantized", modules=1,
             notes=(
                 "takes the head as a checkpoint of its own, with embed_tokens, lm_head and mtp. in place of "
                 "mtp_layers.0., and skips mtp_layers. beside the trunk",
@@ -906,7 +914,7 @@ _IQUEST_Q1 = Family(
         "llamacpp": _NONE,
         "transformers": _NONE,
     },
-    sources=(_SM + "iquest_q1.py", _SGLANG + "configs/iquest_q1.py"), own_block=True,
+    sources=(_SM + "iquest_q1.py#L798", _SGLANG + "configs/iquest_q1.py#L166"), own_block=True,
     cannot_run="transformers has no trunk of this type",
     remarks=("the block is the trunk's first layer, which norms its MLP's output (ffn_out_norm); later ones do not",),
     unverified=("one engine alone runs the head", "that the names behind mtp_layers.<number>. are those of the draft"),
@@ -918,7 +926,8 @@ _MOTIF3 = Family(
         "token_norm": "model.mtp_layers.{module}.embed_norm", "projection": "model.mtp_layers.{module}.input_proj",
         "final_norm": "model.mtp_layers.{module}.final_layernorm", "block": "model.mtp_layers.{module}",
     },
-    concat="hidden_first", order="chained", engines=_UNRUN | {"llamacpp": EngineSupport("drops", _LC + "motif3.py")},
+    concat="hidden_first", order="chained",
+    engines=_UNRUN | {"llamacpp": EngineSupport("drops", _LC.replace("0c1e57098", "1732a6b") + "motif3.py#L12")},
     sources=(
         "https://github.com/MotifTechnologies/vllm/blob/4cd9eb4/vllm/model_executor/models/motif_mtp.py#L24-L31",
     ),
@@ -937,16 +946,16 @@ _DOTS3_NOTE = Family(
     block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
     engines={
         "vllm": EngineSupport(
-            "runs", _VLLM + "models/dots3_note/nvidia/mtp.py", position0="zero", trunk_roles=("output",),
+            "runs", _VLLM + "models/dots3_note/nvidia/mtp.py#L34", position0="zero", trunk_roles=("output",),
             missing="module", unset=_LOST,
         ),
         "sglang": EngineSupport(
-            "runs", _SM + "dots3_common/nextn.py", trunk_roles=("output",), missing="silent", modules=1,
+            "runs", _SM + "dots3_common/nextn.py#L34", trunk_roles=("output",), missing="silent", modules=1,
         ),
-        "llamacpp": _kept("dots3note.cpp"),
-        "transformers": _ignores("dots3_note/modeling_dots3_note.py"),
+        "llamacpp": _kept("dots3note.cpp#L109"),
+        "transformers": _ignores("dots3_note/modeling_dots3_note.py#L672"),
     },
-    sources=(_LC + "dots3.py", _VLLM + "models/dots3_note/nvidia/model.py", _SM + "dots3_nextn.py"),
+    sources=(_LC + "dots3.py#L37", _VLLM + "models/dots3_note/nvidia/model.py#L627", _SM + "dots3_nextn.py#L6"),
     remarks=("the published config has no count: llama.cpp looks for model.mtp.embed_tokens.weight",),
 )
 _GIGACHAT = replace(
@@ -954,7 +963,7 @@ _GIGACHAT = replace(
     count_fields=_NEXTN, default_count=0, next_hidden="pre", order="chained", block={}, fp8=None,
     engines={
         "vllm": _NONE,
-        "sglang": EngineSupport("runs", _SM + "gigachat35_mtp.py", missing="silent"),
+        "sglang": EngineSupport("runs", _SM + "gigachat35_mtp.py#L45", missing="silent"),
         "llamacpp": _NONE,
         "transformers": _NONE,
     },
@@ -968,10 +977,10 @@ _COHERE2_MOE = replace(
     engines={
         "vllm": _NONE,
         "sglang": _NONE,
-        "llamacpp": EngineSupport("runs", _LM + "cohere2moe.cpp", trunk_roles=(), missing="raises", modules=1),
-        "transformers": _ignores("cohere2_moe/modeling_cohere2_moe.py"),
+        "llamacpp": EngineSupport("runs", _LM + "cohere2moe.cpp#L52", trunk_roles=(), missing="raises", modules=1),
+        "transformers": _ignores("cohere2_moe/modeling_cohere2_moe.py#L563"),
     },
-    sources=(_LC + "command_r.py",), unverified=("one engine alone runs the head",),
+    sources=(_LC + "command_r.py#L76",), unverified=("one engine alone runs the head",),
 )
 
 # Heads for trunks whose models were published without one. They are not in FAMILIES, as no model_type is theirs.
@@ -983,7 +992,7 @@ GENERIC = replace(
     runtime_names=("qkv_proj.weight", "qkv_proj.bias", "gate_up_proj.weight", "gate_up_proj.bias"),  # Phi, GLM-4
     names={role: path for role, path in _APPENDED.items() if role not in ("embedding", "output")},
     engines={
-        "vllm": EngineSupport("absent", _VM + "registry.py", notes=(_NO_MTP,)),
+        "vllm": EngineSupport("absent", _VM + "registry.py#L657", notes=(_NO_MTP,)),
         "sglang": EngineSupport("absent", _SM + "registry.py", notes=(_NO_MTP,)),
         "llamacpp": EngineSupport("absent", _LM, notes=(_NO_MTP,)),
         "transformers": EngineSupport(
@@ -1001,7 +1010,7 @@ MIMO_DRAFT = replace(
     engines={
         **_MIMO.engines,
         "llamacpp": EngineSupport(
-            "refuses", _LLAMA + "common/speculative.cpp",
+            "refuses", _LLAMA + "common/speculative.cpp#L1534",
             notes=("the graphs of trunks without a head hand over no hidden state, and drafts would be silently bad",),
         ),
     },
@@ -1012,7 +1021,7 @@ STEP35_DRAFT = replace(
     hidden="pre", next_hidden="pre", has_scaled_rotary=False, separate=True,
     engines={
         **dict.fromkeys(("vllm", "sglang", "transformers"), _NONE),
-        "llamacpp": EngineSupport("runs", _LM + "step35.cpp", notes=("from the file of `nextn export`",)),
+        "llamacpp": EngineSupport("runs", _LM + "step35.cpp#L49", notes=("from the file of `nextn export`",)),
     },
     sources=(),
 )
@@ -1033,23 +1042,23 @@ GEMMA4_ASSISTANT = Family(
     trunk={"embedding": "trunk.embed_tokens", "output": "trunk.lm_head"}, separate=True, trunk_kv="token",
     engines={
         "vllm": EngineSupport(
-            "runs", _VM + "gemma4_mtp.py", trunk_kv="hidden", trunk_roles=("embedding",),
+            "runs", _VM + "gemma4_mtp.py#L61", trunk_kv="hidden", trunk_roles=("embedding",),
             notes=("v1/spec_decode/gemma4.py: reads the trunk's last layer of the type that stores keys",),
         ),
-        "sglang": EngineSupport("runs", _SM + "gemma4_mtp.py", trunk_kv="hidden", trunk_roles=("embedding",)),
+        "sglang": EngineSupport("runs", _SM + "gemma4_mtp.py#L59", trunk_kv="hidden", trunk_roles=("embedding",)),
         "llamacpp": EngineSupport(
-            "runs", _LM + "gemma4-assistant.cpp", trunk_roles=("embedding",), missing="raises",
+            "runs", _LM + "gemma4-assistant.cpp#L47", trunk_roles=("embedding",), missing="raises",
             notes=("conversion/gemma.py leaves out the centroids: drafts are from the whole vocabulary",),
         ),
         "transformers": EngineSupport(
-            "runs", _HM + "gemma4_assistant/modeling_gemma4_assistant.py", trunk_roles=("embedding",),
+            "runs", _HM + "gemma4_assistant/modeling_gemma4_assistant.py#L109", trunk_roles=("embedding",),
             missing="raises", notes=(
                 "generate(assistant_model=): a rejected draft's keys stay visible in the round after it",
                 "5.23 cannot build one, nor hand over the keys of a trunk without shared layers; 5.24 can build one",
             ),
         ),
     },
-    sources=(_HF + "generation/candidate_generator.py",),
+    sources=(_HF + "generation/candidate_generator.py#L1209",),
     unverified=("which position of the queries the released weights were trained with",),
 )
 
