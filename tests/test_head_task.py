@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from nextn.checkpoint.provenance import Provenance, trunk_fingerprint
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.checkpoint.staging_folder import owned
 from nextn.edit.restore import restore
-from nextn.errors import CheckpointError, ConfigError, TrainingError
+from nextn.errors import CheckpointError, ConfigError, FamilyError, TrainingError
 from nextn.model.model import Model
 from nextn.train import checkpointing
 from nextn.train.config import PARTS, HeadConfig, part_of
@@ -84,7 +85,7 @@ def test_only_the_head_changes(name, tmp_path):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kv", ["own", "decode"])
+@pytest.mark.parametrize("kv", ["own", "decode", "first"])
 @pytest.mark.parametrize("objective", others_slow(["ce", "kl", "tv", "e2e-tv"], "ce", "e2e-tv"))
 def test_every_objective_trains(objective, kv, corpus, tmp_path):
     task = of_fixture(corpus, replace(CONFIG, objective=objective, kv=kv, steps=2, eval_batches=1))
@@ -95,10 +96,10 @@ def test_every_objective_trains(objective, kv, corpus, tmp_path):
 
 def test_what_later_depths_attend_to_is_the_configs(corpus):
     """Depth 1 is the same, the depths beyond it are not."""
-    own, decode = (of_fixture(corpus, replace(CONFIG, kv=kv)) for kv in ("own", "decode"))
-    first, second = (task.loss(task.example(0), 1.0).sums for task in (own, decode))
-    torch.testing.assert_close(first[0], second[0])
-    assert (first[1:] - second[1:]).abs().min() > 1e-4
+    tasks = [of_fixture(corpus, replace(CONFIG, kv=kv)) for kv in ("own", "decode", "first")]
+    for one, other in combinations([task.loss(task.example(0), 1.0).sums for task in tasks], 2):
+        torch.testing.assert_close(one[0], other[0])
+        assert (one[1:] - other[1:]).abs().min() > 1e-4
 
 
 def test_a_half_precision_head_trains_in_fp32(corpus):
@@ -450,7 +451,7 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
     [
         ({"length": 4096}, "length = 4096; the trunk was made for 512 tokens at most"),
         ({"objective": "mse"}, "objective = 'mse'; expected one of ce, kl"),
-        ({"kv": "both"}, "kv = 'both'; expected own or decode"),
+        ({"kv": "both"}, "kv = 'both'; expected own, decode or first"),
         ({"temperature": 0.0}, "temperature = 0.0; expected a number > 0"),
         ({"depths": 0}, "depths = 0; expected at least 1"),
         ({"depths": 24}, "fewer than length"),
@@ -475,8 +476,29 @@ def test_settings_of_heads_are_no_settings_of_joint_training():
 
 
 def test_a_head_that_cannot_be_unrolled(corpus, tmp_path):
-    with pytest.raises(ConfigError, match="use kv = 'own'"):
-        of_family("deepseek_v32", tmp_path / "model", corpus, replace(CONFIG, kv="decode"))
+    for kv in ("decode", "first"):
+        with pytest.raises(ConfigError, match=f"kv = '{kv}': .*; use kv = 'own'"):
+            of_family("deepseek_v32", tmp_path / kv, corpus, replace(CONFIG, kv=kv))
+
+
+def test_keys_of_the_first_run_are_part_of_what_is_written(corpus, tmp_path):
+    """The model that training writes decodes so, also with its head restored; another head in its place does not."""
+    task = of_fixture(corpus, replace(CONFIG, kv="first", steps=2))
+    list(Trainer(task, out=tmp_path / "run").run())
+    task.write_result(tmp_path / "model", tmp_path / "run")
+    task.write_head(tmp_path / "alone" / "head.safetensors", tmp_path / "run")
+    restore(FIXTURES / "glm", tmp_path / "alone" / "head.safetensors", out=tmp_path / "restored", force=True)
+    restore(tmp_path / "restored", FIXTURES / "glm", out=tmp_path / "back", force=True)
+    Model.load(tmp_path / "model").save(tmp_path / "saved")
+    kinds = {
+        name: Model.load(tmp_path / name).head.family.repeated_kv for name in ("model", "restored", "saved", "back")
+    }
+    assert kinds == {"model": "first", "restored": "first", "saved": "first", "back": "own"}
+    assert Model.load(FIXTURES / "glm", head=tmp_path / "alone" / "head.safetensors").head.family.repeated_kv == "first"
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    write_json(tmp_path / "model" / "config.json", config | {"mtp_repeated_kv": "last"})
+    with pytest.raises(FamilyError, match="mtp_repeated_kv = 'last'; expected own or first"):
+        Model.load(tmp_path / "model")
 
 
 def test_no_head(corpus):

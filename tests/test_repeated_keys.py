@@ -17,8 +17,7 @@ NAMES = ("glm4_moe", "deepseek_v3", "qwen3_5", "mellum")  # plain keys, latent o
 
 def with_shared_keys(model):
     family = replace(model.family, repeated_kv="first")
-    for part in (model.head, *model.head.stack):
-        part.family = family
+    model.head.set_family(family)
     return replace(model, family=family)
 
 

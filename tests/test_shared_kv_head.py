@@ -27,7 +27,7 @@ from nextn.decoding.rounds import rounds
 from nextn.edit.convert import extract
 from nextn.edit.export import export
 from nextn.engines.counters import sum_counters
-from nextn.errors import CheckpointError, FamilyError
+from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.evaluate.conventions import apply_variants, variants
 from nextn.evaluate.diagnose_engine import diagnose_observations
 from nextn.evaluate.engine_run import EngineObservation
@@ -294,6 +294,8 @@ def test_training_and_what_it_writes(folders, tmp_path, size):
     config = HeadConfig(steps=25, batch_size=4, length=24, depths=3, lr=1e-2, dtype="float32", eval_every=0)
     task = HeadTask(model, corpus, config, origin=origin)
     trainer = Trainer(task, out=tmp_path / "run")
+    with pytest.raises(ConfigError, match="read the trunk's keys already"):
+        HeadTask(model, corpus, replace(config, kv="first"), origin=origin)
     before = task.evaluate(0).heldout.score
     list(trainer.run())
     assert task.evaluate(25).heldout.score > before + (0.1 if size == "31B" else 0)

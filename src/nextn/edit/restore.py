@@ -33,7 +33,7 @@ from nextn.edit.plan import (
 )
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.family_table import ENGINES, Family, by_config, by_name, lookup
+from nextn.family_table import ENGINES, REPEATED_FIELD, Family, by_config, by_name, lookup
 from nextn.text_format import counted, some
 
 
@@ -295,6 +295,9 @@ def _configs(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece], count: 
     config = _with_fields(config, src.checkpoint.config, count_fields)
     if dst.family.num_modules(config) != count:
         config = dst.family.with_count(config, count)
+    repeated = lookup(src.checkpoint.config, REPEATED_FIELD)
+    if lookup(config, REPEATED_FIELD) != repeated:  # that of the head that was here before
+        config = {**config, REPEATED_FIELD: repeated or "own"}
     return {**edited, **with_config(dst.checkpoint, config)}
 
 

@@ -54,8 +54,7 @@ def apply_variants(model: Model, contract: Contract, variants: Sequence[Variant]
     for variant in variants:
         family = replace(head.family, **cast(dict[str, Any], dict(variant.facts)))
         trunk.stage = family.hidden
-        for part in (head, *head.stack):
-            cast(Head, part).family = family
+        head.set_family(family)
         if variant.change is not None:
             variant.change(head)
         contract = replace(contract, **cast(dict[str, Any], dict(variant.contract)))

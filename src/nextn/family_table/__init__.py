@@ -23,13 +23,13 @@ from nextn.family_table.rows import (
     READS_FUSED,
     STEP35_DRAFT,
 )
-from nextn.family_table.spec import MAX_COUNT, ExpertForm, Family
+from nextn.family_table.spec import MAX_COUNT, REPEATED_FIELD, ExpertForm, Family
 from nextn.family_table.withheld import WITHHELD, Withheld, declared_fields, withheld
 
 __all__ = [
     "ASKS_FOR_FUSED",
     "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
-    "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
+    "REPEATED_FIELD", "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
     "Support", "Withheld", "beside", "by_config", "by_name", "declared_fields", "deviations", "disagreements", "find",
     "fitted", "generic", "lookup", "lookup_count", "rows", "separate_rows", "withheld",
 ]  # fmt: skip
@@ -101,10 +101,15 @@ def find(config: Mapping[str, object]) -> Family | None:
     families = (*rows(), *separate_rows())
     table = {name: family for family in families for name in (*family.model_types, *family.draft_types)}
     row = next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
+    row = generic(config) if row is None and lookup_count(config, GENERIC.count_fields[0]) else row
+    if row is not None and (repeated := lookup(config, REPEATED_FIELD)) is not None:
+        if repeated not in ("own", "first"):
+            raise FamilyError(f"{REPEATED_FIELD} = {brief(repeated)}; expected own or first")
+        row = replace(row, repeated_kv=repeated)
     if row is not None and row.trunk_kv:
         absent = {role for role, path in row.optional.items() if not lookup(config, path)}
         return replace(row, names={role: path for role, path in row.names.items() if role not in absent})
-    return generic(config) if row is None and lookup_count(config, GENERIC.count_fields[0]) else row
+    return row
 
 
 def by_config(config: Mapping[str, object]) -> Family:

@@ -19,6 +19,7 @@ from nextn.family_table.conventions import Embedded, EngineSupport, Fp8, Order, 
 ExpertForm = Literal["split", "fused", "stacked"]
 
 MAX_COUNT = 1000  # modules; published heads have at most eight
+REPEATED_FIELD = "mtp_repeated_kv"  # of config.json: `Family.repeated_kv` of a head that nextn trained
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,10 @@ class Family:
         return [path for path in self.count_fields if lookup(config, path) is not None]
 
     def with_count(self, config: Mapping[str, object], count: int) -> dict[str, object]:
-        """Return the config with `count` modules declared, in the fields it has, else in the family's first one."""
+        """Return the config with `count` modules declared, in the fields it has, else in the family's first one.
+
+        Also declares keys that repeated depths share.
+        """
         count += self.spare_count and count > 1
         out = dict(config)
         for path in self.counted_in(config) or self.count_fields[:1]:
@@ -207,7 +211,7 @@ class Family:
                 out["text_config"] = with_field(inner, path, count)
             else:
                 out = with_field(out, path, count)
-        return out
+        return out if self.repeated_kv == "own" else {**out, REPEATED_FIELD: self.repeated_kv}
 
     @cached_property
     def _patterns(self) -> tuple[tuple[str, re.Pattern[str]], ...]:

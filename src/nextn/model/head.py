@@ -78,6 +78,11 @@ class Head(nn.Module):
         next(norm.parameters()).data.fill_(float(self.family.norm_weight == "w"))
         return norm
 
+    def set_family(self, family: Family) -> None:
+        """Compute by another row from now on, of the same tensors."""
+        for part in (self, *self.stack):
+            cast(Head, part).family = family
+
     @property
     def num_modules(self) -> int:
         return len(self.stack)

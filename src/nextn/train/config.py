@@ -199,8 +199,9 @@ class HeadConfig(TrainConfig):
         beta: Depth weights are proportional to beta^(k-1) (FastMTP, arXiv 2509.18362).
         objective: One of `OBJECTIVES`.
         temperature: Of the distributions of trunk and head.
-        kv: The keys that depths beyond the last module attend to: `own`, each depth's own (cheap), or `decode`, those
-            that decoding gives them.
+        kv: The keys that depths beyond the last module attend to: `own`, each depth's own (cheap), `decode`, those
+            that decoding gives them, or `first`, those of the module's first run alone, in decoding from then on, too
+            (NVIDIA/Megatron-LM#6472).
         eval_depths: K of the held-out acceptance, 0 = depths.
         loss_vocab: About how many tokens the loss is computed over: three quarters are the most frequent ones of the
             text, with those of the batch; the others are drawn in each step, see `SampledVocabulary`. 0 = all.
@@ -232,7 +233,7 @@ class HeadConfig(TrainConfig):
             objective=(self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"),
             depths=(self.depths >= 1, "at least 1 for a head"),
             loss_vocab=(is_vocab_valid, "a number of tokens, with an objective other than ce, or 0 for all tokens"),
-            kv=(self.kv in ("own", "decode"), "own or decode"),
+            kv=(self.kv in ("own", "decode", "first"), "own, decode or first"),
             temperature=(0 < self.temperature < math.inf, "a number > 0"),
             eval_depths=(0 <= self.eval_depths < self.length, "0 <= eval_depths < length"),
             patience=(self.patience >= 0, "a number >= 0"),

@@ -6,6 +6,7 @@ A head is written alone, or together with its trunk's files, which are not chang
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from nextn.data.corpus import Corpus
 from nextn.edit.convert import small_config
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError
-from nextn.family_table import LAYOUT_FIELD, MIMO_ARCHITECTURE
+from nextn.family_table import LAYOUT_FIELD, MIMO_ARCHITECTURE, REPEATED_FIELD
 from nextn.losses.distillation import HeadLoss, head_loss
 from nextn.losses.divergences import SampledVocabulary, Teacher
 from nextn.losses.mtp_loss import Targets, depth_weights
@@ -73,6 +74,9 @@ class HeadTask:
     ) -> None:
         ranks.check_batch(config.batch_size, parts=config.accumulate)
         self.head = _check(model, config)
+        if config.kv == "first":
+            model.family = replace(model.family, repeated_kv="first")
+            self.head.set_family(model.family)
         self.model, self.config, self.origin, self.on_policy = model, config, origin, on_policy
         self.has_baseline, self.ranks = has_baseline, ranks
         self.batches, self.held_out = make_batches(corpus, held_out, model.trunk, config)
@@ -140,7 +144,7 @@ class HeadTask:
         """Return the config's objective over depths 1..K, against the trunk's output distribution, times lam."""
         trunk, config, targets = self.model.trunk, self.config, self._targets(example.batch)
         hidden = self.hidden(example)
-        run = self.head.rollout_hidden if config.kv == "decode" else self.head.teacher_forced_hidden
+        run = self.head.teacher_forced_hidden if config.kv == "own" else self.head.rollout_hidden
         with self._autocast():
             hiddens = run(targets.tokens, hidden.head_input, config.depths, documents=targets.documents)
         states = lm_head_inputs(trunk, self.head, [hidden.final_hidden, *hiddens])
@@ -332,8 +336,11 @@ def _check(model: Model, config: HeadConfig) -> Head:
         raise ConfigError(f"length = {config.length}; the trunk was made for {limit} tokens at most")
     if config.loss_vocab and model.trunk.logit_cap is not None:
         raise ConfigError(f"loss_vocab = {config.loss_vocab}: this trunk caps its logits, so use 0, all tokens")
-    if config.kv == "decode" and not head.can_rollout:
-        raise ConfigError("kv = 'decode': this head has other per-position state than keys and values; use kv = 'own'")
+    if config.kv != "own" and not head.can_rollout:
+        words = "this head has other per-position state than keys and values"
+        raise ConfigError(f"kv = {config.kv!r}: {words}; use kv = 'own'")
+    if config.kv == "first" and isinstance(head, SharedKVHead):
+        raise ConfigError("kv = 'first': all depths of this head read the trunk's keys already; use kv = 'own'")
     return head
 
 
@@ -374,6 +381,8 @@ def write_standalone_head(
         raise ConfigError(f"{path}: expected a file name that ends in .safetensors")
     wrapper = origin.family.wrapper([*origin.shared.values()])
     config = _draft_config(head) if head.family.layer_model else small_config(origin, head.num_modules)
+    if head.family.repeated_kv != "own":
+        config |= {REPEATED_FIELD: head.family.repeated_kv}
     if isinstance(head, SharedKVHead):
         wrapper, config = "", dict(head.config)
     elif head.family.separate and not head.family.layer_model:
