@@ -171,6 +171,20 @@ def test_the_improvement_is_of_the_rule_that_fell():
     assert change.most_trainable.label == "T=1 argmax AL"
 
 
+def test_a_deep_draft_alone_is_no_reason_to_train():
+    """AL, and so the speed, hardly falls with it."""
+    before, now = record(), record()
+    for each, deep in ((before, 0.5), (now, 0.4)):
+        figures = each["figures"][0]
+        figures["num_speculative_tokens"] = each["settings"]["num_speculative_tokens"] = 2
+        figures["acceptance"].append(deep)
+        figures["interval_95"].append([deep - 0.01, deep + 0.01])
+        figures["mean_acceptance_length"] = {"value": 1.9 + deep / 10, "low": 1.9, "high": 2.0}
+    change = AcceptanceChange.of(before, now, source="old.json", limit=0.05)
+    assert change.conclusion.startswith("keep the head, though greedy a_2 fell by more than 5.0%")
+    assert change.outcome == "fell"  # a gate sees it
+
+
 def test_conclusion():
     """Names what fell, the improvement by training, and how many texts would show a drop of the limit."""
     fell = AcceptanceChange.of(record(width=0.2), record(0.4, width=0.01), source="old.json", limit=0.05)

@@ -20,6 +20,7 @@ from nextn.audit_rules.separate import IDS as SEPARATE
 from nextn.audit_rules.values import IDS as VALUES
 from nextn.checkpoint.checkpoint import INDEX, Checkpoint
 from nextn.checkpoint.foreign_names import foreign
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.cli import app
 from nextn.edit.convert import convert
@@ -722,6 +723,16 @@ def test_every_tensor_of_a_layer_counts(name, tmp_path):
     """Norms, biases, routers and indexers, which no matrix is beside: transformers has no value for them, either."""
     checkpoint = Checkpoint.open(publish(tmp_path, name))
     for lost in (each for each in checkpoint.tensors if re.search(r"layers\.[01]\.", each)):
+        left = {key: info for key, info in checkpoint.tensors.items() if key != lost}
+        assert not audit(replace(checkpoint, tensors=left), sample=True).clean, lost
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_puzzle", "interns2_mobius", "gigachat3_5"])
+def test_every_tensor_of_a_head_counts(name, tmp_path):
+    """Also where no layer of the trunk has experts, and of norms with a gate; not copies, nor the bias of a router."""
+    checkpoint = Checkpoint.open(publish(tmp_path, name))
+    copies = ("embed_tokens.weight", "shared_head.head.weight", "e_score_correction_bias")
+    for lost in (each for each in Inventory.of(checkpoint).stored.values() if not each.endswith(copies)):
         left = {key: info for key, info in checkpoint.tensors.items() if key != lost}
         assert not audit(replace(checkpoint, tensors=left), sample=True).clean, lost
 

@@ -77,6 +77,7 @@ def test_injected_faults_are_named(diagnosed):
     for fault in ("wrong-hidden", "no-prefill"):
         found = diagnosed[fault]
         assert "nothing-accepted" not in {cause.name for cause in found.causes}  # drafts were accepted
+        assert all(found.cause(each).p_value >= MIN_FIT for each in found.undetectable)  # the counts exclude the others
         assert found.named == (fault,)
         assert not found.has_no_fault
         assert found.summary.startswith(fault)

@@ -23,6 +23,8 @@ _AUXILIARY = re.compile(
     r"(.*\.)?(inv_freq|[kv]_scale|(input|output)_(scale|global_scale|zero_point)|(fa_[qkv]\.|kv_cache_)(scale|offset))"
 )
 _PROJECTION = re.compile(r"(.*_proj)\.(?!bias$)([^.]+)")
+_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
+_ROUTER = re.compile(r"\.(?!shared)\w*(gate|router)(\.\w*(weight|classifier|wg|gate|proj))?$")
 # Of blocks that are dense where all of the trunk's layers have experts.
 _DENSE = frozenset(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
@@ -81,7 +83,8 @@ class LayerReference:
             if not prefix and len(groups) > 1:  # beside the numbered layers
                 unknown += [parts[part] for part in own]
                 continue
-            best, expected = self._expected(frozenset(own))
+            best, expected = self._expected(own)
+            expected |= _implied(own)
             kinds = {_kind(part) for part in expected}
             missing += [f"{prefix}{part}" for part in sorted(expected - own)]
             extra = (
@@ -216,6 +219,21 @@ def _parts(paths: Iterable[str], leaves: Collection[str]) -> dict[str, str]:
     parts = {path: "" if _AUXILIARY.fullmatch(path) else split_name(path, names)[0] for path in names}
     packed = {path: match[1] for path in names if (match := _PROJECTION.fullmatch(path)) and match[2] in leaves}
     return {path: packed.get(path, part) if part == path else part for path, part in parts.items()}
+
+
+def _implied(parts: frozenset[str]) -> frozenset[str]:
+    """Return what experts imply whatever layers have: each has what one has, there is a router, and MLPs are whole."""
+    experts = [match for part in parts if (match := _EXPERT.fullmatch(part))]
+    kinds, indices = {match.group(1, 3) for match in experts}, {match[2] for match in experts}
+    implied = {f"{stem}.{index}.{leaf}" for stem, leaf in kinds for index in indices}
+    if experts and not any(_ROUTER.search(part) for part in parts):
+        implied.add(f"{_component(experts[0][1])}.gate")
+    leaves: dict[str, set[str]] = defaultdict(set)
+    for part in parts:
+        if "expert" in part:
+            leaves[part.rpartition(".")[0]].add(part.rpartition(".")[2])
+    implied |= {f"{stem}.down_proj" for stem, own in leaves.items() if own & {"up_proj", "gate_proj"}}
+    return frozenset(implied | {f"{stem}.up_proj" for stem, own in leaves.items() if own == {"down_proj"}})
 
 
 def _kind(part: str) -> str:

@@ -351,7 +351,8 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
         missing = sorted(inventory.family.required(module) - head.roles[module])
         compared = reference.compare(module)
         paths = _in_form(compared.missing, inventory.family.experts)
-        names = [inventory.published(f"{module}.{each}") for each in [*missing, *(f"block.{path}" for path in paths)]]
+        lacking = [*missing, *_of_norms(inventory, module), *(f"block.{path}" for path in paths)]
+        names = [inventory.published(f"{module}.{each}") for each in lacking]
         lost = inventory.lost_in(inventory.of_module(module).values())
         bare = (each for each in lost if storage(inventory.checkpoint.tensors, each) == "fp8-bare")  # `scale-missing`
         names += chain.from_iterable(lost[each] for each in lost.keys() - {*bare})
@@ -370,6 +371,17 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
                 f"{joined([*(inventory.published(f'{module}.{role}') for role in required), like])}.",
                 fix,
             )  # fmt: skip
+
+
+def _of_norms(inventory: Inventory, module: int) -> list[str]:
+    """Return the tensors that one norm around the block lacks and another has, such as the weight of a gated norm."""
+    tails = defaultdict(set)
+    for canonical in inventory.of_module(module):
+        _, role, *tail = canonical.split(".", 2)
+        if role.endswith("_norm") and tail != ["bias"]:
+            tails[role].update(tail)
+    every = set[str]().union(*tails.values())
+    return sorted(f"{role}.{tail}" for role, own in tails.items() for tail in every - own)
 
 
 def _in_form(parts: Iterable[str], form: ExpertForm) -> list[str]:

@@ -151,10 +151,10 @@ class AcceptanceChange:
         if not names:
             known = "keep the head" if self.outcome == "kept" else "inconclusive"
             choice = f"{known}: no figure fell by more than {self.limit:.1%} beyond its interval; training: {expected}"
-        elif max(drop.improvement for drop in self.fallen) <= self.limit:
+        elif best.improvement <= self.limit:  # this trunk is less sure of its tokens, or only deep drafts fell
             choice = (
-                f"keep the head, though {names} fell by more than {self.limit:.1%}: this trunk is less sure of its "
-                f"tokens, and a perfect head fell as well; training: {expected}"
+                f"keep the head, though {names} fell by more than {self.limit:.1%}: training would raise "
+                f"{best.figure} by less; {expected}"
             )
         else:
             choice = f"train the head: {names} fell by more than {self.limit:.1%}; {expected}"

@@ -48,7 +48,7 @@ DEFINITIONS = {
     "(null: its counts are enough); null = decided, or more data of this kind would not decide",
     "indistinguishable": "causes that this many rounds cannot distinguish from the named ones: the expected ratio is "
     "below 100",
-    "undetectable": "faults that this many rounds cannot distinguish from no-fault",
+    "undetectable": "faults that fit and that this many rounds cannot distinguish from no-fault",
     "acceptance": "a_1..a_K, conditional on the shallower depths",
 }
 
@@ -244,10 +244,11 @@ class Diagnosis(CheckReport):
 
     @cached_property
     def undetectable(self) -> tuple[str, ...]:
-        """Faults that would not show, or hardly, on this head in this many rounds."""
+        """Faults that the counts do not exclude, and that would not show, or hardly, in this many rounds."""
         faultless = self.cause(NO_FAULT)
         listed = {NO_FAULT, *self.named, *self.indistinguishable}
-        near = [cause for cause in self.causes if cause.name not in listed and not cause.is_separated(faultless)]
+        fit = [cause for cause in self.causes if cause.name not in listed and cause.p_value >= MIN_FIT]
+        near = [cause for cause in fit if not cause.is_separated(faultless)]
         return tuple(cause.name for cause in near if NO_FAULT in self._like(cause.name))
 
     @property
