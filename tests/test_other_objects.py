@@ -72,6 +72,7 @@ CASES = {
     "aria2's half": (dict(names=["model.safetensors.aria2"], config={}), "incomplete download", "run it again"),
     "llamafile": (dict(names=["m.llamafile"]), "a llamafile", "unzip"),
     "Keras": (dict(names=["model.weights.h5"], config={}), "Keras", "safetensors"),
+    "HQQ": (dict(names=["qmodel.pt"], config={}), "HQQ saved", "quantized from"),
     "Orbax": (dict(names=["0/_CHECKPOINT_METADATA", "0/default/manifest.ocdbt"]), "Orbax", "Hugging Face layout"),
     "Ollama": (dict(names=["Modelfile", "sha256-ab"]), "Modelfile", "FROM"),
     "TensorRT": (dict(names=["rank0.engine"], config={"pretrained_config": {}}), "TensorRT engine", "built from"),

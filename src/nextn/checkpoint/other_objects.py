@@ -87,6 +87,8 @@ TRAINING: tuple[Object, ...] = (
            "a model converted for MLC: give the checkpoint that it was converted from"),
     Object("TensorFlow", _has_file(r"tf_model\.h5|.*\.weights\.h5|.*\.keras|flax_model.*\.msgpack"),
            "a model with weights of TensorFlow, Keras or Flax: give one with weights of PyTorch, as safetensors"),
+    Object("HQQ", _has_file(r"qmodel\.pt"),
+           "a model that HQQ saved, which transformers does not load: give the checkpoint that it was quantized from"),
     Object("Orbax", _has_file(r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
            "an Orbax checkpoint of JAX: convert it to the Hugging Face layout with the tool that trained it"),
     Object("Ollama", _has_file(r"Modelfile"),
