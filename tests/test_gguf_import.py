@@ -146,7 +146,9 @@ def test_an_exported_file_of_experts_is_the_checkpoint_again(name, tmp_path):
         assert len({tuple(tokens(model, "torch", k)) for model in models}) == 1
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.F16])
+@pytest.mark.parametrize(
+    "kind", [Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.NVFP4, Type.F16]
+)
 def test_other_types_are_dequantized(kind, byte_folder, tmp_path):
     """To what the gguf package makes of them, rounded once, whatever the size of a slice."""
     made = qwen3(kind)
@@ -282,6 +284,39 @@ def test_columns_of_blocks_move_only_whole(kind, is_kept, byte_folder, tmp_path)
     assert any("parts of blocks of Q4_K move: model.layers.0" in note for note in plan.notes) != is_kept
     convert_gguf(path, tmp_path / "wide")
     assert_same_logits(tmp_path / "out", tmp_path / "wide")
+
+
+def test_scales_beside_weights(byte_folder, tmp_path):
+    """Of a matrix, as llama.cpp's converter writes for NVFP4, and of each expert; scales of inputs change nothing."""
+    model = build_with_head("glm4_moe", vocab_size=VOCAB)
+    made = converted(model, ARCHITECTURES["glm4moe"], tmp_path / "in")
+    name = next(name for name in made if "ffn_up_exps" in name)
+    scales = {"blk.0.attn_q.scale": [0.5], name.replace("weight", "scale"): [2.0, 3.0, 4.0, 5.0]}
+    inputs = {each.replace("scale", "input_scale"): [7.0] * len(values) for each, values in scales.items()}
+    added = {each: (np.array(values, np.float32), Type.F32) for each, values in (scales | inputs).items()}
+    for folder, tensors in {"one": made, "scaled": made | added}.items():
+        path = write(tmp_path / f"{folder}.gguf", "glm4moe", glm4_metadata(model.trunk.config), tensors, byte_folder)
+        convert_gguf(path, tmp_path / folder)
+    one, scaled = stored(tmp_path / "one"), stored(tmp_path / "scaled")
+    index = name.split(".")[1]
+    factors = {f"model.layers.{index}.mlp.experts.{expert}.up_proj.weight": expert + 2 for expert in range(4)}
+    factors["model.layers.0.self_attn.q_proj.weight"] = 0.5
+    for each, values in one.items():
+        torch.testing.assert_close(scaled[each], values * factors.get(each, 1), rtol=0, atol=0)
+    assert scaled.keys() == one.keys()
+
+
+def test_blocks_with_a_scale_are_dequantized(byte_folder, tmp_path):
+    """Where the others keep their blocks."""
+    made = qwen3(Type.Q4_K) | {"blk.0.ffn_up.scale": (np.array([0.25], np.float32), Type.F32)}
+    path = write(tmp_path / "model.gguf", "qwen3", QWEN3, made, byte_folder)
+    assert any(
+        "blocks of Q4_K are not kept" in note for note in convert_gguf(path, tmp_path / "out", dtype="stored").notes
+    )
+    found = stored(tmp_path / "out")
+    values = torch.tensor(dequantize(*made["blk.0.ffn_up.weight"]) * 0.25).bfloat16()
+    assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], values)
+    assert "model.layers.0.mlp.gate_proj.weight_q4_k" in found
 
 
 def test_experts_in_blocks(byte_folder, tmp_path):

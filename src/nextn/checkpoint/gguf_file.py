@@ -62,6 +62,7 @@ class GgufTensor:
     file: Path
     begin: int  # offset in `file`
     nbytes: int
+    scale: "GgufTensor | None" = None  # what the values are multiplied by: one value, or one for each expert
 
     @property
     def row_bytes(self) -> int:
@@ -96,22 +97,24 @@ class GgufTensor:
 
         data = np.frombuffer(self.read(begin * self.row_bytes, end * self.row_bytes), np.uint8)
         with np.errstate(all="ignore"):  # a hostile scale may be infinite
-            return dequantize(data.reshape(end - begin, self.row_bytes), self.kind)
+            return self._scaled(dequantize(data.reshape(end - begin, self.row_bytes), self.kind), begin)
+
+    def _scaled(self, rows: NDArray[np.float32], begin: int) -> NDArray[np.float32]:
+        if self.scale is None:
+            return rows
+        scales = self.scale.rows(0, 1)[0]
+        return rows * scales[(begin + np.arange(len(rows))) // self.shape[1] % len(scales), None]
 
     def values(self) -> NDArray[np.float64] | None:
         """Dequantize `middle`; None for a quantization that the gguf package does not support."""
-        from gguf.quants import dequantize
-
-        data = np.frombuffer(self.middle(), np.uint8)
-        try:
-            with np.errstate(all="ignore"):  # a hostile scale may be infinite
-                return np.asarray(dequantize(data, self.kind), np.float64).reshape(-1) if len(data) else None
-        except NotImplementedError:
+        if not (data := self.middle()) or self.kind not in readable_kinds():
             return None
+        begin = self.nbytes // self.row_bytes // 2
+        return self.rows(begin, begin + len(data) // self.row_bytes).astype(np.float64).reshape(-1)
 
     def agrees_with(self, other: "GgufTensor") -> bool:
         """Whether the middle rows are the same up to quantization; True for types that are not read."""
-        if self.kind == other.kind:
+        if self.kind == other.kind and self.scale is None and other.scale is None:
             return self.middle() == other.middle()
         a, b = self.values(), other.values()
         if a is None or b is None or not (np.isfinite(a).all() and np.isfinite(b).all()):
@@ -151,7 +154,20 @@ class GgufFile:
                     f"{other}: {brief(min(duplicates))} is also in another file of the split. Split the model again."
                 )
             tensors |= added
-        return replace(first, path=path, tensors=tensors)
+        return replace(first, path=path, tensors=_with_scales(tensors))
+
+
+def _with_scales(tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
+    """Return the tensors with their scales (`X.scale` beside `X.weight`, as of NVFP4), and without those of inputs."""
+    found, beside = dict[str, GgufTensor](), set[str]()
+    for name, tensor in tensors.items():
+        stem = name.removesuffix("weight")
+        scale = tensors.get(f"{stem}scale") if stem != name else None
+        if scale is not None and scale.kind.name == "F32" and scale.shape in ((1,), tensor.shape[2:]):
+            beside |= {scale.name, f"{stem}input_scale"}
+            tensor = replace(tensor, scale=scale)
+        found[name] = tensor
+    return {name: tensor for name, tensor in found.items() if name not in beside}
 
 
 def _others(path: Path, metadata: dict[str, Scalar]) -> list[Path]:

@@ -363,6 +363,8 @@ def _keeps_blocks(piece: GgufPiece) -> bool:
 
 def _moves_blocks(piece: GgufPiece) -> bool:
     """Whether blocks stay whole: values do not change, and columns keep their place or move in whole blocks."""
+    if any(each is not None and each.scale is not None for each in (piece.tensor, piece.beside)):
+        return False
     if piece.change.values is not None or (columns := piece.change.columns) is None:
         return piece.change.values is None
     size = BLOCK_TYPES[piece.tensor.kind.name].size
@@ -389,8 +391,8 @@ def _notes_on_blocks(pieces: Mapping[str, GgufPiece], kept: Iterable[str], dtype
     for name, piece in pieces.items():
         kind = piece.kind
         if _is_linear(piece) and name not in kept and kind not in DTYPES:
-            is_known = kind in BLOCK_TYPES
-            reasons[f"parts of blocks of {kind} move" if is_known else f"blocks of {kind} are not kept"].append(name)
+            moves = kind in BLOCK_TYPES and piece.tensor.scale is None
+            reasons[f"parts of blocks of {kind} move" if moves else f"blocks of {kind} are not kept"].append(name)
     return notes + [f"dequantized to {dtype}, as {why}: {some(names)}" for why, names in reasons.items()]
 
 
