@@ -203,6 +203,7 @@ TEXTS = {
     "rejected drafts": ('{"accepted_draft_tokens": 41, "rejected_draft_tokens": 49}', ("an engine", None, 90, 41, ())),
     "one name behind two counts": ("MTP active, 112/141 accepted draft tokens, 108.27 tok/s\nspeculative: 8/9 draft tokens accepted\n",
                                    ("an engine", None, 150, 120, ())),
+    "two counts in brackets": ("0.80 acceptance (120 of 150 drafts)\n", ("an engine", None, 150, 120, ())),
     "a file before the counts": ("spec_decode.py: acceptance: 31/50\n", ("an engine", None, 50, 31, ())),
     "one name before two counts": ("Accepted draft tokens: 120 / 150\nmtp accept_rate=57.0% accepted=171/300\n",
                                    ("an engine", None, 450, 291, ())),
@@ -224,6 +225,7 @@ TEXTS = {
     "another engine, in words": ("[mtp] accepted 312 of 400 drafts\n", ("an engine", None, 400, 312, ())),
     "vllm-mlx's status": (json.dumps({"mtp": {"effective_draft_tokens": 1, "attempts": 400, "accepted": 310}}),
                           ("vllm-mlx", 400, 400, 310, (310,))),
+    "vllm-mlx's answer": (json.dumps({"metadata": {"mtp_drafts": 150, "mtp_accepted": 120}}), ("vllm-mlx", None, 150, 120, ())),
     "vLLM, cut before the last position": (VLLM.split(", 0.788")[0], ("vLLM", 99, 198, 169, (91, 78))),
     "vMLX": ("".join(
         f"[NativeMTP] depth=3{active} verifyCalls=13 outputTokens=32 acceptedByDepth={by} bonus=4 rejected=9 "
@@ -433,8 +435,10 @@ def test_metrics_that_are_not_known():
         "mtp drafted=4 accepted=3 | total drafted=400 accepted=250\n",
         "mtp unaccepted=19 drafted=50\n",
         "The patch was accepted: 3/5 reviewers; draft v2\n",
+        "draft PR: 3 accepted, 4 rejected\n",
+        "mtp accepted=0.625 drafted=1.000\n",
     ],
-    ids=["two requests", "totals behind", "of others", "prose"],
+    ids=["two requests", "totals behind", "of others", "prose", "a draft of something else", "rates"],
 )
 def test_counts_that_are_not_clear_are_not_read(text):
     with pytest.raises(EngineError):

@@ -232,6 +232,12 @@ def _vllm_mlx(record: Mapping) -> Counters:
     return Counters("vllm-mlx", attempts, attempts, accepted, (accepted,), k=k)
 
 
+def _vllm_mlx_request(record: Mapping) -> Counters:
+    """vllm-mlx's metadata of a request: draft tokens, by one or several a round, and accepted ones."""
+    drafted, accepted = (optional_count(record.get(name), name) for name in ("mtp_drafts", "mtp_accepted"))
+    return Counters("vllm-mlx", None, drafted or 0, accepted or 0)
+
+
 def _mlc(record: Mapping) -> Counters:
     """mlc-llm's engine metrics: step 0 is the trunk's own token of each round, step i its i-th draft."""
     drafted, accepted = (
@@ -287,6 +293,7 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "SGLang's server info": ("avg_spec_accept_length", _sglang_state),
     "LM Studio's statistics": ("accepted_draft_tokens_count", _lm_studio),
     "vllm-mlx's status": ("effective_draft_tokens", _vllm_mlx),
+    "vllm-mlx's metadata of a request": ("mtp_drafts", _vllm_mlx_request),
     "mlc-llm's engine metrics": ("draft_count", _mlc),
     "trtllm-bench --report_json": ("acceptance_length_percentiles", _trtllm_bench),
     "FastDeploy's speculate_metrics": ("accepted_tokens_per_head", _fastdeploy),

@@ -17,13 +17,15 @@ from nextn.errors import EngineError
 
 UNKNOWN = "an engine"  # whose lines do not say which
 NUMBER = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
-_THOUSANDS = r"[0-9]{1,3}(?:[.,'’ ][0-9]{3})+"
+_THOUSANDS = r"[1-9][0-9]{0,2}(?:[.,'’ ][0-9]{3})+"
 # What is left of a number that is written in another way is no count.
 _INT = rf"(?:{_THOUSANDS}|[0-9]{{1,15}}(?:\.0+)?)(?![.,'’]?[0-9])"
 _HALF = 0.005  # of the last digit of a length
 _LIST = rf"{NUMBER}(?:(?:[,;]\s*| +){NUMBER}){{0,{MAX_POSITIONS}}}"  # a spreadsheet's locale sets what is between them
 _ACCEPTED = r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?[0-9.,]{1,12}\s*%[^0-9\n(]{0,20})?\(?"  # and two counts
 _DRAFTING = r"mtp|draft(?:s|ed|ing)?|spec\w{0,12}|nextn"
+# Without other words after "draft", as of a draft PR.
+_DRAFTING_HERE = rf"(?!draft (?!tokens?\b|accept|model|stat|rate|head)[a-z])(?:{_DRAFTING})"
 _OF = r"\s*(?:/|(?:out )?of)\s*"
 _COUNT = rf"(?<![\w.,]){_INT}(?!\s*%)"
 _DRAFTED = r"(?:(?:total_)?drafted(?:[ _]tokens)?|draft[ _]tokens|draft_n|total_draft|proposed)"
@@ -43,6 +45,7 @@ def _pair(one: str, other: str) -> str:
 
 _PAIR = (
     rf"{_COUNT}{_OF}{_COUNT} (?:accepted draft|drafts? (?:tokens )?accepted)|"
+    rf"accept(?:ed|ance)\b\s?\({_COUNT}{_OF}{_COUNT} draft|"
     rf"(?:accepted drafts?(?: tokens)?{_IS}|(?<![a-z])accepted=){_COUNT}{_OF}{_COUNT}|"
     rf"{_pair(_KEPT, _REST)}|{_pair(_DRAFTED, _KEPT)}"
 )
@@ -467,7 +470,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "accepted and drafted by name", "ccept", rf"(?im:^)(?=[^\n]{{0,300}}?(?i:{_PAIR}))",
-        {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])((?:{_DRAFTING}))"},
+        {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])({_DRAFTING_HERE})"},
         ("accepted and drafted", "draft"), _named,
         "as other engines print it, `MTP: 31 accepted / 50 drafted`, `drafted=50 accepted=31`: both counts; no rounds",
         num_lines=2, is_general=True,
