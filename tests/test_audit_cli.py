@@ -34,11 +34,15 @@ def lost(tmp_path):
 
 def test_clean(nextn, tmp_path):
     """Notes alone must not fail a script that checks a release."""
-    code, out, err = nextn(publish(tmp_path, "qwen3_5"))
+    folder = publish(tmp_path, "qwen3_5")
+    code, out, err = nextn(folder)
     assert (code, err) == (0, "")
     assert "engine-ignores" in out
     assert "clean  " in out
     assert "1 MTP layer declared, 1 stored" in " ".join(out.split())
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"mtp_num_hidden_layers"', '"unknown"'))
+    assert "1 MTP layer by default, 1 stored" in " ".join(nextn(folder)[1].split())
 
 
 def test_findings(nextn, lost):

@@ -377,11 +377,14 @@ def test_progress_moves_without_a_terminal(capsys):
         sleep(0.12)
         on_record(Evaluation(3, 2, 8))
         sleep(0.12)
+        on_record(replace(record, step=4, loss=(0.0,), match=(0.0,), overlap=(0.0,)))
+        sleep(0.12)
         on_record(replace(record, step=12, share=1.0, remaining_s=0.0))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("train  0:00  first step")
     assert "train  0:00  step 3/12  25%  2:05 left  bits 1.44 0.72  50 tok/s" in lines
     assert "train  0:00  step 3  evaluation on held-out text, batch 2/8" in lines
+    assert "train  0:00  step 4/12  25%  2:05 left  no token with a label  50 tok/s" in lines
     assert lines[-1].startswith("train  0:00  step 12/12  100%  0:00 left")
     assert len(lines) == len(set(lines))
     with progress(quiet=True, every_s=0.01) as on_record:

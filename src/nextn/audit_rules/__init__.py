@@ -160,6 +160,7 @@ def audit_checkpoint(
         bytes_read=0 if all_values is None else all_values.num_bytes,
         unchecked=tuple(_unchecked(inventory, trunk=trunk)),
         title=inventory.family.title,
+        is_default=inventory.declared > 0 and not inventory.family.counted_in(checkpoint.config),
     )
 
 

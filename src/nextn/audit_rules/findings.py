@@ -55,6 +55,7 @@ class AuditReport:
         path: The checkpoint: folder, file or hub id.
         family: Name of the family by which it was audited; the model_type of a model without one.
         declared: Number of MTP layers that the config declares.
+        is_default: Whether that is the family's default, of a config without the field.
         modules: Indices of the MTP layers that are stored.
         findings: Worst first.
         values_read: How much of the head's values was read: `all` float tensors of a local head, else `samples`;
@@ -78,6 +79,7 @@ class AuditReport:
     bytes_read: int = 0
     unchecked: tuple[str, ...] = ()
     title: str = ""
+    is_default: bool = False
     seconds: float = field(default=0.0, compare=False)
 
     @property

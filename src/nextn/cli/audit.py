@@ -85,7 +85,8 @@ def _summary(report: "AuditReport") -> "Text":
     counts = {severity: sum(finding.severity == severity for finding in report.findings) for severity in _STYLES}
     total = ", ".join(f"{number} {severity}{'s' * (number != 1)}" for severity, number in counts.items() if number)
     name = f"{report.family} ({report.title})" if report.title else report.family
-    stored = f"{name}: {report.declared} MTP layer{'s' * (report.declared != 1)} declared, "
+    stored = f"{name}: {report.declared} MTP layer{'s' * (report.declared != 1)} "
+    stored += "by default, " if report.is_default else "declared, "
     stored += f"{len(report.modules)} stored"
     text = plain("clean" if report.clean else "not clean", style="bold green" if report.clean else "bold red")
     if report.values_read != "none":

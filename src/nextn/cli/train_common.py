@@ -143,6 +143,8 @@ def _status(record: "StepRecord") -> str:
     if record.step > 1:  # the first one compiles
         progress += f"  {minutes(record.remaining_s)} left"
     speed = f"{record.tokens_per_s:,.0f} tok/s"
+    if not any(record.loss):
+        return f"{progress}  no token with a label  {speed}"
     if not record.match:
         return f"{progress}  bits {' '.join(f'{bits(loss):.2f}' for loss in record.loss)}  {speed}"
     return f"{progress}  loss {_listed(record.loss)}  1-TV {_listed(record.overlap)}  {speed}"
