@@ -2,10 +2,11 @@
 
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, get_annotations, signature
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, get_type_hints
 from typer import Argument, Option
 
 from nextn.cli.screen import print_lines, print_note
-from nextn.errors import ConfigError
+from nextn.errors import CheckpointError, ConfigError
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
 from nextn.text_format import install_command
 
@@ -107,8 +108,8 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON document instead 
 def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of a function whose parameters may be dataclasses of options.
 
-    Typer sees the fields of these in their place, an argument first, but for those in `without`; `defaults` override
-    theirs.
+    Typer sees the fields of these in their place, an argument first, but for those in `without` or with metadata;
+    `defaults` override theirs.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -121,19 +122,19 @@ def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]
                 continue
             assert isinstance(group, type)
             types = get_type_hints(group, include_extras=True)
-            shared = [field for field in fields(group) if field.name not in without]
-            inherited = {field.name for field in shared} - get_annotations(group).keys()
-            shared.sort(key=lambda field: field.name in inherited)
-            groups[parameter.name] = group, [field.name for field in shared]
-            for field in shared:
-                is_argument = field.default is MISSING
-                default = defaults.get(field.name, Parameter.empty if is_argument else field.default)
-                option = parameter.replace(name=field.name, annotation=types[field.name], default=default)
+            shared = [each for each in fields(group) if each.name not in without and not each.metadata]
+            inherited = {each.name for each in shared} - get_annotations(group).keys()
+            shared.sort(key=lambda each: each.name in inherited)
+            groups[parameter.name] = group, [each.name for each in shared]
+            for each in shared:
+                is_argument = each.default is MISSING
+                default = defaults.get(each.name, Parameter.empty if is_argument else each.default)
+                option = parameter.replace(name=each.name, annotation=types[each.name], default=default)
                 parameters.insert(0 if is_argument else len(parameters), option)
 
         @wraps(command)
         def run(**given: object) -> None:
-            made = {name: group(**{field: given.pop(field) for field in own}) for name, (group, own) in groups.items()}
+            made = {name: group(**{each: given.pop(each) for each in own}) for name, (group, own) in groups.items()}
             command(**given, **made)
 
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -141,6 +142,18 @@ def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]
         return run
 
     return decorate
+
+
+def _refuse_without_head(gguf: str) -> None:
+    from nextn.checkpoint.gguf_file import GgufFile
+
+    metadata, file = GgufFile.open(Path(gguf)).metadata, shlex.quote(gguf)
+    if not metadata.get(f"{metadata.get('general.architecture')}.nextn_predict_layers"):
+        raise CheckpointError(
+            f"{gguf}: holds no MTP head. Give a file that has it (llama.cpp's converter leaves it out with --no-mtp), "
+            "name one with --head, or decode without (-k 0). To add the base model's: "
+            f"`nextn convert {file} OUT`, then `nextn restore OUT --from BASE`; `nextn train` makes a new one."
+        )
 
 
 def open_checkpoint(source: str | Path) -> "Checkpoint":
@@ -208,6 +221,7 @@ class ModelOptions:
             callback=shipped_option,
         ),
     ] = None
+    gguf: str | None = field(default=None, metadata={"of": "prepared"})  # the file that `source` was converted from
 
     def check(self) -> None:
         """Refuse options that no model can be loaded with, before torch is imported.
@@ -237,7 +251,8 @@ class ModelOptions:
         cache = user_cache("gguf")
         folder = converted_gguf(Path(self.source), cache, version=__version__, note=print_note)
         head = folder / HEAD_FOLDER
-        return replace(self, source=str(folder), head=str(head) if self.head is None and head.is_dir() else self.head)
+        apart = str(head) if self.head is None and head.is_dir() else self.head
+        return replace(self, source=str(folder), head=apart, gguf=self.source)
 
     def _check_values(self) -> None:
         choices = {
@@ -300,6 +315,8 @@ class ModelOptions:
         from nextn.model.model import Model
         from nextn.runtime.backend import unused_codes
 
+        if need_head and self.head is None and self.gguf is not None:
+            _refuse_without_head(self.gguf)
         if self.threads is not None:
             torch.set_num_threads(self.threads)  # before the native runtime is loaded, whose team has as many
         if self.device_map is not None:
