@@ -15,7 +15,7 @@ from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 from nextn.speculative.copy_choice import CopyChoice, CopyRun, RoundValues, choose_alone, choose_copies
-from nextn.speculative.copy_drafts import CopyDrafts
+from nextn.speculative.copy_drafts import CopyDrafts, copied_rounds
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength
 from nextn.stats.speedup import Costs, Spread
 
@@ -81,6 +81,15 @@ def test_a_sequence_learns_how_often_its_copies_are_accepted():
         assert (after.reach[0] < before.reach[0]) == (accepted == 0)
     assert copies.run(0) == CopyRun()
     assert CopyDrafts(tokens[:20]).run(8) == CopyRun()
+
+
+def test_rounds_of_a_text_that_is_known():
+    """A copy of the prompt with one other token in it: two tokens must agree before the next ones are copied."""
+    text = prompt(20)
+    new = [*text[:7], 63, *text[8:12]]
+    assert copied_rounds([*text], new, 8) == [(0, 0), (8, 5), (0, 0), (0, 0), (1, 1)]
+    assert copied_rounds([*text], new[:1], 8) == []
+    assert copied_rounds([1], [2, 3], 8) == [(0, 0)]
 
 
 class Oracle:

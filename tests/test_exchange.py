@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -67,6 +68,25 @@ def test_records_of_requests(report):
     none = request_record((), 3)
     assert (none["mean_acceptance_length"], none["acceptance_histogram"]) == (1.0, [0, 0, 0, 0])
     assert "per_step_accepted" not in none
+
+
+@pytest.mark.slow
+def test_aiperf_reads_its_forms(report, tmp_path):
+    """By AIPerf's own model, its adapter for vLLM's record, and the function that writes its matrix."""
+    reason = "pip install --no-deps aiperf: nothing else checks its reading"
+    models = pytest.importorskip("aiperf.common.models", reason=reason)
+    adapter = pytest.importorskip("aiperf.spec_decode.vllm_adapter", reason=reason).VLLMSpecDecodeAdapter
+    matrix = pytest.importorskip("aiperf.analysis.speed_bench_report", reason=reason)
+    for neutral, dense in zip(text(report, "aiperf").splitlines(), text(report, "vllm").splitlines(), strict=True):
+        record = models.SpecDecodeAcceptanceRecord.model_validate(json.loads(neutral)["spec_decode_acceptance"])
+        answer = SimpleNamespace(spec_decode_stats=json.loads(dense)["metrics"]["speculative_decoding"], usage=None)
+        ours = {"engine", "completion_tokens"}
+        assert adapter.adapt([answer]).model_dump(exclude=ours) == record.model_dump(exclude=ours)
+    ((name, *lengths),) = [row for row in csv.reader(io.StringIO(text(report, "aiperf-report"))) if row[0] != "Model"]
+    by_category = dict(zip("xy", map(float, lengths), strict=False))
+    matrix.write_csv({name: by_category}, matrix.detect_columns({name: by_category}), tmp_path / "matrix.csv")
+    rows = [row.split(",")[:-1] for row in (tmp_path / "matrix.csv").read_text().splitlines()]
+    assert rows == [row.split(",")[:-1] for row in text(report, "aiperf-report").splitlines()]  # the mean: of rounded
 
 
 def test_tables(report):

@@ -230,6 +230,10 @@ def test_record(found):
     assert set(curves) >= {(0.0, "greedy", "x"), (1.0, "argmax", "all")}
     assert curves[0.0, "greedy", "all"]["outcome"] in ("saturates", "increases", "inconclusive")
     assert record["parts"] == []  # short texts without tags have one part
+    texts = found["glm"].generated[0.0].texts
+    used = [texts[index] for index in found["glm"].text_indices(0.0)]
+    copies = record["copies"]["0"]
+    assert copies["num_rounds"] + copies["num_accepted_tokens"] == sum(len(text.new) - 1 for text in used)
     assert record["settings"]["contract"] == {"prefill": True, "refresh": True, "offset": 0}
     assert len(record["hashes"]["prompts"]) == 64
 

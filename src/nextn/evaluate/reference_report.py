@@ -32,10 +32,12 @@ from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import PERFECT, RULES, ScoredText
 from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without, prompts_text
 from nextn.settings import Contract
+from nextn.speculative.copy_drafts import copied_rounds
 from nextn.stats.acceptance import DEFINITION
 from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
 
 _FLAT = 0.05  # mean probability of the likeliest token, below that of any trained model
+NUM_COPY_TOKENS = 16  # copied tokens of a round, see `ReferenceReport.copies_record`
 DEFINITIONS = {
     "acceptance": DEFINITION.partition(";")[0] + "; rounds follow each other through the text as in decoding at this K",
     "mean_acceptance_length": "AL@K = 1 + sum over k <= K of a_1 ... a_k: tokens per round, with the bonus token",
@@ -54,6 +56,7 @@ DEFINITIONS = {
     "counted while decoding. The first two use the distribution of acceptance given the text, so no draft is sampled",
     "decoder": "what was counted while the texts were decoded; temperature 0 by rule greedy, else by settings.rule. "
     "Wilson intervals that take rounds as independent",
+    "copies": f"the same texts decoded by copies alone (--copy {NUM_COPY_TOKENS} -k 0), each of which is verified",
     "all_positions": "a_1 over all positions alike, to compare the controls with",
     "shifted": "depth 1's argmax against the token after the one that it predicts",
     "shuffled": "a_1 over all positions, with each text's hidden states in random order",
@@ -383,11 +386,25 @@ class ReferenceReport:
                 f"{temperature:g}": None if texts.pooled is None else texts.pooled.as_record()
                 for temperature, texts in self.generated.items()
             },
+            "copies": {f"{temperature:g}": self.copies_record(temperature) for temperature in self.generated},
             "controls": self.controls and asdict(self.controls),
             "warnings": self.warnings,
         }
         prompts_record = {"prompts": dict(self.prompts_source)} if self.prompts_source else {}
         return record | self.given_record() | prompts_record | self.published_record()
+
+    def copies_record(self, temperature: float) -> dict[str, object]:
+        """Return what copied drafts would gain on the texts of a temperature, for JSON reports."""
+        texts = [self.generated[temperature].texts[index] for index in self.text_indices(temperature)]
+        steps = [step for text in texts for step in copied_rounds(text.prompt, text.new, NUM_COPY_TOKENS)]
+        num_drafted, num_accepted = sum(step[0] for step in steps), sum(step[1] for step in steps)
+        return {
+            "num_rounds": len(steps),
+            "num_drafts": sum(step[0] > 0 for step in steps),
+            "num_draft_tokens": num_drafted,
+            "num_accepted_tokens": num_accepted,
+            "tokens_per_round": 1 + num_accepted / len(steps) if steps else None,
+        }
 
     def given_record(self) -> dict[str, object]:
         """Return what is known of texts that were not generated here, and of a streamed trunk."""

@@ -1,7 +1,7 @@
 """Drafts copied from the text so far: where its end occurred before, and how often they were accepted. No torch."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 from typing import NamedTuple
 
@@ -97,3 +97,20 @@ class CopyDrafts:
         assert self._match is not None
         lengths = range(self._match.length, self._match.length + count)
         return [sum(edge <= length for edge in _EDGES) - 1 for length in lengths]
+
+
+def copied_rounds(prompt: Sequence[int], new: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Return (num_drafted, num_accepted) of the rounds behind the prefill that decode a text by copies alone.
+
+    Every copy that is found is verified, of at most `most` tokens.
+    """
+    tokens, rounds, place = [*prompt, *new[:1]], list[tuple[int, int]](), 1
+    drafts = CopyDrafts(tokens)
+    while place < len(new):
+        run = drafts.run(min(most, len(new) - place - 1)).tokens
+        pairs = zip(run, new[place:], strict=False)
+        num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        rounds.append((len(run), num_accepted))
+        tokens += new[place : place + num_accepted + 1]
+        place += num_accepted + 1
+    return rounds
