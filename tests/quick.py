@@ -6,11 +6,19 @@
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import product
 
 import pytest
 
+# Cases of one function that `make test` runs; more belong in a `loop`. Each case of these is another path of the code.
+MOST_CASES = 8
+SEVERAL_PATHS = {
+    "test_a_value_that_is_no_number_is_no_code", "test_broken", "test_greedy_equals_plain_in_ragged_batches",
+    "test_results_are_what_they_were", "test_rows_of_an_embedding_of_few_bits", "test_sound_layouts",
+    "test_the_largest_codes_do_not_overflow",
+}  # fmt: skip
 # One family of each kind: latent attention, compressed and indexed attention, a hybrid with the gated delta rule, dense
 # attention with experts and a sliding window, short convolutions.
 REPRESENTATIVES = frozenset({"deepseek_v3", "deepseek_v4", "qwen3_5", "exaone_moe", "inkling"})
@@ -56,10 +64,23 @@ def most_of(counts: Mapping[str, int]) -> set[tuple[str, int]]:
     return {(name, counts[name]) for name in REPRESENTATIVES}
 
 
+@contextmanager
+def _own(fixtures: Mapping[str, object], number: int) -> Iterator[dict[str, object]]:
+    own = dict(fixtures)
+    with ExitStack() as patches:
+        if "monkeypatch" in own:
+            own["monkeypatch"] = patches.enter_context(own["monkeypatch"].context())
+        if "tmp_path" in own:
+            own["tmp_path"] = own["tmp_path"] / str(number)
+            own["tmp_path"].mkdir()
+        yield own
+
+
 def loop(names: str | Sequence[str], cases: Iterable, ids: object = None) -> Callable[[Callable], Callable]:
     """As pytest.mark.parametrize, for many cases that take little: one test, which shows every case that fails.
 
-    Fixtures are made once for all of them. ids: not used, so that the two can be exchanged.
+    Fixtures are made once for all of them, but each case has its own tmp_path, and its monkeypatch is undone. ids: not
+    used, so that the two can be exchanged.
     """
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = [
@@ -71,9 +92,10 @@ def loop(names: str | Sequence[str], cases: Iterable, ids: object = None) -> Cal
         @functools.wraps(test)
         def whole(**fixtures: object) -> None:
             failed: list[BaseException] = []
-            for row in rows:
+            for number, row in enumerate(rows):
                 try:
-                    test(**fixtures, **row)
+                    with _own(fixtures, number) as own:
+                        test(**own, **row)
                 except (Exception, BaseExceptionGroup, pytest.fail.Exception) as error:
                     error.add_note(f"case: {row}")
                     failed.append(error)
@@ -99,6 +121,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if test in seen:
                 item.add_marker("more")
             seen.add(test)
+    others = {"more", "slow", "real", *_ELSEWHERE}
+    if many := too_many(item.nodeid for item in items if others.isdisjoint(mark.name for mark in item.iter_markers())):
+        raise pytest.UsageError(f"more than {MOST_CASES} cases: {', '.join(many)}; put them into a `loop`")
+
+
+def too_many(names: Iterable[str]) -> list[str]:
+    """Return the functions with more cases than a function should have, by the names of the cases."""
+    counts = Counter(name.partition("[")[0] for name in names)
+    return [test for test, count in counts.items() if count > MOST_CASES and test.split("::")[-1] not in SEVERAL_PATHS]
 
 
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()

@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+from quick import loop
 
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_drop import AcceptanceChange, check_settings, read_record
@@ -88,7 +89,7 @@ def test_texts_of_the_same_prompts_are_compared_one_by_one():
         drops(broken, by_text(*texts))
 
 
-@pytest.mark.parametrize(
+@loop(
     ("change", "says"),
     [
         ({"hashes": {"prompts": "b"}}, "other prompts"),

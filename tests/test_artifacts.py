@@ -8,7 +8,7 @@ import pytest
 import torch
 from artifacts import HEADS, LAYOUTS, H, _blocks, bf16, e4m3, load_json, publish
 from parts import LAYERS
-from quick import families
+from quick import families, loop
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -92,7 +92,7 @@ def numbers(checkpoint, name) -> np.ndarray:
     return decode(checkpoint.read_bytes(name), info.dtype).reshape(info.shape)
 
 
-@pytest.mark.parametrize("name", FP8)
+@loop("name", FP8)
 def test_fp8(name, tmp_path):
     """A quantized tensor without its scales, a plain role in fp8, values that do not come back, or no config for it."""
     exact = Checkpoint.open(publish(tmp_path / "a", name, dtype="F32"))
@@ -133,7 +133,7 @@ def test_encoders_agree_with_torch():
     assert e4m3(data) == clipped.view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("name", [row.name for row in rows() if row.wrappers])
+@loop("name", [row.name for row in rows() if row.wrappers])
 def test_wrappers(name, tmp_path):
     """A wrapped checkpoint must give the same inventory as the plain one."""
     plain = Inventory.of(Checkpoint.open(publish(tmp_path / "plain", name)))

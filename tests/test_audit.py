@@ -11,7 +11,7 @@ import pytest
 import torch
 from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, tensors, values
 from packed import Case, quantize_folder
-from quick import families
+from quick import families, loop
 from tiny import build
 from typer.main import get_command
 
@@ -376,7 +376,7 @@ def test_rule(fault, tmp_path):
         well_worded(each)
 
 
-@pytest.mark.parametrize("fault", BROKEN)
+@loop("fault", BROKEN)
 def test_one_cause_one_finding(fault, tmp_path):
     """A fault that sets off other rules, too, hides its cause."""
     rule, _, family, options, _ = BROKEN[fault]

@@ -6,6 +6,7 @@ import zlib
 import gguf
 import numpy as np
 import pytest
+from quick import loop
 
 from nextn.audit_rules.gguf import audit_gguf
 from nextn.errors import CheckpointError, ConfigError
@@ -62,7 +63,7 @@ def reported(path, **options):
     return [(each.rule, each.severity) for each in audit_gguf(write(path / "m.gguf", **options)).findings]
 
 
-@pytest.mark.parametrize(
+@loop(
     ("arch", "family"),
     [
         ("qwen35", "qwen3_5"), ("qwen35moe", "qwen3_5_moe"), ("qwen3next", "qwen3_next"), ("glm4moe", "glm4_moe"),

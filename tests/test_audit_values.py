@@ -270,8 +270,8 @@ WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 NAMES = ("fc", "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
 
 
-@pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("seed", range(3))
+@loop("dtype", WIDTHS)
+@loop("seed", range(3))
 def test_summaries_of_random_bits(dtype, seed, tmp_path):
     """NaN of both signs, infinities, subnormals and both zeros, against the decoded values."""
     rng = np.random.default_rng(seed)
@@ -287,8 +287,8 @@ def test_summaries_of_random_bits(dtype, seed, tmp_path):
             assert (summary.constant is not None) == (len(set(decoded.tolist())) == 1)
 
 
-@pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("value", [0.0, 1.5, -2.0])
+@loop("dtype", WIDTHS)
+@loop("value", [0.0, 1.5, -2.0])
 def test_summaries_of_one_value(dtype, value, tmp_path):
     """Every value equal, of either sign."""
     codes = np.array([code for code in range(256) if decode(bytes([code]), "F8_E4M3")[0] == value], "u1")[:1]

@@ -32,7 +32,7 @@ def named(folder, *, config=None, card=None, source=None):
     return base_model(Checkpoint.open(folder))
 
 
-@pytest.mark.parametrize(
+@loop(
     ("card", "base"),
     [
         ("---\nbase_model: org/base-1.5B\n---\n# Card", "org/base-1.5B"),

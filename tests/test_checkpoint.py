@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from huggingface_hub import constants
+from quick import loop
 from test_safetensors_file import METADATA, raw_bytes, sample, theirs, u8
 
 from nextn.checkpoint import checkpoint
@@ -136,7 +137,7 @@ def test_all_damaged_files_are_named(sharded):
         Checkpoint.open(sharded)
 
 
-@pytest.mark.parametrize(
+@loop(
     ("name", "content", "says"),
     [
         ("config.json", b"{", "config.json: not readable as JSON"),

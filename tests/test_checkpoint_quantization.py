@@ -234,7 +234,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("section", BROKEN, ids=range(len(BROKEN)))
+@loop("section", BROKEN, ids=range(len(BROKEN)))
 def test_broken_sections(section, tmp_path):
     """Catches a config without meaning that gets an answer, or a traceback."""
     with pytest.raises(CheckpointError, match=r"config\.json cannot be used: "):
@@ -244,8 +244,8 @@ def test_broken_sections(section, tmp_path):
 SLOW = [r"(x|xx)+$", r"(?:x|x?x)*y", "x*" * 20 + "y", r"(?R)?x", r"(x+)*\1+y"]
 
 
-@pytest.mark.parametrize("pattern", SLOW)
-@pytest.mark.parametrize(
+@loop("pattern", SLOW)
+@loop(
     "section",
     [
         lambda pattern: {"quant_method": "compressed-tensors", "config_groups": GROUPS, "ignore": [f"re:{pattern}"]},

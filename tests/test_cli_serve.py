@@ -5,6 +5,7 @@ import socket
 import sys
 
 import pytest
+from quick import loop
 
 from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.errors import ConfigError
@@ -13,7 +14,7 @@ from nextn.serve.options import allowed_hosts, reference_rates
 from nextn.text_format import install_command
 
 
-@pytest.mark.parametrize(
+@loop(
     ("options", "words"),
     [
         (["--port", "70000"], "127.0.0.1 port 70000: expected a port of 0 to 65535;"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from chats import chatty, said
 from packed import Case, quantize_folder
-from quick import each_once, others_slow
+from quick import each_once, loop, others_slow
 from safetensors.torch import load_file, save_file
 from stored import tensors_of
 from tiny import build
@@ -156,7 +156,7 @@ def wrong(options, given, out, nextn):
     return err
 
 
-@pytest.mark.parametrize(
+@loop(
     ("options", "words"),
     [
         (["--freeze-trunk"], "--freeze-trunk needs a trunk"),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import no_key  # noqa: F401
+from quick import loop
 from raw_server import serving
 
 from nextn.engines.answers import EngineRequest
@@ -83,7 +84,7 @@ def test_wrong_model(engine):
         Endpoint.open(engine().url, Budget(QUICK), model="gpt")
 
 
-@pytest.mark.parametrize(
+@loop(
     ("fault", "words", "status"),
     [
         ("hang", "no complete answer within 0.6 s; see its log", None),

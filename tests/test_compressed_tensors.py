@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationScheme
+from quick import loop
 from safetensors.torch import save_file
 from stored import set_config, tensors_of
 from tiny import build
@@ -57,8 +58,8 @@ def scale_shape(weights: dict[str, object]) -> tuple[int, ...]:
     return (1,)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@loop("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@loop("case", CASES)
 def test_we_read_what_the_package_writes(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     form, weights = CASES[case]
     generator = torch.Generator().manual_seed(1)

@@ -1,14 +1,14 @@
 """What config.json says of the trunk's layers, against the tensors that are there."""
 
-import pytest
 from artifacts import publish
+from quick import loop
 
 import nextn
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 
 
-@pytest.mark.parametrize(
+@loop(
     ("family", "field", "value"),
     [
         ("glm4_moe", "use_qk_norm", False),

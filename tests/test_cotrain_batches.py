@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quick import loop
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from nextn.errors import ConfigError
@@ -106,7 +107,7 @@ MARKINGS = {
 }
 
 
-@pytest.mark.parametrize("name", MARKINGS)
+@loop("name", MARKINGS)
 def test_markings_of_packed_rows(name):
     """By every collator: also beside positions or a mask that do not show documents."""
     tokens = torch.arange(8)[None]
@@ -176,7 +177,7 @@ def test_numbers_of_tokens_by_any_name_are_refused():
         targets_of({"input_ids": tokens, "labels": tokens, name: value})
 
 
-@pytest.mark.parametrize(
+@loop(
     ("marking", "words"),
     [
         ({"segment_ids": ids(1, 1, 2, 2)}, "by segment_ids, which train_head does not know"),

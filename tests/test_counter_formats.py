@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 
 import pytest
+from quick import loop
 
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import COPIED, FIRST_TOKENS, ROUNDED, SOME_POSITIONS
@@ -250,7 +251,7 @@ TEXTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@loop("name", TEXTS)
 def test_formats(name):
     text, expected = TEXTS[name]
     counters = read(text)
@@ -325,7 +326,7 @@ METRICS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", METRICS)
+@loop("name", METRICS)
 def test_metrics(name):
     text, expected = METRICS[name]
     counters = read(text)
@@ -482,8 +483,8 @@ def statistics(rounds, accepted):
     return line.replace("3297", str(3 * rounds)).replace("=   1099", f"= {rounds}").partition("] ")[2]
 
 
-@pytest.mark.parametrize("size", [None, 700])
-@pytest.mark.parametrize(
+@loop("size", [None, 700])
+@loop(
     ("first", "second"),
     [
         ("[53409] {}", "[53410] {}"),
@@ -571,7 +572,7 @@ PREFIXES = {
 }
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
+@loop("prefix", PREFIXES)
 def test_prefixes(prefix):
     """What a container or a log daemon puts before each line changes nothing, also where it looks like JSON."""
     for text in (VLLM, SGLANG.format("2.50", "0.50"), BENCH, OFFLINE, STATISTICS, REQUEST):
@@ -678,7 +679,7 @@ def test_forced_and_relaxed_acceptance():
     assert {each.effect for each in OVERRIDES} == {"forced", "relaxed", "another drafter's"}
 
 
-@pytest.mark.parametrize(
+@loop(
     ("text", "words"),
     [
         ("SpecDecoding metrics: Mean acceptance length: 2.71, Accepted\n", "vLLM's SpecDecoding metrics, which lacks"),

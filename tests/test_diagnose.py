@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import FakeEngine
+from quick import loop
 from served import ServedModel
 from tiny import refrain
 
@@ -194,7 +195,7 @@ DEEP, DEEPER, UNKNOWN = (
 SHORT_ROUNDS = Counters("llama.cpp", 100, 240, 150)  # with K = 8, and drafts that end where the head is unsure
 
 
-@pytest.mark.parametrize(
+@loop(
     ("parts", "given", "k"),
     [
         ([DEEP], None, 3),

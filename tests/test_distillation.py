@@ -123,8 +123,8 @@ def test_gradients_are_autograd_s(data):
     assert trunk_side == (None, None)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("tile_bytes", [1, 150, 400])
+@loop("objective", OBJECTIVES)
+@loop("tile_bytes", [1, 150, 400])
 def test_tiles_and_blocks_change_nothing(monkeypatch, objective, tile_bytes):
     """Catches a probs of the wrong column where a tile of rows straddles two blocks of the teacher's probs."""
     hiddens, weights, teacher, tokens = random_batch(1)
@@ -261,8 +261,8 @@ def rows_of_logits(seen):
     return max(shape[0] for shape in seen.shapes - {(H, V), (W, V)} if shape[1:] == (V,))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("chunk", [2, None])
+@loop("objective", OBJECTIVES)
+@loop("chunk", [2, None])
 def test_no_more_distributions_than_the_chunk_or_the_text(monkeypatch, objective, chunk):
     """Catches distributions and tiles of as many rows as a cache holds, beside a smaller chunk or text."""
     monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: 10**6)

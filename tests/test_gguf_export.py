@@ -12,6 +12,7 @@ import pytest
 import torch
 from bpe_tokenizers import SPLITS, bpe_tokenizer
 from gguf import GGUFReader
+from quick import loop
 from safetensors.torch import load_file, save_file
 from test_separate_head import LLAMA31, SETTINGS, TEXT, build, start, tokens
 from tiny import build as tiny_model
@@ -294,7 +295,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", REFUSED)
+@loop("fault", REFUSED)
 def test_a_trunk_that_no_layout_holds(fault, made, tmp_path):
     """By its config, or by a tensor; nothing is written."""
     name, changes, error, words = REFUSED[fault]

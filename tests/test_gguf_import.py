@@ -16,6 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from gguf.quants import quantize as quantize_values
 from packed import SCALES, random_blocks
+from quick import loop
 from safetensors.torch import load_file
 from test_adopt import adopted
 from test_gguf_export import glm4_moe
@@ -675,7 +676,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", REFUSED)
+@loop("fault", REFUSED)
 def test_one_error_and_nothing_written(fault, byte_folder, tmp_path):
     """It names the value and what would be read."""
     metadata, more, architecture, error, words = REFUSED[fault]

@@ -2,6 +2,7 @@
 
 import pytest
 from artifacts import LAYERS, LAYOUTS, publish
+from quick import loop
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
@@ -12,7 +13,7 @@ def take(folder) -> Inventory:
     return Inventory.of(Checkpoint.open(folder))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@loop("name", LAYOUTS)
 def test_every_tensor_has_its_place(name, tmp_path):
     """A head tensor taken for the trunk's, or one of the trunk's for the head's."""
     found = take(publish(tmp_path, name))

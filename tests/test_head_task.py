@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quick import families, others_slow
+from quick import families, loop, others_slow
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, FIXTURES, MOST, build, refrains
@@ -446,7 +446,7 @@ def test_kill_9_while_states_are_written(corpus, tmp_path, monkeypatch):
     assert losses(Trainer(task, out=tmp_path / "two").run()) == reported
 
 
-@pytest.mark.parametrize(
+@loop(
     ("values", "words"),
     [
         ({"length": 4096}, "length = 4096; the trunk was made for 512 tokens at most"),

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from quick import loop
 from tiny import FIXTURES
 
 from nextn.bounded_json import check_numbers
@@ -35,7 +36,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@loop("name", HOSTILE)
 def test_numbers_of_a_config(name, tmp_path):
     """At every level of config.json; in no time, with the name, the value and what is valid."""
     config = json.loads((FIXTURES / "glm" / "config.json").read_text())

@@ -1,7 +1,7 @@
 """Logits are sums in float32, whatever the dtype of the lm_head."""
 
-import pytest
 import torch
+from quick import loop
 from torch import nn
 
 from nextn.model import logits
@@ -12,8 +12,8 @@ def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("values", [1, 100, 2**20])
-@pytest.mark.parametrize("rows", [(), (1,), (2, 3)], ids=str)
+@loop("values", [1, 100, 2**20])
+@loop("rows", [(), (1,), (2, 3)], ids=str)
 def test_products_are_not_rounded(values, rows, monkeypatch):
     """In slices of any size: each of K additions may be wrong by half a unit of the sum of magnitudes."""
     monkeypatch.setattr(logits, "_VALUES", values)

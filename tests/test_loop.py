@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from quick import families, others_slow
+from quick import families, loop, others_slow
 from tiny import CONFIGS, FIXTURES, MOST, build, refrains
 
 from nextn.audit_rules import audit
@@ -222,7 +222,7 @@ def test_nothing_to_resume(corpus, tmp_path):
     assert not trainer(corpus, tmp_path).resume()
 
 
-@pytest.mark.parametrize(
+@loop(
     ("values", "words"),
     [
         ({"steps": 0}, "steps = 0"),

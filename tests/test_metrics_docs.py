@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from quick import loop
 
 from nextn.decoding.records import SequenceRound
 from nextn.serve.metrics import ServerMetrics
@@ -58,7 +59,7 @@ def test_the_types_and_labels_of_the_page(series):
         assert kind == ("histogram" if len(samples) > 1 else "counter" if name.endswith("_total") else "gauge")
 
 
-@pytest.mark.parametrize("expression", expressions())
+@loop("expression", expressions())
 def test_queries_name_series_and_labels_that_exist(expression, series):
     names = NAME.findall(expression)
     assert names

@@ -9,7 +9,7 @@ import pytest
 import torch
 from artifacts import prefixed
 from artifacts import tensors as layout_tensors
-from quick import families, most_of
+from quick import families, loop, most_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored import contents, in_one_file, set_config, tensors_of
@@ -225,7 +225,7 @@ BESIDE_LAYOUT = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@loop("name", CONFIGS)
 def test_published_names(name, tmp_path):
     """The file holds the names that the engines' loaders match, and no name of ours."""
     build(name, modules=MOST[name]).save(tmp_path / "model")

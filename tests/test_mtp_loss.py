@@ -146,8 +146,8 @@ def test_output_heads_of_their_own():
     torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 1000, None])
-@pytest.mark.parametrize("tile_bytes", [250, 1 << 20])
+@loop("chunk", [1, 2, 7, 1000, None])
+@loop("tile_bytes", [250, 1 << 20])
 def test_gradients_are_autograd_s(monkeypatch, chunk, tile_bytes):
     """Catches a wrong softmax gradient, rows lost between chunks or tiles, a gradient not scaled in backward."""
     monkeypatch.setattr("nextn.losses.chunked._tile_bytes", lambda device: tile_bytes)

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from quick import loop
 from tiny import FIXTURES
 from typer.testing import CliRunner
 
@@ -79,7 +80,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@loop("name", CASES)
 def test_what_it_is(name, tmp_path):
     content, what, fix = CASES[name]
     rest = {key: value for key, value in content.items() if key != "names"}

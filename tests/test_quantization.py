@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quick import loop
 from reference_products import pack_in_torch, round_rows
 from torch import Tensor
 
@@ -144,8 +145,8 @@ def test_four_bits_are_nearer_than_rounding_over_the_whole_range(group):
 
 
 @groups
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("scale_type", [torch.float16, torch.bfloat16])
+@loop("bits", [4, 8])
+@loop("scale_type", [torch.float16, torch.bfloat16])
 def test_codes_are_packed_as_they_are(group, bits, scale_type):
     """With any zero points, and scales of sixteen bits."""
     draws = torch.Generator().manual_seed(0)

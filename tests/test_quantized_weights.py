@@ -176,8 +176,8 @@ def reader(folder, case, rows=24, columns=64, change=lambda table, config: None)
     return TensorReader(Inventory.of(Checkpoint.open(folder), family=by_name("qwen3_5"))), values
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(24, 64), (32, 96)])
+@loop("case", CASES, ids=str)
+@loop(("rows", "columns"), [(24, 64), (32, 96)])
 def test_values_of_every_format(case, rows, columns, tmp_path):
     """Codes, scales, zero points and groups as they were packed, and the product exactly."""
     weights, values = reader(tmp_path, case, rows, columns)
@@ -265,7 +265,7 @@ PACK, GPTQ, AWQ = Case("pack-quantized"), Case("gptq"), Case("awq", symmetric=Fa
 NVFP4, MXFP4, MODELOPT = CASES[-3:]
 
 
-@pytest.mark.parametrize(
+@loop(
     ("case", "change", "message"),
     [
         (PACK, drop("weight_scale"), r"without its scales: .*weight_packed is packed .* no .*weight_scale: take"),

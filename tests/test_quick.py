@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from quick import REPRESENTATIVES, case, each_once, families, loop, others_slow
+from quick import REPRESENTATIVES, case, each_once, families, loop, others_slow, too_many
 from tiny import CONFIGS
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +46,12 @@ def recipes():
     shared = re.search(r"^HERE := (.*)$", text, re.MULTILINE)[1]
     found = re.findall(r"^([a-z-]+): .*\n\t.*pytest -m (\w+|\"[^\"]*\")", text, re.MULTILINE)
     return {target: expression.strip('"').replace("$(HERE)", shared) for target, expression in found}
+
+
+def test_functions_with_too_many_cases_are_named():
+    names = [f"tests/test_x.py::test_sizes[{size}]" for size in range(9)]
+    assert too_many(names) == ["tests/test_x.py::test_sizes"]
+    assert too_many(names[1:]) == too_many(f"test_x.py::test_broken[{size}]" for size in range(9)) == []
 
 
 def test_every_marker_is_run_by_a_target():

@@ -8,7 +8,7 @@ import time
 import pytest
 from hub import SHA, Hub, only_loopback, own_client  # noqa: F401
 from huggingface_hub import constants
-from quick import others_slow
+from quick import loop, others_slow
 from raw_server import DRIPS, drip, serving
 
 from nextn.checkpoint import checkpoint, remote, safetensors_file
@@ -80,10 +80,8 @@ def test_a_tensor_is_read_by_its_range(hub, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("name", ["listing", "config.json", "model-2.safetensors"])
-@pytest.mark.parametrize(
-    "fault", [(429, {}), (500, {}), (503, {"Retry-After": "0"}), "drop", "short", "stall"], ids=str
-)
+@loop("name", ["listing", "config.json", "model-2.safetensors"])
+@loop("fault", [(429, {}), (500, {}), (503, {"Retry-After": "0"}), "drop", "short", "stall"], ids=str)
 def test_passing_fault(hub, name, fault, monkeypatch):
     """Catches one bad answer that ends an audit of hundreds of requests, or half an answer that is taken for whole."""
     monkeypatch.setattr(remote, "TIMEOUT", 0.2)
@@ -133,7 +131,7 @@ def test_does_not_wait_for_ever(hub, monkeypatch):
         hub.open()
 
 
-@pytest.mark.parametrize(
+@loop(
     ("name", "status", "code", "says"),
     [
         ("listing", 401, None, r"requires a token.*HF_TOKEN.*does not exist"),
@@ -150,7 +148,7 @@ def test_does_not_wait_for_ever(hub, monkeypatch):
 )
 def test_refusal(hub, name, status, code, says):
     """Catches a refusal that is tried again, or told without the way out."""
-    hub.faults[name] = [(status, {"X-Error-Code": code} if code else {})] * 2
+    hub.faults = {name: [(status, {"X-Error-Code": code} if code else {})] * 2}
     with pytest.raises(CheckpointError, match=f"HTTP {status}: .*{says}"):
         hub.open()
     assert len(hub.faults[name]) == 1

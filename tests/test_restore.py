@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from artifacts import LAYERS, LAYOUTS, load_json, publish, tensors
-from quick import families, others_slow
+from quick import families, loop, others_slow
 from races import ROUNDS, race
 from test_checkpoint_quantization import SECTIONS
 from test_remote import Hub
@@ -298,7 +298,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@loop("case", REFUSED)
 def test_refused(case, tmp_path):
     """A head that cannot work beside this trunk is refused with the reason, and nothing is written."""
     name, base, target, error, reason = REFUSED[case]
@@ -571,7 +571,7 @@ def test_copy_that_differs(tmp_path):
     assert take(target).checkpoint.problems == ()
 
 
-@pytest.mark.parametrize("name", [row.name for row in rows() if row.engines["vllm"].unset])
+@loop("name", [row.name for row in rows() if row.engines["vllm"].unset])
 def test_copies_with_the_head(name, tmp_path):
     """Both at once, wherever a family has a place for copies."""
     base = publish(tmp_path / "base", name, copies=False)

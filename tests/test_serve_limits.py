@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from chats import chatty
 from http_serving import error_of, parsed, read_all, read_answer, serving, wait_for
+from quick import loop
 from scripted_engine import ScriptedEngine
 from tiny import build
 
@@ -110,7 +111,7 @@ def test_a_body_without_a_length_is_counted(server):
     assert (status, error["code"]) == (413, "request_too_large")
 
 
-@pytest.mark.parametrize(
+@loop(
     ("data", "status", "code"),
     [
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", 431, "headers_too_large"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from chats import REASONED, reasoner
 from http_serving import named_events, serving
+from quick import loop
 from scripted_engine import ScriptedEngine
 
 from nextn.checkpoint.checkpoint import SHIPPED
@@ -170,7 +171,7 @@ def test_the_stop_sequence_behind_a_special_token_that_is_left_out(model):
     assert blocks.stop_string == "two"
 
 
-@pytest.mark.parametrize(
+@loop(
     ("fields", "status", "kind", "words"),
     [
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: Field required"),

@@ -6,6 +6,7 @@ import openai
 import pytest
 from chats import REASONED, reasoner
 from http_serving import error_of, named_events, serving
+from quick import loop
 from scripted_engine import ScriptedEngine
 
 from nextn.checkpoint.checkpoint import SHIPPED
@@ -146,7 +147,7 @@ def test_an_answer_that_is_cut_off(client, server):
     assert [item["status"] for item in last["response"]["output"]][:3] == ["completed", "completed", "incomplete"]
 
 
-@pytest.mark.parametrize(
+@loop(
     ("fields", "status", "param", "words"),
     [
         ({"input": ""}, 400, "input", "1 to 2,048"),

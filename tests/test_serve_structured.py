@@ -9,6 +9,7 @@ import pytest
 from chats import UNMARKED, chatty
 from http_serving import error_of, serving
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from quick import loop
 from scripted_engine import ScriptedEngine
 
 from nextn.checkpoint.checkpoint import SHIPPED
@@ -131,7 +132,7 @@ def test_a_streamed_call(client):
     assert chunks[-1].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize(
+@loop(
     ("fields", "param", "words"),
     [
         ({"response_format": FORMAT | {"json_schema": {"schema": {"type": 5}}}}, "response_format", "JSON schema"),

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from packed import block_folder, random_blocks
-from quick import each_once, others_slow
+from quick import each_once, loop, others_slow
 from reference_products import kquant_linear
 from safetensors.torch import save_file
 from stored import in_one_file, set_config, tensors_of
@@ -50,7 +50,7 @@ def reader(folder, tensors, method="gguf"):
     return TensorReader(Inventory.of(Checkpoint.open(folder), family=by_name("qwen3_5")))
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@loop("kind", BLOCK_TYPES)
 def test_values_of_every_type(kind, tmp_path):
     rows = torch.from_numpy(random_blocks(kind, 6, 2))
     weights, name = reader(tmp_path, {blocks_name(kind): rows}), f"{NAME}.weight"

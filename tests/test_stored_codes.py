@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from packed import Case, Values, fp8_folder, quantize_folder, random_values, section, stored
-from quick import each_once, others_slow
+from quick import each_once, loop, others_slow
 from reference_products import grouped_linear
 from safetensors.torch import save_file
 from stored import in_one_file, set_config
@@ -71,7 +71,7 @@ def native_values(packed, rows: int, columns: int) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("case", NATIVE, ids=str)
+@loop("case", NATIVE, ids=str)
 def test_native_values_are_the_stored_ones_exactly(case, tmp_path, monkeypatch):
     """Alone and beside another weight in one matrix; packed in one piece and in several."""
     values = [random_values(case, 72, 384, seed) for seed in (1, 2)]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import no_key  # noqa: F401
-from quick import others_slow
+from quick import loop, others_slow
 
 from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest, TopLogprob
 from nextn.engines.check_result import CheckResult
@@ -194,7 +194,7 @@ INCONCLUSIVE = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("fault", "name", "words"), INCONCLUSIVE)
+@loop(("fault", "name", "words"), INCONCLUSIVE)
 def test_inconclusive(run, fault, name, words):
     """Neither passed nor failed: an engine that cannot do it is not one that does it wrongly."""
     found = run(fault, names=[name], alone=True)[name]

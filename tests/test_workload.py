@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from quick import loop
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import ConfigError
@@ -47,7 +48,7 @@ def test_records_of_training_data_are_prompts(tmp_path):
     assert [prompt.text for prompt in read_prompts(tmp_path / "mine.parquet")] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
+@loop(
     ("name", "text", "words"),
     [
         ("a.jsonl", '{"messages": [{"role": "system", "content": "x"}]}', "a.jsonl:1: expected .* one user message"),
