@@ -354,12 +354,31 @@ def test_names_of_a_wrapper_are_noted(tmp_path):
     base = publish(tmp_path / "base", "qwen3_5")
 
     def wrap(table):
+        without("qwen3_5")(table)
         for name in [*table]:
             table[f"_orig_mod.{name}"] = table.pop(name)
-        without("qwen3_5")(table)
 
-    (note,) = nextn.restore(publish(tmp_path / "target", "qwen3_5", change=wrap), base).notes
+    target = publish(tmp_path / "target", "qwen3_5", change=wrap)
+    (note,) = nextn.restore(target, base).notes
     assert "of the target under names of a wrapper of torch" in note
+    assert load_json(target / "nextn.json")["beside"] == ""  # no fingerprint of nothing
+
+
+@pytest.mark.parametrize("pattern", ["^", r"^(?=mtp\.)"])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_a_head_under_names_of_a_wrapper_is_not_doubled(prefix, pattern, tmp_path):
+    """Once its files are renamed as audit says, it would be there twice."""
+
+    def wrap(table):
+        for name in [*table]:
+            table[re.sub(pattern, prefix, name)] = table.pop(name)
+
+    base, target = publish(tmp_path / "base", "qwen3_5"), publish(tmp_path / "target", "qwen3_5", change=wrap)
+    before = sorted(path.name for path in target.iterdir())
+    with pytest.raises(CheckpointError, match="the head's among them"):
+        nextn.restore(target, base)
+    assert sorted(path.name for path in target.iterdir()) == before
+    nextn.restore(target, base, force=True)
 
 
 def test_broken_places(tmp_path):

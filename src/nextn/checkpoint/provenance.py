@@ -99,8 +99,10 @@ def trunk_fingerprint(inventory: Inventory) -> str:
     """Return the SHA-256 of samples of the trunk: embedding, lm_head, and weights of a few layers without experts.
 
     Full and LoRA fine-tuning change every layer, so a few layers suffice; a change of single experts goes unnoticed.
-    Values count, as in `head_fingerprint`.
+    Values count, as in `head_fingerprint`. "" without a trunk, or with one whose names are unknown.
     """
+    if not inventory.layers:
+        return ""
     infos = [inventory.checkpoint.info(name) for name in _sampled(inventory)]
     samples = zip(infos, _middles(inventory.checkpoint, infos), strict=True)
     values = (
@@ -180,7 +182,7 @@ def trained_with(inventory: Inventory) -> str:
     record = Provenance.read(checkpoint)
     if record is not None:
         return record.trained_with
-    return trunk_fingerprint(inventory) if inventory.shared and inventory.layers else ""
+    return trunk_fingerprint(inventory) if inventory.shared else ""
 
 
 def trained_length(inventory: Inventory) -> int | None:

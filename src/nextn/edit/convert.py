@@ -328,9 +328,8 @@ def _configs(
 
 def _seal(stage: Path, inventory: Inventory, head: Inventory, layout: Family) -> None:
     config = layout.with_count({"num_hidden_layers": inventory.num_layers}, len(head.modules))
-    beside = trunk_fingerprint(inventory) if inventory.layers else ""
     Provenance(
-        staged_head(stage, config, layout), trained_with(inventory), beside,
+        staged_head(stage, config, layout), trained_with(inventory), trunk_fingerprint(inventory),
         inventory.checkpoint.path, inventory.checkpoint.revision, "convert", trained_length=trained_length(inventory),
     ).write(stage)  # fmt: skip
 

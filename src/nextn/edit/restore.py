@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.expert_forms import split_view
-from nextn.checkpoint.foreign_names import foreign
+from nextn.checkpoint.foreign_names import foreign, plain_name
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.checkpoint.quantization import QuantConfig, is_mlx
@@ -163,6 +163,11 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
         notes += refuse_misfit(dst, src, force=force)
         for kind, names in foreign(checkpoint.tensors, family.runtime_names):
             are = f"{counted(len(names), 'tensor')} of the target under names of {kind.what}"
+            plain = (plain_name(name, family.runtime_names) for name in names)
+            if not force and any(name and family.canonical(name, dst.num_layers) for name in plain):
+                raise CheckpointError(
+                    f"{checkpoint.path}: {are}, the head's among them: {kind.remedy} --force writes a head beside them."
+                )
             notes.append(f"{are}, which no loader maps, stay as they are: {kind.remedy}")
         packed = {canonical for canonical in dst.copies if not canonical.endswith(".weight")} if force else set()
         stale = {canonical for canonical in dst.copies if int(canonical.split(".")[0]) not in src.modules}
