@@ -205,7 +205,7 @@ def test_bench_as_text_and_files(prompts, tmp_path):
     assert done.exit_code == 0, done.output
     for words in ("speedup", "greedy, x", "temperature 1, y", "v(m) 1.00", "GB/s", "note: "):
         assert words in done.output
-    names = {"bench.json", "speedup.png", "acceptance.png", "costs.png"}
+    names = {"bench.json", "speedup.png", "acceptance.png", "curve.png", "costs.png"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 

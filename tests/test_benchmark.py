@@ -9,6 +9,7 @@ import pytest
 from scipy.stats import binomtest
 
 from nextn.cli.bench import _show_benchmark
+from nextn.cli.measure import show_lengths
 from nextn.decoding.records import Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
@@ -242,7 +243,7 @@ def test_benchmark_of_a_fixture(trained):
 
 
 @pytest.mark.more
-def test_one_pass_over_the_texts_accepts_what_decoding_accepts(trained):
+def test_one_pass_over_the_texts_accepts_what_decoding_accepts(trained, capsys):
     """The curve is of the same texts, at every K; a decoder that accepts less is a finding."""
     plan = BenchmarkPlan(k_values=(1, 3), temperatures=(1.0, 0.0), max_tokens=24, repeats=2)
     prompts = [Prompt((3, 1, 4), "x"), Prompt((2, 7), "y")]
@@ -251,6 +252,9 @@ def test_one_pass_over_the_texts_accepts_what_decoding_accepts(trained):
     for k in (1, 3):
         decoded, scored = found.figures(0.0, k).acceptance, found.one_pass.figures(0.0, k=k)
         assert [rate.value for rate in scored.rates] == pytest.approx(decoded.rates)
+    show_lengths(found.one_pass, rule="block")
+    labels = [line.split("  ")[0] or line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert labels[1:7] == ["greedy", "x", "y", "T=1 block", "x", "y"]
     assert found.one_pass_note is None
     record = strict(json.dumps(found.as_record()))["one_pass"]
     assert {each["num_speculative_tokens"] for each in record["figures"]} == {1, 2, 3}

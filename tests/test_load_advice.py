@@ -64,6 +64,7 @@ def test_an_engine_that_chooses_k_itself_is_noted():
     assert one.expected(RATES)[1] == pytest.approx(1.85 / 1.3)
     assert "drafted 2.0 of 3" in advice(one).notes[0]
     assert not advice(point(1, 1.5)).notes
+    assert not advice(point(1, 1.5, drafts=2.85)).notes  # fixed, and cut short at the end of texts
 
 
 def test_schedule_takes_the_larger_load_between_two():

@@ -27,7 +27,7 @@ from nextn.cli.common import (
     use_chat,
 )
 from nextn.cli.decode import DraftVocabularyOptions
-from nextn.cli.measure import show_lengths
+from nextn.cli.measure import draw_curves, show_lengths
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.errors import ConfigError
@@ -287,6 +287,8 @@ def _draw(report: "BenchmarkReport", folder: Path) -> None:
     tables = {_at(t): {k: report.figures(t, k) for k in plan.k_values if k} for t in plan.temperatures}
     measured = {label: {k: each.speedup for k, each in row.items()} for label, row in tables.items()}
     plots.speedups(folder / "speedup.png", measured, {_at(t): report.theory(t) for t in plan.temperatures})
+    if report.one_pass is not None:
+        draw_curves(report.one_pass, folder / "curve.png", rule="block")
     plots.acceptance(
         folder / "acceptance.png", {label: row[plan.k_values[-1]].acceptance for label, row in tables.items()}
     )

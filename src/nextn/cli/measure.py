@@ -312,15 +312,14 @@ def show_reference(report: "ReferenceReport") -> None:
 
 
 def show_lengths(report: "ReferenceReport", *, rule: str | None = None) -> None:
-    """Print AL over K, and what the curves say; with a rule, one row by it for each temperature."""
+    """Print AL over K, and what the curves say; with a rule, by it alone where there are several."""
     largest, title = report.plan.num_speculative_tokens, "mean acceptance length"
     table, curves = figures_table(title, *(f"AL@{k}" for k in range(1, largest + 1)), left=(title,)), []
     for temperature in report.plan.temperatures:
         rules = report.rules(temperature)
         chosen = rule if rule in rules else rules[0]
-        for label, by_k, style in _rows(report, temperature):
-            if rule is None or label == _label(temperature, chosen):
-                table.add_row(plain(label), *[""] * (largest - len(by_k)), *map(_length, by_k), style=style)
+        for label, by_k, style in _rows(report, temperature, rule=rule):
+            table.add_row(plain(label), *[""] * (largest - len(by_k)), *map(_length, by_k), style=style)
         table.add_section()
         if (curve := report.curve(temperature, rule=chosen)) is not None:
             curves.append(f"{_label(temperature, chosen)}: {curve.summary}")
@@ -329,21 +328,27 @@ def show_lengths(report: "ReferenceReport", *, rule: str | None = None) -> None:
 
 
 def _rows(
-    report: "ReferenceReport", temperature: float
+    report: "ReferenceReport", temperature: float, *, rule: str | None = None
 ) -> "Iterator[tuple[str, Sequence[AcceptanceFigures], str | None]]":
-    """Yield label, figures by K (or of the largest alone) and style: by rule, and of the first by domain and part."""
+    """Yield label, figures by K (or of the largest alone) and style: by rule, and of the first by domain and part.
+
+    rule: The only one where there are several; None for all.
+    """
     from nextn.evaluate.teacher_forced import PERFECT
 
-    largest = report.plan.num_speculative_tokens
+    largest, all_rules = report.plan.num_speculative_tokens, report.rules(temperature)
     choices = range(1, largest + 1) if temperature in report.scored else [largest]
-    for index, rule in enumerate(report.rules(temperature)):
-        yield _label(temperature, rule), [report.figures(temperature, rule=rule, k=k) for k in choices], None
-        if rule == "argmax" and temperature in report.perfect:
+    rules = [rule] if rule in all_rules else all_rules
+    for each in rules:
+        yield _label(temperature, each), [report.figures(temperature, rule=each, k=k) for k in choices], None
+        if each == "argmax" and temperature in report.perfect:
             yield "  perfect head", [report.figures(temperature, rule=PERFECT, k=k) for k in choices], "dim"
-        if index:
+        if each != rules[0]:
             continue
         for domain in report.domains_at(temperature):
-            yield f"  {domain}", [report.figures(temperature, k=k, domain=domain) for k in choices], "dim"
+            yield f"  {domain}", [report.figures(temperature, rule=each, k=k, domain=domain) for k in choices], "dim"
+        if each != all_rules[0]:
+            continue
         for part in zip(*(report.parts(temperature, k) for k in choices), strict=True):
             yield f"  {part[0].domain}", part, "dim"
 
@@ -357,16 +362,17 @@ def _length(figures: "AcceptanceFigures") -> str:
     return rate_text(length.value) + ("" if length.low != length.low else f" ({length.low:.2f}-{length.high:.2f})")
 
 
-def draw_curves(report: "ReferenceReport", path: Path) -> None:
-    """Draw AL over K of every rule, domain and part."""
+def draw_curves(report: "ReferenceReport", path: Path, *, rule: str | None = None) -> None:
+    """Draw AL over K of every rule, or one of several, domain and part."""
     from nextn.stats import plots
 
     curves: dict[str, list[Estimate]] = {}
-    rule = ""
-    for label, by_k, _ in (row for temperature in report.plan.temperatures for row in _rows(report, temperature)):
-        part = label.strip() if label.startswith(" ") else ""  # of every temperature one has this name
-        rule = rule if part else label
-        curves[f"{rule}, {part}" if part else rule] = [each.bounded_length for each in by_k]
+    name = ""
+    for temperature in report.plan.temperatures:
+        for label, by_k, _ in _rows(report, temperature, rule=rule):
+            part = label.strip() if label.startswith(" ") else ""  # of every temperature one has this name
+            name = name if part else label
+            curves[f"{name}, {part}" if part else name] = [each.bounded_length for each in by_k]
     plots.curves(path, curves)
 
 
