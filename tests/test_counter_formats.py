@@ -262,8 +262,9 @@ def test_formats(name):
 def test_copied_drafts_are_noted():
     """`nextn serve --copy` counts them apart; without a copy there is nothing to say."""
     drafts = METRICS["vLLM 0.30"][0].replace("vllm:", "nextn:")
-    notes = [read(f"{drafts}nextn:copy_num_drafts_total {count}\n").notes for count in (7, 0)]
-    assert [COPIED in each for each in notes] == [True, False]
+    some, none, more = (read(f"{drafts}nextn:copy_num_drafts_total {count}\n") for count in (7, 0, 9))
+    assert (some.notes, none.notes) == ((f"7 {COPIED}",), ())
+    assert [each.minus(some).notes for each in (some, more)] == [(), (f"9 {COPIED}",)]
 
 
 def test_notes_say_what_is_missing():

@@ -93,7 +93,11 @@ class Counters:
             emitted=_difference(self.emitted, before.emitted),
             per_position=_differences(self.per_position, before.per_position),
             per_position_offered=_differences(self.per_position_offered, before.per_position_offered),
-            notes=tuple(note for note in self.notes if note != SHORTER and not note.startswith(ADDED)),  # of the totals
+            notes=tuple(
+                note
+                for note in self.notes  # but for those of the totals, and of copies that were all before
+                if note != SHORTER and not note.startswith(ADDED) and not (COPIED in note and note in before.notes)
+            ),
         )
         return _with_shorter(since)
 

@@ -172,7 +172,8 @@ def _from_shared_schema(samples: list[Series]) -> Counters | None:
     per_position = _by_label(samples, f"{prefix}accepted_tokens_per_pos", "position")
     since = [sample.value for sample in samples if sample.name == f"{prefix}drafts_created"]
     engine = _ENGINES.get(match["prefix"] or "", match["prefix"] or "an engine")
-    notes = (COPIED,) if _counter(samples, "nextn:copy_num_drafts") else ()
+    copied = _counter(samples, "nextn:copy_num_drafts")
+    notes = (f"{copied:,} {COPIED}",) if copied else ()
     return Counters(
         engine, num_drafts, tokens, accepted, per_position, since=sum(since) if since else None, notes=notes
     )

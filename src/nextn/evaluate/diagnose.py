@@ -215,7 +215,7 @@ class Diagnosis(CheckReport):
     @property
     def _copies(self) -> bool:
         """Whether the engine also copied drafts, in rounds that the counts leave out."""
-        return any(COPIED in case.observation.counters.notes for case in self.cases)
+        return any(COPIED in note for case in self.cases for note in case.observation.counters.notes)
 
     @property
     def overrides(self) -> tuple[str, ...]:
