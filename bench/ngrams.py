@@ -3,7 +3,7 @@
     python bench/ngrams.py MODEL --head HEAD --code HumanEval.jsonl.gz --passages texts.txt --out ngrams.json
 
 Lossless drafts do not change a greedy text, so a rule is replayed on it: no engine runs, and no time is measured. Rules
-of others are restated from their sources: vLLM's `ngram` takes the longest match of up to 5 tokens, the earliest of
+of others are restated from their sources: vLLM's `ngram` takes the longest match of 2 to 5 tokens, the earliest of
 several, and what follows it; llama.cpp's `ngram-simple` the latest match of 12 tokens, if at least 12 follow it. Beside
 them, what nextn decodes: the head alone, and the head or a copy by their expected gain.
 """
@@ -29,13 +29,14 @@ from nextn.speculative.copy_drafts import copied_rounds
 
 Tokens = Sequence[int]
 Steps = list[tuple[int, int]]  # (num_drafted, num_accepted) of each round
-_MAX_NGRAM, _SIMPLE_NGRAM, _SIMPLE_DRAFTS = 5, 12, 48  # the defaults of vLLM and of llama.cpp
+# vLLM with prompt_lookup_min 2 and prompt_lookup_max 5; the defaults of llama.cpp
+_MIN_NGRAM, _MAX_NGRAM, _SIMPLE_NGRAM, _SIMPLE_DRAFTS = 2, 5, 12, 48
 
 
 def vllm_ngram(tokens: Tokens, *, most: int = COPIES) -> Tokens:
     """The tokens behind the earliest of the longest matches of the last tokens."""
     end = len(tokens)
-    for length in range(min(_MAX_NGRAM, end - 1), 1, -1):
+    for length in range(min(_MAX_NGRAM, end - 1), _MIN_NGRAM - 1, -1):
         last = tokens[end - length :]
         for start in range(end - length):
             if tokens[start] == last[0] and tokens[start : start + length] == last:

@@ -26,6 +26,7 @@ from tiny import build as build_with_head
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.cli.common import ModelOptions
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit import gguf_import
 from nextn.edit.export import export
@@ -305,6 +306,10 @@ def test_scales_beside_weights(byte_folder, tmp_path):
     for each, values in one.items():
         torch.testing.assert_close(scaled[each], values * factors.get(each, 1), rtol=0, atol=0)
     assert scaled.keys() == one.keys()
+    odd = made | {"blk.0.attn_norm.scale": (np.array([2.0], np.float32), Type.F32)}
+    path = write(tmp_path / "odd.gguf", "glm4moe", glm4_metadata(model.trunk.config), odd, byte_folder)
+    with pytest.raises(CheckpointError, match=r"no place for blk\.0\.attn_norm\.scale"):
+        convert_gguf(path, tmp_path / "odd")
 
 
 def test_blocks_with_a_scale_are_dequantized(byte_folder, tmp_path):
@@ -787,6 +792,7 @@ def test_a_command_loads_a_file_and_converts_it_once(byte_folder, tmp_path, here
     assert len(_entries(gguf_cache)) == 2
     code, _, said = here("generate", path, "abc", "--no-chat")
     assert (code, f"{path}: holds no MTP head" in said, "-k 0" in said, f"{folder}: " in said) == (2, True, True, False)
+    assert ModelOptions(str(tmp_path / "out"), gguf=str(path)).prepared().gguf is None  # of another model
 
 
 @pytest.mark.more

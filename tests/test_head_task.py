@@ -27,6 +27,8 @@ from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safet
 from nextn.checkpoint.staging_folder import owned
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError, TrainingError
+from nextn.family_table import LAYOUT_FIELD, MIMO_ARCHITECTURE, find
+from nextn.family_table.rows import MIMO_DRAFT
 from nextn.model.model import Model
 from nextn.train import checkpointing
 from nextn.train.config import PARTS, HeadConfig, part_of
@@ -494,7 +496,13 @@ def test_keys_of_the_first_run_are_part_of_what_is_written(corpus, tmp_path):
         name: Model.load(tmp_path / name).head.family.repeated_kv for name in ("model", "restored", "saved", "back")
     }
     assert kinds == {"model": "first", "restored": "first", "saved": "first", "back": "own"}
-    assert Model.load(FIXTURES / "glm", head=tmp_path / "alone" / "head.safetensors").head.family.repeated_kv == "first"
+    alone = Model.load(FIXTURES / "glm", head=tmp_path / "alone" / "head.safetensors")
+    assert alone.head.family.repeated_kv == "first"
+    with pytest.raises(ConfigError, match=r"kv = 'own': .*; use kv = 'first', or take mtp_repeated_kv"):
+        HeadTask(alone, corpus, CONFIG, origin=task.origin)
+    mimo = {"architectures": [MIMO_ARCHITECTURE], "model_type": MIMO_DRAFT.layer_model}
+    for draft in (mimo, {LAYOUT_FIELD: "step35_draft"}):
+        assert find({**draft, "mtp_repeated_kv": "first"}).repeated_kv == "first"
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     write_json(tmp_path / "model" / "config.json", config | {"mtp_repeated_kv": "last"})
     with pytest.raises(FamilyError, match="mtp_repeated_kv = 'last'; expected own or first"):

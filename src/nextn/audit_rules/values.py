@@ -360,7 +360,7 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
     retrain = f"Run `{against_base(inventory)}`: it says whether to keep or to train the head."
     is_whole = len(inventory.layers) >= inventory.num_layers  # else another rule says what was not found
     trunk = trunk_fingerprint(inventory) if is_whole else record.beside
-    if record.beside != trunk:
+    if record.beside not in ("", trunk):
         yield Finding(
             "head-stale", "warning", RECORD, "The trunk's weights changed after the head was added.",
             f"The trunk with fingerprint {record.beside[:12]}.", retrain,

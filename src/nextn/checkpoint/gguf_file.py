@@ -162,7 +162,7 @@ def _with_scales(tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
     found, beside = dict[str, GgufTensor](), set[str]()
     for name, tensor in tensors.items():
         stem = name.removesuffix("weight")
-        scale = tensors.get(f"{stem}scale") if stem != name else None
+        scale = tensors.get(f"{stem}scale") if stem != name and len(tensor.shape) in (2, 3) else None
         if scale is not None and scale.kind.name == "F32" and scale.shape in ((1,), tensor.shape[2:]):
             beside |= {scale.name, f"{stem}input_scale"}
             tensor = replace(tensor, scale=scale)

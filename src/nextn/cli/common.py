@@ -239,7 +239,8 @@ class ModelOptions:
         Raises as `check` and `converted_gguf`.
         """
         self._check_values()
-        options = self._converted() if self.source.endswith(".gguf") and Path(self.source).is_file() else self
+        is_gguf = self.source.endswith(".gguf") and Path(self.source).is_file()
+        options = self._converted() if is_gguf else replace(self, gguf=None)
         options._check_sources()
         return options
 

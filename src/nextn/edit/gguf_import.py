@@ -379,7 +379,8 @@ def _notes_on_values(pieces: Mapping[str, GgufPiece], dtype: str) -> list[str]:
     if not kinds:
         return []
     listed = ", ".join(f"{counted(count, 'weight')} in {kind}" for kind, count in sorted(kinds.items()))
-    return [f"dequantized to {dtype}: {listed}; only files whose Linears are all {' or '.join(_PACKED)} stay packed"]
+    only = f"only files whose Linears are all {' or '.join(_PACKED)}, without further scales, stay packed"
+    return [f"dequantized to {dtype}: {listed}; {only}"]
 
 
 def _notes_on_blocks(pieces: Mapping[str, GgufPiece], kept: Iterable[str], dtype: str) -> list[str]:

@@ -93,7 +93,18 @@ def find(config: Mapping[str, object]) -> Family | None:
 
     A draft model's own type (`deepseek_mtp`, ...) also counts. A draft in MiMo's layout, and a model of another type
     that declares `num_mtp_layers`, have a head that was added to a model without a family.
+
+    Raises FamilyError for a `mtp_repeated_kv` that is not known.
     """
+    row, repeated = _row(config), lookup(config, REPEATED_FIELD)
+    if row is None or repeated is None:
+        return row
+    if repeated not in ("own", "first"):
+        raise FamilyError(f"{REPEATED_FIELD} = {brief(repeated)}; expected own or first")
+    return replace(row, repeated_kv=repeated)
+
+
+def _row(config: Mapping[str, object]) -> Family | None:
     if config.get("architectures") == [MIMO_ARCHITECTURE] and config.get("model_type") == MIMO_DRAFT.layer_model:
         return MIMO_DRAFT
     if config.get(LAYOUT_FIELD) == STEP35_DRAFT.name:
@@ -102,10 +113,6 @@ def find(config: Mapping[str, object]) -> Family | None:
     table = {name: family for family in families for name in (*family.model_types, *family.draft_types)}
     row = next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
     row = generic(config) if row is None and lookup_count(config, GENERIC.count_fields[0]) else row
-    if row is not None and (repeated := lookup(config, REPEATED_FIELD)) is not None:
-        if repeated not in ("own", "first"):
-            raise FamilyError(f"{REPEATED_FIELD} = {brief(repeated)}; expected own or first")
-        row = replace(row, repeated_kv=repeated)
     if row is not None and row.trunk_kv:
         absent = {role for role, path in row.optional.items() if not lookup(config, path)}
         return replace(row, names={role: path for role, path in row.names.items() if role not in absent})

@@ -339,6 +339,11 @@ def _check(model: Model, config: HeadConfig) -> Head:
     if config.kv != "own" and not head.can_rollout:
         words = "this head has other per-position state than keys and values"
         raise ConfigError(f"kv = {config.kv!r}: {words}; use kv = 'own'")
+    if config.kv != "first" and head.family.repeated_kv == "first":
+        raise ConfigError(
+            f"kv = {config.kv!r}: this head shares the keys of its first run over the depths; use kv = 'first', or "
+            f"take {REPEATED_FIELD} out of config.json to train it with its own keys"
+        )
     if config.kv == "first" and isinstance(head, SharedKVHead):
         raise ConfigError("kv = 'first': all depths of this head read the trunk's keys already; use kv = 'own'")
     return head
