@@ -8,8 +8,8 @@ import time
 from contextlib import contextmanager
 
 from nextn.serve.api import create_app
-from nextn.serve.http_server import HttpServer, listen
-from nextn.serve.options import ConnectionLimits, ServerOptions
+from nextn.serve.http_server import HttpServer
+from nextn.serve.options import ConnectionLimits, ServerOptions, listen
 
 
 class Serving:

@@ -9,8 +9,7 @@ from quick import loop
 
 from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.errors import ConfigError
-from nextn.serve.http_server import listen
-from nextn.serve.options import allowed_hosts, reference_rates
+from nextn.serve.options import allowed_hosts, listen, reference_rates
 from nextn.text_format import install_command
 
 
@@ -34,10 +33,15 @@ from nextn.text_format import install_command
         (["--grace", "1e300"], "--grace 1e+300; expected 0 to"),
         (["--cache-gb", "nan", "--port", "0"], "cache_gb = nan; expected"),
         (["--max-num-seqs", "0", "--port", "0"], "max_num_seqs = 0; expected"),
+        (["--max-model-len", "1"], "max_model_len = 1; expected"),
+        (["-k", "99"], "num_speculative_tokens = 99; expected from 0 to 16"),
         (["--max-model-len", "100000000", "--port", "0"], "do not fit"),
     ],
 )
-def test_bad_options(here, options, words):
+def test_bad_options(here, options, words, monkeypatch):
+    if words != "do not fit":  # all others need neither torch nor the web framework, whose import takes seconds
+        for module in ("nextn.model.model", "nextn.serve.http_server"):
+            monkeypatch.setitem(sys.modules, module, None)
     code, out, err = here("serve", SHIPPED, *options)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("error: ")  # after "loading", if the model has to be read first

@@ -78,16 +78,19 @@ def serve(
         return
     _check_extra()
     from nextn.checkpoint.file_index import FileStamps
-    from nextn.serve.http_server import HttpServer, listen
-    from nextn.serve.options import EngineOptions, ServerOptions, allowed_hosts, checked_numbers, reference_rates
+    from nextn.serve.options import (
+        EngineOptions,
+        ServerOptions,
+        allowed_hosts,
+        checked_numbers,
+        listen,
+        reference_rates,
+    )
     from nextn.serve.tool_calls import tool_syntax
 
     tool_syntax(None, tool_call_parser)  # refuses an unknown name
     k = _DEFAULT_K if num_speculative_tokens is None else num_speculative_tokens
     numbers = checked_numbers(request_timeout=request_timeout, grace=grace)
-    key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
-    source, name = source.prepared(), source.source
-    draftable = vocabulary.read()
     engine_options = EngineOptions(
         backend=source.backend,
         max_num_seqs=max_num_seqs,
@@ -97,16 +100,20 @@ def serve(
         num_copy_tokens=num_copy_tokens,
         adaptive=not fixed_k,
     )
+    key, rates = _key(api_key_env), reference_rates(reference) if reference is not None else ()
+    source, name = source.prepared(), source.source
+    draftable = vocabulary.read()
     with listen(host, port) as sock:
-        folders = (Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
-        files = FileStamps.of_weights(*folders)
         say_doing(f"loading {name}")
-        loaded = source.load(need_head=k > 0)
-        draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
         from nextn.runtime.native.abi import zero_lost_pages
         from nextn.serve.api import create_app
         from nextn.serve.engine import ServingEngine
+        from nextn.serve.http_server import HttpServer
 
+        folders = (Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
+        files = FileStamps.of_weights(*folders)
+        loaded = source.load(need_head=k > 0)
+        draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
         zero_lost_pages(file for file, _ in files.stamps)
         engine = ServingEngine(loaded, engine_options)
         options = ServerOptions(

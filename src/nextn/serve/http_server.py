@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 import uvicorn
 from fastapi import FastAPI
 
-from nextn.errors import ConfigError
 from nextn.serve.api import Api
 from nextn.serve.http_limits import limited_protocol
 from nextn.serve.options import ServerOptions
@@ -87,19 +86,3 @@ class HttpServer(uvicorn.Server):
 def _is_failure(record: logging.LogRecord) -> bool:
     """Whether a record of uvicorn is of more than an answer that was ended by a second Ctrl-C."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError | KeyboardInterrupt))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket (port 0: a free one), so that an unusable address is a ConfigError before a model is loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named; with it, each answer waits 40 ms for an ACK.
-    server = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((host, port))
-        server.listen(128)
-    except (OSError, OverflowError) as error:
-        server.close()
-        reason = getattr(error, "strerror", None) or "expected a port of 0 to 65535"  # without "[Errno 98]"
-        raise ConfigError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from error
-    return server

@@ -1,5 +1,6 @@
 """Options of the engine and the HTTP layer, checked before a model loads: imports neither torch nor a web framework."""
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,22 @@ def checked_numbers(*, request_timeout: float, grace: float) -> dict[str, float]
 def allowed_hosts(host: str) -> tuple[str, ...] | None:
     """Return the valid names in Host headers; None (any) for a server that other machines can reach."""
     return LOOPBACK if host in LOOPBACK else None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind a socket (port 0: a free one), so that an unusable address is a ConfigError before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off only where the protocol is named; with it, each answer waits 40 ms for an ACK.
+    server = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, port))
+        server.listen(128)
+    except (OSError, OverflowError) as error:
+        server.close()
+        reason = getattr(error, "strerror", None) or "expected a port of 0 to 65535"  # without "[Errno 98]"
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from error
+    return server
 
 
 def reference_rates(path: Path) -> tuple[float, ...]:
