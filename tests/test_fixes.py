@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from artifacts import bf16, publish
+from quick import loop
 from safetensors.torch import load_file, save_file
 from test_audit import BROKEN, H, RawTensor, put
 from test_audit_values import edited, floats, is_norm, of_head
@@ -40,6 +41,13 @@ def one_nan(table):
     values = floats(table[name]).copy()
     values[0, 0] = np.nan
     table[name] = RawTensor(table[name].dtype, table[name].shape, bf16(values))
+
+
+def fresh(table):
+    """Values of the head as training starts, apart from copies of the trunk's tensors."""
+    draw = np.random.default_rng(0)
+    own = lambda name: of_head(name) and not name.endswith(("bias", "embed_tokens.weight", "head.weight"))  # noqa: E731
+    edited(own, lambda old: np.ones_like(old) if old.ndim == 1 else 0.02 * draw.standard_normal(old.shape))(table)
 
 
 def copied_modules(table):
@@ -169,6 +177,25 @@ def test_fixes_keep_a_complete_head(rule, options, here, tmp_path):
     assert before.keys() - after.keys() <= {"mtp.stray.weight"}
 
 
+@loop(
+    "case",
+    ["never trained", "a copied block", "not a number", "experts of zeros", "two modules that are one",
+     "norm weights +1, glm4_moe"],
+)  # fmt: skip
+def test_fixes_of_a_head_that_the_base_has_too(case, here, tmp_path):
+    """A head restored from a base that has the same values: to restore from it once more would change nothing."""
+    rule, family, options = (VALUES | {"never trained": ("values-untrained", "glm4_moe", {"change": fresh})})[case]
+    own, sound = (publish(tmp_path / name, family, modules=options.get("modules", 1)) for name in ("own", "sound"))
+    same = publish(tmp_path / "same", family, **options)
+    nextn.restore(own, same, force=True)
+    found = [each for each in audit(own).findings if each.rule == rule]
+    restores = {each for one in found for each in commands(one.fix) if each.startswith("nextn restore")}
+    assert restores == {f"nextn restore {own} --from BASE --force"}
+    assert all(f"BASE is not {same}, which has this head" in one.fix for one in found)
+    followed(*restores, own, sound, here)
+    assert rule not in {each.rule for each in audit(own).findings}
+
+
 @pytest.mark.parametrize("case", EDITED)
 def test_edits_of_the_config_followed(case, tmp_path):
     rule, family, options = CASES[case]
@@ -220,6 +247,18 @@ UNLOADABLE = {
 }
 
 
+# And of which audit has another fix than to restore the head.
+LOADED_OTHERWISE = ("fused experts beside single ones", "fused experts as modules", "counted as a layer")
+
+
+def with_adapter(table):
+    """One matrix of the head with an adapter that was not merged."""
+    name = "mtp.layers.0.self_attn.q_proj"
+    table[f"{name}.base_layer.weight"] = table.pop(f"{name}.weight")
+    for part in "AB":
+        put(f"{name}.lora_{part}.default.weight", (4, H))(table)
+
+
 def glm(folder, change, declared=1):
     folder.mkdir()
     tensors = {}
@@ -252,6 +291,20 @@ def test_fixes_of_the_loaders_followed(here, tmp_path):
         trunk = {tensor for tensor in before if not tensor.startswith(HEAD)}
         assert {tensor: before[tensor] for tensor in trunk} == {tensor: tensors(folder)[tensor] for tensor in trunk}
         assert not rules(folder), name
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("case", ["adapter", *LOADED_OTHERWISE])
+def test_loaders_say_what_audit_says(case, tmp_path):
+    """Where to restore a head is not the way, neither does the loader advise it."""
+    family, options = ("qwen3_5", {"change": with_adapter}) if case == "adapter" else CASES[case][1:]
+    folder = publish(tmp_path, family, **options)
+    fixes = {each.fix for each in audit(folder).findings if each.severity == "error"}
+    assert fixes
+    with pytest.raises(CheckpointError) as refused:
+        nextn.load(folder)
+    assert all(fix in str(refused.value) for fix in fixes)
+    assert "nextn restore" not in str(refused.value)
 
 
 def test_the_fix_for_pickles_followed(tmp_path):

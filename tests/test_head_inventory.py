@@ -65,8 +65,10 @@ def test_wrapped_names(tmp_path):
 
 def test_undecidable_checkpoints(tmp_path):
     """No layer count, or a type without a row: an error that says what is missing."""
-    folder = publish(tmp_path / "a", "glm4_moe", config={"num_hidden_layers": None})
-    with pytest.raises(CheckpointError, match="num_hidden_layers is needed"):
-        take(folder)
+    for count, found in ((None, "none"), (-3, "num_hidden_layers = -3"), (0, "num_hidden_layers = 0")):
+        folder = publish(tmp_path / str(count), "glm4_moe", config={"num_hidden_layers": count})
+        words = f"num_hidden_layers, an integer of 1 or more, is needed .* config.json has {found}"
+        with pytest.raises(CheckpointError, match=words):
+            take(folder)
     with pytest.raises(FamilyError, match="llama"):
         take(publish(tmp_path / "b", "glm4_moe", config={"model_type": "llama"}))

@@ -25,7 +25,8 @@ LAYERS = [
     ["family_table", "stats", "data", "losses"],
     ["checkpoint", "engines", "speculative"],
     ["cache", "edit"],
-    ["model", "audit_rules"],
+    ["audit_rules"],
+    ["model"],
     ["runtime"],
     ["decoding", "environment"],
     ["evaluate"],
@@ -34,7 +35,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 64521
+LINE_BUDGET = 64576
 OPTION_BUDGET = 280  # of all commands
 # fmt: off
 NO_TORCH = (

@@ -23,7 +23,7 @@ from nextn.audit_rules import (
     trunk_layers,
     values,
 )
-from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity
+from nextn.audit_rules.findings import SEVERITIES, AuditReport, Finding, Severity, as_sentences
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.audit_rules.tensor_values import AllValues, is_local
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
@@ -31,7 +31,7 @@ from nextn.checkpoint.foreign_names import plain_name, with_plain_names
 from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
 from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.checkpoint.quantization import QuantConfig, split_name, stored_modules
-from nextn.errors import CheckpointError, ConfigError, FamilyError
+from nextn.errors import CheckpointError, ConfigError, FamilyError, NextnError
 from nextn.family_table import Family, by_config, by_name, generic, rows
 from nextn.text_format import counted, some
 
@@ -97,6 +97,16 @@ def audit(
             report = audit_checkpoint(checkpoint, family=row, sample=sample, trunk=trunk)
     report = (report.requiring_head() if require_head else report).without(ignore)
     return replace(report, seconds=round(perf_counter() - started, 3))
+
+
+def fixes(inventory: Inventory, *, unless: str = "") -> str:
+    """Return what the audit's errors say to do, each once, as sentences; nothing if there are none, or one `unless`."""
+    try:
+        found = audit_checkpoint(inventory.checkpoint, family=inventory.family).findings
+    except NextnError:
+        return ""
+    advice = dict.fromkeys(as_sentences(each.fix) for each in found if each.severity == "error")
+    return "" if any(each.rule == unless for each in found) else " ".join(advice)
 
 
 def _check_rules(rules: Collection[str]) -> None:

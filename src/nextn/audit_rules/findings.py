@@ -117,6 +117,11 @@ def verb(names: Sequence[str], stem: str) -> str:
     return f"{engines(names)} {stem}{'s' if len(names) == 1 else ''}"
 
 
+def as_sentences(fix: str) -> str:
+    """Return a finding's fix as sentences, also if it is one command."""
+    return f"Run `{fix}`." if fix.startswith("nextn ") else fix
+
+
 def restore(inventory: Inventory, *, force: bool = False, own: bool = False) -> str:
     """Return the command that restores the head from the base model.
 

@@ -4,6 +4,7 @@ Packed integers are not decoded here; `precision` covers how they are stored.
 """
 
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
@@ -51,7 +52,7 @@ def _norm_shifts(samples: SampledValues) -> Iterator[Finding]:
     zero_centered = inventory.family.norm_weight == "1+w"
     for shift in shifts(samples.head_norms, samples.trunk_layer_norms, zero_centered=zero_centered):
         undo = convert(inventory, f"--norm-weights {_undoing(shift, samples)}")
-        either = f"`{undo}`, or `{restore(inventory, force=True)}`."
+        either = f"`{undo}`, or {_replace(inventory)}."
         fix = {
             "head": f"Run {either}" if shift.certain else f"Measure the acceptance; if it is low, run {either}",
             "trunk": "Convert the trunk again from its source, with a converter that keeps the family's convention"
@@ -118,7 +119,7 @@ def _norms_rounded(samples: SampledValues) -> Iterator[Finding]:
 
 
 def _unusable(samples: SampledValues, all_values: AllValues | None) -> Iterator[Finding]:
-    inventory, fix = samples.inventory, restore(samples.inventory, force=True)
+    inventory, fix = samples.inventory, f"Run {_replace(samples.inventory)}."
     offset = 1.0 if inventory.family.norm_weight == "1+w" else 0.0
     norm_weights = {name: norm.values - offset for name, norm in samples.head_norms.items()}
     matrices = {inventory.stored[each]: array for each, array in samples.weights.items()}
@@ -238,8 +239,7 @@ def _measured_first(fix: str, names: Collection[str]) -> str:
     """Return `fix` for tensors without which a head may work: a shared expert draws on no routed one."""
     experts = any(".experts." in name or "_exps" in name for name in names)
     known = ": a head whose routed experts are zero can work by its shared expert" if experts else ""
-    then = f"run `{fix}`." if fix.startswith("nextn ") else f"{fix[0].lower()}{fix[1:]}"
-    return f"Measure the acceptance{known}. If it is low, {then}"
+    return f"Measure the acceptance{known}. If it is low, {fix[0].lower()}{fix[1:]}"
 
 
 def _untrained(samples: SampledValues) -> Iterator[Finding]:
@@ -263,8 +263,22 @@ def _untrained(samples: SampledValues) -> Iterator[Finding]:
         yield Finding(
             "values-untrained", "warning" if len(signs) > 1 else "note", "the head",
             f"The head may never have been trained: {' and '.join(signs)}, unlike the trunk's.", "A trained head.",
-            f"Train it, or, if BASE has a trained head, run `{restore(inventory, force=True)}`.",
+            _train_or_restore(inventory),
         )  # fmt: skip
+
+
+def _train_or_restore(inventory: Inventory) -> str:
+    train = f"nextn train RUN --freeze-trunk --from {shlex.quote(inventory.checkpoint.path)}"
+    return f"Train it (`{train}`), or, if BASE has a trained head, run {_replace(inventory)}."
+
+
+def _replace(inventory: Inventory) -> str:
+    """Return the command that replaces the head, in backticks; from another model, where this is the recorded one's."""
+    record = _record(inventory)
+    if record is None or record.made_by != "restore" or not _is_recorded(inventory, record):
+        return f"`{restore(inventory, force=True)}`"
+    other = inventory.restore_command(force=True, base="BASE")
+    return f"`{other}`, where BASE is not {record.source[:100]}, which has this head"
 
 
 def _share_initial(samples: SampledValues, weights: Mapping[str, Values], dtypes: Mapping[str, str]) -> float:
@@ -308,7 +322,7 @@ def _identical(samples: SampledValues) -> Iterator[Finding]:
                 "modules-identical", "warning", f"modules {', '.join(map(str, modules))}",
                 f"{counted(len(modules), 'MTP layer')} with the same dtypes, shapes and sampled values.",
                 "Different values for each depth.",
-                f"Run `{restore(inventory, force=True)}`; if one was copied on purpose, declare it alone: "
+                f"Run {_replace(inventory)}; if one was copied on purpose, declare it alone: "
                 f"{inventory.family.count_fields[0]} = 1.",
             )  # fmt: skip
 
@@ -330,7 +344,7 @@ def _copied(samples: SampledValues) -> Iterator[Finding]:
         yield Finding(
             "block-copied", "note", some([info.name for info, _ in samples.like.values()]),
             "The head's block equals a layer of the trunk: copied, and not trained since.", "A trained block.",
-            f"Train it, or, if BASE has a trained head, run `{restore(samples.inventory, force=True)}`.",
+            _train_or_restore(samples.inventory),
         )  # fmt: skip
 
 
@@ -371,13 +385,25 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
             "The trunk's values differ from those that the head was trained on: acceptance may be lower.",
             f"The trunk with fingerprint {record.trained_with[:12]}.", retrain,
         )  # fmt: skip
-    if _is_small(inventory) and record.head != head_fingerprint(inventory):
+    if not _is_recorded(inventory, record):
         yield Finding(
             "head-stale", "warning", RECORD, "The head's own tensors changed since the record was written.",
             f"The head with fingerprint {record.head[:12]}, from {record.source[:100]}.",
             f"If the head was trained or converted since, remove {RECORD}, which is not about it; else run "
             f"`{restore(inventory, force=True)}`.",
         )  # fmt: skip
+
+
+def _record(inventory: Inventory) -> Provenance | None:
+    try:
+        return Provenance.read(inventory.checkpoint)
+    except CheckpointError:  # `head_stale` reports it
+        return None
+
+
+def _is_recorded(inventory: Inventory, record: Provenance) -> bool:
+    """Whether the head is the one of the record, or too large to be read for that."""
+    return not _is_small(inventory) or record.head == head_fingerprint(inventory)
 
 
 def _is_small(inventory: Inventory) -> bool:

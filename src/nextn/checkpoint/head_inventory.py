@@ -182,7 +182,8 @@ class Inventory:
 
 def count_layers(checkpoint: Checkpoint) -> int:
     """Return the number of the trunk's decoder layers by its config, or by that of its text model."""
-    for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"):
+    keys = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+    for key in keys:
         if count := lookup_count(checkpoint.config, key):
             return count
     for key in ("layers_block_type", "hybrid_override_pattern"):  # Nemotron-H: one entry, or one letter, per layer
@@ -191,10 +192,11 @@ def count_layers(checkpoint: Checkpoint) -> int:
             layer_types = layer_types.partition("/")[0].replace("|", "")
         if isinstance(layer_types, list | str) and layer_types:
             return len(layer_types)
-    problem = "has none" if checkpoint.config else "is absent or empty"
+    given = (f"{key} = {value!r:.60}" for key in keys if (value := lookup(checkpoint.config, key)) is not None)
+    problem = f"has {next(given, 'none')}" if checkpoint.config else "is absent or empty"
     raise CheckpointError(
-        f"{checkpoint.path}: num_hidden_layers is needed to know where the head begins, and config.json {problem}. "
-        "Give a folder or hub id with the model's own config.json."
+        f"{checkpoint.path}: num_hidden_layers, an integer of 1 or more, is needed to know where the head begins, and "
+        f"config.json {problem}. Give a folder or hub id with the model's own config.json."
     )
 
 

@@ -120,9 +120,11 @@ def load_tensors(
                 tensors[canonical] = kept.get(canonical, value)
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
+        from nextn.audit_rules import fixes  # here, as it imports all rules
+
         path, command = inventory.checkpoint.path, inventory.restore_command(force=True)
-        restored = "download it again" if inventory.family.trunk_kv else f"`{command}` restores a head"
-        advice = f"`nextn audit {shlex.quote(path)}` shows details; {restored}."
+        restored = "Download it again." if inventory.family.trunk_kv else f"`{command}` restores a head."
+        advice = f"`nextn audit {shlex.quote(path)}` shows details. {fixes(inventory) or restored}"
         raise CheckpointError(_listed(f"{path}: the head cannot be loaded", problems) + f"\n{advice}")
     state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
     stems = split.keys() | packed.keys()

@@ -326,18 +326,21 @@ def _check_runs(family: Family) -> Family:
 
 
 def _missing_head_message(inventory: Inventory) -> str:
+    from nextn.audit_rules import fixes  # here, as it imports all rules
+
     path, family, count = inventory.checkpoint.path, inventory.family, inventory.declared
     example = inventory.published("0.token_norm.weight")
     what = counted(count, "MTP layer") if count else f"no {family.count_fields[0]}"
     declared = f"config.json declares {what}"
     stored = "present" if inventory.stored else "absent"
     other = f"; {inventory.unrecognized[0]} and others are not names of this family" if inventory.unrecognized else ""
-    fix = (
-        inventory.declaration(len(inventory.modules))
-        if inventory.stored
-        else f"`{inventory.restore_command()}` restores the head of the model that this one was made from; `nextn "
-        "train --freeze-trunk --init-head` trains one;"
-    )
+    if inventory.stored:
+        fix = inventory.declaration(len(inventory.modules))
+    elif not (fix := fixes(inventory, unless="head-absent")):
+        fix = (
+            f"`{inventory.restore_command()}` restores the head of the model that this one was made from; `nextn "
+            "train --freeze-trunk --init-head` trains one;"
+        )
     return (
         f"{path}: no MTP head ({family.name}): {declared}, and tensors like {example} are {stored}{other}. "
         f"`nextn audit {shlex.quote(path)}` shows details. {fix} num_speculative_tokens = 0 (-k 0) decodes without one"
