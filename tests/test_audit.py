@@ -732,8 +732,12 @@ def test_every_tensor_of_a_head_counts(name, tmp_path):
     """Also where no layer of the trunk has experts, and of norms with a gate; not copies, nor the bias of a router."""
     checkpoint = Checkpoint.open(publish(tmp_path, name))
     copies = ("embed_tokens.weight", "shared_head.head.weight", "e_score_correction_bias")
-    for lost in (each for each in Inventory.of(checkpoint).stored.values() if not each.endswith(copies)):
-        left = {key: info for key, info in checkpoint.tensors.items() if key != lost}
+    stored = [each for each in Inventory.of(checkpoint).stored.values() if not each.endswith(copies)]
+    several = (rf"\.experts\.{each}" for each in ("3", "1", "[^3]", "", ".*gate_proj", ".*up_proj", ".*(up|down)_proj"))
+    patterns = (*several, r"\.(experts\.|gate\.weight)")
+    groups = [{each for each in stored if re.search(pattern, each)} for pattern in patterns]
+    for lost in (*({each} for each in stored), *filter(None, groups)):
+        left = {key: info for key, info in checkpoint.tensors.items() if key not in lost}
         assert not audit(replace(checkpoint, tensors=left), sample=True).clean, lost
 
 

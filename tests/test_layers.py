@@ -25,8 +25,7 @@ LAYERS = [
     ["family_table", "stats", "data", "losses"],
     ["checkpoint", "engines", "speculative"],
     ["cache", "edit"],
-    ["audit_rules"],
-    ["model"],
+    ["model", "audit_rules"],
     ["runtime"],
     ["decoding", "environment"],
     ["evaluate"],
@@ -35,7 +34,7 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 64576
+LINE_BUDGET = 64598
 OPTION_BUDGET = 280  # of all commands
 # fmt: off
 NO_TORCH = (

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from nextn.checkpoint.expert_counts import declared_experts
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import split_name
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.family_table import lookup
+from nextn.family_table import lookup, lookup_count
 
 # Stored next to weights by some writers, and not a part of a module that could be missing.
 # fa_q.scale to kv_cache_offset: of the attention and the KV cache, by ModelSlim.
@@ -25,8 +26,10 @@ _AUXILIARY = re.compile(
 _PROJECTION = re.compile(r"(.*_proj)\.(?!bias$)([^.]+)")
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 _ROUTER = re.compile(r"\.(?!shared)\w*(gate|router)(\.\w*(weight|classifier|wg|gate|proj))?$")
+_MATRICES = frozenset(("gate_proj", "up_proj", "down_proj"))
+_MAX_EXPERTS = 4096  # more than any layer has; each is a name in memory
 # Of blocks that are dense where all of the trunk's layers have experts.
-_DENSE = frozenset(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+_DENSE = frozenset(f"mlp.{name}" for name in _MATRICES)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class LayerReference:
                 unknown += [parts[part] for part in own]
                 continue
             best, expected = self._expected(own)
-            expected |= _implied(own)
+            expected |= _implied(own, self._num_experts(prefix))
             kinds = {_kind(part) for part in expected}
             missing += [f"{prefix}{part}" for part in sorted(expected - own)]
             extra = (
@@ -132,6 +135,17 @@ class LayerReference:
         ]
         best = max(others, key=lambda other: self._similarity(frozenset(map(_kind, other)), kinds))
         return own if best and not is_dense and not kinds & frozenset(map(_kind, best)) else best
+
+    def _num_experts(self, prefix: str) -> int:
+        """Return how many experts config.json gives a layer of a block, where no layer of the trunk has any; or 0."""
+        if any(".experts." in kind for kinds in self._kinds.values() for kind in kinds):
+            return 0
+        config = self.inventory.checkpoint.config
+        blocks, index = lookup(config, "mtp_block_configs"), int(prefix[:-1] or 0)
+        if isinstance(blocks, list) and index < len(blocks) and isinstance(blocks[index], Mapping):
+            config = blocks[index]
+        count = lookup_count(config, "mtp_num_experts") or next(iter(declared_experts(config).values()), 0)
+        return min(count, _MAX_EXPERTS)
 
     @cached_property
     def _all_sparse(self) -> bool:
@@ -221,19 +235,27 @@ def _parts(paths: Iterable[str], leaves: Collection[str]) -> dict[str, str]:
     return {path: packed.get(path, part) if part == path else part for path, part in parts.items()}
 
 
-def _implied(parts: frozenset[str]) -> frozenset[str]:
-    """Return what experts imply whatever layers have: each has what one has, there is a router, and MLPs are whole."""
-    experts = [match for part in parts if (match := _EXPERT.fullmatch(part))]
-    kinds, indices = {match.group(1, 3) for match in experts}, {match[2] for match in experts}
-    implied = {f"{stem}.{index}.{leaf}" for stem, leaf in kinds for index in indices}
-    if experts and not any(_ROUTER.search(part) for part in parts):
-        implied.add(f"{_component(experts[0][1])}.gate")
+def _implied(parts: frozenset[str], count: int) -> frozenset[str]:
+    """Return what a sparse MLP implies whatever layers have: a router, `count` experts, and the same matrices in each.
+
+    count: 0 where it is not known; then those of which a part is stored.
+    """
     leaves: dict[str, set[str]] = defaultdict(set)
     for part in parts:
         if "expert" in part:
             leaves[part.rpartition(".")[0]].add(part.rpartition(".")[2])
-    implied |= {f"{stem}.down_proj" for stem, own in leaves.items() if own & {"up_proj", "gate_proj"}}
-    return frozenset(implied | {f"{stem}.up_proj" for stem, own in leaves.items() if own == {"down_proj"}})
+    split = [stem for stem, own in leaves.items() if own & _MATRICES and "gate_up_proj" not in own]
+    matrices = {"up_proj", "down_proj"}.union(*(leaves[stem] & _MATRICES for stem in split))
+    routers = [part for part in parts if _ROUTER.search(part) and "attn" not in _component(part)]
+    experts = [match for part in parts if (match := _EXPERT.fullmatch(part))]
+    kinds, indices = {match.group(1, 3) for match in experts}, {match[2] for match in experts}
+    if count and (place := [*routers, *split]):
+        stem = experts[0][1] if experts else f"{_component(place[0])}.experts"
+        kinds |= {(stem, leaf) for leaf in matrices}
+        indices |= set(map(str, range(count)))
+    implied = {f"{stem}.{index}.{leaf}" for stem, leaf in kinds for index in indices}
+    implied |= {f"{stem}.{leaf}" for stem in split for leaf in matrices}
+    return frozenset(implied if routers or not kinds else {*implied, f"{_component(next(iter(kinds))[0])}.gate"})
 
 
 def _kind(part: str) -> str:
