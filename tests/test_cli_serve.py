@@ -85,7 +85,7 @@ def test_reference_rates(tmp_path):
     def entry(temperature, k, domain, rates):
         return {"temperature": temperature, "num_speculative_tokens": k, "domain": domain, "acceptance": rates}
 
-    path = tmp_path / "reference.json"
+    path = tmp_path / "measure.json"
     figures = [
         entry(1.0, 3, "all", [0.5, 0.4, 0.3]),
         entry(0.0, 1, "all", [0.9]),
@@ -93,7 +93,7 @@ def test_reference_rates(tmp_path):
         entry(0.0, 3, "all", [0.9, 0.8, None]),
     ]
     path.write_text(json.dumps({"figures": figures}))
-    assert reference_rates(path) == (0.9, 0.8, 0.0)
+    assert reference_rates(path) == reference_rates(tmp_path) == (0.9, 0.8, 0.0)
     path.write_text("{}")
     with pytest.raises(ConfigError, match="not a record"):
         reference_rates(path)

@@ -2,7 +2,9 @@
 
 import errno
 import json
+import os
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -181,6 +183,18 @@ def test_prompts_and_tokens_follow_the_budget(monkeypatch, seconds, rate, num_pr
     assert [each[:2] for each in asked[3:7]] == [(b"a", 0), (b"a", 3)] * 2
     assert len(asked) == 3 + 4 * num_prompts
     assert now <= 3 * 32 / rate + max(seconds, 4 * num_tokens / rate) + 4 * num_tokens / rate
+
+
+@pytest.mark.more
+def test_a_home_that_cannot_be_written_is_no_warning(tmp_path):
+    """For matplotlib, which takes a temporary folder for its cache there."""
+    code = "from nextn.stats import plots; plots.losses(plots.Path('a.png'), [{'tokens': 1, 'loss': [1.0]}])"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MPL", "XDG_"))}
+    env |= {"HOME": os.devnull, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert (done.stderr, done.returncode, (tmp_path / "a.png").exists()) == ("", 0, True)
 
 
 def test_a_rate_of_one_is_drawn(tmp_path):

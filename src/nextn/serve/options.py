@@ -7,6 +7,7 @@ from pathlib import Path
 from nextn.bounded_json import loads
 from nextn.checkpoint.file_index import FileStamps
 from nextn.errors import ConfigError, require, require_at_least
+from nextn.evaluate.acceptance_drop import RECORD
 
 MAX_CHOICES = 64  # sequences of one request: prompts times `n`
 MAX_SPECULATIVE_TOKENS = 16  # K of a server, the most that its requests may ask for
@@ -112,10 +113,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def reference_rates(path: Path) -> tuple[float, ...]:
-    """Read acceptance rates by depth from a record of `nextn measure`: at the lowest temperature, for its largest K.
+    """Read acceptance rates by depth from a record of `nextn measure`, or a folder with one.
 
+    They are those at the lowest temperature, for its largest K.
     Raises ConfigError if the file is not such a record.
     """
+    path = path / RECORD if path.is_dir() else path
     try:
         if path.stat().st_size > _MAX_REFERENCE:
             raise ValueError(f"larger than {_MAX_REFERENCE // 2**20} MiB")

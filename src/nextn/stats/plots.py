@@ -1,5 +1,6 @@
 """Plots of training, acceptance, speedup, cost and timeline records, drawn with matplotlib."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -194,11 +195,16 @@ class _figure:
         self.path, self.title, self.x, self.y, self.height = path, title, x, y, height
 
     def __enter__(self) -> "Axes":
+        log = logging.getLogger("matplotlib")
+        level = log.level
+        log.setLevel(logging.ERROR)  # without a home that can be written, two warnings of a temporary cache
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ConfigError(f"figures need matplotlib: {install_command('plot')}") from error
+        finally:
+            log.setLevel(level)
         self.figure = Figure(figsize=(7.6, self.height), dpi=150, layout="constrained")
         FigureCanvasAgg(self.figure)
         axes = self.figure.add_subplot()
