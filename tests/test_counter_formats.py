@@ -259,6 +259,13 @@ def test_formats(name):
     assert counters.source
 
 
+def test_drafts_whose_acceptance_is_not_shown_are_refused():
+    for rest in ({}, {"mtp_accepted": None}):
+        with pytest.raises(EngineError, match="mtp_accepted = None; expected a whole number"):
+            read(json.dumps({"metadata": {"mtp_drafts": 150} | rest}))
+        assert read(json.dumps({"metadata": {"mtp_drafts": 0} | rest})).accepted == 0
+
+
 def test_copied_drafts_are_noted():
     """`nextn serve --copy` counts them apart; without a copy there is nothing to say."""
     drafts = METRICS["vLLM 0.30"][0].replace("vllm:", "nextn:")

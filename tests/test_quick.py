@@ -51,7 +51,11 @@ def recipes():
 def test_functions_with_too_many_cases_are_named():
     names = [f"tests/test_x.py::test_sizes[{size}]" for size in range(9)]
     assert too_many(names) == ["tests/test_x.py::test_sizes"]
-    assert too_many(names[1:]) == too_many(f"test_x.py::test_broken[{size}]" for size in range(9)) == []
+    broken = {
+        file: [f"tests/{file}::test_broken[{size}]" for size in range(9)] for file in ("test_x.py", "test_verify.py")
+    }
+    assert too_many(broken["test_x.py"]) == ["tests/test_x.py::test_broken"]
+    assert too_many(names[1:]) == too_many(broken["test_verify.py"]) == []
 
 
 def test_every_marker_is_run_by_a_target():
@@ -140,6 +144,20 @@ def test_a_loop_shows_every_case_that_fails():
     assert second.__notes__ == ["case: {'a': 1, 'b': 2}"]
     with pytest.raises(AssertionError, match="takes no"):
         loop("d", [1])(test)
+
+
+def test_a_case_that_is_skipped_hides_no_other():
+    def test(act):
+        act()
+
+    def fail():
+        raise ValueError
+
+    with pytest.raises(BaseExceptionGroup, match="2 of 3 cases"):
+        loop("act", [fail, pytest.skip, fail])(test)()
+    loop("act", [pytest.skip, lambda: None])(test)()
+    with pytest.raises(pytest.skip.Exception):
+        loop("act", [pytest.skip, pytest.skip])(test)()
 
 
 def test_names_that_are_no_cases_are_refused():

@@ -234,8 +234,9 @@ def _vllm_mlx(record: Mapping) -> Counters:
 
 def _vllm_mlx_request(record: Mapping) -> Counters:
     """vllm-mlx's metadata of a request: draft tokens, by one or several a round, and accepted ones."""
-    drafted, accepted = (optional_count(record.get(name), name) for name in ("mtp_drafts", "mtp_accepted"))
-    return Counters("vllm-mlx", None, drafted or 0, accepted or 0)
+    drafted = optional_count(record.get("mtp_drafts"), "mtp_drafts") or 0
+    accepted = optional_count(record.get("mtp_accepted"), "mtp_accepted")
+    return Counters("vllm-mlx", None, drafted, count(accepted, "mtp_accepted") if drafted else accepted or 0)
 
 
 def _mlc(record: Mapping) -> Counters:
