@@ -90,6 +90,16 @@ def test_rounds_of_a_text_that_is_known():
     assert copied_rounds([*text], new, 8) == [(0, 0), (8, 5), (0, 0), (0, 0), (1, 1)]
     assert copied_rounds([*text], new[:1], 8) == []
     assert copied_rounds([1], [2, 3], 8) == [(0, 0)]
+    assert copied_rounds([1], Sliced(range(2, 1002)), 8) == [(0, 0)] * 999
+
+
+class Sliced(list):
+    """A text of which no rest is copied: that would take time by its length in each round."""
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        assert not isinstance(place, slice) or len(found) <= 8
+        return found
 
 
 class Oracle:

@@ -224,6 +224,7 @@ TEXTS = {
     "mlc-llm's metrics": (json.dumps({"spec_decode": {"draft_count": [99, 99, 90], "accept_count": [99, 80, 50]}}),
                           ("mlc-llm", 99, 189, 130, (80, 50))),
     "another engine, in words": ("[mtp] accepted 312 of 400 drafts\n", ("an engine", None, 400, 312, ())),
+    "a draft layer": ("draft layer 1: 31 accepted, 19 rejected\n", ("an engine", None, 50, 31, ())),
     "vllm-mlx's status": (json.dumps({"mtp": {"effective_draft_tokens": 1, "attempts": 400, "accepted": 310}}),
                           ("vllm-mlx", 400, 400, 310, (310,))),
     "vllm-mlx's answer": (json.dumps({"metadata": {"mtp_drafts": 150, "mtp_accepted": 120}}), ("vllm-mlx", None, 150, 120, ())),
@@ -445,9 +446,20 @@ def test_metrics_that_are_not_known():
         "mtp unaccepted=19 drafted=50\n",
         "The patch was accepted: 3/5 reviewers; draft v2\n",
         "draft PR: 3 accepted, 4 rejected\n",
+        "loan acceptance (3 of 5 drafts)\n",
+        "accepted (3/5 drafts)\n",
         "mtp accepted=0.625 drafted=1.000\n",
     ],
-    ids=["two requests", "totals behind", "of others", "prose", "a draft of something else", "rates"],
+    ids=[
+        "two requests",
+        "totals behind",
+        "of others",
+        "prose",
+        "a draft of something else",
+        "drafts of a loan",
+        "drafts of anything",
+        "rates",
+    ],
 )
 def test_counts_that_are_not_clear_are_not_read(text):
     with pytest.raises(EngineError):

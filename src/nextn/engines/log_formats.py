@@ -25,7 +25,7 @@ _LIST = rf"{NUMBER}(?:(?:[,;]\s*| +){NUMBER}){{0,{MAX_POSITIONS}}}"  # a spreads
 _ACCEPTED = r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?[0-9.,]{1,12}\s*%[^0-9\n(]{0,20})?\(?"  # and two counts
 _DRAFTING = r"mtp|draft(?:s|ed|ing)?|spec\w{0,12}|nextn"
 # Without other words after "draft", as of a draft PR.
-_DRAFTING_HERE = rf"(?!draft (?!tokens?\b|accept|model|stat|rate|head)[a-z])(?:{_DRAFTING})"
+_DRAFTING_HERE = rf"(?!draft (?!tokens?\b|accept|model|stat|rate|head|layer|depth|step)[a-z])(?:{_DRAFTING})"
 _OF = r"\s*(?:/|(?:out )?of)\s*"
 _COUNT = rf"(?<![\w.,]){_INT}(?!\s*%)"
 _DRAFTED = r"(?:(?:total_)?drafted(?:[ _]tokens)?|draft[ _]tokens|draft_n|total_draft|proposed)"
@@ -45,7 +45,8 @@ def _pair(one: str, other: str) -> str:
 
 _PAIR = (
     rf"{_COUNT}{_OF}{_COUNT} (?:accepted draft|drafts? (?:tokens )?accepted)|"
-    rf"accept(?:ed|ance)\b\s?\({_COUNT}{_OF}{_COUNT} draft|"
+    rf"(?:(?<=[0-9%] )|(?<![a-z])(?:{_DRAFTING})\b[^\n0-9()]{{0,40}})accept(?:ed|ance)\b"
+    rf"\s?\({_COUNT}{_OF}{_COUNT} draft|"
     rf"(?:accepted drafts?(?: tokens)?{_IS}|(?<![a-z])accepted=){_COUNT}{_OF}{_COUNT}|"
     rf"{_pair(_KEPT, _REST)}|{_pair(_DRAFTED, _KEPT)}"
 )

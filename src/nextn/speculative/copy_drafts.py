@@ -108,7 +108,7 @@ def copied_rounds(prompt: Sequence[int], new: Sequence[int], most: int) -> list[
     drafts = CopyDrafts(tokens)
     while place < len(new):
         run = drafts.run(min(most, len(new) - place - 1)).tokens
-        pairs = zip(run, new[place:], strict=False)
+        pairs = zip(run, new[place : place + len(run)], strict=True)
         num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         rounds.append((len(run), num_accepted))
         tokens += new[place : place + num_accepted + 1]
