@@ -412,6 +412,17 @@ def test_fields_that_change_nothing_are_accepted(scripted):
     body = {"prompt": "x", "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
     body |= {"seed": None, "stop": None, "echo": False, "best_of": 1, "suffix": "", "logit_bias": None}
     body |= {"verbosity": "low", "timings_per_token": True, "n_probs": 0, "typical_p": 1.0, "xtc_probability": 0}
+    samplers = {
+        "mirostat": (2, "tau", "eta"),
+        "dry": (0.8, "base"),
+        "xtc": (0.5, "threshold"),
+        "dynatemp": (1, "exponent"),
+    }
+    for name, (on, *others) in samplers.items():  # their fields say nothing while they are off
+        fields = {f"{name}_{other}": 1.5 for other in others}
+        switch = {"dry": "dry_multiplier", "xtc": "xtc_probability", "dynatemp": "dynatemp_range"}.get(name, name)
+        answers = [scripted.post("/v1/completions", body | fields | {switch: value})[0] for value in (0, on)]
+        assert answers == [200, 400], name
     status, headers, _ = scripted.post("/v1/completions", body)
     ignored = "metadata, service_tier, store, suffix, timings_per_token, user, verbosity"
     assert (status, headers["x-ignored-fields"]) == (200, ignored)

@@ -200,11 +200,13 @@ def test_errors_have_anthropic_s_form(server, fields, status, kind, words):
 
 def test_threads_are_sent_whole(server):
     """Anthropic's tool runners begin a thread, and send all of a conversation that the server says it does not have."""
-    ask(server, thread={"type": "create"})
     thread = {"type": "continue", "previous_message_id": "msg_1"}
-    status, _, body = server.post("/v1/messages", ASK | {"thread": thread})
-    error = json.loads(body)["error"]
-    assert (status, error["type"], error["details"]) == (404, "not_found_error", {"error_code": "thread_not_found"})
+    for path, rest in (("/v1/messages", {}), ("/v1/messages/count_tokens", {"max_tokens": None})):
+        ask(server, path, thread={"type": "create"}, **rest)
+        status, _, body = server.post(path, ASK | rest | {"thread": thread})
+        error = json.loads(body)["error"]
+        assert (status, error["type"], error["details"]) == (404, "not_found_error", {"error_code": "thread_not_found"})
+        assert "details" not in json.loads(server.post(path, ASK | rest | {"thread": "msg_1"})[2])["error"]
 
 
 def test_keys_and_failures(model):

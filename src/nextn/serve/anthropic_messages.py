@@ -127,6 +127,7 @@ class CountRequest(RequestModel):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
+    thread: Thread | None = None
 
 
 class MessagesRequest(CountRequest, SamplingFields):
@@ -134,11 +135,13 @@ class MessagesRequest(CountRequest, SamplingFields):
 
     max_tokens: int = Field(ge=1, lt=2**31)
     stop_sequences: ListOf[str] = Field(default_factory=list, max_length=16)
-    thread: Thread | None = None
 
 
 def to_chat(body: CountRequest) -> ChatRequest:
     """Return the chat that a request means. Raises ApiError."""
+    if body.thread is not None and body.thread.type == "continue":  # then clients send all of it again
+        message = "this server keeps no threads; send the whole conversation in messages"
+        raise ApiError(404, message, "thread", "thread_not_found")
     chat: dict[str, object] = {"messages": _messages(body), "tools": [_tool(tool) for tool in body.tools]}
     if body.messages[-1].role == "assistant":  # the answer continues it
         chat |= {"continue_final_message": True}
@@ -153,9 +156,6 @@ def to_chat(body: CountRequest) -> ChatRequest:
     if (form := body.output_config.format) is not None:
         chat["structured_outputs"] = {"json": form.schema_}
     if isinstance(body, MessagesRequest):
-        if body.thread is not None and body.thread.type == "continue":  # then clients send all of it again
-            message = "this server keeps no threads; send the whole conversation in messages"
-            raise ApiError(404, message, "thread", "thread_not_found")
         chat |= body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True)
         chat |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     return parse_request(ChatRequest, chat)

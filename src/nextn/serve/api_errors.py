@@ -35,7 +35,7 @@ class ApiError(Exception):
         message = self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
         if path.startswith(_ANTHROPIC_PATH):
             kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            details = {"details": {"error_code": self.code}} if self.param == "thread" else {}
+            details = {"details": {"error_code": self.code}} if self.code == "thread_not_found" else {}
             return {"type": "error", "error": {"type": kind, "message": message, **details}}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}

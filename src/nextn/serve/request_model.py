@@ -14,12 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from nextn.bounded_json import short_repr
 from nextn.serve.api_errors import ApiError
 
-# Fields of OpenAI's API and of vLLM's and llama.cpp's additions that do not change what is generated.
+# Fields of OpenAI's API and of vLLM's and llama.cpp's additions that do not change what is generated. Those of samplers
+# say nothing while the sampler is off, see `OFF`.
 IGNORED = frozenset(
     (
-        "cache_prompt", "id_slot", "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
-        "request_id", "return_progress", "safety_identifier", "service_tier", "spaces_between_special_tokens", "store",
-        "timings_per_token", "user", "verbosity",
+        "cache_prompt", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
+        "dynatemp_exponent", "id_slot", "metadata", "mirostat_eta", "mirostat_tau", "prediction", "priority",
+        "prompt_cache_key", "prompt_cache_retention", "request_id", "return_progress", "safety_identifier",
+        "service_tier", "spaces_between_special_tokens", "store", "timings_per_token", "user", "verbosity",
+        "xtc_threshold",
     )
 )  # fmt: skip
 # Fields that are not supported, with the value that turns them off.
