@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def most_of(counts: Mapping[str, int]) -> set[tuple[str, int]]:
 
 
 @contextmanager
-def _own(fixtures: Mapping[str, object], number: int) -> Iterator[dict[str, object]]:
+def _own(fixtures: Mapping[str, Any], number: int) -> Iterator[dict[str, Any]]:
     own = dict(fixtures)
     with ExitStack() as patches:
         if "monkeypatch" in own:
@@ -93,7 +94,7 @@ def loop(names: str | Sequence[str], cases: Iterable, ids: object = None) -> Cal
         @functools.wraps(test)
         def whole(**fixtures: object) -> None:
             failed: list[BaseException] = []
-            skipped: list[pytest.skip.Exception] = []
+            skipped: list[BaseException] = []
             for number, row in enumerate(rows):
                 try:
                     with _own(fixtures, number) as own:
