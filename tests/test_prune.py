@@ -139,3 +139,10 @@ def test_a_list_in_a_file(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match="expected numbers joined by commas"):
             read_expert_list(str(path))
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_puzzle", "interns2_mobius"])
+def test_a_head_whose_trunk_has_no_experts(name, tmp_path):
+    """Its own fields of the config have the number that is left."""
+    convert(publish(tmp_path / "whole", name), tmp_path / "out", keep_experts=[0, 2])
+    assert audit(tmp_path / "out").clean

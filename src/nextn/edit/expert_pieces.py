@@ -16,7 +16,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError, ConfigError
-from nextn.family_table import ExpertForm, lookup
+from nextn.family_table import ExpertForm, lookup, lookup_count
 from nextn.text_format import some
 
 _SCALES = (".weight_scale_inv", ".scale")  # one per block of rows and columns
@@ -221,7 +221,10 @@ def _routers(
 def with_num_experts(config: Mapping[str, object], num_experts: int) -> dict[str, object]:
     """Return the config with this number of experts in the fields that state their number."""
     out = dict(config)
-    for field in declared_experts(config):
+    blocks = out.get("mtp_block_configs")
+    if isinstance(blocks, list):
+        out["mtp_block_configs"] = [with_num_experts(each, num_experts) for each in blocks if isinstance(each, Mapping)]
+    for field in (*declared_experts(config), *(["mtp_num_experts"] if lookup_count(config, "mtp_num_experts") else ())):
         inner = out.get("text_config")
         if field in out or not isinstance(inner, Mapping):
             out[field] = num_experts
