@@ -83,8 +83,8 @@ class Size:
 SIZES = {
     "1M": Size(5, 128, 48),
     "2M": Size(5, 192, 100),
-    "8M": Size(8, 256, 100, compile=False),
-    "30M": Size(16, 384, 48, compile=False),
+    "6M": Size(8, 256, 100, compile=False),
+    "27M": Size(16, 384, 48, compile=False),
 }
 
 

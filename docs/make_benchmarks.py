@@ -250,6 +250,24 @@ def initial() -> str:
     return table(("trunk", "starting values", "optimizer", *(f"{count} steps" for count in steps)), rows)
 
 
+def head_training() -> str:
+    """Tokens/s of training a new head on SmolLM2, by `bench/train.py --published`."""
+    found = record("train-smollm2")["records"]
+    rows = (
+        (
+            row["dtype"],
+            f"{row['loss_vocab'] or 49152:,} tokens",
+            "cached" if row["cached"] else "computed",
+            f"{row['tokens_per_s']:.0f}",
+            f"{found[0]['seconds'] / row['seconds']:.1f}",
+            f"{row['share_of_limit']:.0%}",
+        )
+        for row in found
+    )
+    head = ("dtype", "loss over", "trunk's states", "tokens/s", "against the first row", "of the arithmetic's limit")
+    return table(head, rows)
+
+
 def audits() -> str:
     found = record("audit")
     hub, folder = found["hub"], found["folder"]
@@ -385,6 +403,7 @@ def pages() -> dict[Path, str]:
     for name, part in PARTS.items():
         page = replace_part(page, name, part())
     heads = replace_part(HEADS.read_text(), "initial", initial())
+    heads = replace_part(heads, "head_training", head_training())
     return {PAGE: page, HEADS: heads, README: replace_part(README.read_text(), "speeds", summary()), PICTURE: picture()}
 
 

@@ -16,7 +16,8 @@ import pytest
 # Cases of one function that `make test` runs; more belong in a `loop`. Each case of these is another path of the code.
 MOST_CASES = 8
 SEVERAL_PATHS = {
-    "test_audit_values.py::test_sound_layouts", "test_gemm.py::test_a_value_that_is_no_number_is_no_code",
+    "second_device_checks.py::test_layers_on_several_devices", "test_audit_values.py::test_sound_layouts",
+    "test_gemm.py::test_a_value_that_is_no_number_is_no_code",
     "test_gemm.py::test_rows_of_an_embedding_of_few_bits", "test_gemm.py::test_the_largest_codes_do_not_overflow",
     "test_golden.py::test_results_are_what_they_were",
     "test_rounds_decode.py::test_greedy_equals_plain_in_ragged_batches", "test_verify.py::test_broken",

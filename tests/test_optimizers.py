@@ -1,11 +1,10 @@
 """Optimizers: which parameter gets which, learning rates, state; Muon in float32."""
 
-import platform
-
 import pytest
 import torch
 from tiny import build
 
+from nextn import devices
 from nextn.devices import half_precision_pays
 from nextn.errors import CheckpointError
 from nextn.train.config import TrainConfig
@@ -161,7 +160,15 @@ def test_what_the_machine_multiplies_fast(monkeypatch, pays, kind, dtype):
     assert TrainConfig(steps=1, dtype="bfloat16").dtype == "bfloat16"
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="what torch's kernels need is told for x86 here")
-def test_bfloat16_pays_where_registers_are_long():
-    """Catches a rule that says the same on every machine: torch multiplies it with AVX-512 and what builds on it."""
-    assert half_precision_pays("cpu") == torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+@pytest.mark.parametrize(("seconds", "pays"), [((1.0, 2.0), True), ((2.0, 1.0), False)])
+def test_bfloat16_pays_where_it_multiplies_faster(monkeypatch, seconds, pays):
+    """Catches a rule by names: of two processors with the same instructions, one may take longer in bfloat16."""
+    times = dict(zip((torch.bfloat16, torch.float32), seconds, strict=True))
+    monkeypatch.setattr(devices, "matmul_seconds", lambda dtype: times[dtype])
+    devices._is_bfloat16_faster.cache_clear()
+    try:
+        assert half_precision_pays("cpu") == (pays and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    finally:
+        devices._is_bfloat16_faster.cache_clear()
+    monkeypatch.undo()
+    assert devices.matmul_seconds(torch.bfloat16, size=8, repeats=1) > 0

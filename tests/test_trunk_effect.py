@@ -17,7 +17,7 @@ from nextn.train.loop import Trainer
 
 ROOT = Path(__file__).parents[1]
 RUNS = [
-    json.loads((ROOT / f"bench/results/trunk-effect-{size}.json").read_text())["runs"] for size in ("1M", "2M")
+    json.loads((ROOT / f"bench/results/trunk-effect-{size}.json").read_text())["runs"] for size in ("1M", "2M", "6M")
 ]  # fmt: skip
 SIZE = Size(layers=1, hidden=128, steps=2, batch_size=2, length=32, eval_batches=1, compile=False)
 
@@ -63,7 +63,7 @@ def test_the_recorded_runs_of_a_seed_start_alike():
         for name, run in runs.items():
             text, *_, seed = name.split("/")
             starts.setdefault((size, text, seed), set()).add(run["first_loss"])
-    assert len(starts) == 12
+    assert len(starts) == 18
     assert all(len(losses) == 1 for losses in starts.values())
 
 
