@@ -101,8 +101,8 @@ def audit(
 
 def fixes(inventory: Inventory, *, unless: str = "") -> str:
     """Return what the audit's errors say to do, each once, as sentences; nothing if there are none, or one `unless`."""
-    try:
-        found = audit_checkpoint(inventory.checkpoint, family=inventory.family).findings
+    try:  # the files as they are: a loader's inventory has its own view of quantized tensors
+        found = audit_checkpoint(Checkpoint.open(inventory.checkpoint.path), family=inventory.family).findings
     except NextnError:
         return ""
     advice = dict.fromkeys(as_sentences(each.fix) for each in found if each.severity == "error")
