@@ -13,6 +13,7 @@ import gzip
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,10 +23,11 @@ from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
+from nextn.evaluate.reference_report import rounds_record
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.settings import Settings
-from nextn.speculative.copy_drafts import copied_rounds
+from nextn.speculative.copy_drafts import copied_rounds, replayed_rounds
 
 Tokens = Sequence[int]
 Steps = list[tuple[int, int]]  # (num_drafted, num_accepted) of each round
@@ -57,37 +59,15 @@ def llama_ngram_simple(tokens: Tokens) -> Tokens:
     return ()
 
 
-def replay(prompt: Tokens, new: Tokens, rule: Callable[[list[int]], Tokens]) -> Steps:
+def replay(prompt: Tokens, new: Tokens, rule: Callable[[Tokens], Tokens]) -> Steps:
     """The rounds of a text in which each verifies what the rule drafts. The prefill gives the first token."""
-    tokens, steps, place = [*prompt, new[0]], Steps(), 1
-    while place < len(new):
-        drafts = rule(tokens)[: len(new) - place - 1]
-        actual = new[place : place + len(drafts)]
-        num_accepted = next(
-            (i for i, pair in enumerate(zip(drafts, actual, strict=True)) if pair[0] != pair[1]), len(drafts)
-        )
-        steps.append((len(drafts), num_accepted))
-        tokens += new[place : place + num_accepted + 1]
-        place += num_accepted + 1
-    return steps
+    tokens = [*prompt, new[0]]
+    return replayed_rounds(tokens, new, lambda room: rule(tokens)[:room])
 
 
 def decoded(log: Sequence[Round]) -> Steps:
     """The rounds behind the prefill, of the head and of copies."""
     return [(len(each.rows[0].drafts), each.rows[0].num_accepted) for each in log[1:]]
-
-
-def figures(texts: Sequence[Steps]) -> dict[str, object]:
-    """Tokens per round, rounds that drafted, and accepted of drafted tokens."""
-    steps = [step for text in texts for step in text]
-    drafted, accepted = sum(step[0] for step in steps), sum(step[1] for step in steps)
-    return {
-        "rounds": len(steps),
-        "with_drafts": sum(step[0] > 0 for step in steps),
-        "drafted": drafted,
-        "accepted": accepted,
-        "tokens_per_round": 1 + accepted / len(steps),
-    }
 
 
 def main() -> None:
@@ -128,7 +108,10 @@ def main() -> None:
             ways.setdefault("vLLM ngram", []).append(replay(ids, texts[0], vllm_ngram))
             ways.setdefault("llama.cpp ngram-simple", []).append(replay(ids, texts[0], llama_ngram_simple))
         measured = {
-            each: {"prompts": len(by_way["head"]), **{way: figures(steps) for way, steps in by_way.items()}}
+            each: {
+                "prompts": len(by_way["head"]),
+                **{way: rounds_record(list(chain(*steps))) for way, steps in by_way.items()},
+            }
             for each, by_way in found.items()
             if by_way
         }

@@ -38,6 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.corpus import Corpus, standard_library
 from nextn.data.sources import load_corpora
+from nextn.devices import matmul_seconds
 from nextn.edit.published_model import smollm2
 from nextn.losses.mtp_loss import LossReport
 from nextn.model.head import Head
@@ -51,6 +52,7 @@ from nextn.train.loop import Trainer
 from nextn.train.recipes import byte_model
 
 LAYERS, WIDTH = 6, 256
+SQUARE = 2048  # rows of the matrices whose product has the rate that steps are compared with
 SIZES = {"batch-size": 4, "length": 512, "vocabulary": 32768, "threads": 2}
 
 
@@ -151,14 +153,6 @@ def num_flops(trainer: Trainer) -> int:
     return int(counter.get_total_flops())
 
 
-def flops_per_second(dtype: str, *, size: int = 2048) -> float:
-    """Return the rate of a large matrix product."""
-    left = torch.ones(size, size, dtype=getattr(torch, dtype))
-    started = time.perf_counter()
-    left @ left
-    return 2 * size**3 / (time.perf_counter() - started)
-
-
 def serve(case: Case, options: argparse.Namespace) -> None:
     """Run a step for each line on standard input, and print its seconds and the peak memory so far."""
     torch.set_num_threads(options.threads)
@@ -172,7 +166,9 @@ def serve(case: Case, options: argparse.Namespace) -> None:
             record = trainer._step()
             result = {"seconds": time.perf_counter() - started, "loss": record.loss[0], **counted}
             if counted:
-                result["flops_per_s"] = flops_per_second(case.dtype)
+                result["flops_per_s"] = (
+                    2 * SQUARE**3 / matmul_seconds(getattr(torch, case.dtype), size=SQUARE, repeats=1)
+                )
             print(json.dumps(result | {"bytes": resident("VmHWM") - before}), flush=True)
 
 

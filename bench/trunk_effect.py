@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from own_text import machine, python_corpora
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from train import num_flops
 
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import Batches
@@ -146,10 +145,7 @@ def step_flops(size: Size, depths: int) -> int:
     eager, run = replace(size, compile=False), Run("prose", 0, depths)
     with tempfile.TemporaryDirectory() as folder:
         subject = trainer(run, eager, 1, Path(folder))
-        # Only the attention that is made of matrix products is counted.
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            subject._step()
-    return int(counter.get_total_flops())
+        return num_flops(subject)
 
 
 def num_steps(run: Run, size: Size) -> int:

@@ -792,7 +792,7 @@ def test_a_command_loads_a_file_and_converts_it_once(byte_folder, tmp_path, here
     assert len(_entries(gguf_cache)) == 2
     code, _, said = here("generate", path, "abc", "--no-chat")
     assert (code, f"{path}: holds no MTP head" in said, "-k 0" in said, f"{folder}: " in said) == (2, True, True, False)
-    assert ModelOptions(str(tmp_path / "out"), gguf=str(path)).prepared().gguf is None  # of another model
+    assert ModelOptions(str(tmp_path / "out"), _gguf=str(path)).prepared()._gguf is None  # of another model
 
 
 @pytest.mark.more

@@ -106,6 +106,11 @@ class DecodedPair:
         """Whether enough texts are left for a conclusion from their figures."""
         return len(self.non_degenerate) >= _MIN_TEXTS
 
+    @property
+    def is_repetitive(self) -> bool:
+        """Whether so many texts are degenerate that the others are too few for figures."""
+        return len(self.non_degenerate) < len(self.checks) and not self.is_comparable
+
     def figures(self) -> "DecodedPair":
         """Return the pair without degenerate texts, or all of it if every text is degenerate."""
         indices = self.non_degenerate or range(len(self.checks))
@@ -117,13 +122,13 @@ class DecodedPair:
         return self.mtp.tokens_per_s / self.plain.tokens_per_s
 
     def as_record(self) -> dict[str, object]:
-        """Return the record for report.json: the figures without degenerate texts, if any, and the number of those."""
+        """Return the record for report.json: the figures without degenerate texts, if enough, and their number."""
         counted: dict[str, object] = {
             "prompts": len(self.checks),
             "repetitive": len(self.checks) - len(self.non_degenerate),
             "speedup_with_repetitive": self.speedup,
         }
-        if not self.non_degenerate:
+        if self.is_repetitive:
             return counted
         pair = self.figures()
         rates = {"plain_tokens_per_s": pair.plain.tokens_per_s, "mtp_tokens_per_s": pair.mtp.tokens_per_s}

@@ -80,12 +80,14 @@ class GgufTensor:
 
     def middle(self) -> bytes:
         """Read up to 8 rows from the middle of the tensor, at most `_MAX_ROW` bytes; b"" if one row is longer."""
-        if not 0 < self.row_bytes <= _MAX_ROW:
-            return b""
-        row = self.nbytes // self.row_bytes // 2
-        with self.file.open("rb") as file:
-            file.seek(self.begin + row * self.row_bytes)
-            return file.read(min(8, _MAX_ROW // self.row_bytes, self.nbytes // self.row_bytes - row) * self.row_bytes)
+        rows = self._middle_rows
+        return self.read(rows.start * self.row_bytes, rows.stop * self.row_bytes)
+
+    @property
+    def _middle_rows(self) -> range:
+        count = min(8, _MAX_ROW // self.row_bytes) if self.row_bytes else 0
+        first = self.num_rows // 2 if count else 0
+        return range(first, min(first + count, self.num_rows))
 
     @property
     def num_rows(self) -> int:
@@ -107,10 +109,10 @@ class GgufTensor:
 
     def values(self) -> NDArray[np.float64] | None:
         """Dequantize `middle`; None for a quantization that the gguf package does not support."""
-        if not (data := self.middle()) or self.kind not in readable_kinds():
+        rows = self._middle_rows
+        if not rows or self.kind not in readable_kinds():
             return None
-        begin = self.nbytes // self.row_bytes // 2
-        return self.rows(begin, begin + len(data) // self.row_bytes).astype(np.float64).reshape(-1)
+        return self.rows(rows.start, rows.stop).astype(np.float64).reshape(-1)
 
     def agrees_with(self, other: "GgufTensor") -> bool:
         """Whether the middle rows are the same up to quantization; True for types that are not read."""

@@ -6,7 +6,7 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, get_annotations, signature
@@ -108,8 +108,8 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON document instead 
 def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of a function whose parameters may be dataclasses of options.
 
-    Typer sees the fields of these in their place, an argument first, but for those in `without` or with metadata;
-    `defaults` override theirs.
+    Typer sees the fields of these in their place, an argument first, but for internal ones (`_x`) and those in
+    `without`; `defaults` override theirs.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -122,19 +122,19 @@ def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]
                 continue
             assert isinstance(group, type)
             types = get_type_hints(group, include_extras=True)
-            shared = [each for each in fields(group) if each.name not in without and not each.metadata]
-            inherited = {each.name for each in shared} - get_annotations(group).keys()
-            shared.sort(key=lambda each: each.name in inherited)
-            groups[parameter.name] = group, [each.name for each in shared]
-            for each in shared:
-                is_argument = each.default is MISSING
-                default = defaults.get(each.name, Parameter.empty if is_argument else each.default)
-                option = parameter.replace(name=each.name, annotation=types[each.name], default=default)
+            shared = [field for field in fields(group) if field.name not in without and field.name[0] != "_"]
+            inherited = {field.name for field in shared} - get_annotations(group).keys()
+            shared.sort(key=lambda field: field.name in inherited)
+            groups[parameter.name] = group, [field.name for field in shared]
+            for field in shared:
+                is_argument = field.default is MISSING
+                default = defaults.get(field.name, Parameter.empty if is_argument else field.default)
+                option = parameter.replace(name=field.name, annotation=types[field.name], default=default)
                 parameters.insert(0 if is_argument else len(parameters), option)
 
         @wraps(command)
         def run(**given: object) -> None:
-            made = {name: group(**{each: given.pop(each) for each in own}) for name, (group, own) in groups.items()}
+            made = {name: group(**{field: given.pop(field) for field in own}) for name, (group, own) in groups.items()}
             command(**given, **made)
 
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -146,9 +146,11 @@ def expanded(*without: str, **defaults: object) -> Callable[[Callable[..., None]
 
 def _refuse_without_head(gguf: str) -> None:
     from nextn.checkpoint.gguf_file import GgufFile
+    from nextn.edit.gguf_architectures import architecture_of
 
-    metadata, file = GgufFile.open(Path(gguf)).metadata, shlex.quote(gguf)
-    if not metadata.get(f"{metadata.get('general.architecture')}.nextn_predict_layers"):
+    _, metadata = architecture_of(GgufFile.open(Path(gguf)))
+    if not metadata.num_modules:
+        file = shlex.quote(gguf)
         raise CheckpointError(
             f"{gguf}: holds no MTP head. Give a file that has it (llama.cpp's converter leaves it out with --no-mtp), "
             "name one with --head, or decode without (-k 0). To add the base model's: "
@@ -221,7 +223,7 @@ class ModelOptions:
             callback=shipped_option,
         ),
     ] = None
-    gguf: str | None = field(default=None, metadata={"of": "prepared"})  # the file that `source` was converted from
+    _gguf: str | None = None  # the file that `source` was converted from, see `prepared`
 
     def check(self) -> None:
         """Refuse options that no model can be loaded with, before torch is imported.
@@ -240,7 +242,7 @@ class ModelOptions:
         """
         self._check_values()
         is_gguf = self.source.endswith(".gguf") and Path(self.source).is_file()
-        options = self._converted() if is_gguf else replace(self, gguf=None)
+        options = self._converted() if is_gguf else replace(self, _gguf=None)
         options._check_sources()
         return options
 
@@ -253,7 +255,7 @@ class ModelOptions:
         folder = converted_gguf(Path(self.source), cache, version=__version__, note=print_note)
         head = folder / HEAD_FOLDER
         apart = str(head) if self.head is None and head.is_dir() else self.head
-        return replace(self, source=str(folder), head=apart, gguf=self.source)
+        return replace(self, source=str(folder), head=apart, _gguf=self.source)
 
     def _check_values(self) -> None:
         choices = {
@@ -316,8 +318,8 @@ class ModelOptions:
         from nextn.model.model import Model
         from nextn.runtime.backend import unused_codes
 
-        if need_head and self.head is None and self.gguf is not None:
-            _refuse_without_head(self.gguf)
+        if need_head and self.head is None and self._gguf is not None:
+            _refuse_without_head(self._gguf)
         if self.threads is not None:
             torch.set_num_threads(self.threads)  # before the native runtime is loaded, whose team has as many
         if self.device_map is not None:

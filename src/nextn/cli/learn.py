@@ -196,8 +196,8 @@ def _too_few_steps(report: "DemoReport") -> Iterator[str]:
     if (loss := bits(report.trained.evaluation.forced.loss[0])) > _GIBBERISH:
         yield f"its text is gibberish ({loss:.2f} bits per byte; below {_GIBBERISH} it resembles code)"
     pairs = dict(_pairs(report.decoded))
-    if repetitive := [name for name, pair in pairs.items() if not pair.non_degenerate]:
-        yield f"all its texts are repetitive ({', '.join(repetitive)})"
+    if repetitive := [name for name, pair in pairs.items() if pair.is_repetitive]:
+        yield f"all or nearly all its texts are repetitive ({', '.join(repetitive)})"
     if slower := [name for name, pair in pairs.items() if pair.is_comparable and pair.figures().speedup < 1]:
         yield f"its drafts cost more than they save ({', '.join(slower)})"
 
@@ -239,12 +239,13 @@ def _show_figures(decoded: "DecodedModel") -> None:
 
 
 def _figures(label: str, pair: "DecodedPair", k: int) -> str:
-    if not pair.non_degenerate:
-        return f"{label:14} no figures: {len(pair.checks)} of {len(pair.checks)} texts are repetitive"
+    num_repetitive = len(pair.checks) - len(pair.non_degenerate)
+    if pair.is_repetitive:
+        return f"{label:14} no figures: {num_repetitive} of {len(pair.checks)} texts are repetitive"
     figures = pair.figures()
     acceptance, speed = figures.mtp.acceptance, figures.mtp.tokens_per_s
     rates = "  ".join(f"a_{depth} {rate_text(rate)}" for depth, rate in enumerate(acceptance.rates, 1))
-    left_out = f"{len(pair.checks) - len(pair.non_degenerate)} of {len(pair.checks)} texts repetitive, left out"
+    left_out = f"{num_repetitive} of {len(pair.checks)} texts repetitive, left out"
     return (
         f"{label:14} AL {acceptance.length:.2f} at K = {k}  {rates}  ({left_out})\n"
         f"{'':14} plain {figures.plain.tokens_per_s:.0f} tokens/s, MTP {speed:.0f} tokens/s = {figures.speedup:.2f} x"

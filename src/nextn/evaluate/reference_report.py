@@ -396,15 +396,7 @@ class ReferenceReport:
     def copies_record(self, temperature: float) -> dict[str, object]:
         """Return what copied drafts would gain on the texts of a temperature, for JSON reports."""
         texts = [self.generated[temperature].texts[index] for index in self.text_indices(temperature)]
-        steps = [step for text in texts for step in copied_rounds(text.prompt, text.new, NUM_COPY_TOKENS)]
-        num_drafted, num_accepted = sum(step[0] for step in steps), sum(step[1] for step in steps)
-        return {
-            "num_rounds": len(steps),
-            "num_drafts": sum(step[0] > 0 for step in steps),
-            "num_draft_tokens": num_drafted,
-            "num_accepted_tokens": num_accepted,
-            "tokens_per_round": 1 + num_accepted / len(steps) if steps else None,
-        }
+        return rounds_record([step for text in texts for step in copied_rounds(text.prompt, text.new, NUM_COPY_TOKENS)])
 
     def given_record(self) -> dict[str, object]:
         """Return what is known of texts that were not generated here, and of a streamed trunk."""
@@ -476,3 +468,15 @@ class ReferenceReport:
 
 def _padded(counts: Sequence[int], k: int) -> list[float]:
     return [*map(float, counts), *[0.0] * (k - len(counts))]
+
+
+def rounds_record(steps: Sequence[tuple[int, int]]) -> dict[str, object]:
+    """Return the counts of rounds, (num_drafted, num_accepted) each, for JSON records."""
+    num_accepted = sum(step[1] for step in steps)
+    return {
+        "num_rounds": len(steps),
+        "num_drafts": sum(step[0] > 0 for step in steps),
+        "num_draft_tokens": sum(step[0] for step in steps),
+        "num_accepted_tokens": num_accepted,
+        "tokens_per_round": 1 + num_accepted / len(steps) if steps else None,
+    }

@@ -1,6 +1,6 @@
 """Drafts copied from the text so far: where its end occurred before, and how often they were accepted. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
 from operator import mul
 from typing import NamedTuple
@@ -104,10 +104,22 @@ def copied_rounds(prompt: Sequence[int], new: Sequence[int], most: int) -> list[
 
     Every copy that is found is verified, of at most `most` tokens.
     """
-    tokens, rounds, place = [*prompt, *new[:1]], list[tuple[int, int]](), 1
+    tokens = [*prompt, *new[:1]]
     drafts = CopyDrafts(tokens)
+    return replayed_rounds(tokens, new, lambda room: drafts.run(min(most, room)).tokens)
+
+
+def replayed_rounds(
+    tokens: list[int], new: Sequence[int], draft: Callable[[int], Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Return (num_drafted, num_accepted) of the rounds that decode a text by what `draft` proposes.
+
+    tokens: The prompt and the text's first token; grows by the others, round by round.
+    draft: Returns at most so many tokens, to follow `tokens`.
+    """
+    rounds, place = list[tuple[int, int]](), 1
     while place < len(new):
-        run = drafts.run(min(most, len(new) - place - 1)).tokens
+        run = draft(len(new) - place - 1)
         pairs = zip(run, new[place : place + len(run)], strict=True)
         num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         rounds.append((len(run), num_accepted))
