@@ -12,7 +12,8 @@ from typer.main import get_command
 
 import nextn
 from nextn.cli import app
-from nextn.engines.json_formats import JSON_READERS, TABLE_FORMAT, TABLE_START, read_table
+from nextn.engines.csv_formats import CSV_READERS
+from nextn.engines.json_formats import JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.metrics_formats import METRICS_COUNTED
 from nextn.engines.run_settings import OVERRIDES
@@ -172,10 +173,10 @@ FORMATS_INTRO = """\
 the code that reads them. Prefixes of Docker, Kubernetes, journald, syslog and llama.cpp's router do not matter, and a
 log of JSON objects, one per line, is read as the lines in it. Figures of several entries are added; of those that count
 since the start, the last is taken, of each run. A file with several formats is read by the first of this page that it
-has. Metrics are also read with `_` for the colon, as OpenTelemetry and Ray export them, and from a table of Grafana or
-a query with a column for each series or a row for each value, of which the last is taken. The version of the engine and
-K are read from the log or from `--flags` where they are in it. Text that cannot be read is an error with the nearest
-format and what is missing.
+has. Metrics are also read with `_` for the colon, as OpenTelemetry and Ray export them, from AIPerf's
+server_metrics_export.json (what was counted during the run), and from a table of Grafana or a query with a column for
+each series or a row for each value, of which the last is taken. The version of the engine and K are read from the log
+or from `--flags` where they are in it. Text that cannot be read is an error with the nearest format and what it lacks.
 """
 OVERRIDES_INTRO = """\
 ## Settings that decide the acceptance
@@ -193,13 +194,13 @@ def formats_page() -> str:
         (_cell(name), f"`{key}`", _cell((reader.__doc__ or "").split("\n\n")[0]))
         for name, (key, reader) in JSON_READERS.items()
     )
-    tables = [(_cell(TABLE_FORMAT), f"`{TABLE_START}`", _cell((read_table.__doc__ or "").split(". Raises")[0] + "."))]
+    tables = ((_cell(name), f"`{line}`", _cell(reader.__doc__ or "")) for name, (line, reader) in CSV_READERS.items())
     settings = ((f"`{each.name}`", each.engine, each.effect) for each in OVERRIDES)
     return "\n".join([
         FORMATS_INTRO,
         "## Logs and printed tables\n", table(("format", "what is counted"), logs),
         "## JSON\n", table(("format", "recognized by", "what is counted"), documents),
-        "## Tables with commas\n", table(("format", "first line begins with", "what is counted"), tables),
+        "## Tables with commas\n", table(("format", "first line", "what is counted"), tables),
         "## Metrics\n", table(("engine", "series", "what is counted"), METRICS_COUNTED),
         OVERRIDES_INTRO, table(("setting", "engine", "acceptance is"), settings),
     ])  # fmt: skip

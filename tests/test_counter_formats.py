@@ -579,6 +579,30 @@ def test_an_answer_of_prometheus():
     assert summary(counters) == ("vLLM", 100, 200, 120, ())
 
 
+def exported(**totals):
+    """AIPerf's server_metrics_export.json, of a server with two engines."""
+    series = {
+        f"vllm:spec_decode_num_{name}": {
+            "type": "counter",
+            "series": [{"endpoint_url": "http://a:8000/metrics", "labels": {"engine": str(engine)},
+                        "stats": {"total": total / 2, "rate": 0.5}} for engine in (0, 1)],
+        }
+        for name, total in totals.items()
+    }  # fmt: skip
+    return {"aiperf_version": "0.13.0", "metrics": series, "warmup_metrics": {"vllm:spec_decode_num_drafts": {}}}
+
+
+def test_metrics_that_aiperf_exports():
+    """The increase of counters during the run, without its warm-up; of gauges the mean."""
+    counters = read(json.dumps(exported(drafts=100.0, draft_tokens=200.0, accepted_tokens=120.0)))
+    assert summary(counters) == ("vLLM", 100, 200, 120, ())
+    gauge = {"metrics": {"sglang:spec_accept_length": {"series": [{"stats": {"avg": 2.5, "min": 2.0}}]}}}
+    assert read(json.dumps(gauge)).length == 2.5
+    for broken in ({"metrics": {"a": 1}}, {"metrics": {"a": {"series": [1, {"stats": 2}]}}}, {"metrics": []}):
+        with pytest.raises(EngineError, match="no draft counts"):
+            read(json.dumps(broken))
+
+
 PREFIXES = {
     "plain": "{}",
     "Docker": "engine-1  | {}",

@@ -11,12 +11,16 @@ import yaml
 from tiny import FIXTURES, refrain
 
 from nextn.engines.counter_formats import read
+from nextn.engines.csv_formats import read_matrix, table_reader
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.exchange import FORMATS, check_form, exchange_text, inferencex_note, request_record
+from nextn.evaluate.published_curves import read_curves
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.workload import Prompt, ReferencePlan
 
 PLAN = ReferencePlan(num_speculative_tokens=3, temperatures=(0.0,), max_tokens=24, backend="torch")
+WORDS = "mine, 4 prompts"
+SOURCE = {"source": "mine", "category": None, "num": 4}
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(4, 33, seed=10**6))]
 
 
@@ -26,7 +30,7 @@ def report(trained):
 
 
 def text(report, form):
-    return exchange_text(report, form, source="org/My Model", prompts="mine, 4 prompts")
+    return exchange_text(report, form, source="org/My Model", prompts=WORDS)
 
 
 def counted(report):
@@ -85,6 +89,7 @@ def test_aiperf_reads_its_forms(report, tmp_path):
     ((name, *lengths),) = [row for row in csv.reader(io.StringIO(text(report, "aiperf-report"))) if row[0] != "Model"]
     by_category = dict(zip("xy", map(float, lengths), strict=False))
     matrix.write_csv({name: by_category}, matrix.detect_columns({name: by_category}), tmp_path / "matrix.csv")
+    assert read_matrix((tmp_path / "matrix.csv").read_text(), "") == {name: by_category}
     rows = [row.split(",")[:-1] for row in (tmp_path / "matrix.csv").read_text().splitlines()]
     assert rows == [row.split(",")[:-1] for row in text(report, "aiperf-report").splitlines()]  # the mean: of rounded
 
@@ -111,6 +116,41 @@ def test_inferencex(report):
     assert "not comparable" in inferencex_note(report, None)
     golden = replace(PLAN, num_speculative_tokens=8, max_tokens=4096, temperatures=(1.0,))
     assert inferencex_note(replace(report, plan=golden), "coding") is None
+
+
+def test_inferencex_is_read_again(report, tmp_path):
+    """What is written states the conditions by which it is read: none differs from those here."""
+    for mode in (None, True, False):
+        here = replace(report, plan=replace(PLAN, thinking=mode), prompts_source=SOURCE)
+        (tmp_path / "golden.yaml").write_text(exchange_text(here, "inferencex", source="org/My-Model", prompts=WORDS))
+        curves = read_curves(tmp_path / "golden.yaml")
+        curve, measured = replace(here, source="org/My-Model").beside(curves)
+        assert curve.lengths == {k: round(measured.lengths[k], 2) for k in ("1", "2", "3")}
+        expected = ["thinking not stated (here the template's default)"] if mode is None else []
+        assert curve.differences(measured) == expected
+
+
+def test_aiperf_matrix_is_read_again(report, tmp_path):
+    """As an engine's, of which the mean is compared, and beside the measurement by category."""
+    rows = list(csv.reader(io.StringIO(text(report, "aiperf-report"))))
+    found = read(text(report, "aiperf-report"))
+    assert found.length == pytest.approx(float(rows[1][3]), abs=0.01)
+    assert f"x {rows[1][1]}, y {rows[1][2]}" in found.notes[0]
+    (tmp_path / "matrix.csv").write_text(text(report, "aiperf-report"))
+    curve, measured = report.beside(read_curves(tmp_path / "matrix.csv"))
+    assert curve.lengths == {"x": float(rows[1][1]), "y": float(rows[1][2])}
+    assert set(curve.lengths) <= set(measured.lengths)
+
+
+def test_matrix_of_several_models():
+    table = "Model,coding,math,Overall\r\na,2.00,,2.00\r\nb,1.50,2.50,2.00\r\nempty,,,\r\n"
+    for model, length in (("a", 2.0), ("b", 2.0)):
+        assert read_matrix(table, "t")[model]
+        assert table_reader(table)(table, "t", model).length == length
+    with pytest.raises(EngineError, match="of several models; choose one of a, b with --served"):
+        read(table)
+    with pytest.raises(EngineError, match="nothing in it of the model c"):
+        table_reader(table)(table, "t", "c")
 
 
 def test_a_single_text_has_no_interval(trained, report):

@@ -1,30 +1,52 @@
 """Published curves: what the data file holds, which curve fits, and the conditions that are named."""
 
 import json
+import re
+from itertools import pairwise
 
 import pytest
+from quick import loop
 from tiny import FIXTURES
 
-from nextn.evaluate.acceptance_curve import MeasuredConditions, fitting_curve, published_curves
+from nextn.errors import ConfigError, NextnError
+from nextn.evaluate.published_curves import (
+    MeasuredCurve,
+    PublishedCurve,
+    check_shared,
+    curves_of,
+    fitting_curve,
+    published_curves,
+    read_curves,
+)
 from nextn.family_table.rows import FAMILIES
 
-HERE = MeasuredConditions("T=1 argmax", "org/mine", "bfloat16", None, 1.0, "built-in, 16 prompts", 256)
+HERE = MeasuredCurve(
+    name="T=1 argmax", lengths={"1": 1.5, "2": 1.7, "code": 1.7}, source="org/mine", precision="bfloat16",
+    thinking=None, temperature=1.0, prompts="built-in, 16 prompts", max_tokens=256, num_speculative_tokens=2,
+)  # fmt: skip
+KS = tuple("12345678")
+
+
+def fitting(source, family, *, thinking=None, temperature=1.0, measured=KS, precision=None):
+    curves = curves_of(source, family)
+    return fitting_curve(curves, source, measured, thinking=thinking, temperature=temperature, precision=precision)
 
 
 def test_data_file():
-    """Each curve has a source, K = 1..8, AL within 1 and K + 1, and a family that exists."""
+    """Each curve has a source, AL within 1 and K + 1 that rises but for noise, and a family that exists."""
     curves = published_curves()
     assert len(curves) >= 14
     families = {family.name for family in FAMILIES}
     for curve in curves:
-        assert len(curve.lengths) == 8
-        assert all(1 <= length <= k + 2 for k, length in enumerate(curve.lengths))
+        assert all(1 <= length <= int(k) + 1 for k, length in curve.lengths.items())
+        assert all(after > before - 0.3 for before, after in pairwise(curve.lengths.values()))
+        assert curve.run
         assert curve.source.startswith("https://")
         assert curve.family is None or curve.family in families
-    keys = [(curve.model, curve.draft, curve.thinking) for curve in curves]
+    keys = [(curve.model, curve.draft, curve.thinking, curve.precision) for curve in curves]
     assert len(set(keys)) == len(keys)
     deepseek = next(curve for curve in curves if curve.model == "DeepSeek-V4-Pro" and curve.thinking)
-    assert (deepseek.lengths[2], deepseek.lengths[7]) == (2.49, 2.58)
+    assert (deepseek.lengths["3"], deepseek.lengths["8"]) == (2.49, 2.58)
 
 
 @pytest.mark.parametrize(
@@ -35,20 +57,28 @@ def test_data_file():
         ("x/DeepSeek-V4-Pro-0813", "deepseek_v4", True, ("DeepSeek-V4-Pro-0813", "DSpark, probabilistic drafts", True)),
         ("x/DeepSeek-V4-Pro", "deepseek_v4", False, ("DeepSeek-V4-Pro", "MTP", False)),
         ("moonshotai/Kimi-K2.5", "generic", None, ("Kimi-K2.5", "EAGLE-3", True)),
+        ("Qwen/Qwen3.8-Flash-Next-FP8", "qwen4_exp", None, ("Qwen3.8-Flash-Next", "MTP", True)),
     ],
 )
 def test_the_curve_that_fits(source, family, thinking, expected):
-    curve = fitting_curve(source, family, thinking=thinking, temperature=1.0)
+    curve = fitting(source, family, thinking=thinking)
     assert (curve.model, curve.draft, curve.thinking) == expected
 
 
+def test_precision_and_the_k_that_were_measured():
+    for precision, length in (("bfloat16", 2.51), ("FP8", 2.52)):
+        assert fitting("Qwen/Qwen3.8-27B", "qwen3_5", precision=precision).lengths["3"] == length
+    assert fitting("Qwen/Qwen3.8-27B", "qwen3_5", measured=["5"]) is None
+    assert fitting("Qwen/Qwen3.5-397B-A17B", "qwen3_5_moe", measured=["5"]).lengths["5"] == 4.41
+
+
 def test_none_fits():
-    assert fitting_curve("org/SmolLM2-135M", "generic", thinking=None, temperature=0.0) is None
+    assert fitting("org/SmolLM2-135M", "generic", temperature=0.0) is None
 
 
 def test_conditions_that_differ_are_named():
-    curve = fitting_curve("org/mine", "qwen3_5_moe", thinking=None, temperature=1.0)
-    text = curve.text(HERE, [1.5, 1.7])
+    curve = fitting("org/mine", "qwen3_5_moe")
+    text = curve.text(HERE)
     assert text.startswith("T=1 argmax: AL 1.50 at K = 1 (published 1.93), 1.70 at K = 2 (published 2.73)")
     for words in ("model Qwen3.5-397B-A17B (here org/mine)", "thinking on (here the template's default)", "here 256"):
         assert words in text
@@ -68,3 +98,95 @@ def test_measure_shows_it(here, tmp_path):
     assert json.loads(out)["published"]["run"] == "27180633016"
     code, out, _ = here("measure", FIXTURES / "glm", *options, "--json")
     assert "published" not in json.loads(out)
+
+
+def golden(folder, text):
+    path = folder / "golden.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_comments_state_conditions(tmp_path):
+    """In the forms that InferenceX's files have; those of one mode are not the other's."""
+    both = golden(
+        tmp_path,
+        "# Acceptance Length (AL) reference values measured with SPEED-Bench.\n"
+        "# dataset: coding | output_len: 4096\n"
+        '# thinking_on : temp 0.6 top_p 0.95 top_k 20 | chat_template_kwargs: {"enable_thinking": true}\n'
+        "# thinking_off: temperature=0.7, top_p=0.8\n"
+        "# Measured on some-model (B300, vLLM MTP), per num_speculative_tokens.\n"
+        "# key = num_speculative_tokens (MTP level); value = golden AL\n"
+        "some-model:\n  thinking_on:\n    1: 1.93\n    2: N/A\n    3: 3.39\n  thinking_off:\n    3: 3.33  # AR=0.7\n",
+    )
+    on, off = read_curves(both)
+    shared = {"model": "some-model", "source": str(both), "draft": "MTP", "prompts": "coding", "max_tokens": 4096,
+              "engine": "B300, vLLM MTP"}  # fmt: skip
+    mine = {"thinking": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert on == PublishedCurve(**shared, lengths={"1": 1.93, "3": 3.39}, **mine)
+    assert off == PublishedCurve(**shared, lengths={"3": 3.33}, thinking=False, temperature=0.7, top_p=0.8)
+    differences = "; ".join(off.differences(HERE))
+    assert "top_p 0.8 (here 1); top_k not stated (here 0)" in differences
+    assert "precision not stated (here bfloat16)" in differences
+
+
+def test_files_without_modes(tmp_path):
+    """K directly below the model, and the list of older files; nothing is stated."""
+    for block in ("\n  1: 1.9\n  2: 2.6\n", " [{1: 1.9}, {2: 2.6}]\n"):
+        (curve,) = read_curves(golden(tmp_path, f"m:{block}"))
+        assert curve == PublishedCurve("m", {"1": 1.9, "2": 2.6}, curve.source)
+
+
+@loop(
+    "text, message",
+    (
+        ("just words", "a str; expected models"),
+        ("m: 3", "m is a int"),
+        ("m: {thinking_on: [3]}", "m, thinking_on is a list"),
+        ("m: {3: 4.5}", "AL is 4.5 at K = 3; expected a number from 1 to 4"),
+        ("m: {3: 0.6}", "AL is 0.6 at K = 3"),
+        ("m: {0: 1}", "K is 0; expected a whole number from 1"),
+        ("m: {x: 1}", "K is 'x'"),
+        ("m: {1: N/A}", "no acceptance length in it"),
+        ("m: [", "as YAML: "),
+        ("m: {1: [1]}", "AL is a list at K = 1"),
+        ("", "a NoneType; expected models"),
+        ("Model,coding,Overall\nx,0.57,0.57\n", "coding = '0.57'; expected a number from 1"),
+        ("Model,coding,Overall\nx,,\n", "without an acceptance length"),
+    ),
+)
+def test_files_that_are_none(tmp_path, text, message):
+    with pytest.raises(NextnError, match=re.escape(message)):
+        read_curves(golden(tmp_path, text))
+
+
+def test_other_files_are_left_to_others(tmp_path):
+    assert read_curves(tmp_path) == read_curves(tmp_path / "none") == read_curves(golden(tmp_path, "{}")) == ()
+
+
+def test_what_is_shared_is_asked_before():
+    curve, matrix = PublishedCurve("m", {"3": 2.0}, "a.yaml"), PublishedCurve("m", {"code": 2.0}, "b.csv")
+    check_shared([curve, matrix], 3, ["x"])
+    check_shared([matrix], 1, ["code"])
+    with pytest.raises(ConfigError, match="begins at K = 3; raise -k from 2"):
+        check_shared([curve], 2, ["code"])
+    with pytest.raises(ConfigError, match="of the categories code; the prompts are of x"):
+        check_shared([matrix], 3, ["x", "x"])
+    assert "K not stated (here 2)" in matrix.text(HERE)
+    assert "1.70 on code (published 2.00)" in matrix.text(HERE)
+
+
+def test_measure_shows_a_file(here, tmp_path):
+    """Of another model, too; it decides nothing, so the exit code is 0."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": [1, 2, 3, 4, 5], "domain": "code"}\n' * 2)
+    options = ("measure", FIXTURES / "glm", "--prompts", tmp_path / "p.jsonl", "-k", 1, "--max-tokens", 4)
+    options += ("--backend", "torch", "--temperatures", 1)
+    path = golden(tmp_path, "other:\n  thinking_off:\n    1: 1.92\n")
+    code, out, _ = here(*options, "--baseline", path)
+    assert code == 0
+    assert "(published 1.92); other, " in out
+    matrix = tmp_path / "matrix.csv"
+    matrix.write_text("Model,code,math,Overall\none,1.50,,1.50\norg/glm,1.60,1.70,1.65\n")
+    record = json.loads(here(*options, "--baseline", matrix, "--json")[1])["published"]
+    assert (record["model"], record["lengths"]) == ("one", {"code": 1.5})
+    code, _, err = here(*options, "--baseline", path, "--max-drop", "5%")
+    assert (code, "compared with what" in err) == (2, True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nextn.checkpoint.checkpoint import Checkpoint
     from nextn.engines.client import Budget
     from nextn.engines.endpoint import Endpoint
-    from nextn.evaluate.acceptance_curve import MeasuredConditions, PublishedCurve
+    from nextn.evaluate.published_curves import MeasuredCurve, PublishedCurve
     from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model, TextInterface
 
@@ -445,10 +445,10 @@ def first_turns(prompts: "Sequence[Prompt]") -> "list[Prompt]":
     return [replace(prompt, later=()) for prompt in prompts]
 
 
-def print_published(published: "tuple[PublishedCurve, MeasuredConditions, list[float]]") -> None:
+def print_published(published: "tuple[PublishedCurve, MeasuredCurve]") -> None:
     """Show a published curve beside the measured one, and which conditions differ."""
-    curve, measured, lengths = published
-    print_lines(f"published, for comparison only: {curve.text(measured, lengths)}")
+    curve, measured = published
+    print_lines(f"published, for comparison only: {curve.text(measured)}")
 
 
 def check_matplotlib(option: str) -> None:

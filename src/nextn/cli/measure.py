@@ -30,6 +30,7 @@ from nextn.cli.streaming import GivenTextOptions, TextOptions, measure_acceptanc
 from nextn.errors import ConfigError, NextnError
 from nextn.evaluate.acceptance_drop import OTHER_TOKENS, AcceptanceChange, check_settings, read_record
 from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
+from nextn.evaluate.published_curves import check_shared, read_curves
 from nextn.evaluate.workload import ReferencePlan
 from nextn.text_format import docs_page, rate_text
 
@@ -72,7 +73,11 @@ def measure(
         ),
     ] = None,
     baseline: Annotated[
-        Path | None, Option(help="Record of an earlier `measure --out`, of the same prompts and settings.")
+        Path | None,
+        Option(
+            help="Record of an earlier `measure --out`, of the same prompts and settings; or acceptance lengths that "
+            "others published, to show beside: InferenceX's YAML, or the matrix of `aiperf speed-bench-report`."
+        ),
     ] = None,
     against: Annotated[
         str | None, Option(help="Another checkpoint to measure on the same prompts, such as the base model.")
@@ -113,9 +118,12 @@ def measure(
     if against is not None and (baseline is not None or texts is not None or engine is not None):
         message = "--against measures the other checkpoint's own texts: leave --baseline, --texts and --engine out"
         raise ConfigError(message)
-    if max_drop is not None and baseline is None and against is None:
-        raise ConfigError(f"--max-drop {max_drop}: compared with what? Give --baseline FILE or --against MODEL")
-    limit, earlier = _share(max_drop or "5%"), None if baseline is None else read_record(baseline)
+    curves = () if baseline is None else read_curves(baseline)
+    if max_drop is not None and (curves or (baseline is None and against is None)):
+        raise ConfigError(
+            f"--max-drop {max_drop}: compared with what? Give --against MODEL, or --baseline FILE of `measure --out`"
+        )
+    limit, earlier = _share(max_drop or "5%"), None if baseline is None or curves else read_record(baseline)
     check: Callable[[Model], None] | None = None
     given = None if temperatures is None else parse_temperatures(temperatures)
     if texts is not None and (prompts is not None or (given is not None and len(given) > 1)):
@@ -141,6 +149,8 @@ def measure(
             "its weights as stored; leave one of them out"
         )
     to_answer = read_prompts(prompts) if engine is None else first_turns(read_prompts(prompts))
+    if curves and texts is None:
+        check_shared(curves, num_speculative_tokens, [prompt.domain for prompt in to_answer])
     if figure is not None:
         check_figure(figure)
     quiet = as_json or form is not None
@@ -155,6 +165,11 @@ def measure(
     if long := loaded.length_note(report.num_positions):
         print_note(long)
     record = report.to_dict() | ({} if probed is None else {"probe": probed.as_record()})
+    beside = report.beside(curves)
+    if beside is not None:
+        record |= {"published": beside[0].as_record(beside[1])}
+    elif curves:
+        print_note(f"--baseline {baseline}: no K and no category of it was measured")
     if out is not None:
         write_json(out, record)
     if figure is not None:
@@ -165,8 +180,8 @@ def measure(
             print_note(difference)
     elif not as_json:
         show_reference(report)
-    if report.published is not None and not quiet:
-        print_published(report.published)
+    if (published := beside or report.published) is not None and not quiet:
+        print_published(published)
     if probed is not None and not quiet:
         show_probe(probed)
     compared = None

@@ -10,7 +10,8 @@ from typing import TextIO
 
 from nextn.bounded_json import loads
 from nextn.engines.counters import Counters, fill_in_derived, sum_counters
-from nextn.engines.json_formats import JSON_READERS, TABLE_START, objects, read_table
+from nextn.engines.csv_formats import table_reader
+from nextn.engines.json_formats import JSON_READERS, objects
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.log_reader import LogReading, read_log
 from nextn.engines.metrics_formats import METRICS_FORMAT, METRICS_LINE, SERIES_TABLE, from_metrics, table_as_metrics
@@ -76,10 +77,9 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
         raise EngineError(f"{source}: larger than {_MAX_FILE // 2**20} MiB; cut out the run in question")
     start = file.read(_MAX_START)
     file.seek(0)
-    if start.startswith(TABLE_START):
-        return read_table(file, source)
+    read_table = table_reader(start)
     is_json, is_series = _begins_as_json(start), SERIES_TABLE.match(start) is not None
-    if not is_json and not is_series and not METRICS_LINE.search(start):
+    if read_table is None and not is_json and not is_series and not METRICS_LINE.search(start):
         reading = read_log(file)
         if reading.counters is None:
             reading = next((again for again in _read_again(start, reading) if again.counters), reading)
@@ -87,6 +87,8 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     if size > _MAX_PARSED:
         raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
     text = file.read(_MAX_PARSED)
+    if read_table is not None:
+        return read_table(text, source, model)
     if not is_json:
         return from_metrics(table_as_metrics(text) if is_series else text, model=model)
     counters = _from_json_text(text, source, model)
@@ -121,7 +123,7 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
             continue
         found = list(objects(document))
         parts += found
-        series += _queried(document)
+        series += [*_queried(document), *_exported(document)]
         if not found:
             lines += _messages(document)
     counters = sum_counters(parts)
@@ -189,11 +191,29 @@ def _queried(document: object, depth: int = 8) -> Iterator[str]:
     elif isinstance(document, Mapping) and depth:
         labels, sample = document.get("metric"), document.get("value")
         if isinstance(labels, Mapping) and isinstance(sample, list) and "__name__" in labels:
-            own = ",".join(f"{key}={json.dumps(text)}" for key, text in labels.items() if key != "__name__")
-            yield f"{labels['__name__']}{{{own}}} {sample[-1]}"
+            own = {key: text for key, text in labels.items() if key != "__name__"}
+            yield _series_line(labels["__name__"], own, sample[-1])
             return
         for item in document.values():
             yield from _queried(item, depth - 1)
+
+
+def _exported(document: object) -> Iterator[str]:
+    """Yield the series of AIPerf's server_metrics_export.json, each with its increase during the run, or its mean."""
+    metrics = document.get("metrics") if isinstance(document, Mapping) else None
+    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
+        series = metric.get("series") if isinstance(metric, Mapping) else None
+        for each in series if isinstance(series, list) else ():
+            stats = each.get("stats") if isinstance(each, Mapping) else None
+            if isinstance(stats, Mapping) and (value := stats.get("total", stats.get("avg"))) is not None:
+                labels = each.get("labels")
+                own = labels if isinstance(labels, Mapping) else {}
+                yield _series_line(name, {**own, "instance": each.get("endpoint_url")}, value)
+
+
+def _series_line(name: object, labels: Mapping[str, object], value: object) -> str:
+    own = ",".join(f"{key}={json.dumps(text)}" for key, text in labels.items() if isinstance(text, str))
+    return f"{name}{{{own}}} {value}"
 
 
 def _need(reading: LogReading, source: str, start: str) -> Counters:

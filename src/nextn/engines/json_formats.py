@@ -1,14 +1,12 @@
-"""Draft counts in JSON: answers of engines, results of benchmarks, and our own records; and in speculators' CSV.
+"""Draft counts in JSON: answers of engines, results of benchmarks, and our own records.
 
 The fields are those of llama.cpp and ik_llama.cpp (`timings`), mlx-vlm and its ports (the same, with rounds), MTPLX
 (`accepted_by_depth`), SGLang (`meta_info`), vLLM (`metrics.speculative_decoding`, `bench serve --save-result`), AIPerf
 (`spec_decode_acceptance`), mlc-llm (`draft_count`) and TensorRT-LLM (`specDecodingStats`).
 """
 
-import csv
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TextIO
 
 from nextn.bounded_json import MAX_COUNT, count, optional_count, short_repr, string
 from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, drafting_rounds, fill_in_derived, sum_counters
@@ -17,10 +15,7 @@ from nextn.errors import EngineError
 
 _MAX_DEPTH = 64
 BONUS_INCLUDED = "the engine counts the bonus token of each round as accepted: only the tokens per round are compared"
-TABLE_FORMAT = "speculators' acceptance.csv"
-TABLE_START = "subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length"
 _MAX_ROWS = 10_000
-_MAX_COUNT = 10**15
 
 
 def from_json(document: object) -> Counters | None:
@@ -300,34 +295,3 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "FastDeploy's speculate_metrics": ("accepted_tokens_per_head", _fastdeploy),
     "TensorRT-LLM's iteration": ("specDecodingStats", _iteration),
 }
-
-
-def read_table(file: TextIO, source: str) -> Counters:
-    """Sum the rows of all subsets; positions are shares of all rounds. Raises EngineError for invalid ones."""
-    rows: list[Counters] = []
-    try:
-        for row in csv.DictReader(file):
-            if len(rows) == _MAX_ROWS:
-                raise EngineError(f"{source}: more than {_MAX_ROWS:,} rows; {TABLE_FORMAT} has one per subset")
-            rows.append(_row(row))
-    except (TypeError, ValueError, csv.Error) as error:
-        raise EngineError(f"{source}:{len(rows) + 2}: not a row of {TABLE_FORMAT}: {error}") from error
-    counters = sum_counters(rows)
-    if counters is None:
-        raise EngineError(f"{source}: {TABLE_FORMAT} without a row")
-    return counters
-
-
-def _row(row: Mapping[str, str]) -> Counters:
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    rounds, drafted, accepted = (round(_cell(row[name], name)) for name in names)
-    columns = [name for name in row if name and name.startswith("acceptance_at_pos_")][:MAX_POSITIONS]
-    positions = tuple(round(_cell(row[name], name, maximum=1) * rounds) for name in columns if row[name])
-    return Counters("vLLM", rounds, drafted, accepted, positions, k=len(positions) or None, source=TABLE_FORMAT)
-
-
-def _cell(text: str, name: str, *, maximum: float = _MAX_COUNT) -> float:
-    value = float(text)
-    if not 0 <= value <= maximum:
-        raise ValueError(f"{name} = {text!r:.40}; expected a number from 0 to {maximum:g}")
-    return value

@@ -2,7 +2,7 @@
 
 The forms are those of vLLM's `--per-request-spec-decode-metrics detailed`, AIPerf (`SpecDecodeAcceptanceRecord`, and
 the matrix of `aiperf speed-bench-report`), speculators' scripts/evaluate (`acceptance.csv`) and InferenceX
-(golden_al_distribution). `engines.counter_formats` reads all but the matrix and InferenceX's, which have no counts.
+(golden_al_distribution). `engines.counter_formats` reads all but InferenceX's, and `published_curves` that.
 """
 
 import csv
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from nextn import __version__
 from nextn.errors import ConfigError
+from nextn.evaluate.published_curves import ENGINE
 from nextn.evaluate.workload import by_domain
 from nextn.stats.acceptance import length_of_drafts
 
@@ -156,12 +157,14 @@ def _inferencex(report: "ReferenceReport", name: str, prompts: str) -> str:
     if math.isnan(lengths[0].value):
         raise ConfigError("--format inferencex: no text has a round with drafts; raise --max-tokens, or add --prompts")
     intervals = (f"{k}: {each.low:.2f}-{each.high:.2f}" for k, each in zip(ks, lengths, strict=True))
+    sampling = f"temperature: {temperature:g} | top_p: 1 | top_k: 0"
     comments = [
         f"Source: nextn {__version__} measure, from one decoding at K = {ks[-1]}, scored teacher-forced",
         "Acceptance Length (AL): 1 + accepted drafts / verification steps, of steps that draft K tokens",
-        f"dataset: {prompts} | temperature: {temperature:g} | output_len: {report.plan.max_tokens} | drafts: argmax",
+        f"dataset: {prompts} | {sampling} | output_len: {report.plan.max_tokens}",
         f"{mode or 'thinking'} chat_template_kwargs: {json.dumps(report.plan.template_variables)}",
-        f"Measured on {name}{'' if report.machine is None else f' ({report.machine.name}, {report.machine.dtype})'}",
+        *([] if report.machine is None else [f"machine: {report.machine.name} | precision: {report.machine.dtype}"]),
+        f"Measured on {name} ({ENGINE}); drafts: argmax",
         *([] if math.isnan(lengths[0].low) else [f"95 %: {', '.join(intervals)}"]),  # none of a single text
         "",
         "key = num_speculative_tokens (MTP level); value = AL",

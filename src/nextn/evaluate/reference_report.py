@@ -19,15 +19,13 @@ from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_curve import (
     MIN_INCREASE,
     AcceptanceCurve,
-    MeasuredConditions,
-    PublishedCurve,
     TextCounts,
-    fitting_curve,
     length_of,
 )
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.engine_probe import EngineCheck
 from nextn.evaluate.given_texts import TextOrigin, ThinkTokens, part_counts
+from nextn.evaluate.published_curves import MeasuredCurve, PublishedCurve, curves_of, fitting_curve
 from nextn.evaluate.reference_texts import Controls, GeneratedTexts
 from nextn.evaluate.teacher_forced import PERFECT, RULES, ScoredText
 from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_without, prompts_text
@@ -417,31 +415,46 @@ class ReferenceReport:
         return {} if self.published is None else {"published": self.published[0].as_record(self.published[1])}
 
     @cached_property
-    def published(self) -> tuple[PublishedCurve, MeasuredConditions, list[float]] | None:
-        """The published curve that fits this checkpoint, the conditions here, and AL here at K = 1, 2, ...
+    def published(self) -> tuple[PublishedCurve, MeasuredCurve] | None:
+        """The published curve that fits this checkpoint, and the one measured here; None where there is none."""
+        return self.beside(curves_of(self.source, self.family))
 
-        Greedy drafts, the default of engines, are compared. None without scores.
+    def beside(self, curves: Sequence[PublishedCurve]) -> tuple[PublishedCurve, MeasuredCurve] | None:
+        """Return the one of these curves that fits best, and the measured one, of greedy drafts as engines have them.
+
+        None without scores, or where no curve has a K or a category that was measured.
         """
         scored = [temperature for temperature in self.plan.temperatures if temperature in self.scored]
-        if not scored:
+        if not curves or not scored:
             return None
-        curve = fitting_curve(self.source, self.family, thinking=self.plan.thinking, temperature=scored[-1])
+        measured = [self._measured_curve(temperature) for temperature in scored]
+        last = measured[-1]
+        curve = fitting_curve(
+            curves, self.source, last.lengths,
+            thinking=last.thinking, temperature=last.temperature, precision=last.precision,
+        )  # fmt: skip
         if curve is None:
             return None
-        temperature = min(scored, key=lambda each: abs(each - curve.temperature))
-        rule = "argmax" if temperature else "greedy"
-        measured = MeasuredConditions(
+        stated = last.temperature if curve.temperature is None else curve.temperature
+        return curve, min(measured, key=lambda each: abs(each.temperature - stated))
+
+    def _measured_curve(self, temperature: float) -> MeasuredCurve:
+        rule, largest = "argmax" if temperature else "greedy", self.plan.num_speculative_tokens
+        by_k = {str(k): self.figures(temperature, rule=rule, k=k) for k in range(1, largest + 1)}
+        domains = self.domains_at(temperature) or [*by_domain(self.prompts)]
+        by_category = {each: self.figures(temperature, rule=rule, k=largest, domain=each) for each in domains}
+        lengths = {name: each.length.value for name, each in (by_k | by_category).items()}
+        return MeasuredCurve(
             name=rule if not temperature else f"T={temperature:g} {rule}",
+            lengths={name: length for name, length in lengths.items() if not math.isnan(length)},
             source=self.source,
-            precision="not stated" if self.machine is None else self.machine.dtype,
+            precision=None if self.machine is None else self.machine.dtype,
             thinking=self.plan.thinking,
             temperature=temperature,
             prompts=self.prompts_text,
             max_tokens=self.plan.max_tokens,
+            num_speculative_tokens=largest,
         )
-        ks = range(1, self.plan.num_speculative_tokens + 1)
-        lengths = [self.figures(temperature, rule=rule, k=k).length.value for k in ks]
-        return None if math.isnan(lengths[0]) else (curve, measured, lengths)
 
     def _curve_records(self) -> list[dict[str, object]]:
         """The findings of every rule over all texts, and of the first rule by domain."""
