@@ -49,7 +49,7 @@ def run(tmp_path_factory, command):
         (folder / "text" / f"{index}.txt").write_text(f"line {index} of the text\n" * 40)
     code, said, complaint = command(
         *["train", folder / "out", "--data", folder / "text", "--model", folder / "config.json"],
-        *[*SETTINGS, "--set", "steps=4", "--tensorboard", "--json"],
+        *[*SETTINGS, "--set", "steps=4", "--set", "tensorboard=true", "--json"],
     )
     assert code == 0, complaint
     assert json.loads(said) == {"model": str(folder / "out" / "model")}

@@ -230,19 +230,19 @@ def test_counters_of_a_running_engine_as_they_are(serve, prompts, trained):
 
 
 @pytest.mark.parametrize(
-    ("faults", "more", "reported"),
+    ("faults", "model", "more", "reported"),
     [
-        (["no-metrics"], [], "no metrics"),
-        (["html"], [], "no metrics"),
-        (["html"], ["--drive"], "an HTML page"),
-        ([], ["--served", "other"], "no model_name 'other'"),
-        ([], ["--served", "other", "--drive"], "has no model 'other'"),
-        (["two-models"], ["--drive"], "choose one with"),
-        (["key"], ["--drive"], "it requires a key"),
+        (["no-metrics"], "", [], "no metrics"),
+        (["html"], "", [], "no metrics"),
+        (["html"], "", ["--drive"], "an HTML page"),
+        ([], "#other", [], "no model_name 'other'"),
+        ([], "#other", ["--drive"], "has no model 'other'"),
+        (["two-models"], "", ["--drive"], "choose one, as in"),
+        (["key"], "", ["--drive"], "it requires a key"),
     ],
 )
-def test_what_an_engine_may_lack(serve, prompts, faults, more, reported):
-    error = run(serve(*faults), prompts, *more).exception
+def test_what_an_engine_may_lack(serve, prompts, faults, model, more, reported):
+    error = run(f"{serve(*faults)}{model}", prompts, *more).exception
     assert isinstance(error, NextnError)
     assert error.exit_code == 2
     assert reported in str(error)

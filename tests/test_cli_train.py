@@ -162,14 +162,14 @@ def wrong(options, given, out, nextn):
         (["--freeze-trunk"], "--freeze-trunk needs a trunk"),
         (["--from", "@model"], "error: --from needs --freeze-trunk"),
         (["--init-head"], "error: --init-head needs --freeze-trunk"),
-        (["--cache-gb", "0"], "error: --cache-gb needs --freeze-trunk"),
+        (["--set", "cache_gb=0"], "error: --set cache_gb needs --freeze-trunk"),
         (["--set", "trained_parts=norms"], "error: --set trained_parts needs --freeze-trunk"),
         ([*MODEL, "--recipe", "code"], "--model and --recipe build a trunk"),
-        ([*MODEL, "--modules", "2"], "modules = 2"),
+        ([*MODEL, "--set", "modules=2"], "modules = 2"),
         ([*MODEL, *TEXT, *SMALL, "--resume"], "holds no checkpoint"),
-        ([*MODEL, *TEXT, *SMALL, "--cache-gb", "1e-9"], "the limit is 1e-09 GB"),
+        ([*MODEL, *TEXT, *SMALL, "--set", "cache_gb=1e-9"], "the limit is 1e-09 GB"),
         ([*MODEL, *TEXT, "--set", "accumulate=3"], "accumulate = 3; expected a divisor of batch_size = 8"),
-        (["--freeze-trunk", "--from", "@other", "--tokenizer", "@model", *TEXT, "--init-head", "--modules", "3"],
+        (["--freeze-trunk", "--from", "@other", "--tokenizer", "@model", *TEXT, "--init-head", "--set", "modules=3"],
          "modules = 3; qwen3_5 allows at most 1"),
     ],
 )  # fmt: skip
@@ -388,7 +388,7 @@ def test_streamed_trunk_trains_the_same_head(given, tmp_path, here, monkeypatch,
     """The trunk is read once, layer by layer: the same cache of hidden states and the same head, bit for bit."""
     how = ["--freeze-trunk", "--from", given / "model", "--data", given / "text", *SMALL, "--head-only"]
     how += ["--set", f"dtype={dtype}", "--set", "lr=0.5", "--allow-worse", *(["--init-head"] if is_new else [])]
-    code, _, complaint = here("train", tmp_path / "loaded", *how, "--cache-gb", 1)
+    code, _, complaint = here("train", tmp_path / "loaded", *how, "--set", "cache_gb=1")
     assert code == 0, complaint
     layers, real = [], StreamedTrunk._loaded
     monkeypatch.setattr(StreamedTrunk, "_loaded", lambda self, index: layers.append(index) or real(self, index))
@@ -432,7 +432,7 @@ def test_making_a_head_of_a_streamed_trunk_resumes(given, tmp_path, here, monkey
     """Of a checkpoint without a head; the layers that an interrupted run has done are not run again."""
     how = ["--freeze-trunk", "--from", given / "headless", "--data", given / "text", *SMALL, "--head-only"]
     how += ["--init-head", "--allow-worse"]
-    assert here("train", tmp_path / "loaded", *how, "--cache-gb", 1)[0] == 0
+    assert here("train", tmp_path / "loaded", *how, "--set", "cache_gb=1")[0] == 0
     layers, real = [], StreamedTrunk._loaded
 
     def load(self, index):

@@ -71,7 +71,7 @@ def test_https_to_a_server_without_it(engine):
     [
         ("html", "an HTML page titled 'Log in, please'"),
         ("foreign", "lists no model"),
-        ("two-models", "serves one, two: choose one with --served"),
+        ("two-models", "serves one, two: choose one, as in http://.*#one"),
     ],
 )
 def test_no_engine(engine, fault, words):
@@ -81,7 +81,7 @@ def test_no_engine(engine, fault, words):
 
 def test_wrong_model(engine):
     with pytest.raises(EngineError, match="has no model 'gpt'; it serves toy"):
-        Endpoint.open(engine().url, Budget(QUICK), model="gpt")
+        Endpoint.open(f"{engine().url}#gpt", Budget(QUICK))
 
 
 @loop(

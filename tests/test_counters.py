@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from nextn.engines.client import Budget
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import (
     ADDED,
@@ -22,6 +23,7 @@ from nextn.engines.json_formats import from_json
 from nextn.engines.log_reader import read_log
 from nextn.engines.metrics_formats import from_metrics, prefix_hits, without_first_tokens
 from nextn.errors import EngineError
+from nextn.evaluate.engine_counters import read_engine_counters
 
 VLLM = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -42,7 +44,7 @@ vllm:prefix_cache_hits_total{engine="0",model_name="a"} 64
 """
 
 
-def test_vllm_metrics():
+def test_vllm_metrics(tmp_path):
     """Summed over engines, one model of two; per position without condition -> conditional with intervals."""
     found = from_metrics(VLLM, model="a")
     assert (found.engine, found.num_drafts, found.draft_tokens, found.accepted) == ("vLLM", 200, 400, 250)
@@ -56,6 +58,8 @@ def test_vllm_metrics():
     assert from_metrics(VLLM).num_drafts == 207
     assert prefix_hits(VLLM, model="a") == 64
     assert read(VLLM, model="a") == found
+    (file := tmp_path / "metrics.txt").write_text(VLLM)
+    assert read_engine_counters(f"{file}#a", Budget()) == found != read_engine_counters(str(file), Budget())
 
 
 def test_unknown_model():

@@ -144,7 +144,7 @@ def test_an_engine_drafts_and_answers(family, start, served, here, tmp_path):
     how = ("--prompts", prompts, "--temperature", 0, "--max-tokens", 48)
     for given in (lines[:3], lines):  # the second command goes on with the first one's file
         prompts.write_text("".join(given))
-        code, _, err = here("answer", folder, out, *how, "--engine", url, "--concurrency", 2)
+        code, _, err = here("answer", folder, out, *how, "--engine", url, "--batch", 2)
         assert code == 0, err
     code, _, err = here("answer", folder, own, *how, "--backend", "torch", "--dtype", "float32")
     assert code == 0, err

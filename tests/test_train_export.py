@@ -106,7 +106,7 @@ def test_more_that_is_refused_before_training(made, tmp_path, here):
     out = tmp_path / "run"
     for options, words in (
         (["--export", "llama.cpp", "--from", trunk], "none of those that nextn writes into a GGUF"),
-        (["--export", "llama.cpp", "--modules", 2], "allows at most 1"),
+        (["--export", "llama.cpp", "--set", "modules=2"], "allows at most 1"),
     ):
         code, _, error = here(*command(made, out, "qwen3", *options))
         assert (code, words in error) == (2, True), error

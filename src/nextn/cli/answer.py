@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @expanded(
-    "num_copy_tokens", "exact_head", "threads", "kv_cache_dtype", "head",
+    "num_copy_tokens", "exact_head", "threads", "kv_cache_dtype", "head", "concurrency",
     temperature=1.0, max_tokens=512,
 )  # fmt: skip
 def answer(
@@ -37,7 +37,9 @@ def answer(
     ] = None,
     length: Annotated[int, Option(help="Tokens of each prompt that is cut from a text file.")] = 64,
     decoding: DecodingOptions,
-    batch: Annotated[int, Option(help="Prompts per batch.")] = 8,
+    batch: Annotated[
+        int, Option(min=1, help="Prompts that are answered at a time: a batch, or requests to the engine.")
+    ] = 8,
     chat: Chat = None,
     options: ModelOptions,
     asked: EngineAccess,
@@ -66,7 +68,7 @@ def answer(
             settings = replace(settings, num_speculative_tokens=0, eos=model_of_text.eos)
             tokenizer = model_of_text.tokenizer
             progress = served_answers(
-                endpoint, prompt_ids, settings, out, tokenizer, concurrency=asked.concurrency, should_stop=stopped
+                endpoint, prompt_ids, settings, out, tokenizer, concurrency=batch, should_stop=stopped
             )
         else:
             progress = generate_answers(

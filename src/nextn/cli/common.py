@@ -35,6 +35,7 @@ _QUIET_S = 1.0
 _WAITING = b"\nstopping after this step; Ctrl-C again ends at once\n"
 _DTYPES = ("auto", "float32", "bfloat16")
 _AUTO = "auto"  # of --weights
+FOLLOW_LINKS = "NEXTN_FOLLOW_LINKS"  # environment variable
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -48,6 +49,11 @@ def shipped_path(name: str) -> str:
 def shipped_option(name: str | None) -> str | None:
     """Return `shipped_path` of an option's name; None if it is left out."""
     return name and shipped_path(name)
+
+
+def follows_links() -> bool:
+    """Whether edits follow links that lead out of a checkpoint's folder."""
+    return os.environ.get(FOLLOW_LINKS) == "1"
 
 
 def writable(path: Path | None) -> Path | None:
@@ -101,6 +107,7 @@ Chat = Annotated[
     ),
 ]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
+ADDRESS = "such as localhost:8000, or localhost:8000#MODEL if it serves several"
 _served_option = partial(Option, rich_help_panel="With a served copy of the model")
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document instead of text.")]
 
@@ -371,10 +378,9 @@ class EngineAccess:
 
     max_seconds, timeout = 10.0**9, 600.0  # a run may take days, and is resumable
 
-    engine: Annotated[
-        str | None, _served_option(help="Address of an engine that serves this model, such as localhost:8000.")
-    ] = None
-    served: Annotated[str | None, _served_option(help="Model name, if the engine serves several.")] = None
+    engine: Annotated[str | None, _served_option(help=f"Address of an engine that serves this model, {ADDRESS}.")] = (
+        None
+    )
     concurrency: Annotated[int, _served_option(min=1, help="Requests to the engine at a time.")] = 8
 
     @property
@@ -386,7 +392,7 @@ class EngineAccess:
         """Connect to the engine. chat: through its chat template. Raises EngineError if it does not answer."""
         from nextn.engines.endpoint import Endpoint
 
-        return Endpoint.open(self.url, self.budget(), model=self.served, chat=chat)
+        return Endpoint.open(self.url, self.budget(), chat=chat)
 
     def budget(self) -> "Budget":
         """The budget that all endpoints of a run share."""

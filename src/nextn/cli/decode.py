@@ -95,7 +95,7 @@ class DraftVocabularyOptions:
             raise ConfigError(f"--draft-vocab {self.draft_vocab}: not a readable text: {error}") from error
 
 
-@expanded()
+@expanded("exact_head")
 def generate(
     *,
     prompt: Annotated[str, Argument(help="Text to continue or question to answer; - reads standard input.")],

@@ -49,7 +49,11 @@ _MAX_CAUSES = 6  # shown in the table, besides all that are named
 def diagnose(
     *,
     engine: Annotated[
-        str, Option(help="Address of a running engine, or a file with its metrics, log or JSON counters.")
+        str,
+        Option(
+            help="Address of a running engine, or a file with its metrics, log or JSON counters; with #MODEL at its "
+            "end if the engine serves several."
+        ),
     ],
     drive: Annotated[
         bool, Option("--drive", help="Send the reference's own prompts to the engine and read its counters.")
@@ -95,7 +99,7 @@ def diagnose(
         target = asked.open(chat=own_template)
     else:
         check_temperatures(plan)
-        target = counted_so_far(engine, asked.budget(), num_speculative_tokens, flags, served=asked.served)
+        target = counted_so_far(engine, asked.budget(), num_speculative_tokens, flags)
     source = TextOptions.of(options, given, asked, quiet=as_json)
     if source.is_streamed and (not drive or own_template):
         raise ConfigError(

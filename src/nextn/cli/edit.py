@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from nextn.cli.common import K_NAMES, AsJson, CheckpointName, expanded, open_checkpoint, shipped_option, shipped_path
+from nextn.cli.common import (
+    K_NAMES,
+    AsJson,
+    CheckpointName,
+    follows_links,
+    open_checkpoint,
+    shipped_option,
+    shipped_path,
+)
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import echo, figures_table, plain, print_json, print_lines, print_table, shortened
 from nextn.errors import ConfigError
@@ -27,17 +34,9 @@ Form = Literal["single-file", "side-file", "shards"]
 _MAX_CHANGES = 12
 
 
-@dataclass(frozen=True, kw_only=True)
-class EditOptions:
-    """The options of every command that edits a checkpoint."""
-
-    follow_links: Annotated[
-        bool, Option("--follow-links", help="Follow links that lead out of a checkpoint's folder.")
-    ] = False
-    dry_run: Annotated[bool, Option("--dry-run", help="Show the plan and the bytes; write nothing.")] = False
+DryRun = Annotated[bool, Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
 
 
-@expanded()
 def restore(
     *,
     target: Annotated[Path, Argument(help="Folder of the model that lost its head.")],
@@ -60,7 +59,7 @@ def restore(
             "--force", help="Replace a complete head; accept one for another vocabulary or lm_head, or of more experts."
         ),
     ] = False,
-    options: EditOptions,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Restore a lost head, byte for byte. From a hub, only the head is downloaded."""
@@ -68,10 +67,9 @@ def restore(
 
     source = None if base is None else open_checkpoint(base)
     edit = partial(restore_head, target, source, out=out, aliases=add_aliases, family=family, force=force)
-    _run(edit, options, as_json=as_json)
+    _run(edit, dry_run=dry_run, as_json=as_json)
 
 
-@expanded()
 def convert(
     *,
     source: Annotated[
@@ -127,7 +125,7 @@ def convert(
     reindex: Annotated[
         bool, Option("--reindex", help="Write the index that the files imply; no tensor changes.")
     ] = False,
-    options: EditOptions,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Convert a head between equivalent layouts and between files, bit for bit; or a GGUF file to a checkpoint."""
@@ -140,7 +138,7 @@ def convert(
         _refuse(of_head | of_gguf, "--reindex changes the index alone; run it first, then convert with")
         from nextn.edit.reindex import reindex as write_index
 
-        _run(partial(write_index, open_checkpoint(source), out), options, as_json=as_json)
+        _run(partial(write_index, open_checkpoint(source), out), dry_run=dry_run, as_json=as_json)
         return
     if out is None:
         message = "OUT is missing: give a new folder for the result; only --reindex changes the folder itself"
@@ -150,7 +148,6 @@ def convert(
                 "the folder with")  # fmt: skip
         from nextn.edit.gguf_import import convert_gguf
 
-        dry_run = options.dry_run
         with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
             plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
         _report(plan, dry_run=dry_run, as_json=as_json)
@@ -164,25 +161,21 @@ def convert(
         experts=experts, trunk_experts=trunk_experts,
         keep_experts=None if keep_experts is None else read_expert_list(keep_experts),
     )  # fmt: skip
-    _run(edit, options, as_json=as_json)
+    _run(edit, dry_run=dry_run, as_json=as_json)
 
 
-@expanded("dry_run")
 def extract(
-    *,
     model: CheckpointName,
     out: Annotated[Path, Argument(help="The .safetensors file to write, with a small config.json next to it.")],
-    options: EditOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write the head alone to one file, from which it can be restored."""
     from nextn.edit.convert import extract as extract_head
 
     checkpoint = open_checkpoint(model)
-    _run(partial(extract_head, checkpoint, out), options, as_json=as_json)
+    _run(partial(extract_head, checkpoint, out), dry_run=False, as_json=as_json)
 
 
-@expanded()
 def export(
     *,
     head: Annotated[
@@ -265,7 +258,6 @@ def _adopted(head: str, out: Path, model: str | None) -> Path:
     return adopt_model(source, out, head=alone).folder
 
 
-@expanded()
 def adopt(
     *,
     model: CheckpointName,
@@ -277,7 +269,7 @@ def adopt(
             callback=shipped_option,
         ),
     ] = None,
-    options: EditOptions,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a model without an MTP family (Llama, Mistral, Qwen2, Qwen3) in GLM-4.5's layout, which engines run."""
@@ -285,16 +277,19 @@ def adopt(
 
     checkpoint = open_checkpoint(model)
     edit = partial(adopt_model, checkpoint, out, head=head)
-    _run(edit, options, as_json=as_json)
+    _run(edit, dry_run=dry_run, as_json=as_json)
 
 
-@expanded()
 def quantize(
     *,
     model: CheckpointName,
     out: Annotated[Path, Argument(help="New folder for the result.")],
     weights: Annotated[
-        str, Option(help="int8: one scale per output channel. int4: one per group. q4_1: blocks of GGUF, for nextn.")
+        str,
+        Option(
+            help="int8: one scale per output channel. w8a8: the same, with activations of 8 bits per token in engines "
+            "(vLLM on CPUs). int4: one scale per group. q4_1: blocks of GGUF, for nextn."
+        ),
     ],
     group_size: Annotated[int, Option(help="Input channels of a group of int4.")] = 32,
     calibrate: Annotated[
@@ -302,10 +297,7 @@ def quantize(
         Option(help="File of text or records, or a data set, on whose activations int4 or q4_1 is to err least."),
     ] = None,
     head_bits: Annotated[int, Option(help="Bits of the head: 16 (unchanged), 8 or 4.")] = 16,
-    activation_bits: Annotated[
-        int, Option(help="8: int8 with activations of 8 bits per token (W8A8), which vLLM runs on CPUs. 16: W8A16.")
-    ] = 16,
-    options: EditOptions,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a model with decoder layers of 4 or 8 bits, rounded to nearest (compressed-tensors or GGUF's blocks)."""
@@ -316,12 +308,12 @@ def quantize(
             f"--calibrate changes the scales of int4 and q4_1, not of {weights}; give one of these or leave it out"
         )
     checkpoint = open_checkpoint(model)
-    importance = None if calibrate is None or options.dry_run else _importance(checkpoint, calibrate, quiet=as_json)
+    importance = None if calibrate is None or dry_run else _importance(checkpoint, calibrate, quiet=as_json)
     edit = partial(
         quantize_model, checkpoint, out, weights=weights, group_size=group_size, head_bits=head_bits,
-        activation_bits=activation_bits, importance=importance,
+        importance=importance,
     )  # fmt: skip
-    _run(edit, options, as_json=as_json)
+    _run(edit, dry_run=dry_run, as_json=as_json)
 
 
 def _importance(checkpoint: "Checkpoint", source: str, *, quiet: bool) -> "Importance":
@@ -375,10 +367,10 @@ def _refuse(options: Mapping[str, object], reason: str) -> None:
         raise ConfigError(f"{reason} {', '.join(given)}")
 
 
-def _run(edit: "Callable[..., EditPlan]", options: EditOptions, *, as_json: bool) -> None:
-    with _bytes_bar(quiet=as_json or options.dry_run) as on_bytes:
-        plan = edit(follow_links=options.follow_links, dry_run=options.dry_run, on_bytes=on_bytes)
-    _report(plan, dry_run=options.dry_run, as_json=as_json)
+def _run(edit: "Callable[..., EditPlan]", *, dry_run: bool, as_json: bool) -> None:
+    with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
+        plan = edit(follow_links=follows_links(), dry_run=dry_run, on_bytes=on_bytes)
+    _report(plan, dry_run=dry_run, as_json=as_json)
 
 
 def _report(plan: "EditPlan", *, dry_run: bool, as_json: bool) -> None:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from nextn.cli.common import K_NAMES, AsJson, Device, EngineTest, Prompts, expanded, first_turns, writable_folder
+from nextn.cli.common import (
+    ADDRESS,
+    K_NAMES,
+    AsJson,
+    EngineAccess,
+    EngineTest,
+    Prompts,
+    expanded,
+    first_turns,
+    writable_folder,
+)
 from nextn.cli.progress import Step, progress_bars
 from nextn.cli.screen import (
     figures_table,
@@ -39,7 +49,7 @@ _EPILOG = f"Documentation: {docs_page('reference/contract')}"
 @expanded("engine")
 def verify(
     *,
-    url: Annotated[str, Argument(help="OpenAI-compatible endpoint with MTP on, such as localhost:8000.")],
+    url: Annotated[str, Argument(help=f"OpenAI-compatible endpoint with MTP on, {ADDRESS}.")],
     against: Annotated[str | None, Option(help="The same model served without MTP.")] = None,
     check: Annotated[list[str] | None, Option(help="Check to run; repeatable. Default: all.")] = None,
     prompts: Prompts = None,
@@ -65,8 +75,8 @@ def verify(
     settings = VerifySettings(samples=samples, concurrency=asked.concurrency, context=context)
     texts, budget, steps = first_turns(read_prompts(prompts)), asked.budget(), list[Step]()
     reports = verify_reports(
-        url, against, prompts=texts, checks=check or (), settings=settings, model=asked.served, chat=chat,
-        budget=budget, on_check=lambda name: steps[-1](0, status=f"{name}, {budget.used} requests"),
+        url, against, prompts=texts, checks=check or (), settings=settings, chat=chat, budget=budget,
+        on_check=lambda name: steps[-1](0, status=f"{name}, {budget.used} requests"),
     )  # fmt: skip
     report = next(reports)
     with suppress(KeyboardInterrupt):  # the results so far are reported
@@ -92,7 +102,6 @@ def build(
     ],
     family: Annotated[str, Option(help="Family of the checkpoint, such as glm4_moe.")],
     seed: int = 0,
-    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Train a tiny checkpoint in a family's layout and record what an engine must do with it (a few minutes)."""
@@ -102,7 +111,7 @@ def build(
 
     with progress_bars(quiet=as_json) as progress:
         step = progress("steps", sum(shape_of(family).steps))
-        record = build_canary(out, family, seed=seed, device=device, on_record=lambda _: step())
+        record = build_canary(out, family, seed=seed, on_record=lambda _: step())
     if as_json:
         print_json(record)
         return
@@ -112,7 +121,7 @@ def build(
 
 
 @canary_app.command(epilog=_EPILOG)
-@expanded("concurrency", "timeout")
+@expanded("concurrency")
 def check(
     *,
     canary: Annotated[Path, Argument(help="Folder written by `canary build`.")],
@@ -122,7 +131,7 @@ def check(
     sampled: Annotated[
         int, Option(min=0, help="Passes over the prompts above temperature 0, such as 8: they show C13.")
     ] = 0,
-    asked: EngineTest,
+    asked: EngineAccess,
     as_json: AsJson = False,
 ) -> None:
     """Check an engine against the contract, clause by clause, by its texts and counters on the canary's prompts."""
@@ -152,7 +161,7 @@ def check(
 
 
 def _drive(
-    canary: "Canary", asked: EngineTest, *, passes: int, quiet: bool
+    canary: "Canary", asked: EngineAccess, *, passes: int, quiet: bool
 ) -> "tuple[ConformanceRun, SampledRun | None]":
     """Run the prompts greedily, then `passes` times above temperature 0."""
     from nextn.conformance.engine_run import run_greedy, run_sampled

@@ -17,6 +17,7 @@ from nextn.errors import ConfigError
 if TYPE_CHECKING:
     from nextn.train.run_options import RunOptions
 
+_FILES = ("config", "set_")  # options whose settings are merged
 _JOINT = "Trunk and head from scratch"
 _head_option = partial(Option, rich_help_panel="A head on a frozen trunk")
 
@@ -36,9 +37,6 @@ class TrainOptions:
         bool, Option("--all-tokens", help="Also train on prompts and user turns, not only on answers.")
     ] = False
     tokenizer: Annotated[Path | None, Option(help="Folder of a tokenizer. Default: bytes, or the trunk's own.")] = None
-    modules: Annotated[
-        int | None, Option(min=1, help="Number of MTP layers of a new head; deeper drafts reuse the last one.")
-    ] = None
     config: Annotated[Path | None, Option(help="JSON file with training settings; the documentation lists them.")] = (
         None
     )
@@ -46,7 +44,6 @@ class TrainOptions:
         list[str] | None, Option("--set", help="KEY=VALUE, overrides the defaults and --config; repeatable.")
     ] = None
     device: Device = "auto"
-    tensorboard: Annotated[bool, Option("--tensorboard", help="Also write event files in OUT/tensorboard.")] = False
     recipe: Annotated[
         str | None,
         Option(help=f"Named workload that sets the defaults. Default: {DEFAULT_RECIPE}.", rich_help_panel=_JOINT),
@@ -97,10 +94,6 @@ class TrainOptions:
     curve: Annotated[
         bool, _head_option("--curve", help="At the end, report mean acceptance lengths for K = 1 to 8.")
     ] = False
-    cache_gb: Annotated[
-        float | None,
-        _head_option(help="Cache the trunk's hidden states of an epoch in OUT/hidden, up to this many GB (1e9 bytes)."),
-    ] = None
     stream: Annotated[
         bool,
         _head_option(
@@ -108,19 +101,16 @@ class TrainOptions:
             help="Read the trunk layer by layer, once, to cache its hidden states; it need not fit into memory.",
         ),
     ] = False
-    follow_links: Annotated[
-        bool, _head_option("--follow-links", help="Follow links that lead out of the folder of --from.")
-    ] = False
 
     @property
     def run(self) -> "RunOptions":
         """Raises ConfigError for settings that cannot be read."""
         from nextn.train.run_options import RunOptions
 
-        given = {option.name: getattr(self, option.name) for option in fields(RunOptions) if option.name != "settings"}
+        given = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in _FILES}
         given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
         given |= {"data": tuple(self.data or ()), "device": None if self.device == "auto" else self.device}
-        return RunOptions(**given, settings=merge_settings(self.config, self.set_ or []))
+        return RunOptions.of(merge_settings(self.config, self.set_ or []), **given)
 
 
 @expanded()
@@ -186,7 +176,7 @@ def _check(options: "RunOptions") -> None:
             "--from": options.trunk, "--head": options.head, "--init-head": options.init_head or None,
             "--layout": options.layout, "--set trained_parts": options.settings.get("trained_parts"),
             "--head-only": options.head_only or None, "--on-policy": options.on_policy or None,
-            "--cache-gb": options.cache_gb, "--allow-worse": options.allow_worse or None,
+            "--set cache_gb": options.cache_gb, "--allow-worse": options.allow_worse or None,
             "--curve": options.curve or None, "--stream": options.stream or None, "--export": options.export,
         }  # fmt: skip
         if names := [name for name, value in given.items() if value is not None]:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nextn.cli.common import stop_flag
+from nextn.cli.common import follows_links, stop_flag
 from nextn.cli.progress import progress_bars, say_doing
 from nextn.cli.screen import echo, print_json, print_note, print_notes
 from nextn.cli.streaming import show_init_layers, stream_for_training
@@ -141,7 +141,7 @@ def _prepare_head(out: Path, options: "RunOptions", ranks: "Ranks", *, quiet: bo
         fresh=options.init_head,
         num_modules=options.modules,
         layout=options.layout,
-        follow_links=options.follow_links,
+        follow_links=follows_links(),
         stream=options.stream,
     )
     return prepare_head_run(

@@ -23,8 +23,8 @@ def refuse_links(checkpoint: Checkpoint, *, follow: bool) -> None:
     if outside and not follow:
         raise CheckpointError(
             f"{checkpoint.path}: links lead out of the folder: {some([file.name for file in outside])} (the first to "
-            f"{outside[0].path.resolve()}). The output would contain those files. If that is "
-            "intended, use --follow-links (follow_links=True); else replace the links with the files."
+            f"{outside[0].path.resolve()}). The output would contain those files. If that is intended, set "
+            "NEXTN_FOLLOW_LINKS=1 (in Python, follow_links=True); else replace the links with the files."
         )
 
 

@@ -49,7 +49,8 @@ from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
-BITS = {"int8": 8, "int4": 4}
+W8A8 = "w8a8"  # codes of int8, with which engines multiply activations of 8 bits
+BITS = {"int8": 8, W8A8: 8, "int4": 4}
 BLOCKS = "q4_1"  # the weights that only nextn reads
 # Of four bits in blocks, these have eight: they are 3 % of a small Llama's layers, and cause a third of its divergence
 # (bench/log.md).
@@ -184,7 +185,6 @@ def quantize(
     weights: str,
     group_size: int = GROUP_SIZE,
     head_bits: int = 16,
-    activation_bits: int = 16,
     importance: Importance | None = None,
     follow_links: bool = False,
     dry_run: bool = False,
@@ -197,11 +197,11 @@ def quantize(
     Args:
         source: A folder, .safetensors file, hub id, `tiny` or opened checkpoint, not quantized.
         out: A new folder.
-        weights: `int8`: one scale per output channel; `int4`: one per group of input channels; `q4_1`: blocks of GGUF
-            in Q4_1, those of attention values (v_proj) in Q8_0, which nextn alone reads.
+        weights: `int8`: one scale per output channel; `w8a8`: the same, and 8 bits per token for engines' activations;
+            `int4`: one scale per group of input channels; `q4_1`: blocks of GGUF in Q4_1, those of attention values
+            (v_proj) in Q8_0, which nextn alone reads.
         group_size: Input channels of a group of int4.
         head_bits: The same for the Linears in the head's decoder layer: 16 (as they are), 8 or 4.
-        activation_bits: Bits to which engines round activations, per token: 16 (no rounding), or 8 with int8 weights.
         importance: Of weights of four bits in the trunk, see `input_squares`; what it lacks counts alike.
         follow_links: See `restore`.
         dry_run: Write nothing.
@@ -221,16 +221,13 @@ def quantize(
     """
     if weights not in (*BITS, BLOCKS) or head_bits not in (16, 8, 4) or group_size < 8 or group_size % 8:
         raise ConfigError(
-            f"weights {weights}, head bits {head_bits}, group size {group_size}; expected weights int8, int4 or "
-            "q4_1, head bits 16, 8 or 4, and a group size that is a multiple of 8, such as 32"
+            f"weights {weights}, head bits {head_bits}, group size {group_size}; expected weights int8, w8a8, int4 "
+            "or q4_1, head bits 16, 8 or 4, and a group size that is a multiple of 8, such as 32"
         )
     if weights == BLOCKS and group_size != GROUP_SIZE:
         raise ConfigError(f"group size {group_size}; blocks of {BLOCKS} have groups of 32")
-    if activation_bits not in (16, 8) or (activation_bits == 8 and (weights != "int8" or head_bits == 4)):
-        raise ConfigError(
-            f"activation bits {activation_bits}, weights {weights}, head bits {head_bits}; expected activation bits "
-            "16, or 8 with weights int8 and head bits 16 or 8"
-        )
+    if weights == W8A8 and head_bits == 4:
+        raise ConfigError("weights w8a8, head bits 4; expected head bits 16 or 8 with activations of 8 bits")
     given = as_checkpoint(source)
     refuse_links(given, follow=follow_links)
     checkpoint, repairs = sound(given, without=side_files(Inventory.of(given, family=trunk_family(given))))
@@ -238,8 +235,9 @@ def quantize(
         roundings: dict[str, Rounding] = {"trunk": BlockRounding(4, None), "values": BlockRounding(8, None)}
         roundings |= {} if head_bits == 16 else {"head": BlockRounding(head_bits, None)}
     else:
-        roundings = {"trunk": Rounding.of(BITS[weights], group_size, activation_bits)}
-        roundings |= {} if head_bits == 16 else {"head": Rounding.of(head_bits, group_size, activation_bits)}
+        rounding = partial(Rounding.of, group_size=group_size, activation_bits=8 if weights == W8A8 else 16)
+        roundings = {"trunk": rounding(BITS[weights])}
+        roundings |= {} if head_bits == 16 else {"head": rounding(head_bits)}
     plan = _plan(checkpoint, roundings, importance or {})
     plan = replace(plan, notes=(*repairs, *plan.notes), follow_links=follow_links)
     plan = into_new_folder(plan, out)

@@ -43,11 +43,12 @@ class Endpoint:
         self.client, self.served, self.capabilities, self.chat = client, served, capabilities, chat
 
     @classmethod
-    def open(cls, url: str, budget: Budget, *, model: str | None = None, chat: bool = False) -> "Endpoint":
-        """Find the model and the engine's capabilities, by a few short requests.
+    def open(cls, address: str, budget: Budget, *, chat: bool = False) -> "Endpoint":
+        """Find the model and the engine's capabilities, by a few short requests; the address is of `split_address`.
 
         Raises EngineError for an engine that is down, a model it does not serve, or an answer unlike OpenAI's.
         """
+        url, model = split_address(address)
         client = Client(url, budget)
         served = _select_model(client, model)
         return cls(client, served, _probe_capabilities(client, served, chat=chat), chat=chat)
@@ -94,6 +95,12 @@ class Endpoint:
         return _metrics(self.client)
 
 
+def split_address(address: str) -> tuple[str, str | None]:
+    """Return an engine's URL and, if the address has `#MODEL` at its end, which of the served models is meant."""
+    url, _, model = address.partition("#")
+    return url, model or None
+
+
 def fetch_metrics(url: str, budget: Budget) -> str:
     """Return the metrics at an address, without any other request to it."""
     with closing(Client(url, budget)) as client:
@@ -132,7 +139,7 @@ def _select_model(client: Client, model: str | None) -> ServedModel:
         raise EngineError(f"{client.url}/v1/models: lists no model; not an OpenAI-compatible engine, or none is loaded")
     names = [candidate.name for candidate in served]
     if model is None and len(served) > 1:
-        raise ConfigError(f"{client.url} serves {some(names, 10)}: choose one with --served")
+        raise ConfigError(f"{client.url} serves {some(names, 10)}: choose one, as in {client.url}#{names[0]}")
     for candidate in served:
         if model in (None, candidate.name):
             return candidate

@@ -36,7 +36,6 @@ def diagnose(
     num_speculative_tokens: int | None = None,
     flags: str | None = None,
     own_template: bool = False,
-    served: str | None = None,
     max_seconds: float = 900.0,
     timeout: float = 120.0,
     source: str = "",
@@ -46,14 +45,14 @@ def diagnose(
 
     Args:
         model: The checkpoint that the engine serves, as a folder, hub id or `tiny`, or loaded.
-        engine: Address of a running engine, or a file with its metrics, log or JSON counters.
+        engine: Address of a running engine, or a file with its metrics, log or JSON counters; with `#MODEL` at its end
+            if the engine serves several.
         prompts: Of the reference, as for `measure`; with `drive`, the first turn of each is sent to the engine.
         plan: How to measure the reference; None: greedy. Its K is replaced by the engine's.
         drive: Send the prompts to the engine and read its counters; otherwise, read what it counted so far.
         num_speculative_tokens: K; None: from the engine's counters or `flags`, if they show it.
         flags: The engine's command line and environment, or a file with them: K, and settings that force acceptance.
         own_template: With `drive`, send text through the engine's own chat template.
-        served: Model name, if the engine serves several.
         max_seconds: Seconds that all requests to the engine may take.
         timeout: Seconds that one request may take.
         source: The checkpoint that a loaded model came from; without it, none is audited.
@@ -85,10 +84,10 @@ def diagnose(
     target: Endpoint | Counters
     if drive:
         texts = [replace(prompt, later=()) for prompt in texts]
-        target = Endpoint.open(engine, budget, model=served, chat=own_template)
+        target = Endpoint.open(engine, budget, chat=own_template)
     else:
         check_temperatures(plan)
-        target = counted_so_far(engine, budget, num_speculative_tokens, flags, served=served)
+        target = counted_so_far(engine, budget, num_speculative_tokens, flags)
     loaded, source = open_model(model, source, head)
     notes = audit_lines(source, head) if source else []
     observed = observe(loaded, target, texts, plan)

@@ -6,7 +6,7 @@ from pathlib import Path
 from nextn.engines.client import Budget
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import Counters
-from nextn.engines.endpoint import fetch_metrics
+from nextn.engines.endpoint import fetch_metrics, split_address
 from nextn.engines.metrics_formats import from_metrics
 from nextn.engines.run_settings import with_settings
 from nextn.errors import ConfigError
@@ -24,28 +24,27 @@ def check_temperatures(plan: ReferencePlan) -> None:
         raise ConfigError(message)
 
 
-def counted_so_far(
-    engine: str, budget: Budget, num_speculative_tokens: int | None, flags: str | None, *, served: str | None = None
-) -> Counters:
+def counted_so_far(engine: str, budget: Budget, num_speculative_tokens: int | None, flags: str | None) -> Counters:
     """Return what an engine counted so far; raise as `read_engine_counters` and `engine_depth`."""
-    counters = read_engine_counters(engine, budget, served=served)
+    counters = read_engine_counters(engine, budget)
     engine_depth([with_settings(counters, flag_texts(flags))], num_speculative_tokens)
     return counters
 
 
-def read_engine_counters(engine: str, budget: Budget, *, served: str | None = None) -> Counters:
+def read_engine_counters(engine: str, budget: Budget) -> Counters:
     """Read what an engine has counted so far, from a file (metrics, log or JSON) or the /metrics of a running engine.
 
-    `served` is the model name, if the engine serves several. Raises ConfigError if `engine` is neither a file nor an
+    `#MODEL` at its end chooses one of several served models. Raises ConfigError if `engine` is neither a file nor an
     address, EngineError if it does not answer or reports no draft counts.
     """
+    engine, model = (engine, None) if Path(engine).exists() else split_address(engine)
     if Path(engine).exists():
-        return read(Path(engine), model=served)
+        return read(Path(engine), model=model)
     if "://" not in engine and not re.fullmatch(r"[\w.-]+:\d+(/.*)?|localhost", engine):
         raise ConfigError(
             f"--engine {engine}: no such file, and not an address such as localhost:8000; save lines of a log in a file"
         )
-    return from_metrics(fetch_metrics(engine, budget), model=served)
+    return from_metrics(fetch_metrics(engine, budget), model=model)
 
 
 def flag_texts(flags: str | None) -> list[str]:

@@ -13,6 +13,7 @@ from nextn.devices import training_dtype
 from nextn.errors import ConfigError, require, require_at_least
 from nextn.losses.distillation import OBJECTIVES
 from nextn.losses.mtp_loss import depth_weights
+from nextn.train.run_options import RUN_SETTINGS
 
 # Patterns of parameter names in `Head`; the first that matches decides.
 _PATTERNS = {
@@ -146,7 +147,7 @@ class TrainConfig:
         known = {field.name: field.type for field in fields(cls)}
         unknown = sorted(set(values) - {*known})
         if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join([*known, *RUN_SETTINGS])}")
         if "steps" not in values:
             raise ConfigError("steps is not set; expected a whole number >= 1")
         return cls(**{name: _typed(name, value, known[name]) for name, value in values.items()})

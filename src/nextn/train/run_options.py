@@ -12,10 +12,16 @@ from nextn.errors import CheckpointError, ConfigError
 
 FILE = "run.json"
 # Options that change how a step is computed or what is reported, but not the result: a resumed run may change them.
-_FREE = ("cache_gb", "follow_links", "allow_worse", "curve", "tensorboard", "device", "stream", "export")
+_FREE = ("cache_gb", "allow_worse", "curve", "tensorboard", "device", "stream", "export")
 _FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
 _PATHS = ("tokenizer", "model", "trunk", "head")
-_NAMES = {"trunk": "--from"}
+# Options that are given as settings, with their types.
+RUN_SETTINGS: dict[str, tuple[tuple[type, ...], str]] = {
+    "modules": ((int,), "a number of MTP layers"),
+    "cache_gb": ((int, float), "a number of GB"),
+    "tensorboard": ((bool,), "true or false"),
+}
+_NAMES = {"trunk": "--from"} | {name: f"--set {name}" for name in RUN_SETTINGS}
 
 
 @dataclass(frozen=True)
@@ -37,13 +43,22 @@ class RunOptions:
     head_only: bool = False
     on_policy: bool = False
     cache_gb: float | None = None
-    follow_links: bool = False
     allow_worse: bool = False
     curve: bool = False
     tensorboard: bool = False
     device: str | None = None
     stream: bool = False
     export: str | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], **given: Any) -> "RunOptions":
+        """Return the options that are given, and those among the settings. Raises ConfigError for a wrong type."""
+        own = {name: value for name, value in settings.items() if name in RUN_SETTINGS}
+        for name, value in own.items():
+            types, expected = RUN_SETTINGS[name]
+            if type(value) not in types or (name == "modules" and value < 1):
+                raise ConfigError(f"{name} = {value!r}; expected {expected}")
+        return cls(**given | own, settings={name: value for name, value in settings.items() if name not in own})
 
     def absolute(self) -> "RunOptions":
         """Return the options with absolute paths; names of data sets and hub ids are unchanged."""

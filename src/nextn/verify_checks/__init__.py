@@ -101,7 +101,6 @@ def verify(
     prompts: PromptSource = None,
     checks: Sequence[str] = (),
     settings: VerifySettings | None = None,
-    model: str | None = None,
     chat: bool = False,
     max_seconds: float = 900.0,
     timeout: float = 120.0,
@@ -110,13 +109,13 @@ def verify(
     """Check that a server's output is the same with MTP on and off.
 
     Args:
-        url: An OpenAI-compatible endpoint with MTP on, such as `localhost:8000`.
+        url: An OpenAI-compatible endpoint with MTP on, such as `localhost:8000`; with `#MODEL` at its end if it serves
+            several.
         against: The same model served without MTP; None leaves out what needs it.
         prompts: A file or benchmark, as `--prompts` takes them; texts; None: the built-in ones. Of conversations, the
             first turn is sent.
         checks: Names of checks to run; all of them if empty.
         settings: How much is sent, and what is tolerated.
-        model: Name of the model, if an endpoint serves several.
         chat: Send prompts as user messages through the engine's chat template.
         max_seconds: Seconds that all requests to both endpoints may take.
         timeout: Seconds that one request may take.
@@ -138,8 +137,7 @@ def verify(
     """
     budget = Budget(Limits(seconds=max_seconds, answer_s=timeout))
     *_, report = verify_reports(
-        url, against, prompts=prompts, checks=checks, settings=settings, model=model, chat=chat, budget=budget,
-        on_check=on_check,
+        url, against, prompts=prompts, checks=checks, settings=settings, chat=chat, budget=budget, on_check=on_check,
     )  # fmt: skip
     return report
 
@@ -151,13 +149,12 @@ def verify_reports(
     prompts: PromptSource,
     checks: Sequence[str],
     settings: VerifySettings | None,
-    model: str | None,
     chat: bool,
     budget: Budget,
     on_check: Callable[[str], None],
 ) -> Iterator[VerifyReport]:
     """Connect, then yield the report so far, at first and after each check; arguments and errors are of `verify`."""
-    connect = partial(Endpoint.open, budget=budget, model=model, chat=chat)
+    connect = partial(Endpoint.open, budget=budget, chat=chat)
     target, reference = connect(url), connect(against) if against else None
     texts = [replace(prompt, later=()) for prompt in take_prompts(prompts)[0]]
     report = VerifyReport(target.url, target.served.name, None if reference is None else reference.url)
