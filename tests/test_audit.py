@@ -210,6 +210,9 @@ BROKEN = {
         "names-foreign", "error", "qwen3_5_moe", {"change": lambda table: (
             drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.w13_weight", (4, 32, H))(table),
             put("mtp.layers.0.mlp.experts.w2_weight", (4, H, 16))(table))}, "memory of vLLM"),
+    "experts numbered behind their weight": (
+        "names-foreign", "error", "qwen3_5_moe", {"change": rename(
+            r"^(.*experts)\.(\d+)\.(\w+)\.weight$", r"\1.\3.weight\2")}, "36 tensors .*numbered behind their weight"),
     "a compiled model": (
         "names-foreign", "error", "glm4_moe", {"change": rename("^", "_orig_mod.")}, "a wrapper of torch"),
     "tied on one level, without an lm_head": (
@@ -303,6 +306,13 @@ BROKEN = {
         r"stores 8 matrices, such as mtp.*, unquantized, .*\(compressed-tensors\) has engines build"),
     "packed trunk, plain head, GPTQ": (
         "quantization", "error", "qwen3_5", {"change": pack_trunk, "config": GPTQ}, ", unquantized, and"),
+    "packed trunk, fused plain experts of the head, the rest listed": (
+        "quantization", "error", "qwen3_5_moe", {"change": lambda table: (
+            pack_trunk(table), drop("^mtp.*experts")(table),
+            put("mtp.layers.0.mlp.experts.gate_up_proj", (4, 32, H))(table),
+            put("mtp.layers.0.mlp.experts.down_proj", (4, H, 16))(table)), "config": {
+            "quantization_config": INT4["quantization_config"] | {"ignore": ["lm_head", "re:mtp(?!.*experts)"]}}},
+        "stores 2 matrices, such as mtp.layers.0.mlp.experts.down_proj, .*_up_proj, unquantized"),
     "packed trunk, plain head, ModelOpt": (
         "quantization", "warning", "qwen3_5", {"change": pack_trunk, "config": MODELOPT}, "has vLLM build them quant"),
     "packed head, left out": (

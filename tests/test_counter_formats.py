@@ -15,10 +15,10 @@ from quick import loop
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import COPIED, FIRST_TOKENS, ROUNDED, SOME_POSITIONS
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
-from nextn.engines.log_formats import LOG_FORMATS
+from nextn.engines.log_formats import LOG_FORMATS, RENAMED
 from nextn.engines.log_reader import RISING
 from nextn.engines.metrics_formats import METRICS_FORMAT
-from nextn.engines.run_settings import OVERRIDES, overrides_in
+from nextn.engines.run_settings import OVERRIDES, head_not_loaded, overrides_in
 from nextn.errors import EngineError
 from nextn.evaluate.hypotheses import engine_depth, observed_counts
 
@@ -247,6 +247,33 @@ TEXTS = {
     "vLLM, cut before the first figures": (VLLM.partition("Mean acceptance ")[2], ("vLLM", 99, 198, 169, (91, 78))),
     "vLLM, two figures of a line": ("- Mean acceptance length: 2.10 tokens per step\n- Per-position acceptance rate: 71%, "
                                     "39%\n", ("vLLM", None, None, None, ())),
+    "LMDeploy": (
+        "[2026-08-21 10:11:12 DP0] Avg thr (in/out): 10.0 / 55.1 tokens/s, KV cache: 1.2%, SpecDecoding metrics: Draft "
+        "acceptance rate: 56.67%, Mean acceptance length: 2.70, Accepted: 170 tokens, Drafted: 300 tokens, Per-position "
+        "acceptance rate: 0.800, 0.600, 0.300\n", ("LMDeploy", 100, 300, 170, (80, 60, 30))),
+    "LMDeploy's statistics": (
+        "SpeculativeDecodingStats(num_spec_tokens=3, num_drafts=100, num_draft_tokens=300, num_accepted_tokens=170, "
+        "draft_acceptance_rate=56.67%, mean_acceptance_length=2.70, per_position_acceptance_rate=0.800, 0.600, 0.300)\n",
+        ("LMDeploy", 100, 300, 170, (80, 60, 30))),
+    "SGLang's send_one": (
+        "+-------------+--------+------------+-----------------+\n| Latency (s) | Tokens | Acc Length | Speed (token/s) |\n"
+        "+-------------+--------+------------+-----------------+\n|    3.749    |  512   |   2.000    |     136.74      |\n",
+        ("SGLang", 256, None, 255, ())),
+    "a trainer's rollouts": ("step:12 - actor/entropy:0.31 - rollout/spec_accept_rate:0.46 - rollout/spec_accept_length:2.38\n"
+                             "perf 1: {'rollout/spec_accept_rate': 0.45, 'rollout/spec_accept_length': 2.35}\n",
+                             ("a trainer's rollouts", None, None, None, ())),
+    "mlx-vlm's rows": ("| `Qwen3.5-4B-4bit` | 4 | 1200 | 2.20 accepted/round, 73.5% drafted, avg draft 3.00 | 1.32x |\n",
+                       ("mlx-vlm", None, None, None, ())),
+    "rounds of a fork of llama.cpp": ("\n".join(
+        json.dumps({"step": step, "seq": 0, "n_draft": 3, "n_accepted": accepted, "pmin_drop": 0, "pos": [{"i": 0}]})
+        for step, accepted in enumerate((2, 3, 0))), ("llama.cpp", 3, 9, 5, (2, 2, 1))),
+    "SGLang's counts, of which a trainer found two": (json.dumps({
+        "spec_accept_token_num": 0, "spec_draft_token_num": 0, "spec_verify_ct": 100, "completion_token_num": 190}),
+        ("SGLang", 100, None, 89, ())),
+    "drafts and tokens": ("drafts 266/302, tokens 696/906\n", ("an engine", 302, 906, 696, ())),
+    "a line for each position": ("position 1: 133/191\nposition 2: 80/191\n", ("an engine", 191, 382, 213, (133, 80))),
+    "a line for each position that was reached": ("pos\nposition 0: 133/191\nposition 1: 80/133\n",
+                                                  ("an engine", 191, None, 213, (133, 80))),
     "a stream": ('data: {"choices": []}\n\ndata: {"choices": [], "timings": {"draft_n": 78, "draft_n_accepted": 60, '
                  '"predicted_n": 100}}\n\ndata: [DONE]\n', ("llama.cpp", 39, 78, 60, ())),
 }  # fmt: skip
@@ -281,6 +308,8 @@ def test_notes_say_what_is_missing():
     rising = "MTP total: 81 accepted / 99 drafted\n"
     assert read(rising + rising.replace("81", "90").replace("99", "130")).notes == (RISING,)
     assert read(rising + rising).notes == read(rising).notes == ()
+    for length, notes in (("1.0", (RENAMED,)), ("2.0", ())):
+        assert read(f"step:1 - rollout/spec_accept_length:{length}\n").notes == notes
     both = read(f"{BENCH}\n{VLLM}\n")
     assert both.num_drafts == 6393
     assert any("vLLM's SpecDecoding metrics" in note and "not added" in note for note in both.notes)
@@ -436,7 +465,7 @@ def test_metrics_that_are_not_known():
         read("rapid_mlx:spec_decode_attempts_total 1304\nrapid_mlx:spec_decode_accepts_total 1111\n")
 
 
-@pytest.mark.parametrize(
+@loop(
     "text",
     [
         json.dumps(
@@ -449,16 +478,8 @@ def test_metrics_that_are_not_known():
         "loan acceptance (3 of 5 drafts)\n",
         "accepted (3/5 drafts)\n",
         "mtp accepted=0.625 drafted=1.000\n",
-    ],
-    ids=[
-        "two requests",
-        "totals behind",
-        "of others",
-        "prose",
-        "a draft of something else",
-        "drafts of a loan",
-        "drafts of anything",
-        "rates",
+        "drafts 10/302, tokens 696/906\n",
+        "position 2: 80/191\nposition 3: 20/191\n",
     ],
 )
 def test_counts_that_are_not_clear_are_not_read(text):
@@ -723,6 +744,31 @@ def test_forced_and_relaxed_acceptance():
     assert {each.effect for each in OVERRIDES} == {"forced", "relaxed", "another drafter's"}
 
 
+NOT_LOADED = [
+    "ValueError: MTP speculative decoding layer 78 weights missing from checkpoint. The checkpoint may have been quantized",
+    "ValueError: Following weights were not initialized from checkpoint: {'model.layers.16.hnorm.weight'}",
+    "KeyError: 'layers.0.mlp.experts.w2_weight'",
+    '  File "vllm/model_executor/models/qwen3_next_mtp.py", line 217, in load_weights\nAssertionError',
+    "W llama_init_from_model: context type MTP requested but model doesn't contain MTP layers",
+    "MTP speculative stage requested, but the server was not started with MTP support",
+    "(config declares mtp heads but checkpoint ships no mtp.* weights; MTPModule attachment skipped)",
+    "MTP head present in this checkpoint but not loaded (speculative.mtp_k=0)",
+    "Parameter model.layers.0.self_attn.q_proj.weight not found in params_dict",
+]
+NO_FAULT = ["INFO failed to load the tokenizer", "KeyError: 'mode'", "MTP head loaded; vision tower not used", "MTP on"]
+
+
+def test_a_head_that_the_engine_did_not_load():
+    """Its own line is quoted, in place of counts or beside them."""
+    for line in NOT_LOADED:
+        with pytest.raises(EngineError) as error:
+            read(f"INFO starting\n{line}\nINFO done\n")
+        assert repr(line.strip().partition("\n")[0]) in str(error.value), line
+        assert any("nextn audit" in note for note in read(f"{line}\n{SGLANG.format('1.00', '0.00')}\n").notes), line
+    assert not any(map(head_not_loaded, [*NO_FAULT, *(text for text, _ in TEXTS.values())]))
+    assert len(head_not_loaded("x" * 9999 + NOT_LOADED[0] + "y" * 9999)) < 300
+
+
 @loop(
     ("text", "words"),
     [
@@ -739,6 +785,7 @@ def test_forced_and_relaxed_acceptance():
         ("HTTP: 12 accepted, 30 rejected\n", "has none"),
         ("Position 0: 82.10\nAccepted tokens: 5\n", "nearest: table of vllm bench serve"),
         ("Hello\n", "nothing in it is of an engine's drafts"),
+        ('{"a": 1}\n{"a": 2}\n', "nothing in it is of an engine's drafts"),
         ('{"a": 1}', "nothing in it is of an engine's drafts"),
         (json.dumps({"timings": {"draft_n": 5, "draft_n_accepted": 9}}), "impossible"),
         (json.dumps({"timings": {"draft_n": 5}}), "nearest: timings of llama.cpp"),

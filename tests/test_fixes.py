@@ -90,7 +90,7 @@ CASES = {name: (rule, family, options) for name, (rule, _, family, options, _) i
 
 def commands(fix):
     """The commands of a fix that this test can follow: alternatives, each alone."""
-    found = [fix] if fix.startswith("nextn ") else re.findall("`(nextn .+?)`", fix)
+    found = [fix] if fix.startswith("nextn ") else re.findall("(?<!then run )`(nextn .+?)`", fix)
     return [each for each in found if each.split()[1] in ("restore", "convert") and ".gguf" not in each]
 
 
@@ -158,6 +158,21 @@ def test_fixes_followed(case, here, tmp_path):
         assert {name: before[name] for name in trunk} == {name: after.get(name) for name in trunk}
         changed = {name for name in before.keys() & after.keys() & sound.keys() if before[name] != after[name]}
         assert not {name for name in changed if before[name] == sound[name]}, command
+
+
+@loop(("case", "prefix"), [("a compiled model", "_orig_mod."), ("experts numbered behind their weight", "")])
+def test_renaming_followed(case, prefix, here, tmp_path):
+    """The code for each file, then the command: in shards with an index, and in one file without."""
+    _, family, options = CASES[case]
+    for shards in (1, 3):
+        folder = publish(tmp_path / str(shards), family, shards=shards, **options)
+        (fix,) = (each.fix for each in audit(folder).findings if each.rule == "names-foreign")
+        code, command = re.search(r"(save_file\(.*\)), and then run `(nextn .*)`", fix).groups()
+        for file in folder.glob("*.safetensors"):
+            eval(code, {"save_file": save_file, "load_file": load_file, "re": re, "FILE": file, "PREFIX": prefix})
+        followed(command, folder, folder, here)
+        assert not rules(folder)
+        assert tensors(folder) == tensors(publish(tmp_path / f"sound-{shards}", family))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from artifacts import publish
+from stored import in_one_file
 from test_convert import tensors
 from test_restore import bytes_of, lost, own_names, take, without
 
@@ -134,8 +135,7 @@ def test_reindex(broken, tmp_path):
     assert not plan.files.weights
     report = audit(Checkpoint.open(tmp_path / "model"))
     assert report.clean, report.findings
-    with pytest.raises(ConfigError, match="nothing to index"):
-        reindex(tmp_path / "model")
+    assert nothing_to_write(tmp_path / "model")
 
 
 @pytest.mark.one_case
@@ -195,11 +195,22 @@ def test_layers_that_no_file_holds(tmp_path):
     assert (found.rule, found.found) == ("trunk-missing", "Of 2 trunk layers 1 is in no file: 1.")
 
 
+def nothing_to_write(folder):
+    """Writing a sound index again changes no file, and says so."""
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    plan = reindex(folder)
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    return before == after and any("nothing to index" in note for note in plan.notes) and not plan.documents
+
+
 def test_headless_has_nothing_to_index(tmp_path):
     """A sound index is left alone."""
     publish(tmp_path, NAME, shards=2, change=without(NAME))
+    assert nothing_to_write(tmp_path)
     with pytest.raises(ConfigError, match="nothing to index"):
-        reindex(tmp_path)
+        reindex(tmp_path, tmp_path.with_name("other"))
+    in_one_file(tmp_path)
+    assert nothing_to_write(tmp_path)
     assert take(tmp_path).checkpoint.problems == ()
 
 

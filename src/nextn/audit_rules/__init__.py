@@ -156,7 +156,7 @@ def audit_checkpoint(
     }
     rules = [bound.get(rule, rule) for rule in RULES]
     hidden = any(HEADLIKE.search(name) for name in foreign if plain_name(name) is None)
-    findings = [*structure.names_foreign(kinds)] + [
+    findings = [*structure.names_foreign(checkpoint.path, kinds)] + [
         finding for rule in rules for finding in rule(inventory) if not (hidden and finding.rule == "head-absent")
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -197,7 +197,7 @@ def _without_family(checkpoint: Checkpoint) -> AuditReport:
     names = [*inventory.stored.values(), *inventory.unrecognized]
     model_type = str(checkpoint.config["model_type"])[:80]
     found = [
-        *structure.names_foreign(structure.foreign_names(inventory)),
+        *structure.names_foreign(checkpoint.path, structure.foreign_names(inventory)),
         *files.index(inventory),
         *structure.draft_model(inventory),
     ]

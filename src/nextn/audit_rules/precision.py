@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from nextn.audit_rules.findings import Finding, engines, restore, verb
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.module_lists import FUSED, with_fused
 from nextn.checkpoint.packed_layout import PackedWeight, with_logical_weights
@@ -46,6 +47,7 @@ class Part:
     role: str
     storage: Storage
     counterpart: str  # the trunk's module of the same path; "" without one
+    asked: str  # the name that engines look up in a config: of fused experts, that of one expert's matrix
 
 
 def precision(inventory: Inventory) -> Iterator[Finding]:
@@ -328,7 +330,7 @@ def _mismatches(
                 if name in inventory.family.runners}  # fmt: skip
     for part in parts:
         if part.role not in plain and part.storage not in ("unknown", "fp8-bare"):
-            covered = covers(part.module)
+            covered = covers(part.asked)
             other = part.counterpart
             known = covered and other and storage(tensors, other) == "plain" and covers(other)
             followers = tuple(name for name, roles in builders.items() if part.role not in roles)
@@ -372,11 +374,19 @@ def _parts(inventory: Inventory, reference: LayerReference) -> list[Part]:
     parts: dict[str, Part] = {}
     for canonical, name in inventory.stored.items():
         module = split_name(name, tensors)[0]
-        kind = storage(tensors, module)
-        if kind is not None and (kind != "plain" or _is_matrix(tensors.get(f"{module}.weight"))):
+        kind, asked = storage(tensors, module), _asked(inventory, canonical)
+        if kind is not None and (kind != "plain" or asked or _is_matrix(tensors.get(f"{module}.weight"))):
             same = split_name(like.get(name, ""), tensors)[0]
-            parts.setdefault(module, Part(module, inventory.role(canonical), kind, same))
+            parts.setdefault(module, Part(module, inventory.role(canonical), kind, same, asked or module))
     return list(parts.values())
+
+
+def _asked(inventory: Inventory, canonical: str) -> str:
+    """Return the name under which vLLM looks up fused experts in a config (`get_moe_method`); "" for others."""
+    path = expert_path(canonical)
+    if path is None or path.form != "fused":
+        return ""
+    return inventory.published(path.of_expert(0, path.halves[0])).removesuffix(".weight")
 
 
 def _is_matrix(info: TensorInfo | None) -> bool:

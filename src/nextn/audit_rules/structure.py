@@ -118,14 +118,15 @@ def foreign_names(inventory: Inventory) -> list[tuple[ForeignNames, list[str]]]:
     return [(kind, [checked[key] for key in keys]) for kind, keys in kinds]
 
 
-def names_foreign(found: Iterable[tuple[ForeignNames, list[str]]]) -> Iterator[Finding]:
+def names_foreign(path: str, found: Iterable[tuple[ForeignNames, list[str]]]) -> Iterator[Finding]:
     """Report names of a running program, by the kind of program that wrote them."""
     for kind, names in found:
         yield Finding(
             "names-foreign", "error", names[0],
             f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: no loader of "
             "checkpoints maps them.",
-            "The names under which the family's checkpoints are published.", kind.remedy,
+            "The names under which the family's checkpoints are published.",
+            kind.remedy.replace("MODEL", shlex.quote(path)),
         )  # fmt: skip
 
 

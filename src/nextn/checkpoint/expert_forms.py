@@ -15,7 +15,7 @@ from nextn.family_table.spec import ExpertForm
 
 _PATH = re.compile(
     r"(?P<stem>(?:.+\.)?(?:experts|switch_mlp))\.(?:(?P<number>\d{1,6})\.)?(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)"
-    r"(?P<suffix>|[._].+)"
+    r"(?P<suffix>|(?!\.weight\d)[._].+)"
 )
 _MAX_EXPERTS = 65_536  # of one tensor; published models have at most 1,024
 

@@ -28,11 +28,16 @@ class ForeignNames:
 
 
 _MERGE = "Merge the adapter (PEFT's `merge_and_unload`, `mlx_lm.fuse`), save, and audit the result."
-_UNWRAP = (
-    "Save the state of the unwrapped module; or rename each file's tensors with safetensors.torch: save_file("
-    "{name.replace(PREFIX, ''): value for name, value in load_file(FILE).items()}, FILE, {'format': 'pt'}), and then "
-    "write the index again (--reindex of the convert command)."
-)
+
+
+def _renamed(name: str) -> str:
+    return (
+        f"rename each file's tensors with safetensors.torch: save_file({{{name}: value for name, value in "
+        "load_file(FILE).items()}, FILE, {'format': 'pt'}), and then run `nextn convert MODEL --reindex`."
+    )
+
+
+_UNWRAP = "Save the state of the unwrapped module; or " + _renamed("name.replace(PREFIX, '')")
 KINDS = (
     ForeignNames(re.compile(rf".*\.(?:{_ADAPTER})(?:\..+|$)"), "\0", "the matrices of an adapter", _MERGE),
     ForeignNames(re.compile(r"^base_model\.model\."), "", "an adapter's model that was not merged (PEFT)", _MERGE),
@@ -61,6 +66,11 @@ KINDS = (
     ForeignNames(
         re.compile(r"(?<=\.experts\.)gate_up_proj\.weight$"), "gate_up_proj", "fused experts with a module each",
         "Write the checkpoint's own names: experts.gate_up_proj and experts.down_proj, without .weight."),
+    ForeignNames(
+        re.compile(r"(?<=\.experts\.)((?:gate|up|down)_proj)\.weight(\d+)$"), r"\2.\1.weight",
+        "experts numbered behind their weight (a merger of Megatron's files)",
+        "Merge again with a newer version of the tool (verl); or "
+        + _renamed(r"re.sub(r'(\w+)\.weight(\d+)$', r'\2.\1.weight', name)")),
     ForeignNames(
         re.compile(r".*\.(?:\w+_quantizer\.\w+|_extra_state)$"), "\0", "the state of ModelOpt or Megatron in training",
         "Export the model with the tool that trained it."),

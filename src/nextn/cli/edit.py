@@ -391,7 +391,8 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
         table.add_row(*map(plain, (file, f"{len(pieces):,}", f"{size:,}", sources)))
     for file in plan.documents:
         table.add_row(*map(plain, (file, "", "", "index" if file == INDEX else "")))
-    print_table(table)
+    if table.rows:
+        print_table(table)
     renamed, dropped = "is renamed to", "is removed"
     if plan.new_folder:
         renamed, dropped = "is copied as", "is not copied, as its tensors are written anew"

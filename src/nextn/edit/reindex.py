@@ -35,8 +35,9 @@ def reindex(
 
     No tensor is changed. A model.safetensors beside other files is renamed, as loaders open it before they look for an
     index. By default the local folder itself is changed, else `out` is a new folder for the complete result, also of a
-    hub id. The options are those of `restore`. Raises CheckpointError if it is not a folder, or cannot be written;
-    ConfigError if the index lists every tensor already.
+    hub id. The options are those of `restore`. A folder of which loaders find every tensor stays as it is, and the plan
+    has nothing to write. Raises CheckpointError if it is not a folder, or cannot be written; ConfigError for an `out`
+    where there is nothing to write.
     """
     checkpoint = as_checkpoint(source)
     if out is None and not Path(checkpoint.path).is_dir():
@@ -44,7 +45,11 @@ def reindex(
     refuse_links(checkpoint, follow=follow_links)
     index = file_index(checkpoint)
     if not (index.unlisted or index.absent):
-        raise ConfigError(f"{checkpoint.path}: loaders find every tensor as it is; nothing to index")
+        message = f"{checkpoint.path}: loaders find every tensor as it is; nothing to index"
+        if out is not None:
+            raise ConfigError(f"{message}, and {out} is not written")
+        nothing = Files({}, checkpoint.index)
+        return EditPlan(checkpoint, Path(checkpoint.path), trunk_family(checkpoint).name, nothing, {}, notes=(message,))
     sound = _with_sound_index(checkpoint, index)
     several = len(set(index.weight_map.values())) > 1
     renamed = {SINGLE: free_name(FIRST_SHARD, sound.sources)} if several and SINGLE in sound.headers else {}

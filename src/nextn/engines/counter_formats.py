@@ -15,7 +15,7 @@ from nextn.engines.json_formats import JSON_READERS, objects
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.log_reader import LogReading, read_log
 from nextn.engines.metrics_formats import METRICS_FORMAT, METRICS_LINE, SERIES_TABLE, from_metrics, table_as_metrics
-from nextn.engines.run_settings import with_settings
+from nextn.engines.run_settings import NOT_LOADED_FIX, head_not_loaded, with_settings
 from nextn.errors import EngineError
 from nextn.text_format import docs_page
 
@@ -113,7 +113,7 @@ def _begins_as_json(start: str) -> bool:
 
 def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     """The counts of one JSON document, of one per line, or of the lines that a structured log has in its fields."""
-    parts, lines, series, reason = [], [], list[str](), None
+    parts, lines, series, reason, num_objects = [], [], list[str](), None, 0
     for document in _documents(text, source):
         if isinstance(document, ValueError):
             reason = reason or document
@@ -121,6 +121,7 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
         if isinstance(document, str):
             lines.append(document)
             continue
+        num_objects += 1
         found = list(objects(document))
         parts += found
         series += [*_queried(document), *_exported(document)]
@@ -135,7 +136,7 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     if not reading.has_entries and reading.counters is None:
         general = read_log(io.StringIO(text[:_MAX_START]), general=True)
         reading = general if general.counters else reading
-    if reading.counters is None and not reading.incomplete and reason is not None:
+    if reading.counters is None and not reading.incomplete and reason is not None and not num_objects:
         raise EngineError(f"{source}: neither JSON nor lines of JSON: {reason}") from reason
     return _need(reading, source, text[:_MAX_START])
 
@@ -223,6 +224,10 @@ def _need(reading: LogReading, source: str, start: str) -> Counters:
     if reading.incomplete:
         name, missing = reading.incomplete[0]
         raise EngineError(f"{source}: no draft counts in it; nearest: {name}, which lacks {missing!r}")
+    if fault := head_not_loaded(start):
+        raise EngineError(
+            f"{source}: no draft counts in it, as the engine did not load the head: {fault!r}. {NOT_LOADED_FIX}"
+        )
     name, words = _nearest(start)
     hint = f"nearest: {name}, by {words!r}" if name else "nothing in it is of an engine's drafts"
     if not name and (line := re.search(r"(?i)[^\n]{0,60}(?<![a-z])accept[^\n]{0,60}", start)):

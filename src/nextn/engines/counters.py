@@ -151,6 +151,16 @@ def drafting_rounds(generated: int, drafted: int, accepted: int, *, num_texts: i
     return drafted if 0 < rounds - drafted <= num_texts else rounds
 
 
+def one_round(engine: str, accepted: int, drafted: int) -> Counters:
+    """Return the counts of one round. Raises EngineError for more accepted drafts than drafts, or too many."""
+    if not accepted <= drafted <= MAX_POSITIONS:
+        raise EngineError(
+            f"{engine}: a round accepted {accepted} of {drafted} drafts; expected at most {MAX_POSITIONS}"
+        )
+    positions = tuple(int(index < accepted) for index in range(drafted))
+    return Counters(engine, int(drafted > 0), drafted, accepted, positions, (1,) * drafted)
+
+
 def fill_in_derived(counters: Counters) -> Counters:
     """Add the counts that follow from the others, and a note where some rounds drafted less than the longest."""
     drafted, kept = counters.draft_tokens, counters.accepted or 0

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from nextn.bounded_json import MAX_COUNT, count, optional_count, short_repr, string
-from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, drafting_rounds, fill_in_derived, sum_counters
+from nextn.engines.counters import (
+    COUNTS,
+    MAX_POSITIONS,
+    Counters,
+    drafting_rounds,
+    fill_in_derived,
+    one_round,
+    sum_counters,
+)
 from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
@@ -133,6 +141,11 @@ def _timings(record: Mapping) -> Counters:
     return Counters("llama.cpp", drafting_rounds(generated - 1, drafted, accepted), drafted, accepted)
 
 
+def _round_dump(record: Mapping) -> Counters:
+    """A round, of a fork of llama.cpp."""
+    return one_round("llama.cpp", *(count(record.get(name), name) for name in ("n_accepted", "n_draft")))
+
+
 def _speed_bench(record: Mapping) -> Counters:
     """llama.cpp's speed_bench.py --output: turns of `results` count as requests; the rows of `summary` repeat them."""
     rounds = drafted = accepted = 0
@@ -164,8 +177,10 @@ def _meta_info(record: Mapping) -> Counters:
     )
     accepted = _first(record, "spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
     drafted = _first(record, "spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
-    emitted = _first(record, "completion_tokens")
+    emitted = _first(record, "completion_tokens", "completion_token_num")
     positions = accepted_at_least(histogram)
+    if rounds and not drafted:  # each round has drafts: a trainer that looks for other names writes 0 for both
+        accepted, drafted = accepted or None, None
     # The first of completion_tokens comes from prefill, which is no round.
     if accepted is None and (positions or emitted is not None):
         accepted = sum(positions) if positions else max(0, (emitted or 0) - 1 - rounds)
@@ -280,6 +295,7 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "nextn's counters": ("per_position_offered", _own),
     "timings of llama.cpp, ik_llama.cpp or mlx-vlm": ("draft_n", _timings),
     "llama.cpp's speed_bench.py --output": ("selected_samples", _speed_bench),
+    "rounds of a fork of llama.cpp": ("pmin_drop", _round_dump),
     "MTPLX's statistics": ("accepted_by_depth", _by_depth),
     "SGLang's meta_info": ("spec_verify_ct", _meta_info),
     "vLLM's or AIPerf's record of a request": ("num_spec_steps", _vllm_request),

@@ -9,9 +9,17 @@ example), SGLang 0.5 (observability/scheduler_metrics_mixin.py, bench_serving.py
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, ROUNDED, Counters, drafting_rounds, with_all_positions
+from nextn.engines.counters import (
+    ADAPTIVE,
+    MAX_POSITIONS,
+    ROUNDED,
+    Counters,
+    drafting_rounds,
+    one_round,
+    with_all_positions,
+)
 from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
@@ -153,6 +161,59 @@ def _sglang_table(fields: Fields) -> Counters:
     return Counters("SGLang", length=_float(fields, "Accept length"))
 
 
+def _sglang_answer(fields: Fields) -> Counters | None:
+    """One answer, of which the first token is prefill's; the length is tokens / rounds."""
+    tokens, length = to_number(fields["Tokens"][0]), _float(fields, "Acc Length") or 0.0
+    rounds = round(tokens / length) if length >= 1 else 0
+    return Counters("SGLang", rounds, None, max(0, int(tokens) - 1 - rounds)) if rounds else None
+
+
+def _rollout(fields: Fields) -> Counters | None:
+    """A step of a trainer, as a mean of its answers; 0.0 is of one without drafts."""
+    length = _float(fields, "spec_accept_length") or 0.0
+    notes = (RENAMED,) if length == 1 else ()
+    return Counters("a trainer's rollouts", length=length, notes=notes) if length >= 1 else None
+
+
+def _lmdeploy(fields: Fields) -> Counters | None:
+    counters = _vllm(fields)
+    return counters and replace(counters, engine="LMDeploy")
+
+
+def _lmdeploy_totals(fields: Fields) -> Counters:
+    k, rounds, drafted, accepted = (_int(fields, name) for name in _LMDEPLOY_TOTALS)
+    rates = _rates(fields["per_position_acceptance_rate"][0]) if fields["per_position_acceptance_rate"] else []
+    positions = tuple(round(rate * (rounds or 0)) for rate in rates[:MAX_POSITIONS])
+    return Counters("LMDeploy", rounds, drafted, accepted, positions, k=k, notes=(ROUNDED,) if rates else ())
+
+
+def _mlx_vlm(fields: Fields) -> Counters:
+    drafts = _float(fields, "avg draft") or 0.0
+    k = round(drafts) if 1 <= drafts <= MAX_POSITIONS and drafts == round(drafts) else None
+    return Counters("mlx-vlm", length=1 + (_float(fields, "accepted/round") or 0.0), k=k)
+
+
+def _positions(fields: Fields) -> Counters | None:
+    """Accepted / tested drafts of each position, which all rounds test, or those that accepted the one before."""
+    counts = [[_integer(part) for part in row.split("/")] for row in fields["accepted/drafted"]]
+    accepted, tested = zip(*counts[:MAX_POSITIONS], strict=True)
+    if [int(place) for place in fields["position"]] not in ([*range(len(counts))], [*range(1, len(counts) + 1)]):
+        return None
+    if tested[1:] == accepted[:-1]:  # conditional
+        return Counters(UNKNOWN, tested[0], None, sum(accepted), accepted)
+    return Counters(UNKNOWN, tested[0], sum(tested), sum(accepted), accepted, tested)
+
+
+def _drafts_and_tokens(fields: Fields) -> Counters | None:
+    """Rounds, of which some accepted a draft, and draft tokens: refused where the figures fit no such meaning."""
+    (some, rounds), (accepted, drafted) = (
+        [_integer(part) for part in fields[name][0].split("/")] for name in ("drafts", "tokens")
+    )
+    most = some * -(-drafted // max(rounds, 1))  # if these rounds accepted all of their drafts
+    fits = some <= rounds <= drafted and some <= accepted <= min(drafted, most)
+    return Counters(UNKNOWN, rounds, drafted, accepted) if fits else None
+
+
 def _sglang(fields: Fields) -> Counters | None:
     """One interval; 0.00 is of one without a round, as of an idle rank, since each round gives a token."""
     engine, name = ("TokenSpeed", "avg_accept_len") if fields["avg_accept_len"] else ("SGLang", "accept len")
@@ -160,6 +221,12 @@ def _sglang(fields: Fields) -> Counters | None:
     return Counters(engine, length=length) if length >= 1 else None
 
 
+_LMDEPLOY_TOTALS = ("num_spec_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+# Of verl, slime and others, which read per-request counts by name.
+RENAMED = (
+    "1.0 is also what a trainer reports that does not find the counts of its engine: SGLang has renamed them twice "
+    "(0.5.11, 0.5.12); compare the engine's own log"
+)
 _FINISH = ("spec_accept_token_num", "spec_draft_token_num", "total")  # and their other names
 
 
@@ -173,11 +240,7 @@ def _sglang_finish(fields: Fields) -> Counters:
 
 def _llama_round(fields: Fields) -> Counters:
     accepted, drafted = (int(count) for count in fields["accepted/drafted"][0].replace(" ", "").split("/"))
-    if not accepted <= drafted <= MAX_POSITIONS:
-        message = f"llama.cpp: a round accepted {accepted} of {drafted} drafts; expected at most {MAX_POSITIONS}"
-        raise EngineError(message)
-    positions = tuple(int(index < accepted) for index in range(drafted))
-    return Counters("llama.cpp", 1, drafted, accepted, positions, (1,) * drafted)
+    return one_round("llama.cpp", accepted, drafted)
 
 
 def _llama_statistics(fields: Fields) -> Counters:
@@ -292,6 +355,11 @@ def _colon(*names: str, value: str = NUMBER) -> dict[str, str]:
     return {name: rf"{re.escape(name)}:\s*({value})" for name in names}
 
 
+def _row(position: str, counts: str = f"{_INT}/") -> str:
+    """A row of accepted and tested drafts of one position."""
+    return rf"[^\n]{{0,80}}?(?<!\w)position {position}\s?[:=] ?\(?{counts}"
+
+
 _VLLM_FIELDS = {
     **_colon("Mean acceptance length"), "Accepted": rf"(?:Accepted|accepted tokens):\s*({_INT})(?: tokens|,)",
     "Drafted": rf"(?:Drafted|draft tokens):\s*({_INT})(?: tokens|,)",
@@ -316,6 +384,17 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         ("Drafts", "Accepted tokens"), _table,
         "rounds, draft tokens and accepted drafts of the run; positions as shares of all rounds",
         num_lines=10 + MAX_POSITIONS,
+    ),
+    LogFormat(
+        "LMDeploy's SpecDecoding metrics", "SpecDecoding metrics: Draft",
+        r"SpecDecoding metrics:(?= Draft acceptance rate: [0-9.]{1,9}%, Mean )", _VLLM_FIELDS, ("Accepted", "Drafted"),
+        _lmdeploy, "accepted and draft tokens of an interval; positions as shares of all rounds",
+    ),
+    LogFormat(
+        "LMDeploy's SpeculativeDecodingStats", "SpeculativeDecodingStats(", r"SpeculativeDecodingStats\(",
+        {**{name: rf"(?<!\w){name}=({_INT})" for name in _LMDEPLOY_TOTALS},
+         "per_position_acceptance_rate": rf"per_position_acceptance_rate=({_LIST})"},
+        _LMDEPLOY_TOTALS, _lmdeploy_totals, "rounds, draft tokens and accepted drafts; positions as shares of rounds",
     ),
     LogFormat(
         "vLLM's SpecDecoding metrics", " metrics:",
@@ -385,6 +464,23 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "table of SGLang's bench_serving", "Accept length:", r"(?<![\w-])Accept length:",
         _colon("Accept length"), ("Accept length",), _sglang_table,
         "the run: tokens per round with bonus token; no counts",
+    ),
+    LogFormat(
+        "table of SGLang's send_one", "Acc Length", r"[|] *Latency \(s\)(?=[^\n]{0,80}Acc Length)",
+        {"Tokens": rf"[|] *{NUMBER} *[|] *([0-9]{{1,9}}) *[|]",
+         "Acc Length": rf"[|] *{NUMBER} *[|] *[0-9]{{1,9}} *[|] *({NUMBER}) *[|]"},
+        ("Tokens", "Acc Length"), _sglang_answer, "an answer: all of its tokens, and rounds by their length",
+        num_lines=4,
+    ),
+    LogFormat(
+        "rollout metrics of verl, slime, miles and TRL", "spec_accept_length", r"(?<!\w)spec_accept_length",
+        {"spec_accept_length": rf"spec_accept_length{_IS}({NUMBER})"}, ("spec_accept_length",), _rollout,
+        "a step of training, as a mean of its answers: tokens per round with bonus token; no counts",
+    ),
+    LogFormat(
+        "mlx-vlm's accepted drafts per round", " accepted/round", rf"(?<![0-9.,]){NUMBER} accepted/round",
+        {"accepted/round": rf"({NUMBER}) accepted/round", "avg draft": rf"avg draft:? ({NUMBER})"},
+        ("accepted/round",), _mlx_vlm, "a text: accepted drafts per round; no counts",
     ),
     LogFormat(
         "TensorRT-LLM's iteration log", "specDecodingStats", r"specDecodingStats",
@@ -459,6 +555,24 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         {**_colon("Mean acceptance length"), "rates": rf"Per-position acceptance rate:\s*\[?({_LIST})"},
         ("Mean acceptance length", "rates"), _shares, "an interval: tokens per round with bonus token; no counts",
         num_lines=3, is_general=True,
+    ),
+    LogFormat(
+        "accepted and tested drafts by position", "osition",
+        # Of position 0, or of 1 behind a line that is not of 0.
+        rf"(?im:^(?={_row('0')})|(?:\A|^(?!{_row('0')})[^\n]*\n)(?={_row('1')}))",
+        {"position": rf"(?i){_row('([0-9]{1,3})')}",
+         "accepted/drafted": rf"(?i){_row('[0-9]{1,3}', f'({_INT}/{_INT})')}(?![/0-9])"},
+        ("position", "accepted/drafted"), _positions,
+        "as other engines print it, `position 1: 40/50`, a line each: rounds that accepted it, of those that tested it",
+        num_lines=MAX_POSITIONS, is_general=True,
+    ),
+    LogFormat(
+        "drafts and tokens with two counts each", "tokens ",
+        rf"(?<!\w)(?i:drafts {_INT}/{_INT}(?=[,;]? tokens {_INT}/))",
+        {name: rf"(?i)(?<!\w){name} ({_INT}/{_INT})(?!/)" for name in ("drafts", "tokens")}, ("drafts", "tokens"),
+        _drafts_and_tokens,
+        "as other engines print it, `drafts 40/50, tokens 90/150`: rounds that accepted a draft, of all, and tokens",
+        is_general=True,
     ),
     LogFormat(
         "acceptance with two counts", "ccept",

@@ -8,12 +8,15 @@ and the counts say nothing about the head. Nor do those of another drafter.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, Counters
 
 _ASSIGN = r"['\"\\]*\s*(?:[:=]|\s)\s*['\"\\]*"  # NAME=1, name: 1, "name": 1, --name 1
 _NUMBER = r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
 _MAX_TEXT = 1024 * 1024
+_MAX_QUOTE = 240  # characters of a line
+_MAX_FAULTS = 1000  # lines to look at
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,15 @@ OVERRIDES: tuple[Override, ...] = (
     Override("MLX_SERVE_MTP_TYPICAL", "mlx-serve", _named("MLX_SERVE_MTP_TYPICAL"), "relaxed", off=(0,)),
 )  # fmt: skip
 
+# What engines say of weights that they miss: of tensors by name, or in a line that names the head.
+_NOT_LOADED = re.compile(
+    r"(?P<tensor>KeyError: '[\w.]{1,200}weight|Parameter [\w.]{1,200} not found in params_dict)|"
+    r"(?i:weights? (?:are |were )?(?:missing|not (?:initialized|loaded|found))|not loaded\b|n't contain MTP|ships? no |"
+    r"failed to (?:create|load|init)|not started with|in load_weights|KeyError)"
+)
+_OF_HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn|drafter|draft model|[eh]norm|eh_proj|pre_fc_norm)")
 # Settings by which rounds draft fewer tokens than K, by how likely the drafts are or were.
+NOT_LOADED_FIX = "`nextn audit MODEL` names what the checkpoint lacks, and what the engine does with it"
 _ADAPTIVE = re.compile(r"(?<![\w-])--(?:speculative-adaptive(?![\w-])|spec-draft-adaptive\S*)|draft-mtp-adaptive")
 # K as its users write it; those of SGLang and mlx-vlm count the bonus token or the block.
 _DEPTHS = (
@@ -115,6 +126,16 @@ def _is_off(override: Override, value: str) -> bool:
     return number in override.off or (override.off_from is not None and number >= override.off_from)
 
 
+def head_not_loaded(text: str) -> str:
+    """Return a line of a log in which the engine says that it did not load the head, or not all of it; "" for none."""
+    for match in islice(_NOT_LOADED.finditer(text, 0, _MAX_TEXT), _MAX_FAULTS):
+        begin = max(text.rfind("\n", 0, match.start()) + 1, match.start() - _MAX_QUOTE)
+        line = text[begin : match.end() + _MAX_QUOTE].partition("\n")[0]
+        if match["tensor"] or _OF_HEAD.search(line):
+            return " ".join(line.split())[:_MAX_QUOTE]
+    return ""
+
+
 def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
     """Add what an engine's log or flags say: its version, K where no counts show it, and forced acceptance."""
     for text in texts:
@@ -124,6 +145,8 @@ def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
             k = _depth(text)
         overrides = tuple(dict.fromkeys((*counters.overrides, *overrides_in(text))))
         notes = counters.notes + ((ADAPTIVE,) if _ADAPTIVE.search(text, 0, _MAX_TEXT) else ())
+        if line := head_not_loaded(text):
+            notes += (f"the engine says that it did not load all of the head ({line!r}): {NOT_LOADED_FIX}",)
         counters = replace(counters, version=version, k=k, overrides=overrides, notes=tuple(dict.fromkeys(notes)))
     return counters
 
