@@ -10,7 +10,7 @@ from tiny import FIXTURES
 from typer.testing import CliRunner
 
 from nextn.cli import app
-from nextn.cli.bench import _draw_costs, _show_advice, serving
+from nextn.cli.bench import _show_advice, serving
 from nextn.errors import NextnError
 from nextn.evaluate import advice, decoding_costs
 from nextn.evaluate.advice import REPETITIVE, Advice, forecast
@@ -71,15 +71,6 @@ def test_a_head_that_is_never_accepted_has_a_record_without_nan():
     assert json.loads(json.dumps(record, allow_nan=False))["acceptance"] == [0.0, None, None]
 
 
-def test_the_picture_has_a_line_for_each_batch_size(monkeypatch, tmp_path):
-    """Costs do not depend on the temperature: not one line for each."""
-    drawn, both = [], (costs([1, 1.4], 0.2), costs([1, 1.2], 0.1))
-    monkeypatch.setattr(plots, "costs", lambda path, rows: drawn.extend(rows))
-    forecasts = [forecast(drafted(0.5), each, temperature=t) for t in (0.0, 1.0) for each in both]
-    _draw_costs(SimpleNamespace(costs=both, forecasts=forecasts), tmp_path)
-    assert drawn == [*both]
-
-
 def test_few_rounds_show_no_speedup():
     """A lucky result of ten rounds must not be reported as a gain."""
     few = forecast(drafted(0.6, num_drafted=10), costs([1, 1.3], 0.2), temperature=1.0)
@@ -122,7 +113,7 @@ def test_advise_says_yes_or_no(prompts, tmp_path):
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
     assert json.loads((tmp_path / "out" / "advice.json").read_text()) == record
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"advice.json", "costs.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"advice.json"}
     cells = [(each["temperature"], each["batch"], each["context"]) for each in record["forecasts"]]
     assert cells == [(t, b, c) for t in (0, 1) for c in (16, 40) for b in (1, 2)]
     assert record["summary"] == record["forecasts"][0]["summary"]
@@ -205,7 +196,7 @@ def test_bench_as_text_and_files(prompts, tmp_path):
     assert done.exit_code == 0, done.output
     for words in ("speedup", "greedy, x", "temperature 1, y", "v(m) 1.00", "GB/s", "note: "):
         assert words in done.output
-    names = {"bench.json", "speedup.png", "acceptance.png", "curve.png", "costs.png"}
+    names = {"bench.json", "speedup.png", "curve.png"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
@@ -219,7 +210,7 @@ def test_interrupted_leaves_nothing(prompts, tmp_path, monkeypatch, where):
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "bench.json").write_text("old")
-    monkeypatch.setattr(*((decoding_costs, "copy_bandwidth") if where == "measuring" else (plots, "costs")), stop)
+    monkeypatch.setattr(*((decoding_costs, "copy_bandwidth") if where == "measuring" else (plots, "speedups")), stop)
     args = ["bench", FIXTURES / "qwen", "--prompts", prompts, "-k", "1", "--max-tokens", 4, "--repeats", 1]
     assert nextn(*args, "--out", tmp_path / "out").exit_code == 130
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["bench.json"]

@@ -1,5 +1,6 @@
 """The list by a slow count; exactness by enumeration; what cannot be a list."""
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,7 @@ from distributions import TOKENWISE, continued, emitted, in_blocks, random_distr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.data.corpus import Corpus
 from nextn.errors import ConfigError
 from nextn.settings import Sampling
@@ -82,3 +84,18 @@ def test_decoding_stays_exact(rule, sampling):
 def test_what_cannot_be_a_list(texts, size, always, words):
     with pytest.raises(ConfigError, match=words):
         DraftVocabulary.of(texts, size, vocab_size=9, always=always)
+
+
+def test_the_option(here, tmp_path):
+    """Drafts of few tokens and the same text; wrong values that are guessed at."""
+    file = tmp_path / "text.txt"
+    file.write_text("def f(x):\n    return x\n")
+    arguments = ["generate", SHIPPED, "def f(", "--max-tokens", 8, "--backend", "torch", "--dtype", "float32", "--json"]
+    plain = json.loads(here(*arguments)[1])
+    few = json.loads(here(*arguments, "--draft-vocab", f"{file}:1")[1])
+    assert (few["text"], sum(few["num_accepted_tokens_per_pos"])) == (plain["text"], 0)
+    assert sum(plain["num_accepted_tokens_per_pos"]) > 0
+    for wrong in ("few:8", str(file), f"{file}:0", f"{file}:few", f"{file}:999"):
+        code, _, err = here(*arguments, "--draft-vocab", wrong)
+        assert code == 2
+        assert "draft-vocab" in err or "size = 999" in err

@@ -1,14 +1,9 @@
 """The demo: really run with a budget of seconds; its figures and what it prints also from rounds made by hand."""
 
-import errno
 import json
-import os
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,12 +22,8 @@ from nextn.demo import (
     decode_model,
     train_demo,
 )
-from nextn.errors import ConfigError
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
-from nextn.stats import plots
-from nextn.stats.acceptance import Acceptance
-from nextn.stats.intervals import wilson_interval
 from nextn.train.evaluation import TeacherForcedFigures
 from nextn.train.metrics import EvalRecord, Evaluation, StepRecord
 from nextn.train.recipes import by_name
@@ -68,8 +59,6 @@ def test_the_demo_with_a_budget_of_seconds(tmp_path, here):
     (checkpoint,) = (tmp_path / "run").glob(f"step-*{report['steps']}")
     pace = json.loads((checkpoint / "trainer.json").read_text())["pace"]
     assert pace["used_s"] + pace["step_s"] / 2 >= budget
-    for name in ("acceptance.png", "timeline.png", "shipped/acceptance.png", "shipped/timeline.png", "loss.png"):
-        assert (tmp_path / name).stat().st_size > 5000
     for folder in (tmp_path, tmp_path / "shipped"):
         assert Model.load(folder / "model").head is not None
     assert f"step {report['steps']}/{report['steps']}  100%  0:00 left" in err
@@ -185,60 +174,16 @@ def test_prompts_and_tokens_follow_the_budget(monkeypatch, seconds, rate, num_pr
     assert now <= 3 * 32 / rate + max(seconds, 4 * num_tokens / rate) + 4 * num_tokens / rate
 
 
-@pytest.mark.more
-def test_a_home_that_cannot_be_written_is_no_warning(tmp_path):
-    """For matplotlib, which takes a temporary folder for its cache there."""
-    code = "from nextn.stats import plots; plots.losses(plots.Path('a.png'), [{'tokens': 1, 'loss': [1.0]}])"
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MPL", "XDG_"))}
-    env |= {"HOME": os.devnull, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, timeout=120
-    )
-    assert (done.stderr, done.returncode, (tmp_path / "a.png").exists()) == ("", 0, True)
-
-
-def test_a_rate_of_one_is_drawn(tmp_path):
-    """Its upper bound may be rounded to less than one, which matplotlib refuses as an error bar."""
-    counts = [count for count in range(1, 400) if wilson_interval(count, count)[1] < 1][:5]
-    assert counts
-    plots.acceptance(tmp_path / "a.png", {"all": Acceptance(tuple(counts), tuple(counts), 9, 9)})
-    assert (tmp_path / "a.png").exists()
-
-
-def test_more_rows_than_colors(tmp_path):
-    plots.acceptance(tmp_path / "a.png", {str(row): Acceptance((9,), (5,), 9, 9) for row in range(14)})
-    assert (tmp_path / "a.png").exists()
-
-
-def test_a_figure_on_a_full_disk(tmp_path, monkeypatch):
-    """The picture that is there stays, and nothing half-written is left."""
-    draw = partial(plots.acceptance, tmp_path / "a.png", {"all": Acceptance((9,), (5,), 9, 9)})
-    draw()
-    before = (tmp_path / "a.png").read_bytes()
-
-    def full(figure, path):
-        Path(path).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    with pytest.raises(ConfigError, match=r"a\.png: cannot be written: No space left"):
-        draw()
-    assert [each.read_bytes() for each in tmp_path.iterdir() if each.is_file()] == [before]
-
-
 @pytest.fixture
 def reported(tmp_path, monkeypatch, here):
     """`nextn demo` whose training and decoding are over -> what it prints of them."""
 
-    def call(*args, draws=True, rates=(0.5,), loss=1.0, **changes):
+    def call(*args, rates=(0.5,), loss=1.0, **changes):
         evaluation = EvalRecord(9, TeacherForcedFigures((loss, 2.0), rates, rates))
         report = DemoReport(TrainedModel(tmp_path, evaluation, None, 30.0), decoded(**changes), 35.0)
         monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: report.trained)
         monkeypatch.setattr("nextn.demo.decode_trained", lambda *args, **options: report)
         monkeypatch.setattr("nextn.demo.decode_shipped", lambda *args, **options: iter([decoded()]))
-        if draws:
-            monkeypatch.setattr("nextn.demo.plot_decoded", lambda folder, made: [folder / "timeline.png"])
-            monkeypatch.setattr("nextn.demo.plot_losses", lambda folder: folder / "loss.png")
         code, out, err = here("demo", "--no-download", "--folder", tmp_path, *args)
         assert code == 0, err
         command = shlex.join(["nextn", "generate", str(tmp_path / "shipped" / "model"), "def add("])
@@ -302,7 +247,7 @@ def test_the_story(reported, tmp_path):
         assert "plain 10 tokens/s, MTP 20 tokens/s = 2.00 x  output identical" in part
         assert part.count("output") == 1
     assert unwrapped("for 4 minutes (--minutes)") in unwrapped(second)
-    assert unwrapped(f"trained 30 s, 35 s in all; in {tmp_path}: model, report.json, loss.png") in unwrapped(second)
+    assert unwrapped(f"trained 30 s, 35 s in all; in {tmp_path}: model, report.json") in unwrapped(second)
     assert "output DIFFERENT" in reported(other=TEXT[:-1] + b"!")
 
 
@@ -362,13 +307,6 @@ def test_json(reported):
         2, 1, pytest.approx(2),
     )  # fmt: skip
     assert record["shipped"]["native"]["identical_output"]
-
-
-def test_without_matplotlib(reported, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    text = reported("--minutes", "0", draws=False)
-    assert unwrapped("no figures (figures need matplotlib: pip install 'matplotlib>=3.8')") in unwrapped(text)
-    assert "output identical" in text
 
 
 def test_stopped(reported, tmp_path, monkeypatch, here):

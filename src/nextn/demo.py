@@ -1,10 +1,9 @@
 """The demo: decode a published or the shipped model without and with its MTP head; then train another one."""
 
-import json
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -29,7 +28,6 @@ from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.abi import build_status
 from nextn.settings import Sampling, Settings
-from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance, expected_length
 from nextn.train.joint_run import prepare_joint_run
 from nextn.train.metrics import EvalRecord, Evaluation, Record
@@ -397,24 +395,3 @@ def decode_trained(trained: TrainedModel, *, num_speculative_tokens: int) -> Dem
     report = DemoReport(trained, decoded, trained.seconds + time.perf_counter() - started)
     write_json(trained.folder / "report.json", report.as_record())
     return report
-
-
-def plot_decoded(folder: Path, decoded: DecodedModel) -> list[Path]:
-    """Plot acceptance.png and timeline.png, and return their paths. Raises ConfigError without matplotlib."""
-    paths = [folder / "acceptance.png", folder / "timeline.png"]
-    pairs = {"greedy": decoded.greedy, "T = 1": decoded.sampled}
-    labels = {name: name if pair.non_degenerate else f"{name}, repetitive texts" for name, pair in pairs.items()}
-    plots.acceptance(paths[0], {labels[name]: pair.figures().mtp.acceptance for name, pair in pairs.items()})
-    shown = decoded.greedy.non_degenerate or [0]
-    plain, mtp = (side.rounds[shown[0]][1:] for side in (decoded.greedy.plain, decoded.greedy.mtp))
-    plots.timeline(paths[1], plain, mtp, num_tokens=48)
-    return paths
-
-
-def plot_losses(folder: Path) -> Path:
-    """Plot loss.png from the log of the run, and return its path. Raises ConfigError without matplotlib."""
-    path = folder / "loss.png"
-    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records: list[Mapping[str, object]] = [json.loads(line) for line in lines]
-    plots.losses(path, records)
-    return path

@@ -1,7 +1,7 @@
 """Speed: `nextn bench` and `nextn advise`. Files are written after all measurements, or not at all."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,12 +82,9 @@ def _advice_by_load(
 
 
 def report_by_load(found: "Sequence[LoadAdvice]", out: Path | None, *, as_json: bool) -> None:
-    """Write the record into the folder `out`, if there is one, and print it or a table for each temperature."""
+    """Write the record, and print it or a table for each temperature."""
     record = found[0].as_record() | {"temperatures": [each.as_record() for each in found]}
-    if out is not None:
-        from nextn.checkpoint.safetensors_file import write_json
-
-        write_json(out / ADVICE_FILE, record)
+    _write_advice(record, out)
     if as_json:
         print_json(record)
         return
@@ -118,9 +115,6 @@ def show_by_load(advice: "LoadAdvice") -> None:
     )
 
 
-Out = Annotated[Path | None, Option(help="Folder for the record and the figures.")]
-
-
 @expanded("device_map")
 def bench(
     *,
@@ -136,7 +130,7 @@ def bench(
     vocabulary: DraftVocabularyOptions,
     adaptive: Annotated[bool, Option("--adaptive", help="Also measure an adaptive K.")] = False,
     num_copy_tokens: NumCopyTokens = 0,
-    out: Out = None,
+    out: Annotated[Path | None, Option(help="Folder for the record and the figures.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding over K: speed, acceptance, costs, memory. Repetitive texts are left out."""
@@ -153,13 +147,14 @@ def bench(
     )
     options, source = options.prepared(), options.source
     texts, draftable = read_prompts(prompts), vocabulary.read()
-    _check_out(out)
+    _check_out(out, has_figures=True)
     from nextn.evaluate.benchmark import run_benchmark, with_one_pass
 
     loaded = options.load(need_head=True)
     print_notes(loaded.notes)
     plan = replace(plan, chat=use_chat(loaded, chat))
-    draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=options.backend)
+    if draftable is not None:
+        draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1])
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(num_turns(texts)))
         report = run_benchmark(loaded, texts, plan, source=source, on_run=lambda _: step())
@@ -171,7 +166,7 @@ def bench(
     if rounded is not None:
         record["accuracy"] = rounded[0].as_record() | {"texts": rounded[1]}
     if out is not None:
-        _write(out, "bench.json", record, lambda folder: _draw(report, folder))
+        _write(report, record, out)
     if as_json:
         print_json(record)
         return
@@ -193,7 +188,7 @@ def advise(
     options: ModelOptions,
     asked: EngineAccess,
     against: Against = None,
-    out: Out = None,
+    out: Annotated[Path | None, Option(help="Folder for the record.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether MTP pays off on this machine: the best K and the break-even, from measured acceptance and costs."""
@@ -205,7 +200,7 @@ def advise(
         (num_speculative_tokens,), parse_temperatures(temperatures), max_tokens, repeats=1, backend=options.backend
     )
     to_decode = read_prompts(prompts)
-    _check_out(out, has_figures=against is None)
+    _check_out(out, has_figures=False)
     if against is not None:
         if options.source:
             raise ConfigError("--against gives advice for an engine and takes no MODEL; leave it out")
@@ -239,8 +234,7 @@ def advise(
 
 def _report_advice(advice: "Advice", options: ModelOptions, out: Path | None, *, as_json: bool) -> None:
     record = advice.as_record()
-    if out is not None:
-        _write(out, ADVICE_FILE, record, lambda folder: _draw_costs(advice, folder))
+    _write_advice(record, out)
     if as_json:
         print_json(record)
         return
@@ -258,7 +252,7 @@ def _integers(text: str, name: str, *, minimum: int = 0) -> tuple[int, ...]:
     return values
 
 
-def _check_out(out: Path | None, *, has_figures: bool = True) -> None:
+def _check_out(out: Path | None, *, has_figures: bool) -> None:
     """Fail before measuring, not after it, if the results cannot be written. Raises ConfigError."""
     if out is None:
         return
@@ -270,12 +264,20 @@ def _check_out(out: Path | None, *, has_figures: bool = True) -> None:
         raise ConfigError(f"--out {out}: cannot create this folder ({error.strerror}); name another") from error
 
 
-def _write(out: Path, name: str, record: Mapping[str, object], draw: Callable[[Path], None]) -> None:
+def _write_advice(record: Mapping[str, object], out: Path | None) -> None:
+    """Write the record into the folder `out`, if there is one."""
+    from nextn.checkpoint.safetensors_file import write_json
+
+    if out is not None:
+        write_json(out / ADVICE_FILE, record)
+
+
+def _write(report: "BenchmarkReport", record: Mapping[str, object], out: Path) -> None:
     from nextn.checkpoint.safetensors_file import write_json
 
     with TemporaryDirectory(dir=out, prefix=".") as staging:
-        write_json(Path(staging) / name, record)
-        draw(Path(staging))
+        write_json(Path(staging) / "bench.json", record)
+        _draw(report, Path(staging))
         for path in Path(staging).iterdir():
             path.replace(out / path.name)
 
@@ -289,16 +291,6 @@ def _draw(report: "BenchmarkReport", folder: Path) -> None:
     plots.speedups(folder / "speedup.png", measured, {_at(t): report.theory(t) for t in plan.temperatures})
     if report.one_pass is not None:
         draw_curves(report.one_pass, folder / "curve.png", rule="block")
-    plots.acceptance(
-        folder / "acceptance.png", {label: row[plan.k_values[-1]].acceptance for label, row in tables.items()}
-    )
-    plots.costs(folder / "costs.png", [report.costs])
-
-
-def _draw_costs(advice: "Advice", folder: Path) -> None:
-    from nextn.stats import plots
-
-    plots.costs(folder / "costs.png", advice.costs)
 
 
 def _show_benchmark(report: "BenchmarkReport") -> None:

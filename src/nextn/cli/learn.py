@@ -11,7 +11,7 @@ from typer import Option
 from nextn.cli.common import AsJson, stop_flag
 from nextn.cli.screen import Marks, console, echo, plain, print_json, print_note
 from nextn.cli.train_common import progress, say_stopped
-from nextn.errors import CheckpointError, ConfigError
+from nextn.errors import CheckpointError
 from nextn.text_format import counted, rate_text
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ where all before them were."""
 
 
 def demo(
-    folder: Annotated[Path, Option(help="Folder for the models, reports and figures.")] = _FOLDER,
+    folder: Annotated[Path, Option(help="Folder for the models and reports.")] = _FOLDER,
     minutes: Annotated[float, Option(min=0, help="Time budget of the training; 0 = only decode trained models.")] = 4.0,
     download: Annotated[bool, Option("--download/--no-download", help="Fetch the model if it is not there.")] = True,
     as_json: AsJson = False,
@@ -129,7 +129,7 @@ def _introduce() -> None:
 
 
 def _decode_shipped(folder: Path, *, quiet: bool) -> dict[str, object]:
-    from nextn.demo import decode_shipped, plot_decoded
+    from nextn.demo import decode_shipped
 
     started, records, screen = time.monotonic(), dict[str, object](), console()
 
@@ -147,8 +147,8 @@ def _decode_shipped(folder: Path, *, quiet: bool) -> dict[str, object]:
             screen.print(_LEGEND)
         _show_figures(decoded)
     if not quiet:
-        names = ["model (its card: README.md)", "report.json", *_plots(lambda: plot_decoded(folder, decoded))]
-        screen.print(plain(f"{time.monotonic() - started:.0f} s; in {folder}: {', '.join(names)}"))
+        names = "model (its card: README.md), report.json"
+        screen.print(plain(f"{time.monotonic() - started:.0f} s; in {folder}: {names}"))
         command = shlex.join(["nextn", "generate", str(folder / "model"), "def add("])
         screen.print(plain(f"To try it: {command}"))
     return records
@@ -165,8 +165,6 @@ def _announce_training(minutes: float) -> None:
 
 
 def _show_report(report: "DemoReport") -> None:
-    from nextn.demo import plot_decoded, plot_losses
-
     screen, folder = console(), report.trained.folder
     _show_texts(report.decoded)
     screen.rule("[bold]results")
@@ -179,9 +177,8 @@ def _show_report(report: "DemoReport") -> None:
             f"`{_command(folder, 30)}` trains it longer; the shipped model learned for 1,200 steps of twice the size"
         )
         screen.print(plain(text, style="dim"))
-    names = ["model", "report.json", *_plots(lambda: [plot_losses(folder), *plot_decoded(folder, report.decoded)])]
     seconds = f"trained {report.trained.seconds:.0f} s, {report.total_s:.0f} s in all"
-    screen.print(plain(f"{seconds}; in {folder}: {', '.join(names)}"))
+    screen.print(plain(f"{seconds}; in {folder}: model, report.json"))
 
 
 def _command(folder: Path, minutes: float) -> str:
@@ -200,14 +197,6 @@ def _too_few_steps(report: "DemoReport") -> Iterator[str]:
         yield f"all or nearly all its texts are repetitive ({', '.join(repetitive)})"
     if slower := [name for name, pair in pairs.items() if pair.is_comparable and pair.figures().speedup < 1]:
         yield f"its drafts cost more than they save ({', '.join(slower)})"
-
-
-def _plots(draw: Callable[[], Sequence[Path]]) -> list[str]:
-    """Draw figures and return their names; without matplotlib, return a note."""
-    try:
-        return [path.name for path in draw()]
-    except ConfigError as error:
-        return [f"no figures ({error})"]
 
 
 def _pairs(decoded: "DecodedModel") -> "tuple[tuple[str, DecodedPair], ...]":
