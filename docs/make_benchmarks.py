@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks/index.md, the speeds in README.md and the picture of a round."""
+"""Write the tables of docs/benchmarks, of copied drafts and in README.md, and the picture of a round."""
 
 import json
 import statistics
@@ -10,6 +10,7 @@ from typing import Any
 from generated import DOCS, ROOT, replace_part, table, write
 
 PAGE = DOCS / "benchmarks" / "index.md"
+CPUS = DOCS / "how-to" / "decode-on-cpus.md"
 PICTURE = DOCS / "images" / "rounds.svg"
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
@@ -398,13 +399,50 @@ PARTS = {
 HEADS = PAGE.with_name("heads.md")
 
 
+KINDS = {"edits": "edits", "summaries": "summaries", "chat": "chats", "open": "stories"}
+
+
+def copied() -> str:
+    """Tokens per round and speed with copied drafts, by kind of prompt."""
+    rows = []
+    for kind, each in record("copies")["kinds"].items():
+        rounds = [f"{each[way]['tokens_per_round']:.2f}" for way in ("mtp", "copy", "both")]
+        speeds = [f"{each[way]['over_plain']:.2f}" for way in ("mtp", "both", "adaptive")]
+        rows.append((f"{each['prompts']} {KINDS[kind]}", *rounds, *speeds))
+    head = (
+        "prompts",
+        "tokens per round, MTP",
+        "copies alone",
+        "both",
+        "speed of MTP",
+        "of both",
+        "of both, `--adaptive`",
+    )
+    return table(head, rows)
+
+
+def ngrams() -> str:
+    """Tokens per round by the rules of other engines, by kind of prompt."""
+    ways = {
+        "head": "MTP", "head or copy": "MTP and copies", "copy": "copies alone",
+        "vLLM ngram": "vLLM's `ngram` (2 to 5 tokens, K = 16)", "llama.cpp ngram-simple": "llama.cpp's `ngram-simple`",
+    }  # fmt: skip
+    rows = (
+        (f"{each['prompts']} {KINDS[kind]}", *(f"{each[way]['tokens_per_round']:.2f}" for way in ways))
+        for kind, each in record("ngrams")["kinds"].items()
+    )
+    return table(("prompts", *ways.values()), rows)
+
+
 def pages() -> dict[Path, str]:
     page = PAGE.read_text()
     for name, part in PARTS.items():
         page = replace_part(page, name, part())
+    cpus = replace_part(replace_part(CPUS.read_text(), "copies", copied()), "ngrams", ngrams())
     heads = replace_part(HEADS.read_text(), "initial", initial())
     heads = replace_part(heads, "head_training", head_training())
-    return {PAGE: page, HEADS: heads, README: replace_part(README.read_text(), "speeds", summary()), PICTURE: picture()}
+    readme = replace_part(README.read_text(), "speeds", summary())
+    return {PAGE: page, HEADS: heads, CPUS: cpus, README: readme, PICTURE: picture()}
 
 
 if __name__ == "__main__":
