@@ -159,18 +159,6 @@ def test_steps_that_are_not_compiled_are_torchs_bit_for_bit():
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("has_tiles", [False, True])
-def test_steps_under_autocast_attend_in_float32_where_that_is_faster(monkeypatch, has_tiles):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
-    query, key, value = drawn(40, 40, dtype=torch.float32)
-    mask = MASKS["documents"]
-    with torch.autocast("cpu", torch.bfloat16):
-        out, _ = cpu_attention(LAYER, query, key, value.bfloat16(), mask)
-    exact, _ = sdpa_attention_forward(LAYER, query, key, value.bfloat16().float(), mask)
-    assert torch.equal(out, exact) == (not has_tiles)
-    torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.02)
-
-
 @pytest.mark.slow
 def test_gradients_of_compiled_layers_are_those_of_torchs_attention():
     """Every weight of a layer and a head's block, in bfloat16 both times: what training runs on."""

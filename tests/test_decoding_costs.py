@@ -1,5 +1,7 @@
 """A clock that the passes advance, caches that do not change, bytes counted by hand."""
 
+from datetime import UTC, date, datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from nextn.evaluate.decoding_costs import (
     draft_bytes,
     measure_costs,
     peak_memory,
+    processor_name,
     rotate,
     step_bytes,
     time_passes,
@@ -141,7 +144,17 @@ def test_machine(trained, monkeypatch):
     assert (found.dtype, found.kv_cache_dtype) == ("float32", "int8")
     assert found.bandwidth == 5e9
     assert found.threads == torch.get_num_threads()
-    assert set(found.versions) == {"python", "torch", "transformers"}
+    assert set(found.versions) == {"nextn", "python", "torch", "transformers"}
+    assert abs((date.fromisoformat(found.date) - datetime.now(UTC).date()).days) <= 1
+    assert found.name == processor_name()
+
+
+def test_the_processor_is_named_with_what_kernels_are_chosen_by(monkeypatch):
+    text = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nflags\t\t: sse2 avx2 avx512_bf16 rtm\n"
+    monkeypatch.setattr(Path, "read_text", lambda path, **options: text)
+    name = processor_name()
+    assert name.startswith("AMD EPYC, cpu family 25, model 17 (")
+    assert name.endswith(": avx2 avx512_bf16)")
 
 
 def test_bandwidth_counts_reading_and_writing():

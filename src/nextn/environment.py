@@ -31,7 +31,7 @@ def report() -> dict[str, Section]:
         "packages": lambda: {name: _version(name) for name in _PACKAGES},
         "extras": _extras,
         "system": platform.platform,
-        "processor": _processor,
+        "processor": processor,
         "memory": _memory,
         "gpus": _gpus,
         "backend": _backend,
@@ -66,14 +66,16 @@ def _extras() -> Section:
     return extras
 
 
-def _processor() -> Section:
+def processor() -> dict[str, object]:
+    """Describe the processor: its name and model, the number of cores and threads, and its instruction sets."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    part = ", ".join(f"{key} {fields[key]}" for key in ("CPU implementer", "CPU part") if key in fields)  # of Arm
+    keys = ("model name", "cpu family", "model", "CPU implementer", "CPU part")  # the last two of Arm
+    parts = [fields[key] if key == "model name" else f"{key} {fields[key]}" for key in keys if key in fields]
     return {
-        "name": fields.get("model name") or part or platform.processor() or "unknown",
+        "name": ", ".join(parts) or platform.processor() or "unknown",
         "architecture": platform.machine(),
         "cores": available_cores(),
         "threads": _guarded(_default_threads),

@@ -5,14 +5,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 
+from nextn import __version__
 from nextn.decoding.rounds import prepare
+from nextn.environment import processor
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import rotate
 from nextn.model.head import Head
@@ -181,7 +184,7 @@ class _Passes:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and the software that figures come from."""
+    """The machine, the software and the day that figures come from."""
 
     name: str
     cores: int
@@ -196,6 +199,7 @@ class Machine:
     draft_lm_head_bits: int | None = None  # see `Backend.draft_lm_head_bits`
     weight_bits: int | None = None  # see `Backend.weight_bits`
     kv_cache_dtype: str = "auto"  # see `Trunk.kv_cache_dtype`
+    date: str = ""  # YYYY-MM-DD, UTC
 
     @classmethod
     def of(cls, model: Model, engine: Backend | None = None) -> "Machine":
@@ -207,7 +211,7 @@ class Machine:
         device = model.trunk.device
         peak = peak_memory(device)  # before the bandwidth test, which allocates much
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        versions = {"nextn": __version__, "python": platform.python_version(), "torch": torch.__version__}
         return cls(
             name=gpu or processor_name(),
             cores=available_cores(),
@@ -224,12 +228,15 @@ class Machine:
             draft_lm_head_bits=bits.draft_lm_head_bits,
             weight_bits=bits.weight_bits,
             kv_cache_dtype=model.trunk.kv_cache_dtype,
+            date=datetime.now(UTC).date().isoformat(),
         )
 
 
 def processor_name() -> str:
-    """Return what the choice of kernels depends on: system, architecture and the widest vectors that torch uses."""
-    return f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    """Return the processor, the system, and the instruction sets that the choice of kernels depends on."""
+    found = processor()
+    sets = " ".join(cast(list[str], found["instruction_sets"]))
+    return f"{found['name']} ({platform.system()} {platform.machine()}: {sets})"
 
 
 def copy_bandwidth(

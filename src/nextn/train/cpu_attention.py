@@ -1,7 +1,7 @@
-"""Attention for bfloat16 training on CPUs: compiled, one block of queries at a time, as matmuls; else in float32.
+"""Attention for compiled bfloat16 training on CPUs: one block of queries at a time, as matmuls.
 
-torch's own CPU kernel multiplies small tiles, and takes 2.6 times as long for 512 positions (bench/log.md). In float32
-it takes a third of its time in bfloat16 on processors without AMX. Unsupported arguments fall back to it.
+torch's own CPU kernel multiplies small tiles, and takes 2.6 times as long for 512 positions (bench/log.md). Steps that
+are not compiled, and arguments that are not supported, use it.
 """
 
 import inspect
@@ -60,16 +60,15 @@ def cpu_attention(
 
     attention_mask: [B or 1, 1, T, S] bool, True = visible; None = causal.
     """
-    length, is_autocast = query.shape[2], torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu") if is_autocast else value.dtype
+    length = query.shape[2]
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value.dtype
     is_bf16 = query.device.type == "cpu" and dtype is torch.bfloat16
-    has_bool_mask = attention_mask is None or attention_mask.dtype is torch.bool
     is_known = all(value is None or name in IGNORABLE_ARGUMENTS for name, value in kwargs.items())
     if torch.compiler.is_compiling():
         if attention_mask is None:
             fits = length == key.shape[2] and getattr(module, "is_causal", True)
         else:
-            fits = has_bool_mask and attention_mask.shape[1] == 1
+            fits = attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1
         if is_bf16 and is_known and fits and not dropout and length > _BLOCK:
             if attention_mask is None:
                 attention_mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
@@ -77,10 +76,6 @@ def cpu_attention(
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             out, _ = attend(query * scale, key, value, attention_mask, _BLOCK)
             return out.transpose(1, 2).contiguous(), None
-    elif is_bf16 and is_autocast and has_bool_mask and is_known and not torch.cpu._is_amx_tile_supported():
-        query, key, value = query.float(), key.float(), value.float()
-        with torch.autocast("cpu", enabled=False):
-            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
