@@ -8,22 +8,20 @@ positions are timed, all ways in turn; times are minima of one thread's processo
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from engines import environments
 from engines.llama_library import LlamaModel
+from record import write_record
 from rich.console import Console
 from rich.table import Table
 
 from nextn.edit.published_model import smollm2
 from nextn.evaluate.accuracy import Accuracy, Reference, compared_texts, logits_of
-from nextn.evaluate.decoding_costs import processor_name
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
 from nextn.runtime.protocols import DecodingTrunk
@@ -125,11 +123,10 @@ def main() -> None:
     if args.out:
         figures = {name: row.as_record() | {"pass_ms": times.get(name)} for name, row in rows.items()}
         record = {
-            "model": Path(source).name, "texts": texts.as_record(), "machine": processor_name(),
-            "date": datetime.now(UTC).isoformat(timespec="minutes"), "load": os.getloadavg(), "positions": POSITIONS,
+            "model": Path(source).name, "texts": texts.as_record(), "load": os.getloadavg(), "positions": POSITIONS,
             "figures": figures,
         }  # fmt: skip
-        args.out.write_text(json.dumps(record, indent=1))
+        write_record(args.out, record)
 
 
 if __name__ == "__main__":

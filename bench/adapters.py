@@ -21,8 +21,9 @@ from pathlib import Path
 import peft
 import torch
 import transformers
-from own_text import machine, read_answers, with_states, write_answers
+from own_text import read_answers, with_states, write_answers
 from peft.tuners.lora import LoraLayer
+from record import origin
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
@@ -181,7 +182,7 @@ def _repetitive_share(file: Path) -> float:
 def measure(experiment: Experiment, out: Path, *, strengths: tuple[float, ...], steps: tuple[int, ...]) -> None:
     """Measure the strengths that `out` does not hold yet, and write it after each."""
     size = asdict(experiment.size)
-    record = json.loads(out.read_text()) if out.exists() else {**machine(), "size": size, "strengths": {}}
+    record = json.loads(out.read_text()) if out.exists() else {**origin(), "size": size, "strengths": {}}
     if record["size"] != size:
         raise SystemExit(f"{out} holds figures of another size, {record['size']}; name another file with --out")
     record["model"] = Path(experiment.source).name

@@ -6,7 +6,6 @@ after the system was asked to drop the file from its cache. `python bench/audit.
 """
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -21,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import numpy as np
 from big import INNER, H, Sparse, big, layer, write
 from hub import Hub
+from record import write_record
 
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
-from nextn.evaluate.decoding_costs import processor_name
 
 SHARDS, DELAY = 163, 0.05
 HEAD_BYTES = 4_000_000_000
@@ -106,11 +105,9 @@ def main() -> None:
         runs = (audited(f"{folder}/model", env, "--sample") for _ in range(3))
         record["folder"] = min(runs, key=lambda run: run["seconds"])
         head = {dtype: measured_head(Path(folder) / dtype, dtype) for dtype in ("BF16", "F8_E4M3")}
-        where = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "machine": processor_name()}
-        record["head"] = where | head
+        record["head"] = head
     print(json.dumps(record, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

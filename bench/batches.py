@@ -12,8 +12,8 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import torch
+from record import write_record
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.workload import read_prompts
@@ -108,8 +108,7 @@ def main() -> None:
     machine = asdict(Machine.of(model, engine))
     record = {"backend": engine.name, "machine": machine, "definition": __doc__}
     record |= {"batches": batches(engine, prompts, args), "prefills": prefills(engine, prompts, args)}
-    if args.out:
-        write_json(args.out, record)
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -28,13 +27,12 @@ from urllib.request import urlopen
 import torch
 from engines import environments
 from engines.starting import Starter
+from record import write_record
 
 from nextn.checkpoint.checkpoint import SHIPPED_HEAD
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.edit.adopt import adopt
 from nextn.edit.published_model import smollm2
 from nextn.engines import counter_formats
-from nextn.evaluate.decoding_costs import processor_name
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, ReferencePlan, prompts_record, read_prompts
@@ -186,7 +184,7 @@ def main() -> None:
     prompts = [Prompt(each.text.strip(), each.domain)
                for each in prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]]  # fmt: skip
     record: dict[str, Any] = {
-        "model": "SmolLM2-135M-Instruct", "date": date.today().isoformat(), "machine": processor_name(),
+        "model": "SmolLM2-135M-Instruct",
         "dtype": "float32", "tokens": args.tokens, "prompts": prompts_record("humaneval", prompts), "clients": {},
     }  # fmt: skip
     checkpoint = args.folder / "smollm2"
@@ -205,7 +203,7 @@ def main() -> None:
                 ask(k, file)
             record["clients"].setdefault(name, []).append(compared(file, report, k))
             print(name, record["clients"][name][-1], flush=True)
-            write_json(args.out, record)
+            write_record(args.out, record)
 
 
 if __name__ == "__main__":

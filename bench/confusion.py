@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from record import write_record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from tiny import FIXTURES, forked, refrain
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import generate
 from nextn.decoding.records import Round
 from nextn.evaluate.conventions import apply_variants
@@ -218,11 +218,10 @@ def main() -> None:
     record = summary(results)
     print("\n".join(f"{name}: {value}" for name, value in record.items()))
     print(f"{time.process_time() - started:.0f} s of one core")
-    if args.out is not None:
-        others = {name: value for name, value in vars(args).items() if name not in ("out", "fixtures")}
-        settings = {"drafts": others.pop("num_speculative_tokens")} | others
-        rows = [vars(each) | {"outcome": each.outcome} for each in results]
-        write_json(args.out, {"settings": settings, "summary": record, "trials": rows})
+    others = {name: value for name, value in vars(args).items() if name not in ("out", "fixtures")}
+    settings = {"drafts": others.pop("num_speculative_tokens")} | others
+    rows = [vars(each) | {"outcome": each.outcome} for each in results]
+    write_record(args.out, {"settings": settings, "summary": record, "trials": rows})
 
 
 if __name__ == "__main__":

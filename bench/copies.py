@@ -8,14 +8,13 @@ must be those of plain decoding. Ratios are of wall times after the prefill.
 """
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from record import write_record
 
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.decoding.rounds import rounds
@@ -115,16 +114,13 @@ def main() -> None:
         cells[kind].append(cell)
         print(kind, len(ids), len(plain), {way: round(cell["plain"]["s"] / cell[way]["s"], 2) for way in WAYS},
               {way: cell[way]["same"] for way in WAYS}, flush=True)  # fmt: skip
-        if args.out is not None:
-            args.out.write_text(json.dumps(record_of(args, cells), indent=1) + "\n")
+        write_record(args.out, record_of(args, cells))
     print(json.dumps(record_of(args, cells), indent=1))
 
 
 def record_of(args: argparse.Namespace, cells: dict[str, list[dict[str, object]]]) -> dict[str, object]:
     """The record of the prompts so far."""
     return {
-        "date": datetime.date.today().isoformat(),
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
         "model": Path(args.model).name,
         "dtype": args.dtype,
         "settings": {"num_speculative_tokens": K, "num_copy_tokens": COPIES, "max_tokens": args.max_tokens},

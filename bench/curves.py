@@ -12,11 +12,11 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import write_record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -25,10 +25,8 @@ from engines.serving import Bench
 from engines.starting import Starter
 
 from nextn.checkpoint.checkpoint import SHIPPED_HEAD
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.edit.adopt import adopt
 from nextn.edit.published_model import smollm2
-from nextn.evaluate.decoding_costs import processor_name
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import ReferencePlan, prompts_record, read_prompts
@@ -79,12 +77,6 @@ def beside(report: ReferenceReport, seen: Sequence[Seen]) -> list[dict[str, Any]
     return rows
 
 
-def store(path: Path | None, record: dict[str, Any]) -> None:
-    """Write what is measured so far."""
-    if path is not None:
-        write_json(path, record)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=20, help="of HumanEval")
@@ -97,10 +89,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    record: dict[str, Any] = {
-        "model": "SmolLM2-135M-Instruct", "date": date.today().isoformat(), "machine": processor_name(),
-        "tokens": args.tokens, "dtype": "float32",
-    }  # fmt: skip
+    record: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "tokens": args.tokens, "dtype": "float32"}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "smollm2"
         adopt(smollm2(), checkpoint, head=SHIPPED_HEAD)
@@ -110,11 +99,11 @@ def main() -> None:
         prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
         report = reference_acceptance(model, prompts, plan)
         record["humaneval"] = {"prompts": prompts_record("humaneval", prompts)} | measured(report)
-        store(args.out, record)
+        write_record(args.out, record)
         questions = read_prompts(QUESTIONS)
         origin = prompts_record(QUESTIONS, questions) | {"source": QUESTIONS.name}
         record["questions"] = {"prompts": origin} | measured(reference_acceptance(model, questions, plan))
-        store(args.out, record)
+        write_record(args.out, record)
         if args.engines:
             ids = [text.prompt for text in report.generated[0.0].texts][: args.engine_prompts]
             bench = Bench(Starter(args.engines, args.threads), Path(folder), CONTEXT)
@@ -127,7 +116,7 @@ def main() -> None:
     for name in ("humaneval", "questions"):
         for curve in record[name]["curves"]:
             print(name, curve["temperature"], curve["rule"], curve["domain"], curve["summary"])
-    store(args.out, record)
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from record import write_record
 
 from nextn.cache.kv_cache import KVCache
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.rounds import prepare, rounds
 from nextn.evaluate.decoding_costs import measure_costs, step_bytes
 from nextn.model.model import Model
@@ -181,8 +181,7 @@ def main() -> None:
         name: contexts(model, name, (512, 2048, 8192), args.repeats) for name in ("native", "torch")
     }
     print(json.dumps(record, indent=1))
-    if args.out:
-        write_json(args.out, record)
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from own_text import machine, python_corpora, read_answers, run_steps, with_states, write_answers
+from own_text import python_corpora, read_answers, run_steps, with_states, write_answers
+from record import origin
 from torch import Tensor, nn
 
 import nextn
@@ -322,7 +323,7 @@ class Experiment:
 def measure(experiment: Experiment, out: Path, *, only: str = "", cells: Mapping[str, Cell] = CELLS) -> None:
     """Train the cells that `out` does not hold yet, and write it after each."""
     size = asdict(experiment.size)
-    record = json.loads(out.read_text()) if out.exists() else {**machine(), "size": size, "cells": {}}
+    record = json.loads(out.read_text()) if out.exists() else {**origin(), "size": size, "cells": {}}
     if record["size"] != size:
         raise SystemExit(f"{out} holds cells of another size, {record['size']}; name another file with --out")
     for label, cell in cells.items():

@@ -11,7 +11,6 @@ The heads are the trained fixtures of the tests and canaries, which are trained 
 """
 
 import argparse
-import datetime
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from record import write_record
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -26,11 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from damaged_heads import DAMAGES, Language, damaged, stale, undertrained
 from tiny import FIXTURES, forked, refrain
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.conformance.build import build
 from nextn.conformance.canary_model import SHAPES, prompts, text
 from nextn.evaluate.conventions import apply_variants, variants
-from nextn.evaluate.decoding_costs import processor_name
 from nextn.evaluate.probe import RULES, ProbeReport, probe
 from nextn.evaluate.reference_texts import generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
@@ -214,14 +212,10 @@ def main() -> None:
     trials += stored(args.out, trials)
     record = summary(trials)
     print(json.dumps(record, indent=2))
-    if args.out is not None:
-        header = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "machine": {"processor": processor_name(), "threads": 1, "torch": torch.__version__},
-            "drafts": K, "prompts": NUM_PROMPTS, "max_tokens": MAX_TOKENS, "seeds": args.seeds,
-            "pairs": args.pairs,
-        }  # fmt: skip
-        write_json(args.out, {**header, "summary": record, "trials": [asdict(each) for each in trials]})
+    header = {
+        "drafts": K, "prompts": NUM_PROMPTS, "max_tokens": MAX_TOKENS, "seeds": args.seeds, "pairs": args.pairs,
+    }  # fmt: skip
+    write_record(args.out, {**header, "summary": record, "trials": [asdict(each) for each in trials]})
 
 
 if __name__ == "__main__":

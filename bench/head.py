@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import torch
+from record import write_record
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.model.standalone_head import StandaloneHead
 
 
@@ -50,8 +50,7 @@ def main() -> None:
     record = {"fast_s": statistics.median(fast_s), "loop_s": statistics.median(loop_s), "largest_difference": gap}
     record["ratio"] = record["loop_s"] / record["fast_s"]
     print("  ".join(f"{key} {value:.3g}" for key, value in record.items()))
-    if args.out:
-        write_json(args.out, record)
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from own_text import machine
+from record import origin
 from torch import Tensor, nn
 
 from nextn.checkpoint.safetensors_file import write_json
@@ -129,7 +129,7 @@ def main() -> None:
     changed = [f"{name}={value:g}" for name, (value, default) in others.items() if value != default]
     key = ", ".join([args.optimizer, *changed])
     record = json.loads(args.out.read_text()) if args.out.exists() else {"trunks": {}}
-    record |= machine()
+    record |= origin()
     for name in args.trunks:
         checkpoint = smollm2("float32") if name == "smollm2" else name
         print(name)

@@ -9,7 +9,6 @@ Each case runs in a process of its own; memory is the rise of its resident high-
 
 import argparse
 import json
-import platform
 import re
 import subprocess
 import sys
@@ -23,9 +22,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from memory import resident
+from record import write_record
 from torch import Tensor
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.losses.chunked import IGNORE
 from nextn.losses.distillation import OBJECTIVES, head_loss
 from nextn.losses.divergences import Teacher
@@ -225,10 +224,9 @@ def main() -> None:
         return
     records = run(options)
     setting = {name: value for name, value in vars(options).items() if name not in ("out", "case", "only")}
-    setting |= {"dtype": "bfloat16", "lambda": LAMBDA, "torch": torch.__version__, "machine": platform.machine()}
+    setting |= {"dtype": "bfloat16", "lambda": LAMBDA}
     rows = [asdict(record) | {"error": error(record, records)} for record in records]
-    if options.out:
-        write_json(options.out, {"setting": setting, "metrics": rows})
+    write_record(options.out, {"setting": setting, "metrics": rows})
 
 
 if __name__ == "__main__":

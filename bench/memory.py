@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -187,13 +186,11 @@ def main() -> None:
     if args.action == "make":
         make_int4(args.shape, args.folder) if args.int4 else make(args.shape, args.folder, fp8=args.fp8)
         return
-    from nextn.evaluate.decoding_costs import processor_name
+    from record import write_record  # imports torch
 
     options = [str(args.num_speculative_tokens), args.weights, "exact" if args.exact_head else "fast"]
     results = {folder.name: run(folder, args.before, args.turns, options) for folder in args.folders}
-    if args.out:
-        record = {"date": date.today().isoformat(), "machine": processor_name(), "cores": os.cpu_count()} | results
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.out, results)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ import argparse
 import gzip
 import json
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
 import torch
 from copies import COPIES, K, prompts_of
+from record import write_record
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
@@ -116,8 +115,8 @@ def main() -> None:
             if by_way
         }
         settings = {"num_speculative_tokens": K, "num_copy_tokens": COPIES, "max_tokens": args.max_tokens}
-        record = {"date": datetime.now(UTC).date().isoformat(), "model": Path(args.model).name, "settings": settings}
-        write_json(args.out, record | {"kinds": before | measured})
+        record = {"model": Path(args.model).name, "settings": settings, "kinds": before | measured}
+        write_record(args.out, record)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ prompts, greedy ones for T = 0 and sampled ones for T = 1. Results and files in 
 
 import argparse
 import json
-import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,10 +21,10 @@ from typing import Any
 
 import torch
 from own_text import prose_corpora, python_corpora, read_answers, run_steps, with_states, write_answers
+from record import write_record
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import Batches
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus
@@ -208,16 +207,15 @@ def measure(out: Path, work: Path, size: Size, *, only: str = "") -> dict[str, A
         raise ConfigError(f"{out} holds cells of another size, {known['size']}; name another file with --out")
     results: dict[str, dict[str, object]] = known.get("cells", {})
     workload = Workload(work, size)
-    machine = {"cpu": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     for name in ("joint", "stale"):
         if f"{name}/as it is" not in results and f"{name}/as it is".startswith(only):
             model = Model.load(workload.model(name))
             results[f"{name}/as it is"] = figures(workload, name, model)
-            write_json(out, {"machine": machine, "size": vars(size), "cells": results})
+            write_record(out, {"size": vars(size), "cells": results})
     for cell in cells():
         if cell.name not in results and cell.name.startswith(only):
             results[cell.name] = trained(workload, cell)
-            write_json(out, {"machine": machine, "size": vars(size), "cells": results})
+            write_record(out, {"size": vars(size), "cells": results})
             print(row(cell.name, results[cell.name]), flush=True)
     return {"cells": results}
 

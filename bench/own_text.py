@@ -1,9 +1,8 @@
 """A model's own answers to prompts from a text, and the acceptance of heads on them: what benchmarks of heads share."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from nextn.data.batches import Batch, Batches, sample_prompts
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, standard_library
 from nextn.data.sources import load_corpora, path_hashes, split_by_hash
-from nextn.evaluate.decoding_costs import processor_name
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.settings import Sampling, Settings
@@ -87,9 +85,3 @@ def run_steps(trainer: Trainer) -> float:
     for record in trainer.run():
         print(f"  {trainer.folder.path.name}: step {record.step} of {trainer.config.steps}", end="\r", flush=True)
     return round(time.process_time() - started, 1)
-
-
-def machine() -> Mapping[str, object]:
-    """Return date, processor, threads and version of torch, for a record."""
-    processor = {"cpu": processor_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    return {"date": datetime.now(UTC).date().isoformat(), **processor}

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -19,11 +18,11 @@ from engines.client import Unavailable, Worker, cpu_seconds
 from engines.comparison import Gap, Report, Run, Setting, settings, turns
 from engines.protocol import Request
 from engines.starting import Starter
+from record import write_record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import eos_tokens
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.workload import read_prompts
@@ -153,7 +152,6 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     plan = {"k_values": args.num_speculative_tokens} | others
     return {
         "model": args.name or args.checkpoint.name,
-        "date": date.today().isoformat(),
         "load": load,
         "parameters": sum(value.numel() for value in model.trunk.model.parameters()),
         "machine": {name: machine[name] for name in ("name", "cores", "versions", "bandwidth")},
@@ -265,8 +263,7 @@ def main() -> None:
         return
     record = measure(args)
     show(record)
-    if args.out:
-        write_json(args.out, record)
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

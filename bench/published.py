@@ -19,11 +19,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import origin, write_record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -35,14 +35,12 @@ from engines.starting import Starter
 
 from nextn.checkpoint.checkpoint import SHIPPED_HEAD, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import generate
 from nextn.edit.adopt import adopt
 from nextn.edit.export import export
 from nextn.edit.published_model import smollm2
 from nextn.engines.counters import Counters, sum_counters
 from nextn.evaluate.conventions import apply_variants
-from nextn.evaluate.decoding_costs import processor_name
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
@@ -123,7 +121,7 @@ def engines(args: argparse.Namespace, adopted: Path, ids: Ids, bench: Bench) -> 
         served = bench.served(engine, checkpoint, ids, k_values, args.tokens, **options)
         record = compared(ours, engine, served.plain, served.seen)
         flags = json.loads(json.dumps(served.flags).replace(f"{bench.folder}/", ""))
-        about = {"date": date.today().isoformat(), "machine": processor_name(), "versions": served.versions}
+        about = {**origin(), "versions": served.versions}
         found[name] = {**about, "flags": flags, **record}
         shown = ("drafts", "identical", "gaps", "engine", "counts", "row_counts", "same_under_convention")
         for row in (record["plain"], *record["by_drafts"]):
@@ -233,7 +231,6 @@ def main() -> None:
         ids = [each.tokens(model, chat=True) for each in prompts]
         record = {
             "model": "SmolLM2-135M-Instruct",
-            "machine": processor_name(),
             "prompts": len(ids),
             "tokens": args.tokens,
             "engines": {},
@@ -243,11 +240,10 @@ def main() -> None:
             record["engines"] |= engines(args, checkpoint, ids, bench) if args.engine else {}
             if args.faults:
                 rows = record.get("diagnose", {}).get("rows", {}) | faults(args, checkpoint, ids, bench)
-                record["diagnose"] = {"date": date.today().isoformat(), "rows": rows}
+                record["diagnose"] = {**origin(), "rows": rows}
         finally:
             bench.close()
-    if args.out:
-        write_json(args.out, record)
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

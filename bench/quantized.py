@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,14 @@ import torch
 from engines import environments
 from engines.llama_library import LlamaModel
 from engines.starting import Starter
+from record import origin
 from torch import Tensor
 
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds
 from nextn.edit.gguf_import import STORED, convert_gguf
-from nextn.evaluate.decoding_costs import measure_costs, processor_name, step_bytes, time_passes
+from nextn.evaluate.decoding_costs import measure_costs, step_bytes, time_passes
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
@@ -238,8 +238,7 @@ def measured(
         "changed": changed,
         "bytes_per_position": {name: bytes_per_position(model) for name, model in models.items()},
         "context": args.context,
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "machine": processor_name(),
+        **origin(),
         "load": [round(load, 1) for load in os.getloadavg()],
         "threads": args.threads,
         "clock": "processor time of the thread" if args.one_thread else "wall time",

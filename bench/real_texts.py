@@ -8,17 +8,16 @@ five questions below and the first five "prompt"s of HUMANEVAL.jsonl.
 
 import argparse
 import json
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from engines.llama_library import LlamaModel
+from record import origin
 
 from nextn.decoding.generate import encode
 from nextn.decoding.rounds import rounds
 from nextn.edit.published_model import smollm2
-from nextn.evaluate.decoding_costs import processor_name
 from nextn.model.model import Model
 from nextn.settings import Settings
 
@@ -78,8 +77,7 @@ def main() -> None:
         row = {"prompt": prompt, "tokens": text[:end], "gaps": gaps(model, prompt, text[:end])}
         rows.append(row | {"num_equal_llama_bf16": num_equal(text[:end], other)})
         print(rows[-1]["num_equal_llama_bf16"], "of", end, repr(model.tokenizer.decode(text[:end])[:60]), flush=True)
-    machine = {"date": date.today().isoformat(), "processor": processor_name()}
-    FILE.write_text("".join(json.dumps(row) + "\n" for row in (machine, *rows)))
+    FILE.write_text("".join(json.dumps(row) + "\n" for row in (origin(), *rows)))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from typing import Any
 
 import datasets
 import torch
-from own_text import machine, python_corpora
+from own_text import python_corpora
+from record import write_record
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 import nextn
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import sample_prompts
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.train.cotrain import CotrainLoss, HeadSettings, model_inputs, targets_of
@@ -98,7 +98,7 @@ def measure(source: str, run: Path, size: Size) -> dict[str, object]:
         reward = sum(rewards[window]) / len(rewards[window])
         rows.append({"steps": f"{start + 1} to {start + size.window}", "reward": round(reward, 3), **lengths})
         print(rows[-1], flush=True)
-    return {**machine(), "model": Path(source).name, "size": asdict(size), "rows": rows}
+    return {"model": Path(source).name, "size": asdict(size), "rows": rows}
 
 
 def _length(survived: Tensor) -> float:
@@ -124,7 +124,7 @@ def main() -> None:
     if args.markdown:
         print(markdown(json.loads(args.out.read_text())))
         return
-    write_json(args.out, measure(args.model, args.work, Size()))
+    write_record(args.out, measure(args.model, args.work, Size()))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,14 @@ add to a round's time.
 import argparse
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from record import origin, write_record
 from torch import Tensor
 
 import nextn
-from nextn.checkpoint.safetensors_file import write_json
-from nextn.evaluate.decoding_costs import measure_costs, processor_name
+from nextn.evaluate.decoding_costs import measure_costs
 from nextn.evaluate.reference_texts import generate_texts, prompt_tokens
 from nextn.evaluate.teacher_forced import ReferenceText, trunk_outputs
 from nextn.evaluate.workload import ReferencePlan, read_prompts
@@ -119,14 +118,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     record: dict[str, object] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
-    record |= {"date": datetime.now(UTC).date().isoformat(), "machine": processor_name()}
+    record |= origin()
     for name in args.models:
         record[Path(name).name] = measured = measure(
             nextn.load(name, head=args.head), args.prompts, (2, 4, 8), args.max_tokens
         )
         print(name, json.dumps(measured, indent=1), flush=True)
-    if args.out:
-        write_json(args.out, record)
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

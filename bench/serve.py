@@ -26,16 +26,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 
 import torch
 from engines import environments
 from engines.client import Unavailable
 from engines.starting import Starter
+from record import write_record
 
 from nextn.decoding.generate import TextStream, encode
-from nextn.evaluate.decoding_costs import processor_name
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
@@ -430,10 +429,7 @@ def main() -> None:
     record = asyncio.run(run(args, args.logs))
     if args.command == "load":
         show(record)
-    if args.out is not None:
-        whole = {"date": date.today().isoformat(), "machine": processor_name(), "cores": os.cpu_count()}
-        whole |= {"command": sys.argv[1:], args.command: record}
-        args.out.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+    write_record(args.out, {"command": sys.argv[1:], args.command: record})
 
 
 if __name__ == "__main__":

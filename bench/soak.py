@@ -21,10 +21,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from datetime import date
 from pathlib import Path
 
 import httpx2
+from record import write_record
 from serve import Server, nextn_server, prompts_of
 from soak_requests import (
     INVALID,
@@ -38,7 +38,6 @@ from soak_requests import (
 )
 
 from nextn.engines.counters import parse_series, sum_series
-from nextn.evaluate.decoding_costs import processor_name
 
 _COUNTED = (
     "prompt_tokens", "generation_tokens", "request_success", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
@@ -295,9 +294,7 @@ def main() -> None:
     check_usage(soak)
     record = soak.record()
     print(json.dumps({name: value for name, value in record.items() if name not in ("usage", "stops")}, indent=1))
-    if args.out is not None:
-        whole = {"date": date.today().isoformat(), "machine": processor_name(), "cores": os.cpu_count()}
-        args.out.write_text(json.dumps(whole | {"command": sys.argv[1:], "soak": record}, indent=1) + "\n")
+    write_record(args.out, {"command": sys.argv[1:], "soak": record})
     sys.exit(1 if soak.problems else 0)
 
 

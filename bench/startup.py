@@ -6,16 +6,15 @@ module.
 """
 
 import argparse
-import datetime
 import os
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 
+from record import write_record
+
 from nextn.checkpoint.checkpoint import SHIPPED
-from nextn.checkpoint.safetensors_file import write_json
-from nextn.evaluate.decoding_costs import processor_name
 
 NEXTN = (sys.executable, "-m", "nextn")
 COMMANDS = {
@@ -47,14 +46,11 @@ def main() -> None:
             times[name].append(processor_seconds(command))
     ratio = median(own / base for own, base in zip(times["generate"], times["imports"], strict=True))
     record = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": processor_name(),
         "processor_s": {name: round(median(each), 2) for name, each in times.items()},
         "generate_over_imports": round(ratio, 2),
     }
     print(record)
-    if args.out:
-        write_json(args.out, record)
+    write_record(args.out, record)
 
 
 if __name__ == "__main__":

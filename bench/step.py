@@ -4,7 +4,6 @@ One run with interleaved steps, medians; writes JSON. `python bench/step.py --ou
 """
 
 import argparse
-import platform
 import statistics
 import tempfile
 import time
@@ -12,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from record import write_record
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, standard_library
 from nextn.train.joint_task import JointTask
@@ -68,9 +67,7 @@ def main() -> None:
         row = {"depths": depths, "seconds": seconds, "tokens_per_s": tokens / seconds, "over_trunk": ratio}
         rows.append(row | {"flops_predict": predicted, "over_prediction": ratio / predicted})
         print("  ".join(f"{key} {value:.3g}" for key, value in rows[-1].items()))
-    if args.out:
-        machine = {"cpu": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        write_json(args.out, {"machine": machine, "rows": rows})
+    write_record(args.out, {"rows": rows})
 
 
 if __name__ == "__main__":

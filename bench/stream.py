@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +158,6 @@ def run(folder: Path, work: Path) -> dict[str, object]:
     resumed = watch(start(folder, texts, states, out))
     record, figures = json.loads(out.read_text()), one.pop("figures")
     return {
-        "date": date.today().isoformat(),
         "tokens": TEXTS * (PROMPT + NEW),
         "bytes_of_checkpoint": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
         **one,
@@ -212,7 +210,6 @@ def run_from_hub(folder: Path, work: Path) -> dict[str, object]:
     whole = watch(process, kill_when=look)
     record, size = json.loads(out.read_text()), sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return {
-        "date": date.today().isoformat(),
         "delay_s": DELAY,
         "rate": RATE,
         "tokens": TEXTS * (PROMPT + NEW),
@@ -282,10 +279,11 @@ def main() -> None:
     elif arguments.command == "plan":
         plan(json.loads(arguments.record.read_text()))
     else:
+        from record import write_record  # imports torch
+
         record = (run if arguments.command == "run" else run_from_hub)(arguments.folder, arguments.work)
         print(json.dumps(record, indent=2))
-        if arguments.out:
-            arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(arguments.out, record)
 
 
 if __name__ == "__main__":

@@ -30,12 +30,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from memory import resident
-from own_text import machine
+from record import write_record
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.corpus import Corpus, standard_library
 from nextn.data.sources import load_corpora
 from nextn.devices import matmul_seconds
@@ -237,11 +236,10 @@ def main() -> None:
     first, *others = HEAD_CASES if options.published else CASES
     rows = measured([first, *(case for case in others if re.search(options.only, case.name))], options)
     print_table(rows)
-    if options.out:
-        sizes = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in SIZES}
-        model = {"model": "SmolLM2-135M-Instruct"} if options.published else {"layers": LAYERS, "hidden": WIDTH}
-        setting = {**machine(), **sizes, **model, "repeats": options.repeats}
-        write_json(options.out, {"setting": setting, "records": rows})
+    sizes = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in SIZES}
+    model = {"model": "SmolLM2-135M-Instruct"} if options.published else {"layers": LAYERS, "hidden": WIDTH}
+    setting = {**sizes, **model, "repeats": options.repeats}
+    write_record(options.out, {"setting": setting, "records": rows})
 
 
 if __name__ == "__main__":

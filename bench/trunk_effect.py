@@ -24,7 +24,8 @@ from pydoc_data import topics
 from typing import Any
 
 import torch
-from own_text import machine, python_corpora
+from own_text import python_corpora
+from record import origin
 from train import num_flops
 
 from nextn.checkpoint.safetensors_file import write_json
@@ -185,7 +186,7 @@ def held_out_loss(model: Model, text: str, size: Size) -> float:
 def measure(out: Path, size: Size, *, seeds: int = SEEDS, only: Sequence[str] = (), minutes: float = 1e9) -> None:
     """Train the runs that `out` does not hold, of the settings in `only` or of all, and write it after each."""
     started = time.monotonic()
-    record = json.loads(out.read_text()) if out.exists() else {**machine(), "size": asdict(size), "runs": {}}
+    record = json.loads(out.read_text()) if out.exists() else {**origin(), "size": asdict(size), "runs": {}}
     if record["size"] != asdict(size):
         raise ConfigError(f"{out} holds runs of another size, {record['size']}; name another file with --out")
     for run in grid(seeds):
