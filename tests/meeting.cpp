@@ -1,4 +1,4 @@
-// Two ops for tests/test_abi_native.py: `come_late` has one worker arrive long after the others, `all_came` counts the
+// Two ops for tests/test_abi.py: `come_late` has one worker arrive long after the others, `all_came` counts the
 // workers that had not been there when another went on.
 #include <chrono>
 #include <thread>

@@ -38,7 +38,7 @@ TEXTS = "test_rounds_decode.py -k 'plain or rejection'"
 DISTRIBUTION = "test_rounds_decode.py::test_whole_decodes_follow_the_distribution test_sampling.py"
 COUNTS = "test_teacher_forced.py::test_greedy_counts_are_the_decoders test_golden.py"
 HEAD = "test_head.py test_families.py test_golden.py test_model.py"
-COPIES, CHECK, DROPS = "test_copy_drafts.py test_copy_index.py", "test_self_check.py", "test_acceptance_drop.py"
+COPIES, CHECK, DROPS = "test_copy_drafts.py", "test_self_check.py", "test_acceptance_drop.py"
 
 READERS = "test_shared_kv_head.py -k 'transformers or sampled'"
 MUTATIONS = [
@@ -126,12 +126,12 @@ MUTATIONS = [
     Mutation("speculative/draft_policy.py", "self.ended = not is_taken or self.survival < plan.go[self.num_draft_tokens]", "self.ended = not is_taken", "test_draft_policy.py test_draft_chain.py"),
     Mutation("speculative/draft_policy.py", "for index in bins[:num_accepted]:", "for index in bins:", "test_draft_policy.py"),
     # Counters, statistics, diagnosis.
-    Mutation("stats/acceptance.py", "len(part.drafts) > k and part.num_accepted >= k", "len(part.drafts) > k", "test_acceptance.py"),
-    Mutation("stats/acceptance.py", "        survival *= rate\n", "        survival = rate\n", "test_acceptance.py test_speedup.py"),
-    Mutation("stats/intervals.py", "z * z / num_drafted", "z / num_drafted", "test_acceptance.py"),
-    Mutation("stats/intervals.py", "design_effect = max(1.0, ", "design_effect = min(1.0, ", "test_acceptance.py"),
-    Mutation("stats/intervals.py", "math.sqrt(spread * len(gaps) / (len(gaps) - 1)) / total", "math.sqrt(spread / len(gaps)) / total", "test_acceptance.py"),
-    Mutation("stats/speedup.py", "self.v[k] + k * self.c", "self.v[k] + self.c", "test_speedup.py"),
+    Mutation("stats/acceptance.py", "len(part.drafts) > k and part.num_accepted >= k", "len(part.drafts) > k", "test_stats.py"),
+    Mutation("stats/acceptance.py", "        survival *= rate\n", "        survival = rate\n", "test_stats.py"),
+    Mutation("stats/intervals.py", "z * z / num_drafted", "z / num_drafted", "test_stats.py"),
+    Mutation("stats/intervals.py", "design_effect = max(1.0, ", "design_effect = min(1.0, ", "test_stats.py"),
+    Mutation("stats/intervals.py", "math.sqrt(spread * len(gaps) / (len(gaps) - 1)) / total", "math.sqrt(spread / len(gaps)) / total", "test_stats.py"),
+    Mutation("stats/speedup.py", "self.v[k] + k * self.c", "self.v[k] + self.c", "test_stats.py"),
     Mutation("evaluate/likelihoods.py", "min(1.0, len(causes) * min(cause.p_value for cause in causes))", "min(cause.p_value for cause in causes)", "test_likelihoods.py"),
     Mutation("evaluate/likelihoods.py", "choose = math.lgamma(drafted + 1) - math.lgamma(accepted + 1)", "choose = math.lgamma(drafted + 1) + math.lgamma(accepted + 1)", "test_likelihoods.py"),
     Mutation("engines/counters.py", "return counters.per_position[depth - 1]", "return counters.num_drafts or 0", "test_counters.py"),
@@ -168,7 +168,7 @@ MUTATIONS = [
     Mutation("serve/anthropic_messages.py", "len(self._request.prompt) - choice.cached_tokens", "len(self._request.prompt)", "test_serve_messages.py"),
     Mutation("serve/openai_responses.py", "or self._num_chars > _MAX_STORED_CHARS", "", "test_serve_responses.py"),
     # The native runtime; those of csrc compile it.
-    Mutation("runtime/native/graph_analysis.py", "return all(start <= index < end for", "return True or all(start <= index < end for", "test_fusion_fuse.py test_fusion_qk_norm_rope.py test_fusion_rms_norm.py test_session.py"),
+    Mutation("runtime/native/graph_analysis.py", "return all(start <= index < end for", "return True or all(start <= index < end for", "test_fusion.py test_norm_fusion.py test_session.py"),
     Mutation("runtime/native/session.py", "if not self.read_layers:  # whose chain", "if True:  # whose chain", "test_shared_kv_head.py -k native"),
     Mutation("runtime/native/session.py", "offset=-1 if self.read_layers else 0", "offset=0", "test_shared_kv_head.py -k native"),
     Mutation("runtime/native/session.py", "replace(each, window=head.visible_window(each))", "replace(each, window=head.windows[each])", "test_shared_kv_head.py -k native"),
@@ -176,9 +176,9 @@ MUTATIONS = [
     Mutation("runtime/native/csrc/rounds.cpp", "pending->counts[row] += num_new;", "pending->counts[row] += num_accepted;", "test_session.py test_rounds.py"),
     Mutation("runtime/native/csrc/sampling.cpp", "tail->first / float(total)", "tail->first", "test_native_sampling.py"),
     Mutation("runtime/native/csrc/chain.cpp", "const bool taken = survival >= chain.take[depth];", "const bool taken = survival > 0;", "test_draft_chain.py test_rounds.py"),
-    Mutation("runtime/native/csrc/norm.cpp", "store(sum, both), store(row, both);", "store(sum, both), store(row, load(a));", "test_fusion_add_norm.py test_session.py"),
+    Mutation("runtime/native/csrc/norm.cpp", "store(sum, both), store(row, both);", "store(sum, both), store(row, load(a));", "test_norm_fusion.py test_session.py"),
     Mutation("runtime/native/precision.py", "wide = (wide - others) & dynamic", "wide = wide & others", "test_precision.py"),
-    Mutation("model/logits.py", "rows, size = rows.float(), max", "rows, size = rows.bfloat16().float(), max", "test_logits.py"),
+    Mutation("model/logits.py", "rows, size = rows.float(), max", "rows, size = rows.bfloat16().float(), max", "test_trunk.py"),
 ]  # fmt: skip
 
 

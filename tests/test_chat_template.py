@@ -1,13 +1,16 @@
-"""chat_template: transformers' own rendering and masks, and templates that never end, fill the memory or are none."""
+"""Chat templates and records: transformers' rendering and masks, templates that never end, which tokens count."""
 
 import os
 import time
 
+import numpy as np
 import pytest
-from chats import MARKED, chatty
+from chats import EOS, MARKED, chatty, said
+from quick import loop
 
 from nextn.data import chat_template
 from nextn.data.chat_template import apply_chat_template
+from nextn.data.records import RecordReader
 from nextn.errors import ConfigError
 
 TALK = [
@@ -105,3 +108,119 @@ def test_interrupted(monkeypatch):
 class Interrupted:
     def readline(self):
         raise KeyboardInterrupt
+
+
+HELLO = said(("system", "s"), ("user", "hi"), ("assistant", "yes"), ("user", "é"), ("assistant", "né"))
+
+
+def read(record, **options):
+    return RecordReader(chatty(), **options).document(record, "x.jsonl:3")
+
+
+def counted(document):
+    """The tokens that count, as text; eos as #."""
+    return bytes(ord("#") if id == EOS else id for id in document.ids[document.mask]).decode()
+
+
+def test_only_what_the_assistant_says_counts():
+    """Catches a mask that is shifted, covers the user's turns or the role marks, or leaves out the end of the turn."""
+    document = read({"messages": HELLO})
+    text = bytes(ord("#") if id == EOS else id for id in document.ids).decode()
+    assert text == "<s>s<u>hi<a>yes#<u>é<a>né#"
+    assert counted(document) == "yes#né#"
+    assert document.name == "x.jsonl:3"
+
+
+def test_all_tokens():
+    """Catches --all-tokens that still leaves something out, and a template without marks that is refused then."""
+    for record in ({"messages": HELLO}, {"prompt": "a", "completion": "b"}, {"prompt": [1], "tokens": [2]}):
+        assert read(record, all_tokens=True).mask is None
+    reader = RecordReader(chatty(marked=False), all_tokens=True)
+    assert reader.document({"messages": HELLO}, "x").ids.tolist() == read({"messages": HELLO}).ids.tolist()
+
+
+def test_prompt_and_completion():
+    """The completion counts, and the eos that ends it; the prompt does not. A text has neither and counts whole."""
+    document = read({"prompt": "2+2=", "completion": "4"})
+    assert document.ids.tolist() == [*b"2+2=4", EOS]
+    assert document.mask.tolist() == [False] * 4 + [True, True]
+    document = read({"text": "a<|endoftext|>", "meta": 3})
+    assert (document.ids.tolist(), document.mask) == ([*b"a<|endoftext|>"], None)
+
+
+def test_stored_answers():
+    """An answer cut at its length does not say eos, so the eos behind it does not count; one that said it does."""
+    cut = read({"prompt": [1, 2], "tokens": [3, 4], "finish": "length", "text": "never read"}).with_eos(EOS)
+    assert (cut.ids.tolist(), cut.mask.tolist()) == ([1, 2, 3, 4, EOS], [False, False, True, True, False])
+    ended = read({"prompt": [1, 2], "tokens": [3, EOS]}).with_eos(EOS)
+    assert (ended.ids.tolist(), ended.mask.tolist()) == ([1, 2, 3, EOS], [False, False, True, True])
+
+
+def test_conversations_come_first():
+    """Data sets that hold both the conversation and its text: the conversation says what counts."""
+    assert read({"text": "x", "prompt": "p", "messages": HELLO}).mask is not None
+    assert read({"text": "x", "prompt": "p", "messages": None}).ids.tolist() == [*b"x"]
+
+
+@loop(
+    ("record", "words"),
+    [
+        ({"body": "x", "id": 3}, r"x:3: its columns are body, id; expected \"text\", \"messages\""),
+        ({}, "its columns are none"),
+        ({"text": None}, r"its columns are text \(null\)"),
+        ({"text": ["a"]}, r"\"text\" is \['a'\]; expected text"),
+        ({"prompt": "a", "tokens": [1]}, r"\"prompt\" is 'a'; expected token ids"),
+        ({"prompt": [1], "tokens": [True]}, r"\"tokens\" is \[True\]"),
+        ({"prompt": [-1], "tokens": [1]}, r"\"prompt\" is \[-1\]"),
+        ({"messages": "hi"}, r"\"messages\" is 'hi'; expected \["),
+        ({"messages": [{"content": "x"}]}, "expected"),
+        ({"messages": said(("tool", "x"))}, r"refuses this conversation: no role tool \(its roles: tool\)"),
+        ({"messages": []}, "refuses this conversation"),
+    ],
+)
+def test_what_is_refused(record, words):
+    """Catches a traceback, a line that nobody can find, and a record that is trained on as something else."""
+    with pytest.raises(ConfigError, match=words):
+        RecordReader(chatty()).document(record, "x:3")
+
+
+def test_templates_that_do_not_say_what_counts():
+    """One that marks nothing, and none at all."""
+    without = chatty()
+    without.chat_template = None
+    marks = r"^x:1: .*\{% generation %\}.*--all-tokens"
+    for tokenizer, words in ((chatty(marked=False), marks), (without, "x:1: the tokenizer has no chat template")):
+        with pytest.raises(ConfigError, match=words):
+            RecordReader(tokenizer).document({"messages": HELLO}, "x:1")
+
+
+def test_notes():
+    """Catches long or unanswered conversations that pass without a word, and texts that are counted among them."""
+    reader = RecordReader(chatty(), context=20)
+    reader.document({"text": "long" * 20}, "x")
+    assert reader.notes == ()
+    for messages in (HELLO, said(("user", "hi")), said(("user", "a"), ("assistant", "b"))):
+        reader.document({"messages": messages}, "x")
+    long, unanswered = reader.notes
+    assert long.startswith("1 of 3 conversations are longer than the model's context of 20 tokens")
+    assert unanswered.startswith("1 of 3 conversations have no assistant turn")
+
+
+def test_prompts():
+    """Catches an answer that is left in the prompt, and a prompt that does not ask for one."""
+    reader = RecordReader(chatty())
+    assert bytes(reader.prompt({"messages": HELLO[:3]}, "x")) == b"<s>s<u>hi<a>"
+    assert bytes(reader.prompt({"messages": HELLO[:2]}, "x")) == b"<s>s<u>hi<a>"
+    assert bytes(reader.prompt({"prompt": "hi", "completion": "no"}, "x")) == b"hi"
+    assert bytes(reader.prompt({"text": "hi"}, "x", chat=True)) == b"<u>hi<a>"
+    assert reader.prompt({"prompt": [3, 4], "tokens": [5]}, "x") == [3, 4]
+    for record, words in (({"a": 1}, "its columns are a"), ({"prompt": {}}, "expected token ids")):
+        with pytest.raises(ConfigError, match=words):
+            reader.prompt(record, "x")
+
+
+def test_masks_are_as_long_as_ids():
+    for record in ({"messages": HELLO}, {"prompt": "a", "completion": ""}):
+        document = read(record).with_eos(EOS)
+        assert document.mask.dtype == np.bool_
+        assert len(document.mask) == len(document.ids)

@@ -1,4 +1,4 @@
-"""checkpoint: which files make one up, what it says of those that disagree, and tensors read from it."""
+"""Checkpoints: which files make one up, what it says of those that disagree, tensors by range, and the head in them."""
 
 import json
 import os
@@ -6,14 +6,18 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from artifacts import LAYERS, LAYOUTS, publish
 from huggingface_hub import constants
 from quick import loop
 from test_safetensors_file import METADATA, raw_bytes, sample, theirs, u8
 
 from nextn.checkpoint import checkpoint
 from nextn.checkpoint.checkpoint import Checkpoint, write_index
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
-from nextn.errors import CheckpointError
+from nextn.checkpoint.tensors import is_finite
+from nextn.errors import CheckpointError, FamilyError
 
 _ = theirs  # a fixture
 
@@ -230,3 +234,115 @@ def test_a_wrong_path_says_how_it_was_read(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match=r"hf download.*no folder out/modle here, so it was taken as a hub id"):
         Checkpoint.open("out/modle")
+
+
+def take(folder) -> Inventory:
+    return Inventory.of(Checkpoint.open(folder))
+
+
+@loop("name", LAYOUTS)
+def test_every_tensor_has_its_place(name, tmp_path):
+    """A head tensor taken for the trunk's, or one of the trunk's for the head's."""
+    found = take(publish(tmp_path, name))
+    assert (found.declared, found.modules, found.unrecognized, found.duplicates) == (1, (0,), (), {})
+    assert set(found.family.names) - set(found.family.read_only_copies) <= {found.role(each) for each in found.stored}
+    assert set(found.shared) == ({"embedding"} if LAYOUTS[name].tied else {"embedding", "output"})
+    assert sorted(found.layers) == list(range(LAYERS))
+    others = len(LAYOUTS[name].extra) + bool(LAYOUTS[name].norm)
+    count = len(found.stored) + len(found.shared) + sum(map(len, found.layers.values())) + others
+    assert count == len(found.checkpoint.tensors)
+
+
+def test_unrecognized_tensors(tmp_path):
+    """A head that the family does not know must not pass for a trunk without one."""
+
+    def rename(table):
+        for name in [each for each in table if each.startswith("mtp.")]:
+            table["nextn." + name.removeprefix("mtp.")] = table.pop(name)
+
+    found = take(publish(tmp_path, "qwen3_5", change=rename))
+    assert not found.stored
+    assert "nextn.fc.weight" in found.unrecognized
+
+
+def test_aliases_and_spellings(tmp_path):
+    """A tensor under two spellings is told, and the published one counts."""
+
+    def double(table):
+        table["model.layers.2.shared_head.norm.weight"] = table["model.layers.2.transformer.shared_head.norm.weight"]
+
+    found = take(publish(tmp_path, "step3p5", change=double))
+    assert len(found.duplicates["0.final_norm.weight"]) == 2
+    assert found.stored["0.final_norm.weight"] == "model.layers.2.transformer.shared_head.norm.weight"
+
+
+def test_wrapped_names(tmp_path):
+    """Vision-language checkpoints put the same head behind a prefix; the vision tower's layers are not the trunk's."""
+
+    def wrap(table):
+        for name in [each for each in table if each.startswith("model.")]:
+            table["model.language_model." + name.removeprefix("model.")] = table.pop(name)
+        table["model.visual.layers.40.norm.weight"] = table["mtp.norm.weight"]
+
+    found = take(publish(tmp_path, "qwen3_5", change=wrap))
+    assert sorted(found.layers) == [0, 1]
+    assert found.unrecognized == ()
+    assert found.shared["embedding"] == "model.language_model.embed_tokens.weight"
+
+
+def test_undecidable_checkpoints(tmp_path):
+    """No layer count, or a type without a row: an error that says what is missing."""
+    for count, found in ((None, "none"), (-3, "num_hidden_layers = -3"), (0, "num_hidden_layers = 0")):
+        folder = publish(tmp_path / str(count), "glm4_moe", config={"num_hidden_layers": count})
+        words = f"num_hidden_layers, an integer of 1 or more, is needed .* config.json has {found}"
+        with pytest.raises(CheckpointError, match=words):
+            take(folder)
+    with pytest.raises(FamilyError, match="llama"):
+        take(publish(tmp_path / "b", "glm4_moe", config={"model_type": "llama"}))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bad_value_anywhere(dtype):
+    """Also in the tails that vector loops leave, and beside values whose sum would be infinite."""
+    assert is_finite(torch.empty(0, dtype=dtype))
+    for size in (1, 7, 33, 100):
+        values = torch.full((size,), 3e38 if dtype in (torch.float32, torch.bfloat16, torch.float64) else 400.0)
+        assert is_finite(values.to(dtype))
+        for bad in ("nan",) if dtype == torch.float8_e4m3fn else ("nan", "inf", "-inf"):
+            for index in range(size):
+                spoiled = values.clone()
+                spoiled[index] = float(bad)
+                assert not is_finite(spoiled.to(dtype)), (size, index, bad)
+
+
+def test_matrices_and_views():
+    matrix = torch.ones(5, 40)
+    assert is_finite(matrix.T[::2])
+    matrix[3, 39] = float("nan")
+    assert not is_finite(matrix.T[1::2])
+    assert is_finite(matrix[:3])
+
+
+def test_subclasses():
+    """A tensor made of others has their values, one without parts its own."""
+
+    class Plain(torch.Tensor):
+        pass
+
+    class Packed(torch.Tensor):
+        def __tensor_flatten__(self):
+            return ["codes", "scale"], None
+
+    def packed(scale: float) -> torch.Tensor:
+        tensor = torch.zeros(3).as_subclass(Packed)
+        tensor.codes, tensor.scale = torch.ones(3, dtype=torch.uint8), torch.tensor([1.0, scale])
+        return tensor
+
+    assert is_finite(torch.ones(3).as_subclass(Plain))
+    assert is_finite(packed(2.0))
+    for bad in (float("nan"), float("inf")):
+        assert not is_finite(torch.tensor([1.0, bad]).as_subclass(Plain)), bad
+        assert not is_finite(packed(bad)), bad

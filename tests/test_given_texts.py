@@ -1,18 +1,21 @@
-"""Texts that exist: which tokens are the continuation, limits, and whether the trunk can have written them."""
+"""Texts that exist: their continuation, parts and engine, limits, and whether the trunk can have written them."""
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from chats import chatty, said
+from quick import loop
 from tiny import refrain
 
 from nextn.errors import ConfigError
-from nextn.evaluate.given_texts import TextOrigin, full_text_outputs, read_texts, text_origin
+from nextn.evaluate.engine_probe import EngineFolder, EngineProbe
+from nextn.evaluate.given_texts import TextOrigin, full_text_outputs, part_counts, read_texts, text_origin, think_tokens
 from nextn.evaluate.reference_report import ReferenceReport
-from nextn.evaluate.teacher_forced import ReferenceText
+from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, Survival
 
 
 @pytest.fixture
@@ -117,3 +120,112 @@ def test_threshold_of_sampled_text():
     assert TextOrigin(10**6, None, 0.04, 0.001).is_own
     assert not TextOrigin(10**6, None, 0.06, 0.001).is_own
     assert math.isclose(TextOrigin(5, None, 0.2, 0.1).as_record()["excess"], 0.2)
+
+
+class Tokenizer:
+    def __init__(self, vocabulary):
+        self.vocabulary = vocabulary
+
+    def get_vocab(self):
+        return self.vocabulary
+
+
+def scored(prompt, new, k=2):
+    text = ReferenceText(tuple(prompt), tuple(new))
+    generator = torch.Generator().manual_seed(len(new))
+    given = (torch.rand(len(text.remaining), k + 1, generator=generator) < 0.6).double().cumprod(1)
+    given[:, 0] = 1
+    survivals = {"greedy": Survival(given, given[:, 1:])}
+    return ScoredText(text, survivals, torch.zeros(0), torch.zeros(0))
+
+
+def check_sum(found, parts):
+    """The parts of one kind hold every round once."""
+    whole = found.survivals["greedy"].round_counts(found.remaining, 2)
+    for side in (0, 1):
+        sums = [sum(part[side][depth] for part in parts.values()) for depth in range(2)]
+        torch.testing.assert_close(sums, whole[side])
+
+
+def test_bands_hold_every_round_once():
+    found = scored([1] * 2040, [2] * 30)
+    parts = part_counts(found, "greedy", 2, None)
+    assert list(parts) == ["context 0-2k", "context 2k-8k"]
+    check_sum(found, parts)
+    early = found.survivals["greedy"].counts_by_start(found.remaining, 2)[0][:8].sum(0).tolist()
+    assert parts["context 0-2k"][0] == early  # eight tokens are written before 2048 are in the cache
+    assert list(part_counts(scored([1] * 140_000, [2] * 4), "greedy", 2, None)) == ["context 128k and more"]
+
+
+def test_thinking_and_answer():
+    """Opened by the template or by the model; what is behind the closing tag is the answer."""
+    for prompt, new in (([5, 7], [1, 1, 1, 8, 2, 2, 2, 2]), ([5], [7, 1, 1, 8, 2, 2, 2, 2])):
+        found = scored(prompt, new)
+        parts = {part: each for part, each in part_counts(found, "greedy", 2, (7, 8)).items() if "context" not in part}
+        assert list(parts) == ["thinking", "answer"]
+        check_sum(found, parts)
+        early = found.survivals["greedy"].counts_by_start(found.remaining, 2)[0][:3].sum(0).tolist()
+        assert parts["thinking"][0] == early
+    assert "thinking" not in part_counts(scored([7, 8], [1, 2, 3, 4]), "greedy", 2, (7, 8))
+    assert "answer" not in part_counts(scored([5], [1, 2, 3, 4]), "greedy", 2, None)
+
+
+def test_tags_that_are_tokens():
+    assert think_tokens(Tokenizer({"<think>": 7, "</think>": 8})) == (7, 8)
+    assert think_tokens(Tokenizer({"</think>": 8})) is None
+    assert think_tokens(None) is None
+
+
+def test_a_text_without_rounds():
+    assert part_counts(scored([1], [2]), "greedy", 2, (7, 8)) == {}
+
+
+PROBE = EngineProbe((1, 2), "abc", tuple(range(10, 20)), tuple(-0.1 * place for place in range(10)))
+
+
+def shifted(amount, **changes):
+    return replace(PROBE, logprobs=tuple(value + amount for value in PROBE.logprobs), **changes)
+
+
+@loop(
+    ("other", "is_same"),
+    [
+        (PROBE, True),
+        (shifted(0.01), True),  # another batch
+        (shifted(0.05), False),
+        (replace(PROBE, prompt=(1, 3)), False),
+        (shifted(0.01, ids=(*range(10, 18), 5, 6)), True),  # parted at a near tie
+        (replace(PROBE, ids=(*range(10, 18), 5, 6), logprobs=(*PROBE.logprobs[:8], -1.4, -0.1)), False),  # not near
+        (shifted(0.0, ids=(*range(10, 14), *range(50, 56))), False),  # too early to say
+        (replace(PROBE, ids=PROBE.ids[:8], logprobs=PROBE.logprobs[:8]), False),  # ended early
+        (EngineProbe((1, 2), "abc"), False),
+    ],
+)
+def test_same_weights(other, is_same):
+    assert PROBE.is_same_as(other) is other.is_same_as(PROBE) is is_same
+
+
+def test_texts_are_compared_where_there_are_no_log_probabilities():
+    one = EngineProbe((1, 2), "abc")
+    assert one.is_same_as(EngineProbe((1, 2), "abc"))
+    assert not one.is_same_as(EngineProbe((1, 2), "abd"))
+
+
+def test_answers_of_other_weights_are_removed(tmp_path):
+    folder = EngineFolder(tmp_path / "answers", PROBE)
+    (folder.path / "0.jsonl").write_text("{}")
+    again = EngineFolder(tmp_path / "answers", shifted(0.01))
+    assert (again.was_cleared, again.probe) == (False, PROBE)  # so that the texts, and the states of them, are the same
+    assert (folder.path / "0.jsonl").exists()
+    other = EngineFolder(tmp_path / "answers", shifted(0.05))
+    assert (other.was_cleared, other.probe) == (True, shifted(0.05))
+    assert [path.name for path in folder.path.iterdir()] == ["probe.json"]
+    assert EngineFolder(tmp_path / "answers", shifted(0.05)).probe == shifted(0.05)
+
+
+@pytest.mark.parametrize("text", ["", "{}", json.dumps({"prompt": 1, "ids": 2, "logprobs": 3, "text": ""})])
+def test_answers_without_a_readable_probe_are_removed(text, tmp_path):
+    (tmp_path / "probe.json").write_text(text)
+    (tmp_path / "0.jsonl").write_text("{}")
+    assert EngineFolder(tmp_path, PROBE).probe == PROBE
+    assert not (tmp_path / "0.jsonl").exists()

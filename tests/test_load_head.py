@@ -1,18 +1,22 @@
-"""Strict loading: every tensor that is the head's, or looks like it, is used or told."""
+"""Strict loading of heads and trunks, in every layout: each tensor that looks like a head's is used or told."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from quick import families
 from safetensors.torch import load_file, save_file
 from stored import INDEX, in_one_file, set_config, tensors_of
-from tiny import BUILDS, build
+from tiny import BUILDS, build, decode, prompt
+from transformers import AutoModelForCausalLM
 
+import nextn
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.errors import CheckpointError
 from nextn.model.model import Model
+from nextn.model.stored_layout import fuse_experts, split_experts, to_runtime_layout, to_stored_layout
 
 ENORM, PROJECTION = "model.layers.2.enorm.weight", "model.layers.2.eh_proj.weight"
 HEAD_SHARD = "model-00002-of-00002.safetensors"
@@ -203,3 +207,79 @@ def test_more_modules_than_declared(tmp_path):
     lines = refused(tmp_path / "model")
     assert all(line.startswith("unexpected: model.layers.4.") for line in lines)
     assert len(lines) == len([name for name in tensors_of(tmp_path / "model") if name.startswith("model.layers.4.")])
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_the_wrapper_of_other_programs(name, tmp_path):
+    """`language_model.model.`, as MLX and older transformers write it, loads."""
+    build(name).save(tmp_path)
+
+    def tokens():
+        model = Model.load(tmp_path, dtype=torch.float32)
+        return decode(model, [prompt(5)], num_speculative_tokens=2, max_tokens=8)[0]
+
+    def wrap(table):
+        for each in [each for each in table if not each.startswith("mtp.")]:
+            table[f"language_model.{each}"] = table.pop(each)
+
+    expected = tokens()
+    in_one_file(tmp_path, wrap)
+    assert tokens() == expected
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("wrapper", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("bailing_hybrid", marks=pytest.mark.slow)])
+def test_a_wrapped_text_model_is_a_finding_where_transformers_misses_it(name, wrapper, tmp_path):
+    build(name).save(tmp_path)
+
+    def wrap(table):
+        for each in [each for each in table if each.startswith("model.")]:
+            table[each.replace("model.", wrapper, 1)] = table.pop(each)
+
+    in_one_file(tmp_path, wrap)
+    _, loaded = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    rules = {each.rule for each in nextn.audit(tmp_path).findings}
+    assert ("names-unknown" in rules) == bool(loaded["missing_keys"])
+    assert bool(loaded["missing_keys"]) == ((name, wrapper) != ("qwen3_5", "model.language_model."))
+
+
+def test_a_method_that_transformers_does_not_know(tmp_path):
+    """It would read the codes as values, and say that shapes differ; no package helps."""
+    build("glm4_moe").save(tmp_path)
+
+    def pack(table):
+        for name in [each for each in table if "layers.0" in each and each.endswith("_proj.weight")]:
+            rows, columns = table[name].shape
+            table[name] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+            table[f"{name}_scale"] = torch.ones(rows, columns // 16)
+
+    in_one_file(tmp_path, pack)
+    set_config(tmp_path, quantization_config={"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "ignore": []})
+    with pytest.raises(CheckpointError, match=r"is modelopt .* neither transformers nor nextn reads"):
+        Model.load(tmp_path)
+
+
+def test_experts_round_trip():
+    """Fused -> one by one -> fused is the identity, and gate comes before up."""
+    state = {
+        "0.block.mlp.experts.gate_up_proj": torch.randn(3, 8, 5),
+        "0.block.mlp.experts.down_proj": torch.randn(3, 5, 4),
+    }
+    split = split_experts(state)
+    assert torch.equal(split["0.block.mlp.experts.2.up_proj.weight"], state["0.block.mlp.experts.gate_up_proj"][2, 4:])
+    again = fuse_experts(split)
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[key], state[key]) for key in state)
+
+
+def test_gate_and_up_rows_take_turns():
+    """The published dense MLP is one tensor: row 0 of the gate, row 0 of the up projection, row 1 of the gate."""
+    state = {"0.block.mlp.gate_proj.weight": torch.zeros(3, 2), "0.block.mlp.up_proj.weight": torch.ones(3, 2)}
+    family = SimpleNamespace(interleaved_gate_up=("mlp",), separate_gate_up=(), experts="fused")
+    stored = to_stored_layout(SimpleNamespace(family=family), state)
+    assert stored["0.block.mlp.gate_up_proj.weight"][:, 0].tolist() == [0, 1, 0, 1, 0, 1]
+    again = to_runtime_layout(SimpleNamespace(family=family), stored)
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], state[name]) for name in state)

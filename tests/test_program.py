@@ -1,4 +1,4 @@
-"""Replays: memory in the arena, torch operations between native ones, outputs that are valid until the next run."""
+"""Replays: memory in the arena, which all share, torch operations between native ones, outputs valid until the next."""
 
 import gc
 
@@ -8,7 +8,7 @@ from replays import Replayed
 
 from nextn.runtime.native import program
 from nextn.runtime.native.abi import load
-from nextn.runtime.native.memory import Scratch
+from nextn.runtime.native.memory import _RESERVED, Scratch
 from nextn.runtime.native.trace import Trace, Untraceable
 from nextn.runtime.native.weight_packing import PackedWeights
 
@@ -149,3 +149,22 @@ def test_replays_take_turns_in_one_scratch():
     large = scratch.take(2**27)
     assert len(large) == 2**27
     assert large.data_ptr() % 64 == 0
+
+
+def test_the_same_memory_again():
+    scratch = Scratch()
+    first, second = scratch.take(100), scratch.take(10)
+    assert first.data_ptr() == second.data_ptr()
+    assert first.data_ptr() % 64 == 0
+    assert (len(first), len(second)) == (100, 10)
+
+
+def test_larger_memory_leaves_the_old_one_be():
+    """A replay recorded earlier keeps the memory that it was given."""
+    scratch = Scratch()
+    old = scratch.take(100)
+    old.fill_(7)
+    new = scratch.take(_RESERVED + 1)
+    new.fill_(1)
+    assert old.tolist() == [7] * 100
+    assert scratch.take(100).data_ptr() == new.data_ptr()

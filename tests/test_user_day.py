@@ -1,6 +1,6 @@
 """Jobs of a user, as scripts of commands: the sentences that lead from one command to the next, and where it ends.
 
-The other two are elsewhere: a head that goes to an engine in `test_adopt`, a head of one's own loop in `test_grpo`.
+The other two are elsewhere: a head that goes to an engine in `test_adopt`, a head of one's own loop in `test_trl`.
 """
 
 import json

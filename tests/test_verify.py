@@ -1,21 +1,29 @@
-"""`verify` passes on a correct engine, and on one that breaks a property it fails in that property's check, by name."""
+"""verify: passes on a correct engine and our server, and fails in the check of the property that an engine breaks."""
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 from fake_engine import no_key  # noqa: F401
+from http_serving import Serving, serving
 from quick import loop, others_slow
 
+from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest, TopLogprob
 from nextn.engines.check_result import CheckResult
 from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError
 from nextn.evaluate.workload import Prompt, read_prompts
+from nextn.model.model import Model
+from nextn.serve.engine import ServingEngine
+from nextn.serve.options import EngineOptions
 from nextn.verify_checks import CHECKS, VerifyReport, VerifySettings, run_checks
 from nextn.verify_checks.counter_checks import logprobs
 from nextn.verify_checks.format_checks import SCHEMA, max_tokens, misfit
@@ -426,3 +434,41 @@ def test_interrupt_reports_what_was_found(nextn, engine, monkeypatch):
 def test_an_engine_cannot_move_the_cursor(nextn, engine):
     code, out, _ = nextn(engine(model="a\x1b[2J[bold]").url, "--check", "max-tokens")
     assert (code, "\x1b[2J" in out, r"a\x1b[2J[bold]" in out) == (0, False, True)
+
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or () %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@contextmanager
+def served(model: Model, num_speculative_tokens: int) -> Iterator[Serving]:
+    options = EngineOptions(
+        "native",
+        max_num_seqs=8,
+        max_model_len=1024,
+        cache_gb=0.5,
+        num_speculative_tokens=num_speculative_tokens,
+        warmup=False,
+    )
+    engine = ServingEngine(model, options)
+    try:
+        with serving(engine, model, max_model_len=1024, tool_call_parser="hermes") as server:
+            yield server
+    finally:
+        engine.close(grace_s=1)
+
+
+@pytest.mark.slow
+def test_every_check_passes(here):
+    model = Model.load(SHIPPED)
+    model.tokenizer.chat_template = TEMPLATE
+    plain = replace(model, head=None)
+    with ExitStack() as stack:
+        mtp, baseline = (stack.enter_context(served(*each)) for each in ((model, 4), (plain, 0)))
+        code, out, err = here("verify", mtp.url, "--against", baseline.url, "--context", 1024, "--strict", "--json")
+    record = json.loads(out)
+    assert code == 0, (err, record)
+    assert {each["name"]: each["outcome"] for each in record["checks"]} == dict.fromkeys(CHECKS, "passed")

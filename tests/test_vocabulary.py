@@ -31,8 +31,8 @@ PRIVATE, ORDINARY = frozenset(_PRIVATE.split()), frozenset(_ORDINARY.split())
 TESTS = [
     Path(__file__).with_name(f"test_{name}.py")
     for name in (
-        "acceptance", "canary_check", "conformance", "evaluation", "greedy_checks", "layers", "sampling_checks",
-        "speedup", "teacher_forced", "verify", "vocabulary",
+        "canary_check", "conformance", "evaluation", "layers", "stats", "teacher_forced", "verify", "verify_checks",
+        "vocabulary",
     )
 ]  # fmt: skip
 
