@@ -1,20 +1,24 @@
 """lost_parts: each tensor of a quantized module counts, in trunk and head, whatever the method."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from artifacts import publish
+from artifacts import LAYOUTS, publish
 from packed import CASES, quantize_folder
+from quick import families
 from stored import in_one_file
 from tiny import build
 
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.lost_parts import lost_parts
 from nextn.checkpoint.quantized_weights import implied_block
 from nextn.checkpoint.safetensors_file import RawTensor, TensorInfo
 from nextn.errors import CheckpointError
+from nextn.family_table import by_name
 from nextn.model.model import Model
 
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I32": 4, "U32": 4, "I64": 8}
@@ -148,3 +152,13 @@ def test_scales_of_32_values():
     """MXFP8 is read whatever block the config declares."""
     assert implied_block((64, 128), (64, 4), (128, 128)) == (1, 32)
     assert implied_block((64, 128), (64, 8), (128, 128)) is None
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", families(LAYOUTS, ["deepseek_v4", "iquest_q1", "mimo_v2", "nemotron_h", "qwen4_exp"]))
+def test_each_tensor_of_a_head_counts(name, tmp_path):
+    """None is lost in silence, of those that are the head's own; experts and layers that differ in a number are one."""
+    checkpoint = Checkpoint.open(publish(tmp_path, name))
+    stored, copies = Inventory.of(checkpoint).stored, by_name(name).copies
+    own = {re.sub(r"\d+", "0", each): each for role, each in stored.items() if role.split(".")[1] not in copies}
+    assert [each for each in own.values() if audit(without(checkpoint, each), sample=True).clean] == []

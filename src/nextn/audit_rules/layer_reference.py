@@ -88,6 +88,7 @@ class LayerReference:
                 continue
             best, expected = self._expected(own)
             expected |= _implied(own, self._num_experts(prefix))
+            expected |= {pair for part, pair in self.inventory.family.block_pairs.items() if part in own}
             kinds = {_kind(part) for part in expected}
             missing += [f"{prefix}{part}" for part in sorted(expected - own)]
             extra = (
@@ -122,6 +123,8 @@ class LayerReference:
     def _component(self, name: str, parts: frozenset[str]) -> frozenset[str]:
         """Return what a component of a block, such as `mlp`, should have: what it has in the layer most like it.
 
+        Layers of other types are looked at where those of the block's type have nothing in common with it.
+
         Where it has nothing in common with that of any layer, its own parts: there is nothing to compare it with.
         """
         own = _of_component(name, parts)
@@ -129,11 +132,10 @@ class LayerReference:
         is_dense = bool(kinds) and kinds <= _DENSE
         if is_dense and not self._all_sparse:
             return _DENSE
-        others = [
-            _of_component(name, self.parts_of_layers[index])
-            for index in dict.fromkeys([*self._candidates, *self.parts_of_layers])
-        ]
-        best = max(others, key=lambda other: self._similarity(frozenset(map(_kind, other)), kinds))
+        alike = [_of_component(name, self.parts_of_layers[index]) for index in self._candidates]
+        if not any(kinds & frozenset(map(_kind, other)) for other in alike):
+            alike = [_of_component(name, parts) for parts in self.parts_of_layers.values()]
+        best = max(alike, key=lambda other: self._similarity(frozenset(map(_kind, other)), kinds))
         return own if best and not is_dense and not kinds & frozenset(map(_kind, best)) else best
 
     def _num_experts(self, prefix: str) -> int:

@@ -330,7 +330,7 @@ def _mismatches(
                 if name in inventory.family.runners}  # fmt: skip
     for part in parts:
         if part.role not in plain and part.storage not in ("unknown", "fp8-bare"):
-            covered = covers(part.asked)
+            covered = covers(part.module) and covers(part.asked)
             other = part.counterpart
             known = covered and other and storage(tensors, other) == "plain" and covers(other)
             followers = tuple(name for name, roles in builders.items() if part.role not in roles)

@@ -352,7 +352,8 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
         missing = sorted(inventory.family.required(module) - head.roles[module])
         compared = reference.compare(module)
         paths = _in_form(compared.missing, inventory.family.experts)
-        lacking = [*missing, *_of_norms(inventory, module), *(f"block.{path}" for path in paths)]
+        lacking = [*missing, *_of_norms(inventory, module), *_of_collapse(inventory, module)]
+        lacking += [*(f"block.{path}" for path in paths)]
         names = [inventory.published(f"{module}.{each}") for each in lacking]
         lost = inventory.lost_in(inventory.of_module(module).values())
         bare = (each for each in lost if storage(inventory.checkpoint.tensors, each) == "fp8-bare")  # `scale-missing`
@@ -383,6 +384,17 @@ def _of_norms(inventory: Inventory, module: int) -> list[str]:
             tails[role].update(tail)
     every = set[str]().union(*tails.values())
     return sorted(f"{role}.{tail}" for role, own in tails.items() for tail in every - own)
+
+
+def _of_collapse(inventory: Inventory, module: int) -> list[str]:
+    """Return the parts that the module which joins a head's streams lacks, and the trunk's of the same name has."""
+    if "collapse" not in inventory.family.names:
+        return []
+    tensors, own = inventory.checkpoint.tensors, inventory.of_module(module)
+    place = f".{inventory.published(f'{module}.collapse').rpartition('.')[2]}."
+    parts = {split_name(name, tensors)[0].partition(place)[2] for name in tensors.keys() - {*own.values()}}
+    stored = {split_name(name, tensors)[0].partition(place)[2] for name in own.values()}
+    return [f"collapse.{part}" for part in sorted(parts - stored - {""})]
 
 
 def _in_form(parts: Iterable[str], form: ExpertForm) -> list[str]:

@@ -535,6 +535,7 @@ _NEMOTRON_H = Family(
         "transformers": _ignores("nemotron_h/modeling_nemotron_h.py#L1012", _STATEFUL),
     },
     sources=(_LC + "nemotron.py#L256",), own_block=True,
+    block_pairs={"mixer.gate": "mixer.gate.e_score_correction_bias"},
     remarks=(
         "final norm: LayerNorm in llamacpp, RMSNorm in vllm and sglang",
         "mtp_hybrid_override_pattern says which layers a module has; these names are those of the pattern *E",
@@ -915,6 +916,7 @@ _IQUEST_Q1 = Family(
         "transformers": _NONE,
     },
     sources=(_SM + "iquest_q1.py#L798", _SGLANG + "configs/iquest_q1.py#L166"), own_block=True,
+    block_pairs={"attn_out_norm": "ffn_out_norm"},
     cannot_run="transformers has no trunk of this type",
     remarks=("the block is the trunk's first layer, which norms its MLP's output (ffn_out_norm); later ones do not",),
     unverified=("one engine alone runs the head", "that the names behind mtp_layers.<number>. are those of the draft"),
