@@ -131,6 +131,10 @@ BROKEN = {
     "fused experts beside single ones in the trunk": (
         "experts-twice", "error", "glm4_moe", {"change": put("model.layers.1.mlp.experts.gate_up_proj", (4, 32, H))},
         "layer 1 are stored split .* and fused"),
+    "experts of the trunk in both forms": (
+        "experts-twice", "error", "glm4_moe", {"change": lambda table: (
+            put("model.layers.1.mlp.experts.gate_up_proj", (4, 32, H))(table),
+            put("model.layers.1.mlp.experts.down_proj", (4, H, 16))(table))}, "layer 1 are stored split .* and fused"),
     "experts fused in part": (
         "experts-form", "error", "qwen3_5_moe", {"change": lambda table: (
             drop(r"^mtp.*experts.*(gate|up)_proj")(table),

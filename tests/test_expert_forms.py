@@ -6,6 +6,7 @@ import pytest
 import torch
 from artifacts import publish
 from layouts import LAYOUTS
+from operations import read, store
 from quick import families
 from support_record import record
 from test_convert import tensors
@@ -86,3 +87,26 @@ def test_every_form_loads(name, tmp_path):
         assert all(torch.equal(got[each], expected[each]) for each in got), (trunk, head)
         ran.append(f"{trunk or 'as saved'}/{head}")
     record("expert forms", name, ran)
+
+
+def with_trunk_in(form, folder, seed):
+    """A checkpoint whose trunk's experts are in this form."""
+    source = publish(folder, "glm4_moe", seed=seed)
+    if form == "split":
+        return source
+    nextn.convert(source, folder / form, trunk_experts=form)
+    return folder / form
+
+
+@pytest.mark.parametrize(("form", "other"), [("split", "fused"), ("fused", "split")])
+def test_the_copy_that_is_kept_of_a_trunk(form, other, tmp_path):
+    """The one in the form that is asked for, with its bytes; the other is named."""
+    folder = with_trunk_in(form, tmp_path / "kept", 0)
+    kept, left = read(folder), read(with_trunk_in(other, tmp_path / "left", 1))
+    stray = {name: value for name, value in left.items() if ".layers.1.mlp.experts." in name}
+    store(folder, kept | stray)
+    plan = nextn.convert(folder, tmp_path / "out", trunk_experts=form)
+    found, expected = ({name: bytes(value.data) for name, value in table.items()}
+                       for table in (read(tmp_path / "out"), kept))  # fmt: skip
+    assert found == expected
+    assert any(note.startswith(f"left out: {len(stray)} tensors in another form than {form}") for note in plan.notes)

@@ -81,7 +81,7 @@ EDITED = ("tied on one level, without an lm_head",
           "tied, with an lm_head of its own", "counted as a layer", "config silent", "dequantized, config kept",
           "int4 config, bf16 weights")  # fmt: skip
 ADVICE = {
-    "experts-twice", "config-contradicts", "names-foreign", "names-unknown", "vocabulary", "trunk-missing",
+    "config-contradicts", "names-foreign", "names-unknown", "vocabulary", "trunk-missing",
     "trunk-partial", "own-head-overwritten", "layer-index", "too-many-modules", "single-expert", "engine-ignores",
     "engine-drops", "engine-refuses", "engine-loads", "engine-absent", "not-run", "quantization",
 }  # fmt: skip
@@ -264,6 +264,8 @@ UNLOADABLE = {
 
 # And of which audit has another fix than to restore the head.
 LOADED_OTHERWISE = ("fused experts beside single ones", "fused experts as modules", "counted as a layer")
+TRUNK_UNLOADABLE = ("experts of the trunk in both forms", "a matrix of a trunk layer lost",
+                    "another number of heads", "experts numbered behind their weight")  # fmt: skip
 
 
 def with_adapter(table):
@@ -309,7 +311,7 @@ def test_fixes_of_the_loaders_followed(here, tmp_path):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("case", ["adapter", *LOADED_OTHERWISE])
+@loop("case", ["adapter", *LOADED_OTHERWISE, *TRUNK_UNLOADABLE])
 def test_loaders_say_what_audit_says(case, tmp_path):
     """Where to restore a head is not the way, neither does the loader advise it."""
     family, options = ("qwen3_5", {"change": with_adapter}) if case == "adapter" else CASES[case][1:]

@@ -99,13 +99,17 @@ def audit(
     return replace(report, seconds=round(perf_counter() - started, 3))
 
 
-def fixes(inventory: Inventory, *, unless: str = "") -> str:
-    """Return what the audit's errors say to do, each once, as sentences; nothing if there are none, or one `unless`."""
+def fixes(inventory: Inventory, *, unless: str = "", restoring: bool = True) -> str:
+    """Return what the audit's errors say to do, each once, as sentences; nothing if there are none, or one `unless`.
+
+    restoring: Also to restore the head.
+    """
     try:  # the files as they are: a loader's inventory has its own view of quantized tensors
         found = audit_checkpoint(Checkpoint.open(inventory.checkpoint.path), family=inventory.family).findings
     except NextnError:
         return ""
-    advice = dict.fromkeys(as_sentences(each.fix) for each in found if each.severity == "error")
+    errors = (each.fix for each in found if each.severity == "error" and (restoring or "nextn restore" not in each.fix))
+    advice = dict.fromkeys(map(as_sentences, errors))
     return "" if any(each.rule == unless for each in found) else " ".join(advice)
 
 

@@ -439,15 +439,15 @@ def _several_forms(inventory: Inventory, what: str, tensors: Mapping[str, Tensor
             "one form misses the others.",
             "One form.", convert(inventory, f"--{option} {'split' if 'split' in names else next(iter(names))}"),
         )  # fmt: skip
-    keeps = [f"`{convert(inventory, f'--experts {form}')}`" for form, own in parts.items() if own == every]
-    fix = f"Keep one: {' or '.join(keeps)} names the tensors that it leaves out." if keeps else restore(
-        inventory, force=True
+    keeps = [f"`{convert(inventory, f'--{option} {form}')}`" for form, own in parts.items() if own == every]
+    fix = f"Keep one: {' or '.join(keeps)} names the tensors that it leaves out." if keeps else (
+        restore(inventory, force=True) if what == "the head" else "Download or convert the trunk again."
     )  # fmt: skip
     return Finding(
         "experts-twice", "error", place,
-        f"The experts of {what} are stored {ways}: which of them an engine uses depends on its load order, and nextn "
-        "loads neither.",
-        "One of them.", fix if what == "the head" else "Download or convert the trunk again.",
+        f"The experts of {what} are stored {ways}: which of them an engine uses, if it loads them at all, depends on "
+        "its load order.",
+        "One of them.", fix,
     )  # fmt: skip
 
 

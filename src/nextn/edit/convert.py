@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 from nextn.checkpoint.checkpoint import CONFIG, SINGLE, Checkpoint, as_checkpoint
-from nextn.checkpoint.expert_forms import expert_path, split_view
+from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.checkpoint.quantization import is_mlx
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
-from nextn.edit.expert_pieces import in_form, prune, trunk_in_form, with_num_experts
+from nextn.edit.expert_pieces import in_form, prune, superseded, trunk_in_form, with_num_experts
 from nextn.edit.links import refuse_links
 from nextn.edit.norm_shift import NormWeightShift, shifted, stores_less_one
 from nextn.edit.plan import (
@@ -38,7 +38,7 @@ from nextn.edit.plan import (
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import ExpertForm, Family, by_name, rows
-from nextn.text_format import some
+from nextn.text_format import counted, some
 
 Form = Literal["shards", "side-file", "single-file"]
 SIDE_FILE = "mtp.safetensors"
@@ -112,13 +112,17 @@ def convert(
     head, left = _one_form(head, experts)
     target = experts or (head.family.experts if layout.name == head.family.name else layout.experts)
     fresh, notes = _renamed(inventory, head, replace(layout, experts=target), keep_experts)
-    trunk, replaced = ({}, set[str]()) if trunk_experts is None else trunk_in_form(inventory, trunk_experts)
+    trunk, replaced, twice = ({}, set[str](), list[str]())
+    if trunk_experts is not None:
+        trunk, replaced, twice = trunk_in_form(inventory, trunk_experts)
     if norm_weight is not None:
         fresh, note = shifted(fresh, head, NormWeightShift.parse(norm_weight))
         notes.append(note)
-    elif not (left or form or trunk or keep_experts) and all(name == piece.name for name, piece in fresh.items()):
+    elif not (left or form or replaced or keep_experts) and all(name == piece.name for name, piece in fresh.items()):
         raise ConfigError(f"{checkpoint.path}: its head already has the names of {layout.name}; nothing to convert")
-    notes += [f"left out: {name}, stored in another form than {experts}" for name in left]
+    for names, kept in ((left, experts), (twice, trunk_experts)):
+        if names:
+            notes.append(f"left out: {counted(len(names), 'tensor')} in another form than {kept}: {some(names)}")
     different = [
         name for canonical, names in head.duplicates.items() if (kept := head.stored.get(canonical)) for name in names
         if not head.checkpoint.same(*map(head.checkpoint.info, (name, kept)))
@@ -234,16 +238,14 @@ def _one_form(head: Inventory, form: ExpertForm | None) -> tuple[Inventory, list
     found = {canonical: path.form for canonical in head.stored if (path := expert_path(canonical)) is not None}
     left: set[str] = set()
     for module in head.modules:
-        own = {canonical: found[canonical] for canonical in head.of_module(module) if canonical in found}
-        forms = sorted(set(own.values()))
+        own = {canonical: head.info(canonical) for canonical in head.of_module(module) if canonical in found}
+        forms = sorted({found[canonical] for canonical in own})
         if len(forms) > 1 and form not in forms:
             raise CheckpointError(
                 f"{head.checkpoint.path}: the experts of MTP layer {module} are stored {' and '.join(forms)}. Say "
                 f"which to keep: {' or '.join(f'--experts {each}' for each in forms)}."
             )
-        parts = {canonical: {part for part, _ in split_view(canonical, head.info(canonical))} for canonical in own}
-        kept = set().union(*(parts[canonical] for canonical, each in own.items() if each == form))
-        left |= {canonical for canonical, each in own.items() if each != form and parts[canonical] <= kept}
+        left |= superseded(own, form) if form else set()
     stored = {canonical: name for canonical, name in head.stored.items() if canonical not in left}
     return replace(head, stored=stored), sorted(head.spellings(left))
 

@@ -95,27 +95,41 @@ def _join(parts: tuple[Piece, ...], halves: int) -> Piece:
     return JoinedPiece(first.source, first.name, parts=parts, shape=(len(parts) // halves, halves * rows, *rest))
 
 
-def trunk_in_form(inventory: Inventory, form: ExpertForm) -> tuple[dict[str, Piece], set[str]]:
-    """Return the trunk's experts that are not in `form` in it, by name, and the names of the tensors they come from."""
+def superseded(tensors: Mapping[str, TensorInfo], form: ExpertForm) -> set[str]:
+    """Return the paths of experts in other forms of which every part is also stored in `form`."""
+    found = {path: own for path in tensors if (own := expert_path(path)) is not None}
+    parts = {path: {part for part, _ in split_view(path, tensors[path])} for path in found}
+    kept = set[str]().union(*(parts[path] for path, own in found.items() if own.form == form))
+    return {path for path, own in found.items() if own.form != form and parts[path] <= kept}
+
+
+def trunk_in_form(inventory: Inventory, form: ExpertForm) -> tuple[dict[str, Piece], set[str], list[str]]:
+    """Return the trunk's experts that are not in `form` in it, by name, the names of the tensors that they replace, and
+    of these, those that are left out, as what they hold is also stored in `form`.
+    """
     family, checkpoint = inventory.family, inventory.checkpoint
     root = family.names["block"].format(module=0, layer=inventory.num_layers) + "."
     fresh: dict[str, Piece] = {}
     gone: set[str] = set()
+    left: list[str] = []
     for layer in inventory.layers.values():
         running = {inventory.running_paths[path]: info for path, info in layer.items()}
         experts = {path: info for path, info in running.items()
                    if (found := expert_path(path)) is not None and found.form != form}  # fmt: skip
-        for own, piece in in_form(experts, form, checkpoint).items():
+        twice = superseded(running, form)
+        left += sorted(experts[path].name for path in twice)
+        moved = {path: info for path, info in experts.items() if path not in twice}
+        for own, piece in in_form(moved, form, checkpoint).items():
             path = family.published(f"0.block.{own}", inventory.num_layers).removeprefix(root)
             fresh[_stem(layer) + path] = piece
         gone |= {info.name for info in experts.values()}
-    return fresh, gone
+    return fresh, gone, left
 
 
 def with_split_experts(inventory: Inventory) -> Checkpoint:
     """Return the checkpoint with the experts of trunk and head one by one, as parts of the stored tensors."""
     family, checkpoint = inventory.family, inventory.checkpoint
-    pieces, gone = trunk_in_form(inventory, "split")
+    pieces, gone, _ = trunk_in_form(inventory, "split")
     stored = {canonical: checkpoint.tensors[name] for canonical, name in inventory.stored.items()
               if (found := expert_path(canonical)) is not None and found.form != "split"}  # fmt: skip
     for canonical, piece in in_form(stored, "split", checkpoint).items():

@@ -76,8 +76,17 @@ def trunk_state(weights: TensorReader) -> tuple[dict[str, StoredTensor], list[st
     names = [tensor.name for tensor in state.values() if weights.is_quantized(tensor.name)]
     problems = [text for name in names if (text := weights.problem(name))]
     if problems:
-        raise CheckpointError(_listed(f"{inventory.checkpoint.path}: the trunk cannot be read", problems, _MAX_LISTED))
+        title = f"{inventory.checkpoint.path}: the trunk cannot be read"
+        raise CheckpointError("\n".join(filter(None, [_listed(title, problems, _MAX_LISTED), trunk_advice(inventory)])))
     return state, notes
+
+
+def trunk_advice(inventory: Inventory) -> str:
+    """Return what the audit's errors say to do where a trunk does not load; "" if it has none."""
+    from nextn.audit_rules import fixes  # here, as it imports all rules
+
+    advice = fixes(inventory, restoring=False)
+    return f"`nextn audit {shlex.quote(inventory.checkpoint.path)}` shows details. {advice}" if advice else ""
 
 
 def meta_head(inventory: Inventory, trunk: Trunk) -> Head:

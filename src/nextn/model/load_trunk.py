@@ -18,7 +18,7 @@ from nextn.checkpoint.tensors import READABLE, StoredTensor, TensorReader, is_fi
 from nextn.errors import CheckpointError
 from nextn.family_table import Family
 from nextn.model.layer_loader import LayerLoader
-from nextn.model.load_head import trunk_state
+from nextn.model.load_head import trunk_advice, trunk_state
 from nextn.model.packed_experts import can_keep_codes, pack_experts, weights_with_codes
 from nextn.model.stored_experts import EXPERT
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
@@ -164,7 +164,8 @@ def _loading_reasons(checkpoint: Checkpoint, weights: TensorReader, packed: str 
                 f"its quantization is {weights.method} ({packed} and others): install what transformers needs for it, "
                 f"or {_instead(checkpoint)}"
             )
-        raise CheckpointError(". ".join([str(error), *reasons])) from error
+        reasons = reasons or [trunk_advice(weights.inventory)]
+        raise CheckpointError(". ".join(filter(None, [str(error), *reasons]))) from error
 
 
 def _instead(checkpoint: Checkpoint) -> str:
