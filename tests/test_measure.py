@@ -244,11 +244,14 @@ def test_it_repeats_to_the_last_digit(found, trained):
     assert json.dumps(again.to_dict()) == json.dumps(found["glm"].to_dict())
 
 
-def test_progress_counts_the_texts_of_a_batch(trained):
+def test_progress_within_a_batch(trained):
+    """After each round, and in all the texts; also where one ends early."""
     counted = []
     prompts = [each.text for each in PROMPTS[:2]] * 5
     reference_texts.generate_texts(trained["glm"], prompts, replace(PLAN, max_tokens=4), 0.0, on_text=counted.append)
-    assert counted == [8, 2]
+    assert sum(counted) == pytest.approx(10)
+    assert len(counted) > 2
+    assert 0 < counted[0] < 8
 
 
 def test_hashes_are_of_the_weights(tmp_path, trained):

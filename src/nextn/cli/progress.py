@@ -29,7 +29,8 @@ class _Meter:
         self, count: float = 1, *, done: float | None = None, total: float | None = None, status: str = ""
     ) -> None:
         """Count steps, or set how many are `done`; `total` replaces the total, and `status` is shown beside it."""
-        self.done, self.status = self.done + count if done is None else done, status
+        self.done = round(self.done + count, 6) if done is None else done  # steps may be parts
+        self.status = status
         self.total = self.total if total is None else total
         self.moved_at = time.monotonic()
         self._first = self._first or (self.moved_at, self.done)

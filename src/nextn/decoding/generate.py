@@ -199,6 +199,7 @@ def generate(
     backend: str = "auto",
     length: DraftLength | None = None,
     observer: Observer | None = None,
+    on_round: Callable[[Round], None] = lambda result: None,
 ) -> list[Result]:
     """Decode prompts as one batch to the end.
 
@@ -211,6 +212,7 @@ def generate(
         backend: `auto`, `native` or `torch`.
         length: Policy for the number of drafts per round, see `rounds`.
         observer: Called for each pass, see `rounds`.
+        on_round: Called with each Round.
 
     Returns:
         A result for each prompt, in order.
@@ -226,6 +228,11 @@ def generate(
     """
     check_prompts(prompts)
     log: list[Round] = []
+
+    def logged(result: Round) -> None:
+        log.append(result)
+        on_round(result)
+
     texts, finishes = [""] * len(prompts), [""] * len(prompts)
     sequence_rounds: list[list[SequenceRound]] = [[] for _ in prompts]
     chunks = stream(
@@ -237,7 +244,7 @@ def generate(
         backend=backend,
         length=length,
         observer=observer,
-        on_round=log.append,
+        on_round=logged,
     )
     for chunk in chunks:
         texts[chunk.row] += chunk.text

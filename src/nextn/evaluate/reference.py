@@ -40,13 +40,13 @@ def reference_acceptance(
     plan: ReferencePlan,
     *,
     contract: Contract | None = None,
-    on_text: Callable[[int], None] = lambda num_texts: None,
+    on_text: Callable[[float], None] = lambda num_texts: None,
     on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
     """Decode the prompts at each temperature, then score every position.
 
-    `contract` injects faults of decoding. `on_text` is called with the number of texts decoded so far, `on_score` after
-    each text that was scored. Raises ConfigError if there is no head, or the prompts cannot be used.
+    `contract` injects faults of decoding. `on_text` is called after each round with what it decoded, in texts,
+    `on_score` after each text that was scored. Raises ConfigError if there is no head, or the prompts cannot be used.
     """
     if model.head is None:
         raise ConfigError("the checkpoint has no head, so there is nothing to measure")
@@ -182,7 +182,7 @@ def measure(
     *,
     source: str = "",
     head: str | Path | None = None,
-    on_text: Callable[[int], None] = lambda num_texts: None,
+    on_text: Callable[[float], None] = lambda num_texts: None,
     on_score: Callable[[], None] = lambda: None,
 ) -> ReferenceReport:
     """Measure the acceptance per depth that a head should reach, with intervals and negative controls.
@@ -196,7 +196,7 @@ def measure(
         source: The checkpoint that a loaded model came from, for the report's hashes; leave it out if the model in
             memory was changed.
         head: The checkpoint that the head comes from, if another one.
-        on_text: Called with the number of texts that were decoded, after each batch.
+        on_text: Called after each round with what it decoded, in texts: their number in all.
         on_score: Called for each text that was scored.
 
     Returns:

@@ -55,11 +55,12 @@ def generate_texts(
     temperature: float,
     *,
     contract: Contract | None = None,
-    on_text: Callable[[int], None] = lambda num_texts: None,
+    on_text: Callable[[float], None] = lambda num_texts: None,
 ) -> GeneratedTexts:
     """Continue the prompts with the trunk, decoding with the head (it is lossless), and count its acceptance.
 
-    The head drafts by all bits of its weights, as other engines would. `contract` injects faults of decoding.
+    The head drafts by all bits of its weights, as other engines would. `contract` injects faults of decoding. `on_text`
+    is called after each round with what it decoded, in texts.
     """
     contract = contract or Contract()
     can_draft = contract.offset <= 0  # a later hidden state is not known when drafting
@@ -76,8 +77,9 @@ def generate_texts(
         )
         batch = prompts[start : start + BATCH]
         with exact_head(model):
-            results += generate(model, batch, settings, backend=plan.backend)
-        on_text(len(batch))
+            results += generate(
+                model, batch, settings, backend=plan.backend, on_round=_in_texts(len(batch), plan.max_tokens, on_text)
+            )
     texts = tuple(
         ReferenceText(tuple(prompt), result.tokens, temperature, result.finish in ("eos", "context"))
         for prompt, result in zip(prompts, results, strict=True)
@@ -88,6 +90,19 @@ def generate_texts(
     drafting = ((part for part in result.rounds if part.drafts) for result in results)
     steps = tuple(tuple((len(part.drafts), part.num_accepted) for part in parts) for parts in drafting)
     return GeneratedTexts(texts, tuple(result.acceptance for result in results), pooled, steps)
+
+
+def _in_texts(num_texts: int, max_tokens: int, on_text: Callable[[float], None]) -> Callable[[Round], None]:
+    """Return a callback that says how much of a batch of texts each round decoded; a text that ended is one."""
+    tokens = [0] * num_texts
+
+    def add(result: Round) -> None:
+        before = sum(tokens)
+        for each in result.rows:
+            tokens[each.row] = max_tokens if each.finish else tokens[each.row] + len(each.emitted)
+        on_text((sum(tokens) - before) / max_tokens)
+
+    return add
 
 
 def prompt_tokens(model: Model, prompt: Prompt, plan: ReferencePlan) -> tuple[int, ...]:
