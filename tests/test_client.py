@@ -84,6 +84,15 @@ def test_wrong_model(engine):
         Endpoint.open(f"{engine().url}#gpt", Budget(QUICK))
 
 
+def test_a_model_without_a_chat_template(engine):
+    """The option that sends plain text is named, and works."""
+    url = engine("no-chat").url
+    with pytest.raises(EngineError, match=r"no chat template .*--no-chat") as raised:
+        Endpoint.open(url, Budget(QUICK), chat=True)
+    assert raised.value.status == 400
+    assert Endpoint.open(url, Budget(QUICK), chat=False).served.name
+
+
 @loop(
     ("fault", "words", "status"),
     [

@@ -85,6 +85,13 @@ def test_a_draft_and_the_command_that_serves_it(made, tmp_path):
     assert Model.load(made / "llama", head=tmp_path / "again").notes == ()
 
 
+@pytest.mark.parametrize("kind", ["own", "first"])
+def test_keys_that_engines_do_not_share(kind, made, tmp_path):
+    draft, trunk = changed(made, tmp_path, config={"mtp_repeated_kv": kind})
+    notes = export(draft, tmp_path / "out", "sglang", trunk=trunk).notes
+    assert any("kv = first" in note for note in notes) == (kind == "first")
+
+
 def test_for_transformers(made, tmp_path):
     """The printed line is enough for `use_mtp`, also for a model with layer types."""
     out = export(made / "own", tmp_path / "model", "transformers")

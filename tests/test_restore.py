@@ -17,7 +17,7 @@ import nextn
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
+from nextn.checkpoint.provenance import Provenance, head_fingerprint, open_head, trunk_fingerprint
 from nextn.checkpoint.quantization import QuantConfig
 from nextn.checkpoint.safetensors_file import RawTensor, write_json
 from nextn.edit import plan
@@ -792,3 +792,17 @@ def test_no_room(tmp_path, monkeypatch):
     assert f"{size + copied:,} bytes" in str(found.value)
     assert snapshot(target) == before
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("own", ["own", "first"])
+def test_a_file_alone_keeps_what_its_repeated_depths_read(own, tmp_path):
+    """The setting is in the file's header, as its config.json may stay behind; the target's does not count."""
+    source = publish(tmp_path / "source", "glm4_moe", config={"mtp_repeated_kv": own})
+    nextn.extract(source, tmp_path / "head.safetensors")
+    (tmp_path / "config.json").unlink()
+    for index, before in enumerate(({}, {"mtp_repeated_kv": "first"})):
+        target = publish(tmp_path / str(index), "glm4_moe", config=before, change=without("glm4_moe"))
+        nextn.restore(target, tmp_path / "head.safetensors")
+        assert take(target).family.repeated_kv == own
+    trunk = publish(tmp_path / "trunk", "glm4_moe", change=without("glm4_moe"))
+    assert open_head(tmp_path / "head.safetensors", take(trunk)).checkpoint.config["mtp_repeated_kv"] == own

@@ -20,7 +20,7 @@ from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo, write_json
 from nextn.checkpoint.snapshot import on_disk
 from nextn.errors import CheckpointError, FamilyError
-from nextn.family_table import Family, by_name, find, fitted, generic, lookup, lookup_count
+from nextn.family_table import REPEATED_FIELD, Family, by_name, find, fitted, generic, lookup, lookup_count
 from nextn.text_format import some
 
 # The trunk's samples: this many layers, evenly spaced, and this many weights of each.
@@ -245,7 +245,7 @@ def open_head(source: str | Path, trunk: Inventory) -> Inventory:
     another number of trunk layers; FamilyError for the head of another family than the trunk.
     """
     checkpoint = Checkpoint.open(source)
-    checkpoint = checkpoint if checkpoint.config else replace(checkpoint, config=trunk.checkpoint.config)
+    checkpoint = checkpoint if checkpoint.config else with_config_of(checkpoint, trunk.checkpoint)
     head = Inventory.of(checkpoint, family=_family(checkpoint, trunk))
     if not head.own:
         make = f"`{head.restore_command()}` restores" if head.declared and head.layers else "`nextn train` makes"
@@ -257,6 +257,13 @@ def open_head(source: str | Path, trunk: Inventory) -> Inventory:
         )
     head = on_disk(head)
     return replace(head, declared=head.declared or len(head.modules))
+
+
+def with_config_of(head: Checkpoint, trunk: Checkpoint) -> Checkpoint:
+    """Return a head's files, which lack a config.json, with the trunk's and what their headers say of the head."""
+    kinds = (header.metadata.get(REPEATED_FIELD) for header in head.headers.values())
+    kind = next((kind for kind in kinds if kind in ("own", "first")), None)
+    return replace(head, config={**trunk.config} if kind is None else {**trunk.config, REPEATED_FIELD: kind})
 
 
 def is_foreign(head: Inventory, trunk: Inventory) -> bool:

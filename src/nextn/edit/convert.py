@@ -37,7 +37,7 @@ from nextn.edit.plan import (
 )
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.family_table import ExpertForm, Family, by_name, rows
+from nextn.family_table import REPEATED_FIELD, ExpertForm, Family, by_name, rows
 from nextn.text_format import counted, some
 
 Form = Literal["shards", "side-file", "single-file"]
@@ -384,7 +384,8 @@ def extract(
     checkpoint = inventory.checkpoint
     metadata = {"format": "pt", "family": inventory.family.name, "source": checkpoint.path,
                 "revision": checkpoint.revision or "", "trained_with": trained_with(inventory),
-                "trained_length": str(trained_length(inventory) or "")}  # fmt: skip
+                "trained_length": str(trained_length(inventory) or ""),
+                REPEATED_FIELD: inventory.family.repeated_kv}  # fmt: skip
     files, documents = Files({path.name: fresh}, None), {CONFIG: config}
     plan = EditPlan(checkpoint, path.parent, inventory.family.name, files, documents, metadata=metadata)
     if not dry_run:

@@ -22,8 +22,8 @@ from nextn.edit.gguf_tokenizer import writable_tokenizer
 from nextn.edit.plan import EditPlan, Files, Piece, execute, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.family_table import Family, find, lookup
-from nextn.text_format import joined
+from nextn.family_table import REPEATED_FIELD, Family, find, lookup
+from nextn.text_format import docs_page, joined
 
 ENGINES = {
     "vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23",
@@ -85,7 +85,7 @@ def export(
         base = on_disk(base)
         write_gguf(base, head, Path(out), tokenizer=tokenizer)
         command = _llamacpp(str(out), num_speculative_tokens or _K, has_window=layout_of(head.family) == STEP35)
-        return Export(Path(out), ENGINES[engine], command, notes=tuple(_notes(base, engine)))
+        return Export(Path(out), ENGINES[engine], command, notes=tuple(_notes(head, base, engine)))
     files = Files(
         {SINGLE: {name: Piece(head.checkpoint, name) for name in head.stored.values()}},
         None,
@@ -104,7 +104,7 @@ def export(
     if head.family.trunk_kv:
         return _assistant(plan.folder, engine, base.checkpoint.path, str(out), k)
     command = draft_command(engine, base.checkpoint.path, str(out), k)
-    return Export(plan.folder, ENGINES[engine], command, notes=tuple(_notes(base, engine)))
+    return Export(plan.folder, ENGINES[engine], command, notes=tuple(_notes(head, base, engine)))
 
 
 def export_command(source: str, trunk: str, engine: str, k: int | None) -> str:
@@ -266,11 +266,16 @@ def _llamacpp(path: str, k: int, *, has_window: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _notes(trunk: Inventory, engine: str) -> Iterator[str]:
+def _notes(head: Inventory, trunk: Inventory, engine: str) -> Iterator[str]:
     if engine in _RUN_BY:
         yield f"{ENGINES[engine]}: run with two-layer models by {_RUN_BY[engine]} on a CPU; not this model, and no GPU."
     else:
         yield f"{ENGINES[engine]}: its code was read, it was not run."
+    if lookup(head.checkpoint.config, REPEATED_FIELD) == "first":
+        yield (
+            f"{ENGINES[engine]} gives each depth keys of its own; this head's share those of the first (kv = first), "
+            f"which made no measurable difference: {docs_page('reference/objectives')}."
+        )
     if engine == "llama.cpp":
         yield "The file holds trunk and head, in the layout of an architecture whose graph computes the same trunk."
         return

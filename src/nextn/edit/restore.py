@@ -13,7 +13,14 @@ from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.foreign_names import foreign, plain_name
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
+from nextn.checkpoint.provenance import (
+    Provenance,
+    staged_head,
+    trained_length,
+    trained_with,
+    trunk_fingerprint,
+    with_config_of,
+)
 from nextn.checkpoint.quantization import QuantConfig, is_mlx
 from nextn.edit.compatibility import ABOUT_HEAD, absent, indexed_but_missing, quantized_without, refuse_misfit
 from nextn.edit.links import refuse_links
@@ -137,8 +144,8 @@ def _base(source: "str | Path | Checkpoint", dst: Inventory, family: Family | No
             f"{checkpoint.path}: a head of family {family.name}, the target's is {dst.family.name}. "
             f"Where both compute the same, `nextn convert --to {dst.family.name}` first."
         )
-    config = dst.checkpoint.config if bare else checkpoint.config
-    src = Inventory.of(replace(checkpoint, config=config), family=family)
+    checkpoint = with_config_of(checkpoint, dst.checkpoint) if bare else checkpoint
+    src = Inventory.of(checkpoint, family=family)
     src = replace(src, declared=0) if bare else src
     if not src.own:
         src.refuse_draft_model()

@@ -169,6 +169,8 @@ def _probe_capabilities(client: Client, served: ServedModel, *, chat: bool) -> C
         num_chars = len(probe.prompt)
         return Capabilities(has_logprobs, extra_fields, num_chars / (answer.prompt_tokens or num_chars))
     assert refusal is not None
+    if chat and "template" in str(refusal):
+        raise EngineError(f"{refusal} (--no-chat sends prompts as plain text)", status=refusal.status) from refusal
     raise refusal
 
 

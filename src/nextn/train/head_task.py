@@ -365,7 +365,8 @@ def write_head(
     tensors = head_tensors(head, copies=False, dtype=dtype, wrapper=wrapper)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path.with_name(CONFIG), config)
-    write_tensors(path, tensors, {"format": "pt", "family": head.family.name, **metadata})
+    own = {"format": "pt", "family": head.family.name, REPEATED_FIELD: head.family.repeated_kv}
+    write_tensors(path, tensors, {**own, **metadata})
 
 
 def write_standalone_head(
