@@ -20,8 +20,8 @@ from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model
 from nextn.runtime import backend
 from nextn.runtime.backend import backend_for
+from nextn.runtime.native import LOCK
 from nextn.runtime.native.abi import Program, Runtime, load
-from nextn.runtime.native.locks import LOCK
 from nextn.settings import Sampling, Settings
 
 TURNS = int(os.environ.get("NEXTN_ATTACKS", "2"))

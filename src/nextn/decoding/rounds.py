@@ -15,7 +15,7 @@ from nextn.decoding.records import BatchSequence, Observer, Round
 from nextn.errors import ConfigError
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
-from nextn.runtime.native.locks import LOCK
+from nextn.runtime.native import LOCK
 from nextn.runtime.protocols import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings

@@ -17,10 +17,10 @@ from nextn.model.packed_experts import StackedCodes, weights_with_codes
 from nextn.model.packed_linear import StoredCodes, StoredFp8
 from nextn.model.trunk import Trunk
 from nextn.runtime import self_check
+from nextn.runtime.native import LOCK
 from nextn.runtime.native.abi import load
 from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS
 from nextn.runtime.native.lm_head import FORMAT, draft_lm_heads
-from nextn.runtime.native.locks import LOCK
 from nextn.runtime.native.session import NativeHead, NativeTrunk
 from nextn.runtime.native.stored_codes import notes_on
 from nextn.runtime.native.trace import Untraceable

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nextn.checkpoint.mapped_memory import slices_released_after_use
 from nextn.errors import ConfigError
+from nextn.runtime.native import LOCK
 from nextn.runtime.native.build import BuildStatus, build_library, cache_folder, status_of
-from nextn.runtime.native.locks import LOCK
 from nextn.runtime.native.memory import HugePages, rows_per_slice
 
 _SOURCES = Path(__file__).parent / "csrc"

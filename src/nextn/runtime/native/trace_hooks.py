@@ -22,7 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from nextn.cache.kv_cache import KVCache
 from nextn.model.layer_types import IGNORABLE_ARGUMENTS, LayerType
 from nextn.model.packed_experts import packed_parts
-from nextn.runtime.native.locks import LOCK
+from nextn.runtime.native import LOCK
 from nextn.runtime.native.trace import Untraceable, current_trace, is_recording
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
