@@ -50,7 +50,7 @@ def without_ids(content):
 
 CONTENT = [
     {"type": "thinking", "thinking": "Why?", "signature": ""},
-    {"type": "text", "text": "I look.", "citations": None},
+    {"type": "text", "text": "I look."},
     {"type": "tool_use", "name": "count", "input": {"n": 1}},
 ]
 

@@ -147,6 +147,30 @@ def test_an_answer_that_is_cut_off(client, server):
     assert [item["status"] for item in last["response"]["output"]][:3] == ["completed", "completed", "incomplete"]
 
 
+def test_what_a_coding_agent_sends(server):
+    """As Codex 0.171: tools that are no functions are left out, and several system messages at the start become one."""
+    agents = [{"type": "function", "name": "spawn", "parameters": PARAMETERS}]
+    body = {
+        "instructions": "You code.",
+        "input": [
+            *({"type": "message", "id": "m", "role": role, "content": [{"type": "input_text", "text": text}]}
+              for role, text in (("developer", "Skills."), ("system", "Rules."), ("user", "hi"))),
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+            {"type": "function_call", "call_id": "c1", "name": "count", "arguments": '{"n": 2}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        ],
+        "tools": [*TOOLS, {"type": "namespace", "name": "agents", "tools": agents}, {"type": "web_search"},
+                  {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}],
+        "reasoning": {"summary": "auto"}, "store": False, "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k", "client_metadata": {"session_id": "s"},
+    }  # fmt: skip
+    status, headers, _ = server.post("/v1/responses", {"model": "tiny"} | body)
+    assert status == 200
+    assert prompt_of(server) == "<s>You code.\n\nSkills.\n\nRules.<u>hi<a>[count=2]<t>21<a>"
+    ignored = set(headers["x-ignored-fields"].split(", "))
+    assert {"client_metadata", "tools.custom", "tools.namespace", "tools.web_search"} <= ignored
+
+
 @loop(
     ("fields", "status", "param", "words"),
     [
@@ -159,7 +183,14 @@ def test_an_answer_that_is_cut_off(client, server):
         ({"background": True}, 400, "background", "False"),
         ({"truncation": "auto"}, 400, "truncation", "disabled"),
         ({"conversation": "c"}, 400, "conversation", "unknown field"),
-        ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "function"),
+        ({"tools": [{"type": "functions", "name": "f"}]}, 400, "tools[0].type", "function"),
+        ({"tools": {"type": "web_search"}}, 400, "tools", "list"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            400,
+            "tool_choice.type",
+            "function",
+        ),
         ({"tool_choice": {"type": "function", "name": "f"}}, 400, "tool_choice", "no tool 'f'"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens", "greater"),
         ({"temperature": 3}, 400, "temperature", "less"),

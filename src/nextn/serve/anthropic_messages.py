@@ -265,7 +265,7 @@ def _content(block: Block, *, is_complete: bool) -> Json:
         case "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
         case "text":
-            return {"type": "text", "text": text, "citations": None}
+            return {"type": "text", "text": text}
         case "call":
             arguments = loads(text) if is_complete else {}
             return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": arguments}

@@ -3,9 +3,10 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from nextn.serve.answer_blocks import Block, BlockRouteAnswer
 from nextn.serve.api_errors import ApiError
@@ -20,6 +21,13 @@ from nextn.serve.token_sampler import TokenTexts
 _MAX_STORED, _MAX_STORED_CHARS = 1_000, 16_000_000  # answers that later requests can continue
 _INCOMPLETE = {"length": "max_output_tokens", "context": "max_output_tokens"}
 History = tuple[Json, ...]  # messages of a chat
+# Tools that OpenAI's service runs, or whose calls are no JSON. They are never called here, as if the model never wanted
+# one: agents offer them beside their own functions, whatever the model.
+_OTHER_TOOLS = frozenset((
+    "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
+    "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search",
+    "web_search_preview",
+))  # fmt: skip
 
 
 class ReasoningPart(RequestModel):
@@ -88,7 +96,7 @@ class ReasoningOptions(RequestModel):
 class ResponsesRequest(SamplingFields):
     """The body of /v1/responses."""
 
-    ignored: ClassVar = frozenset(("include", "prompt_cache_options", "stream_options"))
+    ignored: ClassVar = frozenset(("client_metadata", "include", "prompt_cache_options", "stream_options"))
 
     input: str | ListOf[InputItem]
     instructions: str = ""
@@ -104,6 +112,18 @@ class ResponsesRequest(SamplingFields):
     background: Literal[False] = False
     metadata: dict[str, JsonValue] = Field(default_factory=dict, max_length=16)
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=32)
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _functions(cls, tools: Any, info: ValidationInfo) -> Any:
+        """Leave out, and note as ignored, tools that are no functions."""
+        if not isinstance(tools, list):
+            return tools
+        types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+        others = [isinstance(type, str) and type in _OTHER_TOOLS for type in types]
+        if info.context is not None:
+            info.context.update(f"tools.{type}" for type, is_other in zip(types, others, strict=True) if is_other)
+        return [tool for tool, is_other in zip(tools, others, strict=True) if not is_other]
 
     @model_validator(mode="after")
     def _has_input(self) -> "ResponsesRequest":
@@ -199,13 +219,11 @@ def _text(content: str | Sequence[TextPart] | Sequence[ReasoningPart]) -> str:
 
 
 def _with_instructions(instructions: str, history: Sequence[Json]) -> list[Json]:
-    """The conversation after the instructions; templates have one system message."""
-    if not instructions:
-        return list(history)
-    if history and history[0]["role"] in ("system", "developer"):
-        first, *rest = history
-        return [first | {"content": f"{instructions}\n\n{first['content']}"}, *rest]
-    return [{"role": "system", "content": instructions}, *history]
+    """The conversation behind one system message, as templates have no more: the instructions, and those of its own."""
+    leading = list(takewhile(lambda message: message["role"] in ("system", "developer"), history))
+    texts = [instructions, *(str(message["content"]) for message in leading)]
+    system: Json = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+    return [*([system] if system["content"] else []), *history[len(leading) :]]
 
 
 def _chat_tool(tool: ResponsesTool) -> Json:
