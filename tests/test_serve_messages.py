@@ -258,3 +258,33 @@ def test_the_client_of_anthropic(server, model):
         client.messages.stream(**ASK) as stream,
     ):
         stream.get_final_message()
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}<{{ m.role[0] }}>{{ m.content }}"
+    "{% endfor %}<a>"
+)
+
+
+def test_system_messages_behind_the_start(model):
+    """As Claude Code 2.1 sends them. A template that refuses them gets their text in the user's messages."""
+    tokenizer = reasoner()
+    lenient, tokenizer.chat_template = tokenizer.chat_template, STRICT
+    says = [("user", "hi"), ("system", "Agents."), ("assistant", "yes"), ("system", "Be brief."), ("user", "go")]
+    messages = [{"role": role, "content": content} for role, content in says]
+    late = "<u>hi\n\nAgents.<a>yes<u>Be brief.\n\ngo<a>"
+    items = [{"role": "developer", "content": "Skills."}, *messages]
+    with serving(ScriptedEngine("ok", times=1), replace(model, tokenizer=tokenizer)) as server:
+        ask(server, system="Code.", messages=messages)
+        assert request_of(server)[0] == f"<s>Code.{late}"
+        chat = [{"role": "system", "content": "Code."}, *items]
+        bodies = {"responses": {"instructions": "Code.", "input": items}, "chat/completions": {"messages": chat}}
+        for path, body in bodies.items():
+            assert server.post(f"/v1/{path}", {"model": "tiny"} | body)[0] == 200
+            assert request_of(server)[0] == f"<s>Code.\n\nSkills.{late}"
+        assert server.post("/v1/messages", ASK | {"messages": [], "system": "S"})[0] == 400
+    tokenizer.chat_template = lenient
+    with serving(ScriptedEngine("ok", times=1), replace(model, tokenizer=tokenizer)) as server:
+        ask(server, messages=messages)
+        assert request_of(server)[0] == "<u>hi<s>Agents.<a>yes<s>Be brief.<u>go<a>"

@@ -3,7 +3,6 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
@@ -16,6 +15,7 @@ from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.request_model import ListOf, RequestModel, parse_request
 from nextn.serve.responses import Json
 from nextn.serve.schemas import ChatRequest, FunctionTool, Name, SamplingFields, SchemaFormat, TextPart
+from nextn.serve.system_messages import merge_leading
 from nextn.serve.token_sampler import TokenTexts
 
 _MAX_STORED, _MAX_STORED_CHARS = 1_000, 16_000_000  # answers that later requests can continue
@@ -164,7 +164,7 @@ def to_chat(body: ResponsesRequest, before: History = ()) -> tuple[ChatRequest, 
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     history = (*before, *_messages(items))
     chat: dict[str, object] = {
-        "messages": _with_instructions(body.instructions, history),
+        "messages": merge_leading([{"role": "system", "content": body.instructions}, *history]),
         "tools": [_chat_tool(tool) for tool in body.tools],
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -216,14 +216,6 @@ def _part(item: InputItem) -> dict[str, Any]:
 
 def _text(content: str | Sequence[TextPart] | Sequence[ReasoningPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def _with_instructions(instructions: str, history: Sequence[Json]) -> list[Json]:
-    """The conversation behind one system message, as templates have no more: the instructions, and those of its own."""
-    leading = list(takewhile(lambda message: message["role"] in ("system", "developer"), history))
-    texts = [instructions, *(str(message["content"]) for message in leading)]
-    system: Json = {"role": "system", "content": "\n\n".join(filter(None, texts))}
-    return [*([system] if system["content"] else []), *history[len(leading) :]]
 
 
 def _chat_tool(tool: ResponsesTool) -> Json:

@@ -2,9 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +26,7 @@ from nextn.serve.schemas import (
     TokenizeRequest,
 )
 from nextn.serve.structured_output import StructuredOutput
+from nextn.serve.system_messages import has_later, without_later
 from nextn.serve.tool_calls import with_tools
 from nextn.settings import Sampling
 
@@ -159,19 +159,25 @@ class RequestBuilder:
             raise ApiError(400, message, "messages", "no_chat_template")
         shown = [_template_message(message) for message in messages]
         offered = [tool.model_dump(by_alias=True, exclude_defaults=True) | {"type": tool.type} for tool in tools]
-        render = partial(self._rendered, extra=extra, add_generation_prompt=add_generation_prompt)
-        try:
-            if not self.structured.is_generic(has_tools=bool(offered)):
-                return render(shown, offered)
+        refusals = []
+        for conversation, own_tools in self._renderings(shown, offered):
             try:
-                return render(with_tools(shown, offered))
-            except ConfigError:
-                if not offered:
-                    raise
-                # Some templates know no system message.
-                return render(with_tools(shown, offered, has_system=False))
-        except ConfigError as error:
-            raise ApiError(400, str(error), "messages", "invalid_value") from error
+                return self._rendered(conversation, own_tools, extra=extra, add_generation_prompt=add_generation_prompt)
+            except ConfigError as error:
+                refusals.append(error)
+        raise ApiError(400, str(refusals[0]), "messages", "invalid_value") from refusals[0]
+
+    def _renderings(
+        self, messages: Sequence[dict[str, object]], tools: Sequence[dict[str, object]]
+    ) -> Iterator[tuple[Sequence[dict[str, object]], Sequence[dict[str, object]]]]:
+        """Yield messages and tools for the template: as they are, then in ways for templates that refuse them."""
+        for each in [messages, *([without_later(messages)] if has_later(messages) else [])]:
+            if not self.structured.is_generic(has_tools=bool(tools)):
+                yield each, tools
+                continue
+            yield with_tools(each, tools), ()
+            if tools:  # some templates know no system message
+                yield with_tools(each, tools, has_system=False), ()
 
     def _rendered(
         self,
