@@ -49,7 +49,7 @@ MUTATIONS = [
     Mutation("model/shared_kv_head.py", "cache.rollback_to([length - 1 for length in cache.lengths])", "pass", READERS),
     Mutation("model/shared_kv_head.py", "return HeadStep(final_hidden, layers.next_projection(final_hidden))", "return HeadStep(final_hidden, layers.next_projection(states))", READERS),
     Mutation("model/trunk.py", "return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)", "return logits", READERS),
-    Mutation("cache/attention_layer.py", "        if self.is_frozen:\n            return self.keys", "        if False:\n            return self.keys", "test_repeated_keys.py"),
+    Mutation("cache/attention_layer.py", "        if self.is_frozen:\n            return self.keys", "        if False:\n            return self.keys", "test_head.py"),
     # Drafts copied from the text: where from, their probability, which of them the head has not seen.
     Mutation("speculative/copy_drafts.py", "self._latest[key] = place", "self._latest.setdefault(key, place)", COPIES),
     Mutation("speculative/copy_drafts.py", "index % period", "min(index, period - 1)", COPIES),

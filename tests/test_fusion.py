@@ -1,4 +1,4 @@
-"""Fusion of SwiGLU and rotary embeddings, and of all in every family: the same bits, and nothing that others read."""
+"""Fusion of SwiGLU, rotary embeddings and linear layers of one input, in every family: the same bits."""
 
 import pytest
 import torch
@@ -199,3 +199,80 @@ def test_a_rotated_part_is_written_where_it_is_joined(dtype):
 @loop("function", [other_signs, unlike, middle_is_kept, scaled, thirds])
 def test_what_is_no_rotation_stays(function, dtype):
     assert "rope" not in both(function, dtype).ops
+
+
+DRAWS = torch.Generator().manual_seed(2)
+WEIGHTS = {
+    dtype: [torch.randn(rows, 48, generator=DRAWS).to(dtype) for rows in (40, 16, 7, 130)]
+    for dtype in (torch.float32, torch.bfloat16)
+}
+BIASES = {dtype: [each[:, 0].clone() for each in weights] for dtype, weights in WEIGHTS.items()}
+
+
+def merged_layer(x, at, *, bias=False):
+    return F.linear(x, WEIGHTS[x.dtype][at], BIASES[x.dtype][at] if bias else None)
+
+
+def queries_keys_values(x):
+    return merged_layer(x, 0), merged_layer(x, 1), merged_layer(x, 2)
+
+
+def something_between(x):
+    """A norm of the queries before the keys are computed, as in Qwen3's layers."""
+    queries = merged_layer(x, 0) * 2
+    return queries, merged_layer(x, 1)
+
+
+def merged_mlp(x):
+    return F.linear(F.silu(merged_layer(x, 0)) * merged_layer(x, 0).neg(), WEIGHTS[x.dtype][0].t().contiguous())
+
+
+def two_inputs(x):
+    other = x + 1
+    return merged_layer(x, 0), merged_layer(other, 1), merged_layer(x, 2), merged_layer(other, 3)
+
+
+MERGED = {
+    "queries, keys, values": (queries_keys_values, 1),
+    "with biases": (lambda x: [merged_layer(x, at, bias=True) for at in range(4)], 1),
+    "something between": (something_between, 1),
+    "a gate and its other half": (merged_mlp, 2),
+    "two inputs": (two_inputs, 2),
+}
+SEPARATE = {
+    "another input": lambda x: (merged_layer(x, 0), merged_layer(x.flip(0), 1)),
+    "another part of one input": lambda x: (merged_layer(x[:1], 0), merged_layer(x[1:], 1)),
+    "one has a bias": lambda x: (merged_layer(x, 0), merged_layer(x, 1, bias=True)),
+    "read by something else between": lambda x: (merged_layer(x, 0), x + 1, merged_layer(x, 1)),
+    "one of the other": lambda x: merged_layer(merged_layer(x, 0)[..., :1] + x, 1),
+}
+
+
+@TYPES
+@loop("name", MERGED)
+def test_layers_of_one_input_are_one_op(name, dtype):
+    function, count = MERGED[name]
+    assert both(function, dtype).ops.count("linear") == count
+
+
+@TYPES
+@loop("name", SEPARATE)
+def test_others_stay_apart(name, dtype):
+    assert both(SEPARATE[name], dtype).ops.count("linear") == 2
+
+
+@TYPES
+def test_a_changed_input_parts_them(dtype):
+    def changed(x):
+        a = x + 1
+        first = merged_layer(a, 0)
+        a.mul_(2)
+        return first, merged_layer(a, 1)
+
+    assert both(changed, dtype).ops.count("linear") == 2
+
+
+@TYPES
+@pytest.mark.parametrize("shape", [(1, 1, 48), (1, 13, 48), (3, 17, 48)], ids=str)
+def test_any_number_of_rows(shape, dtype):
+    assert both(queries_keys_values, dtype, shape).ops.count("linear") == 1

@@ -1,30 +1,39 @@
-"""Weights of quantized checkpoints on the native backend: their own codes, bit by bit, and texts decoded with them."""
+"""Weights of quantized checkpoints, K-quants too, on the native backend: their own codes, bit by bit."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from packed import Case, Values, fp8_folder, quantize_folder, random_values, section, stored
+from packed import Case, Values, fp8_folder, quantize_folder, random_k_quant, random_values, section, stored
 from quick import each_once, loop, others_slow
-from reference_products import grouped_linear
+from reference_products import grouped_linear, kquant_linear
 from safetensors.torch import save_file
 from stored import in_one_file, set_config
 from tiny import build, prompt
 from torch import nn
 
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.gguf_blocks import KQuantWeight
+from nextn.checkpoint.gguf_file import K_QUANTS
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.tensors import TensorReader
 from nextn.decoding.generate import generate
 from nextn.decoding.rounds import Settings
-from nextn.errors import CheckpointError
+from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import by_name
 from nextn.model.model import Model
 from nextn.model.packed_linear import PackedLinear, StandIns, StoredFp8, StoredIntegers, packed_layers
 from nextn.runtime.backend import backend_for, unused_codes
 from nextn.runtime.native.abi import FP8 as FP8_TYPE
 from nextn.runtime.native.abi import INT4, load
-from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS, GroupedWeight, quantize_groups
+from nextn.runtime.native.grouped import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    GroupedWeight,
+    KQuantFormat,
+    merge_kquants,
+    quantize_groups,
+)
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.stored_codes import unsupported
 from nextn.runtime.native.trace import Trace, Untraceable
@@ -332,3 +341,82 @@ def test_fp8_values_that_are_not_finite(name, part, tmp_path):
     in_one_file(tmp_path, damage)
     with pytest.raises(CheckpointError, match=rf"(1 trunk tensors hold NaN or Inf|non-finite): {name}"):
         Model.load(tmp_path)
+
+
+def take(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.bool)
+
+
+def multiplied(x: torch.Tensor, weight: KQuantWeight) -> torch.Tensor:
+    n, k = weight.codes.shape
+    layout = KQuantFormat(weight.kind)
+    packed = layout.pack_rows(weight, take)
+    out = torch.empty(len(x), n)
+    load().call("linear", [out, x, packed], [n, k, 1, layout.type])
+    return out
+
+
+def activations(rows: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+@loop("kind", K_QUANTS)
+@loop("rows", [1, 2, 3, 9, 10, 11, 33])
+def test_products_are_those_of_torch(kind, rows):
+    x, weight = activations(rows, 768), random_k_quant(kind, 72, 768)
+    expected = kquant_linear(x, weight)
+    torch.testing.assert_close(multiplied(x, weight), expected, rtol=1e-5, atol=1e-5 * float(expected.std()))
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_only_activations_are_rounded(kind):
+    """Whole activations of up to 32767 in each group of 128 have a scale of one."""
+    x = torch.randint(-32767, 32768, (4, 512), generator=torch.Generator().manual_seed(1)).float()
+    x[:, ::128] = 32767
+    weight = random_k_quant(kind, 64, 512)
+    expected = x.double() @ weight.dequantize().double().T
+    found = multiplied(x, weight).double()
+    assert (found - expected).abs().max() < 1e-6 * expected.std() * 512**0.5
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_a_row_has_the_same_bits_beside_any_others(kind):
+    x, weight = activations(29, 512), random_k_quant(kind, 96, 512)
+    alone = torch.cat([multiplied(row[None], weight) for row in x])
+    assert torch.equal(multiplied(x, weight), alone)
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+@pytest.mark.parametrize("slice_bytes", [2**22, 32 * 512])
+def test_merged_weights_are_packed_side_by_side(kind, slice_bytes, monkeypatch):
+    monkeypatch.setattr("nextn.runtime.native.memory._SLICE", slice_bytes)
+    x, weights = activations(3, 512), [random_k_quant(kind, n, 512) for n in (64, 96)]
+    one, other = (multiplied(x, weight) for weight in weights)
+    merged = multiplied(x, merge_kquants(weights, 2, 16))
+    halves = [torch.cat(each, dim=1) for each in zip(one.chunk(2, dim=1), other.chunk(2, dim=1), strict=True)]
+    assert torch.equal(merged, torch.cat(halves, dim=1))
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_gated_layers_and_experts_are_linear_layers(kind):
+    half, layout = torch.bfloat16, KQuantFormat(kind)
+    x, weights = activations(5, 512), [random_k_quant(kind, n, 512) for n in (48, 49)]
+    pair = [weight.map(lambda part: part[:48]) for weight in weights]
+    one, other = (multiplied(x, weight) for weight in pair)
+    found, expected = torch.empty(2, 5, 48, dtype=half)
+    load().call("silu_mul", [expected, one, other])
+    load().call("gated_linear", [found, x, layout.pack_rows(merge_kquants(pair, 3, 16), take)], [48, 512, layout.type])
+    assert torch.equal(found, expected)
+    ids, out = torch.tensor([1, 0, -1, 1, 0]), torch.full((5, 48), 7.0)
+    memory = [layout.pack_rows(weight, take).view(torch.uint8) for weight in pair]
+    load().call("expert_linear", [out, x, ids, torch.cat(memory).view(torch.bool)], [48, 512, layout.type])
+    experts = [multiplied(x, weight) for weight in pair]
+    rows = [torch.full((48,), 7.0) if expert < 0 else experts[expert][row] for row, expert in enumerate(ids.tolist())]
+    assert torch.equal(out, torch.stack(rows))
+
+
+def test_a_number_of_columns_that_has_no_whole_superblocks_is_refused():
+    with pytest.raises(ConfigError, match="linear"):
+        load().call(
+            "linear", [torch.empty(1, 32), torch.zeros(1, 300), torch.zeros(9, dtype=torch.bool)], [32, 300, 1, 15]
+        )
