@@ -50,9 +50,8 @@ from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import Batch
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.family_table import Family, by_name, fitted
-from nextn.model.head import Head
+from nextn.model.head import Head, HeadStep
 from nextn.model.model import Model
-from nextn.model.mtp_layer import HeadStep
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.evaluation import heldout_acceptance

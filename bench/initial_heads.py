@@ -31,9 +31,8 @@ from nextn.checkpoint.safetensors_file import write_json
 from nextn.data.batches import sample_prompts
 from nextn.data.sources import load_corpora
 from nextn.edit.published_model import smollm2
-from nextn.model.head import Head
+from nextn.model.head import Head, MTPLayer
 from nextn.model.model import Model
-from nextn.model.mtp_layer import MTPLayer
 from nextn.train import init_head as starting_values
 from nextn.train.config import HeadConfig
 from nextn.train.head_run import StartingPoint, load_starting_point

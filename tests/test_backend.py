@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nextn.errors import ConfigError
+from nextn.model.head import HeadStep
 from nextn.model.model import Model
-from nextn.model.mtp_layer import HeadStep
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime import backend
 from nextn.runtime.backend import backend_for

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextn.cache.kv_cache import KVCache
 from nextn.decoding.records import DraftResult
-from nextn.model.mtp_layer import HeadStep
+from nextn.model.head import HeadStep
 from nextn.runtime.protocols import DecodingHead, DecodingRecursion, DraftChain
 from nextn.settings import Contract, Sampling
 from nextn.speculative.draft_policy import DraftProgress, RoundPlan

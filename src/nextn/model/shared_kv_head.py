@@ -19,10 +19,9 @@ from nextn.cache.kv_cache import KVCache
 from nextn.cache.rollout_cache import RolloutCache
 from nextn.errors import FamilyError
 from nextn.family_table import Family
-from nextn.model.head import Head, check_depths
+from nextn.model.head import Head, HeadStep, MTPLayer, check_depths
 from nextn.model.layer_types import LayerType
 from nextn.model.logits import logits_of
-from nextn.model.mtp_layer import HeadStep, MTPLayer
 from nextn.model.streamed_trunk import DeferredTrunk
 from nextn.model.transformers_loading import model_of_config
 from nextn.model.trunk import Trunk, packed

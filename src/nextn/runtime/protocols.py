@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nextn.model.mtp_layer import HeadStep
+from nextn.model.head import HeadStep
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Sampling
 from nextn.speculative.copy_choice import NO_COPIES, CopyChoice

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nextn.cache.kv_cache import KVCache
-from nextn.model.head import Head
-from nextn.model.mtp_layer import HeadStep
+from nextn.model.head import Head, HeadStep
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.protocols import RoundsStart
 from nextn.settings import Sampling

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from nextn.errors import ConfigError, FamilyError
 from nextn.family_table import Family
 from nextn.model.deferred_init import DeferredInit
-from nextn.model.head import Head
+from nextn.model.head import Head, MTPLayer
 from nextn.model.layer_states import LayerProgress
 from nextn.model.layer_types import LayerType
-from nextn.model.mtp_layer import MTPLayer
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
 from nextn.train.layer_inputs import measure_layers

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from nextn.model.head import Head
-from nextn.model.mtp_layer import HeadStep
+from nextn.model.head import Head, HeadStep
 from nextn.model.shared_kv_head import SharedKVHead
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.runtime.native.abi import Runtime
