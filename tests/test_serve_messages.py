@@ -288,3 +288,19 @@ def test_system_messages_behind_the_start(model):
     with serving(ScriptedEngine("ok", times=1), replace(model, tokenizer=tokenizer)) as server:
         ask(server, messages=messages)
         assert request_of(server)[0] == "<u>hi<s>Agents.<a>yes<s>Be brief.<u>go<a>"
+
+
+def test_calls_without_arguments(model):
+    """Clients send {}, an empty text, null or nothing; templates such as Qwen3.5's read the items of an object."""
+    tokenizer = reasoner()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% for key, value in c.function.arguments | items %}{{ key }}{% endfor %}{% endfor %}{% endfor %}"
+        "{# <tool_call> #}"
+    )
+    with serving(ScriptedEngine("ok", times=1), replace(model, tokenizer=tokenizer)) as server:
+        for given in ({"arguments": "{}"}, {"arguments": ""}, {"arguments": "null"}, {"arguments": None}, {}):
+            call = {"id": "c", "type": "function", "function": {"name": "now", **given}}
+            messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+            status, _, body = server.post("/v1/chat/completions", {"messages": messages})
+            assert (status, request_of(server)[0]) == (200, "now"), (given, body)

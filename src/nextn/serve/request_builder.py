@@ -265,7 +265,10 @@ def _template_message(message: ChatMessage) -> dict[str, object]:
 
 
 def _template_call(name: str, arguments: str) -> dict[str, object]:
+    """A call with its arguments as an object: for a tool without parameters clients send an empty text, or null."""
+    parsed: object
     try:
-        return {"name": name, "arguments": loads(arguments)}
+        parsed = loads(arguments) if arguments else None
     except ValueError:
-        return {"name": name, "arguments": arguments}
+        parsed = arguments
+    return {"name": name, "arguments": {} if parsed is None else parsed}

@@ -206,7 +206,7 @@ class FunctionCall(RequestModel):
     path: ClassVar = "messages.tool_calls.function"  # OpenAI's client adds `parsed_arguments` to calls that it read
 
     name: Name
-    arguments: str
+    arguments: str = ""
 
 
 class CalledTool(RequestModel):
