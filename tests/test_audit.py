@@ -214,6 +214,8 @@ BROKEN = {
         "names-foreign", "error", "qwen3_5_moe", {"change": lambda table: (
             drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.w13_weight", (4, 32, H))(table),
             put("mtp.layers.0.mlp.experts.w2_weight", (4, H, 16))(table))}, "memory of vLLM"),
+    "the first of two heads": (
+        "names-foreign", "error", "qwen3_5_moe", {"change": rename(r"^mtp\.", "mtp.normal.")}, "LMDeploy alone is known"),
     "experts numbered behind their weight": (
         "names-foreign", "error", "qwen3_5_moe", {"change": rename(
             r"^(.*experts)\.(\d+)\.(\w+)\.weight$", r"\1.\3.weight\2")}, "36 tensors .*numbered behind their weight"),

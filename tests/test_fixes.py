@@ -410,6 +410,25 @@ def test_a_trunk_cast_without_loss_is_not_stale(dtype, tmp_path):
     assert "head-stale" not in {each.rule for each in nextn.audit(tmp_path / "cast").findings}
 
 
+def test_a_head_in_a_subfolder_under_other_names(tmp_path):
+    """It is named, and restored once it has the names that the fix shows."""
+    folder = publish(tmp_path / "tuned", "glm4_moe")
+    table = load_file(folder / "model.safetensors")
+    head = {name: value for name, value in table.items() if name.startswith("model.layers.2.")}
+    save_file({name: value for name, value in table.items() if name not in head}, folder / "model.safetensors")
+    (folder / "mtp").mkdir()
+    file = folder / "mtp" / "model.safetensors"
+    save_file({name.replace("model.layers.2", "layers.0"): value for name, value in head.items()}, file)
+    (found,) = (each for each in audit(folder).findings if each.rule == "head-absent")
+    assert "subfolder mtp has" in found.found
+    (name,) = re.findall(r"rename them there to names such as model.layers.2.(\w+),", found.fix)
+    assert f"model.layers.2.{name}.weight" in head
+    save_file(head, file)
+    command = next(each for each in commands(found.fix) if str(folder / "mtp") in each)
+    nextn.restore(folder, shlex.split(command)[4], family="glm4_moe")
+    assert audit(folder).clean
+
+
 def test_a_head_in_a_subfolder(tmp_path):
     """A trainer that writes the trained head apart: the fix takes that one, and not the base model's."""
     folder = publish(tmp_path / "tuned", "qwen3_5", side_file="mtp.safetensors")

@@ -19,7 +19,7 @@ from nextn.audit_rules.trunk_layers import missing_parts
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import ForeignNames, foreign
-from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
 from nextn.checkpoint.quantization import is_mlx, split_name, storage
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.edit.convert import elsewhere, find_head
@@ -123,8 +123,7 @@ def names_foreign(path: str, found: Iterable[tuple[ForeignNames, list[str]]]) ->
     for kind, names in found:
         yield Finding(
             "names-foreign", "error", names[0],
-            f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: no loader of "
-            "checkpoints maps them.",
+            f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: {kind.effect}.",
             "The names under which the family's checkpoints are published.",
             kind.remedy.replace("MODEL", shlex.quote(path)),
         )  # fmt: skip
@@ -232,26 +231,34 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
         found = f"{claim}, and the index puts {count} of it in {some(files)}, which does not hold them."
         fix = f"Download {some(files)} again, or run `{restore(inventory)}`."
     elif folder := _subfolder_with_head(inventory):
-        found = f"{claim}, and no tensor of it is stored; its subfolder {folder.name} has tensors with a head's names."
-        command = f"{inventory.restore_command(base=shlex.quote(str(folder)))} --family {family.name}"
-        fix = f"If they are the head trained with this trunk, `{command}`; else `{restore(inventory)}`."
+        path, name = folder
+        found = f"{claim}, and no tensor of it is stored; its subfolder {path.name} has tensors like a head's ({name})."
+        command = f"{inventory.restore_command(base=shlex.quote(str(path)))} --family {family.name}"
+        known = family.canonical(name, inventory.num_layers)
+        renamed = "" if known else f"rename them there to names such as {_own_names(inventory)[0]}, then "
+        fix = f"If they are the head trained with this trunk, {renamed}`{command}`; else `{restore(inventory)}`."
     else:
         found, fix = f"{claim}, and no tensor of it is stored.", restore(inventory)
     valid = f"Tensors such as {some(_own_names(inventory))}, or {family.count_fields[0]} = 0."
     yield Finding("head-absent", "error" if named or listed else "warning", _count_field(inventory), found, valid, fix)
 
 
-def _subfolder_with_head(inventory: Inventory) -> Path | None:
-    """Return a folder in a local checkpoint with tensors of its head, as trainers write a head apart."""
+def _subfolder_with_head(inventory: Inventory) -> tuple[Path, str] | None:
+    """Return a folder in a local checkpoint with tensors like a head's, as trainers write one apart, and one of them.
+
+    Those under the names of this family come first.
+    """
     path = Path(inventory.checkpoint.path)
+    others: list[tuple[Path, str]] = []
     for folder in sorted({file.parent for file in islice(path.glob("*/*.safetensors"), _MAX_FILES)}):
         try:
-            names = Checkpoint.open(folder).tensors
+            names = sorted(Checkpoint.open(folder).tensors)
         except CheckpointError:
             continue
-        if any(inventory.family.canonical(name, inventory.num_layers) for name in names):
-            return folder
-    return None
+        if own := [name for name in names if inventory.family.canonical(name, inventory.num_layers)]:
+            return folder, own[0]
+        others += [(folder, name) for name in names if HEADLIKE.search(name)][:1]
+    return next(iter(others), None)
 
 
 def _elsewhere(head: HeadStructure) -> Iterator[Finding]:

@@ -25,6 +25,7 @@ class ForeignNames:
     what: str
     remedy: str
     in_engine: bool = False  # names of an engine's memory, which some families have in their files
+    effect: str = "no loader of checkpoints maps them"
 
 
 _MERGE = "Merge the adapter (PEFT's `merge_and_unload`, `mlx_lm.fuse`), save, and audit the result."
@@ -71,6 +72,13 @@ KINDS = (
         "experts numbered behind their weight (a merger of Megatron's files)",
         "Merge again with a newer version of the tool (verl); or "
         + _renamed(r"re.sub(r'(\w+)\.weight(\d+)$', r'\2.\1.weight', name)")),
+    ForeignNames(
+        re.compile(r"^mtp\.normal\."), "mtp.", "the first of two heads (Intern-S2-Preview)",
+        "LMDeploy reads them as they are; for other engines " + _renamed("name.replace('mtp.normal.', 'mtp.')"),
+        effect="LMDeploy alone is known to map them"),
+    ForeignNames(
+        re.compile(r"^mtp\.sci\..+"), "\0", "the second of two heads (Intern-S2-Preview)",
+        "LMDeploy reads it with enable_sci_mtp; nothing else does.", effect="LMDeploy alone is known to map them"),
     ForeignNames(
         re.compile(r".*\.(?:\w+_quantizer\.\w+|_extra_state)$"), "\0", "the state of ModelOpt or Megatron in training",
         "Export the model with the tool that trained it."),
