@@ -677,7 +677,7 @@ def test_k_of_sglang(pairs, k):
     assert read("\n".join(f"[2026-10-02 11:22:33 TP0] {SGLANG.format(*pair)}" for pair in pairs)).k == k
 
 
-@pytest.mark.parametrize(
+@loop(
     ("line", "version", "k"),
     [
         ("(EngineCore pid=1) INFO [core.py:93] Initializing a V1 LLM engine (v0.30.1) with config: model='x', "
@@ -691,6 +691,8 @@ def test_k_of_sglang(pairs, k):
         ("srv | main: version: 6541 (abcdef12)\n--draft-max 4", "6541 (abcdef12)", 4),
         ("[TensorRT-LLM] TensorRT LLM version: 1.4.0rc1\nspeculative_config:\n  max_draft_len: 3", "1.4.0rc1", 3),
         ("python -m mlx_vlm.server --draft-block-size 8", "", 7),
+        ("lmdeploy serve api_server x \\\n--speculative-algorithm deepseek_mtp --speculative-num-draft-tokens 3", "", 3),
+        ("python -m sglang.launch_server --speculative-num-draft-tokens 4", "", 3),
     ],
 )  # fmt: skip
 def test_version_and_k_of_a_log(line, version, k):

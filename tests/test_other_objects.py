@@ -3,6 +3,7 @@
 # ruff: noqa: C408, E501
 
 import json
+import os
 import re
 
 import pytest
@@ -48,6 +49,7 @@ CASES = {
     "Megatron": (dict(names=["latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00/model_optim_rng.pt"]),
                  "Megatron", "Hugging Face layout"),
     "Megatron's iteration": (dict(names=["common.pt", "metadata.json", "__0_0.distcp"]), "Megatron", "Bridge"),
+    "PaddlePaddle": (dict(names=["model_state.pdparams"], config={"model_type": "ernie4_5_moe"}), "PaddlePaddle", "-PT"),
     "ONNX": (dict(names=["model.onnx", "model.onnx_data"], config={"model_type": "qwen3_5"}), "ONNX", "exported from"),
     "MLX": (dict(names=["weights.npz"], config={"model_type": "qwen3"}), "MLX", "converted from"),
     "OpenVINO": (dict(names=["openvino_model.xml", "openvino_model.bin"], config={}), "OpenVINO", "exported from"),
@@ -140,6 +142,20 @@ def test_one_of_several_files():
         Checkpoint.open(FIXTURES / "qwen" / "model-00001-of-00002.safetensors")
 
 
+@loop("run", ["epoch_0/config.json", "latest_checkpointed_iteration.txt", "optim/.metadata", "blobs/a"])
+def test_a_model_inside(run, tmp_path):
+    """Whatever else a run writes: the newest complete model in its folder is the one to give."""
+    where = folder(tmp_path / "run", run, "epoch_0/model.pt")
+    old, new = (where / name for name in ("step_100/consolidated", "step_200/consolidated"))
+    for age, model in ((100, old), (0, new)):
+        model.parent.mkdir()
+        folder(model, config={"model_type": "qwen3_5"}, weights=[WEIGHTS])
+        os.utime(model, (1e9 - age, 1e9 - age))
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoint.open(where)
+    assert str(refused.value).endswith(f"give {new}, the newest of 2 models in it.")
+
+
 def test_names_are_unique():
     names = [each.name for each in TRAINING]
     assert len(set(names)) == len(names)
@@ -165,6 +181,10 @@ def test_what_to_give_instead(tmp_path):
         "./nothing": "neither a folder",
         "https://huggingface.co/org/name/tree/main": "give the hub id org/name.",
         "hf.co/org/name": "give the hub id org/name.",
+        "org/name/": "give the hub id without its last slash, org/name.",
+        "org/name-GGUF:Q4_K_M": "a name of Ollama or llama.cpp",
+        "ollama://qwen3.6:27b": "`ollama show --modelfile qwen3.6:27b`",
+        "https://www.modelscope.cn/models/org/name/files": "--model org/name --local_dir",
         str(tmp_path / "a.pt"): "torch.load",
         str(tmp_path / "a.zip"): "neither a folder",
         str(tmp_path / "config.json"): f"give the model's folder, such as {tmp_path}.",

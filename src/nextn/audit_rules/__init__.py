@@ -159,7 +159,8 @@ def audit_checkpoint(
         engines.engine_support: partial(engines.engine_support, trunk=trunk),
     }
     rules = [bound.get(rule, rule) for rule in RULES]
-    hidden = any(HEADLIKE.search(name) for name in foreign if plain_name(name) is None)
+    nameless = [name for name in foreign if plain_name(name) is None]
+    hidden = any(map(HEADLIKE.search, nameless)) or (bool(nameless) and not inventory.layers)
     findings = [*structure.names_foreign(checkpoint.path, kinds)] + [
         finding for rule in rules for finding in rule(inventory) if not (hidden and finding.rule == "head-absent")
     ]

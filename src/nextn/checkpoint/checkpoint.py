@@ -23,6 +23,7 @@ from nextn.checkpoint.other_objects import (
     adapter_sentence,
     engine_sentence,
     folder_names,
+    inner_models,
     pickle_sentence,
     source_sentence,
     training_sentence,
@@ -229,7 +230,11 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
     if ADAPTER in sources and CONFIG not in sources:
         raise CheckpointError(f"{path}: {adapter_sentence(_load_json(sources[ADAPTER], CONFIG_LIMITS))}")
     if not files:
-        names = [*sources, *(folder_names(Path(path)) if Path(path).is_dir() else ())]
+        is_local = Path(path).is_dir()
+        names = [*sources, *(folder_names(Path(path)) if is_local else ())]
+        if is_local and (inner := inner_models(Path(path))):
+            newest = f", the newest of {len(inner)} models in it" if inner[1:] else ""
+            raise CheckpointError(f"{path}: no .safetensors file of its own: give {inner[0]}{newest}.")
         if sentence := training_sentence(names):
             raise CheckpointError(f"{path}: {sentence}")
         raise CheckpointError(f"{path}: no .safetensors file. {_advice(path, list(sources))}")

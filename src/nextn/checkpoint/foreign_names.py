@@ -91,7 +91,11 @@ KINDS = (
             r"|\bmtp\.layers\.\d+\.mtp_model_layer)\..+"),
         "\0", "Megatron-LM's names", "Export the model to the Hugging Face layout (Megatron-Bridge, mbridge)."),
     ForeignNames(
-        re.compile(r"^(?:blk\.\d+|token_embd)\..+"), "\0", "llama.cpp (GGUF)",
+        re.compile(r"^blk\.\d+\.ffn_\w+_exps\.\d+\.numa\..+"), "\0", "KTransformers' experts for processors",
+        "Give the model that they were made from; these are for `--kt-weight-path` beside it.",
+        effect="KTransformers alone maps them"),
+    ForeignNames(
+        re.compile(r"^(?!.*\.numa\.)(?:blk\.\d+|token_embd)\..+"), "\0", "llama.cpp (GGUF)",
         "Convert the GGUF file that they are from (`nextn convert FILE.gguf OUT`), or rename them."),
 )  # fmt: skip
 

@@ -6,15 +6,19 @@ Recognized by the names of files, before any weight is read. Draft models of oth
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
 _MAX_NAME = 200  # characters of a name from a file, in a message
 _MAX_ENTRIES = 10_000  # of a folder that is looked at
+_MAX_INNER = 100  # models in one
 Config = Mapping[str, object]
 _HUB_URL = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://(?:models/)?)([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII
 )
+_MODELSCOPE = re.compile(r"(?:https?://)?(?:www\.)?modelscope\.(?:cn|ai)/models/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
+_TAGGED = re.compile(r"(?:ollama://)?((?:[\w.-]+/)?[\w.-]+:[\w.-]+)", re.ASCII)  # of Ollama, and llama.cpp's -hf
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 
@@ -89,6 +93,8 @@ TRAINING: tuple[Object, ...] = (
            "a model with weights of TensorFlow, Keras or Flax: give one with weights of PyTorch, as safetensors"),
     Object("HQQ", _has_file(r"qmodel\.pt"),
            "a model that HQQ saved, which transformers does not load: give the checkpoint that it was quantized from"),
+    Object("PaddlePaddle", _has_file(r".*\.pdparams"),
+           "a model of PaddlePaddle: give the release for PyTorch (of ERNIE, -PT), or export it as safetensors"),
     Object("Orbax", _has_file(r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
            "an Orbax checkpoint of JAX: convert it to the Hugging Face layout with the tool that trained it"),
     Object("Ollama", _has_file(r"Modelfile"),
@@ -113,6 +119,9 @@ def source_sentence(name: str) -> str:
     """Say what to give in place of a name that is neither a folder, a .safetensors file nor a hub id."""
     if found := _HUB_URL.fullmatch(name):
         return f"{name}: an address; give the hub id {found[1]}."
+    if found := _MODELSCOPE.fullmatch(name):
+        command = f"modelscope download --model {found[1]} --local_dir MODEL"
+        return f"{name}: an address of ModelScope: `{command}` downloads it; give that folder."
     path = Path(name.removeprefix("file://")).expanduser()
     if path.is_file():
         return _file_sentence(name, path)
@@ -120,6 +129,11 @@ def source_sentence(name: str) -> str:
         return f"{name}: an address; give the path {path}."
     if (path.parent / "run.json").is_file():
         return f"{name}: not written yet; `nextn train {shlex.quote(str(path.parent))} --resume` ends the run."
+    if found := _TAGGED.fullmatch(name):
+        path_of = f"`ollama show --modelfile {found[1]}` prints the path of Ollama's; llama.cpp prints its own"
+        return f"{name}: a name of Ollama or llama.cpp for a GGUF file: give the file ({path_of})."
+    if re.fullmatch(r"[\w.-]+/[\w.-]+/", name, re.ASCII):
+        return f"{name}: not a folder here; give the hub id without its last slash, {name.rstrip('/')}."
     kinds = "a folder, a .safetensors file nor a hub id (org/name, or org/name@revision)"
     return f"{name}: neither {kinds}; `tiny` is the bundled model."
 
@@ -178,6 +192,13 @@ def engine_sentence(config: Config) -> str:
 def training_sentence(names: Collection[str]) -> str:
     """Say what a folder without safetensors weights is; "" if nothing is recognized."""
     return next((f"this is {each.sentence}." for each in TRAINING if each.fits(names)), "")
+
+
+def inner_models(path: Path) -> list[Path]:
+    """Return the folders in this one, up to two deep, with a config.json and safetensors weights; the newest first."""
+    configs = chain.from_iterable(islice(path.glob(each), _MAX_INNER) for each in ("*/config.json", "*/*/config.json"))
+    models = [file.parent for file in configs if any(file.parent.glob("*.safetensors"))]
+    return sorted(models, key=lambda model: model.stat().st_mtime, reverse=True)
 
 
 def folder_names(path: Path) -> list[str]:

@@ -112,17 +112,15 @@ def convert(
     head, left = _one_form(head, experts)
     target = experts or (head.family.experts if layout.name == head.family.name else layout.experts)
     fresh, notes = _renamed(inventory, head, replace(layout, experts=target), keep_experts)
-    trunk, replaced, twice = ({}, set[str](), list[str]())
-    if trunk_experts is not None:
-        trunk, replaced, twice = trunk_in_form(inventory, trunk_experts)
+    trunk, replaced, twice = trunk_in_form(inventory, trunk_experts)
     if norm_weight is not None:
         fresh, note = shifted(fresh, head, NormWeightShift.parse(norm_weight))
         notes.append(note)
     elif not (left or form or replaced or keep_experts) and all(name == piece.name for name, piece in fresh.items()):
         raise ConfigError(f"{checkpoint.path}: its head already has the names of {layout.name}; nothing to convert")
-    for names, kept in ((left, experts), (twice, trunk_experts)):
+    for names, one in ((left, experts), (twice, trunk_experts)):
         if names:
-            notes.append(f"left out: {counted(len(names), 'tensor')} in another form than {kept}: {some(names)}")
+            notes.append(f"left out: {counted(len(names), 'tensor')} in another form than {one}: {some(names)}")
     different = [
         name for canonical, names in head.duplicates.items() if (kept := head.stored.get(canonical)) for name in names
         if not head.checkpoint.same(*map(head.checkpoint.info, (name, kept)))

@@ -103,15 +103,17 @@ def superseded(tensors: Mapping[str, TensorInfo], form: ExpertForm) -> set[str]:
     return {path for path, own in found.items() if own.form != form and parts[path] <= kept}
 
 
-def trunk_in_form(inventory: Inventory, form: ExpertForm) -> tuple[dict[str, Piece], set[str], list[str]]:
+def trunk_in_form(inventory: Inventory, form: ExpertForm | None) -> tuple[dict[str, Piece], set[str], list[str]]:
     """Return the trunk's experts that are not in `form` in it, by name, the names of the tensors that they replace, and
-    of these, those that are left out, as what they hold is also stored in `form`.
+    of these, those that are left out, as what they hold is also stored in `form`; None: nothing.
     """
     family, checkpoint = inventory.family, inventory.checkpoint
     root = family.names["block"].format(module=0, layer=inventory.num_layers) + "."
     fresh: dict[str, Piece] = {}
     gone: set[str] = set()
     left: list[str] = []
+    if form is None:
+        return fresh, gone, left
     for layer in inventory.layers.values():
         running = {inventory.running_paths[path]: info for path, info in layer.items()}
         experts = {path: info for path, info in running.items()

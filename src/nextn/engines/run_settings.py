@@ -95,6 +95,7 @@ _DEPTHS = (
     (_named("draft_max", r"([0-9]{1,3})\b"), 0),
     (_named("max_draft_len", r"([0-9]{1,3})\b"), 0),
     (_named("num_nextn_predict_layers", r"([0-9]{1,3})\b"), 0),
+    (r"(?s:\blmdeploy\b.{0,2000}?)" + _named("speculative_num_draft_tokens", r"([0-9]{1,3})\b"), 0),
     (_named("speculative_num_draft_tokens", r"([0-9]{1,3})\b"), 1),
     (_named("draft_block_size", r"([0-9]{1,3})\b"), 1),
 )
