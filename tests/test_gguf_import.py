@@ -90,7 +90,8 @@ def write(path, architecture, metadata, tensors, tokenizer=None):
     """Write a file; `path` may be a writer that has some metadata."""
     writer = path if isinstance(path, GGUFWriter) else GGUFWriter(path, architecture)
     for key, value in metadata.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool,
+               list: writer.add_array}  # fmt: skip
         add[type(value)](key if "." in key and key.startswith(("general", "token")) else f"{architecture}.{key}", value)
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer, VOCAB)
@@ -432,6 +433,55 @@ def converted(model, architecture, folder, keys=0, width=1):
     return {name: (values.contiguous().numpy(), Type.F32) for name, values in made.items()}
 
 
+def gemma3_metadata(config):
+    return {
+        "block_count": config.num_hidden_layers, "context_length": 2048, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads, "attention.key_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": 1e6,
+        "attention.sliding_window": config.sliding_window,
+    }  # fmt: skip
+
+
+GEMMA3 = {  # changes of the config, and of the metadata
+    "as published": ({}, {}),
+    "windows in a list": (
+        {"layer_types": ["full_attention", "sliding_attention"] * 3 + ["full_attention"]},
+        {"attention.sliding_window_pattern": [False, True] * 3 + [False]},
+    ),
+    "every third layer": (
+        {"layer_types": [["full_attention", "sliding_attention"][(index + 1) % 3 > 0] for index in range(7)]},
+        {"attention.sliding_window_pattern": 3},
+    ),
+    "a cap and another base": (
+        {"final_logit_softcapping": 2.0, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        }},
+        {"final_logit_softcapping": 2.0, "rope.freq_base_swa": 5e4},
+    ),
+}  # fmt: skip
+
+
+@loop("case", GEMMA3)
+def test_gemma3(case, byte_folder, tmp_path):
+    """Four norms a layer with 1 added, windows in five of six layers, two bases of rotation."""
+    config, changes = GEMMA3[case]
+    build(tmp_path / "in", "gemma3", num_hidden_layers=7, sliding_window=4, **config)
+    original, made = Model.load(tmp_path / "in", need_head=False), {}
+    layer = {path: name for name, path in ARCHITECTURES["gemma3"].layer.items()}
+    outer = {path: name for name, path in gguf_import._OUTER.items()}
+    for name, values in stored(tmp_path / "in").items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+        own = outer.get(name) or f"blk.{match[1]}.{layer[match[2]]}.weight"
+        made[own] = ((values + own.endswith("norm.weight")).float().numpy(), Type.F32)
+    metadata = gemma3_metadata(original.trunk.config) | changes
+    convert_gguf(write(tmp_path / "model.gguf", "gemma3", metadata, made, byte_folder), tmp_path / "out")
+    found, prompt = Model.load(tmp_path / "out", need_head=False), torch.arange(24)[None]
+    logits = [each.trunk.logits(each.trunk(prompt).final_hidden) for each in (original, found)]
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=0)
+
+
 def glm4_metadata(config):
     metadata = {
         "block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1, "context_length": 2048,
@@ -633,8 +683,7 @@ EPSILON = "attention.layer_norm_rms_epsilon"
 # Changes of the metadata, of the tensors, the architecture, the error and its words.
 REFUSED = {
     "an architecture": (
-        {}, {}, "gemma3", FamilyError,
-        "is 'gemma3'; nextn converts llama, qwen2, qwen3, glm4moe, qwen3moe, qwen3next, qwen35, qwen35moe, and the"
+        {}, {}, "gemma2", FamilyError, "is 'gemma2'; nextn converts llama, qwen2, qwen3, gemma3, glm4moe, qwen3moe,"
     ),
     "a type": (
         {}, {"blk.0.ffn_up.weight": (np.zeros((2, 2), np.int8), Type.I8)}, "qwen3", CheckpointError,

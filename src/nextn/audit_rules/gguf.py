@@ -20,7 +20,7 @@ from nextn.checkpoint.draft_models import in_gguf
 from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, bits, readable_kinds
 from nextn.checkpoint.head_inventory import HEADLIKE
 from nextn.checkpoint.provenance import evenly_spaced
-from nextn.edit.gguf_layout import HEAD
+from nextn.edit.gguf_layout import HEAD, is_read
 from nextn.errors import CheckpointError
 from nextn.family_table import EngineSupport, Family, rows
 from nextn.text_format import counted, some
@@ -42,6 +42,10 @@ _PUBLISHED_HEAD = (
     "Models of this architecture, if not all, are published with a head. To draft, use a file that holds it, or one of "
     "the head alone beside this one (--spec-draft-model). llama.cpp's convert_hf_to_gguf.py writes both from a "
     "checkpoint that has the head; to a fine-tune, `nextn restore` gives it back."
+)
+_ORIGINAL = (
+    "To draft, make a head for the safetensors checkpoint that the file was converted from: `nextn train RUN --from "
+    "MODEL --freeze-trunk --init-head`."
 )
 # Lists with an entry for each block, after `<architecture>.`.
 _LISTS = (
@@ -89,6 +93,11 @@ class GgufHead:
         return tuple(sorted(self.blocks.keys() - set(self.heads) - set(self.declared), reverse=True))
 
     @property
+    def is_read(self) -> bool:
+        """Whether nextn decodes, measures and trains with the model of this file."""
+        return is_read(self.arch, self.file.metadata)
+
+    @property
     def engine(self) -> EngineSupport | None:
         return self.row.engines["llamacpp"] if self.row else None
 
@@ -129,6 +138,8 @@ def _unchecked(gguf: GgufHead) -> Iterator[str]:
             "embedding and output, which the file lacks: llama.cpp takes them from the model given with -m, if it is "
             "new enough, and this file is given with --spec-draft-model"
         )
+    if not gguf.is_read:
+        yield f"what the model computes: nextn decodes no GGUF file of {gguf.arch[:80]!r}, only its safetensors"
     if gguf.heads and gguf.row is None:
         yield f"what the head of {gguf.arch[:80]!r} should hold, and how it computes: no family is known"
     kinds = {tensor.kind for index in gguf.heads for tensor in gguf.blocks[index].values()}
@@ -361,8 +372,11 @@ def _norm_values(tensor: GgufTensor) -> Values | None:
 def _engine(gguf: GgufHead) -> Iterator[Finding]:
     if not gguf.heads and not gguf.declared:
         note = replace(no_head(gguf.arch[:80]), place="general.architecture")
-        is_run = gguf.engine is not None and gguf.engine.support == "runs"
-        yield replace(note, fix=_PUBLISHED_HEAD) if is_run else note
+        if gguf.engine is not None and gguf.engine.support == "runs":
+            note = replace(note, fix=_PUBLISHED_HEAD)
+        elif not gguf.is_read:
+            note = replace(note, valid="As it is: llama.cpp decodes it without drafts.", fix=_ORIGINAL)
+        yield note
     if not gguf.heads or (gguf.engine is not None and gguf.engine.support == "runs"):
         return
     if gguf.engine is None:

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from nextn.checkpoint.gguf_file import GgufFile
-from nextn.edit.gguf_layout import CORRECTION, HY_V3, LAYER, LAYER_GLM4_MOE, STEP35
+from nextn.edit.gguf_layout import CORRECTION, LAYER, LAYER_GLM4_MOE, READ, READ_DENSE, STEP35, is_read
 from nextn.edit.gguf_metadata import MOST_ROWS, Config, Metadata, rope_parameters
 from nextn.errors import CheckpointError, FamilyError
 from nextn.family_table import LAYOUT_FIELD
 from nextn.family_table.rows import STEP35_DRAFT
 
 _MROPE = (11, 11, 10)  # the default of Qwen3.5
+_GELU = "gelu_pytorch_tanh"
+_GEMMA3_PERIOD, _GEMMA3_27B = 6, 62  # every so many layers one with full attention; layers of the largest model
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +143,27 @@ def _qwen3_5(meta: Metadata) -> Config:
     }
 
 
+def _gemma3(meta: Metadata) -> Config:
+    """As llama.cpp's src/models/gemma3.cpp, which knows the width of a head's scores by the number of layers."""
+    window, count = meta.integer("attention.sliding_window", 0), meta.num_layers
+    is_local = meta.file.arrays.get("gemma3.attention.sliding_window_pattern")
+    if is_local is None:
+        period = meta.integer("attention.sliding_window_pattern", _GEMMA3_PERIOD)
+        is_local = tuple((index + 1) % period != 0 for index in range(count))
+    types = ["sliding_attention" if window and each else "full_attention" for each in is_local[:count]]
+    scores = meta.integer("embedding_length") // meta.integer("attention.head_count")
+    return {
+        "hidden_act": _GELU, "hidden_activation": _GELU, "attention_bias": False,
+        "query_pre_attn_scalar": scores if count == _GEMMA3_27B else meta.head_dim,
+        "layer_types": types, "sliding_window": window or None,
+        "rope_parameters": {
+            "full_attention": rope_parameters(meta),
+            "sliding_attention": {"rope_type": "default", "rope_theta": meta.real("rope.freq_base_swa", 1e4)},
+        },
+        "final_logit_softcapping": meta.real("final_logit_softcapping", 0.0) or None,
+    }  # fmt: skip
+
+
 def _rotary_pairs(heads: str) -> Callable[[Config], Change]:
     """Undo `permute`: pairs of a rotation are neighbors in the file, and halves of a head in a checkpoint."""
 
@@ -232,6 +255,11 @@ ARCHITECTURES = {
     ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", lambda meta: {}, _DENSE),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", lambda meta: {}, _DENSE),
+    "gemma3": Architecture(
+        "gemma3_text", "Gemma3ForCausalLM", _gemma3,
+        _NORM_AFTER | {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        norm_offset=1.0,
+    ),
     "glm4moe": Architecture(
         "glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE,
         {CORRECTION[1]: CORRECTION[0]},
@@ -255,20 +283,17 @@ ARCHITECTURES = {
         changes={**_QWEN35.changes, "ffn_gate_inp_shexp": _one_row},
     ),
 }  # fmt: skip
-_DRAFT_LAYOUTS = (STEP35, HY_V3)
 
 
 def architecture_of(file: GgufFile) -> tuple[Architecture, Metadata]:
     """Return the architecture of a file. Raises FamilyError for one that is not read, which names those that are."""
     name = file.metadata.get("general.architecture")
-    if isinstance(name, str) and name in ARCHITECTURES:
-        return ARCHITECTURES[name], Metadata(file, name)
-    if isinstance(name, str) and name in _DRAFT_LAYOUTS and f"{name}.expert_count" not in file.metadata:
+    if isinstance(name, str) and is_read(name, file.metadata):
         meta = Metadata(file, name)
-        return _shared_layout(meta), meta
+        return ARCHITECTURES.get(name) or _shared_layout(meta), meta
     raise FamilyError(
-        f"{file.path}: its architecture is {name!r:.80}; nextn converts {', '.join(ARCHITECTURES)}, and the dense "
-        f"{' and '.join(_DRAFT_LAYOUTS)} that `nextn export` writes. Give the original safetensors checkpoint"
+        f"{file.path}: its architecture is {name!r:.80}; nextn converts {', '.join(READ)}, and the dense "
+        f"{' and '.join(READ_DENSE)} that `nextn export` writes. Give the original safetensors checkpoint"
     )
 
 

@@ -20,6 +20,9 @@ from nextn.text_format import some
 Value = str | bool | int | float | list[bool]
 
 STEP35, HY_V3, GLM4_MOE = "step35", "hy_v3", "glm4moe"
+# Architectures whose files nextn reads as a checkpoint (gguf_architectures), and those of which it reads dense ones.
+READ = ("llama", "qwen2", "qwen3", "gemma3", GLM4_MOE, "qwen3moe", "qwen3next", "qwen35", "qwen35moe")
+READ_DENSE = (STEP35, HY_V3)
 _BY_HIDDEN = {"pre": STEP35, "post": HY_V3}  # the state that a head takes in -> the layout whose graph hands it over
 _MODEL_TYPES = {STEP35: MODEL_TYPES, HY_V3: MODEL_TYPES, GLM4_MOE: ("glm4_moe",)}
 HEAD_FOLDER = "head"  # in the converted checkpoint, for a head that is stored separately
@@ -273,3 +276,8 @@ def common_dtype(listed: Sequence[StoredPart]) -> str:
             raise CheckpointError(f"{each.source.path}: {info.name} is {info.dtype}; valid for a GGUF are {valid}")
         sizes[info.dtype] += info.nbytes * len(each.stored)
     return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def is_read(architecture: object, metadata: Mapping[str, object]) -> bool:
+    """Whether nextn reads files of this architecture with this metadata as a checkpoint."""
+    return architecture in READ or (architecture in READ_DENSE and f"{architecture}.expert_count" not in metadata)
