@@ -1,17 +1,21 @@
 """A new head made of the trunk's parts: what is copied, that it computes what the trunk's layer did, how it begins."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from quick import families, loop
+from test_separate_head import SIZES, TRUNKS
 from tiny import CONFIGS, FIXTURES, MOST, build, prompt, refrain
 from torch import nn
 from torch.nn import functional
 
 from nextn.errors import ConfigError
+from nextn.family_table import generic
 from nextn.model.head import Head
 from nextn.model.model import Model
+from nextn.model.trunk import Trunk
 from nextn.train import init_head as module
 from nextn.train.init_head import init_head
 from nextn.train.layer_inputs import measure_layers
@@ -57,7 +61,7 @@ def test_of_a_streamed_trunk(name, tmp_path):
         head, notes = init_head(model.family, trunk, TOKENS[:2], num_modules=MOST[name], on_layer=layers.append)
         assert notes == []
         heads.append(head.state_dict())
-    assert [each.index for each in layers] == list(range(len(trunk.decoder.layers)))
+    assert [each.index for each in layers] == [*range(len(trunk.decoder.layers))] * 2  # of either trunk
     assert all(value.is_meta for value in trunk.decoder.layers.parameters())
     assert heads[0].keys() == heads[1].keys()
     assert all(torch.equal(value, heads[1][key]) for key, value in heads[0].items())
@@ -67,7 +71,23 @@ def test_of_a_streamed_trunk(name, tmp_path):
 @loop("name", [name for name in CONFIGS if name not in ("nemotron_h", "exaone4_5")])
 def test_scaled_writers_compute_the_same_on_a_scaled_stream(name):
     """A stream of a quarter of the size, and what is written into it divided by four: the same result by four."""
-    model = build(name, initializer_range=0.1)
+    check_scaled_writers(build(name, initializer_range=0.1))
+
+
+@loop("changes", [{"model_type": "olmo2"}, {"model_type": "glm4", "head_dim": 16}, *TRUNKS.values()])
+def test_scaled_writers_of_a_trunk_without_a_family(changes):
+    """In Gemma's and GLM-4's layers, norms write into the stream; OLMo 2's read it as it is."""
+    torch.manual_seed(0)
+    config = SIZES | changes | {"initializer_range": 0.1}
+    trunk, family = Trunk.from_config(config), generic(config)
+    if changes["model_type"] == "olmo2":
+        block = Head(family, trunk).stack[0]
+        assert module._scale_block(block, [{"self_attn": 1}], [3.0, 5.0], 1, family) == 5.0
+        return
+    check_scaled_writers(SimpleNamespace(trunk=trunk, family=family))
+
+
+def check_scaled_writers(model):
     trunk = model.trunk
     spread_norm_weights(model)
     block = Head(model.family, trunk).stack[0]
@@ -83,7 +103,7 @@ def test_scaled_writers_compute_the_same_on_a_scaled_stream(name):
     }
     with torch.no_grad():
         want = block._run_layers(states, **how) / 4
-        module._scale_outputs(block.layers[0], dict.fromkeys(places, 1 / 4))
+        module._scale_outputs(block.layers[0], dict.fromkeys(places, 1 / 4), model.family)
         torch.testing.assert_close(block._run_layers(states / 4, **how), want, rtol=2e-3, atol=2e-3)
     assert (want - states / 4).norm() > 0.002 * states.norm()
 

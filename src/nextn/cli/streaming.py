@@ -309,9 +309,21 @@ def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Pat
 def show_init_layers(
     trunk: Any, folder: Path, *, quiet: bool
 ) -> "AbstractContextManager[Callable[[LayerProgress], None]]":
-    """Show the layers of a streamed trunk that a new head is made of."""
+    """Show the trunk's layers that run to make a new head."""
+    from nextn.model.streamed_trunk import StreamedTrunk
+
+    if not isinstance(trunk, StreamedTrunk):
+        return _count_bar(len(trunk.decoder.layers), quiet=quiet)
     print_note("the trunk is streamed twice (--stream): to make the new head, then over the texts")
     return _layer_bar(trunk, folder, [], quiet=quiet)
+
+
+@contextmanager
+def _count_bar(count: int, *, quiet: bool) -> "Iterator[Callable[[LayerProgress], None]]":
+    """Show how many layers have begun."""
+    with progress_bars(quiet=quiet) as added:
+        step = added("the trunk's layers, for the new head", count)
+        yield lambda progress: step(1)
 
 
 @contextmanager

@@ -357,7 +357,7 @@ def _prepare_head(out: Path, options: "RunOptions", ranks: "Ranks", *, quiet: bo
         tokenizer=_path(options.tokenizer),
         on_policy=options.on_policy,
         ranks=ranks,
-        show_layers=partial(show_init_layers, quiet=quiet) if options.stream and ranks.is_first else hide_layers,
+        show_layers=partial(show_init_layers, quiet=quiet) if ranks.is_first else hide_layers,
     )
 
 

@@ -43,6 +43,7 @@ from nextn.train.self_generated import is_on_policy
 # Defaults of the settings: about ten minutes on two cores for a model of a few million parameters.
 _STEPS, _LENGTH = 500, 256
 _INIT_TOKENS = 8192  # that a fresh head is fitted to: as many as a trunk of a few B parameters runs in minutes
+_LARGE_VOCABULARY = 32_768  # tokens
 # Layouts of a fresh head besides the trunk's own -> family.
 LAYOUTS = {"mimo": "mimo_draft", "step35": "step35_draft"}
 # Folder, in that of a run, of the states of a streamed trunk while a fresh head is made of it.
@@ -161,6 +162,7 @@ def prepare_head_run(
             options: dict[str, Any] = {"num_modules": num_modules, "folder": out / INIT_STATES, "on_layer": on_layer}
             model.head, head_notes = _new_head(model, origin.checkpoint, tokens, ranks, options)
         notes += head_notes
+    notes += _large_vocabulary(model.trunk, config)
     task = HeadTask(
         model,
         corpus,
@@ -172,6 +174,17 @@ def prepare_head_run(
         ranks=ranks,
     )
     return HeadRun(Trainer(task, out=out), task, held_out, tuple(notes))
+
+
+def _large_vocabulary(trunk: Trunk, config: HeadConfig) -> list[str]:
+    """Return a note if the loss over all tokens is most of a step, and could be computed over fewer."""
+    is_large = trunk.vocab_size > _LARGE_VOCABULARY and not config.loss_vocab
+    if not is_large or config.objective == "ce" or trunk.logit_cap is not None:
+        return []
+    return [
+        f"the loss is computed over all {trunk.vocab_size:,} tokens of the vocabulary, which is most of a step's work: "
+        "`--set loss_vocab=8192` takes the most frequent ones and the others as one term, for a head that is as good"
+    ]
 
 
 def _set_layout(model: Model, checkpoint: Checkpoint, layout: str) -> None:

@@ -30,8 +30,8 @@ from nextn.train.layer_inputs import measure_layers
 _NOISE = 0.02
 # Projections that write into the residual stream, by their last name in transformers' layers.
 _OUTPUT_PROJECTIONS = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj|out_proj)(\.weight|\.bias)?$")
-# If the layer has norms after attention and MLP (GLM-OCR), these write into it instead.
-_POST_NORMS = re.compile(r"(post_self_attn|post_mlp)_layernorm")
+# The norm of Llama's layers in front of the MLP, whose name says what it comes after.
+_BEFORE_MLP = "post_attention_layernorm"
 _RIDGE = 0.03  # of the inputs' mean square; from 0.01 to 0.1, held-out loss hardly changed
 
 
@@ -73,7 +73,7 @@ def init_head(
     stream_rms, inputs, states = measure_layers(trunk, tokens, {*originals}, folder, on_layer)
     with torch.no_grad(), deferred or nullcontext():
         for number, (module, parts, original) in enumerate(zip(modules, sources, originals, strict=True)):
-            scale = _scale_block(module, parts, stream_rms, original)
+            scale = _scale_block(module, parts, stream_rms, original, family)
             _init_input_projection(module, family, scale)
             if can_fit(module, states, inputs[original]):
                 fit_projection(head, number, tokens, states, inputs[original], scale)
@@ -163,30 +163,43 @@ def _dequantized(layer: nn.Module, name: str, dtype: torch.dtype, value: Tensor)
     return (transposed if bias is None else transposed - bias).T
 
 
-def _has_no_input_norm(layer: nn.Module) -> bool:
-    """Whether attention and MLP take the residual stream without a norm (EXAONE 4.5), so that its RMS matters."""
-    return hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm")
+def _post_norms(layer: nn.Module) -> set[str] | None:
+    """Return the norms through which attention and MLP write into the residual stream, as they do in some layers.
+
+    None: the two read the stream without a norm (EXAONE 4.5, OLMo 2), so that its RMS matters, or norms have names that
+    are not known.
+    """
+    norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
+    after = {name for name in norms if name.startswith("post_")}
+    if norms & {"pre_feedforward_layernorm", "pre_mlp_layernorm"}:  # Gemma 2 to 4, AFMoE
+        return after
+    if after <= {_BEFORE_MLP}:
+        return set()
+    return after - {_BEFORE_MLP} if "post_self_attn_layernorm" in after else None  # GLM-4, GLM-OCR
 
 
 def _scale_block(
-    module: MTPLayer, sources: Sequence[Mapping[str, int]], stream_rms: Sequence[float], original: int
+    module: MTPLayer, sources: Sequence[Mapping[str, int]], stream_rms: Sequence[float], original: int, family: Family
 ) -> float:
     """Let the block's stream be smaller than its original's, and return the RMS that its input then has."""
     rms = stream_rms[original]
-    if any(map(_has_no_input_norm, module.layers)):
+    if any(_post_norms(layer) is None for layer in module.layers):
         return rms
     scale = rms**0.5  # on two trunks, heads learn sooner than with 1 or with the RMS itself
     for layer, parts in zip(module.layers, sources, strict=True):
-        _scale_outputs(layer, {part: scale / stream_rms[index] for part, index in parts.items()})
+        _scale_outputs(layer, {part: scale / stream_rms[index] for part, index in parts.items()}, family)
     return scale
 
 
-def _scale_outputs(layer: nn.Module, factors: Mapping[str, float]) -> None:
+def _scale_outputs(layer: nn.Module, factors: Mapping[str, float], family: Family) -> None:
     """Multiply what each part of the layer adds to the residual stream by its factor."""
-    has_post_norms = any(_POST_NORMS.match(part) for part in factors)
+    post_norms, offset = _post_norms(layer), float(family.norm_weight == "1+w")
     for name, value in layer.named_parameters():
-        if _POST_NORMS.match(name) if has_post_norms else _OUTPUT_PROJECTIONS.search(name):
-            value.mul_(factors[name.partition(".")[0]])
+        part = name.partition(".")[0]
+        if part in (post_norms or ()):
+            value.add_(offset).mul_(factors[part]).sub_(offset)
+        elif not post_norms and _OUTPUT_PROJECTIONS.search(name):
+            value.mul_(factors[part])
 
 
 def _counterparts(own: Mapping[str, Tensor], other: Mapping[str, Tensor], parts: Mapping[str, str]) -> dict[str, str]:

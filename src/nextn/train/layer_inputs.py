@@ -32,7 +32,8 @@ def measure_layers(
 
     The RMS of a layer's input is the median of all positions, because the first one's may be a hundred times the
     others'. The inputs [B, T, ...] are those of the layers at `indices`; with the states of a streamed trunk, they are
-    kept in `folder`, see `StreamedTrunk.read_layers`.
+    kept in `folder`, see `StreamedTrunk.read_layers`. `on_layer` is called as each layer of a trunk in memory begins,
+    or a streamed one ends.
     """
     recorder = _Recorder(len(tokens), indices, folder)
     with ExitStack() as hooks:
@@ -46,6 +47,10 @@ def measure_layers(
                 on_layer(progress)
 
             trunk.read_layers([tokens], folder=folder, observe=recorder.observe, on_layer=finish_layer)
+        else:
+            for index, layer in enumerate(trunk.decoder.layers):
+                progress = LayerProgress(index, 0, 0.0, 0.0)
+                hooks.enter_context(layer.register_forward_pre_hook(lambda *_, progress=progress: on_layer(progress)))
         states = trunk(tokens).head_input
     return [recorder.rms[index] for index in range(len(recorder.rms))], recorder.inputs, states
 
