@@ -101,8 +101,8 @@ def test_a_head_is_trained_and_its_figures_printed(given, tmp_path, nextn):
     assert [line["step"] for line in steps] == [0, 1, 2, 2, 3, 3]
     code, _, err = nextn(tmp_path, *how)
     assert code == 2
-    importing, loading, error = err.splitlines()
-    assert (importing, loading[:7]) == ("importing torch and transformers ...", "loading")
+    importing, error = err.splitlines()  # before anything is loaded
+    assert importing == "importing torch and transformers ..."
     assert "holds a run already; use --resume" in error
 
 

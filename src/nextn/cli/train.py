@@ -236,6 +236,7 @@ def _train_joint(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bo
     """Train trunk and head from scratch, and write and print the result."""
     from nextn.train.joint_run import prepare_joint_run
 
+    _check_folder(out, ranks, resume=resume)
     say_doing("reading the data", quiet=as_json or not ranks.is_first)
     run = prepare_joint_run(
         out,
@@ -259,7 +260,7 @@ def _run_joint(
     from nextn.train.recipes import write_prompts
     from nextn.train.run_options import write_options, write_result
 
-    _check_folder(run.trainer, out, resume=resume)
+    _check_folder(out, ranks, resume=resume)  # again, as another process may have written to it since
     if ranks.is_first and not run.trainer.has_checkpoint():
         write_options(out, options, run.settings)
     tracker = None
@@ -279,6 +280,7 @@ def _run_joint(
 
 def _train_head(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
     """Train a head on a frozen trunk, write and print the result, and export it if that is asked for."""
+    _check_folder(out, ranks, resume=resume)
     run = _prepare_head(out, options, ranks, quiet=as_json)
     if options.export is not None:
         check_run(run, out, options.export)
@@ -292,7 +294,7 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
     from nextn.train.recipes import write_prompts
     from nextn.train.run_options import write_options, write_result
 
-    _check_folder(run.trainer, out, resume=resume)
+    _check_folder(out, ranks, resume=resume)  # again, as another process may have written to it since
     if ranks.is_first:
         run.check_disk_space(head_only=options.head_only)
     print_notes(run.notes if ranks.is_first else ())
@@ -370,12 +372,15 @@ def _fill_cache(cache: "HiddenStateCache", out: Path, ranks: "Ranks", *, quiet: 
         say_stopped(out, "the same command", quiet=not ranks.is_first)
 
 
-def _check_folder(trainer: "Trainer", out: Path, *, resume: bool) -> None:
+def _check_folder(out: Path, ranks: "Ranks", *, resume: bool) -> None:
+    """Raise ConfigError if the folder holds a run that is not to be resumed, or none that could be."""
+    from nextn.train.checkpointing import RunFolder
+
     # Processes restarted by torchrun resume from the last checkpoint, whatever their command line says.
-    has_checkpoint, is_restart = trainer.has_checkpoint(), trainer.ranks.is_restart
-    if resume and not has_checkpoint and not is_restart:
+    has_checkpoint = out.exists() and bool(RunFolder(out).checkpoints())
+    if resume and not has_checkpoint and not ranks.is_restart:
         raise ConfigError(f"{out} holds no checkpoint to resume from; leave out --resume to start a run")
-    if has_checkpoint and not resume and not is_restart:
+    if has_checkpoint and not resume and not ranks.is_restart:
         raise ConfigError(f"{out} holds a run already; use --resume to continue it, or another folder")
 
 
