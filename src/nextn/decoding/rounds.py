@@ -19,8 +19,7 @@ from nextn.runtime.native import LOCK
 from nextn.runtime.protocols import DecodingHead, DecodingTrunk
 from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
-from nextn.speculative.copy_choice import candidate_lengths
-from nextn.speculative.draft_policy import PROBE_INTERVAL, DraftLength, FixedLength
+from nextn.speculative.draft_policy import PROBE_INTERVAL, DraftLength, FixedLength, candidate_lengths
 from nextn.speculative.sampling import Uniforms
 
 Stop = Callable[[int, Sequence[int]], int | None]

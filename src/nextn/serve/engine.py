@@ -23,7 +23,7 @@ from nextn.serve.request import EngineStats, GenerationChunk, GenerationRequest
 from nextn.serve.round_costs import MAX_COPY_ROWS, measure_round_costs
 from nextn.serve.scheduler import CHUNKS, DraftPolicies, Group, Scheduler, SchedulerLimits, request_of
 from nextn.serve.served_batch import ServedSequence
-from nextn.speculative.copy_choice import candidate_lengths
+from nextn.speculative.draft_policy import candidate_lengths
 from nextn.stats.speedup import Costs
 
 _LOG = logging.getLogger(__name__)

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from nextn.speculative.copy_choice import CopyChoice, CopyRun, RoundValues, candidate_lengths, choose_copies
-from nextn.speculative.draft_policy import FixedLength, RoundPlan
+from nextn.speculative.draft_policy import (
+    CopyChoice,
+    CopyRun,
+    FixedLength,
+    RoundPlan,
+    RoundValues,
+    candidate_lengths,
+    choose_copies,
+)
 from nextn.stats.acceptance import expected_length
 
 # Acceptance rates, in drafts of one depth.
