@@ -304,3 +304,27 @@ def test_calls_without_arguments(model):
             messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
             status, _, body = server.post("/v1/chat/completions", {"messages": messages})
             assert (status, request_of(server)[0]) == (200, "now"), (given, body)
+
+
+def test_results_in_the_order_of_the_calls(model):
+    """Clients send them as they arrive; without ids in the template, the model would take one for the other's."""
+    tokenizer = reasoner()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{# <tool_call> #}"
+
+    def turn(*ids):
+        uses = [{"type": "tool_use", "id": id, "name": "count", "input": {}} for id in ids]
+        return {"role": "assistant", "content": uses}
+
+    def results(*ids):
+        return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": id} for id in ids]}
+
+    with serving(ScriptedEngine("ok", times=1), replace(model, tokenizer=tokenizer)) as server:
+        for ids, given, expected in (
+            ("abc", "cab", "abc"),
+            ("abc", "cxb", "bcx"),  # one that no call has
+            ("ab", "ba", "ab"),
+            ("aab", "baa", "aab"),
+        ):
+            ask(server, messages=[USER, turn(*ids), results(*given), turn("d"), results("d")])
+            shown = "".join(f"<t>{id}" for id in expected)
+            assert request_of(server)[0] == f"<u>hi<a>{shown}<a><t>d", (ids, given)

@@ -9,13 +9,13 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 
 from nextn.serve.answer_blocks import Block, BlockRouteAnswer
 from nextn.serve.api_errors import ApiError
+from nextn.serve.conversations import merge_leading
 from nextn.serve.message_parser import MessageParser
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.request_model import ListOf, RequestModel, parse_request
 from nextn.serve.responses import Json
 from nextn.serve.schemas import ChatRequest, FunctionTool, Name, SamplingFields, SchemaFormat, TextPart
-from nextn.serve.system_messages import merge_leading
 from nextn.serve.token_sampler import TokenTexts
 
 _MAX_STORED, _MAX_STORED_CHARS = 1_000, 16_000_000  # answers that later requests can continue

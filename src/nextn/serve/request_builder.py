@@ -14,6 +14,7 @@ from nextn.decoding.generate import encode, eos_tokens
 from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.serve.api_errors import ApiError
+from nextn.serve.conversations import has_later, in_call_order, without_later
 from nextn.serve.options import ServerOptions
 from nextn.serve.request import GenerationRequest
 from nextn.serve.schemas import (
@@ -26,7 +27,6 @@ from nextn.serve.schemas import (
     TokenizeRequest,
 )
 from nextn.serve.structured_output import StructuredOutput
-from nextn.serve.system_messages import has_later, without_later
 from nextn.serve.tool_calls import with_tools
 from nextn.settings import Sampling
 
@@ -157,7 +157,7 @@ class RequestBuilder:
         if not self.tokenizer.chat_template:
             message = "this model has no chat template; use /v1/completions, or add a chat template to its tokenizer"
             raise ApiError(400, message, "messages", "no_chat_template")
-        shown = [_template_message(message) for message in messages]
+        shown = in_call_order([_template_message(message) for message in messages])
         offered = [tool.model_dump(by_alias=True, exclude_defaults=True) | {"type": tool.type} for tool in tools]
         refusals = []
         for conversation, own_tools in self._renderings(shown, offered):

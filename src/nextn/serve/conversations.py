@@ -1,11 +1,25 @@
-"""Conversations for chat templates that know one system message, at the start."""
+"""Conversations as chat templates expect them: one system message at the start, results in the order of the calls."""
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
+from typing import Any
 
 from nextn.serve.responses import Json
 
 _SYSTEM = ("system", "developer")
+
+
+def in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put a turn's results in the order of its calls: clients send them as they arrive, and few templates show ids."""
+    ordered: list[dict[str, Any]] = []
+    for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
+        part = list(group)
+        if is_result and ordered:
+            calls = [call["id"] for call in ordered[-1].get("tool_calls", ())]
+            places = dict(zip(reversed(calls), range(len(calls) - 1, -1, -1), strict=True))  # of the first with an id
+            part.sort(key=lambda message: places.get(message.get("tool_call_id"), len(calls)))
+        ordered += part
+    return ordered
 
 
 def merge_leading(messages: Sequence[Json]) -> list[Json]:
