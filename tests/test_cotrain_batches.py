@@ -87,6 +87,7 @@ ENDS = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
 MARKINGS = {
     "position_ids": ids(0, 1, 2, 0, 1, 0, 1, 2),
     "position_ids of four dimensions": ids(0, 1, 2, 0, 1, 0, 1, 2).expand(4, 1, 8),
+    "text_position_ids": ids(0, 1, 2, 0, 1, 0, 1, 2),
     "position_ids that start at 2": ids(2, 3, 4, 2, 3, 2, 3, 4),
     "attention_mask": NUMBERS,
     "attention_mask of floats": NUMBERS.float(),
@@ -161,6 +162,8 @@ def test_numbers_of_tokens_by_any_name_are_refused():
         ("batch_idx", ids(0, 0, 1, 1, 2, -1)),
         ("trajectory_ids", ids(3, 3, 3, 7, 7, 7)),
         ("token_type_ids", ids(0, 0, 0, 1, 1, 1)),
+        ("rope_positions", ids(0, 1, 2, 0, 1, 0)),
+        ("text_positions", ids(0, 1, 2, 3, 0, 0)),  # the last ones of padding, or of one token
         ("batch_idx", torch.tensor([0, 0, 0, 1, 1, 1])),  # flattened
     ):
         with pytest.raises(ConfigError, match=f"by {name}, which train_head does not know"):
@@ -170,6 +173,7 @@ def test_numbers_of_tokens_by_any_name_are_refused():
     for name, value in (
         ("cache_position", torch.arange(6)),
         ("token_type_ids", ids(0, 1, 1, 0, 0, 0)),
+        ("token_type_ids", ids(0, 1, 0, 1, 0, 0)),
         ("token_type_ids", ids(0, 0, 0, 0, 0, 0)),
         ("completion_mask", ids(0, 0, 0, 1, 1, 1)),
         ("advantages", torch.tensor([[0.0, 0.0, 0.5, 0.5, 1.0, 1.0]])),

@@ -3,9 +3,8 @@
 transformers' DataCollatorWithFlattening: restarting `position_ids`, `cu_seq_lens_q`, `seq_idx`. TRL: `position_ids`,
 from `seq_lengths` of its packed data sets. LLaMA-Factory: an attention mask that numbers the documents, or the mask of
 four dimensions made of it. Axolotl: a numbered attention mask, with or without restarting positions. Unsloth:
-`packed_seq_lengths`. Several markings
-at once mean the union of their boundaries: nobody sees that a head learns across documents; a boundary too many costs
-one label.
+`packed_seq_lengths`. ms-swift: `text_position_ids`. Several markings at once mean the union of their boundaries: nobody
+sees that a head learns across documents; a boundary too many costs one label.
 """
 
 import math
@@ -71,13 +70,17 @@ def _refuse_unread(inputs: Mapping[str, object], tokens: Tensor) -> None:
 
 
 def _numbers_tokens(value: object, tokens: Tensor) -> bool:
-    """Whether each token has a number that rises now and then, or -1 for padding, as documents are numbered."""
+    """Whether each token has a number that rises now and then, or -1 for padding, as documents are numbered; or one
+    more than the token before it, and 0 now and then, as positions are.
+    """
     if not isinstance(value, Tensor) or value.is_floating_point() or value.numel() != tokens.numel():
         return False
     numbers = value.reshape(tokens.shape).long()
     steps = numbers.diff(dim=-1)
     rises = (steps >= 0) | (numbers[:, 1:] == -1)
-    return bool(rises.all() and (steps > 0).any() and (steps != 1).any())  # one more for each token: its position
+    restarts = (steps == 1) | (numbers[:, 1:] == 0)
+    is_numbered = bool(rises.all() and (steps > 0).any())
+    return (is_numbered or bool(restarts.all() and (numbers > 1).any())) and bool((steps != 1).any())
 
 
 def _num_entries(value: object) -> float:
@@ -185,6 +188,7 @@ def _from_lengths(name: str, value: object, tokens: Tensor) -> tuple[Tensor, Ten
 
 _READERS: dict[str, Callable[[str, object, Tensor], tuple[Tensor, Tensor]]] = {
     "position_ids": _from_positions,
+    "text_position_ids": _from_positions,  # ms-swift's, beside the positions of images
     "input_pos": _from_positions,  # torchtune's
     "attention_mask": _from_numbers,
     "seq_idx": _from_numbers,
