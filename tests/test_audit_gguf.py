@@ -185,6 +185,8 @@ def test_names_of_a_fork(tmp_path):
     """Beside a complete head or without one, what llama.cpp does not read is named."""
     fork = table() | {"mtp.fc_embd.weight": make("mtp.fc_embd.weight", (32, 32))}
     assert reported(tmp_path, tensors=fork) == [("names-unknown", "warning")]
+    outside = table(0) | {"mtp.fc.weight": make("mtp.fc.weight", (H, 2 * H)), "mtp.norm.weight": make("mtp.norm", (H,))}
+    assert reported(tmp_path, tensors=outside, count=LAYERS, modules=0) == [("names-unknown", "warning")]
 
 
 def test_split(tmp_path):

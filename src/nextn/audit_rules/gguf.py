@@ -120,13 +120,17 @@ def audit_gguf(path: Path) -> AuditReport:
 
 def _unknown(gguf: GgufHead) -> Iterator[Finding]:
     """Report tensors like a head's outside the blocks, such as forks write."""
-    if names := [name for name in gguf.file.tensors if HEADLIKE.search(name) and not name.startswith("blk.")]:
+    if names := _foreign_names(gguf):
         yield Finding(
             "names-unknown", "warning", names[0],
             f"{counted(len(names), 'tensor')} like a head's under names that llama.cpp does not read: {some(names)}.",
             "blk.N.nextn.*, behind the trunk's blocks.",
             f"Serve the file with the fork that wrote it, or {CONVERT[0].lower()}{CONVERT[1:]}",
         )  # fmt: skip
+
+
+def _foreign_names(gguf: GgufHead) -> list[str]:
+    return [name for name in gguf.file.tensors if HEADLIKE.search(name) and not name.startswith("blk.")]
 
 
 def _unchecked(gguf: GgufHead) -> Iterator[str]:
@@ -370,7 +374,7 @@ def _norm_values(tensor: GgufTensor) -> Values | None:
 
 
 def _engine(gguf: GgufHead) -> Iterator[Finding]:
-    if not gguf.heads and not gguf.declared:
+    if not (gguf.heads or gguf.declared or _foreign_names(gguf)):
         note = replace(no_head(gguf.arch[:80]), place="general.architecture")
         if gguf.engine is not None and gguf.engine.support == "runs":
             note = replace(note, fix=_PUBLISHED_HEAD)
