@@ -715,6 +715,9 @@ FORCED = [
     "ServerArgs(speculative_accept_threshold_acc=0.5)",
     "--spec-decoding-acceptance-method typical_acceptance_sampler",
     "MLX_SERVE_MTP_TYPICAL=0.09",
+    "mtplx serve --typical-threshold 0.3",
+    "mtplx serve --cascade-threshold=0.2",
+    "llama-server --draft-p-accept 0.15",
     "SpeculativeConfig(method='eagle3', num_spec_tokens=3)",
     "--speculative-algorithm NGRAM",
     "LLAMA_ARG_SPEC_SYNTH_LEN=2.5 llama-server",
@@ -756,6 +759,7 @@ NOT_LOADED = [
     "(config declares mtp heads but checkpoint ships no mtp.* weights; MTPModule attachment skipped)",
     "MTP head present in this checkpoint but not loaded (speculative.mtp_k=0)",
     "Parameter model.layers.0.self_attn.q_proj.weight not found in params_dict",
+    "WARN `--speculative` requested but no MTP weights loaded",
 ]
 NO_FAULT = ["INFO failed to load the tokenizer", "KeyError: 'mode'", "MTP head loaded; vision tower not used", "MTP on"]
 
@@ -783,6 +787,7 @@ def test_a_head_that_the_engine_did_not_load():
         ("I spec       accept: adaptive n : 1 -> 2 (seq 0, n_draft=1, n_accepted=1)\n", "adaptive depth, which lacks"),
         ("MTP: accepted 120, drafted 80\n", "'MTP: accepted 120, drafted 80' has none"),
         ("24 drafted 10 accepted 5 times\n", "has none"),
+        ("| **Draft Rate** | 49% (15,102 / 30,784) | **81%** (8,433 / 10,362) |\n| tokens | 3.4 |\n", "nothing in it"),
         ("MTP on. requests accepted 200 / 300\n", "has none"),
         ("HTTP: 12 accepted, 30 rejected\n", "has none"),
         ("Position 0: 82.10\nAccepted tokens: 5\n", "nearest: table of vllm bench serve"),

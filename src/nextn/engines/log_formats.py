@@ -197,7 +197,10 @@ def _positions(fields: Fields) -> Counters | None:
     """Accepted / tested drafts of each position, which all rounds test, or those that accepted the one before."""
     counts = [[_integer(part) for part in row.split("/")] for row in fields["accepted/drafted"]]
     accepted, tested = zip(*counts[:MAX_POSITIONS], strict=True)
-    if [int(place) for place in fields["position"]] not in ([*range(len(counts))], [*range(1, len(counts) + 1)]):
+    if [int(place) for place in fields["number of a position"]] not in (
+        [*range(len(counts))],
+        [*range(1, len(counts) + 1)],
+    ):
         return None
     if tested[1:] == accepted[:-1]:  # conditional
         return Counters(UNKNOWN, tested[0], None, sum(accepted), accepted)
@@ -207,7 +210,7 @@ def _positions(fields: Fields) -> Counters | None:
 def _drafts_and_tokens(fields: Fields) -> Counters | None:
     """Rounds, of which some accepted a draft, and draft tokens: refused where the figures fit no such meaning."""
     (some, rounds), (accepted, drafted) = (
-        [_integer(part) for part in fields[name][0].split("/")] for name in ("drafts", "tokens")
+        [_integer(part) for part in fields[f"accepted/all {name}"][0].split("/")] for name in ("drafts", "tokens")
     )
     most = some * -(-drafted // max(rounds, 1))  # if these rounds accepted all of their drafts
     fits = some <= rounds <= drafted and some <= accepted <= min(drafted, most)
@@ -560,17 +563,17 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "accepted and tested drafts by position", "osition",
         # Of position 0, or of 1 behind a line that is not of 0.
         rf"(?im:^(?={_row('0')})|(?:\A|^(?!{_row('0')})[^\n]*\n)(?={_row('1')}))",
-        {"position": rf"(?i){_row('([0-9]{1,3})')}",
+        {"number of a position": rf"(?i){_row('([0-9]{1,3})')}",
          "accepted/drafted": rf"(?i){_row('[0-9]{1,3}', f'({_INT}/{_INT})')}(?![/0-9])"},
-        ("position", "accepted/drafted"), _positions,
+        ("number of a position", "accepted/drafted"), _positions,
         "as other engines print it, `position 1: 40/50`, a line each: rounds that accepted it, of those that tested it",
         num_lines=MAX_POSITIONS, is_general=True,
     ),
     LogFormat(
         "drafts and tokens with two counts each", "tokens ",
         rf"(?<!\w)(?i:drafts {_INT}/{_INT}(?=[,;]? tokens {_INT}/))",
-        {name: rf"(?i)(?<!\w){name} ({_INT}/{_INT})(?!/)" for name in ("drafts", "tokens")}, ("drafts", "tokens"),
-        _drafts_and_tokens,
+        {f"accepted/all {name}": rf"(?i)(?<!\w){name} ({_INT}/{_INT})(?!/)" for name in ("drafts", "tokens")},
+        ("accepted/all drafts", "accepted/all tokens"), _drafts_and_tokens,
         "as other engines print it, `drafts 40/50, tokens 90/150`: rounds that accepted a draft, of all, and tokens",
         is_general=True,
     ),

@@ -73,13 +73,16 @@ OVERRIDES: tuple[Override, ...] = (
     Override("--speculative-accept-threshold-acc", "SGLang", _named("speculative_accept_threshold_acc"), "relaxed",
              off_from=1.0),
     Override("--mtp-typical", "mlx-serve, MTPLX", _named("mtp_typical"), "relaxed", off=(0,)),
+    Override("--typical-threshold", "MTPLX", _named("typical_threshold"), "relaxed", off=(0,)),
+    Override("--cascade-threshold", "MTPLX", _named("cascade_threshold"), "relaxed", off=(0,)),
+    Override("--draft-p-accept", "forks of llama.cpp", _named("draft_p_accept"), "relaxed", off=(0,), off_from=1.0),
     Override("MLX_SERVE_MTP_TYPICAL", "mlx-serve", _named("MLX_SERVE_MTP_TYPICAL"), "relaxed", off=(0,)),
 )  # fmt: skip
 
 # What engines say of weights that they miss: of tensors by name, or in a line that names the head.
 _NOT_LOADED = re.compile(
     r"(?P<tensor>KeyError: '[\w.]{1,200}weight|Parameter [\w.]{1,200} not found in params_dict)|"
-    r"(?i:weights? (?:are |were )?(?:missing|not (?:initialized|loaded|found))|not loaded\b|n't contain MTP|ships? no |"
+    r"(?i:weights? (?:are |were )?(?:missing|not (?:initialized|loaded|found))|not loaded\b|no mtp weights|n't contain MTP|ships? no |"
     r"failed to (?:create|load|init)|not started with|in load_weights|KeyError)"
 )
 _OF_HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn|drafter|draft model|[eh]norm|eh_proj|pre_fc_norm)")
