@@ -82,12 +82,12 @@ OVERRIDES: tuple[Override, ...] = (
 # What engines say of weights that they miss: of tensors by name, or in a line that names the head.
 _NOT_LOADED = re.compile(
     r"(?P<tensor>KeyError: '[\w.]{1,200}weight|Parameter [\w.]{1,200} not found in params_dict)|"
-    r"(?i:weights? (?:are |were )?(?:missing|not (?:initialized|loaded|found))|not loaded\b|no mtp weights|n't contain MTP|ships? no |"
-    r"failed to (?:create|load|init)|not started with|in load_weights|KeyError)"
+    r"(?i:weights? (?:are |were )?(?:missing|not (?:initialized|loaded|found))|not loaded\b|no mtp weights|"
+    r"n't contain MTP|ships? no |failed to (?:create|load|init)|not started with|in load_weights|KeyError)"
 )
 _OF_HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn|drafter|draft model|[eh]norm|eh_proj|pre_fc_norm)")
-# Settings by which rounds draft fewer tokens than K, by how likely the drafts are or were.
 NOT_LOADED_FIX = "`nextn audit MODEL` names what the checkpoint lacks, and what the engine does with it"
+# Settings by which rounds draft fewer tokens than K, by how likely the drafts are or were.
 _ADAPTIVE = re.compile(r"(?<![\w-])--(?:speculative-adaptive(?![\w-])|spec-draft-adaptive\S*)|draft-mtp-adaptive")
 # K as its users write it; those of SGLang and mlx-vlm count the bonus token or the block.
 _DEPTHS = (
