@@ -130,6 +130,13 @@ def test_inferencex_is_read_again(report, tmp_path):
         assert curve.differences(measured) == expected
 
 
+def test_inferencex_has_no_counts(report):
+    for mode in (None, True):
+        here = replace(report, plan=replace(PLAN, thinking=mode))
+        with pytest.raises(EngineError, match="without counts; to show them beside: measure --baseline"):
+            read(text(here, "inferencex"))
+
+
 def test_aiperf_matrix_is_read_again(report, tmp_path):
     """As an engine's, of which the mean is compared, and beside the measurement by category."""
     rows = list(csv.reader(io.StringIO(text(report, "aiperf-report"))))

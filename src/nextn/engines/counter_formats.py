@@ -35,6 +35,7 @@ _PACKED = {
 }
 _MAX_START = 1024 * 1024  # characters by which the kind of a file is recognized, and its settings are read
 _LOG_PREFIX = re.compile(r'\[(?:[A-Z][^\[\]{}"\n]{1,80}\]|[^\[\]{}"\n]{1,80}\][ \t]*[^\s,\]])')
+_CURVE = re.compile(r"(?m)^ +1: [1-2](\.[0-9]+)?$|^ +thinking_(on|off):$")  # InferenceX's golden_al_distribution
 # Keys of structured logs under which the line is, of Docker, Kubernetes, journald, Google Cloud and Python loggers.
 _MESSAGE_KEYS = ("log", "message", "msg", "MESSAGE", "textPayload", "line", "text", "event", "body")
 
@@ -228,6 +229,8 @@ def _need(reading: LogReading, source: str, start: str) -> Counters:
         raise EngineError(
             f"{source}: no draft counts in it, as the engine did not load the head: {fault!r}. {NOT_LOADED_FIX}"
         )
+    if _CURVE.search(start):
+        raise EngineError(f"{source}: acceptance lengths by K, without counts; to show them beside: measure --baseline")
     name, words = _nearest(start)
     hint = f"nearest: {name}, by {words!r}" if name else "nothing in it is of an engine's drafts"
     if not name and (line := re.search(r"(?i)[^\n]{0,60}(?<![a-z])accept[^\n]{0,60}", start)):
