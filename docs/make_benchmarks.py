@@ -14,7 +14,7 @@ CPUS = DOCS / "how-to" / "decode-on-cpus.md"
 PICTURE = DOCS / "images" / "rounds.svg"
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
-AMX, AVX512, AVX2, ZEN5 = "Xeon (AMX)", "Xeon (AVX-512)", "EPYC (AVX2)", "EPYC (Zen 5)"
+AMX, AVX512, AVX2, ZEN4, ZEN5 = "Xeon (AMX)", "Xeon (AVX-512)", "EPYC (AVX2)", "EPYC (Zen 4)", "EPYC (Zen 5)"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ PUBLISHED = (
     Run("the same", "smollm2-amx", AMX, "2026-11-28", 0.7, 3),
     Run("SmolLM2-135M-Instruct, bf16", "smollm2-avx512", AVX512, "2026-11-30", 0.0, 3),
     Run("the same", "smollm2-avx512", AVX512, "2026-11-30", 0.7, 3),
+    Run("SmolLM2-135M-Instruct, bf16", "smollm2-zen4", ZEN4, "2026-11-30", 0.0, 3),
+    Run("the same", "smollm2-zen4", ZEN4, "2026-11-30", 0.7, 3),
     Run("SmolLM2-135M-Instruct, int8", "smollm2-int8-avx512", AVX512, "2026-11-29", 0.0, 3),
 )
 

@@ -133,6 +133,7 @@ def test_bytes_by_hand():
     own = sum(value.numel() * (share if value.ndim == 3 else 1) for value in inner.values())
     assert draft_bytes(model.head) == 4 * (own + 64 * 32)
     assert draft_bytes(model.head, 7) == own + 64 * 32, "a byte each"
+    assert draft_bytes(model.head, num_tokens=5) == 4 * (own + 5 * 32)
     assert draft_bytes(model.head, 7, lm_head_bits=4) == own + 64 * 32 * (4 + 32 / 128) / 8
     model.head.draft_vocabulary = DraftVocabulary.of([[1, 2, 3]], 3, vocab_size=64)
     assert draft_bytes(model.head) == 4 * (own + 3 * 32)

@@ -249,7 +249,10 @@ def texts(folder, k):
 
 @pytest.mark.parametrize("name", [*IMPORTED, *HEADS])
 def test_a_converted_file_is_the_checkpoint(name, tmp_path):
-    """Bit for bit in float32, except for logarithms and norms that the file has with 1 added."""
+    """Bit for bit in float32, except for logarithms and norms that the file has with 1 added.
+
+    Of Gemma 3, the converter leaves out the embeddings of tokens that the tokenizer has not.
+    """
     original = made(name, tmp_path / "original")
     convert_gguf(gguf(original, tmp_path / "model.gguf", "f32"), tmp_path / "out")
     expected, found = tensors(original), tensors(tmp_path / "out")
@@ -257,7 +260,8 @@ def test_a_converted_file_is_the_checkpoint(name, tmp_path):
     for each, tensor in found.items():
         is_changed = name.startswith(("qwen3_5", "qwen3_next", "gemma3")) and ("norm" in each or "A_log" in each)
         tolerance = 1e-6 if is_changed else 0.0
-        torch.testing.assert_close(tensor, expected[each].float(), atol=tolerance, rtol=0, msg=each)
+        rows = len(tensor) if (name, each) == ("gemma3", "model.embed_tokens.weight") else None
+        torch.testing.assert_close(tensor, expected[each][:rows].float(), atol=tolerance, rtol=0, msg=each)
     for k in (0, 3) if name in HEADS else (0,):
         assert texts(tmp_path / "out", k) == texts(original, k)
 

@@ -35,8 +35,8 @@ LAYERS = [
     ["cli"],
 ]
 # Lines of Python without the family rows.
-LINE_BUDGET = 65110
-OPTION_BUDGET = 280  # of all commands
+LINE_BUDGET = 65285
+OPTION_BUDGET = 260  # of all commands
 # fmt: off
 NO_TORCH = (
     "errors", "redaction", "bounded_http", "bounded_json", "family_table", "data.byte_tokenizer", "data.corpus",

@@ -96,11 +96,11 @@ def test_measure_and_diagnose_give_the_json_of_the_commands(tmp_path):
     same = ("--prompts", prompts, "-k", 2, "--temperatures", 0, "--max-tokens", 8, "--backend", "torch")
     plan = nextn.ReferencePlan(2, (0.0,), 8, backend="torch")
     source = printed("audit", "tiny")["path"]  # commands show the path of the checkpoint in the package
-    found = as_json(nextn.measure("tiny", prompts, plan), model=source)
+    found = as_json(nextn.measure(source, prompts, plan))
     assert found.items() <= printed("measure", "tiny", *same).items()
     plan = dataclasses.replace(plan, rule="ratio")
-    diagnosis = nextn.diagnose("tiny", str(counters), prompts, plan, num_speculative_tokens=2)
-    assert as_json(diagnosis, model=source) == printed("diagnose", "tiny", "--engine", counters, *same)
+    diagnosis = nextn.diagnose(source, str(counters), prompts, plan, num_speculative_tokens=2)
+    assert as_json(diagnosis) == printed("diagnose", "tiny", "--engine", counters, *same)
     assert nextn.measure(nextn.load("tiny"), ["def add(a, b):"], plan).hashes == {}  # weights may have been changed
 
 

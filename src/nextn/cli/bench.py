@@ -153,8 +153,7 @@ def bench(
     loaded = options.load(need_head=True)
     print_notes(loaded.notes)
     plan = replace(plan, chat=use_chat(loaded, chat))
-    if draftable is not None:
-        draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1])
+    draftable.apply(loaded, num_speculative_tokens=plan.k_values[-1], backend=options.backend)
     with progress_bars(quiet=as_json) as progress:
         step = progress("decode", plan.num_runs(num_turns(texts)))
         report = run_benchmark(loaded, texts, plan, source=source, on_run=lambda _: step())

@@ -28,6 +28,7 @@ from nextn.cli.screen import (
     figures_table,
     plain,
     print_json,
+    print_note,
     print_notes,
     print_table,
     read_stdin,
@@ -74,46 +75,24 @@ class DraftVocabularyOptions:
     draft_vocab: Annotated[
         str | None,
         Option(
-            metavar="FILE:N",
+            metavar="FILE[:N]",
             help="Draft only from the N most frequent tokens of a text file, which is similar to the text that will be "
-            "generated; N such as 32768.",
+            "generated. Default of N: the number that is fastest.",
         ),
     ] = None
 
-    def read(self) -> "DraftableText | None":
+    def read(self) -> "DraftableText":
         """Read the text. Raises ConfigError."""
         if self.draft_vocab is None:
-            return None
-        found = re.fullmatch(r"(.+):([1-9][0-9]{0,8})", self.draft_vocab)
-        if found is None:
-            raise ConfigError(f"--draft-vocab {self.draft_vocab}; expected FILE:N, such as text.txt:32768")
+            return DraftableText(None, None)
+        found = re.fullmatch(r"(.+):([0-9]{1,9})", self.draft_vocab)
+        file, size = (found[1], int(found[2])) if found else (self.draft_vocab, None)
+        if size == 0:
+            raise ConfigError(f"--draft-vocab {self.draft_vocab}; expected at least 1 token after the colon")
         try:
-            return DraftableText(int(found[2]), Path(found[1]).read_text(encoding="utf-8"))
+            return DraftableText(size, Path(file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--draft-vocab {self.draft_vocab}: not a readable text: {error}") from error
-
-
-@dataclass(frozen=True)
-class DraftableText:
-    """The text whose `size` most frequent tokens are drafted."""
-
-    size: int
-    text: str
-
-    def apply(self, model: "Model", *, num_speculative_tokens: int) -> None:
-        """Restrict what the head drafts from. Raises ConfigError if that is impossible.
-
-        num_speculative_tokens: The largest K that will be used.
-        """
-        from nextn.decoding.generate import encode, eos_tokens
-        from nextn.speculative.draft_vocabulary import DraftVocabulary
-
-        if model.head is None or not num_speculative_tokens:
-            raise ConfigError("--draft-vocab: nothing is drafted, as the model has no head or K is 0")
-        tokens, vocab_size = encode(model, self.text), model.trunk.vocab_size
-        model.head.draft_vocabulary = DraftVocabulary.of(
-            [tokens], self.size, vocab_size=vocab_size, always=eos_tokens(model)
-        )
 
 
 @expanded("exact_head")
@@ -134,8 +113,7 @@ def generate(
     text = read_stdin() if prompt == "-" else prompt
     draftable, k = vocabulary.read(), settings.num_speculative_tokens
     loaded = options.load(need_head=k > 0)
-    if draftable is not None:
-        draftable.apply(loaded, num_speculative_tokens=k)
+    draftable.apply(loaded, num_speculative_tokens=k, backend=options.backend)
     length = _adaptive(loaded, settings, options.backend) if adaptive else None
     request = _Request(text, settings, use_chat(loaded, chat), options.backend, length)
     if as_json:
@@ -285,3 +263,44 @@ def _is_repetitive(tokens: "Sequence[int]") -> bool:
     from nextn.data.degeneracy import degeneracy
 
     return len(tokens) >= _MIN_REPETITIVE and degeneracy(tokens).is_degenerate
+
+
+@dataclass(frozen=True)
+class DraftableText:
+    """The text whose `size` most frequent tokens are drafted."""
+
+    size: int | None  # None: the number that is fastest
+    text: str | None  # None: all tokens are drafted
+
+    def apply(self, model: "Model", *, num_speculative_tokens: int, backend: str = "auto") -> None:
+        """Restrict what the head drafts from. Raises ConfigError if that is impossible.
+
+        num_speculative_tokens: The largest K that will be used.
+        """
+        if self.text is None:
+            return
+        from nextn.decoding.generate import encode, eos_tokens
+
+        if model.head is None or not num_speculative_tokens:
+            raise ConfigError("--draft-vocab: nothing is drafted, as the model has no head or K is 0")
+        tokens, always = encode(model, self.text), eos_tokens(model)
+        if self.size is None:
+            self._choose(model, tokens, always, num_speculative_tokens, backend)
+            return
+        from nextn.speculative.draft_vocabulary import DraftVocabulary
+
+        vocab_size = model.trunk.vocab_size
+        model.head.draft_vocabulary = DraftVocabulary.of([tokens], self.size, vocab_size=vocab_size, always=always)
+
+    def _choose(self, model: "Model", tokens: list[int], always: tuple[int, ...], k: int, backend: str) -> None:
+        from nextn.evaluate.draft_vocabulary_size import choose_draft_vocabulary
+
+        choice = choose_draft_vocabulary(model, tokens, num_speculative_tokens=k, always=always, backend=backend)
+        complete = choice.estimates[-1]
+        if choice.vocabulary is None:
+            print_note(f"--draft-vocab: all {complete.size} tokens, as no smaller number is faster here")
+            return
+        print_note(
+            f"--draft-vocab: {len(choice.vocabulary)} of {complete.size} tokens; {choice.speedup:.2f} x plain "
+            f"decoding expected, {complete.speedup:.2f} x with all"
+        )

@@ -113,8 +113,7 @@ def serve(
         folders = (Path(each) for each in (source.source, source.head) if each and Path(each).is_dir())
         files = FileStamps.of_weights(*folders)
         loaded = source.load(need_head=k > 0)
-        if draftable is not None:
-            draftable.apply(loaded, num_speculative_tokens=k)
+        draftable.apply(loaded, num_speculative_tokens=k, backend=source.backend)
         zero_lost_pages(file for file, _ in files.stamps)
         engine = ServingEngine(loaded, engine_options)
         options = ServerOptions(

@@ -270,16 +270,18 @@ def step_bytes(trunk: Trunk, bits: int | None = None) -> int:
     return packed + round(four * FOUR_BITS.bytes_per_weight + (values - four) * EIGHT_BITS.bytes_per_weight)
 
 
-def draft_bytes(head: Head, bits: int | None = None, *, lm_head_bits: int | None = None) -> int:
+def draft_bytes(
+    head: Head, bits: int | None = None, *, num_tokens: int | None = None, lm_head_bits: int | None = None
+) -> int:
     """Return the bytes of weights of `bits` that a draft step reads: one MTP layer (their mean) and the lm_head.
 
-    The lm_head has the rows of the draft vocabulary, else all, of `lm_head_bits` if given.
+    The lm_head has `num_tokens` rows (None: those of the draft vocabulary, else all), of `lm_head_bits` if given.
     """
     looked_up = tuple(part.weight for part in head.modules() if isinstance(part, nn.Embedding))
     own = {id(head.output(index).weight): head.output(index).weight for index in range(head.num_modules)}
     inner = _bytes_read(head, head.trunk, (*looked_up, *own.values()))
     output = head.output(0).weight
-    values = num_draft_rows(head) * output.shape[1]
+    values = (num_tokens or num_draft_rows(head)) * output.shape[1]
     divisor = 1 if bits is None else output.element_size()
     of_values = values * output.element_size() // divisor if lm_head_bits is None else values * FORMAT.bytes_per_weight
     return (

@@ -36,15 +36,10 @@ class DraftVocabulary:
         Of equally frequent tokens, the lowest id is chosen. Raises ConfigError for a size out of range, texts without
         tokens, or ids outside the vocabulary.
         """
-        smallest = max(1, len(set(always)))
-        if not smallest <= size <= vocab_size:
-            raise ConfigError(f"size = {size}; expected {smallest} to {vocab_size}, the whole vocabulary")
-        counts, required = _counts(texts, vocab_size), sorted(set(always))
-        if required and not 0 <= required[0] <= required[-1] < vocab_size:
-            message = f"always = token ids {required[0]}..{required[-1]}; expected ids within 0..{vocab_size - 1}"
-            raise ConfigError(message)
-        counts[required] = counts.max() + 1
-        ids = np.sort(np.argsort(-counts, kind="stable")[:size])
+        required = len(set(always))
+        if not max(1, required) <= size <= vocab_size:
+            raise ConfigError(f"size = {size}; expected {max(1, required)} to {vocab_size}, the whole vocabulary")
+        ids = np.sort(by_frequency(texts, vocab_size, always=always)[:size])
         return cls(torch.from_numpy(ids), vocab_size)
 
     def __len__(self) -> int:
@@ -58,6 +53,21 @@ class DraftVocabulary:
         """Expand logits [..., N] of these tokens to the whole vocabulary [..., V]; -inf for all others."""
         expanded = logits.new_full((*logits.shape[:-1], self.vocab_size), -inf)
         return expanded.scatter_(-1, self.ids.to(logits.device).expand(logits.shape), logits)
+
+
+def by_frequency(
+    texts: Iterable[Sequence[int] | NDArray[np.integer]], vocab_size: int, *, always: Iterable[int] = ()
+) -> NDArray[np.int64]:
+    """Return all token ids: those in `always`, then from the most to the least frequent of the texts, ties by id.
+
+    Raises ConfigError for texts without tokens, or ids outside the vocabulary.
+    """
+    counts = _counts(texts, vocab_size)
+    required = sorted(set(always))
+    if required and not 0 <= required[0] <= required[-1] < vocab_size:
+        raise ConfigError(f"always = token ids {required[0]}..{required[-1]}; expected ids within 0..{vocab_size - 1}")
+    counts[required] = counts.max() + 1
+    return np.argsort(-counts, kind="stable")
 
 
 def _counts(texts: Iterable[Sequence[int] | NDArray[np.integer]], vocab_size: int) -> NDArray[np.int64]:

@@ -114,13 +114,17 @@ class LMHead:
         return Replay.of(self._runtime, TraceRecorder([states]), run, self._weights, self._scratch)
 
 
-def has_four_bits(head: Head) -> bool:
-    """Return whether the native backend drafts with an lm_head of four bits."""
+def has_four_bits(head: Head, num_tokens: int | None = None) -> bool:
+    """Return whether the native backend drafts with an lm_head of four bits.
+
+    It has `num_tokens` rows; None: those of the draft vocabulary, else all.
+    """
     output, trunk = head.output(0), head.trunk
     is_rounded = trunk.weights != "stored" or trunk.dtype == torch.bfloat16
     if head.exact or not is_rounded or type(output) is not nn.Linear or output.weight.dtype != trunk.dtype:
         return False
-    return num_draft_rows(head) >= max(_LEAST_ROWS, _LEAST_ROWS_PER_CHANNEL * output.in_features)
+    num_rows = num_tokens or num_draft_rows(head)
+    return num_rows >= max(_LEAST_ROWS, _LEAST_ROWS_PER_CHANNEL * output.in_features)
 
 
 def num_draft_rows(head: Head) -> int:
