@@ -12,14 +12,13 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
 
 import torch
 from copies import COPIES, K, prompts_of
+from record import write_record
 
-from nextn.checkpoint.safetensors_file import write_json
 from nextn.decoding.drafter import Drafter
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.decoding.rounds import rounds
@@ -120,9 +119,9 @@ def main() -> None:
             for way in WAYS:
                 totals[way] += replay.counts(way)
         found = {way: dict(each, tokens_per_round=each["tokens"] / each["rounds"]) for way, each in totals.items()}
-        record = {"date": datetime.now(UTC).date().isoformat(), "model": Path(args.model).name, "edits": args.count}
+        record = {"model": Path(args.model).name, "edits": args.count}
         settings_record = {"num_speculative_tokens": K, "num_copy_tokens": COPIES, "max_tokens": args.max_tokens}
-        write_json(args.out, record | {"settings": settings_record, "ways": found})
+        write_record(args.out, record | {"settings": settings_record, "ways": found})
 
 
 if __name__ == "__main__":
