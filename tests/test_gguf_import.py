@@ -878,6 +878,28 @@ def test_a_head_of_its_own_layout_is_used(tmp_path, here, gguf_cache):
     assert json.loads(out)["num_drafts"]
 
 
+@pytest.mark.more
+def test_reports_name_the_file_and_not_its_folder_in_the_cache(tmp_path, here, gguf_cache):
+    """Also where it holds a head of its own layout, which the conversion stores apart."""
+    trunk = build(tmp_path / "trunk", "llama")
+    (tmp_path / "text.txt").write_text(TEXT)
+    run = prepare_head_run(tmp_path / "run", start(trunk, "step35"), data=[tmp_path / "text.txt"], settings=SETTINGS)
+    list(run.trainer.run())
+    path = tmp_path / "model.gguf"
+    export(run.write(head_only=True, allow_worse=True).parent, path, "llama.cpp")
+    (tmp_path / "prompts.txt").write_text("a is a letter\n\nand so on")
+    few = ("--prompts", tmp_path / "prompts.txt", "--max-tokens", 8, "--temperatures", 0, "-k", 1)
+    for command in (
+        ["accuracy", path, "--weights", "stored", "--texts", tmp_path / "text.txt"],
+        ["measure", path, "--json", *few],
+        ["advise", path, "--json", "--batches", 1, "--contexts", 32, *few],
+    ):
+        code, out, err = here(*command)
+        assert code in (0, 1), err
+        assert "model.gguf" in out, command
+        assert str(gguf_cache) not in out
+
+
 def test_an_error_leaves_nothing_in_the_cache(byte_folder, tmp_path, here, gguf_cache, monkeypatch):
     (tmp_path / "text.gguf").write_text("not a model")
     write(tmp_path / "other.gguf", "mamba", QWEN3, qwen3(Type.Q8_0), byte_folder)

@@ -75,7 +75,7 @@ def accuracy_of(loaded: "Model", options: ModelOptions, *, quiet: bool) -> "tupl
     reference, compared = _reference(options, None, quiet=quiet)
     with progress_bars(quiet=quiet) as progress:
         step = progress("accuracy", compared.num_tokens)
-        found = Candidate.of(loaded, reference, source=options.source, backend=options.backend, on_position=step)
+        found = Candidate.of(loaded, reference, source=options.given, backend=options.backend, on_position=step)
     return found, compared.source
 
 
@@ -120,7 +120,7 @@ def _candidate(options: ModelOptions, reference: "Reference", step: "Callable[..
         raise ConfigError(f"{options.source}: {reason}; compare it on a larger machine")
     loaded = options.load(need_head=False)
     print_notes(loaded.notes)
-    return Candidate.of(loaded, reference, source=options.source, backend=options.backend, on_position=step)
+    return Candidate.of(loaded, reference, source=options.given, backend=options.backend, on_position=step)
 
 
 def _show(found: "Sequence[Candidate]", compared: "ComparedTexts") -> None:
@@ -148,4 +148,4 @@ def _show(found: "Sequence[Candidate]", compared: "ComparedTexts") -> None:
 
 
 def _name(options: ModelOptions) -> str:
-    return f"{Path(options.source).name} {options.weights} {options.backend}"
+    return f"{Path(options.given).name} {options.weights} {options.backend}"

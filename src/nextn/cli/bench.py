@@ -213,7 +213,7 @@ def advise(
         raise ConfigError(
             "no MODEL: give a checkpoint folder, .gguf file or hub id, or for a live engine --engine and --against"
         )
-    options, source = options.prepared(), options.source
+    given, options = options, options.prepared()
     if asked.engine:
         message = f"--engine {asked.engine}: only with --against; with MODEL, decoding is timed on this machine"
         raise ConfigError(message)
@@ -225,20 +225,20 @@ def advise(
         on_run = progress("decode", plan.num_runs(len(to_decode)))
         on_costs = progress("costs", len(sizes) * max(1, len(lengths)))
         advice = measured_advice(
-            loaded, to_decode, plan, batches=sizes, contexts=lengths, source=source,
+            loaded, to_decode, plan, batches=sizes, contexts=lengths, source=given.source,
             on_run=lambda _: on_run(), on_costs=lambda _: on_costs(),
         )  # fmt: skip
-    _report_advice(advice, options, out, as_json=as_json)
+    _report_advice(advice, given, out, as_json=as_json)
 
 
-def _report_advice(advice: "Advice", options: ModelOptions, out: Path | None, *, as_json: bool) -> None:
+def _report_advice(advice: "Advice", given: ModelOptions, out: Path | None, *, as_json: bool) -> None:
     record = advice.as_record()
     _write_advice(record, out)
     if as_json:
         print_json(record)
         return
     _show_advice(advice)
-    print_lines(*serving(options.source, options.head, advice.headlines))
+    print_lines(*serving(given.source, given.head, advice.headlines))
 
 
 def _integers(text: str, name: str, *, minimum: int = 0) -> tuple[int, ...]:

@@ -253,6 +253,11 @@ class ModelOptions:
         options._check_sources()
         return options
 
+    @property
+    def given(self) -> str:
+        """The model as the user named it: of a prepared GGUF file, not the folder that it was converted to."""
+        return self._gguf or self.source
+
     def _converted(self) -> "ModelOptions":
         from nextn import __version__
         from nextn.edit.gguf_cache import converted_gguf

@@ -156,7 +156,7 @@ def _diagnose(
         of_answers = lambda observed, plan: measure_answers(loaded, observed, source, plan, prompts)  # noqa: E731
     with progress_bars(quiet=source.quiet) as progress:
         found = compare(
-            loaded, observed, prompts, plan, num_speculative_tokens, flags=flags, source=options.source,
+            loaded, observed, prompts, plan, num_speculative_tokens, flags=flags, source=options.given,
             notes=audit_lines(options.source, options.head), measure_answers=of_answers,
             on_text=progress("reference", 0 if source.is_streamed else 2 * num_texts),
             on_fault=progress("faults", len(FAULTS)),

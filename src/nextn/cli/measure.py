@@ -208,7 +208,8 @@ def _measure(
     from nextn.evaluate.reference import with_checkpoint
 
     loaded, report = measure_acceptance(options, source, plan, prompts, check)
-    return loaded, with_checkpoint(report, loaded, options.source, head=options.head)
+    report = with_checkpoint(report, loaded, options.source, head=options.head)
+    return loaded, replace(report, source=options.given)
 
 
 def _measure_other(
