@@ -346,14 +346,16 @@ def test_a_group_that_does_not_exist(tmp_path):
 
 
 def test_loading_lists_what_is_wrong(tmp_path):
-    """Not one line per expert of a model."""
+    """Not one line per expert of a model; then what the audit says to do."""
     build("glm4_moe").save(tmp_path / "model")
     weights = quantize_folder(tmp_path / "model", GPTQ)
     set_config(tmp_path / "model", quantization_config=section(GPTQ) | {"group_size": 8})
     trunk = [name for name in weights if ".layers.2." not in name]
     with pytest.raises(CheckpointError, match=rf"the trunk cannot be read, {len(trunk)} problems:\n  wrong") as caught:
         Model.load(tmp_path / "model")
-    assert str(caught.value).endswith(f"and {len(trunk) - 20} more")
+    listed, advice = str(caught.value).split(f"and {len(trunk) - 20} more")
+    assert listed.count("\n") == 21
+    assert "Correct the quantization config" in advice
 
 
 @pytest.mark.more
