@@ -22,7 +22,7 @@ from nextn.engines.counters import (
 from nextn.engines.json_formats import from_json
 from nextn.engines.log_reader import read_log
 from nextn.engines.metrics_formats import from_metrics, prefix_hits, without_first_tokens
-from nextn.errors import EngineError
+from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.engine_counters import read_engine_counters
 
 VLLM = """\
@@ -60,6 +60,30 @@ def test_vllm_metrics(tmp_path):
     assert read(VLLM, model="a") == found
     (file := tmp_path / "metrics.txt").write_text(VLLM)
     assert read_engine_counters(f"{file}#a", Budget()) == found != read_engine_counters(str(file), Budget())
+
+
+@pytest.mark.parametrize("name", ["m#1.csv", "#1#.csv", "m.csv"])
+def test_names_of_files_and_models_may_have_a_number_sign(name, tmp_path):
+    (file := tmp_path / name).write_text("Model,x,Overall\norg/a,2.00,2.00\nb#1,1.50,1.50\n")
+    lengths = [read_engine_counters(f"{file}#{model}", Budget()).length for model in ("org/a", "b#1")]
+    assert lengths == [2.0, 1.5]
+    with pytest.raises(EngineError, match="of several models"):
+        read_engine_counters(str(file), Budget())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MTP: 31 accepted / 50 drafted\n",
+        '{"timings": {"draft_n": 78, "draft_n_accepted": 60}}',
+        '{"log": "MTP: 31 accepted / 50 drafted"}\n',
+        "subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length\nx,12,12,6,1.5\n",
+    ],
+)
+def test_a_model_of_a_text_that_names_none_is_refused(text):
+    assert read(text).accepted
+    with pytest.raises(ConfigError, match="the text#no-such-model: it names no model"):
+        read(text, model="no-such-model")
 
 
 def test_unknown_model():

@@ -154,8 +154,10 @@ def test_matrix_of_several_models():
     for model, length in (("a", 2.0), ("b", 2.0)):
         assert read_matrix(table, "t")[model]
         assert table_reader(table)(table, "t", model).length == length
-    with pytest.raises(EngineError, match="of several models; choose one of a, b with --served"):
+    with pytest.raises(EngineError, match="of several models; choose one of a, b, as the text#a"):
         read(table)
+    with pytest.raises(EngineError, match="several rows of the model b"):
+        read_matrix(f"{table}b,3.00,3.00,3.00\r\n", "t")
     with pytest.raises(EngineError, match="nothing in it of the model c"):
         table_reader(table)(table, "t", "c")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from nextn.bounded_json import loads
-from nextn.engines.counters import Counters, fill_in_derived, sum_counters
+from nextn.engines.counters import Counters, fill_in_derived, refuse_model, sum_counters
 from nextn.engines.csv_formats import table_reader
 from nextn.engines.json_formats import JSON_READERS, objects
 from nextn.engines.log_formats import LOG_FORMATS
@@ -41,7 +41,10 @@ _MESSAGE_KEYS = ("log", "message", "msg", "MESSAGE", "textPayload", "line", "tex
 
 
 def read(source: str | Path, *, model: str | None = None) -> Counters:
-    """Read the counters of a file or a text in any of the formats. Raises EngineError where there are none."""
+    """Read the counters of a file or a text in any of the formats.
+
+    Raises EngineError where there are none, ConfigError for a `model` where the counts are of none by name.
+    """
     if isinstance(source, str):
         return _read(io.StringIO(source), len(source), "the text", model)
     try:
@@ -81,6 +84,7 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     read_table = table_reader(start)
     is_json, is_series = _begins_as_json(start), SERIES_TABLE.match(start) is not None
     if read_table is None and not is_json and not is_series and not METRICS_LINE.search(start):
+        refuse_model(model, source)
         reading = read_log(file)
         if reading.counters is None:
             reading = next((again for again in _read_again(start, reading) if again.counters), reading)
@@ -129,10 +133,11 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
         if not found:
             lines += _messages(document)
     counters = sum_counters(parts)
+    if counters is None and series:
+        return from_metrics("\n".join(series), model=model)
+    refuse_model(model, source)
     if counters is not None:
         return fill_in_derived(counters)
-    if series:
-        return from_metrics("\n".join(series), model=model)
     reading = read_log(io.StringIO("\n".join(line.rstrip("\n") for line in lines)))
     if not reading.has_entries and reading.counters is None:
         general = read_log(io.StringIO(text[:_MAX_START]), general=True)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, zip_longest
 
 from nextn.bounded_json import short_repr
-from nextn.errors import EngineError
+from nextn.errors import ConfigError, EngineError
 from nextn.stats.acceptance import Acceptance
 from nextn.text_format import some
 
@@ -133,6 +133,14 @@ class Counters:
     def as_record(self) -> dict[str, object]:
         """Return the JSON form; `counter_formats.from_json` reads it."""
         return asdict(self)
+
+
+def refuse_model(model: str | None, source: str) -> None:
+    """Raise ConfigError where a model was chosen in a file that does not say which model its counts are of."""
+    if model is not None:
+        raise ConfigError(
+            f"{source}#{model}: it names no model, as only metrics and AIPerf's matrix do; leave #{model} out"
+        )
 
 
 def _offered(counters: Counters, depth: int) -> int:

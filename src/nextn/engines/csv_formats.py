@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from nextn.engines.counters import MAX_POSITIONS, Counters, sum_counters
+from nextn.engines.counters import MAX_POSITIONS, Counters, refuse_model, sum_counters
 from nextn.errors import EngineError
 
 MATRIX_FORMAT = "the matrix of `aiperf speed-bench-report`"
@@ -32,6 +32,8 @@ def read_matrix(text: str, source: str) -> dict[str, dict[str, float]]:
     """Return the acceptance lengths of each model by category, without their mean. Raises EngineError for others."""
     lengths: dict[str, dict[str, float]] = {}
     for row in _rows(text, source, MATRIX_FORMAT, _categories):
+        if repeated := lengths.keys() & row:
+            raise EngineError(f"{source}: several rows of the model {min(repeated)}; keep the one in question")
         lengths |= row
     if not lengths:
         raise EngineError(f"{source}: {MATRIX_FORMAT} without an acceptance length")
@@ -45,7 +47,7 @@ def _matrix(text: str, source: str, model: str | None) -> Counters:
         (model,) = lengths
     if model not in lengths:
         asked = "it is of several models" if model is None else f"nothing in it of the model {model}"
-        raise EngineError(f"{source}: {asked}; choose one of {', '.join(lengths):.400} with --served")
+        raise EngineError(f"{source}: {asked}; choose one of {', '.join(lengths):.400}, as {source}#{min(lengths)}")
     by_category = lengths[model]
     each = ", ".join(f"{category} {length:.2f}" for category, length in by_category.items())
     mean = sum(by_category.values()) / len(by_category)
@@ -60,8 +62,9 @@ def _categories(row: Mapping[str, str]) -> dict[str, dict[str, float]]:
     return {row["Model"]: lengths} if lengths else {}
 
 
-def _subsets(text: str, source: str, _: str | None) -> Counters:
+def _subsets(text: str, source: str, model: str | None) -> Counters:
     """Rounds, draft tokens and accepted drafts of all subsets; positions are shares of all rounds."""
+    refuse_model(model, source)
     counters = sum_counters(_rows(text, source, _SUBSETS_FORMAT, _subset))
     if counters is None:
         raise EngineError(f"{source}: {_SUBSETS_FORMAT} without a row")

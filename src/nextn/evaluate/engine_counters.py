@@ -1,6 +1,7 @@
 """What a running engine, or one whose metrics or log were saved, has counted so far. Imports no torch."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from nextn.engines.client import Budget
@@ -37,14 +38,22 @@ def read_engine_counters(engine: str, budget: Budget) -> Counters:
     `#MODEL` at its end chooses one of several served models. Raises ConfigError if `engine` is neither a file nor an
     address, EngineError if it does not answer or reports no draft counts.
     """
-    engine, model = (engine, None) if Path(engine).exists() else split_address(engine)
-    if Path(engine).exists():
-        return read(Path(engine), model=model)
+    for file, model in _files(engine):
+        if file.exists():
+            return read(file, model=model)
+    engine, model = split_address(engine)
     if "://" not in engine and not re.fullmatch(r"[\w.-]+:\d+(/.*)?|localhost", engine):
         raise ConfigError(
             f"--engine {engine}: no such file, and not an address such as localhost:8000; save lines of a log in a file"
         )
     return from_metrics(fetch_metrics(engine, budget), model=model)
+
+
+def _files(engine: str) -> Iterator[tuple[Path, str | None]]:
+    """Yield each file, with the model behind it, that `FILE#MODEL` may mean: both names may have a `#`."""
+    parts = engine.split("#")
+    for count in range(len(parts), 0, -1):
+        yield Path("#".join(parts[:count])), "#".join(parts[count:]) or None
 
 
 def flag_texts(flags: str | None) -> list[str]:
