@@ -74,7 +74,10 @@ def test_scaled_writers_compute_the_same_on_a_scaled_stream(name):
     check_scaled_writers(build(name, initializer_range=0.1))
 
 
-@loop("changes", [{"model_type": "olmo2"}, {"model_type": "glm4", "head_dim": 16}, *TRUNKS.values()])
+OTHERS = [{"model_type": name} for name in ("olmo2", "starcoder2", "phi")] + [{"model_type": "glm4", "head_dim": 16}]
+
+
+@loop("changes", [*OTHERS, *TRUNKS.values()])
 def test_scaled_writers_of_a_trunk_without_a_family(changes):
     """In Gemma's and GLM-4's layers, norms write into the stream; OLMo 2's read it as it is."""
     torch.manual_seed(0)

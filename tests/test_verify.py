@@ -166,7 +166,7 @@ def test_no_draft_is_accepted(run):
     """Text without accepted drafts proves nothing about them, although it is right."""
     found = run("all-rejected", names=["greedy", "mtp-on"], alone=True)
     assert [found[name].outcome for name in ("greedy", "mtp-on")] == ["passed", "inconclusive"]
-    assert "nextn diagnose MODEL --engine http:" in found["mtp-on"].advice
+    assert "nextn diagnose MODEL --engine 'http:" in found["mtp-on"].advice
     assert "a_1 0.00 (0.00 to " in found["mtp-on"].evidence
     assert "nan" not in found["mtp-on"].evidence  # of depths that no round reached
 

@@ -265,7 +265,7 @@ def _run_joint(
         write_options(out, options, run.settings)
     tracker = None
     for trainer in run.stages(out / "model"):
-        _run_trainer(trainer, out, tensorboard=options.tensorboard, as_json=as_json)
+        _run_trainer(trainer, out, tensorboard=bool(options.tensorboard), as_json=as_json)
         tracker = trainer.best_tracker
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
@@ -305,7 +305,7 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
         if options.stream:
             stream_for_training(run.task, cache, out / "states", quiet=as_json)
         _fill_cache(cache, out, ranks, quiet=as_json)
-    _run_trainer(run.trainer, out, tensorboard=options.tensorboard, as_json=as_json, note=run.task.note)
+    _run_trainer(run.trainer, out, tensorboard=bool(options.tensorboard), as_json=as_json, note=run.task.note)
     if ranks.is_first:
         write_prompts(out / "prompts.jsonl", run.held_out)
     points = _curve(run.task, quiet=as_json or not ranks.is_first) if options.curve else []

@@ -57,6 +57,11 @@ class Endpoint:
     def url(self) -> str:
         return self.client.url
 
+    @property
+    def address(self) -> str:
+        """The URL with the name of the model, as `open` takes it."""
+        return f"{self.url}#{self.served.name}"
+
     def close(self) -> None:
         self.client.close()
 

@@ -162,7 +162,7 @@ def prepare_head_run(
             options: dict[str, Any] = {"num_modules": num_modules, "folder": out / INIT_STATES, "on_layer": on_layer}
             model.head, head_notes = _new_head(model, origin.checkpoint, tokens, ranks, options)
         notes += head_notes
-    notes += _large_vocabulary(model.trunk, config)
+    notes += [] if "loss_vocab" in settings else _large_vocabulary(model.trunk, config)
     task = HeadTask(
         model,
         corpus,

@@ -29,7 +29,9 @@ from nextn.train.layer_inputs import measure_layers
 
 _NOISE = 0.02
 # Projections that write into the residual stream, by their last name in transformers' layers.
-_OUTPUT_PROJECTIONS = re.compile(r"(^|\.)(o_proj|o_b_proj|down_proj|out_proj)(\.weight|\.bias)?$")
+_OUTPUT_PROJECTIONS = re.compile(
+    r"(^|\.)(o_proj|o_b_proj|down_proj|out_proj|c_proj|w2|dense|dense_4h_to_h|fc2)(\.weight|\.bias)?$"
+)
 # The norm of Llama's layers in front of the MLP, whose name says what it comes after.
 _BEFORE_MLP = "post_attention_layernorm"
 _RIDGE = 0.03  # of the inputs' mean square; from 0.01 to 0.1, held-out loss hardly changed

@@ -1,6 +1,7 @@
 """The command-line options of a run, stored in its folder so that `--resume` does not need them. Does not use torch."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,8 +18,8 @@ _FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
 _PATHS = ("tokenizer", "model", "trunk", "head")
 # Options that are given as settings, with their types.
 RUN_SETTINGS: dict[str, tuple[tuple[type, ...], str]] = {
-    "modules": ((int,), "a number of MTP layers"),
-    "cache_gb": ((int, float), "a number of GB"),
+    "modules": ((int,), "a whole number of MTP layers, at least 1"),
+    "cache_gb": ((int, float), "a finite number of GB above 0"),
     "tensorboard": ((bool,), "true or false"),
 }
 _NAMES = {"trunk": "--from"} | {name: f"--set {name}" for name in RUN_SETTINGS}
@@ -45,7 +46,7 @@ class RunOptions:
     cache_gb: float | None = None
     allow_worse: bool = False
     curve: bool = False
-    tensorboard: bool = False
+    tensorboard: bool | None = None
     device: str | None = None
     stream: bool = False
     export: str | None = None
@@ -56,7 +57,7 @@ class RunOptions:
         own = {name: value for name, value in settings.items() if name in RUN_SETTINGS}
         for name, value in own.items():
             types, expected = RUN_SETTINGS[name]
-            if type(value) not in types or (name == "modules" and value < 1):
+            if type(value) not in types or not (isinstance(value, bool) or 0 < value < math.inf):
                 raise ConfigError(f"{name} = {value!r}; expected {expected}")
         return cls(**given | own, settings={name: value for name, value in settings.items() if name not in own})
 
@@ -74,7 +75,7 @@ class RunOptions:
         given, changed = given.absolute(), dict[str, Any]()
         for name in (option.name for option in fields(self)):
             old, new = getattr(self, name), getattr(given, name)
-            if name == "settings" or new in (None, False, ()) or new == old:
+            if name == "settings" or new == old or new is None or (new in (False, ()) and name not in RUN_SETTINGS):
                 continue
             if name not in _FREE:
                 raise _disagreement(_NAMES.get(name, f"--{name.replace('_', '-')}"), old, new)

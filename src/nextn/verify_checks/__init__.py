@@ -183,8 +183,8 @@ def run_checks(
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         raise ConfigError(f"no check {', '.join(unknown)}; known: {', '.join(CHECKS)}")
-    if against is not None and against.url == target.url:
-        raise ConfigError(f"--against {against.url} is the endpoint under test; give the one without MTP")
+    if against is not None and against.address == target.address:
+        raise ConfigError(f"--against {against.address} is the endpoint under test; give the one without MTP")
     session = VerifySession(target, against, prompts, settings)
     exhausted: BudgetError | None = None
     for name in names or CHECKS:

@@ -1,6 +1,7 @@
 """Checks of what the engine reports beside the text: its log-probabilities, and counters that prove MTP is on."""
 
 import math
+import shlex
 from collections.abc import Sequence
 
 from nextn.engines.answers import EngineAnswer
@@ -93,7 +94,7 @@ def mtp_on(session: VerifySession) -> CheckResult:
     counters = _run_counters(session, session.target)
     if counters is None:
         advice = "make the engine expose its counters, or read its log"
-        return CheckResult("mtp-on", "inconclusive", session.counters[session.target.url].no_counters, advice)
+        return CheckResult("mtp-on", "inconclusive", session.counters[session.target.address].no_counters, advice)
     figures: dict[str, object] = {"target": counters.as_record()}
     if not counters.has_drafts:
         return CheckResult("mtp-on", "failed", f"{counters.engine}: nothing was drafted in this run", _OFF, figures)
@@ -102,7 +103,8 @@ def mtp_on(session: VerifySession) -> CheckResult:
         both = f"the reference drafts too ({reference.num_drafts} rounds): MTP was compared with MTP"
         return CheckResult("mtp-on", "failed", both, "serve --against without speculative decoding", figures)
     if counters.accepted == 0:
-        found, advice = f"no draft was accepted; {_rates(counters)}", _REJECTED.format(session.target.url)
+        found = f"no draft was accepted; {_rates(counters)}"
+        advice = _REJECTED.format(shlex.quote(session.target.address))
         return CheckResult("mtp-on", "inconclusive", found, advice, figures)
     return CheckResult("mtp-on", "passed", _rates(counters), "", figures)
 
@@ -113,7 +115,7 @@ _REJECTED = "`nextn diagnose MODEL --engine {} --drive` says why; what passed sh
 
 def _run_counters(session: VerifySession, endpoint: Endpoint) -> Counters | None:
     """The counts of this run."""
-    return session.counters[endpoint.url].gained(session.greedy(endpoint))
+    return session.counters[endpoint.address].gained(session.greedy(endpoint))
 
 
 def _rates(counters: Counters) -> str:

@@ -245,7 +245,7 @@ def _num_prompts(session: VerifySession) -> int:
 
 def _texts(session: VerifySession, endpoint: Endpoint, prompt: int, *, temperature: float = 1.0) -> list[EngineAnswer]:
     """`samples` texts, each with its own seed, fewer at the low temperature; requested once."""
-    key = (endpoint.url, prompt, temperature)
+    key = (endpoint.address, prompt, temperature)
     if key not in session.sampled:
         settings = session.settings
         offset = 1 + prompt + (0 if endpoint is session.target else _num_prompts(session))

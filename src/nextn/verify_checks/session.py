@@ -64,7 +64,7 @@ class VerifySession:
     _prompt_ids: dict[tuple[str, str], tuple[int, ...] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.counters = {endpoint.url: CounterSpan(endpoint) for endpoint in self.endpoints}
+        self.counters = {endpoint.address: CounterSpan(endpoint) for endpoint in self.endpoints}
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -72,10 +72,10 @@ class VerifySession:
 
     def greedy(self, endpoint: Endpoint) -> list[EngineAnswer]:
         """Return the greedy answers to all prompts, requested one at a time and only once."""
-        if endpoint.url not in self._greedy:
+        if endpoint.address not in self._greedy:
             requests = [self.greedy_request(prompt) for prompt in self.prompts]
-            self._greedy[endpoint.url] = list(ask(endpoint, requests))
-        return self._greedy[endpoint.url]
+            self._greedy[endpoint.address] = list(ask(endpoint, requests))
+        return self._greedy[endpoint.address]
 
     def greedy_request(self, prompt: Prompt) -> EngineRequest:
         """Return a greedy request that bypasses any prefix cache, which has a check of its own."""
@@ -96,7 +96,7 @@ class VerifySession:
         return endpoint.answer(EngineRequest(context, 1, logprobs=NUM_LOGPROBS, use_cache=False))
 
     def _tokenize(self, endpoint: Endpoint, prompt: str) -> tuple[int, ...] | None:
-        key = (endpoint.url, prompt)
+        key = (endpoint.address, prompt)
         if key not in self._prompt_ids:
             self._prompt_ids[key] = endpoint.tokenize(prompt)
         return self._prompt_ids[key]
