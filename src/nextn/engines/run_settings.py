@@ -82,10 +82,12 @@ OVERRIDES: tuple[Override, ...] = (
 # What engines say of weights that they miss: of tensors by name, or in a line that names the head.
 _NOT_LOADED = re.compile(
     r"(?P<tensor>KeyError: '[\w.]{1,200}weight|Parameter [\w.]{1,200} not found in params_dict)|"
-    r"(?i:weights? (?:are |were )?(?:missing|not (?:initialized|loaded|found))|not loaded\b|no mtp weights|"
-    r"n't contain MTP|ships? no |failed to (?:create|load|init)|not started with|in load_weights|KeyError)"
+    r"(?i:weights? (?:are |were )?(?:missing|not (?:initialized|loaded|found))|no mtp weights|n't contain MTP|"
+    r"\b(?:(?:weight|head|layer)s?\b[^\n;.]{0,80}|(?:mtp|nextn|drafter|draft model) (?:is |was )?)\bnot loaded\b|"
+    r"ships? no (?:[\w*-]+(?:\.[\w*-]+)* ){0,4}(?:weight|head|layer)|"
+    r"failed to (?:create|load|init)|not started with|in load_weights|KeyError)"
 )
-_OF_HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn|drafter|draft model|[eh]norm|eh_proj|pre_fc_norm)")
+_OF_HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn|drafter|draft model|[eh]norm|eh_proj|shared_head|pre_fc_norm)")
 NOT_LOADED_FIX = "`nextn audit MODEL` names what the checkpoint lacks, and what the engine does with it"
 # Settings by which rounds draft fewer tokens than K, by how likely the drafts are or were.
 _ADAPTIVE = re.compile(r"(?<![\w-])--(?:speculative-adaptive(?![\w-])|spec-draft-adaptive\S*)|draft-mtp-adaptive")
@@ -132,10 +134,14 @@ def _is_off(override: Override, value: str) -> bool:
 
 def head_not_loaded(text: str) -> str:
     """Return a line of a log in which the engine says that it did not load the head, or not all of it; "" for none."""
-    for match in islice(_NOT_LOADED.finditer(text, 0, _MAX_TEXT), _MAX_FAULTS):
+    faults = list(islice(_NOT_LOADED.finditer(text, 0, _MAX_TEXT), _MAX_FAULTS))
+    tensors = [match["tensor"] or "" for match in faults]
+    # Loaders of heads count layers from 0, often without the head's name; a trunk lacks tensors of other layers, too.
+    first = any(".0." in name for name in tensors) and not any(re.search(r"layers\.[1-9]", name) for name in tensors)
+    for match in faults:
         begin = max(text.rfind("\n", 0, match.start()) + 1, match.start() - _MAX_QUOTE)
         line = text[begin : match.end() + _MAX_QUOTE].partition("\n")[0]
-        if match["tensor"] or _OF_HEAD.search(line):
+        if _OF_HEAD.search(line) or (first and match["tensor"]):
             return " ".join(line.split())[:_MAX_QUOTE]
     return ""
 
