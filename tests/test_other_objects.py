@@ -156,12 +156,26 @@ def test_a_model_inside(run, tmp_path):
     assert str(refused.value).endswith(f"give {new}, the newest of 2 models in it.")
 
 
+@loop(("files", "says"), [
+    (["model.safetensors.index.json"], "names are missing"), (["pytorch_model.bin"], "torch.load"),
+    (["m.gguf"], "nextn convert"), (["training_args.bin"], "give {}/draft."),
+])  # fmt: skip
+def test_a_model_of_its_own_with_another_inside(files, says, tmp_path):
+    """Advised to take a draft or an embedding's layer for the model, whose own files are what is wrong."""
+    folder(tmp_path, *files, "draft/x", config={"model_type": "qwen3_5"})
+    folder(tmp_path / "draft", config={}, weights=[WEIGHTS])
+    if files[0].endswith(".index.json"):
+        (tmp_path / files[0]).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(CheckpointError, match=re.escape(says.format(tmp_path))):
+        Checkpoint.open(tmp_path)
+
+
 def test_names_are_unique():
     names = [each.name for each in TRAINING]
     assert len(set(names)) == len(names)
 
 
-def test_what_to_give_instead(tmp_path):
+def test_what_to_give_instead(tmp_path, monkeypatch):
     """Addresses, revisions and pickles: the error names what works. An index without its files: what is missing."""
     (tmp_path / "a.pt").write_bytes(b"x")
     (tmp_path / "config.json").write_text("{}")
@@ -170,6 +184,7 @@ def test_what_to_give_instead(tmp_path):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
+    monkeypatch.chdir(tmp_path.parent)
     for name, says in {
         str(tmp_path / "run" / "model"): f"`nextn train {tmp_path / 'run'} --resume` ends the run",
         "hf://org/name/file": "give the hub id org/name.",
@@ -178,7 +193,8 @@ def test_what_to_give_instead(tmp_path):
         str(tmp_path / "a.tar.gz"): "an archive; unpack it",
         str(tmp_path / "a.nemo"): "a NeMo checkpoint",
         str(tmp_path / "m.gguf.part2of2"): "join all parts in their order",
-        "./nothing": "neither a folder",
+        **dict.fromkeys(["./nothing", "./x/", "../x/", "~/x/", "./x:y", f"{tmp_path.name}/x:y"], "neither a folder"),
+        **dict.fromkeys(["localhost:8000", "http://10.0.0.1:8000/v1"], "the address of an engine, for --engine"),
         "https://huggingface.co/org/name/tree/main": "give the hub id org/name.",
         "hf.co/org/name": "give the hub id org/name.",
         "org/name/": "give the hub id without its last slash, org/name.",

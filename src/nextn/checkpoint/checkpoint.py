@@ -232,7 +232,7 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
     if not files:
         is_local = Path(path).is_dir()
         names = [*sources, *(folder_names(Path(path)) if is_local else ())]
-        if is_local and (inner := inner_models(Path(path))):
+        if is_local and not _is_model(list(sources)) and (inner := inner_models(Path(path))):
             newest = f", the newest of {len(inner)} models in it" if inner[1:] else ""
             raise CheckpointError(f"{path}: no .safetensors file of its own: give {inner[0]}{newest}.")
         if sentence := training_sentence(names):
@@ -250,6 +250,13 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
     if (found := standalone(config, tensors)) is not None:
         raise CheckpointError(f"{path}: {found.sentence}")
     return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources)
+
+
+def _is_model(names: Sequence[str]) -> bool:
+    """Whether a folder with these files is a model, if with files missing or in other formats."""
+    state = r"(?:training_args|optimizer|scheduler|rng_state).*"  # a trainer's pickles
+    pickled = CONFIG in names and any(name.endswith(PICKLES) and not re.fullmatch(state, name) for name in names)
+    return INDEX in names or pickled or any(name.endswith(".gguf") for name in names)
 
 
 def _advice(path: str, names: Sequence[str]) -> str:

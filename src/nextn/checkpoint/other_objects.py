@@ -18,7 +18,8 @@ _HUB_URL = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://(?:models/)?)([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII
 )
 _MODELSCOPE = re.compile(r"(?:https?://)?(?:www\.)?modelscope\.(?:cn|ai)/models/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
-_TAGGED = re.compile(r"(?:ollama://)?((?:[\w.-]+/)?[\w.-]+:[\w.-]+)", re.ASCII)  # of Ollama, and llama.cpp's -hf
+_TAGGED = re.compile(r"(?:ollama://)?(?!\.)((?:[\w.-]+/)?[\w.-]+:[\w.-]+)", re.ASCII)  # of Ollama, and llama.cpp's -hf
+_ADDRESS = re.compile(r"(?:https?://)?[\w.-]+:\d{2,5}(?:/.*)?", re.ASCII)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 
@@ -129,10 +130,13 @@ def source_sentence(name: str) -> str:
         return f"{name}: an address; give the path {path}."
     if (path.parent / "run.json").is_file():
         return f"{name}: not written yet; `nextn train {shlex.quote(str(path.parent))} --resume` ends the run."
-    if found := _TAGGED.fullmatch(name):
+    if _ADDRESS.fullmatch(name):
+        return f"{name}: the address of an engine, for --engine; MODEL is the checkpoint that it serves."
+    is_path = "/" in name and path.parent.is_dir()
+    if not is_path and (found := _TAGGED.fullmatch(name)):
         path_of = f"`ollama show --modelfile {found[1]}` prints the path of Ollama's; llama.cpp prints its own"
         return f"{name}: a name of Ollama or llama.cpp for a GGUF file: give the file ({path_of})."
-    if re.fullmatch(r"[\w.-]+/[\w.-]+/", name, re.ASCII):
+    if re.fullmatch(r"(?!\.)[\w.-]+/[\w.-]+/", name, re.ASCII):
         return f"{name}: not a folder here; give the hub id without its last slash, {name.rstrip('/')}."
     kinds = "a folder, a .safetensors file nor a hub id (org/name, or org/name@revision)"
     return f"{name}: neither {kinds}; `tiny` is the bundled model."
