@@ -13,6 +13,7 @@ from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.decoding.records import SequenceRound
 from nextn.model.model import Model
 from nextn.serve.answer_blocks import BlockAnswer
+from nextn.serve.conversations import without_later
 from nextn.serve.request import GenerationChunk, GenerationRequest
 from nextn.serve.token_sampler import TokenTexts
 
@@ -265,6 +266,14 @@ STRICT = (
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}<{{ m.role[0] }}>{{ m.content }}"
     "{% endfor %}<a>"
 )
+
+
+@loop("place", range(4))
+def test_empty_system_messages(place):
+    """An empty turn of the user's, wherever the message is: templates that alternate turns refuse it."""
+    call = {"role": "assistant", "tool_calls": [{"id": "c"}]}
+    said = [{"role": "user", "content": "hi"}, call, {"role": "tool", "content": "2", "tool_call_id": "c"}]
+    assert without_later([*said[:place], {"role": "developer", "content": ""}, *said[place:]]) == said
 
 
 def test_system_messages_behind_the_start(model):

@@ -23,7 +23,8 @@ def in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merge_leading(messages: Sequence[Json]) -> list[Json]:
-    """Make one of the system messages at the start; empty ones are left out."""
+    """Make one of the system messages at the start; empty ones are left out, later ones as well."""
+    messages = [message for message in messages if message["role"] not in _SYSTEM or message["content"]]
     leading = list(takewhile(lambda message: message["role"] in _SYSTEM, messages))
     system: Json = {"role": "system", "content": _joined(leading)}
     return [*([system] if system["content"] else []), *messages[len(leading) :]]
