@@ -215,7 +215,9 @@ BROKEN = {
             drop("^mtp.*experts")(table), put("mtp.layers.0.mlp.experts.w13_weight", (4, 32, H))(table),
             put("mtp.layers.0.mlp.experts.w2_weight", (4, H, 16))(table))}, "memory of vLLM"),
     "the first of two heads": (
-        "names-foreign", "error", "qwen3_5_moe", {"change": rename(r"^mtp\.", "mtp.normal.")}, "LMDeploy alone"),
+        "names-foreign", "warning", "qwen3_5_moe", {"change": rename(r"^mtp\.", "mtp.normal.")}, "vLLM drops them"),
+    "the second of two heads": (
+        "names-foreign", "note", "qwen3_5_moe", {"change": put("mtp.sci.fc.weight", (8, H))}, "LMDeploy alone"),
     "KTransformers' experts": (
         "names-foreign", "error", "deepseek_v3", {"change": lambda table: (
             table.clear(), put("blk.1.ffn_up_exps.0.numa.0.weight", (8, 8), "I8")(table))}, "KTransformers alone"),

@@ -122,7 +122,7 @@ def names_foreign(path: str, found: Iterable[tuple[ForeignNames, list[str]]]) ->
     """Report names of a running program, by the kind of program that wrote them."""
     for kind, names in found:
         yield Finding(
-            "names-foreign", "error", names[0],
+            "names-foreign", kind.severity, names[0],
             f"{counted(len(names), 'tensor')} under names of {kind.what}, such as {some(names)}: {kind.effect}.",
             "The names under which the family's checkpoints are published.",
             kind.remedy.replace("MODEL", shlex.quote(path)),

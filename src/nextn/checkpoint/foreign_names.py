@@ -7,6 +7,7 @@ layers/fused_moe/routed_experts.py; ModelOpt, torch/quantization; Megatron-LM, c
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.safetensors_file import TensorInfo
@@ -26,6 +27,7 @@ class ForeignNames:
     remedy: str
     in_engine: bool = False  # names of an engine's memory, which some families have in their files
     effect: str = "no loader of checkpoints maps them"
+    severity: Literal["error", "warning", "note"] = "error"
 
 
 _MERGE = "Merge the adapter (PEFT's `merge_and_unload`, `mlx_lm.fuse`), save, and audit the result."
@@ -75,10 +77,11 @@ KINDS = (
     ForeignNames(
         re.compile(r"^mtp\.normal\."), "mtp.", "the first of two heads (Intern-S2-Preview)",
         "LMDeploy reads them as they are; for other engines " + _renamed("name.replace('mtp.normal.', 'mtp.')"),
-        effect="LMDeploy alone is known to map them"),
+        effect="LMDeploy alone is known to map them, and vLLM drops them", severity="warning"),
     ForeignNames(
         re.compile(r"^mtp\.sci\..+"), "\0", "the second of two heads (Intern-S2-Preview)",
-        "LMDeploy reads it with enable_sci_mtp; nothing else does.", effect="LMDeploy alone is known to map them"),
+        "LMDeploy reads it with enable_sci_mtp; nothing else does.",
+        effect="LMDeploy alone is known to map them", severity="note"),
     ForeignNames(
         re.compile(r".*\.(?:\w+_quantizer\.\w+|_extra_state)$"), "\0", "the state of ModelOpt or Megatron in training",
         "Export the model with the tool that trained it."),
