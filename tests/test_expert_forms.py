@@ -7,7 +7,7 @@ import torch
 from artifacts import publish
 from layouts import LAYOUTS
 from operations import read, store
-from quick import families
+from quick import families, loop
 from support_record import record
 from test_convert import tensors
 from tiny import CONFIGS, build
@@ -96,6 +96,22 @@ def with_trunk_in(form, folder, seed):
         return source
     nextn.convert(source, folder / form, trunk_experts=form)
     return folder / form
+
+
+@loop(("form", "option"), product(("split", "fused"), ("experts", "trunk_experts")))
+def test_parts_of_two_copies_are_not_joined(form, option, tmp_path):
+    """Half of another copy beside a whole one: the whole one is kept, of head and trunk, and the other form refused."""
+    folder, other = with_trunk_in("split", tmp_path / "kept", 0), tmp_path / "other"
+    nextn.convert(folder, other, experts="fused", trunk_experts="fused")
+    layer = 2 if option == "experts" else 1
+    stray = {name: value for name, value in read(other).items() if f".layers.{layer}.mlp.experts.gate_up_proj" in name}
+    assert len(stray) == 1
+    store(folder, read(folder) | stray)
+    if form == "split":
+        assert nextn.convert(folder, tmp_path / "out", **{option: form}).notes
+        return
+    with pytest.raises(CheckpointError, match=f"Keep split, which has all; the others are {next(iter(stray))}"):
+        nextn.convert(folder, tmp_path / "out", **{option: form})
 
 
 @pytest.mark.parametrize(("form", "other"), [("split", "fused"), ("fused", "split")])

@@ -243,7 +243,7 @@ def _one_form(head: Inventory, form: ExpertForm | None) -> tuple[Inventory, list
                 f"{head.checkpoint.path}: the experts of MTP layer {module} are stored {' and '.join(forms)}. Say "
                 f"which to keep: {' or '.join(f'--experts {each}' for each in forms)}."
             )
-        left |= superseded(own, form) if form else set()
+        left |= superseded(own, form, head.checkpoint.path) if form else set()
     stored = {canonical: name for canonical, name in head.stored.items() if canonical not in left}
     return replace(head, stored=stored), sorted(head.spellings(left))
 

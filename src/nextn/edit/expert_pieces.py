@@ -95,11 +95,25 @@ def _join(parts: tuple[Piece, ...], halves: int) -> Piece:
     return JoinedPiece(first.source, first.name, parts=parts, shape=(len(parts) // halves, halves * rows, *rest))
 
 
-def superseded(tensors: Mapping[str, TensorInfo], form: ExpertForm) -> set[str]:
-    """Return the paths of experts in other forms of which every part is also stored in `form`."""
+def superseded(tensors: Mapping[str, TensorInfo], form: ExpertForm, source: str) -> set[str]:
+    """Return the paths of experts in other forms of which every part is also stored in `form`.
+
+    Raises CheckpointError where copies overlap and `form` is not a whole one: parts of different copies are no expert.
+    """
     found = {path: own for path in tensors if (own := expert_path(path)) is not None}
     parts = {path: {part for part, _ in split_view(path, tensors[path])} for path in found}
-    kept = set[str]().union(*(parts[path] for path, own in found.items() if own.form == form))
+    copies: dict[ExpertForm, set[str]] = defaultdict(set)
+    for path, own in found.items():
+        copies[own.form] |= parts[path]
+    kept, every = copies[form], set().union(*copies.values())
+    if kept != every and sum(map(len, copies.values())) > len(every):
+        whole = [each for each, own in copies.items() if own == every]
+        strays = [tensors[path].name for path, own in found.items() if own.form not in whole]
+        raise CheckpointError(
+            f"{source}: its experts are stored in several forms, and not all of them as {form}. "
+            + (f"Keep {' or '.join(whole)}, which has all" if whole else "Take them from the model that has all")
+            + f"; the others are {some(strays)}."
+        )
     return {path for path, own in found.items() if own.form != form and parts[path] <= kept}
 
 
@@ -118,7 +132,7 @@ def trunk_in_form(inventory: Inventory, form: ExpertForm | None) -> tuple[dict[s
         running = {inventory.running_paths[path]: info for path, info in layer.items()}
         experts = {path: info for path, info in running.items()
                    if (found := expert_path(path)) is not None and found.form != form}  # fmt: skip
-        twice = superseded(running, form)
+        twice = superseded(running, form, checkpoint.path)
         left += sorted(experts[path].name for path in twice)
         moved = {path: info for path, info in experts.items() if path not in twice}
         for own, piece in in_form(moved, form, checkpoint).items():
