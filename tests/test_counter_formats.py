@@ -4,6 +4,7 @@ left out. Shapes are those of public reports and sources, listed in docs/develop
 # ruff: noqa: E501  lines of logs are as long as they are
 
 import gzip
+import io
 import json
 import os
 import threading
@@ -12,10 +13,11 @@ from contextlib import suppress
 import pytest
 from quick import loop
 
+from nextn.engines import log_reader
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import COPIED, FIRST_TOKENS, ROUNDED, SOME_POSITIONS
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
-from nextn.engines.log_formats import LOG_FORMATS, RENAMED
+from nextn.engines.log_formats import LOG_FORMATS, RENAMED, STEPS_WITHOUT_DRAFTS
 from nextn.engines.log_reader import RISING
 from nextn.engines.metrics_formats import METRICS_FORMAT
 from nextn.engines.run_settings import OVERRIDES, head_not_loaded, overrides_in
@@ -262,6 +264,8 @@ TEXTS = {
     "a trainer's rollouts": ("step:12 - actor/entropy:0.31 - rollout/spec_accept_rate:0.46 - rollout/spec_accept_length:2.38\n"
                              "perf 1: {'rollout/spec_accept_rate': 0.45, 'rollout/spec_accept_length': 2.35}\n",
                              ("a trainer's rollouts", None, None, None, ())),
+    "a trainer's steps in JSON": ("\n".join(json.dumps({"step": 1, "data": {"rollout/spec_accept_length": length}}) for length in (None, 2.38)),
+                                  ("a trainer's rollouts", None, None, None, ())),
     "mlx-vlm's rows": ("| `Qwen3.5-4B-4bit` | 4 | 1200 | 2.20 accepted/round, 73.5% drafted, avg draft 3.00 | 1.32x |\n",
                        ("mlx-vlm", None, None, None, ())),
     "rounds of a fork of llama.cpp": ("\n".join(
@@ -285,6 +289,33 @@ def test_formats(name):
     counters = read(text)
     assert summary(counters) == expected
     assert counters.source
+
+
+@loop("first", [0, 1])
+def test_tables_by_position_that_follow_each_other(first, monkeypatch):
+    """With a heading, without, and where the text is read in pieces; a row that is missing is refused."""
+    one, other = (
+        "".join(f"Position {first + index}: {count}/100\n" for index, count in enumerate(counts))
+        for counts in ((80, 60), (70, 50))
+    )
+    for text in (one + other, f"Run A\n{one}{other}", f"{one}Run B\n{other}", (one + other).replace("\n", "\n\n")):
+        assert summary(read(text)) == ("an engine", 200, 400, 260, (150, 110))
+    monkeypatch.setattr(log_reader, "_CHUNK", 2**14)
+    for shift in range(0, len(one), 4):
+        counters = log_reader.read_log(io.StringIO("-" * shift + "\n" + (one + other) * 1000), general=True).counters
+        assert (counters.num_drafts, counters.per_position) == (200_000, (150_000, 110_000))
+    with pytest.raises(EngineError, match="a table by position has the positions"):
+        read(f"{one}{other}Position {first + 3}: 20/100\n")
+
+
+@loop("key", ["spec_accept_length", "rollout/spec_accept_length", "spec_accept_length/mean"])
+@loop("write", [json.dumps, str, lambda step: " - ".join(f"{key}:{value}" for key, value in step.items())])
+def test_rollouts_of_trainers(key, write):
+    """By any of the names, as JSON, as a Python dict and as words; a step of 0.0 is one that drafted nothing."""
+    steps = [write({"step": step, key: length, f"{key.removesuffix('/mean')}/max": 4.0})
+             for step, length in enumerate((2.0, 0.0, 3.0))]  # fmt: skip
+    assert (read("\n".join(steps)).length, read("\n".join(steps)).notes) == (2.5, (STEPS_WITHOUT_DRAFTS,))
+    assert read(steps[1]).has_drafts is False
 
 
 def test_drafts_whose_acceptance_is_not_shown_are_refused():

@@ -142,7 +142,7 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     if not reading.has_entries and reading.counters is None:
         general = read_log(io.StringIO(text[:_MAX_START]), general=True)
         reading = general if general.counters else reading
-    if reading.counters is None and not reading.incomplete and reason is not None and not num_objects:
+    if reading.counters is None and not reading.has_entries and reason is not None and not num_objects:
         raise EngineError(f"{source}: neither JSON nor lines of JSON: {reason}") from reason
     return _need(reading, source, text[:_MAX_START])
 

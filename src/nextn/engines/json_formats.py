@@ -5,6 +5,7 @@ The fields are those of llama.cpp and ik_llama.cpp (`timings`), mlx-vlm and its 
 (`spec_decode_acceptance`), mlc-llm (`draft_count`) and TensorRT-LLM (`specDecodingStats`).
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from nextn.engines.counters import (
     one_round,
     sum_counters,
 )
+from nextn.engines.log_formats import rollout
 from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
@@ -41,6 +43,8 @@ def objects(value: object, depth: int = _MAX_DEPTH) -> Iterator[Counters]:
             yield from objects(item, depth - 1)
     elif isinstance(value, Mapping):
         name = next((name for name, (key, _) in JSON_READERS.items() if key in value), None)
+        if name is None and _rollout_key(value):
+            name = _ROLLOUTS
         if name is not None:
             yield _checked(name, value)
             return
@@ -290,6 +294,21 @@ def _iteration(record: Mapping) -> Counters:
     return _tensorrt(stats)
 
 
+_ROLLOUTS = "rollout metrics of trainers"
+
+
+def _rollout_key(record: Mapping) -> str | None:
+    """The key with the acceptance length of a trainer's step, with any group before it, and `/mean` after it or not."""
+    keys = (key for key in record if "spec_accept_length" in key and record[key] is not None)
+    return next((key for key in keys if re.fullmatch(r"(?:[^:]*/)?spec_accept_length(?:/mean)?", key)), None)
+
+
+def _trainer(record: Mapping) -> Counters:
+    """A step of training, as a mean of its answers: an acceptance length, also as `rollout/spec_accept_length/mean`."""
+    key = _rollout_key(record) or ""
+    return rollout(_number(record[key], key, maximum=MAX_POSITIONS + 1))
+
+
 # Name of the format -> a key by which an object is recognized, and its reader. The first that fits is used.
 JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "nextn's counters": ("per_position_offered", _own),
@@ -303,6 +322,7 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "vllm bench serve --save-result": ("spec_decode_num_drafts", _vllm_bench),
     "SGLang's benchmark result": ("accept_length", _sglang_bench),
     "SGLang's server info": ("avg_spec_accept_length", _sglang_state),
+    _ROLLOUTS: ("spec_accept_length", _trainer),
     "LM Studio's statistics": ("accepted_draft_tokens_count", _lm_studio),
     "vllm-mlx's status": ("effective_draft_tokens", _vllm_mlx),
     "vllm-mlx's metadata of a request": ("mtp_drafts", _vllm_mlx_request),

@@ -168,11 +168,11 @@ def _sglang_answer(fields: Fields) -> Counters | None:
     return Counters("SGLang", rounds, None, max(0, int(tokens) - 1 - rounds)) if rounds else None
 
 
-def _rollout(fields: Fields) -> Counters | None:
+def rollout(length: float) -> Counters:
     """A step of a trainer, as a mean of its answers; 0.0 is of one without drafts."""
-    length = _float(fields, "spec_accept_length") or 0.0
-    notes = (RENAMED,) if length == 1 else ()
-    return Counters("a trainer's rollouts", length=length, notes=notes) if length >= 1 else None
+    if length < 1:
+        return Counters(_TRAINER, 0, 0, 0, notes=(STEPS_WITHOUT_DRAFTS,))
+    return Counters(_TRAINER, length=length, notes=(RENAMED,) if length == 1 else ())
 
 
 def _lmdeploy(fields: Fields) -> Counters | None:
@@ -197,11 +197,10 @@ def _positions(fields: Fields) -> Counters | None:
     """Accepted / tested drafts of each position, which all rounds test, or those that accepted the one before."""
     counts = [[_integer(part) for part in row.split("/")] for row in fields["accepted/drafted"]]
     accepted, tested = zip(*counts[:MAX_POSITIONS], strict=True)
-    if [int(place) for place in fields["number of a position"]] not in (
-        [*range(len(counts))],
-        [*range(1, len(counts) + 1)],
-    ):
-        return None
+    numbers = [int(place) for place in fields["number of a position"]]
+    if numbers != [*range(numbers[0], numbers[0] + len(counts))]:
+        found = ", ".join(map(str, numbers[:10]))
+        raise EngineError(f"a table by position has the positions {found}, expected each in turn; copy it whole")
     if tested[1:] == accepted[:-1]:  # conditional
         return Counters(UNKNOWN, tested[0], None, sum(accepted), accepted)
     return Counters(UNKNOWN, tested[0], sum(tested), sum(accepted), accepted, tested)
@@ -226,6 +225,8 @@ def _sglang(fields: Fields) -> Counters | None:
 
 _LMDEPLOY_TOTALS = ("num_spec_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 # Of verl, slime and others, which read per-request counts by name.
+_TRAINER = "a trainer's rollouts"
+STEPS_WITHOUT_DRAFTS = "steps with an acceptance length below 1, as of answers without drafts, are left out of the mean"
 RENAMED = (
     "1.0 is also what a trainer reports that does not find the counts of its engine: SGLang has renamed them twice "
     "(0.5.11, 0.5.12); compare the engine's own log"
@@ -476,8 +477,10 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         num_lines=4,
     ),
     LogFormat(
-        "rollout metrics of verl, slime, miles and TRL", "spec_accept_length", r"(?<!\w)spec_accept_length",
-        {"spec_accept_length": rf"spec_accept_length{_IS}({NUMBER})"}, ("spec_accept_length",), _rollout,
+        "rollout metrics of verl, slime, miles and TRL", "spec_accept_length",
+        r"(?<!\w)spec_accept_length(?!/(?!mean))",
+        {"spec_accept_length": rf"spec_accept_length(?:/mean)?{_IS}({NUMBER})"}, ("spec_accept_length",),
+        lambda fields: rollout(to_number(fields["spec_accept_length"][0])),
         "a step of training, as a mean of its answers: tokens per round with bonus token; no counts",
     ),
     LogFormat(
@@ -561,8 +564,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "accepted and tested drafts by position", "osition",
-        # Of position 0, or of 1 behind a line that is not of 0.
-        rf"(?im:^(?={_row('0')})|(?:\A|^(?!{_row('0')})[^\n]*\n)(?={_row('1')}))",
+        # Of position 0, or of 1; the position 1 that follows a position 0 is passed over with it.
+        rf"(?im:^(?={_row('0')})(?:[^\n]*+(?:\n(?!{_row('[01]')})[^\n]*+){{0,3}}\n(?={_row('1')})[^\n])?|^(?={_row('1')}))",
         {"number of a position": rf"(?i){_row('([0-9]{1,3})')}",
          "accepted/drafted": rf"(?i){_row('[0-9]{1,3}', f'({_INT}/{_INT})')}(?![/0-9])"},
         ("number of a position", "accepted/drafted"), _positions,

@@ -118,16 +118,18 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
         body = body if is_last else max(text.rfind("\n", begin + 1, body), 0) or body
         for reader in readers:
             reader.start = reader.end = -1
+        passed = 0
         here = tuple(
             index for index, each in enumerate(LOG_FORMATS) if each.literal in text and each.is_general == general
         )
         for match in _markers(here).finditer(text, begin) if here else ():
             if match.start() >= body:
                 break
+            passed = match.end()
             reader = readers[int((match.lastgroup or "_0")[1:])]
             if match.start() < reader.end:
                 continue
-            entry, reader.end = _entry(text, match.start(), reader)
+            entry, reader.end = _entry(text, *match.span(), reader)
             reader.process = _process(text, match.start(), reader)
             reader.start = match.start()
             reader.add(entry, reader.process)
@@ -135,7 +137,7 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
         if is_last:
             break
         kept = max(text.rfind("\n", max(0, body - _MAX_PREFIX), body), 0) or body  # with the line before the next entry
-        ahead, begin = text[kept:], body - kept
+        ahead, begin = text[kept:], max(body, passed) - kept  # a marker may go on behind the body
     found = [(reader.format.name, counters) for reader in readers if (counters := reader.counters()) is not None]
     incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
     if not found:
@@ -173,12 +175,12 @@ def _markers(indices: tuple[int, ...]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?P<_{index}>{LOG_FORMATS[index].marker})" for index in indices))
 
 
-def _entry(text: str, start: int, reader: _Reader) -> tuple[str, int]:
-    """The entry's text, up to the next one of its format, and where that may begin."""
+def _entry(text: str, start: int, end: int, reader: _Reader) -> tuple[str, int]:
+    """The text of the entry with this marker, up to the next one of its format, and where that may begin."""
     limit = min(start + _MAX_ENTRY, len(text))
     if reader.format.num_lines == 1:
         limit = _line_end(text, start, limit)
-    following = reader.num_unreadable < _MAX_UNREADABLE and reader.marker.search(text, start + 1, limit)
+    following = reader.num_unreadable < _MAX_UNREADABLE and reader.marker.search(text, max(start + 1, end), limit)
     stop = following.start() if following else limit
     lines = text[start:stop].split("\n", reader.format.num_lines)
     # Of many entries in one line, none looks for the end of that line beyond the next entry.
