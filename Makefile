@@ -58,9 +58,9 @@ test-all: test test-more test-slow
 # The native tests with other builds of the runtime, see its README.md: with checks of views, indices and sizes, and under
 # sanitizers. GCC's libraries of these are loaded before Python, and that of C++, whose exceptions they follow. Memory has exact
 # sizes, and the runtime four threads (tests/sanitized.py). What leaks is Python's; torch's threads are not instrumented.
-NATIVE_TESTS := abi_mutated abi_native attention draft_chain draft_lm_head gemm head_parallel hybrid indexing kquants kv_buffers \
-	native_sampling packed_experts packed_linear pointwise program quantization quantized_weights reduce \
-	rounds_decode session stored_blocks stored_codes vectors weight_packing
+NATIVE_TESTS := abi abi_mutated attention draft_chain draft_vocabulary gemm graph_analysis head_parallel hybrid \
+	indexing kv_buffers native_sampling packed_linear pointwise program quantization quantized_weights reduce \
+	rounds_decode session stored_blocks stored_codes vectors
 ON_BUILD = -m pytest -p sanitized -m "$(SANITIZED)" $(patsubst %,tests/test_%.py,$(NATIVE_TESTS))
 SANITIZED ?= not slow and $(HERE)
 LIBRARIES = $(shell for name in $(1) stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done)

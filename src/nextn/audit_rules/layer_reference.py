@@ -123,7 +123,7 @@ class LayerReference:
     def _component(self, name: str, parts: frozenset[str]) -> frozenset[str]:
         """Return what a component of a block, such as `mlp`, should have: what it has in the layer most like it.
 
-        Layers of other types are looked at where those of the block's type have nothing in common with it.
+        Layers of other types are looked at where none of the block's type has all that it has.
 
         Where it has nothing in common with that of any layer, its own parts: there is nothing to compare it with.
         """
@@ -133,8 +133,8 @@ class LayerReference:
         if is_dense and not self._all_sparse:
             return _DENSE
         alike = [_of_component(name, self.parts_of_layers[index]) for index in self._candidates]
-        if not any(kinds & frozenset(map(_kind, other)) for other in alike):
-            alike = [_of_component(name, parts) for parts in self.parts_of_layers.values()]
+        if not any(kinds <= frozenset(map(_kind, other)) for other in alike):
+            alike += [_of_component(name, parts) for parts in self.parts_of_layers.values()]
         best = max(alike, key=lambda other: self._similarity(frozenset(map(_kind, other)), kinds))
         return own if best and not is_dense and not kinds & frozenset(map(_kind, best)) else best
 
