@@ -3,7 +3,7 @@
     python bench/continued.py MODEL --head HEAD --code HumanEval.jsonl.gz --out continued.json
 
 Lossless drafts do not change a greedy text, so the rounds are replayed on it, with the head's own drafts: no time is
-measured. Behind a copy, the head has taken one step for each copied token, from its own states (`recycled`); `true`
+measured. Behind a copy, the head has taken one step for each copied token, from its own states (`own`); `true`
 states, which only the verification of these tokens would give, are the bound of what a better head could reach.
 """
 
@@ -29,7 +29,7 @@ from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.copy_drafts import CopyDrafts
 from nextn.speculative.draft_policy import FixedLength
 
-WAYS = ("head or copy", "recycled", "true")
+WAYS = ("head or copy", "own", "true")
 
 
 class ForcedDrafter(Drafter):
@@ -74,7 +74,7 @@ class Replay:
                 counts += Counter(copies=1, copies_accepted_in_full=is_full)
             num_drafts = 0 if copy and way == "head or copy" else min(K, room - len(copy))
             if num_drafts > 0:
-                counts += Counter(draft_steps=num_drafts, steps_over_copies=len(copy) if way == "recycled" else 0)
+                counts += Counter(draft_steps=num_drafts, steps_over_copies=len(copy) if way == "own" else 0)
                 right = self.num_drafts_right(len(tokens), copy, num_drafts, way) if is_full else 0
                 accepted += right
                 counts += Counter(tokens_behind_copies=right if copy else 0)
@@ -89,7 +89,7 @@ class Replay:
     def num_drafts_right(self, place: int, copy: Sequence[int], count: int, way: str) -> int:
         """How many of the head's drafts behind an accepted copy are the text's."""
         begin, drafter = place + len(copy), self.drafter
-        known, forced = (place, copy) if way == "recycled" else (begin, ())
+        known, forced = (place, copy) if way == "own" else (begin, ())
         drafter.add(self.states[:, drafter.ends[0] : known - 1], [known - 1 - drafter.ends[0]])
         return self.num_right(drafter.draft_behind(forced, count, self.text[:known]), begin)
 

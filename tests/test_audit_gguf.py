@@ -229,6 +229,17 @@ def test_a_draft_that_shares_its_embedding(tmp_path):
     assert not audit_gguf(write(tmp_path / "n.gguf")).unchecked
 
 
+def test_architectures_that_nextn_does_not_decode(tmp_path):
+    """Neither train nor any other command loads them: the way to a head is the original checkpoint."""
+    for arch, is_read in (("gemma2", False), ("llama", True), ("gemma3", True)):
+        report = audit_gguf(write(tmp_path / f"{arch}.gguf", table(0), modules=0, count=2, arch=arch))
+        (note,) = report.findings
+        assert note.rule == "head-none"
+        assert ("safetensors checkpoint" in note.fix) != is_read
+        assert ("llama.cpp decodes" in note.valid) != is_read
+        assert any("decodes no GGUF" in each for each in report.unchecked) != is_read
+
+
 def test_says_too_little(tmp_path):
     """No architecture, no count of blocks, more modules than blocks, no GGUF at all."""
     with pytest.raises(CheckpointError, match="of 2 blocks"):

@@ -266,7 +266,7 @@ def test_unrecognized_tensors(tmp_path):
 
 
 def test_aliases_and_spellings(tmp_path):
-    """A tensor under two spellings is told, and the published one counts."""
+    """A tensor under two spellings is reported, and the published one counts."""
 
     def double(table):
         table["model.layers.2.shared_head.norm.weight"] = table["model.layers.2.transformer.shared_head.norm.weight"]

@@ -233,7 +233,7 @@ def test_counting_lines_are_flagged():
 
 
 def test_figures():
-    """Catches wrong figures beside a right verdict: 12 letters, of which the last 9 are three times abc."""
+    """Catches wrong figures beside a right result: 12 letters, of which the last 9 are three times abc."""
     found = degeneracy("xyzabcabcabc")
     assert (found.loop, found.period) == (0.75, 3)
     assert found.distinct == 1.0

@@ -152,7 +152,7 @@ SECONDS, MEMORY = 30, 200  # of one answer on any processor (a quadratic reader 
 KEY = "sk-secret-key-0123"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 PLACES = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-# What stands where something else belongs.
+# What is where something else belongs.
 VALUES = [
     "Infinity", "-Infinity", "NaN", "1e999", "9" * 400, "-1", "1.5", '"7"', '"\\ud800"', "[]", "{}", "true",
     "[" * 500 + "]" * 500, '{"a":' * 400 + "1" + "}" * 400, "[[1]]", '"' + "x" * 5000 + '"', "1e300", '{"": []}',

@@ -866,13 +866,19 @@ def test_a_command_decodes_the_blocks_of_a_file(byte_folder, tmp_path, here, ggu
     assert stored(gguf_cache / folder).keys() == stored(tmp_path / "out").keys()
 
 
+def exported(folder, kind):
+    """A file of `nextn export` with a head in step35's layout."""
+    (folder / "text.txt").write_text(TEXT)
+    begin = start(build(folder / "trunk", kind), "step35")
+    run = prepare_head_run(folder / "run", begin, data=[folder / "text.txt"], settings=SETTINGS)
+    list(run.trainer.run())
+    export(run.write(head_only=True, allow_worse=True).parent, folder / "model.gguf", "llama.cpp")
+    return folder / "model.gguf"
+
+
 @pytest.mark.more
 def test_a_head_of_its_own_layout_is_used(tmp_path, here, gguf_cache):
-    trunk = build(tmp_path / "trunk", "qwen2")
-    (tmp_path / "text.txt").write_text(TEXT)
-    run = prepare_head_run(tmp_path / "run", start(trunk, "step35"), data=[tmp_path / "text.txt"], settings=SETTINGS)
-    list(run.trainer.run())
-    export(run.write(head_only=True, allow_worse=True).parent, tmp_path / "model.gguf", "llama.cpp")
+    exported(tmp_path, "qwen2")
     code, out, notes = here("generate", tmp_path / "model.gguf", "abc", "-k", "2", "--max-tokens", "8", "--json")
     assert code == 0, notes
     assert json.loads(out)["num_drafts"]
@@ -881,12 +887,7 @@ def test_a_head_of_its_own_layout_is_used(tmp_path, here, gguf_cache):
 @pytest.mark.more
 def test_reports_name_the_file_and_not_its_folder_in_the_cache(tmp_path, here, gguf_cache):
     """Also where it holds a head of its own layout, which the conversion stores apart."""
-    trunk = build(tmp_path / "trunk", "llama")
-    (tmp_path / "text.txt").write_text(TEXT)
-    run = prepare_head_run(tmp_path / "run", start(trunk, "step35"), data=[tmp_path / "text.txt"], settings=SETTINGS)
-    list(run.trainer.run())
-    path = tmp_path / "model.gguf"
-    export(run.write(head_only=True, allow_worse=True).parent, path, "llama.cpp")
+    path = exported(tmp_path, "llama")
     (tmp_path / "prompts.txt").write_text("a is a letter\n\nand so on")
     few = ("--prompts", tmp_path / "prompts.txt", "--max-tokens", 8, "--temperatures", 0, "-k", 1)
     for command in (

@@ -17,6 +17,8 @@ from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk
 from nextn.train import init_head as module
+from nextn.train.config import HeadConfig
+from nextn.train.head_run import _large_vocabulary
 from nextn.train.init_head import init_head
 from nextn.train.layer_inputs import measure_layers
 
@@ -227,3 +229,15 @@ def test_codes_of_another_library_are_no_weights(name, dtype):
         last = model.trunk.decoder.layers[-1].self_attn.q_proj
         torch.testing.assert_close(block.layers[0].self_attn.q_proj.weight, last.weight.float() * last.scale)
     assert notes == []
+
+
+def test_a_note_on_vocabularies_that_take_most_of_a_step():
+    """Not where the shorter loss is refused."""
+    trunk, config = SimpleNamespace(vocab_size=50_000, logit_cap=None), HeadConfig(steps=1)
+    (note,) = _large_vocabulary(trunk, config)
+    assert "50,000" in note
+    assert "--set loss_vocab=8192" in note
+    for changed in ({"vocab_size": 1000}, {"logit_cap": 30.0}):
+        assert not _large_vocabulary(SimpleNamespace(**{**vars(trunk), **changed}), config)
+    for settings in ({"objective": "ce"}, {"loss_vocab": 8192}):
+        assert not _large_vocabulary(trunk, HeadConfig(steps=1, **settings))

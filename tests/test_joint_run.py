@@ -1,4 +1,4 @@
-"""Joint runs: the recipes, the loss of their parts, what each stage makes, how it goes on, and what is refused."""
+"""Joint runs: the recipes, the loss of their parts, what each stage makes, how it resumes, and what is refused."""
 
 import json
 from itertools import count

@@ -252,6 +252,6 @@ def test_mask_of_a_window():
     """Depth 3 of chains over 6 columns, 3 visible: the chain's own columns count against the window."""
     mask = chain_mask(6, 1, 3, window=3)[0, 0]
     assert mask.shape == (3, 5 + 4 + 3)
-    # Chain 2 stands at position 4 and sees 2, 3, 4: column 2 of depth 1, then its own depths 2 and 3.
+    # Chain 2 is at position 4 and sees 2, 3, 4: column 2 of depth 1, then its own depths 2 and 3.
     assert mask[2].nonzero()[:, 0].tolist() == [2, 5 + 2, 9 + 2]
     assert chain_mask(6, 1, 3)[0, 0, 2].nonzero()[:, 0].tolist() == [0, 1, 2, 7, 11]

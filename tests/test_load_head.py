@@ -1,4 +1,4 @@
-"""Strict loading of heads and trunks, in every layout: each tensor that looks like a head's is used or told."""
+"""Strict loading of heads and trunks, in every layout: each tensor that looks like a head's is used or reported."""
 
 import json
 from types import SimpleNamespace

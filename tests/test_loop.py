@@ -425,7 +425,7 @@ def test_tensorboard_reads_them(tmp_path):
     with TensorBoard(tmp_path) as writer:
         for step in (1, 2, 3):
             writer.write(Reported(step, (9.0 if step == 3 else 0.5 * step,), {"AL": step}))
-    with TensorBoard(tmp_path, step=2) as writer:  # gone on with after step 2
+    with TensorBoard(tmp_path, step=2) as writer:  # resumed after step 2
         writer.write(Reported(3, (1.5,), {"AL": 3}))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["forced/AL", "loss/0"]

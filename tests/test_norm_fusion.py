@@ -93,7 +93,7 @@ WIDE_WEIGHT = 1 + torch.randn(700, generator=torch.Generator().manual_seed(3)) /
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def normed(x):
+def normalized(x):
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return WIDE_WEIGHT[: x.shape[-1]].to(x.dtype) * wide.to(x.dtype)
@@ -101,19 +101,19 @@ def normed(x):
 
 def residual(x):
     total = x + x.flip(0)
-    return normed(total) * 2 + total
+    return normalized(total) * 2 + total
 
 
 def alone(x):
-    return normed(x + x.flip(0))
+    return normalized(x + x.flip(0))
 
 
-SUMS = {"read later": residual, "read by the norm alone": alone, "a row for all": lambda x: normed(x + x[0, 0])}
+SUMS = {"read later": residual, "read by the norm alone": alone, "a row for all": lambda x: normalized(x + x[0, 0])}
 OTHER_SUMS = {
-    "a number": lambda x: normed(x + 1),
-    "a share of it": lambda x: normed(torch.add(x, x.flip(0), alpha=2)),
-    "a difference": lambda x: normed(x - x.flip(0)),
-    "part of the sum": lambda x: normed((x + x.flip(0))[:, 1:]),
+    "a number": lambda x: normalized(x + 1),
+    "a share of it": lambda x: normalized(torch.add(x, x.flip(0), alpha=2)),
+    "a difference": lambda x: normalized(x - x.flip(0)),
+    "part of the sum": lambda x: normalized((x + x.flip(0))[:, 1:]),
 }
 
 

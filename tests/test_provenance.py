@@ -255,7 +255,7 @@ def test_folders(folder, tmp_path, monkeypatch):
 
 
 def test_a_hub_checkpoint_names_no_local_folder(folder, tmp_path):
-    """A stranger's config must not direct a command at this machine's folders, nor at itself."""
+    """A config from elsewhere must not direct a command at this machine's folders, nor at itself."""
     base = publish(tmp_path / "base", "qwen3_5")
     write_json(folder / "config.json", load_json(folder / "config.json") | {"_name_or_path": str(base)})
     local = Checkpoint.open(folder)

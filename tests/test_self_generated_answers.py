@@ -302,7 +302,7 @@ def arguments(folder, out, *more, prompts="chats.jsonl"):
 
 
 def test_answers_and_the_summary(folder, tmp_path, here):
-    """The file and what is told of it; a second call finds all answers there."""
+    """The file and what is reported of it; a second call finds all answers there."""
     out = tmp_path / "a.jsonl"
     asked = arguments(folder, out, "--count", 6, "--max-tokens", 5, "--batch", 4)
     code, said, _ = here(*asked)

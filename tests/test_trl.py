@@ -97,7 +97,7 @@ def test_the_users_tokens_do_not_count(fixture_folder, tmp_path, tokenizer):
 
 @pytest.mark.slow
 def test_lora_of_trl(fixture_folder, tmp_path, tokenizer):
-    """peft_config: TRL wraps the model; adapters and head train, the rest stays, and a checkpoint goes on exactly."""
+    """peft_config: TRL wraps the model; adapters and head train, the rest stays, and a checkpoint resumes exactly."""
     base, ends = fixture_folder / "qwen", []
     for out, starts in (("whole", [None]), ("parts", [1, None])):
         for stop in starts:

@@ -27,6 +27,7 @@ from nextn.serve.options import EngineOptions
 from nextn.verify_checks import CHECKS, VerifyReport, VerifySettings, run_checks
 from nextn.verify_checks.counter_checks import logprobs
 from nextn.verify_checks.format_checks import SCHEMA, max_tokens, misfit
+from nextn.verify_checks.session import VerifySession
 
 SMALL = VerifySettings(max_tokens=24, samples=64, sampled_prompts=2, sampled_tokens=6, context=600)
 PROMPTS = read_prompts()[::2]
@@ -333,6 +334,17 @@ def test_usage(engine):
         next(run_checks(endpoint, None, PROMPTS, SMALL, names=["greed"]))
     with pytest.raises(ConfigError, match="is the endpoint under test; give the one without MTP"):
         next(run_checks(endpoint, endpoint, PROMPTS, SMALL))
+
+
+def test_two_models_of_one_server(engine):
+    """One with MTP and one without, at one URL: their counts and texts are kept apart."""
+    url, budget = engine("two-models").url, Budget(Limits(answer_s=2, wait_s=0.6))
+    one, two = (Endpoint.open(f"{url}#{name}", budget) for name in ("one", "two"))
+    (check,) = run_checks(one, two, PROMPTS, SMALL, names=["greedy"])
+    assert (check.name, check.outcome) == ("greedy", "passed")
+    session = VerifySession(one, two, PROMPTS, SMALL)
+    assert len(session.counters) == 2
+    assert session.greedy(one) is not session.greedy(two)
 
 
 @pytest.mark.parametrize(

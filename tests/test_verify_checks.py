@@ -41,7 +41,7 @@ def test_gaps_of_tokens_that_are_not_the_best_or_not_listed():
 
 
 def test_one_text_ends():
-    """The end is no likelier than the second choice of the side that goes on."""
+    """The end is no likelier than the second choice of the side that continues."""
     found = first_difference(0, answer(SAME), answer(SAME, token("a", a=-0.1, b=-0.3)))
     assert (found.position, found.one, found.other, found.gap) == (1, None, "a", pytest.approx(0.2))
     assert "the end against 'a'" in found.describe("token")
