@@ -862,3 +862,13 @@ def test_a_depth_from_a_log_is_bounded(depth, counts):
     """A line of a log that would take all memory."""
     with pytest.raises(EngineError, match="depth above"):
         read(f"[NativeMTP] depth={depth} acceptedByDepth={counts}\n")
+
+
+def test_what_is_read_in_the_start_of_a_log_alone_is_noted(tmp_path):
+    """Of forms that no engine has for itself; those of engines are read to the end."""
+    row, filler = "position 1: 40/50\n", "a line of the log\n" * 70_000
+    for name, text, is_whole in (("short", row, True), ("long", row + filler, False)):
+        (tmp_path / name).write_text(text)
+        counters = read(tmp_path / name)
+        assert (counters.num_drafts, counters.accepted) == (50, 40)
+        assert any("1 MiB" in note for note in counters.notes) != is_whole

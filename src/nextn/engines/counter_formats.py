@@ -5,6 +5,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -88,6 +89,7 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
         reading = read_log(file)
         if reading.counters is None:
             reading = next((again for again in _read_again(start, reading) if again.counters), reading)
+            reading = _of_the_start(reading) if len(start) == _MAX_START else reading
         return with_settings(_need(reading, source, start), [start])
     if size > _MAX_PARSED:
         raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
@@ -108,6 +110,14 @@ def _read_again(start: str, first: LogReading) -> Iterator[LogReading]:
             yield read_log(io.StringIO(joined))
     if not first.has_entries:
         yield read_log(io.StringIO(start), general=True)
+
+
+def _of_the_start(reading: LogReading) -> LogReading:
+    """Note that the rest of a long log was not read."""
+    if reading.counters is None:
+        return reading
+    note = f"lines of this form are read in the first {_MAX_START // 2**20} MiB alone, the rest is left out"
+    return replace(reading, counters=replace(reading.counters, notes=(*reading.counters.notes, note)))
 
 
 def _begins_as_json(start: str) -> bool:

@@ -147,7 +147,10 @@ class TrainConfig:
         known = {field.name: field.type for field in fields(cls)}
         unknown = sorted(set(values) - {*known})
         if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; known: {', '.join([*known, *RUN_SETTINGS])}")
+            raise ConfigError(
+                f"unknown setting {unknown[0]!r}; known: {', '.join(known)}; `nextn train` "
+                f"also takes {', '.join(RUN_SETTINGS)}"
+            )
         if "steps" not in values:
             raise ConfigError("steps is not set; expected a whole number >= 1")
         return cls(**{name: _typed(name, value, known[name]) for name, value in values.items()})
