@@ -274,6 +274,7 @@ def test_text_of_too_few_steps_is_called_what_it_is(reported, tmp_path):
     assert "greedy         no figures: 1 of 1 texts are repetitive" in text
     assert unwrapped("nearly all its texts are repetitive (greedy)") in unwrapped(text)
     assert text.count(" x") == 1  # of temperature 1
+    assert [each in text for each in ("continued, greedy", "continued, temperature 1")] == [False, True]
     few = reported(loss=2.0, texts=2).split("2. Training")[1]
     assert "greedy         no figures: 1 of 3 texts are repetitive" in few
     assert few.count(" x") == 1

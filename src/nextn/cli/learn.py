@@ -204,11 +204,13 @@ def _pairs(decoded: "DecodedModel") -> "tuple[tuple[str, DecodedPair], ...]":
 
 
 def _show_texts(decoded: "DecodedModel") -> None:
-    """Print one continuation per temperature, of a prompt that does not end in repetition."""
+    """Print one continuation per temperature, of a prompt that does not end in repetition; none where all do."""
     screen = console()
     marks = Marks.of(screen)
     for label, pair in _pairs(decoded):
-        index = (pair.non_degenerate or [0])[0]
+        if not pair.non_degenerate:  # which the figures say
+            continue
+        index = pair.non_degenerate[0]
         screen.rule(f"[bold]held-out prompt {index + 1}, continued, {label} ({marks.words}: accepted drafts)")
         screen.print(_continuation(decoded.prompts[index], pair.mtp.rounds[index], marks))
 
