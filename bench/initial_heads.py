@@ -64,8 +64,11 @@ def state_alone(model: Model, tokens: Tensor) -> Head:
 def middle(model: Model, tokens: Tensor) -> Head:
     def copy(layer: nn.Module, kind: object, trunk: object, family: object) -> object:
         count = len(model.trunk.decoder.layers) // 2 + 1
-        first = SimpleNamespace(layers=model.trunk.decoder.layers[:count])
-        return original(layer, kind, SimpleNamespace(decoder=first, layer_types=model.trunk.layer_types), family)
+        layers = model.trunk.decoder.layers[:count]
+        shorter = SimpleNamespace(
+            decoder=SimpleNamespace(layers=layers), layer_types=model.trunk.layer_types, dtype=model.trunk.dtype
+        )
+        return original(layer, kind, shorter, family)
 
     original = starting_values._copy_layer
     with patch.object(starting_values, "_copy_layer", copy):

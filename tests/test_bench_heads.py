@@ -3,9 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import adapters
 import eagle3
+import initial_heads
 import objectives
 import pytest
 import rl
@@ -55,6 +57,19 @@ def test_eagle3_has_as_many_parameters_as_ours(trunk):
     heads = Head(family, trunk), eagle3.same_size_head(family, trunk), eagle3.Eagle3Head(family, trunk, 80)
     ours, same, full = map(eagle3.num_parameters, heads)
     assert abs(same - ours) < 3 * 32 + 32 < full - ours
+
+
+@pytest.mark.parametrize(
+    ("variant", "source"), [("fitted", 7), ("sum", 7), ("state", 7), ("middle", 4), ("random", None)]
+)
+def test_initial_heads_copy_the_layer_that_the_variant_names(trunk, variant, source):
+    model = SimpleNamespace(family=generic(SHAPE), trunk=trunk)
+    head = initial_heads.VARIANTS[variant](model, torch.randint(0, 64, (2, 40)))
+    own = head.stack[0].layers[0].self_attn.q_proj.weight
+    copied = [
+        index for index, layer in enumerate(trunk.decoder.layers) if torch.equal(own, layer.self_attn.q_proj.weight)
+    ]
+    assert copied == ([] if source is None else [source])
 
 
 @pytest.mark.slow
