@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import nextn
 from nextn.checkpoint.checkpoint import SHIPPED
-from nextn.conformance.expected import build_record
+from nextn.conformance.build import build_record
 from nextn.conformance.record import FILE
 from nextn.model.model import Model
 

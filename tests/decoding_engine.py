@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
+from nextn.conformance.build import MAX_K
 from nextn.conformance.engine_run import ConformanceRun, SampledRun
-from nextn.conformance.expected import MAX_K
 from nextn.decoding.generate import generate
 from nextn.engines.counters import Counters, fill_in_derived, sum_counters
 from nextn.evaluate.conventions import apply_variants

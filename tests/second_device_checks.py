@@ -14,7 +14,7 @@ from torch import nn
 from nextn.cache.kv_cache import KVCache
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.conformance import expected
+from nextn.conformance import build as canary
 from nextn.conformance.build import build as build_canary
 from nextn.decoding.trace import trace
 from nextn.evaluate import benchmark, decoding_costs
@@ -259,10 +259,10 @@ def test_one_process_trains_on_the_device_that_is_asked_for(monkeypatch):
 
 
 def test_canaries(tmp_path, monkeypatch):
-    monkeypatch.setattr(expected, "FAULTS", FAULTS[:1])
-    monkeypatch.setattr(expected, "ENGINES", ())
-    monkeypatch.setattr(expected, "MAX_K", 2)
-    monkeypatch.setattr(expected, "PASSES", 1)
+    monkeypatch.setattr(canary, "FAULTS", FAULTS[:1])
+    monkeypatch.setattr(canary, "ENGINES", ())
+    monkeypatch.setattr(canary, "MAX_K", 2)
+    monkeypatch.setattr(canary, "PASSES", 1)
     made = build_canary(tmp_path / "canary", "glm4_moe", steps=(1, 1), count=1, tokens=4, device="second")
     assert len(made["readings"]) == 3
 

@@ -17,9 +17,8 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 import nextn
 from nextn.audit_rules import audit
-from nextn.cache.family_caches import ConvolutionLayer
+from nextn.cache.family_caches import ConvolutionLayer, PerSequenceCache
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
-from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor, read_header

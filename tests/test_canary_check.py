@@ -10,9 +10,9 @@ from quick import case, others_slow
 from tiny import FIXTURES, refrain
 
 from nextn.cli import main
+from nextn.conformance.build import build_record
 from nextn.conformance.check import ConformanceReport, ReadingFit, check, clauses
 from nextn.conformance.engine_run import ConformanceRun, from_files, run_greedy
-from nextn.conformance.expected import build_record
 from nextn.conformance.record import CLAUSES, FILE, Canary, CanaryPrompt, RecordedReading, clause_of, prompt_counts
 from nextn.engines.answers import EngineAnswer
 from nextn.engines.counters import Counters

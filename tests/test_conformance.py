@@ -19,17 +19,17 @@ from tiny import FIXTURES, refrain
 
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.conformance import expected
-from nextn.conformance.build import build
-from nextn.conformance.canary_model import SHAPES, documents, prompts
-from nextn.conformance.expected import (
+from nextn.conformance import build as canary
+from nextn.conformance.build import (
     MAX_K,
     PASSES,
+    build,
     build_record,
     build_vector,
     rounds_of_decoding,
     rounds_of_scores,
 )
+from nextn.conformance.canary_model import SHAPES, documents, prompts
 from nextn.conformance.record import CLAUSES, FILE, Canary
 from nextn.decoding.generate import generate
 from nextn.errors import ConfigError
@@ -142,7 +142,7 @@ def test_gaps_are_those_of_the_next_best(trained):
     """Of each new token to the trunk's second choice, in its own column."""
     model, prompt = trained["glm_one"], refrain(1, 12, seed=5)[0].tolist()
     ((*new,),) = [each.tokens for each in generate(model, [prompt], _plain(4), backend="torch")]
-    found = expected._gaps(model, prompt, new)
+    found = canary._gaps(model, prompt, new)
     assert len(found) == len(new)
     for place, (token, gap) in enumerate(zip(new, found, strict=True)):
         probs = model.trunk.logits(model.trunk(torch.tensor([prompt + new[:place]])).final_hidden)[0, -1].log_softmax(
@@ -159,10 +159,10 @@ def test_prompts_of_sure_texts_come_first(monkeypatch, count, chosen):
     gaps = {"a": [1.0, 1.0, 1.0], "b": [1.0, 0.25, 1.0], "c": [1.0, 1.0, 0.0], "d": [1.0, 1.0, 1.0]}
     model = SimpleNamespace(trunk=SimpleNamespace(config=SimpleNamespace(eos_token_id=9)))
     monkeypatch.setattr(
-        expected, "generate", lambda _, asked, *__, **___: [SimpleNamespace(tokens=texts[x]) for x in asked]
+        canary, "generate", lambda _, asked, *__, **___: [SimpleNamespace(tokens=texts[x]) for x in asked]
     )
-    monkeypatch.setattr(expected, "_gaps", lambda _, prompt, __: gaps[prompt])
-    assert "".join(expected._choose(model, list(texts), count, 2)) == chosen
+    monkeypatch.setattr(canary, "_gaps", lambda _, prompt, __: gaps[prompt])
+    assert "".join(canary._choose(model, list(texts), count, 2)) == chosen
 
 
 @pytest.mark.more
@@ -170,7 +170,7 @@ def test_what_a_record_holds(monkeypatch):
     """Every reading has rounds at every K; near ties of the tokens that count; the second load is the coarse one."""
     loaded, load = [], Model.load
     monkeypatch.setattr(Model, "load", lambda *at, dtype, **how: loaded.append(dtype) or load(*at, dtype=dtype, **how))
-    monkeypatch.setattr(expected, "_gaps", lambda *_: [1.0, 1.0, 0.25, 0.26, *[0.0] * (MAX_K + 1)])
+    monkeypatch.setattr(canary, "_gaps", lambda *_: [1.0, 1.0, 0.25, 0.26, *[0.0] * (MAX_K + 1)])
     found = build_record(FIXTURES / "glm_one", refrain(2, 20, seed=5).tolist(), count=2, tokens=4)
     assert [each["close"] for each in found["prompts"]] == [[2], [2]]
     assert loaded == [torch.float32, torch.bfloat16]

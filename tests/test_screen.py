@@ -35,7 +35,7 @@ from nextn.cli.screen import (
     shown,
     visible,
 )
-from nextn.conformance.expected import build_record
+from nextn.conformance.build import build_record
 from nextn.conformance.record import FILE
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.model.model import Model

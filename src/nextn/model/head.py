@@ -11,8 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from nextn.cache.family_caches import PerSequenceCache
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
-from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.cache.rollout_cache import RolloutCache, chain_mask
 from nextn.errors import ConfigError
 from nextn.family_table import Family

@@ -14,9 +14,14 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DummyLayer, get_layer_types_and_kwargs
 
 from nextn.cache.attention_layer import AttentionLayer, IndexedLayer
-from nextn.cache.family_caches import CompressedLayer, ConvolutionLayer, PooledLayer, RotaryIndexedLayer
+from nextn.cache.family_caches import (
+    CompressedLayer,
+    ConvolutionLayer,
+    PerSequenceCache,
+    PooledLayer,
+    RotaryIndexedLayer,
+)
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
-from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.cache.recurrent import RecurrentLayer
 from nextn.checkpoint.provenance import LAYER_SIZES
 from nextn.errors import FamilyError, RollbackError

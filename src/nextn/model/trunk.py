@@ -20,8 +20,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from nextn.cache.attention_layer import causal
+from nextn.cache.family_caches import PerSequenceCache
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
-from nextn.cache.per_sequence_cache import PerSequenceCache
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import ConfigError, FamilyError
 from nextn.family_table import Stage
