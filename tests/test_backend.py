@@ -85,6 +85,18 @@ def test_changed_weights_are_packed_again(change):
     backend_for(model, "native")  # passes the check against the new weights
 
 
+def test_a_replaced_buffer_is_read():
+    """Routers have buffers that training or a loaded checkpoint replaces."""
+    model = build("glm4_moe")
+    before = backend_for(model)
+    router = model.trunk.decoder.layers[1].mlp.gate
+    router.e_score_correction_bias = torch.tensor([0.0, 0.0, 9.0, 9.0])
+    assert backend_for(model) is not before
+    replaced = backend_for(model)
+    router.e_score_correction_bias.data = torch.tensor([9.0, 9.0, 0.0, 0.0])
+    assert backend_for(model) is not replaced
+
+
 def test_half_precision_has_no_native_form():
     assert (
         "torch.float16"

@@ -3,7 +3,7 @@
 There are two: `torch`, the classes at the end of this file, and `native` (native/session.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -82,13 +82,21 @@ def _state_of(model: Model) -> list[object]:
     """What a backend is built from."""
     parts = [model.trunk, *([] if model.head is None else [model.head])]
     # Those on the meta device are elsewhere, see `Trunk.layer_places`.
-    weights = [weight for part in parts for weight in part.parameters() if not weight.is_meta]
+    stored = [tensor for part in parts for tensor in (*part.parameters(), *_stored_buffers(part))]
     return [
-        *map(_identity, weights),
+        *(_identity(tensor) for tensor in stored if not tensor.is_meta),
         model.trunk.weights,
         model.trunk.kv_cache_dtype,
         None if model.head is None else (model.head.draft_vocabulary, model.head.exact),
     ]
+
+
+def _stored_buffers(part: nn.Module) -> Iterator[Tensor]:
+    """Buffers that a checkpoint has, such as a router's correction bias; a pass may change the others."""
+    for module in part.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def _identity(weight: Tensor) -> tuple[object, ...]:
