@@ -14,6 +14,7 @@ from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 from nextn.decoding.drafter import Drafter
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
+from nextn.model.trunk import Trunk
 from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.draft_policy import FixedLength
 from nextn.speculative.sampling import to_probs
@@ -301,6 +302,29 @@ def test_the_context_ends_a_row():
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("length", [5, 40])
+def test_frequencies_that_depend_on_the_text_limit_the_context(length):
+    """A text in `longrope` is that of transformers, which computes cached keys again beyond the first frequencies."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "eos_token_id": None}
+    original = {"max_position_embeddings": 128, "original_max_position_embeddings": 24}
+    torch.manual_seed(0)
+    trunk = Trunk.from_config({"model_type": "phi3", **sizes, **heads, **original, "rope_parameters": rope | original})
+    assert trunk.max_length == 24
+    settings = Settings(num_speculative_tokens=0, num_copy_tokens=4, max_tokens=24, chunk=4)
+    if length >= 24:
+        with pytest.raises(ConfigError, match="context holds 24"):
+            next(rounds(trunk, None, [prompt(length)], settings))
+        return
+    log = list(rounds(trunk, None, [prompt(length)], settings))
+    ids = torch.tensor([prompt(length)])
+    mask = torch.ones_like(ids)
+    expected = trunk.model.generate(ids, attention_mask=mask, max_new_tokens=24 - length, do_sample=False)
+    assert [token for each in log for token in each.rows[0].emitted] == expected[0, length:].tolist()
+    assert log[-1].rows[0].finish == "context"
+
+
 def test_max_tokens_is_exact():
     model = build("glm4_moe")
     for count in range(1, 8):

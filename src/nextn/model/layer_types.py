@@ -196,6 +196,19 @@ def layer_indices(index: int, overrides: Mapping[str, object]) -> range:
     return range(index * width, (index + 1) * width)
 
 
+def context_length(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a text may have; None if the config does not say.
+
+    Rotary embeddings of type `longrope` have two sets of frequencies, by the length of the text. Cached keys keep those
+    that they were stored with, so the context ends with the first set.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    lengths = [each.get("original_max_position_embeddings") for each in kinds if each.get("rope_type") == "longrope"]
+    known = [each for each in (getattr(config, "max_position_embeddings", None), *lengths) if each is not None]
+    return min(known, default=None)
+
+
 def layer_sizes(config: PreTrainedConfig) -> dict[str, object]:
     """Return the sizes of a Qwen2 layer that takes its config from this trunk, as vLLM makes a separate draft's.
 

@@ -26,6 +26,7 @@ from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import Family, by_config
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
+from nextn.model.layer_types import context_length
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
 from nextn.model.load_trunk import check_runs, deferred_trunk, load_trunk, streamed_trunk
 from nextn.model.packed_experts import dequantize, packed_parts
@@ -464,8 +465,7 @@ class TextInterface:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{source}: its config cannot be read: {error}") from error
         tokenizer, size = read_tokenizer(folder), getattr(config, "unpadded_vocab_size", None) or config.vocab_size
-        limit = getattr(config, "max_position_embeddings", None)
-        return cls(tokenizer, size, limit, _eos_of(generation, config, tokenizer))
+        return cls(tokenizer, size, context_length(config), _eos_of(generation, config, tokenizer))
 
 
 def _eos_of(generation: object, config: object, tokenizer: object) -> tuple[int, ...]:

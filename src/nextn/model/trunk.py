@@ -28,6 +28,7 @@ from nextn.family_table import Stage
 from nextn.model.family_layers import ResidualBlock, remove_unused_experts
 from nextn.model.layer_types import (
     LayerType,
+    context_length,
     head_config,
     layer_indices,
     layer_sizes,
@@ -150,8 +151,8 @@ class Trunk(nn.Module):
 
     @property
     def max_length(self) -> int | None:
-        """The context length; None if the config does not say."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """The context length, see `context_length`."""
+        return context_length(self.config)
 
     @property
     def dtype(self) -> torch.dtype:
