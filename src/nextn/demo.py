@@ -306,14 +306,14 @@ def decode_published(
     num_speculative_tokens: int,
     seconds: float = _PUBLISHED_S,
     offline: bool = False,
-    on_download: Callable[[], None] = lambda: None,
+    note: Callable[[str], None] = lambda _: None,
     on_build: Callable[[], None] = lambda: None,
 ) -> Answers:
     """Decode SmolLM2-135M-Instruct's answers to the package's prompts, with the package's head; write a report.
 
     Raises CheckpointError if the model is not in the user's cache and cannot be downloaded.
     """
-    checkpoint = smollm2(offline=offline, on_download=on_download)
+    checkpoint = smollm2(offline=offline, note=note)
     if not (build_status().is_built or build_status().missing):
         on_build()
     model = load_for(checkpoint, head=SHIPPED_HEAD)

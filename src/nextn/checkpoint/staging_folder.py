@@ -128,6 +128,26 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def folder_lock(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of a folder, which is created, until the end of the block or of the process; wait for others.
+
+    Raises CheckpointError if the folder cannot be created.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
 def explain_full_disk(advice: Callable[[], str]) -> Iterator[None]:
     """Add the advice to a CheckpointError that a full disk caused."""
     try:

@@ -81,7 +81,7 @@ def _decode_trained_model(folder: Path, *, offline: bool, quiet: bool) -> dict[s
             folder / "smollm2",
             num_speculative_tokens=_PUBLISHED_K,
             offline=offline,
-            on_download=lambda: announce("SmolLM2-135M-Instruct is downloaded once: 93 MB ..."),
+            note=announce,
             on_build=lambda: announce("The native runtime is compiled once: 20 to 60 s ..."),
         )
     except CheckpointError as error:

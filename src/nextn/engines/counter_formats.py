@@ -137,7 +137,7 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
             lines.append(document)
             continue
         num_objects += 1
-        found = list(objects(document))
+        found = objects(document)
         parts += found
         series += [*_queried(document), *_exported(document)]
         if not found:
@@ -257,11 +257,12 @@ def _need(reading: LogReading, source: str, start: str) -> Counters:
 
 
 def _nearest(start: str) -> tuple[str, str]:
-    """The format of which a text holds the name of a field or a key."""
-    for log_format in LOG_FORMATS:
-        for name in log_format.fields:
-            if len(name) > 5 and name in start:
-                return log_format.name, name
+    """The format of which a text holds what all of its entries have, the name of a field, or a key."""
+    names = [(each.name, each.literal.strip()) for each in LOG_FORMATS]
+    names += [(each.name, name) for each in LOG_FORMATS for name in each.fields]
+    for log_format, name in names:
+        if len(name) > 8 and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", start):
+            return log_format, name
     for name, (key, _) in JSON_READERS.items():
         if f'"{key}"' in start:
             return name, key

@@ -19,7 +19,7 @@ from nextn.engines.counters import (
     one_round,
     sum_counters,
 )
-from nextn.engines.log_formats import rollout
+from nextn.engines.log_formats import rollout, trainer_counts
 from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
@@ -34,22 +34,29 @@ def from_json(document: object) -> Counters | None:
     return None if counters is None else fill_in_derived(counters)
 
 
-def objects(value: object, depth: int = _MAX_DEPTH) -> Iterator[Counters]:
-    """Yield the counts of each object that holds an engine's fields."""
+def objects(document: object) -> list[Counters]:
+    """Return the counts of each object that holds an engine's fields, those in `usage` where there are no others."""
+    found = list(_objects(document, _MAX_DEPTH))
+    return [each for each in found if each.source != _PREDICTED] or [each for each in found if each.draft_tokens]
+
+
+def _objects(value: object, depth: int) -> Iterator[Counters]:
     if depth == 0:
         return
     if isinstance(value, list):
         for item in value:
-            yield from objects(item, depth - 1)
+            yield from _objects(item, depth - 1)
     elif isinstance(value, Mapping):
         name = next((name for name, (key, _) in JSON_READERS.items() if key in value), None)
         if name is None and _rollout_key(value):
             name = _ROLLOUTS
+        if name is None and any(str(key).endswith(f"/{_SKYRL}") for key in value):
+            name = "SkyRL's draft metrics of a step"
         if name is not None:
             yield _checked(name, value)
             return
         for item in value.values():
-            yield from objects(item, depth - 1)
+            yield from _objects(item, depth - 1)
 
 
 def _checked(name: str, record: Mapping) -> Counters:
@@ -295,6 +302,8 @@ def _iteration(record: Mapping) -> Counters:
 
 
 _ROLLOUTS = "rollout metrics of trainers"
+_SKYRL = "draft_num_draft_tokens"
+_PREDICTED = "tabbyAPI's usage"  # of others, OpenAI's own names for what a client predicts: then both are 0
 
 
 def _rollout_key(record: Mapping) -> str | None:
@@ -307,6 +316,31 @@ def _trainer(record: Mapping) -> Counters:
     """A step of training, as a mean of its answers: an acceptance length, also as `rollout/spec_accept_length/mean`."""
     key = _rollout_key(record) or ""
     return rollout(_number(record[key], key, maximum=MAX_POSITIONS + 1))
+
+
+def _skyrl(record: Mapping) -> Counters:
+    """A step of training: draft tokens and accepted ones, by the last part of a key, as in `vllm/train/draft_...`."""
+    values = {key.rpartition("/")[2]: value for key, value in record.items() if isinstance(key, str)}
+    drafted, accepted = (int(_number(values.get(name), name)) for name in (_SKYRL, "draft_num_accepted_tokens"))
+    length = values.get("draft_mean_acceptance_length")
+    rates = [values[name] for k in range(1, MAX_POSITIONS + 1) if (name := f"draft_acceptance_rate_pos_{k}") in values]
+    return trainer_counts(
+        drafted, accepted, None if length is None else _number(length, "draft_mean_acceptance_length"),
+        [_number(rate, "draft_acceptance_rate_pos", maximum=1) for rate in rates],
+    )  # fmt: skip
+
+
+def _swift(record: Mapping) -> Counters:
+    """mlx-swift-lm's metrics of a request: draft tokens and accepted ones, no rounds."""
+    drafted, accepted = (count(record.get(name), name) for name in ("proposedDraftTokens", "acceptedDraftTokens"))
+    return Counters("mlx-swift-lm", None, drafted, accepted)
+
+
+def _predicted(record: Mapping) -> Counters:
+    """tabbyAPI's `completion_tokens_details`: accepted and rejected draft tokens, no rounds."""
+    names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+    accepted, rejected = (optional_count(record.get(name), name) or 0 for name in names)
+    return Counters("tabbyAPI", None, accepted + rejected, accepted)
 
 
 # Name of the format -> a key by which an object is recognized, and its reader. The first that fits is used.
@@ -323,6 +357,9 @@ JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
     "SGLang's benchmark result": ("accept_length", _sglang_bench),
     "SGLang's server info": ("avg_spec_accept_length", _sglang_state),
     _ROLLOUTS: ("spec_accept_length", _trainer),
+    "SkyRL's draft metrics of a step": (_SKYRL, _skyrl),
+    "mlx-swift-lm's metrics of a request": ("proposedDraftTokens", _swift),
+    _PREDICTED: ("rejected_prediction_tokens", _predicted),
     "LM Studio's statistics": ("accepted_draft_tokens_count", _lm_studio),
     "vllm-mlx's status": ("effective_draft_tokens", _vllm_mlx),
     "vllm-mlx's metadata of a request": ("mtp_drafts", _vllm_mlx_request),

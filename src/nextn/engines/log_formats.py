@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from nextn.engines.counters import (
     ADAPTIVE,
+    FULL_SHARE,
     MAX_POSITIONS,
     ROUNDED,
     Counters,
@@ -24,29 +25,39 @@ from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
 UNKNOWN = "an engine"  # whose lines do not say which
+HEAD_STATISTICS = "llama.cpp's draft statistics"
 NUMBER = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
 _THOUSANDS = r"[1-9][0-9]{0,2}(?:[.,'’ ][0-9]{3})+"
 # What is left of a number that is written in another way is no count.
 _INT = rf"(?:{_THOUSANDS}|[0-9]{{1,15}}(?:\.0+)?)(?![.,'’]?[0-9])"
+_GROUPED = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{1,12})"  # of two counts that follow words
 _HALF = 0.005  # of the last digit of a length
 _LIST = rf"{NUMBER}(?:(?:[,;]\s*| +){NUMBER}){{0,{MAX_POSITIONS}}}"  # a spreadsheet's locale sets what is between them
-_ACCEPTED = r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?[0-9.,]{1,12}\s*%[^0-9\n(]{0,20})?\(?"  # and two counts
+_ACCEPTED = (  # and two counts
+    r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?(?:[0-9.,]{1,12}\s*%|[01]\.[0-9]{1,9} (?=\())[^0-9\n(]{0,20})?\(?"
+)
 _DRAFTING = r"mtp|draft(?:s|ed|ing)?|spec\w{0,12}|nextn"
 # Without other words after "draft", as of a draft PR.
 _DRAFTING_HERE = rf"(?!draft (?!tokens?\b|accept|model|stat|rate|head|layer|depth|step)[a-z])(?:{_DRAFTING})"
 _OF = r"\s*(?:/|(?:out )?of)\s*"
 _COUNT = rf"(?<![\w.,]){_INT}(?!\s*%)"
-_DRAFTED = r"(?:(?:total_)?drafted(?:[ _]tokens)?|draft[ _]tokens|draft_n|total_draft|proposed)"
-_KEPT = r"(?:(?!\w{0,20}(?:un|not|non)_?accept)\w{0,20}accept(?:ed)?(?:[ _]drafts|[ _](?:draft[ _])?tokens)?)"
+_DRAFTED = (
+    r"(?:(?:total[ _])?drafted(?:[ _]tokens)?|draft[ _]tokens(?: (?:proposed|speculated|offered))?|draft_n|total_draft|"
+    r"proposed(?:_tokens)?)"
+)
+_KEPT = (
+    r"(?:(?!\w{0,20}(?:un|not|non)_?accept)(?:total |draft tokens )?\w{0,20}accept(?:ed)?"
+    r"(?:[ _]drafts|[ _](?:draft[ _])?tokens)?)"
+)
 _REST = rf"(?:{_DRAFTED}|rejected(?:[ _](?:draft[ _])?tokens)?)"
-_EQUALS = r"['\"]?\s{0,3}[=:]\s{0,6}"
+_EQUALS = r"['\"]?\s{0,3}[=:](?:\s{0,6}| {0,40})"
 _IS = rf"(?:{_EQUALS}| {{1,6}})"
 
 
 def _pair(one: str, other: str) -> str:
     """Two counts, each after its name (`drafted 24, accepted 0`) or before it (`0 accepted / 24 drafted`)."""
     first = rf"(?<![a-z])(?:{one}{_EQUALS}|(?<![0-9] ){one} {{1,6}}){_COUNT}(?: tokens)?"
-    after = rf"{first}[\s,;|/-]{{1,6}}['\"]?{other}{_IS}{_COUNT}"
+    after = rf"{first}[\s,;|/-]{{1,6}}(?:\[\w{{1,12}}\] )?['\"]?{other}{_IS}{_COUNT}"
     words = "(?:draft )?(?:tokens )?"
     return rf"{after}|{_COUNT} {words}{one}\s*(?:[,;/|(]|and|of|out of)\s*{_COUNT} {words}{other}"
 
@@ -231,6 +242,12 @@ RENAMED = (
     "1.0 is also what a trainer reports that does not find the counts of its engine: SGLang has renamed them twice "
     "(0.5.11, 0.5.12); compare the engine's own log"
 )
+NO_MTP = "without an accepted draft, LightLLM prints the same as without MTP: check that it was on"
+_OLLAMA = ("iterations", "drafted", "accepted", "max_draft")
+_MLXCEL = ("rounds", "proposed", "accepted")
+_SKYRL = ("draft_num_draft_tokens", "draft_num_accepted_tokens", "draft_mean_acceptance_length",
+          "draft_acceptance_rate_pos")  # fmt: skip
+_LIGHTLLM = ("out_token_counter", "mtp_total_verify_steps", "mtp_accepted_token_num")
 _FINISH = ("spec_accept_token_num", "spec_draft_token_num", "total")  # and their other names
 
 
@@ -291,7 +308,7 @@ def _ratio(fields: Fields) -> Counters:
 def _named(fields: Fields) -> Counters | None:
     """Two counts in the order of their names; a single name has the accepted ones first."""
     text, *others = fields["accepted and drafted"]
-    if others:  # of other requests, or totals
+    if others or fields["copied"]:  # of other requests, or totals; or of drafts that no head made
         return None
     accepted, other = (_integer(count) for count in re.findall(_COUNT, text))
     has_two_names = not re.search(rf"(?i){_COUNT}{_OF}{_COUNT}(?: (?:accepted )?draft|$)", text)
@@ -330,6 +347,41 @@ def _shares(fields: Fields) -> Counters:
     return Counters("vLLM", length=_float(fields, "Mean acceptance length"), k=len(_rates(fields["rates"][0])) or None)
 
 
+def _ollama(fields: Fields) -> Counters:
+    """A request; rounds that drafted nothing are iterations, too."""
+    rounds, drafted, accepted, k = (_int(fields, name) or 0 for name in _OLLAMA)
+    is_fixed = drafted >= FULL_SHARE * rounds * k
+    notes = () if is_fixed else (ADAPTIVE,)
+    return Counters("Ollama", rounds if is_fixed else None, drafted, accepted, k=k or None, notes=notes)
+
+
+def _mlxcel(fields: Fields) -> Counters:
+    rounds, drafted, accepted = (_int(fields, name) for name in _MLXCEL)
+    return Counters("mlxcel", rounds, drafted, accepted)
+
+
+def _lightllm(fields: Fields) -> Counters:
+    """A request; older versions print no counts but its tokens, of which each round gives some."""
+    emitted, rounds, accepted = (_int(fields, name) for name in _LIGHTLLM)
+    length = max(1.0, _float(fields, "mtp_avg_token_per_step") or 1.0)
+    rounds = round((emitted or 0) / length) if rounds is None else rounds
+    accepted = max(0, (emitted or 0) - rounds) if accepted is None else accepted
+    return Counters("LightLLM", rounds, None, accepted, notes=() if accepted else (NO_MTP,))
+
+
+def trainer_counts(drafted: int, accepted: int, length: float | None, rates: list[float]) -> Counters:
+    """A step of SkyRL's, of all requests; positions as shares of rounds."""
+    rounds = round(drafted / len(rates)) if rates else _rounds(accepted, drafted, length)
+    positions = tuple(round(rate * (rounds or 0)) for rate in rates[:MAX_POSITIONS])
+    return Counters(_TRAINER, rounds, drafted, accepted, positions)
+
+
+def _skyrl(fields: Fields) -> Counters:
+    drafted, accepted = (_int(fields, name) or 0 for name in ("draft_num_draft_tokens", "draft_num_accepted_tokens"))
+    length = _float(fields, "draft_mean_acceptance_length")
+    return trainer_counts(drafted, accepted, length, list(map(to_number, fields["draft_acceptance_rate_pos"])))
+
+
 def _llama_example(fields: Fields) -> Counters:
     """The examples count no rounds; K is the option --draft-max."""
     return Counters("llama.cpp", None, _int(fields, "n_drafted"), _int(fields, "n_accept"), k=_int(fields, "n_draft"))
@@ -352,6 +404,11 @@ def _spec_bench(fields: Fields) -> Counters:
 def _aiperf(fields: Fields) -> Counters:
     """The console's token-weighted length weights all rounds alike."""
     return Counters("an engine under AIPerf", length=_float(fields, "Token-Weighted Acceptance Length"))
+
+
+def _equals(*names: str) -> dict[str, str]:
+    """Fields that are printed as `name=count`."""
+    return {name: rf"(?<!\w){name}=({_INT})" for name in names}
 
 
 def _colon(*names: str, value: str = NUMBER) -> dict[str, str]:
@@ -421,7 +478,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "every round: accepted of drafted tokens",
     ),
     LogFormat(
-        "llama.cpp's draft statistics", "#gen drafts", r"statistics\s+(?:draft-)?mtp\S*:",
+        HEAD_STATISTICS, "#gen drafts", r"statistics\s+(?:draft-)?mtp\S*:",
         {**{name: rf"{name}\s*=\s*({_INT})" for name in ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")},
          "#acc rate/pos": rf"#acc rate/pos\s*=\s*\(({_LIST})\)"},
         ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens"), _llama_statistics,
@@ -552,6 +609,26 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "a task: tokens per round with bonus token; no counts",
     ),
     LogFormat(
+        "Ollama's speculative decode stats", "speculative decode stats", r"(?<!\w)speculative decode stats\"(?= [a-z])",
+        _equals(*_OLLAMA), _OLLAMA, _ollama,
+        "a request: iterations (also those without drafts), draft tokens and accepted ones",
+    ),
+    LogFormat(
+        "mlxcel's MTP acceptance", "[MTP acceptance:", r"\[MTP acceptance:", _equals(*_MLXCEL), _MLXCEL, _mlxcel,
+        "a run: rounds, draft tokens and accepted drafts",
+    ),
+    LogFormat(
+        "LightLLM's line of a request", "mtp_avg_token_per_step:", r"(?<!\w)out_token_counter:",
+        _colon(*_LIGHTLLM, value=_INT) | {"mtp_avg_token_per_step": r"mtp_avg_token_per_step:([0-9]+(?:\.[0-9]+)?)"},
+        ("out_token_counter", "mtp_avg_token_per_step"), _lightllm, "a request: tokens, rounds and accepted drafts",
+    ),
+    LogFormat(
+        "SkyRL's draft metrics", "draft_num_draft_tokens", r"(?<![a-z])draft_num_draft_tokens(?=['\"]?[:=] ?[0-9])",
+        {name: rf"{name}(?:_[0-9]{{1,3}})?['\"]?[:=] ?({NUMBER})" for name in _SKYRL},
+        ("draft_num_draft_tokens", "draft_num_accepted_tokens"), _skyrl,
+        "a step of training: draft and accepted tokens; positions as shares of rounds",
+    ),
+    LogFormat(
         "vLLM's SpecDecoding metrics without their beginning", "Accepted throughput:", r"Accepted throughput:",
         _VLLM_FIELDS, ("Accepted", "Drafted"), _vllm,
         "accepted and draft tokens of an interval; positions as shares of all rounds", num_lines=5, is_general=True,
@@ -583,15 +660,16 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "acceptance with two counts", "ccept",
         rf"(?i:(?<!\w)(?:{_DRAFTING})\b(?:\[[0-9]{{1,9}}\])?"
-        rf"(?:[^\n0-9.]|\.(?! )|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}[0-9]{{1,12}}{_OF}[0-9]))",
-        {"accepted/drafted": rf"(?i:{_ACCEPTED})([0-9]{{1,12}}{_OF}[0-9]{{1,12}})(?![0-9.])"},
+        rf"(?:[^\n0-9.]|\.(?! )|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}{_GROUPED}{_OF}[0-9]))",
+        {"accepted/drafted": rf"(?i:{_ACCEPTED})({_GROUPED}{_OF}{_GROUPED})(?![0-9.])"},
         ("accepted/drafted",), _ratio,
         "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",
         is_general=True,
     ),
     LogFormat(
         "accepted and drafted by name", "ccept", rf"(?im:^)(?=[^\n]{{0,300}}?(?i:{_PAIR}))",
-        {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])({_DRAFTING_HERE})"},
+        {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])({_DRAFTING_HERE})",
+         "copied": r"(?i)(lookup|n-?gram)"},
         ("accepted and drafted", "draft"), _named,
         "as other engines print it, `MTP: 31 accepted / 50 drafted`, `drafted=50 accepted=31`: both counts; no rounds",
         num_lines=2, is_general=True,

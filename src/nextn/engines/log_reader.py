@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from typing import TextIO
 
 from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, CounterSums, added_note, fill_in_derived
-from nextn.engines.log_formats import LOG_FORMATS, NUMBER, UNKNOWN, LogFormat, to_number
+from nextn.engines.log_formats import HEAD_STATISTICS, LOG_FORMATS, NUMBER, UNKNOWN, LogFormat, to_number
 
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
 _MAX_LINE = 64 * 1024
@@ -16,6 +16,9 @@ _MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
 _SPACES = str.maketrans("\t\u00a0\u202f", "   ")
 _COLORS = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,20}[A-Za-z]")  # of a terminal, or as `cat -v` shows them
 RISING = "each line has more than the one before, and all are added: if they are running totals, give the last alone"
+_MIN_DRAFTS = 50  # draft tokens of an entry without an accepted one, which is not chance where others accept many
+_MORE = 1.02  # times as many draft tokens as the head's: of other drafters
+_MANY = 0.2  # of the draft tokens of those others
 _MAX_PREFIX = 500  # characters of a line before its entry, and of the line before it
 _MAX_PROCESSES = 1000
 # What distinguishes the processes of one log: vLLM's and SGLang's ranks, llama.cpp's router, compose, grep, Kubernetes,
@@ -43,6 +46,8 @@ class _Reader:
     has_entries: bool = False
     counts: tuple[int, int] = (-1, -1)  # drafted and accepted tokens of the last entry
     num_rising: int = 0  # entries in turn with more than the one before; < 0 after one with fewer
+    num_empty: int = 0  # entries of many draft tokens without an accepted one
+    others: tuple[int, int, int] = (0, 0, 0)  # number, drafted and accepted tokens of the other entries
 
     @cached_property
     def marker(self) -> re.Pattern[str]:
@@ -64,6 +69,10 @@ class _Reader:
         before, self.counts = self.counts, (counters.draft_tokens or 0, counters.accepted or 0)
         is_rising = self.num_rising >= 0 and self.counts[0] > before[0] and self.counts[1] >= before[1]
         self.num_rising = self.num_rising + 1 if is_rising else -1
+        if self.counts[0] >= _MIN_DRAFTS and counters.accepted == 0:
+            self.num_empty += 1
+        else:
+            self.others = (self.others[0] + 1, self.others[1] + self.counts[0], self.others[2] + self.counts[1])
         if len({*self.processes, *self.last}) >= _MAX_PROCESSES:
             process = ""
         if not self.format.is_cumulative:
@@ -89,6 +98,13 @@ class _Reader:
         notes = added_note({name: part for name, part in parts.items() if part is not None})
         if self.num_rising > 1 and found.engine == UNKNOWN:
             notes += (RISING,)
+        num, drafted, accepted = self.others
+        if self.num_empty and not self.format.is_cumulative and accepted > _MANY * drafted:
+            notes += (
+                f"{self.num_empty} of {num + self.num_empty} entries accepted no draft, the others "
+                f"{accepted / drafted:.0%}: compare their requests (length of context, sampling, time); a wrong head "
+                "accepts few in all",
+            )
         return replace(found, source=self.format.name, notes=(*found.notes, *notes))
 
 
@@ -142,7 +158,7 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
     incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
     if not found:
         return LogReading(None, incomplete, any(reader.has_entries for reader in readers))
-    (name, counters), *others = found
+    (name, counters), *others = sorted(found, key=lambda each: _has_other_drafters(each[1], found))
     # llama.cpp's logs have all of its formats.
     others = [other for other in others if other[1].engine != "llama.cpp" or counters.engine != "llama.cpp"]
     if others:
@@ -151,6 +167,12 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
     if counters.engine in ("SGLang", "TokenSpeed") and counters.k is None:
         counters = replace(counters, k=depths.k)
     return LogReading(counters, incomplete)
+
+
+def _has_other_drafters(counters: Counters, found: list[tuple[str, Counters]]) -> bool:
+    """Whether llama.cpp's own statistics of the head have fewer draft tokens than these counts, of any drafter."""
+    heads = next((each.draft_tokens or 0 for name, each in found if name == HEAD_STATISTICS), None)
+    return heads is not None and counters.engine == "llama.cpp" and (counters.draft_tokens or 0) > _MORE * heads
 
 
 def _process(text: str, start: int, reader: _Reader) -> str:

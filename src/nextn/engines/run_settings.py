@@ -39,6 +39,11 @@ def _named(name: str, value: str = _NUMBER) -> str:
     return rf"(?<![\w-])(?:--)?{words}{_ASSIGN}{value}"
 
 
+def _option(name: str) -> str:
+    """The option on a command line, or as an argument in a Python repr."""
+    return rf"(?<![\w-])(?:--{name}[\s=]+|{name.replace('-', '_')}=){_NUMBER}"
+
+
 _TRUE = r"(true|True|1)\b"
 _OTHERS = "another drafter's"
 OVERRIDES: tuple[Override, ...] = (
@@ -61,8 +66,9 @@ OVERRIDES: tuple[Override, ...] = (
     Override("SIMULATE_ACC_LEN", "SGLang", _named("SIMULATE_ACC_LEN"), "forced", off=(0, -1)),
     Override("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "TensorRT-LLM",
              _named("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"), "forced", off=(0,)),
-    Override("--spec-decode-acceptance-length", "ATOM", _named("spec_decode_acceptance_length"), "forced"),
-    Override("--spec-decode-acceptance-rate", "ATOM", _named("spec_decode_acceptance_rate"), "forced"),
+    # Without the dashes these are results, in the JSON of vLLM's and SGLang's benchmarks.
+    Override("--spec-decode-acceptance-length", "ATOM", _option("spec-decode-acceptance-length"), "forced"),
+    Override("--spec-decode-acceptance-rate", "ATOM", _option("spec-decode-acceptance-rate"), "forced"),
     Override("use_relaxed_acceptance_for_thinking", "TensorRT-LLM",
              _named("use_relaxed_acceptance_for_thinking", _TRUE), "relaxed"),
     Override("posterior_threshold", "TensorRT-LLM, vLLM before 0.8", _named("posterior_threshold"), "relaxed"),
@@ -91,6 +97,8 @@ _OF_HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn|drafter|draft model|[eh]norm|
 NOT_LOADED_FIX = "`nextn audit MODEL` names what the checkpoint lacks, and what the engine does with it"
 # Settings by which rounds draft fewer tokens than K, by how likely the drafts are or were.
 _ADAPTIVE = re.compile(r"(?<![\w-])--(?:speculative-adaptive(?![\w-])|spec-draft-adaptive\S*)|draft-mtp-adaptive")
+# Several drafters, of which the head is one: only `statistics draft-mtp` counts the head's drafts alone.
+_MIXED = re.compile(_named("spec_type", r"((?=[\w,-]*draft-mtp)[\w-]+(?:,[\w-]+)+)"))
 # K as its users write it; those of SGLang and mlx-vlm count the bonus token or the block.
 _DEPTHS = (
     (_named("num_speculative_tokens", r"([0-9]{1,3})\b"), 0),
@@ -155,6 +163,11 @@ def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
             k = _depth(text)
         overrides = tuple(dict.fromkeys((*counters.overrides, *overrides_in(text))))
         notes = counters.notes + ((ADAPTIVE,) if _ADAPTIVE.search(text, 0, _MAX_TEXT) else ())
+        mixed = _MIXED.search(text, 0, _MAX_TEXT)
+        if mixed and counters.engine == "llama.cpp" and not counters.source.endswith("draft statistics"):
+            notes += (
+                f"the counts are of all drafters of --spec-type {mixed[1]}; `statistics draft-mtp` has the head's",
+            )
         if line := head_not_loaded(text):
             notes += (f"the engine says that it did not load all of the head ({line!r}): {NOT_LOADED_FIX}",)
         counters = replace(counters, version=version, k=k, overrides=overrides, notes=tuple(dict.fromkeys(notes)))
