@@ -15,6 +15,7 @@ from quick import families, loop
 from tiny import build
 from typer.main import get_command
 
+import nextn
 from nextn.audit_rules import IDS, audit
 from nextn.audit_rules.separate import IDS as SEPARATE
 from nextn.audit_rules.values import IDS as VALUES
@@ -525,8 +526,14 @@ def test_head_in_a_file_that_never_came(tmp_path):
         rest = {name: opened.raw(name) for name in header.tensors if name not in head}
         write_safetensors(tmp_path / file, rest)
     [absent] = findings(tmp_path, "head-absent")
-    assert "the index puts 34 tensors of it in model-00003-of-00003.safetensors" in absent.found
-    assert absent.fix.startswith("Download model-00003-of-00003.safetensors again")
+    assert "the index puts 34 tensors of it in model-00003-of-00003.safetensors, which is absent" in absent.found
+    assert absent.fix.startswith("Download model-00003-of-00003.safetensors again, or run `nextn restore ")
+    with pytest.raises(CheckpointError, match=r"Download model-00003-of-00003.*again.*held the head alone"):
+        nextn.load(tmp_path)
+    index["weight_map"]["model.layers.1.mlp.experts.9.up_proj.weight"] = "model-00004-of-00004.safetensors"
+    write_json(tmp_path / INDEX, index)
+    [absent] = findings(tmp_path, "head-absent")
+    assert "restore" not in absent.fix  # which refuses a trunk that is not complete
 
 
 @pytest.mark.parametrize(

@@ -299,3 +299,21 @@ def test_restore_beside_an_unknown_method(tmp_path):
         name: info for name, info in Checkpoint.open(target).tensors.items() if "layers.1.self_attn.k_proj" not in name
     }
     assert not audit(replace(Checkpoint.open(target), tensors=lost)).clean
+
+
+def test_hqq_without_a_config(tmp_path):
+    """HQQ's save_to_safetensors stores a matrix as its codes and 18 settings, which are no matrices of their own."""
+    settings = ("scale", "zero", "shape", "axis", "group_size", "nbits", "packing", "view_as_float")
+
+    def change(table):
+        without(NAME)(table)
+        for name in [each for each in table if each.endswith("_proj.weight")]:
+            stem, (rows, width) = name.removesuffix("weight"), table.pop(name).shape
+            table |= {f"{stem}{each}": raw("U8", (4,)) for each in settings}
+            table[f"{stem}W_q"] = raw("U8", (rows // 2, width))
+
+    folder = publish(tmp_path, NAME, change=change)
+    count = sum(name.endswith("W_q") for name in Checkpoint.open(folder).tensors)
+    found = {each.rule: each.found for each in audit(Checkpoint.open(folder)).findings}
+    assert found.keys() == {"head-absent", "quantization"}
+    assert f"The trunk stores {count} matrices, such as model.layers.0.mlp.down_proj" in found["quantization"]

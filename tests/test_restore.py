@@ -593,6 +593,28 @@ def test_copy_that_differs(tmp_path):
     assert take(target).checkpoint.problems == ()
 
 
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv", "weight.absmax"])
+def test_copy_in_codes(scale, tmp_path):
+    """A quantizer that takes the copy for another matrix: what audit advises leaves neither codes nor scales."""
+    copy = "model.layers.2.shared_head.head"
+
+    def quantized(table):
+        shape = table[f"{copy}.weight"].shape
+        table[f"{copy}.weight"] = RawTensor("F8_E4M3", shape, bytes([56]) * (shape[0] * shape[1]))
+        table[f"{copy}.{scale}"] = RawTensor("F32", (shape[0], 1), bytes(4 * shape[0]))
+
+    base, fresh = publish(tmp_path / "base", "glm4_moe"), tmp_path / "fresh"
+    for extra in ({"base": base, "force": True}, {"aliases": "llamacpp"}):
+        target = publish(fresh, "glm4_moe", change=quantized, shards=2)
+        (found,) = (each for each in audit(Checkpoint.open(target)).findings if each.rule == "copy-differs")
+        assert found.place == copy
+        nextn.restore(target, **extra)
+        left = [name for name in take(target).checkpoint.tensors if name.startswith(copy)]
+        assert left == ([] if "base" in extra else [f"{copy}.weight"])
+        assert "copy-differs" not in {each.rule for each in audit(Checkpoint.open(target)).findings}
+        shutil.rmtree(target)
+
+
 @loop("name", [row.name for row in rows() if row.engines["vllm"].unset])
 def test_copies_with_the_head(name, tmp_path):
     """Both at once, wherever a family has a place for copies."""

@@ -112,11 +112,13 @@ def shared_missing(inventory: Inventory) -> Iterator[Finding]:
 
 def copy_differs(inventory: Inventory) -> Iterator[Finding]:
     """Report a module's copy of the embedding or lm_head that differs from the trunk's in a sample of the bytes."""
-    yield from _packed_copies(inventory)
+    packed = list(_packed_copies(inventory))
+    yield from packed
+    reported = {f"{finding.place}.weight" for finding in packed}
     for canonical, name in inventory.copies.items():
         _, role, *rest = canonical.split(".", 2)
         trunk = inventory.shared.get(role)
-        if rest == ["weight"] and trunk and not same_values(inventory.checkpoint, name, trunk):
+        if rest == ["weight"] and trunk and name not in reported and not same_values(inventory.checkpoint, name, trunk):
             yield _differing(inventory, role, name, trunk)
 
 

@@ -218,6 +218,7 @@ def _undeclared(inventory: Inventory) -> list[str]:
     infos = [tensors[name] for name in inventory.shared.values()]
     infos += [info for layer in inventory.layers.values() for info in layer.values()]
     modules = dict.fromkeys(split_name(info.name, tensors)[0] for info in infos if info.dtype not in _NEVER_PACKED)
+    modules = dict.fromkeys(module for module in modules if f"{module.rpartition('.')[0]}.W_q" not in tensors)
     return [module for module in modules if storage(tensors, module) not in (None, "plain")]
 
 

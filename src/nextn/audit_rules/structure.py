@@ -228,8 +228,10 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
     if listed:
         files = sorted({inventory.checkpoint.index[name] for name in listed if inventory.checkpoint.index})
         count = counted(len(listed), "tensor")
-        found = f"{claim}, and the index puts {count} of it in {some(files)}, which does not hold them."
-        fix = f"Download {some(files)} again, or run `{restore(inventory)}`."
+        lack = "does not hold them" if {*files} & {*inventory.checkpoint.files} else "is absent"
+        found = f"{claim}, and the index puts {count} of it in {some(files)}, which {lack}."
+        lost = {*(inventory.checkpoint.index or ())} - {*inventory.checkpoint.tensors, *listed}
+        fix = f"Download {some(files)} again{'.' if lost else f', or run `{restore(inventory)}`.'}"
     elif folder := _subfolder_with_head(inventory):
         path, name = folder
         found = f"{claim}, and no tensor of it is stored; its subfolder {path.name} has tensors like a head's ({name})."

@@ -44,6 +44,7 @@ from nextn.checkpoint.safetensors_file import (
     HeaderBudget,
     RawTensor,
     TensorInfo,
+    placeholder,
     read_header,
     write_json,
 )
@@ -302,9 +303,12 @@ def _read_headers(sources: Sequence[ByteSource]) -> dict[str, Header]:
 
 
 def _weight_map(source: ByteSource) -> dict[str, str]:
-    weight_map = _load_json(source, INDEX_LIMITS).get("weight_map")
+    remedy = "Download it again, or remove it, after which `nextn convert FOLDER --reindex` writes one from the files."
+    weight_map = _load_json(source, INDEX_LIMITS, remedy).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{source}: weight_map is {brief(weight_map)}, it must map tensor names to file names.")
+        raise CheckpointError(
+            f"{source}: weight_map is {brief(weight_map)}, it must map tensor names to file names. {remedy}"
+        )
     return {name: file.removeprefix("./") for name, file in weight_map.items()}
 
 
@@ -340,13 +344,15 @@ def _against_index(tensors: Mapping[str, TensorInfo], index: Mapping[str, str], 
             yield Problem("unlisted", info.file, name, f"{info.file} holds {name}, which the index does not list")
 
 
-def _load_json(source: ByteSource, limits: JsonLimits) -> dict[str, object]:
+def _load_json(source: ByteSource, limits: JsonLimits, remedy: str = "Download or save it again.") -> dict[str, object]:
+    data = b""
     try:
         data, size = source.start(limits.num_bytes)
         limits.check_size(size)
         value = parse_json(data, limits)
     except ValueError as error:
-        raise CheckpointError(f"{source}: not readable as JSON: {error}.") from error
+        cause = placeholder(data) or ("it is empty" if not data.strip() else error)
+        raise CheckpointError(f"{source}: not readable as JSON: {cause}. {remedy}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{source}: holds {brief(value)}, it must be a JSON object.")
+        raise CheckpointError(f"{source}: holds {brief(value)}, it must be a JSON object. {remedy}")
     return value

@@ -42,14 +42,14 @@ WEIGHT_SUFFIXES = (
 # Suffixes of the module's name. scale: DeepSeek-V4; input_*: activations; SCB: bitsandbytes; biases: MLX; input_offset,
 # deq_scale and quant_bias: ModelSlim; _weight_*:
 # torchao, prototype/safetensors/safetensors_support.py, whose file metadata say of which class each weight is;
-# .weight._*: optimum-quanto, tensor/weights/.
+# .weight._*: optimum-quanto, tensor/weights/; W_q: HQQ, core/quantize.py.
 MODULE_SUFFIXES = (
     "._weight_qdata", "._weight_scale", "._weight_zero_point", "._weight_scale_and_zero", "._weight_act_pre_scale",
     "._weight_per_tensor_scale", "._weight_tensor_data", "._weight_static_scale",
     ".weight._data", ".weight._scale", ".weight._shift",
     ".weight", ".scale", ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale",
     ".qweight", ".qzeros", ".scales", ".g_idx", ".biases", ".SCB", ".weight_format",
-    ".input_offset", ".deq_scale", ".quant_bias",
+    ".input_offset", ".deq_scale", ".quant_bias", ".W_q",
 )  # fmt: skip
 SUFFIXES = (
     *(f".weight{suffix}" for suffix in WEIGHT_SUFFIXES), *MODULE_SUFFIXES, *(f".{name}" for name in BLOCK_NAMES)
@@ -256,7 +256,7 @@ def storage(tensors: "Mapping[str, TensorInfo]", module: str) -> Storage | None:
     if f"{module}_blocks" in tensors:
         return "mxfp4"
     if weight is None:
-        return "unknown" if f"{module}.weight._data" in tensors else None
+        return "unknown" if {f"{module}.weight._data", f"{module}.W_q"} & tensors.keys() else None
     if f"{module}.SCB" in tensors or f"{weight.name}.absmax" in tensors:
         return "bnb"
     scale = scale_of(weight.name, tensors)

@@ -108,16 +108,27 @@ def read_header(source: ByteSource | Path, budget: HeaderBudget | None = None) -
         raise CheckpointError(f"{source}: not a valid safetensors file: {error}. Download or save it again.") from error
 
 
-def _header_length(first: bytes, size: int) -> int:
+def placeholder(first: bytes) -> str:
+    """Return what a file that begins with `first` is in place of one of the model's; "" if it is neither."""
     if first.startswith(b"version https://git-lfs"):
-        raise ValueError("it is a Git LFS pointer, the weights were not downloaded: run `git lfs pull`")
+        return "it is a Git LFS pointer, the file itself was not downloaded: run `git lfs pull`"
+    return _page(first[:40]) if first.lstrip().startswith(b"<") else ""
+
+
+def _page(text: bytes) -> str:
+    return (
+        f"it is text that starts with {text.decode(errors='replace')!r}, as a server sends in place of a file that "
+        "needs a login or does not exist"
+    )
+
+
+def _header_length(first: bytes, size: int) -> int:
+    if sentence := placeholder(first):
+        raise ValueError(sentence)
     if size < 8:
         raise ValueError(f"it has {size} bytes, the length field alone takes 8")
     if (text := first[:40]).isascii() and text.decode().isprintable():
-        raise ValueError(
-            f"it is text that starts with {text.decode()!r}, as a server sends in place of a file that needs a login "
-            "or does not exist"
-        )
+        raise ValueError(_page(text))
     length = int.from_bytes(first[:8], "little")
     if length > MAX_HEADER:
         raise ValueError(f"the header claims {length} bytes, at most {MAX_HEADER} are allowed")

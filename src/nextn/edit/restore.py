@@ -176,7 +176,7 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
                     f"{checkpoint.path}: {are}, the head's among them: {kind.remedy} --force writes a head beside them."
                 )
             notes.append(f"{are}, which no loader maps, stay as they are: {kind.remedy}")
-        packed = {canonical for canonical in dst.copies if not canonical.endswith(".weight")} if force else set()
+        packed = _packed_copies(dst) if force else set()
         stale = {canonical for canonical in dst.copies if int(canonical.split(".")[0]) not in src.modules}
         gone = dst.spellings({*dst.own, *packed, *stale}) | (_unrecognized_heads(dst) if force else set())
         if gone:
@@ -192,7 +192,8 @@ def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: b
         notes.append(f"writes copies of the target's tensors into the MTP layers, as the base has: {engine} needs them")
     if engine is not None:
         copies = _copies(dst, count, engine, notes)
-        gone |= {name for canonical, name in dst.copies.items() if dst.published(canonical) in copies}
+        gone |= {name for canonical, name in dst.copies.items()
+                 if dst.published(f"{_copy(canonical)}.weight") in copies}  # fmt: skip
         fresh |= copies
     elif src is not None and src.copies:
         size = sum(src.checkpoint.tensors[name].nbytes for name in src.copies.values())
@@ -265,6 +266,17 @@ def _skipping_engine(src: Inventory) -> str | None:
     return next((name for name, engine in src.family.runners.items() if copied & {*engine.skips}), None)
 
 
+def _packed_copies(dst: Inventory) -> set[str]:
+    """Return the names of the copies that are stored with scales or as codes, their weights among them."""
+    packed = {_copy(canonical) for canonical in dst.copies if _copy(canonical) + ".weight" != canonical}
+    return {canonical for canonical in dst.copies if _copy(canonical) in packed}
+
+
+def _copy(canonical: str) -> str:
+    """Return the module and the role of a tensor of a copy, as in `0.output`."""
+    return ".".join(canonical.split(".", 2)[:2])
+
+
 def _copies(dst: Inventory, count: int, engine: str, notes: list[str]) -> dict[str, Piece]:
     """Return the copies of trunk tensors to write: those that the engine leaves unset, and stored ones that differ."""
     family = dst.family
@@ -275,7 +287,7 @@ def _copies(dst: Inventory, count: int, engine: str, notes: list[str]) -> dict[s
     modules = {role: range(count) if "{" in family.names[role] else range(min(count, 1)) for role in roles}
     lacking = {f"{index}.{role}.weight": role for role in roles for index in modules[role]}
     lacking = {name: role for name, role in lacking.items() if name not in dst.stored}
-    differing = {name: dst.role(name) for name in dst.copies if _differs(dst, name)}
+    differing = {f"{_copy(name)}.weight": dst.role(name) for name in dst.copies if _differs(dst, name)}
     if not lacking and not differing:
         reason = f"it uses the trunk's {' and '.join(family.copies) or 'tensors'}"
         notes.append(f"no copies to add for {engine}: {'the target stores them' if roles else reason}")

@@ -337,6 +337,11 @@ def _missing_head_message(inventory: Inventory) -> str:
     other = f"; {inventory.unrecognized[0]} and others are not names of this family" if inventory.unrecognized else ""
     if inventory.stored:
         fix = inventory.declaration(len(inventory.modules))
+    elif missing := [problem.file for problem in inventory.checkpoint.problems if problem.kind == "missing_file"]:
+        fix = (
+            f"Download {some(missing)} again, which the index names; if they held the head alone, "
+            f"`{inventory.restore_command()}` restores it;"
+        )
     elif not (fix := fixes(inventory, unless="head-absent")):
         fix = (
             f"`{inventory.restore_command()}` restores the head of the model that this one was made from; `nextn "
