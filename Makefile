@@ -11,7 +11,7 @@ GENERATED := families reference support engines benchmarks troubleshooting outpu
 .PHONY: demo test test-real test-masked test-newest test-slow test-all test-asan test-tsan test-debug check wheel test-gpu bench-gpu rehearse-gpu test-browser \
 	test-transformers test-engines docs site bench bench-peers clean
 
-# Decodes a published model with the head in the package, then trains a small one for four minutes: see `nextn demo --help`.
+# Decodes a published model with the head in the package, then trains a new head for it for three minutes: see `nextn demo --help`.
 demo: $(VENV)/.ready
 	$(BIN)/nextn demo
 

@@ -16,6 +16,7 @@ Text and labels: Python's standard library, and what the trunk predicts on it. A
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,7 @@ from nextn.train.head_task import HeadTask
 from nextn.train.loop import Trainer
 from nextn.train.metrics import HeadRecord, StepRecord
 
+PUBLISHED = {"smollm2": "float32", "smollm2-bfloat16": "bfloat16"}
 OUT = Path(__file__).with_name("results") / "initial-heads.json"
 
 
@@ -113,7 +115,7 @@ def trained(checkpoint: Path | str, variant: str, steps: list[int], config: Head
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trunks", nargs="+", help="folders, `tiny`, or `smollm2`")
+    parser.add_argument("trunks", nargs="+", help="folders, `tiny`, `smollm2` or `smollm2-bfloat16`")
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 50, 200, 1000])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--optimizer", default="adamw")
@@ -124,8 +126,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     config = HeadConfig(
-        steps=max(args.steps), batch_size=args.batch_size, length=args.length, depths=4, eval_every=50, eval_batches=8,
-        save_every=0, loss_vocab=args.loss_vocab, optimizer=args.optimizer, matrix_lr=args.matrix_lr,
+        steps=max(args.steps), batch_size=args.batch_size, length=args.length, depths=4,
+        eval_every=math.gcd(*args.steps), eval_batches=8, save_every=0, loss_vocab=args.loss_vocab,
+        optimizer=args.optimizer, matrix_lr=args.matrix_lr,
     )  # fmt: skip
     others = {"matrix_lr": (args.matrix_lr, HeadConfig.matrix_lr), "loss_vocab": (args.loss_vocab, 8192)}
     changed = [f"{name}={value:g}" for name, (value, default) in others.items() if value != default]
@@ -133,7 +136,7 @@ def main() -> None:
     record = json.loads(args.out.read_text()) if args.out.exists() else {"trunks": {}}
     record |= origin()
     for name in args.trunks:
-        checkpoint = smollm2("float32") if name == "smollm2" else name
+        checkpoint = smollm2(PUBLISHED[name]) if name in PUBLISHED else name
         print(name)
         run = partial(trained, checkpoint, steps=args.steps, config=config)
         row = record["trunks"].setdefault(name, {}).setdefault(key, {})

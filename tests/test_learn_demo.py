@@ -9,24 +9,20 @@ from types import SimpleNamespace
 import pytest
 
 import nextn.demo
-from nextn.checkpoint.checkpoint import SHIPPED_HEAD, Checkpoint
-from nextn.data.corpus import Corpus
+from nextn.checkpoint.checkpoint import SHIPPED, SHIPPED_HEAD, Checkpoint
 from nextn.decoding.records import Round, SequenceRound
 from nextn.demo import (
-    Answers,
     DecodedModel,
     DecodedPair,
     DecodedSide,
-    DemoReport,
-    TrainedModel,
+    Demonstration,
+    TrainedHead,
     decode_model,
     train_demo,
 )
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
-from nextn.train.evaluation import TeacherForcedFigures
-from nextn.train.metrics import EvalRecord, Evaluation, StepRecord
-from nextn.train.recipes import by_name
+from nextn.train.metrics import Evaluation, StepRecord
 
 TEXT = b"def add(a, b):\n    return a + b\n\n\nprint((add(1, 22), 'is', [x for x in range(9) if x % 4]), 7)\n"
 
@@ -39,28 +35,34 @@ def no_published_model(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_demo_with_a_budget_of_seconds(tmp_path, here):
     """Both parts, the training interrupted after its first step and resumed by the command."""
-    records = []
-    assert train_demo(tmp_path, minutes=1, on_record=records.append, should_stop=lambda: bool(records)) is None
-    first = json.loads((tmp_path / "run" / "step-0000001" / "trainer.json").read_text())["pace"]["used_s"]
+    records, run = [], tmp_path / "shipped" / "new-head"
+    options = {"num_speculative_tokens": 4, "on_record": records.append, "should_stop": lambda: bool(records)}
+    assert train_demo(run, SHIPPED, minutes=1, **options) is None
+    first = json.loads((run / "step-0000001" / "trainer.json").read_text())["pace"]["used_s"]
     budget = 1.7 * first + 0.5  # at least one more step, on any machine
     code, out, err = here("demo", "--no-download", "--folder", tmp_path, "--minutes", budget / 60)
     assert code == 0, err
-    for title in ("1. A trained model", "2. Training such a model", "continued, greedy", "continued, temperature 1"):
+    for title in (
+        "1. A trained model",
+        "2. A new head for this model",
+        "1, temperature 1",
+        "greedy, with the new head",
+    ):
         assert title in out
     shipped = json.loads((tmp_path / "shipped" / "report.json").read_text())  # both backends, if one had to be built
-    assert out.count("output identical") == len(shipped) + 1
+    assert out.count("output identical") == len(shipped) + 2
     assert all(each["identical_output"] for each in shipped.values())
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((run / "report.json").read_text())
     assert report["identical_output"]
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert report["greedy"]["mean_acceptance_length"] > 1.2  # a new head is no random one
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     numbers = [step["step"] for step in steps if "lr" in step]
     assert numbers == [*range(1, report["steps"] + 1)]
     assert len(numbers) > 1
-    (checkpoint,) = (tmp_path / "run").glob(f"step-*{report['steps']}")
+    (checkpoint,) = run.glob(f"step-*{report['steps']}")
     pace = json.loads((checkpoint / "trainer.json").read_text())["pace"]
     assert pace["used_s"] + pace["step_s"] / 2 >= budget
-    for folder in (tmp_path, tmp_path / "shipped"):
-        assert Model.load(folder / "model").head is not None
+    assert Model.load(SHIPPED, head=run / "head").head is not None
     assert f"step {report['steps']}/{report['steps']}  100%  0:00 left" in err
 
 
@@ -91,8 +93,8 @@ def test_torch_decodes_while_the_native_runtime_is_not_built(tmp_path, monkeypat
     results = nextn.demo.decode_shipped(
         tmp_path, num_speculative_tokens=2, seconds=0.1, on_build=lambda: events.append("build")
     )
-    for decoded in results:
-        events.append(decoded.backend)
+    for example in results:
+        events.append(example.decoded.backend)
     assert events == ["torch", "build", "native"]
     assert [*json.loads((tmp_path / "report.json").read_text())] == ["torch", "native"]
 
@@ -174,19 +176,25 @@ def test_prompts_and_tokens_follow_the_budget(monkeypatch, seconds, rate, num_pr
     assert now <= 3 * 32 / rate + max(seconds, 4 * num_tokens / rate) + 4 * num_tokens / rate
 
 
+def example(path, prompts=("# a prompt\n",), **changes):
+    return Demonstration(path, None, prompts, decoded(**changes), lambda tokens: bytes(tokens).decode(errors="replace"))
+
+
 @pytest.fixture
 def reported(tmp_path, monkeypatch, here):
     """`nextn demo` whose training and decoding are over -> what it prints of them."""
 
-    def call(*args, rates=(0.5,), loss=1.0, **changes):
-        evaluation = EvalRecord(9, TeacherForcedFigures((loss, 2.0), rates, rates))
-        report = DemoReport(TrainedModel(tmp_path, evaluation, None, 30.0), decoded(**changes), 35.0)
-        monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: report.trained)
-        monkeypatch.setattr("nextn.demo.decode_trained", lambda *args, **options: report)
-        monkeypatch.setattr("nextn.demo.decode_shipped", lambda *args, **options: iter([decoded()]))
+    def call(*args, **changes):
+        heldout = SimpleNamespace(as_record=lambda: {"greedy": {}})
+        trained = TrainedHead(tmp_path / "shipped" / "new-head" / "head", 9, heldout, None, 30.0)
+        monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: trained)
+        shipped = tmp_path / "shipped" / "model"
+        monkeypatch.setattr("nextn.demo.decode_shipped", lambda *args, **options: iter([example(shipped)]))
+        both = example(shipped, **changes), example(shipped)
+        monkeypatch.setattr("nextn.demo.decode_trained", lambda *args: both)
         code, out, err = here("demo", "--no-download", "--folder", tmp_path, *args)
         assert code == 0, err
-        command = shlex.join(["nextn", "generate", str(tmp_path / "shipped" / "model"), "def add("])
+        command = shlex.join(["nextn", "generate", str(shipped), "def add("])
         assert "--json" in args or unwrapped(command) in unwrapped(out)
         return out
 
@@ -195,9 +203,8 @@ def reported(tmp_path, monkeypatch, here):
 
 def test_a_published_model(tmp_path, here, monkeypatch):
     """Its answers with accepted drafts marked, figures of each, and one line where it is not there."""
-    whole = decoded(texts=1)
-    prompts = ("Why is the sky blue?", "never asked", "also not")[: len(whole.prompts) + 1]
-    answers = Answers(prompts, whole, lambda tokens: bytes(tokens).decode(errors="replace"), tmp_path / "smollm2")
+    prompts = ("Why is the sky blue?", "Name a bird.", "never asked")
+    answers = example(tmp_path / "smollm2", prompts, texts=1)
     asked = []
 
     def decode(folder, *, num_speculative_tokens, note, **options):
@@ -212,7 +219,7 @@ def test_a_published_model(tmp_path, here, monkeypatch):
     assert "Why is the sky blue?" in out
     assert prompts[-1] not in out
     assert "\u27e6" in out
-    assert out.count("plain 10 tokens/s") >= len(whole.prompts)
+    assert out.count("plain 10 tokens/s") >= len(answers.decoded.prompts)
     assert "output identical" in out
     assert asked == [3]
 
@@ -236,77 +243,46 @@ def test_the_head_in_the_package():
 
 def test_the_story(reported, tmp_path):
     text = reported()
-    first, second = text.split("2. Training such a model here")
-    for part in (first, second):
-        lines = part[part.index("held-out prompt 1") :].splitlines()
-        assert "held-out prompt 1, continued, greedy (in brackets: accepted drafts)" in lines[0]
+    first, second = text.split("2. A new head for this model, trained here")
+    for part, label in ((first, "prompt 1, greedy"), (second, "prompt 1, greedy, with the new head")):
+        lines = part[part.index(label) :].splitlines()
+        assert f"{label} (in brackets: accepted drafts)" in lines[0]
         assert "\u27e6e\u27e7" in lines[2]
         story = [line.replace("\u27e6", "").replace("\u27e7", "") for line in lines[1:4]]
         assert story == ["# a prompt", "def add(a, b):", "    return a + b"]
         assert "greedy         AL 2.00 at K = 2  a_1 1.00  a_2 0.00  (1 of 4 texts repetitive, left out)" in part
         assert "plain 10 tokens/s, MTP 20 tokens/s = 2.00 x  output identical" in part
-        assert part.count("output") == 1
-    assert unwrapped("for 4 minutes (--minutes)") in unwrapped(second)
-    assert unwrapped(f"trained 30 s, 35 s in all; in {tmp_path}: model, report.json") in unwrapped(second)
+        assert part.count("output") == 1 + (part is second)
+    assert unwrapped("for 3 minutes (--minutes)") in unwrapped(second)
+    assert "the new head, 9 steps:" in second
+    folder = tmp_path / "shipped" / "new-head"
+    assert unwrapped(f"trained in 30 s; in {folder}: head, report.json") in unwrapped(second)
+    command = shlex.join(["nextn", "generate", str(tmp_path / "shipped" / "model"), "def add("])
+    assert unwrapped(f"{command} --head {folder / 'head'}") in unwrapped(second)
     assert "output DIFFERENT" in reported(other=TEXT[:-1] + b"!")
 
 
-def test_a_disagreement_of_training_and_decoding_is_a_finding(reported, tmp_path):
-    """Prompts longer than what the model was trained on once cost all acceptance, and nothing said so."""
-    assert "finding:" not in reported()
-    text = unwrapped(reported(rates=(1.0, 1.0)))  # AL 3 is expected, 2 is decoded
-    assert (
-        unwrapped("finding: greedy: training's teacher-forced figures give AL 3.00 at K = 2, decoding has 2.00") in text
-    )
-    assert str(tmp_path / "model") in text
-    assert len(json.loads(reported("--json", rates=(1.0, 1.0)))["disagreements"]) == 2
-    (sampled,) = json.loads(reported("--json", rates=(1.0, 1.0), texts=2))["disagreements"]  # two texts show nothing
-    assert sampled.startswith("temperature 1: ")
-
-
-def test_text_of_too_few_steps_is_called_what_it_is(reported, tmp_path):
-    """On a slow machine the text of the trained model is no code, and a reader blames the package."""
-    text = unwrapped(reported(loss=2.0))
-    assert unwrapped("9 steps are too few for this model: its text is gibberish (2.89 bits per byte") in text
-    assert unwrapped(f"`nextn demo --folder {tmp_path} --minutes 30` trains it longer") in text
-    assert "toofew" not in unwrapped(reported())
-    text = reported(loss=2.0, texts=0).split("2. Training")[1]
+def test_without_figures_of_repetitive_texts(reported):
+    text = reported(texts=0).split("2. A new head")[1]
     assert "greedy         no figures: 1 of 1 texts are repetitive" in text
-    assert unwrapped("nearly all its texts are repetitive (greedy)") in unwrapped(text)
-    assert text.count(" x") == 1  # of temperature 1
-    assert [each in text for each in ("continued, greedy", "continued, temperature 1")] == [False, True]
-    few = reported(loss=2.0, texts=2).split("2. Training")[1]
+    assert "greedy, with the new head" not in text
+    assert text.count(" x") == 3  # of temperature 1, and of the other head
+    few = reported(texts=2).split("2. A new head")[1]
     assert "greedy         no figures: 1 of 3 texts are repetitive" in few
-    assert few.count(" x") == 1
+    assert few.count(" x") == 3
 
 
 def test_drafts_that_cost_more_than_they_save_are_named(reported, monkeypatch):
+    assert "costs more" not in reported()
     monkeypatch.setattr(DecodedPair, "speedup", 0.9)
-    assert unwrapped("its drafts cost more than they save (greedy, temperature 1)") in unwrapped(reported())
-    assert unwrapped("more than they save (temperature 1)") in unwrapped(reported(texts=2))
-
-
-def test_prompts_are_no_longer_than_what_the_model_was_trained_on(tmp_path, monkeypatch):
-    decodings = []
-    monkeypatch.setattr(nextn.demo, "load_for", lambda folder: None)
-    monkeypatch.setattr(nextn.demo, "write_json", lambda path, record: None)
-    monkeypatch.setattr(
-        nextn.demo, "decode_model", lambda model, texts, **options: decodings.append(texts) or decoded()
-    )
-    corpus = Corpus.from_texts(
-        [(f"{at}.py", "x = 1\n" * 100) for at in range(12)], lambda texts: [[*text.encode()] for text in texts], 257
-    )
-    evaluation = EvalRecord(9, TeacherForcedFigures((1.0, 2.0), (0.5,), (0.5,)))
-    nextn.demo.decode_trained(TrainedModel(tmp_path, evaluation, corpus, 1.0), num_speculative_tokens=2)
-    longest = max(map(len, decodings[0])) + nextn.demo._MAX_TOKENS
-    assert longest <= by_name("tiny", vocab_size=264).train.length
+    assert unwrapped("checking drafts costs more than the new head saves") in unwrapped(reported())
 
 
 def test_json(reported):
     record = json.loads(reported("--json"))
-    assert (record["num_speculative_tokens"], record["greedy"]["repetitive"], record["temperature_1"]["speedup"]) == (
-        2, 1, pytest.approx(2),
-    )  # fmt: skip
+    new = record["new_head"]
+    figures = new["num_speculative_tokens"], new["steps"], new["greedy"]["repetitive"], new["temperature_1"]["speedup"]
+    assert figures == (2, 9, 1, pytest.approx(2))
     assert record["shipped"]["native"]["identical_output"]
 
 
@@ -317,7 +293,7 @@ def test_stopped(reported, tmp_path, monkeypatch, here):
     code, out, err = here("demo", "--no-download", "--folder", tmp_path, "--minutes", "1.5")
     assert code == 130
     assert unwrapped(f"nextn demo --folder {tmp_path} --minutes 1.5") in unwrapped(err)
-    assert "in all" not in out.split("2. Training")[1]
+    assert "results" not in out.split("2. A new head")[1]
 
 
 def test_progress_moves_without_a_terminal(capsys):
@@ -337,7 +313,7 @@ def test_progress_moves_without_a_terminal(capsys):
         sleep(0.12)
         on_record(replace(record, step=12, share=1.0, remaining_s=0.0))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("train  0:00  first step")
+    assert lines[0].startswith("train  0:00  ")
     assert "train  0:00  step 3/12  25%  2:05 left  bits 1.44 0.72  50 tok/s" in lines
     assert "train  0:00  step 3  evaluation on held-out text, batch 2/8" in lines
     assert "train  0:00  step 4/12  25%  2:05 left  no token with a label  50 tok/s" in lines

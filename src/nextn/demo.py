@@ -1,6 +1,5 @@
-"""The demo: decode a published or the shipped model without and with its MTP head; then train another one."""
+"""The demo: decode a published or the shipped model without and with its MTP head; then train a new head for it."""
 
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,19 +27,21 @@ from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.abi import build_status
 from nextn.settings import Sampling, Settings
-from nextn.stats.acceptance import Acceptance, expected_length
-from nextn.train.joint_run import prepare_joint_run
-from nextn.train.metrics import EvalRecord, Evaluation, Record
+from nextn.stats.acceptance import Acceptance
+from nextn.train.evaluation import HeldOutAcceptance
+from nextn.train.head_run import StartingPoint, prepare_head_run
+from nextn.train.metrics import Evaluation, HeadRecord, Record
 from nextn.train.self_generated import read_prompts as answered_prompts
 
 _PROMPT_TOKENS, _MAX_TOKENS, _MIN_TOKENS = 96, 160, 32
+_NUM_TEXTS = 6  # of held-out code
 _MIN_TEXTS = 3  # that are not degenerate: figures of fewer say little of the model
-_AGREEMENT = 0.6  # of the accepted drafts that teacher forcing predicts; half of them are lost by the common faults
-_DECODE_S, _PUBLISHED_S = 8.0, 45.0  # seconds of decoding one model with one backend
-# As the recipe, but without compilation: a step would take 0.75 of the time, which does not make up for the minute or
-# more of compilation in a budget of a few minutes, and it needs a compiler. Half the batch, so that slow machines take
-# enough steps. Evaluations are not part of the budget.
-_TRAINING = {"compile": False, "batch_size": 8, "save_every": 0, "eval_every": 0}
+_DECODE_S, _PUBLISHED_S, _TRAINED_S = 8.0, 45.0, 15.0  # seconds of decoding one model with one backend
+# Small steps, so that slow machines take enough of them. Evaluations are not part of the time budget.
+_TRAINING = {
+    "batch_size": 4, "length": 128, "optimizer": "muon", "matrix_lr": 0.005, "loss_vocab": 8192, "save_every": 0,
+    "eval_every": 0,
+}  # fmt: skip
 
 Clock = Callable[[], float]
 
@@ -165,65 +166,37 @@ class DecodedModel:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """A chat model's answers."""
+class Demonstration:
+    """A model, its prompts as text, and what it decoded of as many of them as there was time for."""
 
-    prompts: tuple[str, ...]
-    decoded: DecodedModel  # of as many prompts as there was time for
-    detokenize: Callable[[list[int]], str]
     checkpoint: Path
+    head: Path | None  # None: the checkpoint's own
+    prompts: tuple[str, ...]
+    decoded: DecodedModel
+    detokenize: Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
-class TrainedModel:
-    """A model in `folder/model`, its evaluation at the end of training, and the text that it was not trained on."""
+class TrainedHead:
+    """A new head for the trunk of a checkpoint, in a folder of its own.
+
+    Attributes:
+        folder: Of the head.
+        steps: Of training.
+        heldout: Acceptance on code that it was not trained on, by teacher forcing.
+        held_out: That code.
+        seconds: Of the last session, with preparations and evaluation.
+    """
 
     folder: Path
-    evaluation: EvalRecord
+    steps: int
+    heldout: HeldOutAcceptance
     held_out: Corpus
-    seconds: float  # of the last session, with preparations and evaluation
-
-
-@dataclass(frozen=True)
-class DemoReport:
-    """The results of training a model in the demo and decoding it."""
-
-    trained: TrainedModel
-    decoded: DecodedModel
-    total_s: float
-
-    @property
-    def disagreements(self) -> list[str]:
-        """What decoding accepts far less of than training's teacher-forced figures say, one sentence per temperature.
-
-        Drafts on the trunk's own text are easier than on the corpus, so more than expected is no disagreement.
-        """
-        k, forced = self.decoded.num_speculative_tokens, self.trained.evaluation.forced
-        command = f"nextn measure {shlex.quote(str(self.trained.folder / 'model'))}"
-        cases = (("greedy", forced.match, self.decoded.greedy), ("temperature 1", forced.overlap, self.decoded.sampled))
-        lengths = [
-            (label, expected_length(rates[:k]), pair.figures().mtp.acceptance)
-            for label, rates, pair in cases
-            if pair.is_comparable
-        ]
-        return [
-            f"{label}: training's teacher-forced figures give AL {expected:.2f} at K = {min(k, len(forced.match))}, "
-            f"decoding has {decoded.length:.2f}; `{command}` measures the head apart from the decoder"
-            for label, expected, decoded in lengths
-            if decoded.num_rounds and decoded.length - 1 < _AGREEMENT * (expected - 1)
-        ]
+    seconds: float
 
     def as_record(self) -> dict[str, object]:
         """Return the record for report.json."""
-        forced = self.trained.evaluation.forced
-        held_out = {"loss_nats": list(forced.loss), "match": list(forced.match), "overlap": list(forced.overlap)}
-        return self.decoded.as_record() | {
-            "held_out": held_out | {"definition": forced.definition},
-            "steps": self.trained.evaluation.step,
-            "disagreements": self.disagreements,
-            "train_s": self.trained.seconds,
-            "total_s": self.total_s,
-        }
+        return {"steps": self.steps, "heldout": self.heldout.as_record(), "train_s": self.seconds}
 
 
 def decode_side(backend: Backend, texts: Sequence[Sequence[int]], settings: Settings) -> DecodedSide:
@@ -308,7 +281,7 @@ def decode_published(
     offline: bool = False,
     note: Callable[[str], None] = lambda _: None,
     on_build: Callable[[], None] = lambda: None,
-) -> Answers:
+) -> Demonstration:
     """Decode SmolLM2-135M-Instruct's answers to the package's prompts, with the package's head; write a report.
 
     Raises CheckpointError if the model is not in the user's cache and cannot be downloaded.
@@ -325,7 +298,8 @@ def decode_published(
     write_json(folder / "report.json", {decoded.backend: decoded.as_record()})
     assert model.tokenizer is not None
     detokenize = partial(model.tokenizer.decode, skip_special_tokens=True)
-    return Answers(tuple(str(each.text) for each in read_prompts(prompts)), decoded, detokenize, checkpoint)
+    shown = tuple(str(each.text) for each in read_prompts(prompts))
+    return Demonstration(checkpoint, SHIPPED_HEAD, shown, decoded, detokenize)
 
 
 def decode_shipped(
@@ -334,7 +308,7 @@ def decode_shipped(
     num_speculative_tokens: int,
     seconds: float = _DECODE_S,
     on_build: Callable[[], None] = lambda: None,
-) -> Iterator[DecodedModel]:
+) -> Iterator[Demonstration]:
     """Copy the shipped checkpoint to `folder/model`, decode it, and yield the results of each backend; write a report.
 
     If the native runtime is not built yet, which takes up to a minute, the torch backend decodes first; on_build is
@@ -356,42 +330,53 @@ def decode_shipped(
         result = decode_model(model, texts, num_speculative_tokens=k, backend=name, seconds=seconds)
         result = replace(result, reason=reason) if name == "torch" else result
         results[result.backend] = result
-        yield result
+        yield Demonstration(folder / "model", None, tuple(_of_bytes(text) for text in texts), result, _of_bytes)
     write_json(folder / "report.json", {name: result.as_record() for name, result in results.items()})
+
+
+def _of_bytes(tokens: Sequence[int]) -> str:
+    return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 def train_demo(
     folder: Path,
+    checkpoint: Path,
     *,
+    num_speculative_tokens: int,
     minutes: float,
     on_record: Callable[[Record | Evaluation], None],
     should_stop: Callable[[], bool] = lambda: False,
-) -> TrainedModel | None:
-    """Train the shipped checkpoint's recipe for some minutes in `folder/run` and write the result to `folder/model`.
+) -> TrainedHead | None:
+    """Train a new head on a checkpoint's frozen trunk for some minutes in `folder`, on Python's standard library.
 
     Return None if it was stopped; the next call resumes it.
     """
     started = time.perf_counter()
-    run = prepare_joint_run(folder / "run", recipe="tiny", settings=_TRAINING | {"minutes": minutes})
-    evaluations: list[EvalRecord] = []
-    for trainer in run.stages(folder / "model"):
-        trainer.resume()
-        for record in trainer.run(should_stop, on_evaluation=on_record):
-            on_record(record)
-            evaluations += [record] if isinstance(record, EvalRecord) else []
-        if not trainer.is_over:
-            return None
-    return TrainedModel(folder, evaluations[-1], run.held_out, time.perf_counter() - started)
+    settings = _TRAINING | {"minutes": minutes, "depths": num_speculative_tokens}
+    run = prepare_head_run(folder, StartingPoint(checkpoint, fresh=True), data=(), settings=settings)
+    run.trainer.resume()
+    evaluated: HeadRecord | None = None
+    for record in run.trainer.run(should_stop, on_evaluation=on_record):
+        on_record(record)
+        evaluated = record if isinstance(record, HeadRecord) else evaluated
+    if not run.trainer.is_over:
+        return None
+    assert evaluated is not None  # after the last step
+    head = run.write(head_only=True).parent
+    return TrainedHead(head, evaluated.step, evaluated.heldout, run.held_out, time.perf_counter() - started)
 
 
-def decode_trained(trained: TrainedModel, *, num_speculative_tokens: int) -> DemoReport:
-    """Load the trained model, decode it, and write report.json."""
-    started = time.perf_counter()
-    prompts = sample_prompts(trained.held_out, count=12, length=_PROMPT_TOKENS, seed=0, continuation=0)
+def decode_trained(trained: TrainedHead, example: Demonstration) -> tuple[Demonstration, Demonstration]:
+    """Continue held-out code with the trained head and with the example's own; write report.json beside the former."""
+    prompts = sample_prompts(trained.held_out, count=_NUM_TEXTS, length=_PROMPT_TOKENS, seed=1, continuation=0)
     texts = [prompt.tolist() for prompt in prompts]
-    decoded = decode_model(
-        load_for(trained.folder / "model"), texts, num_speculative_tokens=num_speculative_tokens, seconds=_DECODE_S
-    )
-    report = DemoReport(trained, decoded, trained.seconds + time.perf_counter() - started)
-    write_json(trained.folder / "report.json", report.as_record())
-    return report
+    k = example.decoded.num_speculative_tokens
+
+    def decode(head: Path | None) -> Demonstration:
+        model = load_for(example.checkpoint, head=head)
+        decoded = decode_model(model, texts, num_speculative_tokens=k, seconds=_TRAINED_S, min_prompts=len(texts))
+        return replace(example, head=head, prompts=tuple(map(example.detokenize, texts)), decoded=decoded)
+
+    new, own = decode(trained.folder), decode(example.head)
+    write_json(trained.folder.parent / "report.json", new.decoded.as_record() | trained.as_record())
+    return new, own

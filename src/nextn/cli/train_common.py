@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nextn.train.metrics import EvalRecord, Evaluation, HeadRecord, Record, StepRecord
     from nextn.train.run_options import RunOptions
 FOLDER = "export"
-_FIRST_STEP = "first step (torch.compile may take minutes)"
+_FIRST_STEP = "preparing the first step"
 
 
 def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
