@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from scipy.stats import binomtest
 
+from nextn.cli.acceptance import show_lengths
 from nextn.cli.bench import _show_benchmark
-from nextn.cli.measure import show_lengths
 from nextn.decoding.records import Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from nextn.checkpoint.checkpoint import SHIPPED
 from nextn.cli import app, streaming
-from nextn.cli.measure import _length, _rows, draw_curves
+from nextn.cli.acceptance import _length, _rows, draw_curves
 from nextn.cli.progress import progress_bars
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError, NextnError

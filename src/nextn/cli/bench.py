@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from nextn.cli.acceptance import draw_curves, show_lengths
 from nextn.cli.accuracy import accuracy_of
 from nextn.cli.common import (
     K_NAMES,
@@ -27,7 +28,6 @@ from nextn.cli.common import (
     use_chat,
 )
 from nextn.cli.decode import DraftVocabularyOptions
-from nextn.cli.measure import draw_curves, show_lengths
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.errors import ConfigError

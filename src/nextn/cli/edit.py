@@ -1,7 +1,8 @@
 """Commands that edit checkpoints: restore, convert, extract, export, push, quantize."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ from nextn.cli.common import (
     K_NAMES,
     AsJson,
     CheckpointName,
+    expanded,
     follows_links,
     open_checkpoint,
     shipped_option,
@@ -70,6 +72,68 @@ def restore(
     _run(edit, dry_run=dry_run, as_json=as_json)
 
 
+@dataclass(frozen=True)
+class HeadChanges:
+    """How a converted head differs from the one that is stored."""
+
+    to: Annotated[str | None, Option(help="Family whose names the head gets. Default: the model's own.")] = None
+    now: Annotated[str | None, Option("--from", help="Family whose names the head has, if they are ambiguous.")] = None
+    form: Annotated[
+        Form | None,
+        Option(
+            help="single-file: everything in model.safetensors. side-file: the head in mtp.safetensors, not in the "
+            "index. shards: the head in an indexed file of its own."
+        ),
+    ] = None
+    experts: Annotated[
+        ExpertForm | None, Option(help="split, fused or stacked: the form in which the head's experts are stored.")
+    ] = None
+    trunk_experts: Annotated[ExpertForm | None, Option(help="The form in which the trunk's experts are stored.")] = None
+    keep_experts: Annotated[
+        str | None,
+        Option(
+            help="Numbers of the head's experts to keep, joined by commas, or a .json file with a list: for a trunk "
+            "whose experts were pruned."
+        ),
+    ] = None
+    norm_weights: Annotated[
+        str | None,
+        Option(
+            help="add-1, subtract-1, add-2 or subtract-2: shift the head's RMSNorm weights. After a colon: the names "
+            "of those to shift, joined by commas."
+        ),
+    ] = None
+
+    def convert(self, source: str, out: Path) -> "Callable[..., EditPlan]":
+        """Return the edit that makes these changes. Raises ConfigError for a list of experts that cannot be read."""
+        from nextn.edit.convert import convert as convert_head
+        from nextn.edit.expert_pieces import read_expert_list
+
+        kept = None if self.keep_experts is None else read_expert_list(self.keep_experts)
+        return partial(
+            convert_head, open_checkpoint(source), out, to=self.to, now=self.now, form=self.form,
+            norm_weight=self.norm_weights, experts=self.experts, trunk_experts=self.trunk_experts, keep_experts=kept,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GgufOptions:
+    """How a GGUF file becomes a checkpoint."""
+
+    dtype: Annotated[
+        str | None,
+        Option(
+            help="For a .gguf file: float32, float16 or bfloat16 for all weights, packed or not; or stored: quantized "
+            "weights of decoder layers stay as they are in the file, and only nextn loads the folder."
+        ),
+    ] = None
+    tokenizer: Annotated[
+        Path | None,
+        Option(help="For a .gguf file: folder with its tokenizer, if nextn cannot read the one in the file."),
+    ] = None
+
+
+@expanded()
 def convert(
     *,
     source: Annotated[
@@ -82,46 +146,8 @@ def convert(
     out: Annotated[
         Path | None, Argument(help="New folder for the result. With --reindex alone: the folder itself is changed.")
     ] = None,
-    to: Annotated[str | None, Option(help="Family whose names the head gets. Default: the model's own.")] = None,
-    now: Annotated[str | None, Option("--from", help="Family whose names the head has, if they are ambiguous.")] = None,
-    form: Annotated[
-        Form | None,
-        Option(
-            help="single-file: everything in model.safetensors. side-file: the head in mtp.safetensors, not in the "
-            "index. shards: the head in an indexed file of its own."
-        ),
-    ] = None,
-    experts: Annotated[
-        ExpertForm | None, Option(help="split, fused or stacked: the form in which the head's experts are stored.")
-    ] = None,
-    trunk_experts: Annotated[
-        ExpertForm | None, Option(help="The form in which the trunk's experts are stored.")
-    ] = None,
-    keep_experts: Annotated[
-        str | None,
-        Option(
-            help="Numbers of the head's experts to keep, joined by commas, or a .json file with a list: for a trunk "
-            "whose experts were pruned."
-        ),
-    ] = None,
-    norm_weights: Annotated[
-        str | None,
-        Option(
-            help="add-1, subtract-1, add-2 or subtract-2: shift the head's RMSNorm weights. After a colon: the names "
-            "of those to shift, joined by commas."
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        Option(
-            help="For a .gguf file: float32, float16 or bfloat16 for all weights, packed or not; or stored: quantized "
-            "weights of decoder layers stay as they are in the file, and only nextn loads the folder."
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        Option(help="For a .gguf file: folder with its tokenizer, if nextn cannot read the one in the file."),
-    ] = None,
+    changes: HeadChanges,
+    gguf: GgufOptions,
     reindex: Annotated[
         bool, Option("--reindex", help="Write the index that the files imply; no tensor changes.")
     ] = False,
@@ -129,13 +155,8 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Convert a head between equivalent layouts and between files, bit for bit; or a GGUF file to a checkpoint."""
-    of_head: dict[str, object] = {
-        "--to": to, "--from": now, "--form": form, "--norm-weights": norm_weights, "--experts": experts,
-        "--trunk-experts": trunk_experts, "--keep-experts": keep_experts,
-    }  # fmt: skip
-    of_gguf: dict[str, object] = {"--dtype": dtype, "--tokenizer": tokenizer}
     if reindex:
-        _refuse(of_head | of_gguf, "--reindex changes the index alone; run it first, then convert with")
+        _refuse("--reindex changes the index alone; run it first, then convert with", changes, gguf)
         from nextn.edit.reindex import reindex as write_index
 
         _run(partial(write_index, open_checkpoint(source), out), dry_run=dry_run, as_json=as_json)
@@ -143,25 +164,17 @@ def convert(
     if out is None:
         message = "OUT is missing: give a new folder for the result; only --reindex changes the folder itself"
         raise typer.BadParameter(message)
-    if Path(source).suffix == ".gguf":
-        _refuse(of_head, "a .gguf file is converted to the model's own names, in indexed files: convert it first, then "
-                "the folder with")  # fmt: skip
-        from nextn.edit.gguf_import import convert_gguf
-
-        with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
-            plan = convert_gguf(Path(source), out, dtype=dtype, tokenizer=tokenizer, dry_run=dry_run, on_bytes=on_bytes)
-        _report(plan, dry_run=dry_run, as_json=as_json)
+    if Path(source).suffix != ".gguf":
+        _refuse(f"{source}: convert keeps dtype and tokenizer as they are; only for a .gguf file give", gguf)
+        _run(changes.convert(source, out), dry_run=dry_run, as_json=as_json)
         return
-    _refuse(of_gguf, f"{source}: convert keeps dtype and tokenizer as they are; only for a .gguf file give")
-    from nextn.edit.convert import convert as convert_head
-    from nextn.edit.expert_pieces import read_expert_list
+    message = "a .gguf file is converted to the model's own names, in indexed files: convert it first, then the folder"
+    _refuse(f"{message} with", changes)
+    from nextn.edit.gguf_import import convert_gguf
 
-    edit = partial(
-        convert_head, open_checkpoint(source), out, to=to, now=now, form=form, norm_weight=norm_weights,
-        experts=experts, trunk_experts=trunk_experts,
-        keep_experts=None if keep_experts is None else read_expert_list(keep_experts),
-    )  # fmt: skip
-    _run(edit, dry_run=dry_run, as_json=as_json)
+    with _bytes_bar(quiet=as_json or dry_run) as on_bytes:
+        plan = convert_gguf(Path(source), out, **asdict(gguf), dry_run=dry_run, on_bytes=on_bytes)
+    _report(plan, dry_run=dry_run, as_json=as_json)
 
 
 def extract(
@@ -206,14 +219,13 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a head that was added to a model for an engine, and print the command that serves it with the trunk."""
-    from dataclasses import asdict
-
     from nextn.edit.export import as_text
     from nextn.edit.export import export as export_head
 
     write = partial(export_head, tokenizer=tokenizer, num_speculative_tokens=num_speculative_tokens)
     if as_adopted and engine != "llama.cpp":
-        _refuse({"--tokenizer": tokenizer}, "--adopt writes a folder with the trunk's own tokenizer: leave out")
+        if tokenizer is not None:
+            raise ConfigError("--adopt writes a folder with the trunk's own tokenizer: leave out --tokenizer")
         _export_adopted(head, out, engine, model, num_speculative_tokens, as_json=as_json)
         return
     made = _adopted_gguf(head, out, model, write) if as_adopted else write(head, out, engine, trunk=model)
@@ -361,10 +373,12 @@ def push(
         echo(f"uploaded {sum(made.files.values()):,} bytes and README.md: {address}")
 
 
-def _refuse(options: Mapping[str, object], reason: str) -> None:
-    """Raise ConfigError with `reason` and the options that were given, if there are any."""
-    if given := [name for name, value in options.items() if value is not None]:
-        raise ConfigError(f"{reason} {', '.join(given)}")
+def _refuse(reason: str, *groups: HeadChanges | GgufOptions) -> None:
+    """Raise ConfigError with `reason` and the options of the groups that were given, if there are any."""
+    given = [name for group in groups for name, value in asdict(group).items() if value is not None]
+    if given:
+        names = [f"--{'from' if name == 'now' else name.replace('_', '-')}" for name in given]
+        raise ConfigError(f"{reason} {', '.join(names)}")
 
 
 def _run(edit: "Callable[..., EditPlan]", *, dry_run: bool, as_json: bool) -> None:

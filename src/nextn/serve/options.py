@@ -83,12 +83,11 @@ class ServerOptions:
         require_at_least(self, max_model_len=2, max_body_bytes=1024, request_s=0, grace_s=0)
 
 
-def checked_numbers(*, request_timeout: float, grace: float) -> dict[str, float]:
-    """Return options of the command line as fields of `ServerOptions`; raise ConfigError before a model loads."""
+def check_seconds(*, request_timeout: float, grace: float) -> None:
+    """Raise ConfigError for times of the command line that are out of range, before a model is loaded."""
     for name, value in {"--request-timeout": request_timeout, "--grace": grace}.items():
         if not 0 <= value <= _MAX_SECONDS:  # false for nan
             raise ConfigError(f"{name} {value:g}; expected 0 to {_MAX_SECONDS:,} seconds")
-    return {"request_s": request_timeout, "grace_s": grace}
 
 
 def allowed_hosts(host: str) -> tuple[str, ...] | None:
