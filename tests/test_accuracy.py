@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from nextn.cli.accuracy import accuracy_of
-from nextn.cli.common import ModelOptions
+from nextn.cli.model_options import ModelOptions
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import ConfigError
 from nextn.evaluate.accuracy import Accuracy, Candidate, Reference, choose_weights, compared_texts, logits_of

@@ -17,7 +17,8 @@ from tiny import CONFIGS
 
 from nextn import cli
 from nextn.cli import common
-from nextn.cli.common import ModelOptions, expanded, stop_flag
+from nextn.cli.common import expanded, stop_flag
+from nextn.cli.model_options import ModelOptions
 from nextn.decoding.generate import encode
 from nextn.errors import ConfigError
 from nextn.model.model import Model
@@ -287,7 +288,8 @@ def test_a_number_of_threads(here):
             assert f"--threads {number}; expected 1 to {most}, the cores that" in complaint, name
     code = """
 import sys, threading, torch
-from nextn.cli.common import ModelOptions, shipped_path
+from nextn.cli.common import shipped_path
+from nextn.cli.model_options import ModelOptions
 from nextn.runtime.native.abi import load
 options = ModelOptions(shipped_path("tiny"), threads=int(sys.argv[1]))
 options.check()

@@ -26,7 +26,7 @@ from tiny import build as build_with_head
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.cli.common import ModelOptions
+from nextn.cli.model_options import ModelOptions
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit import gguf_import
 from nextn.edit.export import export

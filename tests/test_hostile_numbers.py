@@ -17,7 +17,7 @@ from nextn.conformance.record import Canary
 from nextn.data.chat_template import check_growth, tokenizer_failures
 from nextn.errors import CheckpointError, ConfigError
 from nextn.model.device_map import _read_map
-from nextn.model.model import _eos_of
+from nextn.model.text_interface import _eos_of
 from nextn.serve.publish import _read as read_figures
 from nextn.train.answers_file import resume_answers
 from nextn.train.joint_run import _read_config

@@ -27,7 +27,8 @@ from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import by_name
 from nextn.model.load_head import head_tensors
 from nextn.model.load_trunk import check_runs
-from nextn.model.model import Model, read_tokenizer
+from nextn.model.model import Model
+from nextn.model.text_interface import read_tokenizer
 from nextn.settings import Settings
 
 

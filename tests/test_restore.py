@@ -20,7 +20,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, head_fingerprint, open_head, trunk_fingerprint
 from nextn.checkpoint.quantization import QuantConfig
 from nextn.checkpoint.safetensors_file import RawTensor, write_json
-from nextn.edit import plan
+from nextn.edit import execute
 from nextn.edit.compatibility import absent
 from nextn.edit.plan import _differences, visible
 from nextn.errors import CheckpointError, ConfigError, FamilyError
@@ -760,14 +760,14 @@ def test_target_that_changed_after_the_plan(tmp_path, monkeypatch):
     for changed in ("base", "target"):
         folders = tmp_path / changed
         base, target = publish(folders / "base", "glm4_moe"), lost(folders / "target", "glm4_moe")
-        write = plan.write_safetensors
+        write = execute.write_safetensors
 
         def late(*args, into=folders / changed, write=write, **options):
             write(*args, **options)
             for path in into.glob("*.safetensors"):
                 path.write_bytes(path.read_bytes())
 
-        monkeypatch.setattr(plan, "write_safetensors", late)
+        monkeypatch.setattr(execute, "write_safetensors", late)
         before = snapshot(target)
         with pytest.raises(CheckpointError, match=f"files changed after they were read: {folders / changed}"):
             nextn.restore(target, base)
@@ -784,7 +784,7 @@ def test_killed_for_good(tmp_path, monkeypatch):
     def killed_at(step):
         steps = failing_steps(pytest.MonkeyPatch(), Stop)
         monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: os._exit(0))  # the first thing that tidying up does
-        monkeypatch.setattr(plan, "_undo", lambda *_: os._exit(0))
+        monkeypatch.setattr(execute, "_undo", lambda *_: os._exit(0))
         steps.start(step)
         nextn.restore(target, base)
 
@@ -807,7 +807,7 @@ def test_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - 7))
     with pytest.raises(CheckpointError, match=f"{size:,} bytes .* {size - 7:,} left, 7 too few"):
         nextn.restore(target, base)
-    monkeypatch.setattr(plan, "_can_link", lambda *_: False)
+    monkeypatch.setattr(execute, "_can_link", lambda *_: False)
     with pytest.raises(CheckpointError, match="too few") as found:
         nextn.restore(target, base, out=tmp_path / "out")
     copied = sum((target / name).stat().st_size for name in ("model.safetensors", "config.json"))

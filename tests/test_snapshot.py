@@ -14,7 +14,8 @@ from tiny import build
 
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.errors import CheckpointError
-from nextn.model.model import Model, TextInterface
+from nextn.model.model import Model
+from nextn.model.text_interface import TextInterface
 
 SHARD = "model-00002-of-00002.safetensors"
 
@@ -123,7 +124,8 @@ def test_config_and_tokenizer_without_weights(hub, tmp_path):
     for path in (tmp_path / "with-tokenizer").glob("*.json"):
         hub.files[path.name] = path.read_bytes()
     read = TextInterface.read("org/model")
-    own = TextInterface.of(Model.load(tmp_path / "with-tokenizer"))
+    loaded = Model.load(tmp_path / "with-tokenizer")
+    own = TextInterface.of(loaded.trunk, loaded.tokenizer)
     assert (read.vocab_size, read.max_length, read.eos) == (own.vocab_size, own.max_length, own.eos)
     assert read.tokenizer("ab")["input_ids"] == own.tokenizer("ab")["input_ids"]
     assert not [path for path, _ in hub.requests if path.endswith(".safetensors")]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from nextn.cli.common import AsJson, ModelOptions, expanded, shipped_path
+from nextn.cli.common import AsJson, expanded, shipped_path
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.cli.streaming import reason_to_stream

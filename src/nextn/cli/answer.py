@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from nextn.cli.common import AsJson, Chat, EngineAccess, ModelOptions, appendable, expanded, stop_flag, use_chat
+from nextn.cli.common import AsJson, Chat, EngineAccess, appendable, expanded, stop_flag, use_chat
 from nextn.cli.decode import DecodingOptions
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import echo, print_json, print_notes
 from nextn.errors import ConfigError
@@ -55,7 +56,7 @@ def answer(
 
     check_sources([source for source in prompts if not is_benchmark(source)])
     endpoint = None if asked.engine is None else asked.open()  # before anything that imports torch
-    from nextn.model.model import TextInterface
+    from nextn.model.text_interface import TextInterface
     from nextn.train.self_generated import generate_answers, read_prompts, served_answers
 
     model_of_text = options.load(need_head=False) if endpoint is None else TextInterface.read(options.source)

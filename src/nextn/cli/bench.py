@@ -17,7 +17,6 @@ from nextn.cli.common import (
     Chat,
     EngineAccess,
     MaxTokens,
-    ModelOptions,
     NumCopyTokens,
     Prompts,
     Temperatures,
@@ -28,6 +27,7 @@ from nextn.cli.common import (
     use_chat,
 )
 from nextn.cli.decode import DraftVocabularyOptions
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.errors import ConfigError

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nextn.cli.common import Chat, ModelOptions, expanded, stop_flag, use_chat
+from nextn.cli.common import Chat, expanded, stop_flag, use_chat
 from nextn.cli.decode import DecodingOptions, acceptance_line, speed
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.screen import (
     Marks,
     console,

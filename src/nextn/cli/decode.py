@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from nextn.cli.common import (
-    AsJson,
-    Chat,
-    MaxTokens,
-    ModelOptions,
-    NumCopyTokens,
-    NumSpeculativeTokens,
-    expanded,
-    use_chat,
-)
+from nextn.cli.common import AsJson, Chat, MaxTokens, NumCopyTokens, NumSpeculativeTokens, expanded, use_chat
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.screen import (
     Marks,
     console,

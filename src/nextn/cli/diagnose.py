@@ -15,7 +15,6 @@ from nextn.cli.common import (
     Chat,
     EngineTest,
     MaxTokens,
-    ModelOptions,
     Prompts,
     RecordFile,
     Temperatures,
@@ -24,6 +23,7 @@ from nextn.cli.common import (
     parse_temperatures,
     print_published,
 )
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, show_report, shown
 from nextn.cli.streaming import GivenTextOptions, TextOptions, engine_folder, measure_answers

@@ -15,7 +15,6 @@ from nextn.cli.common import (
     Chat,
     EngineAccess,
     MaxTokens,
-    ModelOptions,
     Prompts,
     RecordFile,
     check_figure,
@@ -25,6 +24,7 @@ from nextn.cli.common import (
     print_published,
     shipped_path,
 )
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import echo, print_json, print_note
 from nextn.cli.streaming import GivenTextOptions, TextOptions, measure_acceptance

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from nextn.cli.common import K_NAMES, ModelOptions, NumCopyTokens, expanded, open_checkpoint
+from nextn.cli.common import K_NAMES, NumCopyTokens, expanded, open_checkpoint
 from nextn.cli.decode import DraftableText, DraftVocabularyOptions
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import say_doing
 from nextn.cli.screen import echo, flush_streams, print_note, print_notes
 from nextn.errors import ConfigError

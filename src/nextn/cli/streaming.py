@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nextn.cli.common import EngineAccess, ModelOptions, open_checkpoint, user_cache
+from nextn.cli.common import EngineAccess, open_checkpoint, user_cache
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
@@ -199,13 +200,13 @@ def _ask_engine(
     """The engine's continuations at each temperature, stored beside the states, and its log-probabilities, if any."""
     from nextn.evaluate.given_texts import read_texts
     from nextn.evaluate.reference_texts import check_thinking, prompt_tokens
-    from nextn.model.model import TextInterface
+    from nextn.model.text_interface import TextInterface
     from nextn.settings import Sampling, Settings
     from nextn.train.self_generated import served_answers
 
     check_thinking(model, plan)
     given: list[GivenTexts] = []
-    eos = TextInterface.of(model).eos
+    eos = TextInterface.of(model.trunk, model.tokenizer).eos
     ids = [prompt_tokens(model, prompt, plan) for prompt in prompts]
     stored = engine_folder(endpoint, source, ids, "answers", [plan.max_tokens, plan.seed])
     for temperature in plan.temperatures:
@@ -250,10 +251,10 @@ def measure_answers(
     from nextn.evaluate.given_texts import GivenTexts
     from nextn.evaluate.reference_texts import prompt_tokens
     from nextn.evaluate.teacher_forced import ReferenceText
-    from nextn.model.model import TextInterface
+    from nextn.model.text_interface import TextInterface
     from nextn.train.self_generated import to_generated
 
-    eos, given = TextInterface.of(model).eos, []
+    eos, given = TextInterface.of(model.trunk, model.tokenizer).eos, []
     domains = tuple(prompt.domain for prompt in prompts)
     for temperature in plan.temperatures:
         texts: dict[int, ReferenceText] = {}

@@ -13,7 +13,6 @@ from typer import Argument, Option
 from nextn.cli.common import (
     AsJson,
     Device,
-    ModelOptions,
     check_device,
     expanded,
     follows_links,
@@ -21,6 +20,7 @@ from nextn.cli.common import (
     stop_flag,
     writable_folder,
 )
+from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars, say_doing
 from nextn.cli.screen import echo, print_json, print_note, print_notes
 from nextn.cli.streaming import show_init_layers, stream_for_training

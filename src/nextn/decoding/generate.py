@@ -13,7 +13,8 @@ from nextn.data.chat_template import apply_chat_template, tokenizer_failures
 from nextn.decoding.records import Observer, Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError, require_type
-from nextn.model.model import Model, TextInterface
+from nextn.model.model import Model
+from nextn.model.text_interface import TextInterface
 from nextn.runtime.backend import backend_for
 from nextn.settings import Settings, check_prompts, prompt_ids
 from nextn.speculative.draft_policy import DraftLength
@@ -128,7 +129,7 @@ def eos_tokens(model: Model) -> tuple[int, ...]:
         >>> nextn.eos_tokens(nextn.load("tiny"))
         (257,)
     """
-    return TextInterface.of(model).eos
+    return TextInterface.of(model.trunk, model.tokenizer).eos
 
 
 def stream(

@@ -18,6 +18,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import GENERIC, misfits, open_head, record_training, trained_length, trunk_family
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.edit.compatibility import absent
+from nextn.edit.execute import execute
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
     EditPlan,
@@ -25,7 +26,6 @@ from nextn.edit.plan import (
     Progress,
     changes,
     divide,
-    execute,
     index_document,
     into_new_folder,
     quiet,

@@ -18,6 +18,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.checkpoint.quantization import is_mlx
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
+from nextn.edit.execute import execute
 from nextn.edit.expert_pieces import in_form, prune, superseded, trunk_in_form, with_num_experts
 from nextn.edit.links import refuse_links
 from nextn.edit.norm_shift import NormWeightShift, shifted, stores_less_one
@@ -28,7 +29,6 @@ from nextn.edit.plan import (
     Progress,
     changes,
     divide,
-    execute,
     index_document,
     into_new_folder,
     quiet,

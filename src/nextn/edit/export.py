@@ -16,10 +16,11 @@ from nextn.checkpoint.provenance import GENERIC, misfits, open_head, quantized, 
 from nextn.checkpoint.snapshot import folder_of, on_disk
 from nextn.edit.adopt import engines_after_adopting
 from nextn.edit.compatibility import absent, lone_experts
+from nextn.edit.execute import execute
 from nextn.edit.gguf_export import refuse_modules, refuse_trunk, refuse_without_gguf, write_gguf
 from nextn.edit.gguf_layout import STEP35, layout_of
 from nextn.edit.gguf_tokenizer import writable_tokenizer
-from nextn.edit.plan import EditPlan, Files, Piece, execute, new_folder
+from nextn.edit.plan import EditPlan, Files, Piece, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import REPEATED_FIELD, Family, find, lookup

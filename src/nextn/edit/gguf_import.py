@@ -25,11 +25,12 @@ from nextn.checkpoint.quantized_weights import QuantizedWeight, pack_codes
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.checkpoint.tensors import FLOATS, bytes_of
+from nextn.edit.execute import execute
 from nextn.edit.gguf_architectures import Architecture, Change, architecture_of
 from nextn.edit.gguf_layout import HEAD, HEAD_FOLDER
 from nextn.edit.gguf_metadata import Config, Metadata, common_config
 from nextn.edit.gguf_tokenizer import write_tokenizer
-from nextn.edit.plan import EditPlan, Files, Piece, Progress, execute, index_document, into_new_folder, quiet
+from nextn.edit.plan import EditPlan, Files, Piece, Progress, index_document, into_new_folder, quiet
 from nextn.edit.quantize import Rounding, is_linear, quantization_config
 from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import Family, find

@@ -31,6 +31,7 @@ from nextn.checkpoint.quantization import QuantConfig, stored_modules
 from nextn.checkpoint.quantized_weights import UNQUANTIZED_PARTS, pack_codes, round_to_nearest
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.checkpoint.tensors import FLOATS, bytes_of
+from nextn.edit.execute import execute
 from nextn.edit.expert_pieces import with_split_experts
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
@@ -39,7 +40,6 @@ from nextn.edit.plan import (
     Piece,
     Progress,
     changes,
-    execute,
     index_document,
     into_new_folder,
     quiet,

@@ -7,13 +7,13 @@ from nextn.checkpoint.checkpoint import SINGLE, Checkpoint, as_checkpoint
 from nextn.checkpoint.file_index import FileIndex, file_index, mixed_files, with_sound_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
+from nextn.edit.execute import execute
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
     FIRST_SHARD,
     EditPlan,
     Files,
     Progress,
-    execute,
     free_name,
     index_document,
     into_new_folder,

@@ -23,6 +23,7 @@ from nextn.checkpoint.provenance import (
 )
 from nextn.checkpoint.quantization import QuantConfig, is_mlx
 from nextn.edit.compatibility import ABOUT_HEAD, absent, indexed_but_missing, quantized_without, refuse_misfit
+from nextn.edit.execute import execute
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
     EditPlan,
@@ -31,7 +32,6 @@ from nextn.edit.plan import (
     Progress,
     changes,
     divide,
-    execute,
     index_document,
     into_new_folder,
     quiet,

@@ -9,31 +9,27 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nextn.bounded_json import parse_json, token_id
-from nextn.checkpoint.checkpoint import OTHER_LIMITS, Checkpoint, as_checkpoint, write_index
+from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint, write_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import is_foreign, open_head, trained_length, trunk_family
 from nextn.checkpoint.quantized_weights import fp8_section, quantize_tensors
 from nextn.checkpoint.safetensors_file import read_header, write_json, write_safetensors, write_tensors
-from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk, small_files
+from nextn.checkpoint.snapshot import folder_of, in_parts, on_disk
 from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader
-from nextn.data.chat_template import check_growth
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import Family, by_config
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
-from nextn.model.layer_types import context_length
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
 from nextn.model.load_trunk import check_runs, deferred_trunk, load_trunk, streamed_trunk
 from nextn.model.packed_experts import dequantize, packed_parts
+from nextn.model.text_interface import tokenizer_in
 from nextn.model.trunk import Trunk
 from nextn.text_format import counted, some
-
-_SAMPLE_TEXT = "A text, 1 \u00e9"
 
 
 @dataclass
@@ -154,7 +150,7 @@ class Model:
             if any(packed_parts(*filter(None, (trunk, loaded)))):
                 files.pop_all()  # the layers read them
         length = trained_length(beside or inventory)
-        tokenizer = _tokenizer(folder, trunk, notes)
+        tokenizer = tokenizer_in(folder, trunk.vocab_size, notes)
         model = cls(trunk, loaded, family, tokenizer, tuple(notes), length).to(torch_device)
         check_runs(of_trunk, trunk)
         return model
@@ -391,98 +387,3 @@ def _add_shard(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def _index(folder: Path) -> None:
     infos = [info for path in sorted(folder.glob("*.safetensors")) for info in read_header(path).tensors.values()]
     write_index(folder, {info.name: info.file for info in infos}, sum(info.nbytes for info in infos))
-
-
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder and try it on a short text. Raises ConfigError if there is no usable one."""
-    try:
-        for path in sorted(folder.glob("*token*.json")):
-            OTHER_LIMITS.check_file(path)
-        if (path := folder / "tokenizer.json").is_file():
-            check_growth(parse_json(path.read_bytes(), OTHER_LIMITS))
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.decode(tokenizer(_SAMPLE_TEXT)["input_ids"])
-    except BaseException as error:
-        # tokenizers raises nothing narrower than Exception, and a panic of its Rust code is not even that.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(
-            f"{folder}: no readable tokenizer: {reason}; pass a folder with tokenizer.json and tokenizer_config.json"
-        ) from error
-    return tokenizer
-
-
-def added_tokens_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
-    """Return the added tokens that a vocabulary has no rows for, such as a fine-tune's padding or Gemma 3's image.
-
-    Raises CheckpointError if it lacks other tokens: it is that of another model.
-    """
-    added = [token for token, id in tokenizer.get_added_vocab().items() if id >= vocab_size]
-    if len(tokenizer) - len(added) > vocab_size or tokenizer.eos_token in added:
-        raise CheckpointError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {vocab_size}: use the tokenizer of "
-            "this model"
-        )
-    return added
-
-
-def _tokenizer(folder: Path, trunk: Trunk, notes: list[str]) -> PreTrainedTokenizerBase | None:
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    tokenizer = read_tokenizer(folder)
-    try:
-        added = added_tokens_beyond(tokenizer, trunk.vocab_size)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
-    if added:
-        notes.append(
-            f"the model's vocabulary of {trunk.vocab_size} lacks {some(added)}, added to its tokenizer: text with them "
-            "is refused"
-        )
-    return tokenizer
-
-
-@dataclass(frozen=True)
-class TextInterface:
-    """Tokenizer, vocabulary, context and end-of-text tokens of a model."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-    vocab_size: int
-    max_length: int | None
-    eos: tuple[int, ...]
-
-    @classmethod
-    def of(cls, model: Model) -> "TextInterface":
-        """Return that of a model; eos is as `eos_tokens` says."""
-        generation = getattr(model.trunk.model, "generation_config", None)
-        eos = _eos_of(generation, model.trunk.config, model.tokenizer)
-        return cls(model.tokenizer, model.trunk.vocab_size, model.trunk.max_length, eos)
-
-    @classmethod
-    def read(cls, source: str) -> "TextInterface":
-        """Read that of a checkpoint folder or hub id. Raises ConfigError for an unusable tokenizer or config."""
-        folder = small_files(source)
-        try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config(decoder=True)
-            has_generation = (folder / "generation_config.json").is_file()
-            generation = GenerationConfig.from_pretrained(folder) if has_generation else None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{source}: its config cannot be read: {error}") from error
-        tokenizer, size = read_tokenizer(folder), getattr(config, "unpadded_vocab_size", None) or config.vocab_size
-        return cls(tokenizer, size, context_length(config), _eos_of(generation, config, tokenizer))
-
-
-def _eos_of(generation: object, config: object, tokenizer: object) -> tuple[int, ...]:
-    # The tokenizer's ends a text, too, as in vLLM: a fine-tune for chats is often saved with its base's other files.
-    configured = next((each for each in (generation, config) if getattr(each, "eos_token_id", None) is not None), None)
-    ids = (token for source in (configured, tokenizer) for token in _eos_in(source))
-    return tuple(dict.fromkeys(ids))
-
-
-def _eos_in(source: object) -> list[int]:
-    ids = getattr(source, "eos_token_id", None)
-    try:
-        return [token_id(each) for each in (ids if isinstance(ids, list | tuple) else [ids]) if each not in (None, -1)]
-    except ValueError as error:
-        raise ConfigError(f"eos_token_id of {type(source).__name__}: {error}, or a list of such") from error

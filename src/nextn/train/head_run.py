@@ -21,17 +21,18 @@ from nextn.data.batches import Batches
 from nextn.data.corpus import Corpus
 from nextn.data.sources import load_corpora
 from nextn.devices import training_dtype
+from nextn.edit.execute import num_copied
 from nextn.edit.gguf_export import refuse_trunk
 from nextn.edit.links import refuse_links
-from nextn.edit.plan import num_copied
 from nextn.edit.restore import restore
 from nextn.errors import ConfigError, NextnError, TrainingError
 from nextn.family_table import by_config, by_name, find, fitted
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.layer_states import LayerProgress
-from nextn.model.model import Model, added_tokens_beyond, load_head, read_head, read_tokenizer
+from nextn.model.model import Model, load_head, read_head
 from nextn.model.streamed_trunk import DeferredTrunk
+from nextn.model.text_interface import added_tokens_beyond, read_tokenizer
 from nextn.model.trunk import Trunk
 from nextn.train.config import HeadConfig
 from nextn.train.distributed import ALONE, Ranks

@@ -17,7 +17,8 @@ from nextn.devices import training_dtype
 from nextn.errors import ConfigError
 from nextn.family_table import lookup_count
 from nextn.model.deferred_init import DeferredInit
-from nextn.model.model import Model, read_tokenizer
+from nextn.model.model import Model
+from nextn.model.text_interface import read_tokenizer
 from nextn.train.config import HeadConfig, TrainConfig
 from nextn.train.distributed import ALONE, Ranks
 from nextn.train.head_run import HeadRun, StartingPoint, prepare_head_run

@@ -30,8 +30,9 @@ from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.reference_texts import play_turns, prompt_tokens
 from nextn.evaluate.workload import ReferencePlan
 from nextn.evaluate.workload import read_prompts as read_questions
-from nextn.model.model import Model, TextInterface
+from nextn.model.model import Model
 from nextn.model.streamed_trunk import DeferredTrunk, StreamedTrunk
+from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
 from nextn.settings import Sampling, Settings
@@ -169,7 +170,7 @@ def read_prompts(
     prompts, which must fit its context; `chat` renders text with the chat template. Raises ConfigError for a source
     that cannot be read, or has too little text.
     """
-    text_interface = model if isinstance(model, TextInterface) else TextInterface.of(model)
+    text_interface = model if isinstance(model, TextInterface) else TextInterface.of(model.trunk, model.tokenizer)
     tokenizer, vocab_size = text_interface.tokenizer, text_interface.vocab_size
     if tokenizer is None:
         raise ConfigError("the checkpoint has no tokenizer to read prompts with; add tokenizer.json to its folder")
