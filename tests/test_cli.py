@@ -167,6 +167,13 @@ def test_interrupted_and_resumed(number, run, whole, here, tmp_path):
     assert losses(tmp_path / "out") == whole
 
 
+def test_a_setting_that_is_given_as_an_option_is_explained(here, tmp_path):
+    code, _, said = here("train", tmp_path / "run", "--steps", 20, "--batch-size=4", "--fast")
+    assert code == 2
+    assert "steps is a setting: give it as --set steps=VALUE\nbatch_size is a setting: give it as --set batch" in said
+    assert "is a setting" not in here("train", tmp_path / "run", "--device", "none")[2]
+
+
 def test_an_interrupt_is_answered(monkeypatch, capfd):
     """By one word, where typer makes an exit code of it; by what is waited for, in a loop that does not look."""
 
@@ -180,6 +187,10 @@ def test_an_interrupt_is_answered(monkeypatch, capfd):
     with pytest.raises(SystemExit, match="130"):
         cli.main()
     assert capfd.readouterr().err == "interrupted\n"
+    finder = "class Finder:\n    def find_spec(self, name, *_):\n        if name == 'typer': raise KeyboardInterrupt\n"
+    program = f"import sys\n{finder}sys.meta_path.insert(0, Finder())\nfrom nextn.__main__ import main\nmain()\n"
+    start = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (start.returncode, start.stderr) == (130, "interrupted\n")  # while the program is being loaded
     monkeypatch.setattr(common, "_QUIET_S", 0.01)
     with stop_flag() as stopped:
         signal.raise_signal(signal.SIGINT)

@@ -26,7 +26,7 @@ from tiny import build as build_with_head
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.cli.model_options import ModelOptions
+from nextn.cli.model_options import ModelOptions, _refuse_without_head
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit import gguf_import
 from nextn.edit.export import export
@@ -840,8 +840,15 @@ def test_a_command_loads_a_file_and_converts_it_once(byte_folder, tmp_path, here
     assert "converting" in notes
     assert len(_entries(gguf_cache)) == 2
     code, _, said = here("generate", path, "abc", "--no-chat")
-    assert (code, f"{path}: holds no MTP head" in said, "-k 0" in said, f"{folder}: " in said) == (2, True, True, False)
+    named = f"{path}: model_type 'qwen3' has no known MTP head" in said
+    assert (code, named, "-k 0" in said, f"{folder}: " in said, "BASE" in said) == (2, True, True, False, False)
     assert ModelOptions(str(tmp_path / "out"), _gguf=str(path)).prepared()._gguf is None  # of another model
+
+
+def test_a_gguf_file_of_a_family_that_lacks_the_head_can_have_it_from_the_base(byte_folder, tmp_path):
+    path = write(tmp_path / "model.gguf", "glm4moe", {"block_count": 1}, qwen3(Type.Q8_0), byte_folder)
+    with pytest.raises(CheckpointError, match=r"holds no MTP head.*--from BASE"):
+        _refuse_without_head(str(path))
 
 
 @pytest.mark.more

@@ -3,7 +3,15 @@
 import os
 import sys
 
-from nextn.cli import main
+
+def main() -> None:
+    """Run the command line; Ctrl-C while its modules are loaded is no traceback either."""
+    try:
+        from nextn.cli import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+    run()
 
 
 def leave(code: int | None) -> None:

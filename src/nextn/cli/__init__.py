@@ -7,6 +7,7 @@ Heavy imports are inside the commands, so `nextn --help` answers at once. Exit c
 import os
 import re
 import sys
+from dataclasses import fields
 from importlib import import_module
 from inspect import getdoc
 from typing import Annotated
@@ -111,7 +112,19 @@ def main() -> None:
     except SystemExit as end:
         if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # typer has made it an exit
             echo("interrupted", err=True)
+        if end.code == NextnError.exit_code and sys.argv[1:2] == ["train"]:
+            _explain_settings(sys.argv[2:])
         raise
+
+
+def _explain_settings(words: list[str]) -> None:
+    """Say how a training setting is given that was written as an option."""
+    from nextn.train.config import HeadConfig
+
+    names = {field.name for field in fields(HeadConfig)}
+    for name in (word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")):
+        if name in names:
+            echo(f"{name} is a setting: give it as --set {name}=VALUE", err=True)
 
 
 def _run() -> None:

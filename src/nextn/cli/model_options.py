@@ -17,7 +17,7 @@ from nextn.cli.common import (
     user_cache,
 )
 from nextn.cli.screen import print_note
-from nextn.errors import CheckpointError, ConfigError
+from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
 
 if TYPE_CHECKING:
@@ -237,9 +237,14 @@ class ModelOptions:
 def _refuse_without_head(gguf: str) -> None:
     from nextn.checkpoint.gguf_file import GgufFile
     from nextn.edit.gguf_architectures import architecture_of
+    from nextn.family_table import by_config
 
-    _, metadata = architecture_of(GgufFile.open(Path(gguf)))
+    architecture, metadata = architecture_of(GgufFile.open(Path(gguf)))
     if not metadata.num_modules:
+        try:
+            by_config({"model_type": architecture.model_type})
+        except FamilyError as error:  # published without a head
+            raise FamilyError(f"{gguf}: {error}") from error
         file = shlex.quote(gguf)
         raise CheckpointError(
             f"{gguf}: holds no MTP head. Give a file that has it (llama.cpp's converter leaves it out with --no-mtp), "
