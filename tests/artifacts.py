@@ -17,12 +17,13 @@ from layouts import LAYOUTS
 from parts import DIM, EXPERTS, HEADS, INNER, KV, LAYERS, H, Shapes, V
 
 from nextn.checkpoint.checkpoint import Checkpoint, write_index
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.family_table import Family, by_name
 
 __all__ = [
     "DIM", "EXPERTS", "HEADS", "INNER", "KV", "LAYERS", "LAYOUTS", "H", "Shapes", "V", "bf16", "e4m3",
-    "load_json", "prefixed", "publish", "tensors", "values", "watched", "write",
+    "inventory_of", "load_json", "prefixed", "publish", "tensors", "values", "watched", "write",
 ]  # fmt: skip
 
 _SIZES: dict[str, object] = {
@@ -34,6 +35,10 @@ _SIZES: dict[str, object] = {
 _PLAIN = re.compile(
     r"(gate|router\.classifier|shared_expert_gate|in_proj_(a|b|ba)|weights_proj|index_qk_proj)\.weight$"
 )
+
+
+def inventory_of(folder: Path) -> Inventory:
+    return Inventory.of(Checkpoint.open(folder))
 
 
 def tensors(name: str, *, modules: int = 1, copies: bool = True) -> Shapes:

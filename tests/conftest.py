@@ -115,3 +115,12 @@ def engine():
     yield make
     for each in made:
         each.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """OpenAI's own client of the `server` of a module."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

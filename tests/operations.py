@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from artifacts import LAYERS, bf16
+from artifacts import LAYERS, bf16, inventory_of
 
 import nextn
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, write_index
 from nextn.checkpoint.expert_forms import expert_path
-from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import as_float32
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.edit.reindex import reindex
@@ -49,12 +48,8 @@ def store(folder: Path, table: Table, shards: int = 1) -> None:
     write_index(folder, index, sum(len(value.data) for value in table.values()))  # type: ignore[arg-type]
 
 
-def take(folder: Path) -> Inventory:
-    return Inventory.of(Checkpoint.open(folder))
-
-
 def head_names(folder: Path) -> list[str]:
-    inventory = take(folder)
+    inventory = inventory_of(folder)
     return sorted(inventory.spellings(inventory.own))
 
 
@@ -76,9 +71,9 @@ def cast(folder: Path, rng: random.Random) -> Rules:
 
 def change_form(folder: Path, rng: random.Random) -> Rules:
     """Experts of the head in another form, which some engines may not read."""
-    if not any(expert_path(each) for each in take(folder).own):
+    if not any(expert_path(each) for each in inventory_of(folder).own):
         return SOUND
-    usual = take(folder).family.experts
+    usual = inventory_of(folder).family.experts
     form = rng.choice([form for form in ("split", "fused") if form != usual] or ["split"])
     out = folder.with_name(f"{folder.name}-{form}")
     nextn.convert(folder, out, experts=form)  # type: ignore[arg-type]
@@ -111,14 +106,14 @@ def short_index(folder: Path, rng: random.Random) -> Rules:
 
 
 def strip(folder: Path, rng: random.Random) -> Rules:
-    gone = set(head_names(folder)) | set(take(folder).copies.values())
+    gone = set(head_names(folder)) | set(inventory_of(folder).copies.values())
     store(folder, {name: value for name, value in read(folder).items() if name not in gone})
     return frozenset({"head-absent"})
 
 
 def lose_one(folder: Path, rng: random.Random) -> Rules:
     """One matrix of the head's block."""
-    inventory = take(folder)
+    inventory = inventory_of(folder)
     own = [each for each in inventory.own if ".block." in each]
     block = [inventory.stored[each] for each in own if len(inventory.info(each).shape) > 1]
     gone = rng.choice(block)
@@ -144,7 +139,7 @@ def wrapped(folder: Path, rng: random.Random) -> Rules:
 
 def foreign_tensor(folder: Path, rng: random.Random) -> Rules:
     """A name that no layer has, inside the head's block."""
-    table, inventory = read(folder), take(folder)
+    table, inventory = read(folder), inventory_of(folder)
     stem = inventory.family.names["block"].format(module=0, layer=LAYERS)
     table[f"{stem}.mixture_of_nothing.weight"] = RawTensor("BF16", (4,), bf16(np.ones(4, "f4")))
     store(folder, table)
@@ -161,7 +156,7 @@ def foreign_file(folder: Path, rng: random.Random) -> Rules:
 def untie(folder: Path, rng: random.Random) -> Rules:
     """A config that ties what the file stores apart."""
     config = json.loads((folder / CONFIG).read_text())
-    stored = take(folder).shared
+    stored = inventory_of(folder).shared
     part = config.get("text_config", config)
     part["tie_word_embeddings"] = True
     config["tie_word_embeddings"] = True
@@ -171,7 +166,7 @@ def untie(folder: Path, rng: random.Random) -> Rules:
 
 def quantize_part(folder: Path, rng: random.Random) -> Rules:
     """One matrix of the head in fp8, and no scale."""
-    table, inventory = read(folder), take(folder)
+    table, inventory = read(folder), inventory_of(folder)
     own = [each for each in inventory.own if ".block." in each and each.endswith("_proj.weight")]
     block = [inventory.stored[each] for each in own if inventory.info(each).dtype == "BF16"]
     if not block:

@@ -7,14 +7,13 @@ import sys
 
 import pytest
 import torch
-from artifacts import LAYERS, LAYOUTS, publish
+from artifacts import LAYERS, LAYOUTS, inventory_of, publish
 from huggingface_hub import constants
 from quick import loop
 from test_safetensors_file import METADATA, raw_bytes, sample, theirs, u8
 
 from nextn.checkpoint import checkpoint
 from nextn.checkpoint.checkpoint import Checkpoint, write_index
-from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.checkpoint.tensors import is_finite
 from nextn.errors import CheckpointError, FamilyError
@@ -240,14 +239,10 @@ def test_a_wrong_path_says_how_it_was_read(tmp_path, monkeypatch):
         Checkpoint.open("out/modle")
 
 
-def take(folder) -> Inventory:
-    return Inventory.of(Checkpoint.open(folder))
-
-
 @loop("name", LAYOUTS)
 def test_every_tensor_has_its_place(name, tmp_path):
     """A head tensor taken for the trunk's, or one of the trunk's for the head's."""
-    found = take(publish(tmp_path, name))
+    found = inventory_of(publish(tmp_path, name))
     assert (found.declared, found.modules, found.unrecognized, found.duplicates) == (1, (0,), (), {})
     assert set(found.family.names) - set(found.family.read_only_copies) <= {found.role(each) for each in found.stored}
     assert set(found.shared) == ({"embedding"} if LAYOUTS[name].tied else {"embedding", "output"})
@@ -264,7 +259,7 @@ def test_unrecognized_tensors(tmp_path):
         for name in [each for each in table if each.startswith("mtp.")]:
             table["nextn." + name.removeprefix("mtp.")] = table.pop(name)
 
-    found = take(publish(tmp_path, "qwen3_5", change=rename))
+    found = inventory_of(publish(tmp_path, "qwen3_5", change=rename))
     assert not found.stored
     assert "nextn.fc.weight" in found.unrecognized
 
@@ -275,7 +270,7 @@ def test_aliases_and_spellings(tmp_path):
     def double(table):
         table["model.layers.2.shared_head.norm.weight"] = table["model.layers.2.transformer.shared_head.norm.weight"]
 
-    found = take(publish(tmp_path, "step3p5", change=double))
+    found = inventory_of(publish(tmp_path, "step3p5", change=double))
     assert len(found.duplicates["0.final_norm.weight"]) == 2
     assert found.stored["0.final_norm.weight"] == "model.layers.2.transformer.shared_head.norm.weight"
 
@@ -288,7 +283,7 @@ def test_wrapped_names(tmp_path):
             table["model.language_model." + name.removeprefix("model.")] = table.pop(name)
         table["model.visual.layers.40.norm.weight"] = table["mtp.norm.weight"]
 
-    found = take(publish(tmp_path, "qwen3_5", change=wrap))
+    found = inventory_of(publish(tmp_path, "qwen3_5", change=wrap))
     assert sorted(found.layers) == [0, 1]
     assert found.unrecognized == ()
     assert found.shared["embedding"] == "model.language_model.embed_tokens.weight"
@@ -300,9 +295,9 @@ def test_undecidable_checkpoints(tmp_path):
         folder = publish(tmp_path / str(count), "glm4_moe", config={"num_hidden_layers": count})
         words = f"num_hidden_layers, an integer of 1 or more, is needed .* config.json has {found}"
         with pytest.raises(CheckpointError, match=words):
-            take(folder)
+            inventory_of(folder)
     with pytest.raises(FamilyError, match="llama"):
-        take(publish(tmp_path / "b", "glm4_moe", config={"model_type": "llama"}))
+        inventory_of(publish(tmp_path / "b", "glm4_moe", config={"model_type": "llama"}))
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from artifacts import load_json, publish, watched
+from artifacts import inventory_of, load_json, publish, watched
 from quick import loop
 
 import nextn
@@ -30,10 +30,6 @@ from nextn.edit.restore import restore
 from nextn.errors import CheckpointError
 
 
-def take(folder) -> Inventory:
-    return Inventory.of(Checkpoint.open(folder))
-
-
 def nudge(name):
     """Change one element of a tensor, as the smallest fine-tune would."""
 
@@ -53,29 +49,29 @@ def recast_to(dtype, name):
 
 def test_trunk_fingerprint_sees_a_fine_tune(tmp_path):
     """A weight of the trunk that changed must change it; the head and the files' division must not."""
-    whole = take(publish(tmp_path / "a", "glm4_moe"))
-    sharded = take(publish(tmp_path / "b", "glm4_moe", shards=3))
-    head = take(publish(tmp_path / "c", "glm4_moe", change=nudge("model.layers.2.eh_proj.weight")))
-    tuned = take(publish(tmp_path / "d", "glm4_moe", change=nudge("model.layers.1.self_attn.q_proj.weight")))
+    whole = inventory_of(publish(tmp_path / "a", "glm4_moe"))
+    sharded = inventory_of(publish(tmp_path / "b", "glm4_moe", shards=3))
+    head = inventory_of(publish(tmp_path / "c", "glm4_moe", change=nudge("model.layers.2.eh_proj.weight")))
+    tuned = inventory_of(publish(tmp_path / "d", "glm4_moe", change=nudge("model.layers.1.self_attn.q_proj.weight")))
     assert trunk_fingerprint(whole) == trunk_fingerprint(sharded) == trunk_fingerprint(head)
     assert trunk_fingerprint(whole) != trunk_fingerprint(tuned)
     assert head_fingerprint(whole) == head_fingerprint(sharded) == head_fingerprint(tuned)
     assert head_fingerprint(whole) != head_fingerprint(head)
-    recast = take(publish(tmp_path / "e", "glm4_moe", change=recast_to("F16", "model.layers.2.eh_proj.weight")))
+    recast = inventory_of(publish(tmp_path / "e", "glm4_moe", change=recast_to("F16", "model.layers.2.eh_proj.weight")))
     assert head_fingerprint(whole) != head_fingerprint(recast)
 
 
 def test_head_fingerprint_leaves_copies_out(tmp_path):
     """A head with its copies restored is the same head."""
-    with_copies = take(publish(tmp_path / "a", "glm4_moe"))
-    without = take(publish(tmp_path / "b", "glm4_moe", copies=False))
+    with_copies = inventory_of(publish(tmp_path / "a", "glm4_moe"))
+    without = inventory_of(publish(tmp_path / "b", "glm4_moe", copies=False))
     assert head_fingerprint(with_copies) == head_fingerprint(without)
 
 
 def test_few_reads(tmp_path):
     """A fingerprint that reads the experts would read a checkpoint of hundreds of gigabytes."""
     folder = publish(tmp_path, "deepseek_v3", config={"num_hidden_layers": 2})
-    inventory = take(folder)
+    inventory = inventory_of(folder)
     with watched() as names:
         trunk_fingerprint(inventory)
     assert names
@@ -108,16 +104,16 @@ def test_the_trained_length_stays_with_the_head(tmp_path):
     """A copy of the head that forgets it would be decoded beyond what it was trained on, without a word."""
     base = publish(tmp_path / "base", "glm4_moe")
     record_training(base, source="run", trained_length=256)
-    assert trained_length(take(base)) == 256
+    assert trained_length(inventory_of(base)) == 256
     extract(base, tmp_path / "head.safetensors")
-    assert trained_length(take(tmp_path / "head.safetensors")) == 256
+    assert trained_length(inventory_of(tmp_path / "head.safetensors")) == 256
     for source in (base, tmp_path / "head.safetensors"):
         lost = publish(tmp_path / f"lost-{source.name}", "glm4_moe", change=without_head)
         restore(lost, source)
-        assert trained_length(take(lost)) == 256
+        assert trained_length(inventory_of(lost)) == 256
     convert(base, tmp_path / "converted", norm_weight="add-1")
-    assert trained_length(take(tmp_path / "converted")) == 256
-    assert trained_length(take(publish(tmp_path / "other", "glm4_moe"))) is None
+    assert trained_length(inventory_of(tmp_path / "converted")) == 256
+    assert trained_length(inventory_of(publish(tmp_path / "other", "glm4_moe"))) is None
 
 
 def test_values_count_and_not_how_they_are_stored(tmp_path):
@@ -149,7 +145,7 @@ def test_a_tied_lm_head_and_the_signs_of_zeros(tmp_path):
             del table["lm_head.weight"]
 
     one, other = (
-        take(publish(tmp_path / name, "glm4_moe", copies=False, change=partial(fill, zeros=zeros, tied=tied)))
+        inventory_of(publish(tmp_path / name, "glm4_moe", copies=False, change=partial(fill, zeros=zeros, tied=tied)))
         for name, zeros, tied in (("one", b"\0\x80", False), ("other", b"\0\0", True))
     )
     assert trunk_fingerprint(one) == trunk_fingerprint(other)
@@ -157,7 +153,7 @@ def test_a_tied_lm_head_and_the_signs_of_zeros(tmp_path):
 
 
 def test_the_record_of_the_shipped_checkpoint_is_of_its_head_and_trunk():
-    inventory = take(SHIPPED)
+    inventory = inventory_of(SHIPPED)
     record = Provenance.read(inventory.checkpoint)
     assert record is not None
     assert record.head == head_fingerprint(inventory)

@@ -6,6 +6,7 @@ import shutil
 import peft
 import pytest
 import torch
+from artifacts import inventory_of
 from quick import others_slow
 from tiny import prompt
 from torch.utils.data import Dataset
@@ -13,7 +14,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, head_fingerprint
 from nextn.edit.save_hook import KeepHead, keep_head
 from nextn.errors import CheckpointError
@@ -25,13 +25,9 @@ def base(request, fixture_folder, tmp_path):
     return shutil.copytree(fixture_folder / request.param, tmp_path / "base")
 
 
-def inventory(folder) -> Inventory:
-    return Inventory.of(Checkpoint.open(folder))
-
-
 def assert_kept(folder, base):
     """The head of `base`, bit for bit, beside the trunk of `folder`; nothing for the audit to mend."""
-    assert head_fingerprint(inventory(folder)) == head_fingerprint(inventory(base))
+    assert head_fingerprint(inventory_of(folder)) == head_fingerprint(inventory_of(base))
     report = audit(Checkpoint.open(folder))
     assert report.clean, report.findings
     Model.load(folder)
@@ -57,7 +53,7 @@ def trainer(model, out, callbacks) -> Trainer:
 def test_without_the_hook_it_is_lost(base, tmp_path):
     """If transformers kept the head by itself, the tests below would prove nothing."""
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "out")
-    found = inventory(tmp_path / "out")
+    found = inventory_of(tmp_path / "out")
     assert (found.declared, found.modules) == (1, ())
     assert "head-absent" in {finding.rule for finding in audit(found.checkpoint).findings}
 
@@ -88,13 +84,13 @@ def test_save_pretrained(base, tmp_path, shard):
 
 def test_saved_over_its_own_source(base):
     """The save overwrites the only copy of the head."""
-    before = head_fingerprint(inventory(base))
+    before = head_fingerprint(inventory_of(base))
     model = AutoModelForCausalLM.from_pretrained(base)
     keep_head(model)
     keep_head(model)
     for _ in range(2):
         model.save_pretrained(base)
-        assert head_fingerprint(inventory(base)) == before
+        assert head_fingerprint(inventory_of(base)) == before
     assert [path.name for path in base.parent.iterdir()] == ["base"], "nothing is left beside it"
 
 
@@ -180,4 +176,4 @@ def test_config_keeps_its_promise(base, tmp_path):
     keep_head(model)
     model.save_pretrained(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert inventory(base).family.num_modules(config) == 1
+    assert inventory_of(base).family.num_modules(config) == 1

@@ -47,12 +47,6 @@ def server(model):
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def scripted(model):
     with serving(ScriptedEngine(), model, reference_rates=(0.9, 0.5)) as server:
         yield server

@@ -30,12 +30,6 @@ def server(model):
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def prompt_of(server):
     return bytes(server.engine.requests[-1].prompt).decode()
 

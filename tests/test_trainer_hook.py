@@ -12,6 +12,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from artifacts import inventory_of
 from quick import case, others_slow
 from tiny import prompt, refrain
 from torch.utils.data import Dataset
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, head_fingerprint
 from nextn.errors import CheckpointError, ConfigError
 from nextn.losses.mtp_loss import Targets, mtp_loss
@@ -162,10 +162,6 @@ def gradients(model, head):
     return {name: value.grad.clone() for name, value in named if value.grad is not None}
 
 
-def inventory(folder) -> Inventory:
-    return Inventory.of(Checkpoint.open(folder))
-
-
 def assert_saved(folder, head):
     """The head as it trains, in the published layout, with the record of its trunk; nothing for the audit to mend."""
     stored = Model.load(folder)
@@ -189,7 +185,8 @@ def test_saved_with_every_checkpoint(base, tmp_path, dtype):
     assert_saved(tmp_path / "final", head)
     assert_saved(tmp_path / "run" / "checkpoint-2", head)
     prints = [
-        head_fingerprint(inventory(folder)) for folder in (base, tmp_path / "run" / "checkpoint-1", tmp_path / "final")
+        head_fingerprint(inventory_of(folder))
+        for folder in (base, tmp_path / "run" / "checkpoint-1", tmp_path / "final")
     ]
     assert len(set(prints)) == 3
 

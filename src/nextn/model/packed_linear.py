@@ -73,7 +73,6 @@ class StoredIntegers(StoredCodes):
     bits: int  # bits per code, 4 or 8
     group_size: int  # input channels per group
     num_groups: int  # groups per output channel
-    is_symmetric: bool  # whether there are no zero points
     is_reordered: bool  # whether the input channels of a group are not consecutive
     has_minima: bool = False  # whether groups have a minimum instead of a zero point
 
@@ -83,10 +82,10 @@ class StoredIntegers(StoredCodes):
         weight = stored.weights.packed[stored.name]
         if weight.kind:  # GGUF's blocks have neither zero points nor a group index
             has_minima = weight.kind in WITH_MINIMA
-            return cls(stored, stand_in, weight.bits, weight.group_size, weight.num_groups, True, False, has_minima)
-        scales, zeros, index = stored.weights.groups(stored.name)
+            return cls(stored, stand_in, weight.bits, weight.group_size, weight.num_groups, False, has_minima)
+        scales, _, index = stored.weights.groups(stored.name)
         stored.release()
-        return cls(stored, stand_in, weight.bits, weight.group_size, scales.shape[1], zeros is None, index is not None)
+        return cls(stored, stand_in, weight.bits, weight.group_size, scales.shape[1], index is not None)
 
     def integers(self) -> QuantizedWeight:
         """Read the whole weight, and release the memory of the file."""
