@@ -178,7 +178,7 @@ def _show_trained(new: "Demonstration", own: "Demonstration", trained: "TrainedH
     screen.rule("[bold]results on held-out code")
     screen.print(plain(f"the new head, {trained.steps} steps:"))
     _show_figures(new.decoded)
-    screen.print("part 1's head, which was trained for hours:")
+    screen.print("the head of part 1:")
     _show_figures(own.decoded)
     if new.decoded.greedy.figures().speedup < 1:
         screen.print("note: after so few steps, checking drafts costs more than the new head saves", style="dim")
