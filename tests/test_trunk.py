@@ -6,9 +6,11 @@ from quick import loop
 from tiny import CONFIGS, build
 from torch import nn
 
+from nextn.errors import RollbackError
 from nextn.model import logits
 from nextn.model.layer_types import LayerType
 from nextn.model.logits import float_linear, logits_of
+from nextn.model.trunk import Trunk
 
 
 @pytest.mark.more
@@ -19,6 +21,58 @@ def test_logits_are_those_of_transformers(name):
     with torch.no_grad():
         ours = trunk.logits(trunk(tokens).final_hidden)
         torch.testing.assert_close(ours, trunk.model(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+_SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": None}
+_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": None}
+_MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_expand": 2}
+_FALCON = _SIZES | _MAMBA | {"model_type": "falcon_h1", "mamba_d_ssm": 64}
+_JAMBA = {"model_type": "jamba", "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_experts": 2}
+_JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts_per_tok": 1}
+_MINIMAX = {"model_type": "minimax", "num_local_experts": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        _SIZES | {"model_type": "hyperclovax", "logits_scaling": 0.5},
+        _SIZES | {"model_type": "granite", "logits_scaling": 0.5},
+        _FALCON | {"lm_head_multiplier": 0.5},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_the_scale_of_logits_is_that_of_transformers(config):
+    trunk, tokens = Trunk.from_config(config), torch.randint(0, 64, (1, 12))
+    with torch.no_grad():
+        ours = trunk.logits(trunk(tokens).final_hidden)
+        torch.testing.assert_close(ours, trunk.model(input_ids=tokens, use_cache=False).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (_SIZES | _JAMBA, "JambaMambaMixer of transformers does not continue its cached state"),
+        (
+            _SIZES | _MINIMAX | {"layer_types": ["linear_attention", "full_attention"]},
+            "does not run over nextn's caches",
+        ),
+        (_FALCON, "layers with attention and a recurrent state"),
+        (_SIZES | _MAMBA | {"model_type": "bamba", "attn_layer_indices": [1]}, None),
+    ],
+    ids=["jamba", "minimax", "falcon_h1", "bamba"],
+)
+def test_states_that_do_not_continue_are_refused(config, words):
+    """Drafts are verified in blocks, which some models of transformers compute as if nothing was cached."""
+    torch.manual_seed(0)
+    trunk = Trunk.from_config(config)
+
+    def run():
+        trunk(torch.randint(0, 64, (1, 4)), trunk.cache(1))
+
+    if words is None:
+        return run()
+    with pytest.raises(RollbackError, match=words):
+        run()
 
 
 @pytest.mark.more

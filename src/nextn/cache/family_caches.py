@@ -122,6 +122,9 @@ class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
         self.has_previous_state[state_idx] = True
         return states[..., self._max_rollback :]
 
+    def update_recurrent_state(self, *args: object, **kwargs: object) -> Tensor:
+        raise RollbackError("layers with attention and a recurrent state cannot be rolled back exactly")
+
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + sum(state.nbytes for state in self._states)

@@ -23,7 +23,7 @@ from nextn.cache.attention_layer import causal
 from nextn.cache.family_caches import PerSequenceCache
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
 from nextn.checkpoint.tensors import StoredTensor
-from nextn.errors import ConfigError, FamilyError
+from nextn.errors import ConfigError, FamilyError, RollbackError
 from nextn.family_table import Stage
 from nextn.model.family_layers import ResidualBlock, remove_unused_experts
 from nextn.model.layer_types import (
@@ -39,6 +39,9 @@ from nextn.model.layer_types import (
 from nextn.model.logits import logits_of
 from nextn.model.transformers_loading import LazyTensor, model_from_config, model_from_folder
 from nextn.text_format import docs_page
+
+_CHECKED = 4  # positions of a block, of which two show whether a recurrent layer continues its state
+_MAX_DIFFERENCE = 0.02  # relative: rounding to bf16 makes less, a state that is left out 0.07 to 0.2
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Trunk(nn.Module):
             )
         self.config = model.config.get_text_config(decoder=True)
         self.layer_types = layer_types_of(self.config)
+        # Whether blocks of several positions continue what is cached; only mixers of recurrent layers may not.
+        self._continues = not any(layer.is_recurrent for layer in self.layer_types)
         _freeze_indexers(model)
         remove_unused_experts(model)
         for module in self._mixers():
@@ -178,9 +183,13 @@ class Trunk(nn.Module):
     @property
     def scale(self) -> float:
         """The factor applied to the final hidden state before the lm_head, which scales the logits."""
-        divisors = ("logits_mup_width_multiplier", "logits_scaling")
-        divisor = math.prod(getattr(self.config, name, 1.0) for name in divisors)
-        return getattr(self.config, "logit_scale", 1.0) / divisor
+        factors, divisors = ["logit_scale", "lm_head_multiplier"], ["logits_mup_width_multiplier"]
+        # Granite divides by it.
+        (factors if self.config.model_type == "hyperclovax" else divisors).append("logits_scaling")
+        factor, divisor = (
+            math.prod(getattr(self.config, name, 1.0) for name in names) for names in (factors, divisors)
+        )
+        return factor / divisor
 
     @property
     def logit_cap(self) -> float | None:
@@ -268,7 +277,9 @@ class Trunk(nn.Module):
         return None if bias is None else bias[: self.vocab_size]
 
     def cache(self, batch_size: int) -> KVCache:
-        """Return an empty cache. Raises RollbackError for a layer type that cannot be rolled back exactly."""
+        """Return an empty cache. Raises RollbackError for layers that cannot be rolled back, or continued, exactly."""
+        if not self._continues:
+            self._check_blocks()
         return new_cache(self.layer_types, batch_size, device=self.device)
 
     def block(
@@ -438,6 +449,36 @@ class Trunk(nn.Module):
             handle = self.final_norm.register_forward_pre_hook(lambda _, args: record(args[0]))
         with handle:
             yield captured
+
+    @torch.no_grad()
+    def _check_blocks(self) -> None:
+        """Raise RollbackError if the first recurrent mixer gives another result for a block behind a cached one, as
+        Jamba's does, which then begins at an empty state, or if the model takes no cache of ours, as MiniMax."""
+        outputs: list[Tensor] = []
+        mixer, thread = next(self._mixers()), threading.get_ident()
+
+        def keep(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            if threading.get_ident() == thread:  # other threads may run the model, too
+                outputs.append(output[0] if isinstance(output, tuple) else output)
+
+        hook = mixer.register_forward_hook(keep)
+        try:
+            for sizes in (2 * _CHECKED, _CHECKED):
+                cache = new_cache(self.layer_types, 1, device=self.device)
+                for tokens in (torch.arange(2 * _CHECKED)[None] % self.vocab_size).split(sizes, dim=1):
+                    self(tokens, cache)
+                    cache.commit([tokens.shape[1]])
+        except (TypeError, ValueError) as error:
+            raise RollbackError(f"{type(self.model).__name__} does not run over nextn's caches: {error}") from error
+        finally:
+            hook.remove()
+        whole, block = outputs[0][:, _CHECKED:].float(), outputs[-1].float()
+        if not (block - whole).norm() <= _MAX_DIFFERENCE * whole.norm():
+            raise RollbackError(
+                f"{type(mixer).__name__} of transformers does not continue its cached state over several positions at "
+                f"once; nextn cannot decode with {type(self.model).__name__}"
+            )
+        self._continues = True
 
     def _mixers(self) -> Iterator[nn.Module]:
         layers, outer = set(self.decoder.layers), "-"
