@@ -514,6 +514,34 @@ def test_a_head_lost_beside_layers_that_the_config_does_not_count(tmp_path):
     assert findings(tmp_path, "names-unknown")
 
 
+def headless(table):
+    for name in [each for each in table if each.startswith("mtp.")]:
+        del table[name]
+
+
+def test_a_draft_model_in_a_subfolder_is_no_head(tmp_path):
+    """A converter that keeps DSpark's draft model in a folder of its own: there is no head to restore from it."""
+    publish(tmp_path, "deepseek_v4", change=headless, config={"num_nextn_predict_layers": 1})
+    (tmp_path / "dspark").mkdir()
+    names = ("mtp.0.ffn_norm.weight", "mtp.2.markov_head.markov_w1.weight")
+    write_safetensors(
+        tmp_path / "dspark/model.safetensors", {each: RawTensor("BF16", (4,), bytes(8)) for each in names}
+    )
+    shutil.copy(tmp_path / "config.json", tmp_path / "dspark")
+    [absent] = findings(tmp_path, "head-absent")
+    assert "dspark" not in absent.found + absent.fix
+
+
+def test_a_count_that_is_absent_is_not_called_declared(tmp_path):
+    """Unsloth's exports have neither the head nor its count: what loads them names the family's default."""
+    publish(tmp_path, "qwen3_5", change=headless)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["mtp_num_hidden_layers"]
+    write_json(tmp_path / "config.json", config)
+    with pytest.raises(CheckpointError, match=r"config.json has no mtp_num_hidden_layers, whose default is 1"):
+        nextn.load(tmp_path)
+
+
 def test_head_in_a_file_that_never_came(tmp_path):
     """The index knows where the head is; restoring it from elsewhere would be the longer way."""
     publish(tmp_path, "glm4_moe", shards=2)

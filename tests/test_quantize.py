@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import Case, Values, stored
 from quick import each_once
+from safetensors.torch import save_file
 from stored import contents, in_one_file, tensors_of
 from tiny import FIXTURES, build, prompt
 
@@ -297,6 +298,21 @@ def test_fused_experts(tmp_path):
     assert tensors_of(tmp_path / "fused-int8").keys() == tensors_of(tmp_path / "split-int8").keys()
     expected = tensors_of(tmp_path / "split-int8")
     assert all(torch.equal(value, expected[name]) for name, value in tensors_of(tmp_path / "fused-int8").items())
+
+
+@pytest.mark.more
+def test_experts_in_two_forms(tmp_path):
+    """One of the forms is quantized, and a note names the tensors of the other, which may have other values."""
+    build("qwen3_5_moe").save(tmp_path / "split")
+    convert(tmp_path / "split", tmp_path / "both", experts="fused", trunk_experts="fused")
+    in_one_file(tmp_path / "split"), in_one_file(tmp_path / "both")
+    fused = tensors_of(tmp_path / "both")
+    save_file(tensors_of(tmp_path / "split") | fused, tmp_path / "both/model.safetensors", {"format": "pt"})
+    plan = quantize(tmp_path / "both", tmp_path / "int8", weights="int8", head_bits=8)
+    count = sum(".experts.gate_up_proj" in name or ".experts.down_proj" in name for name in fused)
+    assert any(note.startswith(f"left out: {count} tensors in another form than split: ") for note in plan.notes)
+    quantize(tmp_path / "split", tmp_path / "expected", weights="int8", head_bits=8)
+    assert tensors_of(tmp_path / "int8").keys() == tensors_of(tmp_path / "expected").keys()
 
 
 TEXTS = [prompt(21), prompt(9)]

@@ -604,15 +604,30 @@ def test_copy_in_codes(scale, tmp_path):
         table[f"{copy}.{scale}"] = RawTensor("F32", (shape[0], 1), bytes(4 * shape[0]))
 
     base, fresh = publish(tmp_path / "base", "glm4_moe"), tmp_path / "fresh"
-    for extra in ({"base": base, "force": True}, {"aliases": "llamacpp"}):
+    whole = {"base": base if scale == "weight.absmax" else fresh, "force": True}  # absmax alone cannot be read
+    for extra in ({"base": base, "force": True}, whole, {"aliases": "llamacpp"}):
         target = publish(fresh, "glm4_moe", change=quantized, shards=2)
         (found,) = (each for each in audit(Checkpoint.open(target)).findings if each.rule == "copy-differs")
-        assert found.place == copy
+        assert (found.place, f"--from {target} --force" in found.fix) == (copy, True)
         nextn.restore(target, **extra)
         left = [name for name in take(target).checkpoint.tensors if name.startswith(copy)]
         assert left == ([] if "base" in extra else [f"{copy}.weight"])
         assert "copy-differs" not in {each.rule for each in audit(Checkpoint.open(target)).findings}
         shutil.rmtree(target)
+
+
+def test_fix_names_no_model_with_the_same_fault(tmp_path):
+    """A head converted from a model whose projection is quantized: to restore it from there changes nothing."""
+
+    def quantized(table):
+        table["model.layers.2.eh_proj.weight_scale"] = RawTensor("F32", (32, 1), bytes(128))
+        shape = table["model.layers.2.eh_proj.weight"].shape
+        table["model.layers.2.eh_proj.weight"] = RawTensor("F8_E4M3", shape, bytes([56]) * (shape[0] * shape[1]))
+
+    source = publish(tmp_path / "source", "glm4_moe", change=quantized)
+    nextn.convert(source, tmp_path / "out", form="side-file")
+    (found,) = (each for each in audit(tmp_path / "out").findings if each.place == "model.layers.2.eh_proj")
+    assert found.fix.endswith("--from BASE --force")
 
 
 @loop("name", [row.name for row in rows() if row.engines["vllm"].unset])

@@ -137,7 +137,7 @@ def _packed_copies(inventory: Inventory) -> Iterator[Finding]:
                     f"{'unquantized' if own == 'plain' else f'as {own}'}: engines that use the copy draft with other "
                     "values.",
                     f"A copy equal to {trunk}.weight, or none.",
-                    f"Run `{restore(inventory, force=True)}`, which leaves the packed copies out.",
+                    f"Run `{restore(inventory, force=True, own=True)}`, which leaves the packed copies out.",
                 )  # fmt: skip
 
 

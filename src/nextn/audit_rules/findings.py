@@ -7,7 +7,10 @@ from typing import Literal
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import Provenance, head_fingerprint
+from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.errors import CheckpointError
 from nextn.text_format import joined
 
 # error: the head will not work in at least one engine. warning: it may not. note: worth knowing, not a fault.
@@ -19,6 +22,7 @@ ROLES = {"embedding": "embedding", "output": "lm_head"}
 
 HEAD_REQUIRED = "head-required"
 CONVERT = "Convert the model again with llama.cpp's convert_hf_to_gguf.py, from a checkpoint that `nextn audit` passes."
+SMALL_HEAD = 64 * 1024 * 1024  # bytes; a head of this size may be read completely
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 8  # what `same` reads of each tensor
 
 
@@ -125,9 +129,33 @@ def as_sentences(fix: str) -> str:
 def restore(inventory: Inventory, *, force: bool = False, own: bool = False) -> str:
     """Return the command that restores the head from the base model.
 
-    force: it replaces a complete head. own: from the checkpoint itself, so that the head keeps its values.
+    force: it replaces a complete head, by that of another model than the recorded one, if that has this head. own: from
+    the checkpoint itself, so that the head keeps its values.
     """
-    return inventory.restore_command(force=force, base=_path(inventory) if own else None)
+    base = "BASE" if force and is_small(inventory) and source_of_head(inventory) else None
+    return inventory.restore_command(force=force, base=_path(inventory) if own else base)
+
+
+def source_of_head(inventory: Inventory) -> str:
+    """Return the recorded model that has this very head; "" if none is known."""
+    try:
+        record = Provenance.read(inventory.checkpoint)
+    except CheckpointError:  # `head_stale` reports it
+        return ""
+    is_from = record is not None and record.made_by in ("restore", "convert") and is_recorded(inventory, record)
+    return record.source if record is not None and is_from else ""
+
+
+def is_recorded(inventory: Inventory, record: Provenance) -> bool:
+    """Whether the head is the one of the record, or too large to be read for that."""
+    return not is_small(inventory) or record.head == head_fingerprint(inventory)
+
+
+def is_small(inventory: Inventory) -> bool:
+    """Whether the head can be read completely at little cost: local files, at most SMALL_HEAD bytes."""
+    infos = [inventory.info(each) for each in inventory.stored]
+    local = all(isinstance(inventory.checkpoint.sources[info.file], LocalFile) for info in infos)
+    return local and sum(info.nbytes for info in infos) <= SMALL_HEAD
 
 
 def aliases(inventory: Inventory, engine: str) -> str:

@@ -17,6 +17,7 @@ from nextn.audit_rules.findings import Finding, convert, restore, verb
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.audit_rules.trunk_layers import missing_parts
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint.draft_models import stored as stored_draft_model
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import ForeignNames, foreign
 from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
@@ -254,9 +255,12 @@ def _subfolder_with_head(inventory: Inventory) -> tuple[Path, str] | None:
     others: list[tuple[Path, str]] = []
     for folder in sorted({file.parent for file in islice(path.glob("*/*.safetensors"), _MAX_FILES)}):
         try:
-            names = sorted(Checkpoint.open(folder).tensors)
+            checkpoint = Checkpoint.open(folder)
         except CheckpointError:
             continue
+        if stored_draft_model(checkpoint.tensors, checkpoint.config) is not None:  # a draft model of another kind
+            continue
+        names = sorted(checkpoint.tensors)
         if own := [name for name in names if inventory.family.canonical(name, inventory.num_layers)]:
             return folder, own[0]
         others += [(folder, name) for name in names if HEADLIKE.search(name)][:1]

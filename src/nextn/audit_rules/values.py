@@ -10,13 +10,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from nextn.audit_rules.findings import Finding, Severity, against_base, convert, restore
+from nextn.audit_rules.findings import (
+    Finding,
+    Severity,
+    against_base,
+    convert,
+    is_recorded,
+    restore,
+    source_of_head,
+)
 from nextn.audit_rules.norm_weights import NormShift, NormValues, Values, shifts
 from nextn.audit_rules.tensor_values import AllValues, SampledValues, TensorSummary, is_matrix
 from nextn.checkpoint.base_model import RECORD
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.provenance import Provenance, head_fingerprint, trunk_fingerprint
-from nextn.checkpoint.remote import LocalFile
+from nextn.checkpoint.provenance import Provenance, trunk_fingerprint
 from nextn.errors import CheckpointError
 from nextn.family_table import lookup
 from nextn.text_format import counted, some
@@ -25,7 +32,6 @@ IDS = (
     "norm-weights-shifted", "norm-rounded", "values-nonfinite", "values-zero", "values-constant", "values-untrained",
     "values-unchecked", "modules-identical", "block-copied", "head-stale",
 )  # fmt: skip
-SMALL_HEAD = 64 * 1024 * 1024  # bytes; a head of this size may be read completely
 INITIALIZER_RANGE = 0.02  # transformers' own default, where config.json does not say
 _FLOATS = ("BF16", "F16", "F32")
 CODES = 4.0  # median size of a matrix; weights that were trained have 0.001 to 0.1
@@ -274,11 +280,9 @@ def _train_or_restore(inventory: Inventory) -> str:
 
 def _replace(inventory: Inventory) -> str:
     """Return the command that replaces the head, in backticks; from another model, where this is the recorded one's."""
-    record = _record(inventory)
-    if record is None or record.made_by != "restore" or not _is_recorded(inventory, record):
-        return f"`{restore(inventory, force=True)}`"
-    other = inventory.restore_command(force=True, base="BASE")
-    return f"`{other}`, where BASE is not {record.source[:100]}, which has this head"
+    source = source_of_head(inventory)
+    other = f"`{restore(inventory, force=True)}`"
+    return f"{other}, where BASE is not {source[:100]}, which has this head" if source else other
 
 
 def _share_initial(samples: SampledValues, weights: Mapping[str, Values], dtypes: Mapping[str, str]) -> float:
@@ -385,32 +389,13 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
             "The trunk's values differ from those that the head was trained on: acceptance may be lower.",
             f"The trunk with fingerprint {record.trained_with[:12]}.", retrain,
         )  # fmt: skip
-    if not _is_recorded(inventory, record):
+    if not is_recorded(inventory, record):
         yield Finding(
             "head-stale", "warning", RECORD, "The head's own tensors changed since the record was written.",
             f"The head with fingerprint {record.head[:12]}, from {record.source[:100]}.",
             f"If the head was trained or converted since, remove {RECORD}, which is not about it; else run "
             f"`{restore(inventory, force=True)}`.",
         )  # fmt: skip
-
-
-def _record(inventory: Inventory) -> Provenance | None:
-    try:
-        return Provenance.read(inventory.checkpoint)
-    except CheckpointError:  # `head_stale` reports it
-        return None
-
-
-def _is_recorded(inventory: Inventory, record: Provenance) -> bool:
-    """Whether the head is the one of the record, or too large to be read for that."""
-    return not _is_small(inventory) or record.head == head_fingerprint(inventory)
-
-
-def _is_small(inventory: Inventory) -> bool:
-    """Whether the head can be read completely at little cost: local files, at most SMALL_HEAD bytes."""
-    infos = [inventory.info(each) for each in inventory.stored]
-    local = all(isinstance(inventory.checkpoint.sources[info.file], LocalFile) for info in infos)
-    return local and sum(info.nbytes for info in infos) <= SMALL_HEAD
 
 
 RULES: tuple[Callable[[Inventory], Iterable[Finding]], ...] = (values, head_stale)

@@ -142,18 +142,25 @@ def trunk_in_form(inventory: Inventory, form: ExpertForm | None) -> tuple[dict[s
     return fresh, gone, left
 
 
-def with_split_experts(inventory: Inventory) -> Checkpoint:
-    """Return the checkpoint with the experts of trunk and head one by one, as parts of the stored tensors."""
+def with_split_experts(inventory: Inventory) -> tuple[Checkpoint, list[str]]:
+    """Return the checkpoint with the experts of trunk and head one by one, as parts of the stored tensors.
+
+    Also return the tensors that are left out, as what they hold is also stored one by one.
+    """
     family, checkpoint = inventory.family, inventory.checkpoint
-    pieces, gone, _ = trunk_in_form(inventory, "split")
-    stored = {canonical: checkpoint.tensors[name] for canonical, name in inventory.stored.items()
+    pieces, gone, left = trunk_in_form(inventory, "split")
+    stored = {canonical: checkpoint.tensors[name] for canonical, name in inventory.stored.items()}
+    twice = superseded(stored, "split", checkpoint.path)
+    stored = {canonical: info for canonical, info in stored.items()
               if (found := expert_path(canonical)) is not None and found.form != "split"}  # fmt: skip
-    for canonical, piece in in_form(stored, "split", checkpoint).items():
+    moved = {canonical: info for canonical, info in stored.items() if canonical not in twice}
+    for canonical, piece in in_form(moved, "split", checkpoint).items():
         pieces[family.published(canonical, inventory.num_layers, wrapper=inventory.wrapper)] = piece
     gone |= {info.name for info in stored.values()}
+    left += sorted(stored[canonical].name for canonical in twice)
     tensors = {name: info for name, info in checkpoint.tensors.items() if name not in gone}
     infos = {name: replace(piece.info, name=name) for name, piece in pieces.items()}
-    return replace(checkpoint, tensors=tensors | infos)
+    return replace(checkpoint, tensors=tensors | infos), left
 
 
 def _stem(layer: Mapping[str, TensorInfo]) -> str:

@@ -275,9 +275,10 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding], importance:
     if (config := QuantConfig.of(checkpoint)) is not None:
         raise CheckpointError(f"{checkpoint.path}: already quantized ({config.method}). Give the unquantized model.")
     inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
-    checkpoint = with_split_experts(inventory)
+    checkpoint, left = with_split_experts(inventory)
     num_layers = count_layers(checkpoint)
-    rounded, notes = dict[str, Rounding](), []
+    rounded = dict[str, Rounding]()
+    notes = [f"left out: {counted(len(left), 'tensor')} in another form than split: {some(left)}"] if left else []
     misfits = []
     for name, info in checkpoint.tensors.items():
         part = _part_of(inventory, num_layers, name) or ""

@@ -327,8 +327,9 @@ def _missing_head_message(inventory: Inventory) -> str:
 
     path, family, count = inventory.checkpoint.path, inventory.family, inventory.declared
     example = inventory.published("0.token_norm.weight")
-    what = counted(count, "MTP layer") if count else f"no {family.count_fields[0]}"
-    declared = f"config.json declares {what}"
+    declared = f"config.json declares {counted(count, 'MTP layer') if count else f'no {family.count_fields[0]}'}"
+    if count and not family.counted_in(inventory.checkpoint.config):
+        declared = f"config.json has no {family.count_fields[0]}, whose default is {count}"
     stored = "present" if inventory.stored else "absent"
     other = f"; {inventory.unrecognized[0]} and others are not names of this family" if inventory.unrecognized else ""
     if inventory.stored:
