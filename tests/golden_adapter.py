@@ -20,9 +20,9 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.decoding.generate import Result, generate
 from nextn.decoding.trace import TraceRow, trace
 from nextn.evaluate import benchmark, decoding_costs
+from nextn.evaluate.acceptance_curve import AcceptanceFigures
 from nextn.evaluate.benchmark import BenchmarkPlan as BenchPlan
 from nextn.evaluate.reference import reference_acceptance
-from nextn.evaluate.reference_report import AcceptanceFigures
 from nextn.evaluate.workload import Prompt
 from nextn.evaluate.workload import ReferencePlan as MeasurePlan
 from nextn.model.model import Model

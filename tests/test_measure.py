@@ -20,10 +20,11 @@ from nextn.cli.progress import progress_bars
 from nextn.data.degeneracy import degeneracy
 from nextn.errors import ConfigError, NextnError
 from nextn.evaluate import reference_texts
+from nextn.evaluate.acceptance_curve import AcceptanceFigures
 from nextn.evaluate.acceptance_drop import AcceptanceChange
 from nextn.evaluate.exchange import exchange_text
 from nextn.evaluate.reference import reference_acceptance, rescore
-from nextn.evaluate.reference_report import DEFINITIONS, AcceptanceFigures, checkpoint_hashes
+from nextn.evaluate.reference_report import DEFINITIONS, checkpoint_hashes
 from nextn.evaluate.reference_texts import Controls
 from nextn.evaluate.workload import Prompt, ReferencePlan
 from nextn.model.model import Model

@@ -9,9 +9,10 @@ from nextn.text_format import docs_page, rate_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from nextn.evaluate.acceptance_curve import AcceptanceFigures
     from nextn.evaluate.acceptance_drop import AcceptanceChange
     from nextn.evaluate.probe import ProbeReport
-    from nextn.evaluate.reference_report import AcceptanceFigures, ReferenceReport
+    from nextn.evaluate.reference_report import ReferenceReport
     from nextn.stats.intervals import Estimate
 
 

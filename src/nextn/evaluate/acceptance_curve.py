@@ -1,4 +1,7 @@
-"""Whether mean acceptance length still grows with K, decided from the same texts at every K. Imports no torch."""
+"""Acceptance from the counts of texts: figures at one K, and whether mean acceptance length still grows with K.
+
+Imports no torch.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,6 +22,62 @@ def length_of(counts: Sequence[float]) -> float:
     """Return AL from the sums of num_drafted and num_accepted by depth, one after the other."""
     k = len(counts) // 2
     return expected_length(conditional_rates(counts[k:], counts[:k]))
+
+
+@dataclass(frozen=True)
+class AcceptanceFigures:
+    """Acceptance of rounds of K drafts over a domain's texts."""
+
+    temperature: float
+    rule: str
+    num_speculative_tokens: int
+    domain: str
+    num_texts: int
+    rates: tuple[Estimate, ...]  # a_1..a_K
+    length: Estimate  # AL
+    num_drafted: tuple[float, ...]  # [K], sums over the texts; of probabilities above temperature 0
+    num_accepted: tuple[float, ...]  # [K], likewise
+
+    @classmethod
+    def of(
+        cls, counts: Sequence[TextCounts], *, temperature: float, rule: str, k: int, domain: str
+    ) -> "AcceptanceFigures":
+        """Compute the figures from the counts of each text."""
+        drafted, accepted = ([[each[side][depth] for each in counts] for depth in range(k)] for side in (0, 1))
+        length = jackknife(length_of, [(*each[0], *each[1]) for each in counts])
+        return cls(
+            temperature,
+            rule,
+            k,
+            domain,
+            len(counts),
+            tuple(proportion(*depth) for depth in zip(accepted, drafted, strict=True)),
+            length if any(drafted[0]) else Estimate(math.nan, math.nan, math.nan),  # no round, which 1.0 would be of
+            tuple(map(sum, drafted)),
+            tuple(map(sum, accepted)),
+        )
+
+    @property
+    def bounded_length(self) -> Estimate:
+        """AL with an interval within what it can be, 1 to K + 1, as tables and pictures show it."""
+        low, high = max(1.0, self.length.low), min(self.num_speculative_tokens + 1.0, self.length.high)
+        return self.length if math.isnan(self.length.low) else Estimate(self.length.value, low, high)
+
+    def as_record(self) -> dict[str, object]:
+        """Return the figures for JSON reports; `reference_report.DEFINITIONS` says what each number is."""
+        rates = [rate.as_record() for rate in self.rates]
+        return {
+            "temperature": self.temperature,
+            "rule": self.rule,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "domain": self.domain,
+            "num_texts": self.num_texts,
+            "acceptance": [rate["value"] for rate in rates],
+            "interval_95": [[rate["low"], rate["high"]] for rate in rates],
+            "mean_acceptance_length": self.length.as_record(),
+            "num_draft_tokens_per_pos": list(self.num_drafted),
+            "num_accepted_tokens_per_pos": list(self.num_accepted),
+        }
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,7 @@ from nextn.checkpoint.provenance import head_fingerprint, open_head, trunk_famil
 from nextn.checkpoint.snapshot import on_disk
 from nextn.data.degeneracy import MIN_TOKENS, degeneracy_notes
 from nextn.errors import ConfigError
-from nextn.evaluate.acceptance_curve import (
-    MIN_INCREASE,
-    AcceptanceCurve,
-    TextCounts,
-    length_of,
-)
+from nextn.evaluate.acceptance_curve import MIN_INCREASE, AcceptanceCurve, AcceptanceFigures, TextCounts
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.engine_probe import EngineCheck
 from nextn.evaluate.given_texts import TextOrigin, ThinkTokens, part_counts
@@ -32,7 +27,7 @@ from nextn.evaluate.workload import Prompt, ReferencePlan, by_domain, indices_wi
 from nextn.settings import Contract
 from nextn.speculative.copy_drafts import copied_rounds
 from nextn.stats.acceptance import DEFINITION
-from nextn.stats.intervals import INTERVAL, Estimate, jackknife, proportion
+from nextn.stats.intervals import INTERVAL
 
 _FLAT = 0.05  # mean probability of the likeliest token, below that of any trained model
 NUM_COPY_TOKENS = 16  # copied tokens of a round, see `ReferenceReport.copies_record`
@@ -82,62 +77,6 @@ def checkpoint_hashes(source: str | Checkpoint, *, head: str | Path | None = Non
 def hash_prompts(prompts: Sequence[Sequence[int | str]]) -> str:
     """Return the SHA-256 of the token ids, equal for measurements with the same prompts; of later turns, texts."""
     return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class AcceptanceFigures:
-    """Acceptance of rounds of K drafts over a domain's texts."""
-
-    temperature: float
-    rule: str
-    num_speculative_tokens: int
-    domain: str
-    num_texts: int
-    rates: tuple[Estimate, ...]  # a_1..a_K
-    length: Estimate  # AL
-    num_drafted: tuple[float, ...]  # [K], sums over the texts; of probabilities above temperature 0
-    num_accepted: tuple[float, ...]  # [K], likewise
-
-    @classmethod
-    def of(
-        cls, counts: Sequence[TextCounts], *, temperature: float, rule: str, k: int, domain: str
-    ) -> "AcceptanceFigures":
-        """Compute the figures from the counts of each text."""
-        drafted, accepted = ([[each[side][depth] for each in counts] for depth in range(k)] for side in (0, 1))
-        length = jackknife(length_of, [(*each[0], *each[1]) for each in counts])
-        return cls(
-            temperature,
-            rule,
-            k,
-            domain,
-            len(counts),
-            tuple(proportion(*depth) for depth in zip(accepted, drafted, strict=True)),
-            length if any(drafted[0]) else Estimate(math.nan, math.nan, math.nan),  # no round, which 1.0 would be of
-            tuple(map(sum, drafted)),
-            tuple(map(sum, accepted)),
-        )
-
-    @property
-    def bounded_length(self) -> Estimate:
-        """AL with an interval within what it can be, 1 to K + 1, as tables and pictures show it."""
-        low, high = max(1.0, self.length.low), min(self.num_speculative_tokens + 1.0, self.length.high)
-        return self.length if math.isnan(self.length.low) else Estimate(self.length.value, low, high)
-
-    def as_record(self) -> dict[str, object]:
-        """Return the figures for JSON reports; `DEFINITIONS` says what each number is."""
-        rates = [rate.as_record() for rate in self.rates]
-        return {
-            "temperature": self.temperature,
-            "rule": self.rule,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "domain": self.domain,
-            "num_texts": self.num_texts,
-            "acceptance": [rate["value"] for rate in rates],
-            "interval_95": [[rate["low"], rate["high"]] for rate in rates],
-            "mean_acceptance_length": self.length.as_record(),
-            "num_draft_tokens_per_pos": list(self.num_drafted),
-            "num_accepted_tokens_per_pos": list(self.num_accepted),
-        }
 
 
 @dataclass(frozen=True, eq=False)
