@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from nextn.checkpoint import checkpoint as checkpoint_module
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, trunk_fingerprint
+from nextn.cli.bench import serving
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit.adopt import EXPERTS, adopt, engines_after_adopting, part_width
 from nextn.errors import CheckpointError, FamilyError
@@ -278,6 +280,10 @@ def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path, monkeyp
             code, out, _ = here(*shlex.split(command))
             assert (code, f" {tmp_path / 'named'}" in out) == (0, True)
             assert re.search(r"tokens\D+2|n-max 2", out)
+            if engine == "vllm":  # `nextn advise` prints the same command
+                best = SimpleNamespace(pays=True, best=SimpleNamespace(num_speculative_tokens=2))
+                (line,) = serving(str(trunk), str(head), [best])
+                assert re.search("`nextn export .+?`", line)[0] in err
     code, _, err = here("export", head, tmp_path / "out", "--for", "vllm", "--adopt", "--tokenizer", "m.gguf")
     assert (code, "leave out --tokenizer" in err, (tmp_path / "out").exists()) == (2, True, False)
     assert here("export", head, tmp_path / "out", "--for", "llama.cpp", "--adopt")[0] == 2  # not the name of a file

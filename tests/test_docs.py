@@ -18,7 +18,7 @@ from typer.main import get_command
 
 import nextn
 from nextn.audit_rules import IDS
-from nextn.cli import app, progress
+from nextn.cli import app, progress, serve
 from nextn.decoding.generate import Chunk
 from nextn.decoding.records import Round, SequenceRound
 from nextn.evaluate.faults import FAULTS
@@ -316,6 +316,17 @@ def test_what_varies_between_runs_is_ignored():
 
 
 README = (ROOT / "README.md").read_text()
+
+
+def test_clients_ask_for_the_model_that_the_commands_serve(tmp_path, monkeypatch):
+    """A folder called `model` is served under another name, and a request for an unknown name is refused."""
+    page = (DOCS / "how-to" / "serve-clients.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("path/to/tuned").mkdir(parents=True)
+    served = {serve._default_name(source) for source in re.findall(r"^nextn serve (\S+)", page, re.MULTILINE)}
+    asked = re.findall(r"(?:^model = \"|ANTHROPIC_MODEL=|^ *model=|profile -m )([\w/]+)", page, re.MULTILINE)
+    assert len(asked) == 4
+    assert {*asked} == served
 
 
 @pytest.mark.more

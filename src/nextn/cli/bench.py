@@ -30,7 +30,7 @@ from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, NextnError
 from nextn.evaluate.workload import BenchmarkPlan
 from nextn.text_format import rate_text
 
@@ -365,11 +365,16 @@ def serving(source: str, head: str | None, forecasts: "Sequence[Forecast]") -> l
     if not lengths:
         return []
     command = f"nextn serve {shlex.quote(source)}"
-    other = f"`{command} --print vllm -k {lengths[0]}`"
+    other = f"`{command} --print vllm -k {lengths[0]}`: the command of vLLM (or sglang, llama.cpp)"
     if head is not None:
+        from nextn.edit.export import export_command
+
         command += f" --head {shlex.quote(head)}"
-        other = f"`nextn export {shlex.quote(head)} OUT --model {shlex.quote(source)} --for vllm -k {lengths[0]}`"
-    return [f"serve it: `{command}` chooses K by the load; {other}: the command of vLLM (or sglang, llama.cpp)"]
+        try:
+            other = f"`{export_command(head, source, 'vllm', lengths[0])}`: for vLLM (or sglang, llama.cpp)"
+        except NextnError as error:
+            other = str(error)
+    return [f"serve it: `{command}` chooses K by the load; {other}"]
 
 
 def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:

@@ -71,6 +71,10 @@ class Model:
         dtype: torch.dtype = torch.float32,
     ) -> "Model":
         """Build a freshly initialized model from a transformers config, a dict with `model_type`."""
+        if not isinstance(config, Mapping):
+            raise ConfigError(
+                f"config is {config!r:.80}; expected a dict with `model_type` (`nextn.load` reads a folder)"
+            )
         family = _check_runs(by_config(config))
         if family.max_modules is not None and num_modules > family.max_modules:
             raise ConfigError(f"num_modules = {num_modules}; {family.name}: expected 1 to {family.max_modules}")
