@@ -438,7 +438,7 @@ def test_saving_replaces_the_old_folder(tmp_path):
 def test_more_modules_than_the_layout_holds():
     with pytest.raises(ConfigError, match="expected 1 to 1"):
         build("qwen3_5", modules=2)
-    with pytest.raises(ConfigError, match="`nextn.load` reads a folder"):
+    with pytest.raises(ConfigError, match="reads a folder"):
         Model.build("folder")
 
 
