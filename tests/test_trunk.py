@@ -29,6 +29,7 @@ _MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_g
 _FALCON = _SIZES | _MAMBA | {"model_type": "falcon_h1", "mamba_d_ssm": 64}
 _JAMBA = {"model_type": "jamba", "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_experts": 2}
 _JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts_per_tok": 1}
+_GRIFFIN = _SIZES | {"model_type": "recurrent_gemma", "head_dim": 8, "lru_width": 32, "num_key_value_heads": 1}
 _MINIMAX = {"model_type": "minimax", "num_local_experts": 2, "head_dim": 8}
 
 
@@ -38,6 +39,7 @@ _MINIMAX = {"model_type": "minimax", "num_local_experts": 2, "head_dim": 8}
         _SIZES | {"model_type": "hyperclovax", "logits_scaling": 0.5},
         _SIZES | {"model_type": "granite", "logits_scaling": 0.5},
         _FALCON | {"lm_head_multiplier": 0.5},
+        _GRIFFIN | {"logits_soft_cap": 0.1},
     ],
     ids=lambda config: config["model_type"],
 )
@@ -51,15 +53,16 @@ def test_the_scale_of_logits_is_that_of_transformers(config):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (_SIZES | _JAMBA, "JambaMambaMixer of transformers does not continue its cached state"),
+        (_SIZES | _JAMBA, "as if nothing was cached"),
         (
             _SIZES | _MINIMAX | {"layer_types": ["linear_attention", "full_attention"]},
             "does not run over nextn's caches",
         ),
         (_FALCON, "layers with attention and a recurrent state"),
+        (_GRIFFIN, "keeps the states of its recurrent layers outside of caches"),
         (_SIZES | _MAMBA | {"model_type": "bamba", "attn_layer_indices": [1]}, None),
     ],
-    ids=["jamba", "minimax", "falcon_h1", "bamba"],
+    ids=["jamba", "minimax", "falcon_h1", "recurrent_gemma", "bamba"],
 )
 def test_states_that_do_not_continue_are_refused(config, words):
     """Drafts are verified in blocks, which some models of transformers compute as if nothing was cached."""

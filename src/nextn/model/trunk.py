@@ -194,13 +194,14 @@ class Trunk(nn.Module):
     @property
     def logit_cap(self) -> float | None:
         """The bound that logits approach, as Gemma's do; None where they have none."""
-        return getattr(self.config, "final_logit_softcapping", None)
+        names = ("final_logit_softcapping", "logits_soft_cap")  # the second one of RecurrentGemma
+        return next((cap for name in names if (cap := getattr(self.config, name, None)) is not None), None)
 
     def check_losses(self) -> None:
         """Raise FamilyError if losses, which multiply states with the lm_head, do not have this model's logits."""
         if self.logit_cap is not None:
             raise FamilyError(
-                f"model_type {self.config.model_type} caps its logits (final_logit_softcapping = {self.logit_cap:g}), "
+                f"model_type {self.config.model_type} caps its logits (at {self.logit_cap:g}), "
                 "which losses of the trunk do not compute; train its head with --freeze-trunk"
             )
 
@@ -455,7 +456,11 @@ class Trunk(nn.Module):
         """Raise RollbackError if the first recurrent mixer gives another result for a block behind a cached one, as
         Jamba's does, which then begins at an empty state, or if the model takes no cache of ours, as MiniMax."""
         outputs: list[Tensor] = []
-        mixer, thread = next(self._mixers()), threading.get_ident()
+        mixer, thread = next(self._mixers(), None), threading.get_ident()
+        if mixer is None:
+            raise RollbackError(
+                f"{type(self.model).__name__} keeps the states of its recurrent layers outside of caches"
+            )
 
         def keep(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             if threading.get_ident() == thread:  # other threads may run the model, too
@@ -473,10 +478,10 @@ class Trunk(nn.Module):
         finally:
             hook.remove()
         whole, block = outputs[0][:, _CHECKED:].float(), outputs[-1].float()
-        if not (block - whole).norm() <= _MAX_DIFFERENCE * whole.norm():
+        if (block - whole).norm() > _MAX_DIFFERENCE * whole.norm():
             raise RollbackError(
-                f"{type(mixer).__name__} of transformers does not continue its cached state over several positions at "
-                f"once; nextn cannot decode with {type(self.model).__name__}"
+                f"the recurrent layers of {type(self.model).__name__} ({type(mixer).__name__}) compute a block of "
+                "several positions behind cached ones as if nothing was cached; nextn cannot decode with this model"
             )
         self._continues = True
 
