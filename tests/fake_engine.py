@@ -75,7 +75,7 @@ class FakeEngine:
                     rng,
                     drafted=drafted,
                     distributions=distributions,
-                    long=len(prompt) > 400,
+                    long=3 * len(prompt) > 2 * self.context,
                 )
             )
             if any(out[-len(stop) :] == stop for stop in stops):

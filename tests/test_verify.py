@@ -40,7 +40,10 @@ def run(engine):
     def checked(*faults, names=(), alone=False, against=(), budget=None, prompts=PROMPTS, settings=SMALL, **options):
         budget = budget or Budget(Limits(answer_s=2, wait_s=0.6))
         target = Endpoint.open(engine(*faults, **options).url, budget)
-        reference = None if alone else Endpoint.open(engine(*against, drafts="drafts-too" in against).url, budget)
+        size = {"context": options["context"]} if "context" in options else {}
+        reference = (
+            None if alone else Endpoint.open(engine(*against, drafts="drafts-too" in against, **size).url, budget)
+        )
         return {check.name: check for check in run_checks(target, reference, prompts, settings, names=names)}
 
     return checked
@@ -70,6 +73,15 @@ def test_one_endpoint(run):
     found = outcomes(run(alone=True))
     assert found.pop("sampled-distribution") == "inconclusive"
     assert set(found.values()) == {"passed"}
+
+
+def test_contexts_of_several_lengths(run):
+    """A fault beyond some length shows in the prompts of that length alone."""
+    settings = replace(SMALL, context=4400)
+    (found,) = run("wrong-when-long", names=["long-context"], settings=settings, context=4400).values()
+    assert (found.outcome, found.figures["texts"], found.figures["identical"]) == ("failed", 2, 1)
+    assert found.figures["faults"][0]["prompt"] == 0
+    assert "4312, 1012 prompt tokens of 4400, MTP on against off" in found.evidence
 
 
 def test_rounding_is_no_finding(run):

@@ -12,6 +12,8 @@ from nextn.verify_checks.session import NUM_LOGPROBS, VerifySession
 
 _PREFIX = 3000  # tokens: hybrid models cache in blocks of up to a thousand or so
 _RESERVE = 64  # tokens left free, as the length of the prompt is estimated
+_BANDS = (1, 4, 16)  # prompts of the limit and of these parts of it
+_SHORTEST = 1024  # tokens of a part
 _SUFFIXES = ("\n\nQuestion: what comes next?\nAnswer:", "\n\nThe text above, in other words:")
 
 
@@ -88,16 +90,18 @@ def _hits(endpoint: Endpoint) -> float | None:
 
 
 def long_context(session: VerifySession) -> CheckResult:
-    """Compare answers to a prompt near the context limit: MTP on with off, or two runs of one endpoint."""
+    """Compare answers to long prompts, one near the context limit: MTP on with off, or two runs of one endpoint."""
     endpoint, settings = session.target, session.settings
-    limit = _limit(session, endpoint)
-    tokens = limit - settings.max_tokens - _RESERVE
-    request = EngineRequest(_text(session, endpoint, tokens), settings.max_tokens, logprobs=NUM_LOGPROBS)
-    one = endpoint.answer(request)
-    other = (session.against or endpoint).answer(replace(request, use_cache=False))
-    subject = f"{one.prompt_tokens or f'about {tokens}'} prompt tokens of {limit}, "
+    limit, pairs, sizes = _limit(session, endpoint), [], []
+    for part in (each for each in _BANDS if each == 1 or limit // each >= _SHORTEST):
+        tokens = limit // part - settings.max_tokens - _RESERVE
+        request = EngineRequest(_text(session, endpoint, tokens), settings.max_tokens, logprobs=NUM_LOGPROBS)
+        one = endpoint.answer(request)
+        pairs.append((one, (session.against or endpoint).answer(replace(request, use_cache=False))))
+        sizes.append(str(one.prompt_tokens or f"about {tokens}"))
+    subject = f"{', '.join(sizes)} prompt tokens of {limit}, "
     subject += "MTP on against off" if session.against is not None else "requested twice"
-    agreement = compare_answers([(one, other)], tie_gap=settings.tie_gap)
+    agreement = compare_answers(pairs, tie_gap=settings.tie_gap)
     advice = "check positions and their scaling in the head, and draft tokens beyond the limit"
     check = agreement.check("long-context", subject, tie_gap=settings.tie_gap, advice=advice)
     if endpoint.served.context is None:
