@@ -514,6 +514,40 @@ def test_a_head_lost_beside_layers_that_the_config_does_not_count(tmp_path):
     assert findings(tmp_path, "names-unknown")
 
 
+EXPERT_FIELDS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
+def test_config_of_the_other_kind(tmp_path):
+    """The config of a mixture of experts beside a dense model of the same family, and the other way."""
+    publish(tmp_path / "dense", "qwen3_5", config={"model_type": "qwen3_5_moe_text"} | EXPERT_FIELDS)
+    sparse = publish(tmp_path / "sparse", "qwen3_5_moe", config={"model_type": "qwen3_5_text"})
+    config = json.loads((sparse / "config.json").read_text())
+    write_json(sparse / "config.json", {key: value for key, value in config.items() if key not in EXPERT_FIELDS})
+    expected = {"dense": ("num_experts", "No layer of the trunk has experts"),
+                "sparse": ("model_type", "every layer of the trunk has experts")}  # fmt: skip
+    for name, (field, words) in expected.items():
+        (found,) = findings(tmp_path / name, "config-contradicts")
+        assert found.place == f"config.json: {field}"
+        assert found.found.startswith(words)
+
+
+def test_layers_under_two_paths(tmp_path):
+    """Half of a text-only export beside half of a vision-language model's: each loader finds one of them."""
+
+    def half(table):
+        for name in [each for each in table if ".layers.1." in each and not each.startswith("mtp.")]:
+            table[name.replace("language_model.", "")] = table.pop(name)
+
+    publish(tmp_path, "qwen3_5", wrapper="model.language_model.", change=half)
+    (found,) = findings(tmp_path, "names-unknown")
+    assert "and 11 not, such as model.layers.1." in found.found
+
+
 def headless(table):
     for name in [each for each in table if each.startswith("mtp.")]:
         del table[name]

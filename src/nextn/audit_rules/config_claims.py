@@ -164,12 +164,31 @@ def _experts(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Cla
         yield declared, f"the trunk's layers have {count} experts"
     elif count and chosen and chosen > count:
         yield {"num_experts_per_tok": chosen}, f"the trunk's layers have {count} experts"
+    yield from _other_kind(inventory, config, has_experts=bool(experts))
     for fields, sparse in _sparse_layers(config, inventory.num_layers) if experts else ():
         for index in inventory.layers:
             if (index in sparse) != (index in experts):
                 has = "has experts" if index in experts else "is dense"
                 yield {field: config[field] for field in fields}, f"layer {index} of the trunk {has}"
                 break
+
+
+def _other_kind(inventory: Inventory, config: Mapping[str, object], *, has_experts: bool) -> Iterator[Claim]:
+    """Yield what says that a model is one of experts, or dense, where no layer of the trunk is so."""
+    paths = [path for layer in inventory.layers.values() for path in layer]
+    dense = [path for path in paths if re.search(r"\bmlp\.down_proj\.weight", path)]
+    about_experts = [key for key in config if re.search("expert|moe", key)]
+    is_dense = len(dense) == inventory.num_layers and not any("expert" in path for path in paths)
+    withheld = any(not sparse for _, sparse in _sparse_layers(config, inventory.num_layers)) or config.get(
+        "mlp_only_layers"
+    )
+    if is_dense and not withheld and (declared := declared_experts(config)):
+        yield declared, "no layer of the trunk has experts"
+    elif has_experts and not dense and not about_experts and "moe" not in str(config.get("model_type")):
+        yield (
+            {"model_type": config.get("model_type")},
+            "every layer of the trunk has experts, and no field gives their number",
+        )
 
 
 def _sparse_layers(config: Mapping[str, object], num_layers: int) -> Iterator[tuple[list[str], set[int]]]:

@@ -60,10 +60,19 @@ def _renamed(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _wrapped(inventory: Inventory) -> Iterator[Finding]:
-    """Report a trunk under a vision-language model's names, in a checkpoint whose config is of text alone."""
+    """Report a trunk under a vision-language model's names in part, or beside a config of text alone."""
     layers = [info.name for layer in inventory.layers.values() for info in layer.values()]
     wrapper = inventory.family.wrapper(layers)
     names = [name for name in layers if name.startswith(wrapper)]
+    if others := [name for name in layers if not name.startswith(wrapper)]:
+        yield Finding(
+            "names-unknown", "error", names[0],
+            f"{counted(len(names), 'tensor')} of layers under {wrapper}, and {len(others)} not, such as {others[0]}: "
+            "loaders look for all of them under one path, and transformers initializes the others at random.",
+            f"All under {wrapper}, or none, as {CONFIG} is of a vision-language model or of text alone.",
+            "Rename the others, or save the model again from one source.",
+        )  # fmt: skip
+        return
     config = inventory.checkpoint.config
     parts = (value for value in config.values() if isinstance(value, dict))
     is_nested = any({"num_hidden_layers", "text_config"} & {*part} for part in parts)
