@@ -548,6 +548,20 @@ def test_layers_under_two_paths(tmp_path):
     assert "and 11 not, such as model.layers.1." in found.found
 
 
+def test_names_of_text_alone_under_a_vision_language_class(tmp_path):
+    """A text-only export beside the base's config.json: transformers finds no layer, with the other class all."""
+
+    def text_only(table):
+        for name in [*table]:
+            table[name.replace("language_model.", "")] = table.pop(name)
+
+    for kind, number in {"ForConditionalGeneration": 1, "ForCausalLM": 0}.items():
+        config = {"architectures": [f"Qwen3_5{kind}"]}
+        folder = publish(tmp_path / kind, "qwen3_5", wrapper="model.language_model.", change=text_only, config=config)
+        found = findings(folder, "names-unknown")
+        assert [each.fix.endswith("to ['Qwen3_5ForCausalLM'].") for each in found] == [True] * number
+
+
 def headless(table):
     for name in [each for each in table if each.startswith("mtp.")]:
         del table[name]

@@ -76,6 +76,17 @@ def _wrapped(inventory: Inventory) -> Iterator[Finding]:
     config = inventory.checkpoint.config
     parts = (value for value in config.values() if isinstance(value, dict))
     is_nested = any({"num_hidden_layers", "text_config"} & {*part} for part in parts)
+    meant, names_of_class = inventory.family.text_wrapper, config.get("architectures")
+    joint = "ForConditionalGeneration"
+    if meant and layers and not wrapper and joint in str(names_of_class):
+        root = inventory.family.wrappers[meant]
+        yield Finding(
+            "names-unknown", "error", layers[0],
+            f"{counted(len(layers), 'tensor')} of layers under {root}, and {CONFIG} names a vision-language class, "
+            f"{names_of_class}: transformers does not find them there and initializes the trunk at random.",
+            f"Names such as {meant}{layers[0].removeprefix(root)}, or the class of the model of text alone.",
+            f"Rename them, or in {CONFIG} set architectures to {str(names_of_class).replace(joint, 'ForCausalLM')}.",
+        )  # fmt: skip
     if wrapper in ("", inventory.family.text_wrapper) or is_nested or is_mlx(inventory.checkpoint):
         return
     yield Finding(
