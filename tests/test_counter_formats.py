@@ -288,7 +288,7 @@ TEXTS = {
         ("Ollama", 90, 270, 153, ())),
     "Ollama, an adapted depth": (
         'msg="speculative decode stats" iterations=90 drafted=120 accepted=80 acceptance=0.67 avg_draft=1.33 max_draft=4 '
-        'avg_accepted=0.89 depth_over_time="0.0/0 2.1/4"\n', ("Ollama", None, 120, 80, ())),
+        'avg_accepted=0.89 depth_over_time="0.0/0 2.1/4"\n', ("Ollama", 90, 120, 80, ())),
     "mlxcel": ("[MTP acceptance: rounds=80 proposed=240 accepted=150 mean accepted length=2.875 rate=0.625 block=4..4 "
                "probe_rounds=0]\n", ("mlxcel", 80, 240, 150, ())),
     "LightLLM": (
@@ -931,6 +931,16 @@ def test_each_format_is_documented():
         "llama.cpp's rounds (trace output)",
         "llama.cpp's changes of an adaptive depth",
     }
+
+
+def test_no_rounds_are_derived_from_k_where_the_engine_adapts_it():
+    requests = "slot print_timing: draft acceptance = 0.6 (60 accepted / 100 generated)\n"
+    assert observed_counts(read(requests), 4).rounds == 25
+    with pytest.raises(EngineError, match="adapts how many tokens a round drafts, and counts no rounds"):
+        observed_counts(read(f"llama-server --spec-draft-adaptive-min 1\n{requests}"), 4)
+    assert observed_counts(read(TEXTS["Ollama, an adapted depth"][0]), 4).acceptance_length == pytest.approx(
+        1 + 80 / 90
+    )
 
 
 def test_counts_with_bonus_tokens_are_compared_by_length():

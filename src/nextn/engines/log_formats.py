@@ -348,11 +348,10 @@ def _shares(fields: Fields) -> Counters:
 
 
 def _ollama(fields: Fields) -> Counters:
-    """A request; rounds that drafted nothing are iterations, too."""
+    """A request; rounds that drafted nothing are iterations, too, so AL is of all of them."""
     rounds, drafted, accepted, k = (_int(fields, name) or 0 for name in _OLLAMA)
-    is_fixed = drafted >= FULL_SHARE * rounds * k
-    notes = () if is_fixed else (ADAPTIVE,)
-    return Counters("Ollama", rounds if is_fixed else None, drafted, accepted, k=k or None, notes=notes)
+    notes = () if drafted >= FULL_SHARE * rounds * k else (ADAPTIVE,)
+    return Counters("Ollama", rounds, drafted, accepted, k=k or None, notes=notes)
 
 
 def _mlxcel(fields: Fields) -> Counters:

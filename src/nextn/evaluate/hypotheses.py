@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from nextn.engines.counters import FIRST_TOKENS, FULL_SHARE, NOTHING_DRAFTED, Counters
+from nextn.engines.counters import ADAPTIVE, FIRST_TOKENS, FULL_SHARE, NOTHING_DRAFTED, Counters
 from nextn.errors import ConfigError, EngineError
 from nextn.stats.acceptance import conditional_rates, expected_length, length_of_drafts
 from nextn.stats.intervals import student_t
@@ -209,13 +209,19 @@ def observed_counts(counters: Counters, k: int, *, full_share: float = FULL_SHAR
     if counters.per_position and (counters.per_position_offered or not shorter):
         acceptance = counters.acceptance()
         return ObservedCounts(acceptance.num_drafted, acceptance.num_accepted)
-    rounds = counters.num_drafts or (counters.draft_tokens or 0) // k
+    is_adaptive = ADAPTIVE in counters.notes
+    rounds = counters.num_drafts or (0 if is_adaptive else (counters.draft_tokens or 0) // k)
     if rounds and counters.accepted is not None:
         return ObservedCounts(length=length_of_drafts(counters.accepted, rounds), rounds=rounds)
     if rounds and counters.emitted is not None:
         return ObservedCounts(length=counters.emitted / rounds, rounds=rounds)
     if counters.length is not None:
         return ObservedCounts(length=counters.length)
+    if is_adaptive and counters.draft_tokens:
+        raise EngineError(
+            f"{counters.engine}: adapts how many tokens a round drafts, and counts no rounds, so its acceptance "
+            "length is not known: turn that off, or give figures that show rounds"
+        )
     raise EngineError(f"{counters.engine}: {NOTHING_DRAFTED}")
 
 
