@@ -123,7 +123,10 @@ class ConvolutionLayer(AttentionLayer, LinearAttentionLayer):
         return states[..., self._max_rollback :]
 
     def update_recurrent_state(self, *args: object, **kwargs: object) -> Tensor:
-        raise RollbackError("layers with attention and a recurrent state cannot be rolled back exactly")
+        raise RollbackError(
+            "layers with attention and a recurrent state beside it, as Falcon-H1 and Zamba2 have, cannot be rolled "
+            "back exactly; nextn cannot decode with this model"
+        )
 
     @property
     def num_bytes(self) -> int:
