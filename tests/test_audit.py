@@ -180,6 +180,8 @@ BROKEN = {
     "another number of heads": (
         "config-contradicts", "error", "glm4_moe", {"config": {"num_attention_heads": 8}},
         "q_proj.weight has 32 rows; num_attention_heads = 8"),
+    "a dtype that torch does not have": (
+        "config-contradicts", "error", "glm4_moe", {"config": {"dtype": "torch.bfloat16"}}, "dtype = 'torch.bfloat16'"),
     "another number of experts": (
         "config-contradicts", "error", "deepseek_v3", {"config": {"n_routed_experts": 8}}, "have 4 experts; n_"),
     "another hidden size": (
@@ -560,6 +562,12 @@ def test_names_of_text_alone_under_a_vision_language_class(tmp_path):
         folder = publish(tmp_path / kind, "qwen3_5", wrapper="model.language_model.", change=text_only, config=config)
         found = findings(folder, "names-unknown")
         assert [each.fix.endswith("to ['Qwen3_5ForCausalLM'].") for each in found] == [True] * number
+
+
+def test_engines_of_the_family_are_not_those_of_foreign_names(tmp_path):
+    """Intern-S2-Preview's heads: that vLLM runs the family must not be said beside that it drops these names."""
+    publish(tmp_path, "qwen3_5_moe", change=rename(r"^mtp\.", "mtp.normal."))
+    assert {each.rule for each in audit(Checkpoint.open(tmp_path)).findings} == {"names-foreign"}
 
 
 def headless(table):

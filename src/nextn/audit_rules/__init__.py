@@ -158,7 +158,9 @@ def audit_checkpoint(
         separate.separate: partial(separate.separate, trunk=trunk),
         engines.engine_support: partial(engines.engine_support, trunk=trunk),
     }
-    rules = [bound.get(rule, rule) for rule in RULES]
+    # Which engines run the family says nothing about a head whose names they do not map.
+    unmapped = inventory.modules != stored.modules
+    rules = [bound.get(rule, rule) for rule in RULES if not (unmapped and rule is engines.engine_support)]
     nameless = [name for name in foreign if plain_name(name) is None]
     hidden = any(map(HEADLIKE.search, nameless)) or (bool(nameless) and not inventory.layers)
     findings = [*structure.names_foreign(checkpoint.path, kinds)] + [

@@ -67,6 +67,7 @@ def config_claims(inventory: Inventory) -> Iterator[Finding]:
     if inventory.family.trunk_kv or not inventory.layers:
         return
     yield from _no_sizes(config)
+    yield from _no_dtype(config)
     reported: set[str] = set()
     for fields, found in (*_parts(inventory, config), *_row_counts(inventory, config), *_experts(inventory, config),
                           *_layers(inventory, config)):  # fmt: skip
@@ -83,6 +84,17 @@ def _no_sizes(config: Mapping[str, object]) -> Iterator[Finding]:
             yield Finding(
                 "config-contradicts", "error", f"{CONFIG}: {field}", f"{field} = {short_repr(value)} in {CONFIG}.",
                 f"A whole number from {least}.", f"Correct {CONFIG}.",
+            )  # fmt: skip
+
+
+def _no_dtype(config: Mapping[str, object]) -> Iterator[Finding]:
+    """Report a dtype that torch does not have under this name."""
+    for field in ("dtype", "torch_dtype"):
+        value = config.get(field)
+        if isinstance(value, str) and not re.fullmatch(r"b?float16|float(32|64|8_\w+)?|half|double|u?int\d+", value):
+            yield Finding(
+                "config-contradicts", "error", f"{CONFIG}: {field}", f"{field} = {short_repr(value)} in {CONFIG}.",
+                "The name of a dtype in torch, such as bfloat16.", f"Correct {CONFIG}.",
             )  # fmt: skip
 
 
