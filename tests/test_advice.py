@@ -156,6 +156,9 @@ def test_other_weights(prompts, monkeypatch):
     wanted = {k: 2 * expected_speedup(half, rates, k, overhead=overhead) for k in (1, 2)}
     assert (without, best) == (pytest.approx(2), pytest.approx(max(wanted.values())))
     assert wanted[chosen] == pytest.approx(best)
+    stored_best = f"MTP with the stored weights ({each.best.speedup:.2f} x at K = {each.best.num_speculative_tokens})"
+    assert found.other_summary(each).endswith(f". Even without MTP, int8 (2.00 x) is faster than {stored_best}")
+    assert Advice(report, (stored,), stored).other_summary(each).endswith("; its text differs")  # as fast as plain
     assert Advice(report, (stored,)).other_speeds(each) is None
     assert each.pays
     report.step_note = "it took twice as long"
@@ -179,7 +182,7 @@ def test_the_table_shows_the_best_k_with_its_interval(monkeypatch, capsys):
     figures = SimpleNamespace(num_speculative_tokens=1, speedup=Spread(1.5, 1.4, 1.6, 3))
     report = SimpleNamespace(figures=lambda *_: figures, plan=SimpleNamespace(k_values=(1,)), warnings=[])
     monkeypatch.setenv("COLUMNS", "160")
-    _show_advice(SimpleNamespace(forecasts=[few], headlines=[few], report=report, other_speeds=lambda _: None))
+    _show_advice(SimpleNamespace(forecasts=[few], headlines=[few], report=report, other_summary=lambda _: None))
     titles, row, verification = capsys.readouterr().out.splitlines()
     assert titles.split()[-9:] == ["best", "K", "speedup", "95", "%", "MTP", "AL", "acceptance", "break-even"]
     low, high = few.best.interval

@@ -352,10 +352,8 @@ def _show_advice(advice: "Advice") -> None:
         k, expected = figures.num_speculative_tokens, each.choices[-1].speedup
         measured = f"; as a check, K = {k} was run: {figures.speedup.median:.2f} x measured, {expected:.2f} x expected"
         print_lines(f"{_at(each.temperature)}: {each.summary}{measured}")
-        if (speeds := advice.other_speeds(each)) is not None:
-            without, with_mtp, k = speeds
-            speeds_text = f"{without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}"
-            print_lines(f"  with --weights int8: {speeds_text}; its text differs")
+        if (other := advice.other_summary(each)) is not None:
+            print_lines(f"  {other}")
     print_lines(*_warnings(advice.report))
 
 

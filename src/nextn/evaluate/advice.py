@@ -220,6 +220,17 @@ class Advice:
         best = max(speeds, key=speeds.__getitem__)
         return ratio, speeds[best], best
 
+    def other_summary(self, each: Forecast) -> str | None:
+        """The speeds with `OTHER` weights in one sentence, and whether these gain more than MTP; None without them."""
+        if (speeds := self.other_speeds(each)) is None:
+            return None
+        without, with_mtp, k = speeds
+        text = f"with --weights {OTHER}: {without:.2f} x without MTP, {with_mtp:.2f} x at K = {k}; its text differs"
+        if without <= each.best.speedup:
+            return text
+        stored = f"MTP with the stored weights ({each.best.speedup:.2f} x at K = {each.best.num_speculative_tokens})"
+        return f"{text}. Even without MTP, {OTHER} ({without:.2f} x) is faster than {stored}"
+
     def as_record(self) -> dict[str, object]:
         """Return the JSON document, with the first forecast's advice at its top."""
         return {
