@@ -269,6 +269,36 @@ def test_what_a_file_may_lack(tmp_path, prompts, text, more, reported):
     assert reported in str(error)
 
 
+def reference(num_speculative_tokens):
+    plan = ReferencePlan(num_speculative_tokens)
+    return SimpleNamespace(plan=plan, origin_warnings=[], stream=None, domains=(), published_record=dict)
+
+
+def table_columns(diagnosis, monkeypatch):
+    """Title -> cells of the table that is shown."""
+    tables = []
+    monkeypatch.setitem(_show_diagnosis.__globals__, "print_table", tables.append)
+    _show_diagnosis(diagnosis)
+    return [(str(column.header), [*map(str, column.cells)]) for column in tables[0].columns]
+
+
+def test_the_table_has_the_group_that_is_not_distinguished_and_marks_priors(monkeypatch, capsys):
+    """Rows of the group are shown however many causes are likelier; a prior that a likelihood contains is beside it."""
+    rates = {"no-fault": 0.8, "head-unset": 0.1, "inputs-swapped": 0.1, "no-prefill": 0.24, "wrong-hidden": 0.12}
+    rates |= dict.fromkeys(["exact-match", "pairs-off-by-one", "head-2-bit", "position0"], 0.22)
+    expected = tuple(ExpectedCounts(name, [[40.0]] * 9, [[40 * rate]] * 9) for name, rate in rates.items())
+    observation, counts = EngineObservation(0.0, Counters("vLLM"), (0,)), ObservedCounts((40,), (4,))
+    seen = ObservedCase(observation, counts, expected, 1.0, 0)
+    diagnosis = Diagnosis("x", reference(1), (seen,), priors={"inputs-swapped": 0.05, "wrong-hidden": 0.05})
+    columns = table_columns(diagnosis, monkeypatch)
+    marks = dict(zip(columns[0][1], columns[-1][1], strict=True))
+    assert {name: mark for name, mark in marks.items() if mark} == dict.fromkeys(
+        ("inputs-swapped", "wrong-hidden"), "prior x0.05, not distinguished"
+    )
+    assert list(marks)[-3:] == ["inputs-swapped", "wrong-hidden", "no-fault"]
+    assert "\nthese counts do not distinguish it from: inputs-swapped, wrong-hidden\n" in capsys.readouterr().out
+
+
 def test_a_case_with_fewer_depths_than_k(monkeypatch):
     """Its AL is in the column of the others, not in that of a depth."""
     seen = EngineObservation(0.0, Counters("vLLM"), (0,))
@@ -277,14 +307,8 @@ def test_a_case_with_fewer_depths_than_k(monkeypatch):
         ObservedCase(seen, ObservedCounts(drafted, accepted), (fine,), 1.0, 0)
         for drafted, accepted in (((90, 60, 40), (60, 40, 20)), ((90, 60), (60, 40)))
     )
-    plan = ReferencePlan(num_speculative_tokens=3)
-    diagnosis = Diagnosis(
-        "x", SimpleNamespace(plan=plan, origin_warnings=[], stream=None, domains=(), published_record=dict), cases
-    )
-    tables = []
-    monkeypatch.setitem(_show_diagnosis.__globals__, "print_table", tables.append)
-    _show_diagnosis(diagnosis)
-    columns = {str(column.header): list(column.cells) for column in tables[0].columns}
+    diagnosis = Diagnosis("x", reference(3), cases)
+    columns = dict(table_columns(diagnosis, monkeypatch))
     assert columns["a_3"][:2] == ["0.500", ""]
     assert columns["AL"][:2] == ["2.33", "2.11"]
 

@@ -168,7 +168,7 @@ def _diagnose(
 
 def _show_diagnosis(diagnosis: "Diagnosis") -> None:
     depths = range(1, diagnosis.reference.plan.num_speculative_tokens + 1)
-    table = figures_table("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit")
+    table = figures_table("", *(f"a_{k}" for k in depths), "AL", "likelihood", "fit", "", left=("",))
     several, version = len(diagnosis.cases) > 1, diagnosis.cases[0].observation.counters.version
     engine = f"{diagnosis.engine} {version}" if version else diagnosis.engine
     for case in diagnosis.cases:
@@ -176,19 +176,23 @@ def _show_diagnosis(diagnosis: "Diagnosis") -> None:
         label = f"{engine}, {_where(seen.temperature, seen.prompt_indices, several=several)}"
         rates = [f"{rate:.3f}" if rate == rate else "" for rate in case.counts.rates]
         rates += [""] * (len(depths) - len(rates))  # an engine may have counted fewer depths in this case
-        table.add_row(plain(label), *rates, f"{1 + case.num_accepted:.2f}", "", "", style="bold")
+        table.add_row(plain(label), *rates, f"{1 + case.num_accepted:.2f}", "", "", "", style="bold")
     table.add_section()
-    always = ("no-fault", *diagnosis.named)
+    always = ("no-fault", *diagnosis.named, *diagnosis.indistinguishable)
     others = [cause for cause in diagnosis.causes[_MAX_CAUSES:] if cause.name in always]
     for cause in [*diagnosis.causes[:_MAX_CAUSES], *others]:
         style = "bold" if cause.name in diagnosis.named else None
         rates = [f"{rate:.3f}" for rate in cause.rates]
         fit = f"{cause.p_value:.2f}" if cause.p_value >= 0.01 else "<0.01"
-        table.add_row(plain(cause.name), *rates, f"{cause.length:.2f}", _odds(cause), fit, style=style)
+        marks = [f"prior x{diagnosis.priors[cause.name]:g}"] if cause.name in diagnosis.priors else []
+        marks += ["not distinguished"] if cause.name in diagnosis.indistinguishable else []
+        table.add_row(
+            plain(cause.name), *rates, f"{cause.length:.2f}", _odds(cause), fit, ", ".join(marks), style=style
+        )
     print_table(table)
     show_report(diagnosis)
     if diagnosis.indistinguishable:
-        print_lines(f"these counts do not tell it from: {', '.join(diagnosis.indistinguishable)}")
+        print_lines(f"these counts do not distinguish it from: {', '.join(diagnosis.indistinguishable)}")
     for number, check in enumerate(diagnosis.next_checks, 1):
         print_lines(f"{'check next, cheapest first' if number == 1 else ''}  {number}. {check}")
     print_lines(*(f"note: {shown(note)}" for note in diagnosis.notes))
