@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ RUNS = (
     Run("first stage of it, earlier kernels", "code-amx", AMX, "2026-11-22", 1.0, 9),
     Run("recipe hybrid, Qwen3.5's layout", "hybrid", AMX, "2026-11-21", 1.0, 6),
 )
-DEMOS = (("demo", f"one thread of a busy {ZEN5}", "2026-11-23"),)
 PUBLISHED = (
     Run("SmolLM2-135M-Instruct, bf16", "smollm2", AVX2, "2026-11-27", 0.0, 3),
     Run("the same", "smollm2", AVX2, "2026-11-27", 0.7, 3),
@@ -56,11 +55,6 @@ PUBLISHED = (
     Run("the same", "smollm2-zen4", ZEN4, "2026-11-30", 0.7, 3),
     Run("SmolLM2-135M-Instruct, int8", "smollm2-int8-avx512", AVX512, "2026-11-29", 0.0, 3),
 )
-
-
-def demo_record(name: str) -> dict[str, Any]:
-    """Return the figures of the checkpoint that comes with the package."""
-    return dict(record(name)["shipped"]["native"])
 
 
 def record(name: str) -> dict[str, Any]:
@@ -96,24 +90,26 @@ def runs() -> str:
     return table(head, map(line, (*PUBLISHED, *RUNS)))
 
 
-def demos() -> str:
-    def lines() -> Iterator[tuple[str, ...]]:
-        for name, machine, date in DEMOS:
-            found = demo_record(name)
-            for key, decoding in (("greedy", "greedy"), ("temperature_1", "T = 1")):
-                part = found[key]
-                speed = (f"{part[each]:,.0f}" for each in ("plain_tokens_per_s", "mtp_tokens_per_s"))
-                ratio = f"{part['speedup']:.2f} x"
-                yield (
-                    decoding,
-                    *speed,
-                    ratio,
-                    f"{part['mean_acceptance_length']:.2f}",
-                    f"{machine}, {date}",
-                    link(name),
-                )
-
-    return table(("decoding", "plain", "MTP", "speedup", "AL", "machine, date", "record"), lines())
+def demo() -> str:
+    """Figures of `nextn demo`: answers with the head in the package, code with a new head and with that one."""
+    found = record("demo")
+    new = found["new_head"]
+    parts = (
+        ("answers", "in the package", found["smollm2"]["native"]),
+        ("held-out code", f"new, {new['steps']} steps", new),
+        ("held-out code", "in the package", found["own_head"]),
+    )
+    rows = (
+        (
+            texts, head, decoding,
+            *(f"{each[key][rate]:,.0f}" for rate in ("plain_tokens_per_s", "mtp_tokens_per_s")),
+            f"{each[key]['speedup']:.2f} x", f"{each[key]['mean_acceptance_length']:.2f}",
+        )
+        for texts, head, each in parts
+        for key, decoding in (("greedy", "greedy"), ("temperature_1", "T = 1"))
+        if "speedup" in each[key]
+    )  # fmt: skip
+    return table(("texts", "head", "decoding", "plain", "MTP", "speedup", "AL"), rows)
 
 
 def costs() -> str:
@@ -387,7 +383,7 @@ def picture() -> str:
 
 PARTS = {
     "runs": runs,
-    "demos": demos,
+    "demo": demo,
     "costs": costs,
     "batches": batches,
     "peers": peers,
@@ -410,7 +406,8 @@ def copied() -> str:
     for kind, each in record("copies")["kinds"].items():
         rounds = [f"{each[way]['tokens_per_round']:.2f}" for way in ("mtp", "copy", "both")]
         speeds = [f"{each[way]['over_plain']:.2f}" for way in ("mtp", "both", "adaptive")]
-        rows.append((f"{each['prompts']} {KINDS[kind]}", *rounds, *speeds))
+        against = [f"{each[way]['over_mtp']:.2f}" for way in ("both", "adaptive")]
+        rows.append((f"{each['prompts']} {KINDS[kind]}", *rounds, *speeds, *against))
     head = (
         "prompts",
         "tokens per round, MTP",
@@ -419,6 +416,8 @@ def copied() -> str:
         "speed of MTP",
         "of both",
         "of both, `--adaptive`",
+        "both against MTP",
+        "`--adaptive` against MTP",
     )
     return table(head, rows)
 

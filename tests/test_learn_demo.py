@@ -127,6 +127,11 @@ def decoded(*, other=b"", texts=3):
     return DecodedModel((tuple(b"# a prompt\n"),) * count, greedy, sampled, 2, "native", "", 1)
 
 
+def test_texts_are_no_longer_than_what_the_head_is_trained_on():
+    """Longer ones once cost all acceptance, and nothing said so."""
+    assert nextn.demo._TRAINING["length"] >= nextn.demo._PROMPT_TOKENS + nextn.demo._MAX_TOKENS
+
+
 def test_repetitive_text_does_not_count():
     """Catches a speedup of loops, which say nothing of other text."""
     pair = decoded(texts=1).greedy
@@ -283,6 +288,7 @@ def test_json(reported):
     new = record["new_head"]
     figures = new["num_speculative_tokens"], new["steps"], new["greedy"]["repetitive"], new["temperature_1"]["speedup"]
     assert figures == (2, 9, 1, pytest.approx(2))
+    assert record["own_head"]["num_speculative_tokens"] == 2
     assert record["shipped"]["native"]["identical_output"]
 
 

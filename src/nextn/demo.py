@@ -39,8 +39,8 @@ _MIN_TEXTS = 3  # that are not degenerate: figures of fewer say little of the mo
 _DECODE_S, _PUBLISHED_S, _TRAINED_S = 8.0, 45.0, 15.0  # seconds of decoding one model with one backend
 # Small steps, so that slow machines take enough of them. Evaluations are not part of the time budget.
 _TRAINING = {
-    "batch_size": 4, "length": 128, "optimizer": "muon", "matrix_lr": 0.005, "loss_vocab": 8192, "save_every": 0,
-    "eval_every": 0,
+    "batch_size": 2, "length": _PROMPT_TOKENS + _MAX_TOKENS, "optimizer": "muon", "matrix_lr": 0.005,
+    "loss_vocab": 8192, "save_every": 0, "eval_every": 0,
 }  # fmt: skip
 
 Clock = Callable[[], float]

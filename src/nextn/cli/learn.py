@@ -69,6 +69,7 @@ def demo(
             return
         new, own = decode_trained(trained, example)
         record["new_head"] = new.decoded.as_record() | trained.as_record()
+        record["own_head"] = own.decoded.as_record()
         if not as_json:
             _show_trained(new, own, trained)
     if as_json:
