@@ -586,11 +586,33 @@ def test_metrics_that_are_not_known():
             {"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}}}
         ),
         "position 2: 80/191\nposition 3: 20/191\n",
+        "draft_num_accepted_tokens=15 draft_num_draft_tokens=20 draft_num_accepted_tokens=16 draft_num_draft_tokens=22\n",
     ],
 )
 def test_counts_that_are_not_clear_are_not_read(text):
     with pytest.raises(EngineError):
         read(text)
+
+
+def test_counts_of_steps_with_sorted_keys():
+    """Accepted tokens before the drafted ones: those of a line, not of the next one."""
+    steps = ((20, 15), (22, 16), (23, 10))
+    lines = (f"step draft_num_accepted_tokens=1{kept} draft_num_draft_tokens=1{all_}\n" for all_, kept in steps)
+    found = read("".join(lines))
+    assert (found.draft_tokens, found.accepted) == (365, 341)
+
+
+@loop(
+    "text",
+    [
+        "MTP: drafted=50 accepted=31\n[info] ngram cache is off\n",
+        "[Engram-27B] MTP: 31 accepted / 50 drafted\n",
+        "MTP (ngram lookup disabled): 31 accepted / 50 drafted\n",
+    ],
+)
+def test_a_word_beside_the_counts_is_not_their_drafter(text):
+    found = read(text)
+    assert (found.draft_tokens, found.accepted) == (50, 31)
 
 
 def test_no_counts_of_a_connection():
@@ -816,6 +838,7 @@ FORCED = [
     "SGLANG_SIMULATE_ACC_LEN: '3.24'",
     "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1.78 trtllm-serve x",
     "--spec-decode-acceptance-length 3.78",
+    "spec_decode_acceptance_length: 3.78\n",
     "use_relaxed_acceptance_for_thinking: true\nrelaxed_topk: 10",
     "--speculative-accept-threshold-single 0.3",
     "ServerArgs(speculative_accept_threshold_acc=0.5)",

@@ -6,6 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from artifacts import LAYERS, LAYOUTS, load_json, publish, tensors
 from quick import families, loop, others_slow
@@ -614,6 +615,24 @@ def test_copy_in_codes(scale, tmp_path):
         assert left == ([] if "base" in extra else [f"{copy}.weight"])
         assert "copy-differs" not in {each.rule for each in audit(Checkpoint.open(target)).findings}
         shutil.rmtree(target)
+
+
+def test_copy_in_the_codes_of_the_trunk(tmp_path):
+    """A trunk's lm_head in codes, and a copy of it: each scale is compared with the trunk's, and written with it."""
+    copy = "model.layers.2.shared_head.head"
+
+    def quantized(table, factor=1):
+        for name, value in (("lm_head", 1), (copy, factor)):
+            rows, columns = table["lm_head.weight"].shape
+            table[f"{name}.weight"] = RawTensor("F8_E4M3", (rows, columns), bytes([56]) * (rows * columns))
+            scale = np.full((rows, 1), value, np.float32).tobytes()
+            table[f"{name}.weight_scale_inv"] = RawTensor("F32", (rows, 1), scale)
+
+    same = publish(tmp_path / "same", "glm4_moe", change=quantized)
+    for factor in (1, 2):
+        target = publish(tmp_path / str(factor), "glm4_moe", change=partial(quantized, factor=factor))
+        nextn.restore(target, aliases="llamacpp")
+        assert bytes_of(target) == bytes_of(same)
 
 
 def test_fix_names_no_model_with_the_same_fault(tmp_path):

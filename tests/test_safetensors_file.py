@@ -145,6 +145,15 @@ def test_header_attack(content, says, tmp_path):
     str(caught.value).encode()
 
 
+@loop("length", [60, 0x3C20, 0x3C0A])
+def test_a_length_that_begins_as_a_page_does(length, tmp_path):
+    """The first byte of the header's length is "<", alone or behind white space."""
+    header = json.dumps({"x": entry(0, 2, shape=[2])}).encode()
+    path = tmp_path / f"{length}.safetensors"
+    path.write_bytes(file_bytes(header.ljust(length), b"ab"))
+    assert [*read_header(path).tensors] == ["x"]
+
+
 def test_headers_share_a_budget(tmp_path):
     """Many files that each keep the limit take the memory of all of them."""
     budget = HeaderBudget(num_tensors=3)

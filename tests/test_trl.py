@@ -6,7 +6,8 @@ import datasets
 import peft
 import pytest
 import torch
-from test_trainer_hook import differing, inventory, load, state, values
+from artifacts import inventory_of
+from test_trainer_hook import differing, load, state, values
 from tiny import refrain
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -116,7 +117,7 @@ def test_lora_of_trl(fixture_folder, tmp_path, tokenizer):
     run.save_model(tmp_path / "adapter")
     assert Checkpoint.open(tmp_path / "adapter" / "head" / "head.safetensors").tensors
     run.model.merge_and_unload().save_pretrained(tmp_path / "merged")
-    assert len(inventory(tmp_path / "merged").modules) == 1
+    assert len(inventory_of(tmp_path / "merged").modules) == 1
 
 
 def reward(completions, **_):

@@ -229,7 +229,8 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
     if listed:
         files = sorted({inventory.checkpoint.index[name] for name in listed if inventory.checkpoint.index})
         count = counted(len(listed), "tensor")
-        lack = "does not hold them" if {*files} & {*inventory.checkpoint.files} else "is absent"
+        absent = "is absent" if len(files) == 1 else "are absent"
+        lack = "does not hold them" if {*files} & {*inventory.checkpoint.files} else absent
         found = f"{claim}, and the index puts {count} of it in {some(files)}, which {lack}."
         lost = {*(inventory.checkpoint.index or ())} - {*inventory.checkpoint.tensors, *listed}
         fix = f"Download {some(files)} again{'.' if lost else f', or run `{restore(inventory)}`.'}"

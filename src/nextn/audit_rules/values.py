@@ -280,9 +280,10 @@ def _train_or_restore(inventory: Inventory) -> str:
 
 def _replace(inventory: Inventory) -> str:
     """Return the command that replaces the head, in backticks; from another model, where this is the recorded one's."""
-    source = source_of_head(inventory)
-    other = f"`{restore(inventory, force=True)}`"
-    return f"{other}, where BASE is not {source[:100]}, which has this head" if source else other
+    if not (source := source_of_head(inventory)):
+        return f"`{restore(inventory, force=True)}`"
+    other = inventory.restore_command(force=True, base="BASE")
+    return f"`{other}`, where BASE is not {source[:100]}, which has this head"
 
 
 def _share_initial(samples: SampledValues, weights: Mapping[str, Values], dtypes: Mapping[str, str]) -> float:

@@ -112,7 +112,9 @@ def placeholder(first: bytes) -> str:
     """Return what a file that begins with `first` is in place of one of the model's; "" if it is neither."""
     if first.startswith(b"version https://git-lfs"):
         return "it is a Git LFS pointer, the file itself was not downloaded: run `git lfs pull`"
-    return _page(first[:40]) if first.lstrip().startswith(b"<") else ""
+    # The length of a header may begin with "<", but its other bytes are not those of a text.
+    is_page = first.lstrip().startswith(b"<") and min(first[:8]) >= ord("\t")
+    return _page(first[:40]) if is_page else ""
 
 
 def _page(text: bytes) -> str:

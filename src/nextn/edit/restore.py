@@ -285,22 +285,29 @@ def _copies(dst: Inventory, count: int, engine: str, notes: list[str]) -> dict[s
     unset = {*family.engines[engine].unset, *family.engines[engine].skips}
     roles = [role for role in family.copies if role in unset]
     modules = {role: range(count) if "{" in family.names[role] else range(min(count, 1)) for role in roles}
-    lacking = {f"{index}.{role}.weight": role for role in roles for index in modules[role]}
-    lacking = {name: role for name, role in lacking.items() if name not in dst.stored}
-    differing = {f"{_copy(name)}.weight": dst.role(name) for name in dst.copies if _differs(dst, name)}
+    lacking = {f"{index}.{role}": role for role in roles for index in modules[role]}
+    lacking = {copy: role for copy, role in lacking.items() if f"{copy}.weight" not in dst.stored}
+    differing = {_copy(name): dst.role(name) for name in dst.copies if _differs(dst, name)}
     if not lacking and not differing:
         reason = f"it uses the trunk's {' and '.join(family.copies) or 'tensors'}"
         notes.append(f"no copies to add for {engine}: {'the target stores them' if roles else reason}")
     return {
-        dst.published(name): Piece(dst.checkpoint, _trunk_tensor(dst, role))
-        for name, role in {**lacking, **differing}.items()
+        dst.published(f"{copy}.{part}"): Piece(dst.checkpoint, name)
+        for copy, role in {**lacking, **differing}.items()
+        for part, name in _trunk_parts(dst, role).items()
     }
 
 
 def _differs(dst: Inventory, copy: str) -> bool:
-    """Whether a copy differs from the trunk's tensor in any bit."""
-    trunk = dst.checkpoint.info(_trunk_tensor(dst, dst.role(copy)))
-    return not dst.checkpoint.same(dst.info(copy), trunk)
+    """Whether a tensor of a copy differs from the trunk's in any bit, or the trunk has none, as of another format."""
+    trunk = _trunk_parts(dst, dst.role(copy)).get(copy.removeprefix(f"{_copy(copy)}."))
+    return trunk is None or not dst.checkpoint.same(dst.info(copy), dst.checkpoint.info(trunk))
+
+
+def _trunk_parts(dst: Inventory, role: str) -> dict[str, str]:
+    """Return the trunk's tensors of a role by the end of their names: `weight`, and its scales where it is in codes."""
+    module = _trunk_tensor(dst, role).removesuffix("weight")
+    return {name.removeprefix(module): name for name in dst.checkpoint.tensors if name.startswith(module)}
 
 
 def _trunk_tensor(dst: Inventory, role: str) -> str:

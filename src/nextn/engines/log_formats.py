@@ -375,7 +375,9 @@ def trainer_counts(drafted: int, accepted: int, length: float | None, rates: lis
     return Counters(_TRAINER, rounds, drafted, accepted, positions)
 
 
-def _skyrl(fields: Fields) -> Counters:
+def _skyrl(fields: Fields) -> Counters | None:
+    if fields["draft_num_draft_tokens"][1:]:  # of which step each count is cannot be known
+        return None
     drafted, accepted = (_int(fields, name) or 0 for name in ("draft_num_draft_tokens", "draft_num_accepted_tokens"))
     length = _float(fields, "draft_mean_acceptance_length")
     return trainer_counts(drafted, accepted, length, list(map(to_number, fields["draft_acceptance_rate_pos"])))
@@ -622,7 +624,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         ("out_token_counter", "mtp_avg_token_per_step"), _lightllm, "a request: tokens, rounds and accepted drafts",
     ),
     LogFormat(
-        "SkyRL's draft metrics", "draft_num_draft_tokens", r"(?<![a-z])draft_num_draft_tokens(?=['\"]?[:=] ?[0-9])",
+        "SkyRL's draft metrics", "draft_num_draft_tokens",
+        r"(?m:^)(?=[^\n]*(?<![a-z])draft_num_draft_tokens['\"]?[:=] ?[0-9])",
         {name: rf"{name}(?:_[0-9]{{1,3}})?['\"]?[:=] ?({NUMBER})" for name in _SKYRL},
         ("draft_num_draft_tokens", "draft_num_accepted_tokens"), _skyrl,
         "a step of training: draft and accepted tokens; positions as shares of rounds",
@@ -668,7 +671,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "accepted and drafted by name", "ccept", rf"(?im:^)(?=[^\n]{{0,300}}?(?i:{_PAIR}))",
         {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])({_DRAFTING_HERE})",
-         "copied": r"(?i)(lookup|n-?gram)"},
+         "copied": r"(?i)\A[^\n]*?(?<![a-z])(lookup|n-?gram)['\"]?(?:[:=]| ?(?:draft|accept))"},
         ("accepted and drafted", "draft"), _named,
         "as other engines print it, `MTP: 31 accepted / 50 drafted`, `drafted=50 accepted=31`: both counts; no rounds",
         num_lines=2, is_general=True,

@@ -13,7 +13,7 @@ from nextn.verify_checks.session import NUM_LOGPROBS, VerifySession
 _PREFIX = 3000  # tokens: hybrid models cache in blocks of up to a thousand or so
 _RESERVE = 64  # tokens left free, as the length of the prompt is estimated
 _BANDS = (1, 4, 16)  # prompts of the limit and of these parts of it
-_SHORTEST = 1024  # tokens of a part
+_SHORTEST = 900  # tokens of a part's prompt
 _SUFFIXES = ("\n\nQuestion: what comes next?\nAnswer:", "\n\nThe text above, in other words:")
 
 
@@ -93,8 +93,9 @@ def long_context(session: VerifySession) -> CheckResult:
     """Compare answers to long prompts, one near the context limit: MTP on with off, or two runs of one endpoint."""
     endpoint, settings = session.target, session.settings
     limit, pairs, sizes = _limit(session, endpoint), [], []
-    for part in (each for each in _BANDS if each == 1 or limit // each >= _SHORTEST):
-        tokens = limit // part - settings.max_tokens - _RESERVE
+    reserve = settings.max_tokens + _RESERVE
+    for part in (each for each in _BANDS if each == 1 or limit // each >= _SHORTEST + reserve):
+        tokens = limit // part - reserve
         request = EngineRequest(_text(session, endpoint, tokens), settings.max_tokens, logprobs=NUM_LOGPROBS)
         one = endpoint.answer(request)
         pairs.append((one, (session.against or endpoint).answer(replace(request, use_cache=False))))
