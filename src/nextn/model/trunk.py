@@ -9,7 +9,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -67,10 +67,6 @@ class _Decoder(Protocol):
 
 class _Output(Protocol):
     last_hidden_state: Tensor
-
-
-class _EnoughError(Exception):
-    """Ends a pass whose other layers are not needed."""
 
 
 class Trunk(nn.Module):
@@ -469,15 +465,13 @@ class Trunk(nn.Module):
         def keep(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             if threading.get_ident() == thread:  # other threads may run the model, too
                 outputs.append(output[0] if isinstance(output, tuple) else output)
-                raise _EnoughError
 
         hook = mixer.register_forward_hook(keep)
         try:
             for sizes in (2 * _CHECKED, _CHECKED):
                 cache = new_cache(self.layer_types, 1, device=self.device)
                 for tokens in (torch.arange(2 * _CHECKED)[None] % self.vocab_size).split(sizes, dim=1):
-                    with suppress(_EnoughError):
-                        self(tokens, cache)
+                    self(tokens, cache)
                     cache.commit([tokens.shape[1]])
         except (TypeError, ValueError) as error:
             raise RollbackError(f"{type(self.model).__name__} does not run over nextn's caches: {error}") from error
