@@ -8,8 +8,7 @@ example), SGLang 0.5 (observability/scheduler_metrics_mixin.py, bench_serving.py
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from nextn.engines.counters import (
     ADAPTIVE,
@@ -21,91 +20,27 @@ from nextn.engines.counters import (
     one_round,
     with_all_positions,
 )
+from nextn.engines.general_formats import GENERAL_FORMATS
+from nextn.engines.log_format import (
+    INT,
+    IS,
+    LIST,
+    NUMBER,
+    Fields,
+    LogFormat,
+    colon,
+    equals,
+    float_field,
+    int_field,
+    integer,
+    rates_of,
+    to_number,
+)
 from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
-UNKNOWN = "an engine"  # whose lines do not say which
 HEAD_STATISTICS = "llama.cpp's draft statistics"
-NUMBER = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
-_THOUSANDS = r"[1-9][0-9]{0,2}(?:[.,'’ ][0-9]{3})+"
-# What is left of a number that is written in another way is no count.
-_INT = rf"(?:{_THOUSANDS}|[0-9]{{1,15}}(?:\.0+)?)(?![.,'’]?[0-9])"
-_GROUPED = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{1,12})"  # of two counts that follow words
 _HALF = 0.005  # of the last digit of a length
-_LIST = rf"{NUMBER}(?:(?:[,;]\s*| +){NUMBER}){{0,{MAX_POSITIONS}}}"  # a spreadsheet's locale sets what is between them
-_ACCEPTED = (  # and two counts
-    r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?(?:[0-9.,]{1,12}\s*%|[01]\.[0-9]{1,9} (?=\())[^0-9\n(]{0,20})?\(?"
-)
-_DRAFTING = r"mtp|draft(?:s|ed|ing)?|spec\w{0,12}|nextn"
-# Without other words after "draft", as of a draft PR.
-_DRAFTING_HERE = rf"(?!draft (?!tokens?\b|accept|model|stat|rate|head|layer|depth|step)[a-z])(?:{_DRAFTING})"
-_OF = r"\s*(?:/|(?:out )?of)\s*"
-_COUNT = rf"(?<![\w.,]){_INT}(?!\s*%)"
-_DRAFTED = (
-    r"(?:(?:total[ _])?drafted(?:[ _]tokens)?|draft[ _]tokens(?: (?:proposed|speculated|offered))?|draft_n|total_draft|"
-    r"proposed(?:_tokens)?)"
-)
-_KEPT = (
-    r"(?:(?!\w{0,20}(?:un|not|non)_?accept)(?:total |draft tokens )?\w{0,20}accept(?:ed)?"
-    r"(?:[ _]drafts|[ _](?:draft[ _])?tokens)?)"
-)
-_REST = rf"(?:{_DRAFTED}|rejected(?:[ _](?:draft[ _])?tokens)?)"
-_EQUALS = r"['\"]?\s{0,3}[=:](?:\s{0,6}| {0,40})"
-_IS = rf"(?:{_EQUALS}| {{1,6}})"
-
-
-def _pair(one: str, other: str) -> str:
-    """Two counts, each after its name (`drafted 24, accepted 0`) or before it (`0 accepted / 24 drafted`)."""
-    first = rf"(?<![a-z])(?:{one}{_EQUALS}|(?<![0-9] ){one} {{1,6}}){_COUNT}(?: tokens)?"
-    after = rf"{first}[\s,;|/-]{{1,6}}(?:\[\w{{1,12}}\] )?['\"]?{other}{_IS}{_COUNT}"
-    words = "(?:draft )?(?:tokens )?"
-    return rf"{after}|{_COUNT} {words}{one}\s*(?:[,;/|(]|and|of|out of)\s*{_COUNT} {words}{other}"
-
-
-_PAIR = (
-    rf"{_COUNT}{_OF}{_COUNT} (?:accepted draft|drafts? (?:tokens )?accepted)|"
-    rf"(?:(?<=[0-9%] )|(?<![a-z])(?:{_DRAFTING})\b[^\n0-9()]{{0,40}})accept(?:ed|ance)\b"
-    rf"\s?\({_COUNT}{_OF}{_COUNT} draft|"
-    rf"(?:accepted drafts?(?: tokens)?{_IS}|(?<![a-z])accepted=){_COUNT}{_OF}{_COUNT}|"
-    rf"{_pair(_KEPT, _REST)}|{_pair(_DRAFTED, _KEPT)}"
-)
-Fields = Mapping[str, list[str]]  # name of a field -> its values in the entry
-
-
-@dataclass(frozen=True)
-class LogFormat:
-    """One kind of entry. Its fields are tried once each, on text of bounded length: linear time."""
-
-    name: str
-    literal: str  # text that every entry has, by which a log without any is passed over fast
-    marker: str  # regular expression with which an entry begins, without groups
-    fields: Mapping[str, str]  # name as printed -> regular expression with one group
-    required: tuple[str, ...]  # names of fields
-    counters: Callable[[Fields], Counters | None]
-    counted: str  # what the figures are, for the documentation
-    num_lines: int = 1  # of an entry, at most
-    is_cumulative: bool = False  # later entries include earlier ones
-    is_general: bool = False  # not of one engine: read where there is no other, as it is slow to look for
-
-
-def _integer(text: str) -> int:
-    return int(re.sub(r"\D", "", text) if re.fullmatch(_THOUSANDS, text) else text.partition(".")[0])
-
-
-def to_number(text: str) -> float:
-    return float(text.replace(",", "."))
-
-
-def _int(fields: Fields, name: str) -> int | None:
-    return _integer(fields[name][0]) if fields.get(name) else None
-
-
-def _float(fields: Fields, name: str) -> float | None:
-    return to_number(fields[name][0]) if fields.get(name) else None
-
-
-def _rates(text: str) -> list[float]:
-    return [to_number(rate) for rate in re.findall(NUMBER, text)]
 
 
 def _rounds(accepted: int, drafted: int, length: float | None, k: int = 0) -> int | None:
@@ -124,13 +59,13 @@ def _rounds(accepted: int, drafted: int, length: float | None, k: int = 0) -> in
 
 def _vllm(fields: Fields) -> Counters | None:
     """One interval. All rounds draft as many tokens as there are positions, except the last ones before a limit."""
-    accepted, drafted = (_integer(fields[name][0]) for name in ("Accepted", "Drafted"))
-    length = _float(fields, "Mean acceptance length")
+    accepted, drafted = (integer(fields[name][0]) for name in ("Accepted", "Drafted"))
+    length = float_field(fields, "Mean acceptance length")
     if not fields.get("Per-position acceptance rate"):
         if length is not None and length <= 1 and accepted > _HALF * drafted:
             return None  # the two contradict each other
         return Counters("vLLM", _rounds(accepted, drafted, length), drafted, accepted, notes=(ROUNDED,))
-    rates = _rates(fields["Per-position acceptance rate"][0])
+    rates = rates_of(fields["Per-position acceptance rate"][0])
     rounds = round(drafted / len(rates))
     if length and accepted and abs(1 + accepted / max(rounds, 1) - length) > 0.02:
         rounds = round(accepted / max(length - 1, 1e-9))
@@ -141,7 +76,7 @@ def _vllm(fields: Fields) -> Counters | None:
 def _vllm_v0(fields: Fields) -> Counters:
     """vLLM before 0.8: accepted counts tokens behind a rejected one, too; emitted tokens show those that were kept."""
     k, drafted, emitted = (
-        _integer(fields[f"Number of {name} tokens"][0]) for name in ("speculative", "draft", "emitted")
+        integer(fields[f"Number of {name} tokens"][0]) for name in ("speculative", "draft", "emitted")
     )
     rounds = round(drafted / max(1, k))
     return Counters("vLLM", rounds, drafted, max(0, emitted - rounds), k=k)
@@ -150,8 +85,8 @@ def _vllm_v0(fields: Fields) -> Counters:
 def _table(fields: Fields) -> Counters | None:
     """The console table of `vllm bench serve`, and what vLLM's offline example prints: shares of all rounds."""
     drafts, drafted, accepted, length = (
-        _int(fields, "Drafts"), _int(fields, "Draft tokens"), _int(fields, "Accepted tokens"),
-        _float(fields, "Acceptance length"),
+        int_field(fields, "Drafts"), int_field(fields, "Draft tokens"), int_field(fields, "Accepted tokens"),
+        float_field(fields, "Acceptance length"),
     )  # fmt: skip
     percent, shares = fields.get("Position", []), fields.get("acceptance at token", [])
     rates = [to_number(rate) / 100 for rate in percent] or [to_number(rate) for rate in shares]
@@ -169,12 +104,12 @@ def _table(fields: Fields) -> Counters | None:
 
 
 def _sglang_table(fields: Fields) -> Counters:
-    return Counters("SGLang", length=_float(fields, "Accept length"))
+    return Counters("SGLang", length=float_field(fields, "Accept length"))
 
 
 def _sglang_answer(fields: Fields) -> Counters | None:
     """One answer, of which the first token is prefill's; the length is tokens / rounds."""
-    tokens, length = to_number(fields["Tokens"][0]), _float(fields, "Acc Length") or 0.0
+    tokens, length = to_number(fields["Tokens"][0]), float_field(fields, "Acc Length") or 0.0
     rounds = round(tokens / length) if length >= 1 else 0
     return Counters("SGLang", rounds, None, max(0, int(tokens) - 1 - rounds)) if rounds else None
 
@@ -192,45 +127,22 @@ def _lmdeploy(fields: Fields) -> Counters | None:
 
 
 def _lmdeploy_totals(fields: Fields) -> Counters:
-    k, rounds, drafted, accepted = (_int(fields, name) for name in _LMDEPLOY_TOTALS)
-    rates = _rates(fields["per_position_acceptance_rate"][0]) if fields["per_position_acceptance_rate"] else []
+    k, rounds, drafted, accepted = (int_field(fields, name) for name in _LMDEPLOY_TOTALS)
+    rates = rates_of(fields["per_position_acceptance_rate"][0]) if fields["per_position_acceptance_rate"] else []
     positions = tuple(round(rate * (rounds or 0)) for rate in rates[:MAX_POSITIONS])
     return Counters("LMDeploy", rounds, drafted, accepted, positions, k=k, notes=(ROUNDED,) if rates else ())
 
 
 def _mlx_vlm(fields: Fields) -> Counters:
-    drafts = _float(fields, "avg draft") or 0.0
+    drafts = float_field(fields, "avg draft") or 0.0
     k = round(drafts) if 1 <= drafts <= MAX_POSITIONS and drafts == round(drafts) else None
-    return Counters("mlx-vlm", length=1 + (_float(fields, "accepted/round") or 0.0), k=k)
-
-
-def _positions(fields: Fields) -> Counters | None:
-    """Accepted / tested drafts of each position, which all rounds test, or those that accepted the one before."""
-    counts = [[_integer(part) for part in row.split("/")] for row in fields["accepted/drafted"]]
-    accepted, tested = zip(*counts[:MAX_POSITIONS], strict=True)
-    numbers = [int(place) for place in fields["number of a position"]]
-    if numbers != [*range(numbers[0], numbers[0] + len(counts))]:
-        found = ", ".join(map(str, numbers[:10]))
-        raise EngineError(f"a table by position has the positions {found}, expected each in turn; copy it whole")
-    if tested[1:] == accepted[:-1]:  # conditional
-        return Counters(UNKNOWN, tested[0], None, sum(accepted), accepted)
-    return Counters(UNKNOWN, tested[0], sum(tested), sum(accepted), accepted, tested)
-
-
-def _drafts_and_tokens(fields: Fields) -> Counters | None:
-    """Rounds, of which some accepted a draft, and draft tokens: refused where the figures fit no such meaning."""
-    (some, rounds), (accepted, drafted) = (
-        [_integer(part) for part in fields[f"accepted/all {name}"][0].split("/")] for name in ("drafts", "tokens")
-    )
-    most = some * -(-drafted // max(rounds, 1))  # if these rounds accepted all of their drafts
-    fits = some <= rounds <= drafted and some <= accepted <= min(drafted, most)
-    return Counters(UNKNOWN, rounds, drafted, accepted) if fits else None
+    return Counters("mlx-vlm", length=1 + (float_field(fields, "accepted/round") or 0.0), k=k)
 
 
 def _sglang(fields: Fields) -> Counters | None:
     """One interval; 0.00 is of one without a round, as of an idle rank, since each round gives a token."""
     engine, name = ("TokenSpeed", "avg_accept_len") if fields["avg_accept_len"] else ("SGLang", "accept len")
-    length = _float(fields, name) or 0.0
+    length = float_field(fields, name) or 0.0
     return Counters(engine, length=length) if length >= 1 else None
 
 
@@ -252,8 +164,8 @@ _FINISH = ("spec_accept_token_num", "spec_draft_token_num", "total")  # and thei
 
 
 def _sglang_finish(fields: Fields) -> Counters:
-    rounds = _int(fields, "spec_verify_ct") or 0
-    accepted, drafted, emitted = (_int(fields, name) for name in _FINISH)
+    rounds = int_field(fields, "spec_verify_ct") or 0
+    accepted, drafted, emitted = (int_field(fields, name) for name in _FINISH)
     if accepted is None and emitted is not None:  # of which the first token is prefill's
         accepted = max(0, emitted - 1 - rounds)
     return Counters("SGLang", rounds, drafted, accepted)
@@ -267,8 +179,8 @@ def _llama_round(fields: Fields) -> Counters:
 def _llama_statistics(fields: Fields) -> Counters:
     """Totals of one drafter. Drafts accepted in part or whole are the rounds that accepted the first position."""
     names = ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")
-    rounds, first, drafted, accepted = (_integer(fields[name][0]) for name in names)
-    rates = _rates(fields["#acc rate/pos"][0]) if fields.get("#acc rate/pos") else []
+    rounds, first, drafted, accepted = (integer(fields[name][0]) for name in names)
+    rates = rates_of(fields["#acc rate/pos"][0]) if fields.get("#acc rate/pos") else []
     if drafted == 2 * rounds:
         positions: tuple[int, ...] = (first, max(0, accepted - first))
     else:
@@ -277,22 +189,22 @@ def _llama_statistics(fields: Fields) -> Counters:
 
 
 def _llama_request(fields: Fields) -> Counters:
-    accepted, drafted = (_integer(part.strip()) for part in fields["accepted / generated"][0].split("accepted /"))
-    rates = [rate for text in fields.get("acceptance rate per position", []) for rate in _rates(text)][:MAX_POSITIONS]
-    rounds = _rounds(accepted, drafted, _float(fields, "mean len"), len(rates))
+    accepted, drafted = (integer(part.strip()) for part in fields["accepted / generated"][0].split("accepted /"))
+    rates = [rate for text in fields.get("acceptance rate per position", []) for rate in rates_of(text)][:MAX_POSITIONS]
+    rounds = _rounds(accepted, drafted, float_field(fields, "mean len"), len(rates))
     positions = tuple(round(rate * rounds) for rate in rates) if rounds else ()
     return Counters("llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if rounds else ())
 
 
 def _llama_bench(fields: Fields) -> Counters:
     """A request's tokens are one of prefill and, of each round, its accepted drafts and a bonus token."""
-    emitted, drafted, accepted = (_int(fields, name) or 0 for name in ("pred", "draft", "acc"))
+    emitted, drafted, accepted = (int_field(fields, name) or 0 for name in ("pred", "draft", "acc"))
     return Counters("llama.cpp", drafting_rounds(emitted - 1, drafted, accepted) if drafted else 0, drafted, accepted)
 
 
 def _atom(fields: Fields) -> Counters:
     """Totals, and the share of rounds by number of accepted drafts, 0 to K."""
-    accepted, drafted = (_integer(count) for count in fields["Accepted/Total Draft tokens"][0].split("/"))
+    accepted, drafted = (integer(count) for count in fields["Accepted/Total Draft tokens"][0].split("/"))
     shares = [float(share) / 100 for share in re.findall(r"([0-9.]{1,6})%", fields["Accepted tokens distribution"][0])]
     k = len(shares) - 1
     rounds = round(drafted / k) if k > 0 else None
@@ -300,27 +212,9 @@ def _atom(fields: Fields) -> Counters:
     return Counters("ATOM", rounds, drafted, accepted, positions, k=k or None, notes=(ROUNDED,))
 
 
-def _ratio(fields: Fields) -> Counters:
-    accepted, drafted = (_integer(part) for part in re.split(_OF, fields["accepted/drafted"][0]))
-    return Counters(UNKNOWN, None, drafted, accepted)
-
-
-def _named(fields: Fields) -> Counters | None:
-    """Two counts in the order of their names; a single name has the accepted ones first."""
-    text, *others = fields["accepted and drafted"]
-    if others or fields["copied"]:  # of other requests, or totals; or of drafts that no head made
-        return None
-    accepted, other = (_integer(count) for count in re.findall(_COUNT, text))
-    has_two_names = not re.search(rf"(?i){_COUNT}{_OF}{_COUNT}(?: (?:accepted )?draft|$)", text)
-    if has_two_names and re.search(rf"(?is){_DRAFTED}.*accept", text):
-        accepted, other = other, accepted
-    drafted = accepted + other if "rejected" in text.lower() else other
-    return Counters(UNKNOWN, None, drafted, accepted) if accepted <= drafted else None
-
-
 def _native_mtp(fields: Fields) -> Counters:
     """A request. [n]: rounds that accepted n drafts; `rejected` counts rounds, not drafts."""
-    depth, active = (_int(fields, name) for name in ("depth", "activeDepth"))
+    depth, active = (int_field(fields, name) for name in ("depth", "activeDepth"))
     found = {
         int(key): int(count) for key, count in re.findall(r"([0-9]{1,9}):([0-9]{1,15})", fields["acceptedByDepth"][0])
     }
@@ -336,33 +230,35 @@ def _native_mtp(fields: Fields) -> Counters:
 
 def _omlx(fields: Fields) -> Counters:
     """A request: accepted and draft tokens, and its rounds; dK: accepted and tested drafts of depth K."""
-    accepted, drafted = (_integer(part) for part in fields["accepted/drafted"][0].split("/"))
-    size, depths = _int(fields, "block_size"), fields.get("depth", [])[:MAX_POSITIONS]
-    rounds = _int(fields, "rounds") if size else int(depths[0].split("/")[1]) if depths else None
+    accepted, drafted = (integer(part) for part in fields["accepted/drafted"][0].split("/"))
+    size, depths = int_field(fields, "block_size"), fields.get("depth", [])[:MAX_POSITIONS]
+    rounds = int_field(fields, "rounds") if size else int(depths[0].split("/")[1]) if depths else None
     k = size - 1 if size and size - 1 <= MAX_POSITIONS else None
     return Counters("oMLX", rounds, drafted, accepted, tuple(int(depth.split("/")[0]) for depth in depths), k=k)
 
 
 def _shares(fields: Fields) -> Counters:
-    return Counters("vLLM", length=_float(fields, "Mean acceptance length"), k=len(_rates(fields["rates"][0])) or None)
+    return Counters(
+        "vLLM", length=float_field(fields, "Mean acceptance length"), k=len(rates_of(fields["rates"][0])) or None
+    )
 
 
 def _ollama(fields: Fields) -> Counters:
     """A request; rounds that drafted nothing are iterations, too, so AL is of all of them."""
-    rounds, drafted, accepted, k = (_int(fields, name) or 0 for name in _OLLAMA)
+    rounds, drafted, accepted, k = (int_field(fields, name) or 0 for name in _OLLAMA)
     notes = () if drafted >= FULL_SHARE * rounds * k else (ADAPTIVE,)
     return Counters("Ollama", rounds, drafted, accepted, k=k or None, notes=notes)
 
 
 def _mlxcel(fields: Fields) -> Counters:
-    rounds, drafted, accepted = (_int(fields, name) for name in _MLXCEL)
+    rounds, drafted, accepted = (int_field(fields, name) for name in _MLXCEL)
     return Counters("mlxcel", rounds, drafted, accepted)
 
 
 def _lightllm(fields: Fields) -> Counters:
     """A request; older versions print no counts but its tokens, of which each round gives some."""
-    emitted, rounds, accepted = (_int(fields, name) for name in _LIGHTLLM)
-    length = max(1.0, _float(fields, "mtp_avg_token_per_step") or 1.0)
+    emitted, rounds, accepted = (int_field(fields, name) for name in _LIGHTLLM)
+    length = max(1.0, float_field(fields, "mtp_avg_token_per_step") or 1.0)
     rounds = round((emitted or 0) / length) if rounds is None else rounds
     accepted = max(0, (emitted or 0) - rounds) if accepted is None else accepted
     return Counters("LightLLM", rounds, None, accepted, notes=() if accepted else (NO_MTP,))
@@ -378,60 +274,49 @@ def trainer_counts(drafted: int, accepted: int, length: float | None, rates: lis
 def _skyrl(fields: Fields) -> Counters | None:
     if fields["draft_num_draft_tokens"][1:]:  # of which step each count is cannot be known
         return None
-    drafted, accepted = (_int(fields, name) or 0 for name in ("draft_num_draft_tokens", "draft_num_accepted_tokens"))
-    length = _float(fields, "draft_mean_acceptance_length")
+    drafted, accepted = (
+        int_field(fields, name) or 0 for name in ("draft_num_draft_tokens", "draft_num_accepted_tokens")
+    )
+    length = float_field(fields, "draft_mean_acceptance_length")
     return trainer_counts(drafted, accepted, length, list(map(to_number, fields["draft_acceptance_rate_pos"])))
 
 
 def _llama_example(fields: Fields) -> Counters:
     """The examples count no rounds; K is the option --draft-max."""
-    return Counters("llama.cpp", None, _int(fields, "n_drafted"), _int(fields, "n_accept"), k=_int(fields, "n_draft"))
+    return Counters(
+        "llama.cpp", None, int_field(fields, "n_drafted"), int_field(fields, "n_accept"), k=int_field(fields, "n_draft")
+    )
 
 
 def _tensorrt(fields: Fields) -> Counters:
     names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
-    rounds, drafted, accepted = (_int(fields, name) for name in names)
+    rounds, drafted, accepted = (int_field(fields, name) for name in names)
     return Counters("TensorRT-LLM", rounds, drafted, accepted)
 
 
 def _spec_bench(fields: Fields) -> Counters:
     """A task; positions are shares of its rounds."""
     rounds, accepted, drafted = (int(count) for count in re.findall(r"[0-9]+", fields["rounds, accepted/drafted"][0]))
-    rates = [rate / 100 for text in fields["pos accept"] for rate in _rates(text)][:MAX_POSITIONS]
+    rates = [rate / 100 for text in fields["pos accept"] for rate in rates_of(text)][:MAX_POSITIONS]
     positions = tuple(round(rate * rounds) for rate in rates)
     return Counters("ik_llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if rates else ())
 
 
 def _aiperf(fields: Fields) -> Counters:
     """The console's token-weighted length weights all rounds alike."""
-    return Counters("an engine under AIPerf", length=_float(fields, "Token-Weighted Acceptance Length"))
-
-
-def _equals(*names: str) -> dict[str, str]:
-    """Fields that are printed as `name=count`."""
-    return {name: rf"(?<!\w){name}=({_INT})" for name in names}
-
-
-def _colon(*names: str, value: str = NUMBER) -> dict[str, str]:
-    """Fields that are printed as `name: value`."""
-    return {name: rf"{re.escape(name)}:\s*({value})" for name in names}
-
-
-def _row(position: str, counts: str = f"{_INT}/") -> str:
-    """A row of accepted and tested drafts of one position."""
-    return rf"[^\n]{{0,80}}?(?<!\w)position {position}\s?[:=] ?\(?{counts}"
+    return Counters("an engine under AIPerf", length=float_field(fields, "Token-Weighted Acceptance Length"))
 
 
 _VLLM_FIELDS = {
-    **_colon("Mean acceptance length"), "Accepted": rf"(?:Accepted|accepted tokens):\s*({_INT})(?: tokens|,)",
-    "Drafted": rf"(?:Drafted|draft tokens):\s*({_INT})(?: tokens|,)",
-    "Per-position acceptance rate": rf"Per-position acceptance rate:\s*\[?({_LIST})",
+    **colon("Mean acceptance length"), "Accepted": rf"(?:Accepted|accepted tokens):\s*({INT})(?: tokens|,)",
+    "Drafted": rf"(?:Drafted|draft tokens):\s*({INT})(?: tokens|,)",
+    "Per-position acceptance rate": rf"Per-position acceptance rate:\s*\[?({LIST})",
 }  # fmt: skip
 # The first format that a log has is read; another is named in a note, as both count the same rounds.
 LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "table of vllm bench serve", "Acceptance length:", r"(?<![\w-])Acceptance length:",
-        {**_colon("Acceptance length"), **_colon("Drafts", "Draft tokens", "Accepted tokens", value=_INT),
+        {**colon("Acceptance length"), **colon("Drafts", "Draft tokens", "Accepted tokens", value=INT),
          "Position": rf"(?<![\w-])Position [0-9]{{1,3}}:\s+({NUMBER})"},
         ("Acceptance length",), _table,
         "rounds, draft tokens and accepted drafts of the run; positions in per cent of all rounds; AL with bonus token",
@@ -439,8 +324,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "vLLM's offline example", "num_drafts:", r"(?<!\w)num_drafts:",
-        {"Drafts": rf"num_drafts:\s*({_INT})", "Draft tokens": rf"num_draft_tokens:\s*({_INT})",
-         "Accepted tokens": rf"num_accepted_tokens:\s*({_INT})",
+        {"Drafts": rf"num_drafts:\s*({INT})", "Draft tokens": rf"num_draft_tokens:\s*({INT})",
+         "Accepted tokens": rf"num_accepted_tokens:\s*({INT})",
          "Acceptance length": rf"mean acceptance length:\s*({NUMBER})",
          "acceptance at token": rf"acceptance at token [0-9]{{1,3}}:\s*({NUMBER})"},
         ("Drafts", "Accepted tokens"), _table,
@@ -454,8 +339,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "LMDeploy's SpeculativeDecodingStats", "SpeculativeDecodingStats(", r"SpeculativeDecodingStats\(",
-        {**{name: rf"(?<!\w){name}=({_INT})" for name in _LMDEPLOY_TOTALS},
-         "per_position_acceptance_rate": rf"per_position_acceptance_rate=({_LIST})"},
+        {**{name: rf"(?<!\w){name}=({INT})" for name in _LMDEPLOY_TOTALS},
+         "per_position_acceptance_rate": rf"per_position_acceptance_rate=({LIST})"},
         _LMDEPLOY_TOTALS, _lmdeploy_totals, "rounds, draft tokens and accepted drafts; positions as shares of rounds",
     ),
     LogFormat(
@@ -467,7 +352,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "vLLM's Speculative metrics (before 0.8)", "Speculative metrics:", r"Speculative metrics:",
-        {name: rf"{name}:\s*({_INT})" for name in (
+        {name: rf"{name}:\s*({INT})" for name in (
             "Number of speculative tokens", "Number of draft tokens", "Number of emitted tokens")},
         ("Number of speculative tokens", "Number of draft tokens", "Number of emitted tokens"), _vllm_v0,
         "since the start: draft tokens, and emitted tokens with one bonus token per round", is_cumulative=True,
@@ -480,17 +365,17 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         HEAD_STATISTICS, "#gen drafts", r"statistics\s+(?:draft-)?mtp\S*:",
-        {**{name: rf"{name}\s*=\s*({_INT})" for name in ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")},
-         "#acc rate/pos": rf"#acc rate/pos\s*=\s*\(({_LIST})\)"},
+        {**{name: rf"{name}\s*=\s*({INT})" for name in ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")},
+         "#acc rate/pos": rf"#acc rate/pos\s*=\s*\(({LIST})\)"},
         ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens"), _llama_statistics,
         "since the start, of the MTP drafter alone: rounds, rounds with the first draft accepted, drafted, accepted",
         is_cumulative=True,
     ),
     LogFormat(
         "llama.cpp's draft acceptance", "draft acceptance", r"draft acceptance(?: rate)? =",
-        {"accepted / generated": rf"\(\s*({_INT} accepted /\s*{_INT}) generated\)",
+        {"accepted / generated": rf"\(\s*({INT} accepted /\s*{INT}) generated\)",
          "mean len": rf"mean (?:len|acceptance length)\s*=\s*({NUMBER})",
-         "acceptance rate per position": rf"acceptance rate per position\s*=\s*\(({_LIST})\)"},
+         "acceptance rate per position": rf"acceptance rate per position\s*=\s*\(({LIST})\)"},
         ("accepted / generated",), _llama_request,
         "a request: accepted and drafted tokens of all its drafters; mean length with bonus token, in newer builds",
     ),
@@ -501,12 +386,12 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "llama.cpp's speculative examples", "n_drafted", r"(?<!\w)n_draft\s+=",
-        {name: rf"(?<!\w){name}\s*=\s*({_INT})" for name in ("n_draft", "n_drafted", "n_accept")},
+        {name: rf"(?<!\w){name}\s*=\s*({INT})" for name in ("n_draft", "n_drafted", "n_accept")},
         ("n_drafted", "n_accept"), _llama_example, "the run: K, drafted and accepted tokens; no rounds", num_lines=8,
     ),
     LogFormat(
         "table of llama.cpp's mtp-bench.py", "pred=", r"(?<!\w)pred=",
-        {name: rf"(?<!\w){name}=\s*({_INT})" for name in ("pred", "draft", "acc")}, ("pred", "draft", "acc"),
+        {name: rf"(?<!\w){name}=\s*({INT})" for name in ("pred", "draft", "acc")}, ("pred", "draft", "acc"),
         _llama_bench, "a request: generated, draft and accepted tokens",
     ),
     LogFormat(
@@ -517,14 +402,14 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "SGLang's Finish line", "spec_verify_ct", r"'meta_info':",
-        {name: rf"'(?:{names})':\s*({_INT})" for name, names in zip(("spec_verify_ct", *_FINISH), (
+        {name: rf"'(?:{names})':\s*({INT})" for name, names in zip(("spec_verify_ct", *_FINISH), (
             "spec_verify_ct", "spec_num_correct_drafts|spec_accepted_drafts|spec_accept_token_num",
             "spec_num_proposed_drafts|spec_proposed_drafts|spec_draft_token_num", "completion_tokens"), strict=True)},
         ("spec_verify_ct",), _sglang_finish, "a request: rounds, draft tokens and accepted drafts",
     ),
     LogFormat(
         "table of SGLang's bench_serving", "Accept length:", r"(?<![\w-])Accept length:",
-        _colon("Accept length"), ("Accept length",), _sglang_table,
+        colon("Accept length"), ("Accept length",), _sglang_table,
         "the run: tokens per round with bonus token; no counts",
     ),
     LogFormat(
@@ -537,7 +422,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "rollout metrics of verl, slime, miles and TRL", "spec_accept_length",
         r"(?<!\w)spec_accept_length(?!/(?!mean))",
-        {"spec_accept_length": rf"spec_accept_length(?:/mean)?{_IS}({NUMBER})"}, ("spec_accept_length",),
+        {"spec_accept_length": rf"spec_accept_length(?:/mean)?{IS}({NUMBER})"}, ("spec_accept_length",),
         lambda fields: rollout(to_number(fields["spec_accept_length"][0])),
         "a step of training, as a mean of its answers: tokens per round with bonus token; no counts",
     ),
@@ -548,21 +433,21 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "TensorRT-LLM's iteration log", "specDecodingStats", r"specDecodingStats",
-        {name: rf"{name}['\"]?\s*:\s*({_INT})"
+        {name: rf"{name}['\"]?\s*:\s*({INT})"
          for name in ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")},
         ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens"), _tensorrt,
         "an iteration: draft tokens, accepted drafts, and requests with drafts, each of which is a round",
     ),
     LogFormat(
         "table of TensorRT-LLM's benchmark_serving", "Decoded Tokens per Iter:", r"Mean Avg Decoded Tokens per Iter:",
-        _colon("Mean Avg Decoded Tokens per Iter"), ("Mean Avg Decoded Tokens per Iter",),
-        lambda fields: Counters("TensorRT-LLM", length=_float(fields, "Mean Avg Decoded Tokens per Iter")),
+        colon("Mean Avg Decoded Tokens per Iter"), ("Mean Avg Decoded Tokens per Iter",),
+        lambda fields: Counters("TensorRT-LLM", length=float_field(fields, "Mean Avg Decoded Tokens per Iter")),
         "the run, as a mean of its requests: tokens per round with bonus token; no counts",
     ),
     LogFormat(
         "report of trtllm-bench", "[AL] AVERAGE", r"\[AL\] AVERAGE",
         {"[AL] AVERAGE": rf"\[AL\] AVERAGE\s*:\s*({NUMBER})"}, ("[AL] AVERAGE",),
-        lambda fields: Counters("TensorRT-LLM", length=_float(fields, "[AL] AVERAGE")),
+        lambda fields: Counters("TensorRT-LLM", length=float_field(fields, "[AL] AVERAGE")),
         "the run, as a mean of its requests: tokens per round with bonus token; no counts",
     ),
     LogFormat(
@@ -574,13 +459,13 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "vMLX's NativeMTP line", "[NativeMTP]", r"\[NativeMTP\]",
-        {**{name: rf"(?<!\w){name}=({_INT})" for name in ("depth", "activeDepth")},
+        {**{name: rf"(?<!\w){name}=({INT})" for name in ("depth", "activeDepth")},
          "acceptedByDepth": r"acceptedByDepth=(none|[0-9:,]{1,999})"},
         ("depth", "acceptedByDepth"), _native_mtp, "a request: rounds by their number of accepted drafts",
     ),
     LogFormat(
         "oMLX's stats of a request", "mtp stats:", r"(?<!\w)\w*mtp stats:",
-        {**{name: rf"(?<!\w){name}=({_INT})" for name in ("rounds", "block_size")},
+        {**{name: rf"(?<!\w){name}=({INT})" for name in ("rounds", "block_size")},
          "accepted/drafted": r"(?<!\w)accepted=([0-9]{1,15}/[0-9]{1,15})"},
         ("rounds", "accepted/drafted", "block_size"), _omlx, "a request: rounds, draft tokens and accepted drafts",
         num_lines=3,
@@ -606,21 +491,21 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "table of ik_llama.cpp's llama-spec-bench", "a.len mean", r"[|] *(?:draft-)?mtp *[|]",
         {"a.len": rf"% *[|] *({NUMBER})/"}, ("a.len",),
-        lambda fields: Counters("ik_llama.cpp", length=_float(fields, "a.len")),
+        lambda fields: Counters("ik_llama.cpp", length=float_field(fields, "a.len")),
         "a task: tokens per round with bonus token; no counts",
     ),
     LogFormat(
         "Ollama's speculative decode stats", "speculative decode stats", r"(?<!\w)speculative decode stats\"(?= [a-z])",
-        _equals(*_OLLAMA), _OLLAMA, _ollama,
+        equals(*_OLLAMA), _OLLAMA, _ollama,
         "a request: iterations (also those without drafts), draft tokens and accepted ones",
     ),
     LogFormat(
-        "mlxcel's MTP acceptance", "[MTP acceptance:", r"\[MTP acceptance:", _equals(*_MLXCEL), _MLXCEL, _mlxcel,
+        "mlxcel's MTP acceptance", "[MTP acceptance:", r"\[MTP acceptance:", equals(*_MLXCEL), _MLXCEL, _mlxcel,
         "a run: rounds, draft tokens and accepted drafts",
     ),
     LogFormat(
         "LightLLM's line of a request", "mtp_avg_token_per_step:", r"(?<!\w)out_token_counter:",
-        _colon(*_LIGHTLLM, value=_INT) | {"mtp_avg_token_per_step": r"mtp_avg_token_per_step:([0-9]+(?:\.[0-9]+)?)"},
+        colon(*_LIGHTLLM, value=INT) | {"mtp_avg_token_per_step": r"mtp_avg_token_per_step:([0-9]+(?:\.[0-9]+)?)"},
         ("out_token_counter", "mtp_avg_token_per_step"), _lightllm, "a request: tokens, rounds and accepted drafts",
     ),
     LogFormat(
@@ -637,43 +522,9 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "vLLM's acceptance without counts", "Mean acceptance length:", r"Mean acceptance length:",
-        {**_colon("Mean acceptance length"), "rates": rf"Per-position acceptance rate:\s*\[?({_LIST})"},
+        {**colon("Mean acceptance length"), "rates": rf"Per-position acceptance rate:\s*\[?({LIST})"},
         ("Mean acceptance length", "rates"), _shares, "an interval: tokens per round with bonus token; no counts",
         num_lines=3, is_general=True,
     ),
-    LogFormat(
-        "accepted and tested drafts by position", "osition",
-        # Of position 0, or of 1; the position 1 that follows a position 0 is passed over with it.
-        rf"(?im:^(?={_row('0')})(?:[^\n]*+(?:\n(?!{_row('[01]')})[^\n]*+){{0,3}}\n(?={_row('1')})[^\n])?|^(?={_row('1')}))",
-        {"number of a position": rf"(?i){_row('([0-9]{1,3})')}",
-         "accepted/drafted": rf"(?i){_row('[0-9]{1,3}', f'({_INT}/{_INT})')}(?![/0-9])"},
-        ("number of a position", "accepted/drafted"), _positions,
-        "as other engines print it, `position 1: 40/50`, a line each: rounds that accepted it, of those that tested it",
-        num_lines=MAX_POSITIONS, is_general=True,
-    ),
-    LogFormat(
-        "drafts and tokens with two counts each", "tokens ",
-        rf"(?<!\w)(?i:drafts {_INT}/{_INT}(?=[,;]? tokens {_INT}/))",
-        {f"accepted/all {name}": rf"(?i)(?<!\w){name} ({_INT}/{_INT})(?!/)" for name in ("drafts", "tokens")},
-        ("accepted/all drafts", "accepted/all tokens"), _drafts_and_tokens,
-        "as other engines print it, `drafts 40/50, tokens 90/150`: rounds that accepted a draft, of all, and tokens",
-        is_general=True,
-    ),
-    LogFormat(
-        "acceptance with two counts", "ccept",
-        rf"(?i:(?<!\w)(?:{_DRAFTING})\b(?:\[[0-9]{{1,9}}\])?"
-        rf"(?:[^\n0-9.]|\.(?! )|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}{_GROUPED}{_OF}[0-9]))",
-        {"accepted/drafted": rf"(?i:{_ACCEPTED})({_GROUPED}{_OF}{_GROUPED})(?![0-9.])"},
-        ("accepted/drafted",), _ratio,
-        "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",
-        is_general=True,
-    ),
-    LogFormat(
-        "accepted and drafted by name", "ccept", rf"(?im:^)(?=[^\n]{{0,300}}?(?i:{_PAIR}))",
-        {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])({_DRAFTING_HERE})",
-         "copied": r"(?i)\A[^\n]*?(?<![a-z])(lookup|n-?gram)['\"]?(?:[:=]| ?(?:draft|accept))"},
-        ("accepted and drafted", "draft"), _named,
-        "as other engines print it, `MTP: 31 accepted / 50 drafted`, `drafted=50 accepted=31`: both counts; no rounds",
-        num_lines=2, is_general=True,
-    ),
+    *GENERAL_FORMATS,
 )  # fmt: skip

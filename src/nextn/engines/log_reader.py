@@ -6,7 +6,9 @@ from functools import cache, cached_property
 from typing import TextIO
 
 from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, CounterSums, added_note, fill_in_derived
-from nextn.engines.log_formats import HEAD_STATISTICS, LOG_FORMATS, NUMBER, UNKNOWN, LogFormat, to_number
+from nextn.engines.general_formats import UNKNOWN
+from nextn.engines.log_format import NUMBER, LogFormat, to_number
+from nextn.engines.log_formats import HEAD_STATISTICS, LOG_FORMATS
 
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
 _MAX_LINE = 64 * 1024
