@@ -23,7 +23,8 @@ from nextn.decoding.drafter import Drafter
 from nextn.decoding.generate import encode, eos_tokens
 from nextn.decoding.rounds import rounds
 from nextn.model.model import Model
-from nextn.runtime.backend import TorchHead, backend_for
+from nextn.runtime.backend import backend_for
+from nextn.runtime.torch_backend import TorchHead
 from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.copy_drafts import CopyDrafts
 from nextn.speculative.draft_policy import FixedLength

@@ -28,7 +28,7 @@ from nextn.edit.published_model import smollm2
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.model.trunk import TrunkOutput
-from nextn.runtime.backend import TorchHead, TorchTrunk
+from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Sampling, Settings
 from nextn.speculative.sampling import Prediction
 from nextn.stats.acceptance import Acceptance

@@ -11,8 +11,8 @@ from tiny import BUILDS, MOST, build, decode, prompt, refrain
 from nextn.decoding import batch as batch_module
 from nextn.decoding.batch import DecodingBatch
 from nextn.decoding.records import BatchSequence
-from nextn.runtime.backend import TorchHead, TorchTrunk
 from nextn.runtime.native.rounds import NativeRounds
+from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import NO_DRAFTS, FixedLength
 from nextn.speculative.sampling import Uniforms

@@ -12,7 +12,7 @@ from nextn.cache.rollout_cache import chain_mask
 from nextn.errors import ConfigError, RollbackError
 from nextn.model.layer_types import LayerType
 from nextn.model.trunk import Trunk
-from nextn.runtime.backend import TorchHead
+from nextn.runtime.torch_backend import TorchHead
 
 # fp32: chunked and step kernels of a delta net sum in other orders (5e-5 seen); one wrong column is 1e-1 and more.
 TOLERANCE = 3e-4

@@ -12,9 +12,10 @@ from tiny import CONFIGS, FIXTURES, MOST, build, decode, prompt, refrain
 
 from nextn.decoding.rounds import rounds
 from nextn.model.model import Model
-from nextn.runtime.backend import TorchHead, TorchTrunk, backend_for
+from nextn.runtime.backend import backend_for
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.trace import Untraceable
+from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength
 from nextn.stats.acceptance import Acceptance

@@ -15,9 +15,9 @@ from nextn.decoding.records import BatchSequence, Observer, Round
 from nextn.errors import ConfigError
 from nextn.model.head import Head
 from nextn.model.trunk import Trunk
-from nextn.runtime.backend import TorchHead, TorchTrunk
 from nextn.runtime.native import LOCK
 from nextn.runtime.protocols import DecodingHead, DecodingTrunk
+from nextn.runtime.torch_backend import TorchHead, TorchTrunk
 from nextn.settings import Settings
 from nextn.speculative.draft_policy import PROBE_INTERVAL, DraftLength, FixedLength, candidate_lengths
 from nextn.speculative.sampling import Uniforms

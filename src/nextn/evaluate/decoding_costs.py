@@ -23,10 +23,11 @@ from nextn.model.model import Model
 from nextn.model.packed_experts import StackedCodes, weights_with_codes
 from nextn.model.packed_linear import StoredFp8
 from nextn.model.trunk import Trunk
-from nextn.runtime.backend import Backend, TorchTrunk, backend_for
+from nextn.runtime.backend import Backend, backend_for
 from nextn.runtime.native.grouped import EIGHT_BITS, FOUR_BITS
 from nextn.runtime.native.lm_head import FORMAT, num_draft_rows
 from nextn.runtime.protocols import DraftChain
+from nextn.runtime.torch_backend import TorchTrunk
 from nextn.settings import WEIGHT_BITS, Sampling, available_cores
 from nextn.speculative.draft_policy import AdaptiveLength, FixedLength, RoundPlan
 from nextn.stats.speedup import Costs, Spread

@@ -19,8 +19,8 @@ from nextn.model.lm_head_columns import lm_head_weights
 from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk, TrunkOutput
-from nextn.runtime.backend import TorchTrunk
 from nextn.runtime.protocols import DecodingTrunk
+from nextn.runtime.torch_backend import TorchTrunk
 from nextn.settings import Contract, Sampling
 from nextn.speculative.sampling import to_probs
 

@@ -1,4 +1,4 @@
-"""The protocols that a decoding backend implements; they are implemented in `backend` (torch) and `native/session`."""
+"""The protocols that a decoding backend implements; the implementations are `torch_backend` and `native/session`."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
