@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -23,7 +24,7 @@ from nextn.cache.attention_layer import causal
 from nextn.cache.family_caches import PerSequenceCache
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
 from nextn.checkpoint.tensors import StoredTensor
-from nextn.errors import ConfigError, FamilyError, RollbackError
+from nextn.errors import ConfigError, FamilyError
 from nextn.family_table import Stage
 from nextn.model.family_layers import ResidualBlock, remove_unused_experts
 from nextn.model.layer_types import (
@@ -37,11 +38,9 @@ from nextn.model.layer_types import (
     new_cache,
 )
 from nextn.model.logits import logits_of
+from nextn.model.recurrent_check import check_blocks
 from nextn.model.transformers_loading import LazyTensor, model_from_config, model_from_folder
 from nextn.text_format import docs_page
-
-_CHECKED = 4  # positions of a block, of which two show whether a recurrent layer continues its state
-_MAX_DIFFERENCE = 0.02  # relative: rounding to bf16 makes less, a state that is left out 0.07 to 0.2
 
 
 @dataclass(frozen=True)
@@ -280,7 +279,10 @@ class Trunk(nn.Module):
     def cache(self, batch_size: int) -> KVCache:
         """Return an empty cache. Raises RollbackError for layers that cannot be rolled back, or continued, exactly."""
         if not self._continues:
-            self._check_blocks()
+            empty_cache = partial(new_cache, self.layer_types, 1, device=self.device)
+            mixer, name = next(self._mixers(), None), type(self.model).__name__
+            check_blocks(self, empty_cache, mixer, name=name, vocab_size=self.vocab_size)
+            self._continues = True
         return new_cache(self.layer_types, batch_size, device=self.device)
 
     def block(
@@ -450,40 +452,6 @@ class Trunk(nn.Module):
             handle = self.final_norm.register_forward_pre_hook(lambda _, args: record(args[0]))
         with handle:
             yield captured
-
-    @torch.no_grad()
-    def _check_blocks(self) -> None:
-        """Raise RollbackError if the first recurrent mixer gives another result for a block behind a cached one, as
-        Jamba's does, which then begins at an empty state, or if the model takes no cache of ours, as MiniMax."""
-        outputs: list[Tensor] = []
-        mixer, thread = next(self._mixers(), None), threading.get_ident()
-        if mixer is None:
-            raise RollbackError(
-                f"{type(self.model).__name__} keeps the states of its recurrent layers outside of caches"
-            )
-
-        def keep(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            if threading.get_ident() == thread:  # other threads may run the model, too
-                outputs.append(output[0] if isinstance(output, tuple) else output)
-
-        hook = mixer.register_forward_hook(keep)
-        try:
-            for sizes in (2 * _CHECKED, _CHECKED):
-                cache = new_cache(self.layer_types, 1, device=self.device)
-                for tokens in (torch.arange(2 * _CHECKED)[None] % self.vocab_size).split(sizes, dim=1):
-                    self(tokens, cache)
-                    cache.commit([tokens.shape[1]])
-        except (TypeError, ValueError) as error:
-            raise RollbackError(f"{type(self.model).__name__} does not run over nextn's caches: {error}") from error
-        finally:
-            hook.remove()
-        whole, block = outputs[0][:, _CHECKED:].float(), outputs[-1].float()
-        if (block - whole).norm() > _MAX_DIFFERENCE * whole.norm():
-            raise RollbackError(
-                f"the recurrent layers of {type(self.model).__name__} ({type(mixer).__name__}) compute a block of "
-                "several positions behind cached ones as if nothing was cached; nextn cannot decode with this model"
-            )
-        self._continues = True
 
     def _mixers(self) -> Iterator[nn.Module]:
         layers, outer = set(self.decoder.layers), "-"
