@@ -22,7 +22,7 @@ from nextn.demo import (
 )
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
-from nextn.train.metrics import Evaluation, StepRecord
+from nextn.train.metrics import Evaluation, HeadRecord, StepRecord
 
 TEXT = b"def add(a, b):\n    return a + b\n\n\nprint((add(1, 22), 'is', [x for x in range(9) if x % 4]), 7)\n"
 
@@ -190,15 +190,25 @@ def reported(tmp_path, monkeypatch, here):
     """`nextn demo` whose training and decoding are over -> what it prints of them."""
 
     def call(*args, **changes):
-        heldout = SimpleNamespace(as_record=lambda: {"greedy": {}})
+        side = SimpleNamespace(rates=(0.5,), length=1.5)
+        heldout = SimpleNamespace(
+            as_record=lambda: {"greedy": {}}, greedy=side, sampled=side, temperature=1.0, noise=lambda: 0.1
+        )
         trained = TrainedHead(tmp_path / "shipped" / "new-head" / "head", 9, heldout, None, 30.0)
-        monkeypatch.setattr("nextn.demo.train_demo", lambda *args, **options: trained)
+
+        def train(*args, on_record, **options):
+            on_record(HeadRecord(9, heldout))
+            return trained
+
+        monkeypatch.setattr("nextn.demo.train_demo", train)
         shipped = tmp_path / "shipped" / "model"
         monkeypatch.setattr("nextn.demo.decode_shipped", lambda *args, **options: iter([example(shipped)]))
         both = example(shipped, **changes), example(shipped)
         monkeypatch.setattr("nextn.demo.decode_trained", lambda *args: both)
         code, out, err = here("demo", "--no-download", "--folder", tmp_path, *args)
         assert code == 0, err
+        evaluated = "on the files' own text: greedy 0.50 (AL 1.500)"  # the results below it are of other texts
+        assert "--json" in args or "--minutes" in args or evaluated in err
         command = shlex.join(["nextn", "generate", str(shipped), "def add("])
         assert "--json" in args or unwrapped(command) in unwrapped(out)
         return out
@@ -259,6 +269,7 @@ def test_the_story(reported, tmp_path):
         assert "plain 10 tokens/s, MTP 20 tokens/s = 2.00 x  output identical" in part
         assert part.count("output") == 1 + (part is second)
     assert unwrapped("for 3 minutes (--minutes)") in unwrapped(second)
+    assert "results on the model's continuations of held-out code" in second
     assert "the new head, 9 steps:" in second
     folder = tmp_path / "shipped" / "new-head"
     assert unwrapped(f"trained in 30 s; in {folder}: head, report.json") in unwrapped(second)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _PUBLISHED_K, _SMALL_K = 3, 4
 _FOLDER = Path("demo")
+# Not the model's continuations, on which the head is compared after training, with another AL.
+_HELD_OUT = "held-out, on the files' own text:"
 _ANSWERS = """\
 SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers {count} prompts, the code ones from HumanEval, each without \
 and with an MTP head of 4 M parameters that comes with nextn. In each round the head drafts K = {k} tokens, and the \
@@ -55,7 +57,7 @@ def demo(
         out = folder / name / "new-head"
         if not as_json:
             _announce_training(minutes)
-        with stop_flag() as stopped, progress(quiet=as_json) as on_record:
+        with stop_flag() as stopped, progress(quiet=as_json, held_out=_HELD_OUT) as on_record:
             trained = train_demo(
                 out,
                 example.checkpoint,
@@ -176,7 +178,7 @@ def _announce_training(minutes: float) -> None:
 def _show_trained(new: "Demonstration", own: "Demonstration", trained: "TrainedHead") -> None:
     screen = console()
     _show_text(new, new.decoded.greedy, "greedy, with the new head")
-    screen.rule("[bold]results on held-out code")
+    screen.rule("[bold]results on the model's continuations of held-out code")
     screen.print(plain(f"the new head, {trained.steps} steps:"))
     _show_figures(new.decoded)
     screen.print("the head of part 1:")

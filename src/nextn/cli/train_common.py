@@ -54,20 +54,23 @@ def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
 
 
 @contextmanager
-def progress(*, quiet: bool, every_s: float = 10.0) -> Iterator[Callable[["Record | Evaluation"], None]]:
+def progress(
+    *, quiet: bool, every_s: float = 10.0, held_out: str = "held-out"
+) -> Iterator[Callable[["Record | Evaluation"], None]]:
     """Yield a function that shows a record: a progress bar with the loss per depth, and a line per evaluation.
 
     Where standard error is no terminal, a line every `every_s` seconds replaces the bar, also during long steps.
+    `held_out` names the text of evaluations.
     """
     if quiet:
         yield lambda record: None
         return
-    with _bar() if console(stderr=True).is_terminal else _lines(every_s) as show:
+    with _bar(held_out) if console(stderr=True).is_terminal else _lines(every_s, held_out) as show:
         yield show
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[["Record | Evaluation"], None]]:
+def _bar(held_out: str) -> Iterator[Callable[["Record | Evaluation"], None]]:
     from rich.progress import BarColumn, Progress, TextColumn
 
     from nextn.train.metrics import Evaluation, StepRecord
@@ -82,13 +85,13 @@ def _bar() -> Iterator[Callable[["Record | Evaluation"], None]]:
             elif isinstance(record, Evaluation):
                 bar.update(task, status=_evaluating(record))
             else:
-                bar.console.print(f"step {record.step}: held-out {_held_out(record)}", highlight=False)
+                bar.console.print(f"step {record.step}: {held_out} {_held_out(record)}", highlight=False)
 
         yield show
 
 
 @contextmanager
-def _lines(every_s: float) -> Iterator[Callable[["Record | Evaluation"], None]]:
+def _lines(every_s: float, held_out: str) -> Iterator[Callable[["Record | Evaluation"], None]]:
     from nextn.train.metrics import Evaluation, StepRecord
 
     status = stepped = _FIRST_STEP
@@ -105,7 +108,7 @@ def _lines(every_s: float) -> Iterator[Callable[["Record | Evaluation"], None]]:
             status = _evaluating(record)
         else:
             status = stepped
-            echo(f"step {record.step}: held-out {_held_out(record)}", err=True)
+            echo(f"step {record.step}: {held_out} {_held_out(record)}", err=True)
 
     try:
         with status_lines(lambda: status, every_s, clock=clock):

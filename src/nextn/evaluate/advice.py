@@ -56,7 +56,7 @@ class Forecast:
 
     @property
     def pays(self) -> bool:
-        """Whether a gain is certain enough to use MTP."""
+        """Whether MTP is faster with enough certainty to use it."""
         return self.best.interval[0] > 1 and not self.doubt
 
     @property
@@ -81,7 +81,8 @@ class Forecast:
         if self.pays:
             return f"turn it on: {expected}"
         if best.speedup > 1:
-            return f"leave it off here, as no gain is sure: {expected}, which includes a loss; more text narrows it"
+            unsure = f"{expected}, which includes a slowdown; more text narrows it"
+            return f"leave it off here, as it may not be faster: {unsure}"
         if best.break_even is None:
             return f"leave it off here: {expected}; at these costs no acceptance makes it pay"
         return (
@@ -221,7 +222,7 @@ class Advice:
         return ratio, speeds[best], best
 
     def other_summary(self, each: Forecast) -> str | None:
-        """The speeds with `OTHER` weights in one sentence, and whether these gain more than MTP; None without them."""
+        """The speeds with `OTHER` weights in one sentence, and whether these are faster than MTP; None without them."""
         if (speeds := self.other_speeds(each)) is None:
             return None
         without, with_mtp, k = speeds

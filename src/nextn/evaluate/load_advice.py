@@ -23,7 +23,7 @@ DEFINITIONS = {
     "speedup": "tokens/s with MTP over tokens/s without, same prompts, one after the other; median over repeats",
     "middle_repeat": "tokens/s without and with MTP in the repeat of the median speedup, which is their ratio",
     "mean_acceptance_length": "AL by the engine's counters over the answers at this number of streams",
-    "round_cost": "AL / speedup: the time of a round with K drafts in rounds without; MTP gains where AL is above it",
+    "round_cost": "AL / speedup: the time of a round with K drafts in plain ones; MTP is faster where AL is above it",
     "draft_cost": "(round_cost - 1) / mean drafts in a round, at least 0: each draft is assumed to cost the same",
     "expected": "speedup at k = 0 .. K: AL(k) / (1 + k draft_cost)",
     "best_num_speculative_tokens": "the best k; 0 where the low quartile of the speedup is below 1",
@@ -56,7 +56,7 @@ class LoadPoint:
         return [expected_length(rates[:k]) / (1 + k * draft_cost) for k in range(len(rates) + 1)]
 
     def best(self, rates: Sequence[float]) -> int:
-        """Return the best k; 0 where no gain is sure."""
+        """Return the best k; 0 where none is surely faster."""
         speeds = self.expected(rates)
         k = max(range(len(speeds)), key=speeds.__getitem__)
         return k if self.expected(rates, cautious=True)[k] > 1 else 0
