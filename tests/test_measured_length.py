@@ -110,10 +110,28 @@ def test_larger_batches_are_probed_shorter():
     lengths = {}
     for size in (1, 4, 16):
         policy = MeasuredLength(4)
-        policy.costs.set(size, {0: 1.0, 4: 50.0})
-        used = Simulation(policy, lambda size, k: 50.0 if k else 1.0, 0.5).run(size, 100)
+        costs = {0: 1.0, 1: 2.1, 2: 3.2, 3: 4.2, 4: 4.5}
+        policy.costs.set(size, costs)
+        used = Simulation(policy, lambda size, k, costs=costs: costs[k], 0.5).run(size, 100)
         lengths[size] = used.index(0)
     assert lengths == {1: 16, 4: 4, 16: 1}
+
+
+def test_no_probe_where_full_acceptance_would_not_pay():
+    """In a batch whose rounds with K drafts take more than K + 1 times as long; the times are checked now and then."""
+    policy = MeasuredLength(4)
+    policy.costs.set(32, {0: 1.0, 1: 2.2, 2: 3.3, 3: 4.4, 4: 5.5})
+    simulation = Simulation(policy, lambda size, k: 1.1 * (k + 1), 0.9, catch_up=0.2)
+    assert not any(simulation.run(32, 4000))
+    assert 0 < simulation.run(32, 5000).count(4) <= 4
+
+
+def test_probes_are_no_longer_than_what_may_pay():
+    policy = MeasuredLength(4)
+    policy.costs.set(32, {0: 1.0, 1: 1.8, 2: 2.8, 3: 4.4, 4: 5.5})
+    used = Simulation(policy, lambda size, k: {0: 1.0, 1: 1.8, 2: 2.8}[k], 0.5).run(32, 20_000)
+    assert used[0] == 2
+    assert set(used) == {0, 2}
 
 
 def test_a_busier_machine_changes_nothing():
@@ -131,7 +149,7 @@ def test_wrong_costs_are_corrected():
     policy = MeasuredLength(4)
     policy.costs.set(4, {0: 8.0, 1: 30.0, 2: 30.0, 3: 35.0, 4: 40.0})
     simulation = Simulation(policy, linear, 0.95)
-    simulation.run(4, 12_000)
+    simulation.run(4, 40_000)
     assert policy.costs.row(4)[4] / policy.costs.row(4)[0] < 3 < 40 / 8
     assert min(simulation.used[-500:]) >= 3
 

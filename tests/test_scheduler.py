@@ -444,6 +444,24 @@ def test_policies_share_what_is_accepted():
     assert [policies.expected(Group(True, 3, True, 0), count) for count in (1, 16)] == [FixedLength(3), FixedLength(0)]
 
 
+def test_a_batch_that_grows_beyond_where_drafts_pay_stops_drafting_at_once(trained):
+    """While the prompt of the second sequence is processed, the first one drafts only if two would, too."""
+    drafts = {}
+    for pays in (False, True):
+        length = {1: FixedLength(1), 2: FixedLength(int(pays))}
+        scheduler = scheduler_of(trained["glm_two"], length=length.__getitem__, max_model_len=1000)
+        answers = Answers(scheduler)
+        answers.add("first", GenerationRequest(tuple(prompt(5, vocab_size=40)), max_tokens=900))
+        while not answers.rounds("first"):
+            scheduler.step()
+        answers.add("long", GenerationRequest(tuple(prompt(300, vocab_size=40)), max_tokens=4))
+        before = len(answers.rounds("first"))
+        while not answers.rounds("long"):
+            scheduler.step()
+        drafts[pays] = {len(each[0]) for each in answers.rounds("first")[before:]}
+    assert drafts == {False: {0}, True: {1}}
+
+
 def test_chunks_of_any_sizes_end_where_blocks_end(trained):
     """Else the prefix cache could not keep them."""
     scheduler = scheduler_of(trained["glm_two"], clock=lambda: 0.0, prefix_bytes=10**8)

@@ -106,7 +106,7 @@ class DraftPolicies:
         """Return the policy of a group that has this many sequences."""
         return self.measured(group).at(num_sequences) if group.adaptive else FixedLength(group.num_speculative_tokens)
 
-    def expected(self, group: Group, num_sequences: int) -> DraftLength:
+    def expected(self, group: Group, num_sequences: int) -> FixedLength:
         """Return the fastest number of drafts so far, for a group that will have this many sequences."""
         best = self.measured(group).best(num_sequences) if group.adaptive else group.num_speculative_tokens
         return FixedLength(best)
@@ -245,11 +245,22 @@ class Scheduler:
                 self._prefilling.append(batch)
 
     def _run(self, group: Group, batch: ServedBatch) -> None:
-        batch.draft_length = self._policies.policy(group, len(batch.sequences))
+        batch.draft_length = self._draft_length(group, len(batch.sequences))
         extra_s = 0.0 if self._prefilling else _AHEAD_PER_SEQUENCE_S * self.num_running
         batch.run(_AHEAD_S + extra_s, is_interrupted=self._has_arrivals)
         if not batch.sequences:
             del self._running[group]
+
+    def _draft_length(self, group: Group, num_sequences: int) -> DraftLength:
+        """Return the policy of a batch; no drafts while it grows to a size that does not draft.
+
+        Each sequence that joins would let the head process a prompt that it need not process later.
+        """
+        if self._prefilling and not group.num_copy_tokens:
+            later = self._policies.expected(group, self.num_running)
+            if later.num_speculative_tokens == 0:
+                return later
+        return self._policies.policy(group, num_sequences)
 
     def _prefill(self) -> None:
         """Process chunks of the prompts, for about as long per prompt as the last rounds took.

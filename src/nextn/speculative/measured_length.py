@@ -212,9 +212,10 @@ def _interpolated(at: int, low: int, high: int, values: Mapping[int, float]) -> 
 
 @dataclass
 class _Probe:
-    """Rounds of K drafts that update the acceptance rates while fewer tokens are drafted."""
+    """Rounds of more drafts than usual, which update the acceptance rates."""
 
-    expected_tokens: float  # of K drafts, before the probe
+    length: int  # number of drafts
+    expected_tokens: float  # of so many drafts, before the probe
     rate: float  # tokens/s without the probe
     tokens: int = 0
     seconds: float = 0.0
@@ -224,7 +225,8 @@ class MeasuredLength:
     """Drafts the number of tokens with the most expected tokens per second, by acceptance rates and times of rounds.
 
     It is for servers, where the time of a round depends on the batch size: `at` gives the policy of a batch. While
-    fewer than K tokens are drafted, rare probes with K drafts, of at most 1 % of the time, update the acceptance rates.
+    fewer than K tokens are drafted, rare probes with more drafts, of at most 1 % of the time, update the acceptance
+    rates. Where drafts would not be faster even if all were accepted, as in large batches, they only correct the times.
     """
 
     def __init__(self, max_speculative_tokens: int, num_copy_tokens: int = 0) -> None:
@@ -240,7 +242,7 @@ class MeasuredLength:
         self._rounds_since_change = self._rounds_before_change = 0  # measured ones, of this batch size
         # The first round after a change is not measured: the head may also process positions that it had deferred.
         self._is_first = True
-        # Rounds since the last one with K drafts and since the last one with any, and rounds from probe to probe.
+        # Rounds since the last one with K drafts or of a probe, since the last one with any, and from probe to probe.
         self._since_max, self._since_drafts, self._probe_interval = 0, 0, float(_MIN_PROBE_INTERVAL)
         self._probe: _Probe | None = None
 
@@ -317,29 +319,39 @@ class MeasuredLength:
         size = self._batch_size
         best, rates = self.best(size), self.rates(size)
         trial = self.costs.to_try(size, rates, best)
+        longest = self._longest_useful(best, rates)
         is_unlearned = self.acceptance.num_learned < _MIN_LEARNED
         num_rounds = -(-_PROBE_DRAFTS // size)
         if self._length == 0 and not is_unlearned:
             num_rounds = max(2, num_rounds)  # the first one is not measured
         if trial is not None:
             self._change(trial, _TRIAL_ROUNDS)
-        elif best < self._max and (is_unlearned or self._is_stale(best, rates, num_rounds)):
-            self._probe = _Probe(self.acceptance.expected_tokens(self._max), rates[best])
+        elif (is_unlearned and longest > best) or self._is_stale(best, longest, rates, num_rounds):
+            longest = longest if longest > best else self._max
+            self._probe = _Probe(longest, self.acceptance.expected_tokens(longest), rates[best])
             self.acceptance.fade()
-            self._change(self._max, num_rounds)
+            self._change(longest, num_rounds)
         else:
             self._change(best, _DECISION_INTERVAL if best else _PLAIN_INTERVAL)
 
-    def _is_stale(self, best: int, rates: Mapping[int, float], num_probe_rounds: int) -> bool:
-        """Return whether drafts were last verified so long ago that a probe costs little."""
+    def _longest_useful(self, best: int, rates: Mapping[int, float]) -> int:
+        """Return the largest number of drafts that would be faster than `best` if all were accepted; 0: none."""
+        row = self.costs.row(self._batch_size)
+        least = rates.get(best, 0.0) * (1 + _PLAIN_MARGIN * (best == 0))
+        return max((each for each in row if self._batch_size * (each + 1) / row[each] > least), default=0)
+
+    def _is_stale(self, best: int, longest: int, rates: Mapping[int, float], num_probe_rounds: int) -> bool:
+        """Return whether so many drafts were last verified so long ago that a probe costs little."""
         row, since = self.costs.row(self._batch_size), self._since_max if best else self._since_drafts
-        lost = num_probe_rounds * row[self._max] / row[best] * (1 - rates[self._max] / rates[best])
+        if longest <= best:
+            return best < self._max and since >= _MAX_PROBE_INTERVAL
+        lost = num_probe_rounds * row[longest] / row[best] * (1 - rates[longest] / rates[best])
         return since >= max(self._probe_interval, lost / _MAX_PROBE_SHARE)
 
     def _end_probe(self, probe: _Probe) -> None:
         """Set when the next probe comes: the later, the more this one cost; sooner if acceptance has changed."""
-        self._probe = None
-        change = self.acceptance.expected_tokens(self._max) / probe.expected_tokens - 1
+        self._probe, self._since_max = None, 0
+        change = self.acceptance.expected_tokens(probe.length) / probe.expected_tokens - 1
         lost_s = max(0.0, probe.seconds - probe.tokens / probe.rate)
         round_s = min(self.costs.row(self._batch_size).values())
         shortest = max(_MIN_PROBE_INTERVAL, lost_s / round_s / _MAX_PROBE_SHARE)
