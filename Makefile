@@ -106,11 +106,13 @@ bench-gpu: $(VENV)/.ready
 rehearse-gpu: $(VENV)/.ready
 	$(BIN)/python bench/gpu.py --out runs/gpu-rehearsal --rehearse
 
-# The page of `nextn serve` in a headless Chromium: the one on the path, that CHROMIUM names, or of playwright.
+# The page of `nextn serve` in a headless Chromium (the one on the path, that CHROMIUM names, or of playwright), and OpenAI's
+# JavaScript client in a page of another origin, which npm installs.
 test-browser: $(VENV)/.ready
 	@$(BIN)/python -c "import playwright" || { echo "needs playwright and a Chromium: $(BIN)/pip install playwright;" \
 		"then a chromium on the path, CHROMIUM=path, or $(BIN)/playwright install chromium" >&2; exit 2; }
-	$(BIN)/python -m pytest -m browser
+	test -e $(VENV)/npm/node_modules/openai || npm install --silent --no-audit --no-fund --prefix $(VENV)/npm openai@6
+	OPENAI_JS=$(VENV)/npm/node_modules/openai $(BIN)/python -m pytest -rs -m browser
 
 # The part of test-engines that needs no engine but transformers, which is here anyway. Its checkpoints are trained once and
 # kept beside the user's other caches.

@@ -6,12 +6,17 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections import Counter
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from chats import reasoner
 from http_serving import serving
 from page_server import PAGE, RECORD, TEXT, PageServer
 
@@ -741,3 +746,83 @@ def test_errors_of_the_real_server(open_page, real):
     view = open_page(real.url, quiet=False)
     ask(view, "x" * 2000)
     expect(view.get_by_role("alert")).to_contain_text("maximum context length is 256 tokens")
+
+
+# OpenAI's JavaScript client in a page of another origin.
+
+
+CLIENT = """
+<!doctype html><link rel="icon" href="data:,">
+<script type="module">import OpenAI from "/openai/index.mjs"; window.OpenAI = OpenAI</script>
+"""
+ASK = """async ([baseURL, apiKey, kind, streamed]) => {
+  const client = new OpenAI({baseURL, apiKey, dangerouslyAllowBrowser: true, maxRetries: 0})
+  const shared = {model: "tiny", temperature: 0, stream: streamed}
+  const messages = [{role: "user", content: "def add("}]
+  const ask = {
+    models: () => client.models.list(),
+    completions: () => client.completions.create({...shared, prompt: "def add(", max_tokens: 12}),
+    chat: () => client.chat.completions.create({...shared, messages, max_tokens: 12}),
+    responses: () => client.responses.create({...shared, input: "def add(", max_output_tokens: 12}),
+  }[kind]
+  const text = {
+    models: one => one.data[0].id,
+    completions: one => one.choices[0]?.text,
+    chat: one => streamed ? one.choices[0]?.delta.content : one.choices[0].message.content,
+    responses: one => streamed ? one.type === "response.output_text.delta" && one.delta : one.output_text,
+  }[kind]
+  try {
+    const answer = await ask()
+    if (!streamed) return text(answer)
+    let all = ""
+    for await (const part of answer) all += text(part) || ""
+    return all
+  } catch (error) {
+    return `${error.constructor.name} ${error.status}`
+  }
+}"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """The address of a page that has the client."""
+    installed = Path(os.environ.get("OPENAI_JS", "node_modules/openai")).resolve()
+    if not (installed / "index.mjs").exists():
+        pytest.skip(f"{installed} is not there: npm install openai, and OPENAI_JS=its folder")
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "index.html").write_text(CLIENT)
+    (folder / "openai").symlink_to(installed)
+
+    class Files(SimpleHTTPRequestHandler):
+        extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript"}
+
+        def log_message(self, *_):
+            pass
+
+    files = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folder))
+    threading.Thread(target=files.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{files.server_port}"
+    files.shutdown()
+    files.server_close()
+
+
+@browser_test
+def test_the_javascript_client_from_another_origin(chromium, elsewhere):
+    """Its own headers pass the preflight; texts are the same streamed or not; errors of the server are readable."""
+    model = Model.load(SHIPPED, dtype=torch.float32)
+    model.tokenizer = reasoner()
+    options = EngineOptions("torch", max_num_seqs=2, max_model_len=256, num_speculative_tokens=4, warmup=False)
+    page = chromium.new_context().new_page()
+    page.goto(elsewhere)
+    page.wait_for_function("Boolean(window.OpenAI)")
+    with serving(ServingEngine(model, options), model, cors_origins=(elsewhere,), api_key="key") as running:
+        for kind in ("completions", "chat", "responses"):
+            texts = [page.evaluate(ASK, [f"{running.url}/v1", "key", kind, streamed]) for streamed in (False, True)]
+            assert texts[0] == texts[1], kind
+            assert 8 < len(texts[0]) <= 12, (kind, texts)
+        assert page.evaluate(ASK, [f"{running.url}/v1", "key", "models", False]) == "tiny"
+        assert page.evaluate(ASK, [f"{running.url}/v1", "wrong", "chat", False]) == "AuthenticationError 401"
+    with serving(ServingEngine(model, options), model, cors_origins=("http://127.0.0.1:1",)) as running:
+        refused = page.evaluate(ASK, [f"{running.url}/v1", "key", "chat", False])
+    assert refused.endswith(" undefined")  # without a status: the browser keeps the answer from the page
+    page.context.close()
