@@ -661,7 +661,7 @@ def test_kinds_differ_in_more_than_color(open_page):
     lines = """all => all.map(t => getComputedStyle(t)).map(s =>
         [s.textDecorationStyle, s.textDecorationThickness, s.borderLeftWidth].join(' '))"""
     styles = view.locator("#legend .t").evaluate_all(lines)
-    assert len(set(styles)) == len(styles) == 8
+    assert len(set(styles)) == len(styles) == 9
 
 
 @browser_test
