@@ -798,12 +798,16 @@ def test_sizes_that_are_none(tmp_path):
     publish(tmp_path, "glm4_moe")
     config = json.loads((tmp_path / "config.json").read_text())
     wrong = {"n_routed_experts": (-4, 4.5, True, "4"), "hidden_size": (0, "32"), "num_attention_heads": (4.0,),
-             "intermediate_size": (-1,)}  # fmt: skip
+             "intermediate_size": (-1, [None]), "num_key_value_heads": (None, [2, None]),
+             "eos_token_id": ([None], "2", [[2]])}  # fmt: skip
     for field, values_ in wrong.items():
         for value in values_:
             write_json(tmp_path / "config.json", config | {field: value})
             places = [each.place for each in findings(tmp_path, "config-contradicts")]
             assert f"config.json: {field}" in places, (field, value)
+    for right in ({"eos_token_id": None}, {"eos_token_id": [2, 3]}, {"head_dim": None}, {"pad_token_id": None}):
+        write_json(tmp_path / "config.json", config | right)
+        assert not findings(tmp_path, "config-contradicts")
     many = list(range(1, 100_000))
     write_json(tmp_path / "config.json", config | {"head_dim_x": many, "x_head_dim": many, "num_x_heads": many})
     assert not findings(tmp_path)

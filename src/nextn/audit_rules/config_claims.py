@@ -57,6 +57,7 @@ _PARTS = {
     ),
 }  # fmt: skip
 _SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers")
+_MORE_SIZES = ("num_key_value_heads", "intermediate_size", "moe_intermediate_size", "head_dim")
 # Lists with one entry for each layer; those of some releases also have entries for the head.
 _OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_layer_freq")
 
@@ -77,14 +78,24 @@ def config_claims(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _no_sizes(config: Mapping[str, object]) -> Iterator[Finding]:
-    """Report sizes that are no whole numbers, which configuration classes refuse or take for something else."""
-    for field in (*_SIZES, *COUNT_FIELDS, "intermediate_size", "moe_intermediate_size", "head_dim"):
-        value, least = config.get(field), int(field in _SIZES)
-        if value is not None and not isinstance(value, list) and (type(value) is not int or value < least):
-            yield Finding(
-                "config-contradicts", "error", f"{CONFIG}: {field}", f"{field} = {short_repr(value)} in {CONFIG}.",
-                f"A whole number from {least}.", f"Correct {CONFIG}.",
-            )  # fmt: skip
+    """Report sizes and token ids of a type that configuration classes refuse or take for something else."""
+    needed = {*_SIZES, *({"num_key_value_heads"} if "kv_lora_rank" not in config else ())}
+    for field in (*_SIZES, *COUNT_FIELDS, *_MORE_SIZES):
+        value, least = config.get(field, 1), int(field in needed)
+        sizes = value if isinstance(value, list) and value else [value]  # of each layer
+        is_absent = value is None and field not in needed
+        if not is_absent and not all(type(size) is int and size >= least for size in sizes):
+            yield _of_type(field, value, f"A whole number from {least}.")
+    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(field)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(each) is int for each in ids):
+            yield _of_type(field, value, "A token id, a list of them, or null.")
+
+
+def _of_type(field: str, value: object, valid: str) -> Finding:
+    found = f"{field} = {_as_json(value)} in {CONFIG}."
+    return Finding("config-contradicts", "error", f"{CONFIG}: {field}", found, valid, f"Correct {CONFIG}.")
 
 
 def _no_dtype(config: Mapping[str, object]) -> Iterator[Finding]:
@@ -92,10 +103,7 @@ def _no_dtype(config: Mapping[str, object]) -> Iterator[Finding]:
     for field in ("dtype", "torch_dtype"):
         value = config.get(field)
         if isinstance(value, str) and not re.fullmatch(r"b?float16|float(32|64|8_\w+)?|half|double|u?int\d+", value):
-            yield Finding(
-                "config-contradicts", "error", f"{CONFIG}: {field}", f"{field} = {short_repr(value)} in {CONFIG}.",
-                "The name of a dtype in torch, such as bfloat16.", f"Correct {CONFIG}.",
-            )  # fmt: skip
+            yield _of_type(field, value, "The name of a dtype in torch, such as bfloat16.")
 
 
 def _layers(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Claim]:
