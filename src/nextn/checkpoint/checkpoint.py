@@ -48,6 +48,7 @@ from nextn.checkpoint.safetensors_file import (
     read_header,
     write_json,
 )
+from nextn.checkpoint.trained_heads import SIDE_HEAD, RenamedHead, renamed_head
 from nextn.errors import CheckpointError
 from nextn.text_format import some
 
@@ -110,6 +111,8 @@ class Checkpoint:
     sources: Mapping[str, ByteSource] = field(repr=False)  # all files by name
     revision: str | None = None  # the commit of a hub checkpoint
     ref: str | None = None  # the branch, tag or commit that was asked for; None: the default one
+    # Name in `tensors` -> name in the file, where these differ: of a head in the layout of a library that trains heads.
+    stored_names: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, path_or_id: str | Path, *, token: str | None = None, endpoint: str | None = None) -> "Checkpoint":
@@ -229,7 +232,8 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
     # Files such as ._model.safetensors are resource forks that macOS leaves behind.
     files = [n for n in sorted(sources) if n.endswith(".safetensors") and (n in named or not re.search(r"^\.|/", n))]
     if ADAPTER in sources and CONFIG not in sources:
-        raise CheckpointError(f"{path}: {adapter_sentence(_load_json(sources[ADAPTER], CONFIG_LIMITS))}")
+        head = shlex.quote(f"{path}/{SIDE_HEAD}") if SIDE_HEAD in sources else ""
+        raise CheckpointError(f"{path}: {adapter_sentence(_load_json(sources[ADAPTER], CONFIG_LIMITS), head)}")
     if not files:
         is_local = Path(path).is_dir()
         names = [*sources, *(folder_names(Path(path)) if is_local else ())]
@@ -248,9 +252,27 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
         check_numbers(config)
     except ValueError as error:
         raise CheckpointError(f"{sources[CONFIG]}: {error}.") from error
-    if (found := standalone(config, tensors)) is not None:
+    checkpoint = Checkpoint(path, config, index, headers, tensors, tuple(problems), sources)
+    if (head := renamed_head(config, tensors, files)) is not None:
+        return _published(checkpoint, head)
+    others = {*checkpoint.unindexed}  # files beside a model's, which may be of a draft model
+    if (found := standalone(config, [name for name, info in tensors.items() if info.file not in others])) is not None:
         raise CheckpointError(f"{path}: {found.sentence}")
-    return Checkpoint(path, config, index, headers, tensors, tuple(problems), sources)
+    return checkpoint
+
+
+def _published(checkpoint: Checkpoint, head: RenamedHead) -> Checkpoint:
+    """Return a head alone under its family's names and with its model's config, without tensors of the trunk."""
+    infos = {name: replace(checkpoint.tensors[stored], name=name) for name, stored in head.names.items()}
+    headers = {
+        file: replace(header, tensors={name: info for name, info in infos.items() if info.file == file})
+        for file, header in checkpoint.headers.items()
+    }
+    sources = dict(checkpoint.sources)
+    if head.config is not checkpoint.config:
+        sources.pop(CONFIG)  # an edit writes the model's
+    return replace(checkpoint, config=head.config, index=None, headers=headers, tensors=infos, problems=(),
+                   sources=sources, stored_names=head.names)  # fmt: skip
 
 
 def _is_model(names: Sequence[str]) -> bool:

@@ -97,6 +97,8 @@ def small_files(source: str) -> Path:
 def folder_of(checkpoint: Checkpoint) -> Path:
     """Return the folder of a local checkpoint, where its config.json is."""
     config = checkpoint.sources.get(CONFIG)
+    if checkpoint.stored_names:
+        raise CheckpointError(f"{checkpoint.path}: a head alone; give its trunk, and this head with --head")
     if not isinstance(config, LocalFile):
         message = f"{checkpoint.path}: no {CONFIG} there or next to it. Give the model's own folder or hub id."
         raise CheckpointError(message)

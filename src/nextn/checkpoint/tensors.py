@@ -323,7 +323,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             if not isinstance(source, LocalFile | PartialFile):
                 raise CheckpointError(f"{source}: not a local file. Download it first.")
             self._files[file] = self._stack.enter_context(safe_open(source.path, framework="pt"))
-        view = self._views[name] = self._files[file].get_tensor(name)
+        view = self._views[name] = self._files[file].get_tensor(self.checkpoint.stored_names.get(name, name))
         return view
 
     def _unmapped(self, name: str) -> Tensor:

@@ -116,7 +116,9 @@ def convert(
     if norm_weight is not None:
         fresh, note = shifted(fresh, head, NormWeightShift.parse(norm_weight))
         notes.append(note)
-    elif not (left or form or replaced or keep_experts) and all(name == piece.name for name, piece in fresh.items()):
+    elif not (left or form or replaced or keep_experts or checkpoint.stored_names) and all(
+        name == piece.name for name, piece in fresh.items()
+    ):
         raise ConfigError(f"{checkpoint.path}: its head already has the names of {layout.name}; nothing to convert")
     for names, one in ((left, experts), (twice, trunk_experts)):
         if names:

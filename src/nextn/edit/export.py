@@ -203,7 +203,8 @@ def _refuse_family(family: Family, trunk: Inventory, engine: str, path: str) -> 
         if engine == "transformers" and engine in family.runners:
             way = "load the model as it is, and call `model.generate(**inputs, use_mtp=True)`"
         elif engine.replace(".", "") in family.runners:
-            way = f"it is served as it is: `nextn serve {shlex.quote(path)} --print {engine}`"
+            folder = shlex.quote(trunk.checkpoint.path)
+            way = f"it is served {_inside(trunk, path)}`nextn serve {folder} --print {engine}`"
         else:
             engines = [ENGINES[name] for name in ENGINES if name.replace(".", "") in family.runners]
             way = f"{ENGINES[engine]} does not run it; engines that do: {joined(engines) or 'none'}"
@@ -214,6 +215,14 @@ def _refuse_family(family: Family, trunk: Inventory, engine: str, path: str) -> 
         raise FamilyError(f"{path}: {_NO_PAIR}; train a head with --layout step35, for one file with the trunk")
     if engine in ("vllm", "sglang") and not family.layer_model:
         raise FamilyError(f"{path}: {ENGINES[engine]} runs no head of the trunk's own layers; train with --layout mimo")
+
+
+def _inside(trunk: Inventory, path: str) -> str:
+    """Say how a head of the trunk's own family, at `path`, comes to be in its trunk."""
+    if trunk.checkpoint.path == path:
+        return "as it is: "
+    command = trunk.restore_command(base=shlex.quote(path), force=bool(trunk.stored))
+    return f"inside its trunk: `{command}` writes it there, then "
 
 
 def _for_transformers(head: Inventory, trunk: Inventory, out: Path) -> Export:

@@ -296,6 +296,8 @@ def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
     if need_head and not (inventory.declared and inventory.stored):
         inventory.refuse_draft_model()
         raise CheckpointError(_missing_head_message(inventory))
+    if inventory.stored and not inventory.layers:
+        raise CheckpointError(f"{checkpoint.path}: a head alone; give its trunk, and this head with --head")
     return inventory
 
 

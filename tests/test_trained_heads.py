@@ -1,0 +1,138 @@
+"""Heads as speculators 0.9 and Unsloth 2026.10 wrote them from tiny models: read, restored, converted like others."""
+
+import json
+import re
+import shlex
+
+import pytest
+from artifacts import load_json, publish
+from test_restore import without
+
+import nextn
+from nextn.audit_rules import audit
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
+from nextn.checkpoint.tensors import TensorReader, bytes_of
+from nextn.checkpoint.trained_heads import SIDE_HEAD
+from nextn.edit.export import export
+from nextn.errors import NextnError
+
+# Published name -> that of speculators, whose experts are fused.
+SPECULATORS = {"mtp.fc.": "input_proj.", "mtp.norm.": "final_layernorm.", "mtp.layers.0.": "",
+               "mtp.pre_fc_norm_hidden.": "hidden_layernorm.",
+               "mtp.pre_fc_norm_embedding.": "token_layernorm."}  # fmt: skip
+
+
+def head_of(folder):
+    """Published name -> tensor, of the head's own."""
+    checkpoint = Checkpoint.open(folder)
+    return {name: checkpoint.raw(name) for name in checkpoint.tensors if name.startswith("mtp.")}
+
+
+def contents(folder):
+    checkpoint = Checkpoint.open(folder)
+    return {name: checkpoint.read_bytes(name) for name in checkpoint.tensors if name.startswith("mtp.")}
+
+
+def speculators(base, folder):
+    folder.mkdir()
+    table = {}
+    for name, value in head_of(base).items():
+        start = next(start for start in SPECULATORS if name.startswith(start))
+        table[f"mtp_layers.0.{SPECULATORS[start]}{name.removeprefix(start)}"] = value
+    table["verifier_lm_head.weight"] = RawTensor("BF16", (64, 32), bytes(4096))
+    write_safetensors(folder / "model.safetensors", table, metadata={"format": "pt"})
+    config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1,
+              "speculators_config": {"algorithm": "mtp"},
+              "transformer_layer_config": load_json(base / CONFIG)}  # fmt: skip
+    (folder / CONFIG).write_text(json.dumps(config))
+    return folder
+
+
+def unsloth(base, folder):
+    """An adapter's folder with a head beside it."""
+    folder.mkdir(exist_ok=True)
+    table = {name.removeprefix("mtp."): value for name, value in head_of(base).items()}
+    write_safetensors(folder / SIDE_HEAD, table, metadata={"format": "pt"})
+    return folder / SIDE_HEAD
+
+
+def fused(path, name):
+    base = publish(path / "split", name)
+    if name == "qwen3_5":
+        return base
+    nextn.convert(base, path / "base", experts="fused")
+    return path / "base"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_speculators(name, tmp_path):
+    """The head that a converter wrote goes back into a model, byte for byte, and to a file of its own."""
+    base = fused(tmp_path, name)
+    head, target = speculators(base, tmp_path / "head"), publish(tmp_path / "target", name, change=without(name))
+    assert audit(head).modules == (0,)
+    assert not [each for each in audit(head).findings if each.severity == "error"]
+    with TensorReader(Inventory.of(Checkpoint.open(head))) as reader:
+        assert {name: bytes_of(reader.read(name)) for name in reader.names()} == contents(base)
+    nextn.restore(target, head)
+    nextn.extract(head, tmp_path / "alone" / "head.safetensors")
+    nextn.convert(head, tmp_path / "converted")
+    for folder in (target, tmp_path / "alone", tmp_path / "converted"):
+        assert contents(folder) == contents(base), folder
+    assert "speculators_model_type" not in load_json(tmp_path / "converted" / CONFIG)
+
+
+def test_speculators_head_of_another_model(tmp_path):
+    """None of the families that store such a head."""
+    head = speculators(publish(tmp_path / "base", "qwen3_5"), tmp_path / "head")
+    config = load_json(head / CONFIG)
+    for model in ({"model_type": "qwen3"}, None, [1]):
+        (head / CONFIG).write_text(json.dumps(config | {"transformer_layer_config": model}))
+        with pytest.raises(NextnError, match="layout of the speculators library"):
+            Checkpoint.open(head)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("adapter", [True, False])
+def test_unsloths_file(adapter, tmp_path):
+    """The sentence on the adapter's folder, and the finding on the model beside it, name the command that restores."""
+    base = publish(tmp_path / "base", "qwen3_5")
+    target = publish(tmp_path / "a target", "qwen3_5", change=without("qwen3_5"))
+    folder = tmp_path / "an adapter" if adapter else target
+    file = unsloth(base, folder)
+    if adapter:
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+        with pytest.raises(NextnError) as caught:
+            Checkpoint.open(folder)
+        said = str(caught.value)
+    else:
+        (said,) = (each.fix for each in audit(target).findings if each.rule == "head-absent")
+    command = shlex.split(re.search("nextn restore [^`]*", said)[0])
+    assert command[-1] == str(file)
+    nextn.restore(target, command[-1])
+    assert contents(target) == contents(base)
+    assert audit(target).clean
+
+
+@pytest.mark.more
+def test_a_file_beside_a_model_is_not_the_model(tmp_path):
+    """A draft model's names in a file that loaders do not open make no draft model of the folder."""
+    base = publish(tmp_path / "base", "qwen3_5")
+    unsloth(base, base)
+    (base / SIDE_HEAD).rename(base / "other.safetensors")
+    assert audit(base).clean
+
+
+@pytest.mark.more
+def test_a_head_alone_is_not_served(tmp_path, here):
+    """Engines have no command for it: what is printed puts it into its trunk first."""
+    base = publish(tmp_path / "base", "qwen3_5")
+    nextn.extract(base, tmp_path / "alone" / "head.safetensors")
+    for head in (tmp_path / "alone", speculators(base, tmp_path / "head")):
+        code, _, err = here("serve", head, "--print", "vllm")
+        assert (code, "restore MODEL" in err) == (2, True)
+        code, _, err = here("generate", head, "a")
+        assert (code, "--head" in err) == (2, True)
+        with pytest.raises(NextnError, match=f"nextn restore {base} --from {head} --force"):
+            export(head, tmp_path / "out", "vllm", trunk=base)
