@@ -209,6 +209,15 @@ def test_bad_input(tmp_path):
         quantize(tmp_path / "out", tmp_path / "again", weights="int8")
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         quantize(tmp_path / "model", tmp_path / "out", weights="int8")
+    # What optimum-quanto writes: some matrices as codes, and no quantization_config.
+    in_one_file(tmp_path / "model", lambda table: _as_codes(table, "model.layers.0.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"layers.0.mlp.up_proj, already quantized, though"):
+        quantize(tmp_path / "model", tmp_path / "again", weights="int8")
+
+
+def _as_codes(table, name):
+    value = table.pop(name)
+    table |= {f"{name}._data": value.to(torch.int8), f"{name}._scale": value[:, :1].clone()}
 
 
 @pytest.mark.more

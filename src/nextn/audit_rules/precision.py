@@ -16,6 +16,7 @@ from nextn.checkpoint.module_lists import FUSED, with_fused
 from nextn.checkpoint.packed_layout import PackedWeight, with_logical_weights
 from nextn.checkpoint.quant_formats import TRANSFORMERS_METHODS
 from nextn.checkpoint.quantization import (
+    NEVER_PACKED,
     PLAIN,
     QuantConfig,
     QuantSection,
@@ -36,7 +37,6 @@ IDS = ("quantization", "quantization-unused", "scale-missing", "scale-unused", "
 _NARROW = 16  # bits; with fewer, heads stored below the trunk's precision are known to fail
 # Methods that engines also apply to unquantized files when they load them, and MLX, whose tensors decide.
 _APPLIED_ON_LOAD = frozenset({"bitsandbytes", "torchao", "mlx", *TRANSFORMERS_METHODS})
-_NEVER_PACKED = PLAIN | {"I64", "BOOL"}  # dtypes; the integers are buffers
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _unreadable(inventory: Inventory) -> Iterator[Finding]:
     """
     try:
         _, packed = with_logical_weights(inventory.checkpoint)
-        undeclared = _undeclared(inventory) if QuantConfig.of(inventory.checkpoint) is None else []
+        undeclared = inventory.trunk_codes if QuantConfig.of(inventory.checkpoint) is None else []
     except CheckpointError:  # which `_quantization` reports
         return
     if undeclared:
@@ -212,16 +212,6 @@ def _scale_shape(weight: TensorInfo, scale: TensorInfo, block: object) -> tuple[
     return None
 
 
-def _undeclared(inventory: Inventory) -> list[str]:
-    """Return the matrices of the trunk whose values are codes."""
-    tensors = inventory.checkpoint.tensors
-    infos = [tensors[name] for name in inventory.shared.values()]
-    infos += [info for layer in inventory.layers.values() for info in layer.values()]
-    modules = dict.fromkeys(split_name(info.name, tensors)[0] for info in infos if info.dtype not in _NEVER_PACKED)
-    modules = dict.fromkeys(module for module in modules if f"{module.rpartition('.')[0]}.W_q" not in tensors)
-    return [module for module in modules if storage(tensors, module) not in (None, "plain")]
-
-
 def _quantization_unused(inventory: Inventory) -> Iterator[Finding]:
     """Report a quantization config of a checkpoint, trunk and head, that stores nothing quantized."""
     try:
@@ -244,7 +234,7 @@ def _quantization_unused(inventory: Inventory) -> Iterator[Finding]:
 def _nothing_packed(inventory: Inventory) -> bool:
     """Whether trunk layers are stored, and all matrices of the checkpoint are unquantized."""
     tensors = inventory.checkpoint.tensors.values()
-    return bool(inventory.layers) and all(info.dtype in _NEVER_PACKED for info in tensors if len(info.shape) > 1)
+    return bool(inventory.layers) and all(info.dtype in NEVER_PACKED for info in tensors if len(info.shape) > 1)
 
 
 def _is_trunk_covered(inventory: Inventory, config: QuantConfig) -> bool:

@@ -232,8 +232,8 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
     # Files such as ._model.safetensors are resource forks that macOS leaves behind.
     files = [n for n in sorted(sources) if n.endswith(".safetensors") and (n in named or not re.search(r"^\.|/", n))]
     if ADAPTER in sources and CONFIG not in sources:
-        head = shlex.quote(f"{path}/{SIDE_HEAD}") if SIDE_HEAD in sources else ""
-        raise CheckpointError(f"{path}: {adapter_sentence(_load_json(sources[ADAPTER], CONFIG_LIMITS), head)}")
+        beside = shlex.quote(f"{path}/{SIDE_HEAD}") if SIDE_HEAD in sources else ""
+        raise CheckpointError(f"{path}: {adapter_sentence(_load_json(sources[ADAPTER], CONFIG_LIMITS), beside)}")
     if not files:
         is_local = Path(path).is_dir()
         names = [*sources, *(folder_names(Path(path)) if is_local else ())]

@@ -30,6 +30,7 @@ Storage = Literal[
     "bnb", "torchao", "mlx", "gguf", "unknown",
 ]  # fmt: skip
 PLAIN = frozenset({"BF16", "F16", "F32", "F64"})
+NEVER_PACKED = PLAIN | {"I64", "BOOL"}  # dtypes; the integers are buffers
 
 # Suffixes of the weight's own name: `x.weight_scale`, or `experts.down_proj_scale` where experts are one tensor.
 # fp8 and fp4: vLLM, quantization/fp8.py, modelopt.py and quark/; _packed and on: compressed-tensors, compressors/;

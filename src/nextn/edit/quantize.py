@@ -275,6 +275,11 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding], importance:
     if (config := QuantConfig.of(checkpoint)) is not None:
         raise CheckpointError(f"{checkpoint.path}: already quantized ({config.method}). Give the unquantized model.")
     inventory = Inventory.of(checkpoint, family=trunk_family(checkpoint))
+    if codes := inventory.trunk_codes:
+        raise CheckpointError(
+            f"{checkpoint.path}: {counted(len(codes), 'matrix')}, such as {some(codes)}, already quantized, though "
+            f"{CONFIG} declares no method. Give the unquantized model."
+        )
     checkpoint, left = with_split_experts(inventory)
     num_layers = count_layers(checkpoint)
     rounded = dict[str, Rounding]()
