@@ -74,17 +74,35 @@ def test_schedule_takes_the_larger_load_between_two():
     assert "off from 9 streams on" in found.summary
 
 
+def settings(engine, *points):
+    return LoadAdvice(engine, 0.0, RATES, points).settings
+
+
 def test_settings_cover_every_number_of_streams():
     """vLLM wants ranges from 1 without gaps, SGLang the first number of each."""
-    settings = advice(point(1, 1.75), point(8, 1.2), point(32, 0.63)).settings
-    config = json.loads(settings["vLLM"].partition("'")[2].rstrip("'"))
+    points = point(1, 1.75), point(8, 1.2), point(32, 0.63)
+    config = json.loads(settings("vLLM", *points)["vLLM"].partition("'")[2].rstrip("'"))
     assert config["num_speculative_tokens"] == 3
     ranges = config["num_speculative_tokens_per_batch_size"]
     assert ranges[0][0] == 1
     assert all(after[0] == before[1] + 1 for before, after in pairwise(ranges))
-    steps = json.loads(settings["SGLang"].partition("FILE: ")[2])
+    steps = json.loads(settings("SGLang", *points)["SGLang"].partition("FILE: ")[2])
     assert steps == {"1": {"candidate_steps": [3]}, "2": {"candidate_steps": [2]}, "9": {"candidate_steps": [0]}}
-    assert advice(point(1, 0.5)).settings == {}
+    assert settings("vLLM", point(1, 0.5)) == {}
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang", "llama.cpp", "nextn", "LMDeploy"])
+def test_settings_are_those_of_the_measured_engine(engine):
+    """What a round costs in one engine says nothing of another."""
+    assert [*settings(engine, point(1, 1.75))] == ([engine] if engine != "LMDeploy" else [])
+
+
+def test_an_engine_with_one_k_is_told_for_which_loads_it_is():
+    """llama.cpp keeps the K that helps one stream at 32, where it slows down."""
+    several = settings("llama.cpp", point(1, 1.75), point(32, 0.63))["llama.cpp"]
+    assert several.startswith("--spec-type draft-mtp --spec-draft-n-max 3")
+    assert "at 1 stream" in several
+    assert "stream" not in settings("llama.cpp", point(1, 1.75), point(32, 1.75))["llama.cpp"]
 
 
 def run(*arguments):

@@ -110,19 +110,21 @@ class LoadAdvice:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The schedule as each engine takes it; llama.cpp has one K for all loads, and gets that of the first range."""
+        """The schedule as the measured engine takes it: a round costs something else in others. {} without drafts."""
         ranges = [[first, last or max(_NO_LIMIT, first), k] for first, last, k in self.schedule]
-        largest = max(k for _, _, k in ranges)
+        largest, first_k = max(k for _, _, k in ranges), ranges[0][2]
         if not largest:
             return {}
         vllm = {"method": "mtp", "num_speculative_tokens": largest, "num_speculative_tokens_per_batch_size": ranges}
         sglang = {str(first): {"candidate_steps": [k]} for first, _, k in ranges}
-        first_k = ranges[0][2]
-        return {
+        one = f", best {_streams(*self.schedule[0][:2])}: it has one K for all loads" if len(ranges) > 1 else ""
+        known = {
             "vLLM": f"--speculative-config '{json.dumps(vllm)}'",
             "SGLang": f"--speculative-adaptive --speculative-adaptive-config FILE, with FILE: {json.dumps(sglang)}",
-            "llama.cpp": f"--spec-draft-n-max {first_k}" if first_k else "no --spec-type: it has one K for all loads",
+            "llama.cpp": (f"--spec-type draft-mtp --spec-draft-n-max {first_k}" if first_k else "no --spec-type") + one,
+            "nextn": f"-k {largest}: it drafts fewer, or none, by the load",
         }
+        return {name: text for name, text in known.items() if name == self.engine}
 
     def as_record(self) -> dict[str, object]:
         """Return the JSON document."""
