@@ -120,14 +120,26 @@ def curve(record: Record) -> Iterator[str]:
 
 
 def clients(record: Record) -> Iterator[str]:
-    """AL, rounds and accepted drafts by K of each client."""
-    found = record["clients"]["clients"]
-    yield f"| K | nextn: AL | rounds, accepted | {' | | '.join(f'{name}: AL' for name in found)} | |"
-    yield f"|---|---|---|{'---|---|' * len(found)}"
-    for rows in zip(*found.values(), strict=True):
-        cells = [f"{row['mean_acceptance_length']:.2f} | {_counts(row)}" for row in rows]
-        ours = f"{_interval(rows[0]['nextn'])} | {_counts(rows[0]['nextn_counts'])}"
-        yield f"| {rows[0]['num_speculative_tokens']} | {ours} | {' | '.join(cells)} |"
+    """AL, rounds and accepted drafts by data set and K of each client; what is outside our interval is marked."""
+    data_sets = record["clients"]["data_sets"]
+    names = list(dict.fromkeys(name for found in data_sets.values() for name in found["clients"]))
+    yield f"| prompts | K | nextn: AL | rounds, accepted | {' | | '.join(f'{name}: AL' for name in names)} | |"
+    yield f"|---|---|---|---|{'---|---|' * len(names)}"
+    for data_set, found in data_sets.items():
+        rows: dict[int, dict[str, Record]] = {}
+        for name, each in found["clients"].items():
+            for row in each:
+                rows.setdefault(row["num_speculative_tokens"], {})[name] = row
+        for k, by_name in sorted(rows.items()):
+            first = next(iter(by_name.values()))
+            ours = f"{_interval(first['nextn'])} | {_counts(first['nextn_counts'])}"
+            cells = (_client(by_name[name]) if name in by_name else " | " for name in names)
+            yield f"| {found['prompts']['num']} of {data_set} | {k} | {ours} | {' | '.join(cells)} |"
+
+
+def _client(row: Record) -> str:
+    outside = "" if row["inside"] else ", outside"
+    return f"{row['mean_acceptance_length']:.2f}{outside} | {_counts(row)}"
 
 
 def _counts(row: Record) -> str:
