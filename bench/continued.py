@@ -5,6 +5,7 @@
 Lossless drafts do not change a greedy text, so the rounds are replayed on it, with the head's own drafts: no time is
 measured. Behind a copy, the head has taken one step for each copied token, from its own states (`own`); `true`
 states, which only the verification of these tokens would give, are the bound of what a better head could reach.
+With `branches`, the block has the copy and the head's drafts from the same token, and the better one counts.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.copy_drafts import CopyDrafts
 from nextn.speculative.draft_policy import FixedLength
 
-WAYS = ("head or copy", "own", "true")
+WAYS = ("head or copy", "own", "true", "branches")
 
 
 class ForcedDrafter(Drafter):
@@ -72,8 +73,12 @@ class Replay:
             if copy:
                 copies.learn(len(copy), accepted)
                 counts += Counter(copies=1, copies_accepted_in_full=is_full)
-            num_drafts = 0 if copy and way == "head or copy" else min(K, room - len(copy))
-            if num_drafts > 0:
+            num_drafts = 0 if copy and way == "head or copy" else min(K, room - (0 if way == "branches" else len(copy)))
+            if copy and way == "branches":
+                right = self.num_drafts_right(len(tokens), (), num_drafts, way)
+                counts += Counter(draft_steps=num_drafts, tokens_more_than_copies=max(0, right - accepted))
+                accepted = max(accepted, right)
+            elif num_drafts > 0:
                 counts += Counter(draft_steps=num_drafts, steps_over_copies=len(copy) if way == "own" else 0)
                 right = self.num_drafts_right(len(tokens), copy, num_drafts, way) if is_full else 0
                 accepted += right
