@@ -16,6 +16,7 @@ from nextn.engines.csv_formats import CSV_READERS
 from nextn.engines.json_formats import JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.metrics_formats import METRICS_COUNTED
+from nextn.engines.named_counts import NAMED_COUNTED, NAMED_FORMAT
 from nextn.engines.run_settings import OVERRIDES
 from nextn.evaluate.faults import FAULTS, OTHER_CAUSES
 
@@ -171,12 +172,14 @@ FORMATS_INTRO = """\
 
 `nextn diagnose --engine FILE` and `nextn canary check --counters FILE` read these formats; this page is generated from
 the code that reads them. Prefixes of Docker, Kubernetes, journald, syslog and llama.cpp's router do not matter, and a
-log of JSON objects, one per line, is read as the lines in it. Figures of several entries are added; of those that count
+log of JSON objects, one per line, is read as the lines in it. JSON is also read inside other text, with an end cut off,
+and as Python prints it. Figures of several entries are added; of those that count
 since the start, the last is taken, of each run. A file with several formats is read by the first of this page that it
 has. Metrics are also read with `_` for the colon, as OpenTelemetry and Ray export them, from AIPerf's
-server_metrics_export.json (what was counted during the run), and from a table of Grafana or a query with a column for
-each series or a row for each value, of which the last is taken. The version of the engine and K are read from the log
-or from `--flags` where they are in it. Text that cannot be read is an error with the nearest format and what it lacks.
+server_metrics_export.json (what was counted during the run), from what vLLM's LLM.get_metrics() prints, and from a
+table of Grafana or a query with a column for each series or a row for each value, of which the last is taken. The
+version of the engine and K are read from the log or from `--flags` where they are in it. Text that cannot be read is an
+error with the nearest format and what it lacks.
 """
 OVERRIDES_INTRO = """\
 ## Settings that decide the acceptance
@@ -190,10 +193,11 @@ names them as `acceptance-overridden`.
 def formats_page() -> str:
     """Each format with what its figures count."""
     logs = ((_cell(each.name), _cell(each.counted)) for each in LOG_FORMATS)
-    documents = (
+    documents = [
         (_cell(name), f"`{key}`", _cell((reader.__doc__ or "").split("\n\n")[0]))
         for name, (key, reader) in JSON_READERS.items()
-    )
+    ]
+    documents.append((NAMED_FORMAT, "names of counts", NAMED_COUNTED))
     tables = ((_cell(name), f"`{line}`", _cell(reader.__doc__ or "")) for name, (line, reader) in CSV_READERS.items())
     settings = ((f"`{each.name}`", each.engine, each.effect) for each in OVERRIDES)
     return "\n".join([

@@ -19,7 +19,7 @@ from nextn.engines.counters import COPIED, FIRST_TOKENS, ROUNDED, SOME_POSITIONS
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS, RENAMED, STEPS_WITHOUT_DRAFTS
 from nextn.engines.log_reader import RISING
-from nextn.engines.metrics_formats import METRICS_FORMAT
+from nextn.engines.metrics_formats import METRICS_FORMAT, OF_BATCHES, OF_REQUESTS
 from nextn.engines.run_settings import OVERRIDES, head_not_loaded, overrides_in
 from nextn.errors import EngineError
 from nextn.evaluate.hypotheses import engine_depth, observed_counts
@@ -323,6 +323,26 @@ TEXTS = {
     "counts with commas": ("MTP acceptance: 2,723 of 4,338 draft tokens (63%).\n", ("an engine", None, 4338, 2723, ())),
     "proposed tokens": (json.dumps({"mtp_proposed_tokens": 10000, "mtp_accepted_tokens": 6200}),
                         ("an engine", None, 10000, 6200, ())),
+    "mistral.rs": ("2026-10-01T10:00:00Z  INFO mistralrs_core::engine::logger: Throughput (T/s) 120.53, Prefix cache hitrate "
+                   "0.00%, MTP accept 61.3% (len 2.84), 1 running, 0 waiting\n", ("mistral.rs", None, None, None, ())),
+    "mlx-serve": ("  [spec-stats] mode=mtp attempts=105 accepts=150 avg_per_round=1.43 per_draft_pct=71.4% depth=2 drafted=210 "
+                  "ext_rounds=0 runtime_disabled=false\n", ("mlx-serve", 105, 210, 150, ())),
+    "mlx-serve, at a prompt": ("Decode (mtp): 3200ms (256 tokens, 80.000 tok/s; mtp accept=75/105 attempts, avg 0.71 "
+                               "tokens/attempt)\n", ("mlx-serve", 105, None, 75, ())),
+    "mlx-vlm, a text": ("Speculative decoding: 2.84 accepted tokens/round (1.84 accepted drafts/round, 61.3% of drafted, avg "
+                        "draft 3.00) over 200 rounds\n", ("mlx-vlm", 200, 600, 368, ())),
+    "mlx-vlm, a text without draft lengths": ("Speculative decoding: 2.84 accepted tokens over 200 rounds\n",
+                                              ("mlx-vlm", 200, None, 368, ())),
+    "tabbyAPI's log": ("INFO:  Metrics (ID: 1f2e): 512 tokens generated in 10.2 seconds (Queue: 0.0 s, Process: 0 cached tokens "
+                       "and 120 new tokens at 900.1 T/s, Generate: 51.2 T/s, Context: 120 tokens, Draft: 310 / 480 tokens accepted "
+                       "(64.58%)) \n", ("an engine", None, 480, 310, ())),
+    "exllamav3": (" - Generate: 512 tokens at 51.20 t/s - Draft: 1,310 / 1,480 accepted (88.51%)\n",
+                  ("an engine", None, 1480, 1310, ())),
+    "draft tokens first": ("draft: 600 tokens, 368 accepted (61.33%)\n", ("an engine", None, 600, 368, ())),
+    "a report": ("Mean Acceptance Length: 2.84 tokens\nTotal Accepted Tokens: 368\nTotal Draft Tokens: 600\n",
+                 ("an engine", None, 600, 368, ())),
+    "signs of Chinese text": (VLLM.replace(": ", "\uff1a").replace(", ", "\uff0c"), ("vLLM", 99, 198, 169, (91, 78))),
+    "a test of SGLang": ("[Oracle] avg_spec_accept_length = 2.34\n", ("SGLang", None, None, None, ())),
     "a stream": ('data: {"choices": []}\n\ndata: {"choices": [], "timings": {"draft_n": 78, "draft_n_accepted": 60, '
                  '"predicted_n": 100}}\n\ndata: [DONE]\n', ("llama.cpp", 39, 78, 60, ())),
 }  # fmt: skip
@@ -460,9 +480,125 @@ METRICS = {
                                      '    vllm:spec_decode_num_draft_tokens_total{engine="0"} | 200\n'
                                      '    vllm:spec_decode_num_accepted_tokens_total{engine="0"} | 120\n',
                                      ("vLLM", 100, 200, 120, ())),
+    "Rapid-MLX, whose attempts are draft tokens": (
+        'rapid_mlx_spec_decode_attempts_total{method="mtp"} 200\nrapid_mlx_spec_decode_accepts_total{method="mtp"} 150\n',
+        ("Rapid-MLX", None, 200, 150, ())),
+    "xLLM's": ("speculative_num_drafts_total 100\nspeculative_num_draft_tokens_total 200\nspeculative_num_accepted_tokens_total "
+               '120\nspeculative_num_committed_tokens_total 220\nspeculative_num_accepted_tokens_per_pos{position="0"} 80\n'
+               'speculative_num_accepted_tokens_per_pos{position="1"} 40\n', ("an engine", 100, 200, 120, (80, 40))),
+    "xLLM's /vars": ("server_request_in_total : 12\nspeculative_num_accepted_tokens_total : 120\n"
+                     "speculative_num_draft_tokens_total : 200\n", ("an engine", None, 200, 120, ())),
+    "mistral.rs'": ("mistralrs_speculative_drafts_total 100\nmistralrs_speculative_draft_tokens_proposed_total 200\n"
+                    "mistralrs_speculative_draft_tokens_accepted_total 120\n", ("mistralrs", 100, 200, 120, ())),
+    "words in another order": ("halogen:draft_tokens_total 334\nhalogen:draft_tokens_accepted_total 282\n",
+                               ("halogen", None, 334, 282, ())),
+    "another label of positions": ("".join(
+        f"llamacpp:spec_decode_num_{name}_total{label} {value}\n" for name, label, value in (
+            ("drafts", "", 100), ("draft_tokens", "", 200), ("accepted_tokens", "", 120),
+            ("accepted_tokens_per_pos", '{pos="0"}', 80), ("accepted_tokens_per_pos", '{pos="1"}', 40))),
+        ("llama.cpp", 100, 200, 120, (80, 40))),
     "a fork of llama.cpp": ("llamacpp:n_drafted_total 400\nllamacpp:n_drafted_accepted_total 260\n"
                             "llamacpp:tokens_predicted_total 500\n", ("llama.cpp", None, 400, 260, ())),
 }  # fmt: skip
+
+
+PRINTED = (
+    "[Counter(name='vllm:spec_decode_num_drafts', labels={'model_name': 'm', 'engine': '0'}, value=100), "
+    "Counter(name='vllm:spec_decode_num_draft_tokens', labels={'model_name': 'm', 'engine': '0'}, value=200), "
+    "Counter(name='vllm:spec_decode_num_accepted_tokens', labels={'model_name': 'm', 'engine': '0'}, value=120), "
+    "Vector(name='vllm:spec_decode_num_accepted_tokens_per_pos', labels={'model_name': 'm', 'engine': '0'}, values=[80, 40])]"
+)
+
+
+def test_metrics_as_people_copy_them():
+    """Printed by LLM.get_metrics(), by `grep -n`, with headers of HTTP, with exemplars and times of creation."""
+    text, expected = METRICS["vLLM 0.30"]
+    numbered = "".join(f"{number}:{line}\n" for number, line in enumerate(text.splitlines(), 120))
+    exemplars = text.replace(".0\n", '.0 # {trace_id="a"} 1.0 1.7e9\n')
+    created = text + 'vllm:spec_decode_num_draft_tokens_created{engine="0",model_name="a"} 1.7e+09\n# EOF\n'
+    for pasted in (PRINTED, PRINTED.replace("), ", ")\n"), numbered, exemplars, created,
+                   f"< HTTP/1.1 200 OK\n< accept: */*\n{text}"):  # fmt: skip
+        assert summary(read(pasted)) == expected
+    with pytest.raises(EngineError, match="no model_name 'b'"):
+        read(PRINTED, model="b")
+
+
+@loop(
+    ("text", "engine", "length", "note"),
+    [
+        ('lightllm_request_mtp_avg_token_per_step_bucket{le="1.0"} 0\nlightllm_request_mtp_avg_token_per_step_sum 51.2\n'
+         "lightllm_request_mtp_avg_token_per_step_count 20\n", "LightLLM", 2.56, OF_REQUESTS),
+        ("".join(f'maxserve_spec_decode_acceptance_rate_per_position{unit}_{part}{{position="{place}"}} {value}\n'
+                 for unit in ("_percent",) for place, total in ((0, 1600), (1, 1000))
+                 for part, value in (("sum", total), ("count", 20))), "MAX", 2.3, OF_BATCHES),
+    ],
+)  # fmt: skip
+def test_histograms_of_lengths_and_shares(text, engine, length, note):
+    counters = read(text)
+    assert (counters.engine, round(counters.length, 9), counters.notes) == (engine, length, (note,))
+
+
+NAMED = {
+    "a script": {"drafts": 100, "draft_tokens": 300, "accepted_tokens": 150, "accepted_per_pos": [80, 50, 20]},
+    "shares by position": {"k": 3, "draft_iterations": 100, "draft_tokens": 300, "accepted_tokens": 150,
+                           "acceptance_rate_by_position": [0.8, 0.5, 0.2]},
+    "NeMo-RL's step": {"train/loss": 0.1, "vllm/spec_num_drafts": 100.0, "vllm/spec_num_draft_tokens": 300.0,
+                       "vllm/spec_num_accepted_tokens": 150.0, "vllm/spec_acceptance_rate-pos-1": 0.8,
+                       "vllm/spec_acceptance_rate-pos-2": 0.5, "vllm/spec_acceptance_rate-pos-3": 0.2},
+    "RTP-LLM's aux_info": {"aux_info": {"iter_count": 101, "speculative_draft_rounds": 100,
+                                        "speculative_accepted_tokens_per_pos": [80, 50, 20]}},
+    "of several drafters": {"mtp_rounds": 100, "mtp_draft_tokens": 300, "mtp_draft_tokens_accepted": 150, "draft_tokens": 400,
+                            "draft_tokens_accepted": 240, "mtp_accepted_per_pos": [80, 50, 20]},
+    "rejected ones": {"mtp": {"verifier_runs": 100, "accepted_tokens": 150, "rejected_tokens": 150,
+                              "accepted_per_position": [80, 50, 20]}},
+}  # fmt: skip
+
+
+@loop("name", NAMED)
+@loop("write", [json.dumps, str, lambda record: f"$ curl -s localhost | jq\n{json.dumps(record, indent=1)}\nDone\n",
+                lambda record: f"INFO stats {record!s} at 10:00\n"])  # fmt: skip
+def test_counts_by_name(name, write):
+    """Of JSON and of Python, alone and inside other text."""
+    counters = read(write(NAMED[name]))
+    assert (counters.engine, counters.num_drafts, counters.accepted) == ("an engine", 100, 150)
+    assert counters.draft_tokens in (300, None)
+    assert counters.per_position == (80, 50, 20)
+
+
+def test_counts_by_name_of_several_objects():
+    """Items of a list are requests, and are added; a total beside them is not added to them."""
+    requests = [{"draft_n_accepted": 30, "drafted": 40}, {"draft_n_accepted": 9, "drafted": 40}]
+    total = {"draft_n_accepted": 39, "drafted": 80}
+    for document in (requests, {"requests": requests}, {"requests": requests, "all": total}):
+        assert summary(read(json.dumps(document))) == ("an engine", None, 80, 39, ())
+    lines = "\n".join(json.dumps({"tokens": {"draft_acc_tokens": 30, "draft_tokens": 40}}) for _ in range(2))
+    assert summary(read(lines)) == ("an engine", None, 80, 60, ())
+    with pytest.raises(EngineError, match="of 2 runs, parts or settings"):
+        read(json.dumps([each | {"model": str(place)} for place, each in enumerate(requests)]))
+
+
+def test_positions_that_contradict_their_sum_are_left_out():
+    """As conditional shares do."""
+    record = NAMED["a script"] | {"accepted_per_pos": [0.8, 0.9, 0.9]}
+    assert summary(read(json.dumps(record))) == ("an engine", 100, 300, 150, ())
+
+
+TIMINGS = {"prompt_n": 1, "predicted_n": 100, "draft_n": 78, "draft_n_accepted": 60}
+
+
+def test_objects_in_other_text():
+    """Of engines with a format: after a prompt, as Python prints them, with the beginning or the end cut off."""
+    pretty = json.dumps({"timings": TIMINGS}, indent=2)
+    cut = pretty.partition('"predicted_n"')
+    for text in (f"$ curl -d '{{}}' localhost | jq .\n{pretty}\n", str(TIMINGS), f"it's {{x}} {TIMINGS}, don't\n",
+                 cut[1] + cut[2], pretty.rstrip("}\n "), pretty.rstrip("}\n ") + ',\n "index":'):  # fmt: skip
+        assert summary(read(text)) == ("llama.cpp", 39, 78, 60, ())
+    heads = "speculate_metrics={'accepted_tokens': 162, 'rejected_tokens': 154, 'accepted_tokens_per_head': [79, 51, 23, 9]}"
+    assert summary(read(heads)) == ("FastDeploy", 79, 237, 83, (51, 23, 9))
+    stats = (
+        "{'internal_states': [{'avg_spec_accept_length': 2.34, 'req': <Req>, 'x': np.float64(1.5), 'y': (1, None)}]}"
+    )
+    assert read(stats).length == 2.34
 
 
 @loop("name", METRICS)
@@ -563,15 +699,23 @@ def test_colors_between_the_figures():
 def test_metrics_that_are_not_known():
     """They are no sign that MTP is off."""
     with pytest.raises(EngineError, match="spec_decode_attempts_total"):
-        read("rapid_mlx:spec_decode_attempts_total 1304\nrapid_mlx:spec_decode_accepts_total 1111\n")
+        read("other_mlx:spec_decode_attempts_total 1304\nother_mlx:spec_decode_accepts_total 1111\n")
 
 
 @loop(
     "text",
     [
-        json.dumps(
-            {"requests": [{"draft_tokens": 40, "accepted_tokens": 30}, {"draft_tokens": 40, "accepted_tokens": 9}]}
-        ),
+        json.dumps({"runs": [{"k": k, "draft_tokens": 40 * k, "accepted_tokens": 30} for k in (1, 3)]}),
+        json.dumps({name: {"draft_tokens": 40, "accepted_tokens": 30} for name in ("greedy", "sampled")}),
+        json.dumps({"mtp": {"accepted_tokens": 90, "draft_tokens": 40}}),
+        json.dumps([{"tokens": {"draft_tokens": -1, "draft_acc_tokens": -1, "output_tokens": 200}}]),
+        json.dumps({"orders": {"accepted": 30, "rejected": 9}}),
+        "pld accept=75/105 attempts\n",
+        "mtp accept=31/50 rounds\n",
+        "[spec-stats] mode=dspark attempts=105 accepts=150 avg_per_round=1.43\n",
+        "vllm:spec_decode_num_accepted_tokens_total 85\nvllm:spec_decode_num_draft_tokens_total 133\n",
+        "spec_suffix_decode_draft_tokens_total 500\nspec_suffix_decode_draft_tokens_accepted_total 300\n",
+        "smtp: accepted 12 of 30 recipients\n",
         "mtp drafted=4 accepted=3 | total drafted=400 accepted=250\n",
         "mtp unaccepted=19 drafted=50\n",
         "The patch was accepted: 3/5 reviewers; draft v2\n",

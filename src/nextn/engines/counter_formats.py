@@ -12,10 +12,19 @@ from typing import TextIO
 from nextn.bounded_json import loads
 from nextn.engines.counters import Counters, fill_in_derived, refuse_model, sum_counters
 from nextn.engines.csv_formats import table_reader
+from nextn.engines.embedded_json import documents
 from nextn.engines.json_formats import JSON_READERS, objects
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.log_reader import LogReading, read_log
-from nextn.engines.metrics_formats import METRICS_FORMAT, METRICS_LINE, SERIES_TABLE, from_metrics, table_as_metrics
+from nextn.engines.metrics_formats import (
+    METRICS_FORMAT,
+    METRICS_LINE,
+    SERIES_TABLE,
+    from_metrics,
+    repr_as_metrics,
+    table_as_metrics,
+)
+from nextn.engines.named_counts import in_documents
 from nextn.engines.run_settings import NOT_LOADED_FIX, head_not_loaded, with_settings
 from nextn.errors import EngineError
 from nextn.text_format import docs_page
@@ -84,9 +93,13 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     file.seek(0)
     read_table = table_reader(start)
     is_json, is_series = _begins_as_json(start), SERIES_TABLE.match(start) is not None
+    if printed := repr_as_metrics(start):
+        return from_metrics(printed, model=model)
     if read_table is None and not is_json and not is_series and not METRICS_LINE.search(start):
         refuse_model(model, source)
         reading = read_log(file)
+        if reading.counters is None and not reading.has_entries and (counters := _embedded(start)):
+            return with_settings(counters, [start])
         if reading.counters is None:
             reading = next((again for again in _read_again(start, reading) if again.counters), reading)
             reading = _of_the_start(reading) if len(start) == _MAX_START else reading
@@ -100,6 +113,15 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
         return from_metrics(table_as_metrics(text) if is_series else text, model=model)
     counters = _from_json_text(text, source, model)
     return with_settings(counters, [start])
+
+
+def _embedded(text: str) -> Counters | None:
+    """The counts in objects of JSON or Python inside other text; None where there are none."""
+    if "ccept" not in text and "spec_" not in text:
+        return None
+    found = list(documents(text))
+    counters = sum_counters(part for document in found for part in objects(document)) or in_documents(found)
+    return counters and fill_in_derived(counters)
 
 
 def _read_again(start: str, first: LogReading) -> Iterator[LogReading]:
@@ -128,7 +150,8 @@ def _begins_as_json(start: str) -> bool:
 
 def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     """The counts of one JSON document, of one per line, or of the lines that a structured log has in its fields."""
-    parts, lines, series, reason, num_objects = [], [], list[str](), None, 0
+    parts, lines, series, reason, others = [], [], list[str](), None, list[object]()
+    num_objects = 0
     for document in _documents(text, source):
         if isinstance(document, ValueError):
             reason = reason or document
@@ -142,6 +165,7 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
         series += [*_queried(document), *_exported(document)]
         if not found:
             lines += _messages(document)
+            others.append(document)
     counters = sum_counters(parts)
     if counters is None and series:
         return from_metrics("\n".join(series), model=model)
@@ -150,6 +174,9 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
         return fill_in_derived(counters)
     reading = read_log(io.StringIO("\n".join(line.rstrip("\n") for line in lines)))
     if not reading.has_entries and reading.counters is None:
+        counters = in_documents(others) or (None if num_objects else _embedded(text[:_MAX_START]))
+        if counters is not None:
+            return fill_in_derived(counters)
         general = read_log(io.StringIO(text[:_MAX_START]), general=True)
         reading = general if general.counters else reading
     if reading.counters is None and not reading.has_entries and reason is not None and not num_objects:

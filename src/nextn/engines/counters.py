@@ -16,6 +16,7 @@ from nextn.errors import ConfigError, EngineError
 from nextn.stats.acceptance import Acceptance
 from nextn.text_format import some
 
+UNKNOWN = "an engine"  # whose counts do not say which
 MAX_POSITIONS = 256  # draft tokens per round: engines draft 1 to 64
 COUNTS = ("num_drafts", "draft_tokens", "accepted", "emitted")
 FULL_SHARE = 0.95  # of K, drafted per round on average: the last rounds of texts are shorter
@@ -41,7 +42,9 @@ MAX_LABEL = 1024  # characters of its value
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]{0,199}+")
 # Possessive quantifiers never backtrack: linear in the length of a line, whatever the text.
 _LABEL = re.compile(r'\s*+([a-zA-Z_][a-zA-Z0-9_]*+)="((?:[^"\\]++|\\.)*+)"\s*+,?+')
-_VALUE = re.compile(r"[\s|]++([0-9A-Za-z.+-]{1,400})(?:\s++-?[0-9]++)?+[\s|]*+")
+# With a colon before it, as brpc's /vars has, and an exemplar behind it.
+_VALUE = re.compile(r"[\s|]++(?::\s++)?+([0-9A-Za-z.+-]{1,400})(?:\s++-?[0-9.]++)?+[\s|]*+(?:#.*+)?+")
+_BEFORE = re.compile(r"[ \t>|]*+(?:[0-9]{1,6}[:-](?=[a-zA-Z_#]))?+")  # of a quote, a table, or `grep -n`
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,8 @@ def _lines(text: str) -> Iterator[str]:
         if match.end() - match.start() > MAX_LINE:
             start = short_repr(text[match.start() : match.start() + 60])
             raise EngineError(f"the metrics have a line of more than {MAX_LINE:,} characters, which begins {start}")
-        line = match[0].lstrip(" \t>|")  # of a quote, or of a table
+        before = _BEFORE.match(match[0])
+        line = match[0][before.end() if before else 0 :]
         if line[:1] not in ("#", ""):
             yield line
 

@@ -2,23 +2,23 @@
 
 import re
 
-from nextn.engines.counters import MAX_POSITIONS, Counters
+from nextn.engines.counters import MAX_POSITIONS, UNKNOWN, Counters
 from nextn.engines.log_format import EQUALS, INT, IS, Fields, LogFormat, integer
 from nextn.errors import EngineError
 
-UNKNOWN = "an engine"  # whose lines do not say which
 _GROUPED = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{1,12})"  # of two counts that follow words
 _ACCEPTED = (  # and two counts
     r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?(?:[0-9.,]{1,12}\s*%|[01]\.[0-9]{1,9} (?=\())[^0-9\n(]{0,20})?\(?"
 )
+_NO_DRAFTS = r"(?:attempts|rounds|steps|cycles|iterations|requests|prompts|samples|runs|tests|cases)\b"
 _DRAFTING = r"mtp|draft(?:s|ed|ing)?|spec\w{0,12}|nextn"
 # Without other words after "draft", as of a draft PR.
 _DRAFTING_HERE = rf"(?!draft (?!tokens?\b|accept|model|stat|rate|head|layer|depth|step)[a-z])(?:{_DRAFTING})"
 _OF = r"\s*(?:/|(?:out )?of)\s*"
 _COUNT = rf"(?<![\w.,]){INT}(?!\s*%)"
 _DRAFTED = (
-    r"(?:(?:total[ _])?drafted(?:[ _]tokens)?|draft[ _]tokens(?: (?:proposed|speculated|offered))?|draft_n|total_draft|"
-    r"proposed(?:_tokens)?)"
+    r"(?:(?:total[ _])?(?:drafted(?:[ _]tokens)?|draft[ _]tokens(?: (?:proposed|speculated|offered))?)|draft_n|"
+    r"total_draft|proposed(?:_tokens)?)"
 )
 _KEPT = (
     r"(?:(?!\w{0,20}(?:un|not|non)_?accept)(?:total |draft tokens )?\w{0,20}accept(?:ed)?"
@@ -35,7 +35,10 @@ def _pair(one: str, other: str) -> str:
     return rf"{after}|{_COUNT} {words}{one}\s*(?:[,;/|(]|and|of|out of)\s*{_COUNT} {words}{other}"
 
 
+_DRAFT = r"(?<![a-z])draft(?:s|ed)?:\s?"
+_TOKENS_FIRST = rf"{_DRAFT}{_COUNT} tokens, {_COUNT} accepted"
 _PAIR = (
+    rf"{_DRAFT}{_COUNT}{_OF}{_COUNT} (?:tokens )?accepted|{_TOKENS_FIRST}|"
     rf"{_COUNT}{_OF}{_COUNT} (?:accepted draft|drafts? (?:tokens )?accepted)|"
     rf"(?:(?<=[0-9%] )|(?<![a-z])(?:{_DRAFTING})\b[^\n0-9()]{{0,40}})accept(?:ed|ance)\b"
     rf"\s?\({_COUNT}{_OF}{_COUNT} draft|"
@@ -79,7 +82,7 @@ def _named(fields: Fields) -> Counters | None:
         return None
     accepted, other = (integer(count) for count in re.findall(_COUNT, text))
     has_two_names = not re.search(rf"(?i){_COUNT}{_OF}{_COUNT}(?: (?:accepted )?draft|$)", text)
-    if has_two_names and re.search(rf"(?is){_DRAFTED}.*accept", text):
+    if has_two_names and re.search(rf"(?is){_DRAFTED}.*accept|{_TOKENS_FIRST}", text):
         accepted, other = other, accepted
     drafted = accepted + other if "rejected" in text.lower() else other
     return Counters(UNKNOWN, None, drafted, accepted) if accepted <= drafted else None
@@ -113,7 +116,8 @@ GENERAL_FORMATS: tuple[LogFormat, ...] = (
         "acceptance with two counts", "ccept",
         rf"(?i:(?<!\w)(?:{_DRAFTING})\b(?:\[[0-9]{{1,9}}\])?"
         rf"(?:[^\n0-9.]|\.(?! )|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}{_GROUPED}{_OF}[0-9]))",
-        {"accepted/drafted": rf"(?i:{_ACCEPTED})({_GROUPED}{_OF}{_GROUPED})(?![0-9.])"},
+        # Engines mean rounds or draft tokens by attempts.
+        {"accepted/drafted": rf"(?i:{_ACCEPTED})({_GROUPED}{_OF}{_GROUPED})(?![0-9.])(?!(?i: *{_NO_DRAFTS}))"},
         ("accepted/drafted",), _ratio,
         "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",
         is_general=True,

@@ -8,6 +8,7 @@ example), SGLang 0.5 (observability/scheduler_metrics_mixin.py, bench_serving.py
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from nextn.engines.counters import (
@@ -40,6 +41,7 @@ from nextn.engines.metrics_formats import accepted_at_least
 from nextn.errors import EngineError
 
 HEAD_STATISTICS = "llama.cpp's draft statistics"
+_MIN_RATE = 0.2  # by which a length of two decimals shows K
 _HALF = 0.005  # of the last digit of a length
 
 
@@ -114,8 +116,10 @@ def _sglang_answer(fields: Fields) -> Counters | None:
     return Counters("SGLang", rounds, None, max(0, int(tokens) - 1 - rounds)) if rounds else None
 
 
-def rollout(length: float) -> Counters:
-    """A step of a trainer, as a mean of its answers; 0.0 is of one without drafts."""
+def rollout(length: float, engine: str = "") -> Counters:
+    """A step of a trainer, or an engine, as a mean of its answers; 0.0 is of one without drafts."""
+    if engine:
+        return Counters(engine, length=length)
     if length < 1:
         return Counters(_TRAINER, 0, 0, 0, notes=(STEPS_WITHOUT_DRAFTS,))
     return Counters(_TRAINER, length=length, notes=(RENAMED,) if length == 1 else ())
@@ -139,6 +143,24 @@ def _mlx_vlm(fields: Fields) -> Counters:
     return Counters("mlx-vlm", length=1 + (float_field(fields, "accepted/round") or 0.0), k=k)
 
 
+def _mlx_vlm_text(fields: Fields) -> Counters:
+    """The tokens of a round include its bonus token."""
+    rounds, drafts = int_field(fields, "rounds") or 0, float_field(fields, "avg draft")
+    accepted = max(0, round(((float_field(fields, "accepted tokens") or 0.0) - 1) * rounds))
+    return Counters("mlx-vlm", rounds, None if drafts is None else round(drafts * rounds), accepted, notes=(ROUNDED,))
+
+
+def _mlx_serve(fields: Fields) -> Counters:
+    accepted, rounds = map(integer, fields["accepted/rounds"][0].split("/"))
+    return Counters("mlx-serve", rounds, None, accepted)
+
+
+def _mistralrs(fields: Fields) -> Counters:
+    length, rate = float_field(fields, "length") or 0.0, (float_field(fields, "rate") or 0.0) / 100
+    k = round((length - 1) / rate) if rate > _MIN_RATE else None
+    return Counters("mistral.rs", length=length, k=k if k and k <= MAX_POSITIONS else None)
+
+
 def _sglang(fields: Fields) -> Counters | None:
     """One interval; 0.00 is of one without a round, as of an idle rank, since each round gives a token."""
     engine, name = ("TokenSpeed", "avg_accept_len") if fields["avg_accept_len"] else ("SGLang", "accept len")
@@ -157,6 +179,8 @@ RENAMED = (
 NO_MTP = "without an accepted draft, LightLLM prints the same as without MTP: check that it was on"
 _OLLAMA = ("iterations", "drafted", "accepted", "max_draft")
 _MLXCEL = ("rounds", "proposed", "accepted")
+_MLX_SERVE = ("attempts", "drafted", "accepts")
+_TENSORRT = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
 _SKYRL = ("draft_num_draft_tokens", "draft_num_accepted_tokens", "draft_mean_acceptance_length",
           "draft_acceptance_rate_pos")  # fmt: skip
 _LIGHTLLM = ("out_token_counter", "mtp_total_verify_steps", "mtp_accepted_token_num")
@@ -250,9 +274,11 @@ def _ollama(fields: Fields) -> Counters:
     return Counters("Ollama", rounds, drafted, accepted, k=k or None, notes=notes)
 
 
-def _mlxcel(fields: Fields) -> Counters:
-    rounds, drafted, accepted = (int_field(fields, name) for name in _MLXCEL)
-    return Counters("mlxcel", rounds, drafted, accepted)
+def _counts_of(engine: str, rounds: str, drafted: str, accepted: str) -> Callable[[Fields], Counters]:
+    """Return the reader of an entry with these fields."""
+    return lambda fields: Counters(
+        engine, int_field(fields, rounds), int_field(fields, drafted), int_field(fields, accepted)
+    )
 
 
 def _lightllm(fields: Fields) -> Counters:
@@ -286,12 +312,6 @@ def _llama_example(fields: Fields) -> Counters:
     return Counters(
         "llama.cpp", None, int_field(fields, "n_drafted"), int_field(fields, "n_accept"), k=int_field(fields, "n_draft")
     )
-
-
-def _tensorrt(fields: Fields) -> Counters:
-    names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
-    rounds, drafted, accepted = (int_field(fields, name) for name in names)
-    return Counters("TensorRT-LLM", rounds, drafted, accepted)
 
 
 def _spec_bench(fields: Fields) -> Counters:
@@ -421,10 +441,18 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "rollout metrics of verl, slime, miles and TRL", "spec_accept_length",
-        r"(?<!\w)spec_accept_length(?!/(?!mean))",
-        {"spec_accept_length": rf"spec_accept_length(?:/mean)?{IS}({NUMBER})"}, ("spec_accept_length",),
-        lambda fields: rollout(to_number(fields["spec_accept_length"][0])),
+        r"(?<!\w)(?:avg_)?spec_accept_length(?!/(?!mean))",
+        {"spec_accept_length": rf"spec_accept_length(?:/mean)?{IS}({NUMBER})", "of SGLang": "(avg_)spec"},
+        ("spec_accept_length",),
+        lambda fields: rollout(to_number(fields["spec_accept_length"][0]), "SGLang" * bool(fields["of SGLang"])),
         "a step of training, as a mean of its answers: tokens per round with bonus token; no counts",
+    ),
+    LogFormat(
+        "mlx-vlm's speculative decoding", "accepted tokens", rf"Speculative decoding: (?={NUMBER} accepted tokens)",
+        {"accepted tokens": rf"({NUMBER}) accepted tokens", "rounds": rf"over ({INT}) rounds",
+         "avg draft": rf"avg draft ({NUMBER})"},
+        ("accepted tokens", "rounds"), _mlx_vlm_text,
+        "a text: rounds, and draft and accepted tokens by their means", num_lines=2,
     ),
     LogFormat(
         "mlx-vlm's accepted drafts per round", " accepted/round", rf"(?<![0-9.,]){NUMBER} accepted/round",
@@ -434,8 +462,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "TensorRT-LLM's iteration log", "specDecodingStats", r"specDecodingStats",
         {name: rf"{name}['\"]?\s*:\s*({INT})"
-         for name in ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")},
-        ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens"), _tensorrt,
+         for name in _TENSORRT},
+        _TENSORRT, _counts_of("TensorRT-LLM", *_TENSORRT),
         "an iteration: draft tokens, accepted drafts, and requests with drafts, each of which is a round",
     ),
     LogFormat(
@@ -500,7 +528,23 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "a request: iterations (also those without drafts), draft tokens and accepted ones",
     ),
     LogFormat(
-        "mlxcel's MTP acceptance", "[MTP acceptance:", r"\[MTP acceptance:", equals(*_MLXCEL), _MLXCEL, _mlxcel,
+        "mlx-serve's spec-stats", "[spec-stats]", r"\[spec-stats\] mode=mtp\b", equals(*_MLX_SERVE), _MLX_SERVE,
+        _counts_of("mlx-serve", *_MLX_SERVE),
+        "a request: rounds, which it calls attempts, draft tokens and accepted ones",
+    ),
+    LogFormat(
+        "mlx-serve's line of a decoding", "/attempt", rf"(?<!\w)(?:mtp|drafter) accept=(?={INT}/{INT} attempts)",
+        {"accepted/rounds": rf"accept=({INT}/{INT})"}, ("accepted/rounds",), _mlx_serve,
+        "a request: accepted draft tokens and rounds, which it calls attempts",
+    ),
+    LogFormat(
+        "mistral.rs' interval", "MTP accept", rf"MTP accept(?= {NUMBER}% \(len {NUMBER}\))",
+        {"length": rf"\(len ({NUMBER})\)", "rate": rf"accept ({NUMBER})%"}, ("length", "rate"), _mistralrs,
+        "an interval: tokens per round with bonus token, and a rate, which shows K; no counts",
+    ),
+    LogFormat(
+        "mlxcel's MTP acceptance", "[MTP acceptance:", r"\[MTP acceptance:", equals(*_MLXCEL), _MLXCEL,
+        _counts_of("mlxcel", *_MLXCEL),
         "a run: rounds, draft tokens and accepted drafts",
     ),
     LogFormat(

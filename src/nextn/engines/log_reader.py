@@ -5,8 +5,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TextIO
 
-from nextn.engines.counters import COUNTS, MAX_POSITIONS, Counters, CounterSums, added_note, fill_in_derived
-from nextn.engines.general_formats import UNKNOWN
+from nextn.engines.counters import (
+    COUNTS,
+    MAX_POSITIONS,
+    UNKNOWN,
+    Counters,
+    CounterSums,
+    added_note,
+    fill_in_derived,
+)
 from nextn.engines.log_format import NUMBER, LogFormat, to_number
 from nextn.engines.log_formats import HEAD_STATISTICS, LOG_FORMATS
 
@@ -15,7 +22,7 @@ _MAX_LINE = 64 * 1024
 _MAX_ENTRY = 8 * 1024  # characters
 _MAX_UNREADABLE = 1000  # entries of a format, after which several in one line are read as one
 _MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
-_SPACES = str.maketrans("\t\u00a0\u202f", "   ")
+_SPACES = str.maketrans("\t\u00a0\u202f\uff1a\uff0c\uff08\uff09\uff05", "   :,()%")  # and signs of Chinese text
 _COLORS = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,20}[A-Za-z]")  # of a terminal, or as `cat -v` shows them
 RISING = "each line has more than the one before, and all are added: if they are running totals, give the last alone"
 _MIN_DRAFTS = 50  # draft tokens of an entry without an accepted one, which is not chance where others accept many

@@ -22,13 +22,15 @@ from nextn.engines.counters import (
     parse_series,
     sum_series,
 )
+from nextn.engines.named_counts import from_record, is_copied
 from nextn.errors import EngineError
 from nextn.text_format import docs_page, some
 
 # Lines by which a text is recognized as metrics. `sglang_1  | ` before a line of a log is Docker's.
 METRICS_LINE = re.compile(
-    r"^[ \t>|]{0,20}(?:# (?:TYPE|HELP) )?"
-    r"(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|(?:trtllm|tgi|(?:ray_(?:serve_)?)?sglang)_\w++(?! +\|)|\w*spec_decode_num_\w+)"
+    r"^[ \t>|]{0,20}(?:[0-9]{1,6}[:-])?(?:# (?:TYPE|HELP) )?"
+    r"(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|(?:trtllm|tgi|lightllm|maxserve|(?:ray_(?:serve_)?)?sglang)_\w++(?! +\|)|"
+    r"\w*spec(?:ulative)?_(?:decode_)?(?:num_|drafts|draft_tokens|accepts|acceptance)\w*)"
     r"(?:\{[^\n]*\}|_?\w*)? [^\n]*$",
     re.M,
 )
@@ -43,8 +45,12 @@ _SERIES_NAME = re.compile(
     r"(?P<name>[a-zA-Z_][\w:]*+)(?:\{(?P<labels>[^{}]*+)\})?|"
     r'\{(?:__name__|name)="(?P<label>[\w:]++)"(?:, *+)?(?P<others>[^{}]*+)\}'
 )
+_REPR = re.compile(
+    r"(?:Counter|Vector)\(name='([\w:]{1,200})', labels=\{([^{}\n]{0,4000})\}, "
+    r"values?=([0-9.e+]{1,40}|\[[0-9, ]{0,4000}\])\)"
+)
 _SHARED = re.compile(r"(?:(?P<prefix>[a-zA-Z_]\w*?)[:_])?spec_decode_num_drafts(?:_total)?")
-_ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "nextn": "nextn"}
+_ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "lmdeploy": "LMDeploy", "nextn": "nextn"}
 _CACHE_HITS = (
     "vllm:prefix_cache_hits",
     "nextn:prefix_cache_hits",
@@ -54,8 +60,22 @@ _CACHE_HITS = (
 # Draft and accepted tokens without rounds, of llama.cpp's forks.
 _LLAMA_DRAFTED = ("llamacpp:n_drafted", "llamacpp:n_draft")
 _LLAMA_ACCEPTED = ("llamacpp:n_drafted_accepted", "llamacpp:n_draft_accepted", "llamacpp:n_accepted")
+_POSITION_LABELS = ("position", "pos")
+_LIGHTLLM = "lightllm_request_mtp_avg_token_per_step"
+_MAX = re.compile(r"maxserve_spec_decode_acceptance_rate_per_position(?:_percent)?_(sum|count)")
+_RAPID = "rapid_mlx_spec_decode_"
 _PROCESS_LABELS = ("model_name", "instance", "engine", "dp_rank")
+_REQUIRED = {"vllm": "vllm:spec_decode_num_drafts", "llamacpp": "llamacpp:spec_decode_num_drafts",
+             "sglang": "sglang:spec_accept_length", "trtllm": "trtllm_spec_decode_num_draft_tokens",
+             "tgi": "tgi_request_skipped_tokens", "nextn": "nextn:spec_decode_num_drafts"}  # fmt: skip
+# Engines whose other series with such names count something else: vLLM before 0.8 drafts behind a rejected one, too.
+_KNOWN = _REQUIRED.keys() - {"llamacpp"}
 METRICS_FORMAT = "Prometheus metrics"
+OF_REQUESTS = "the length is a mean of requests, each weighted alike"
+OF_BATCHES = "the length is of shares by position, as means of batches"
+# The part of a series' name that says what it counts, without the name of the exporter.
+_OF_DRAFTS = re.compile(r"(?<![a-z])(?:mtp|nextn|spec|speculative|draft|drafts|drafted)_(?!.*(?:_seconds|_created)).*$")
+_PER_POSITION = re.compile(r"_per_pos(?:ition)?$")
 METRICS_COUNTED = (  # engine, series, what is counted; for the documentation
     ("vLLM, llama.cpp, nextn, any prefix", "`*:spec_decode_num_drafts`, `..._draft_tokens`, `..._accepted_tokens`, "
      "`..._accepted_tokens_per_pos`", "rounds, draft tokens, accepted drafts, rounds that accepted each position"),
@@ -66,6 +86,12 @@ METRICS_COUNTED = (  # engine, series, what is counted; for the documentation
     ("ATOM", "`atom:mtp_draft_tokens_total`, `atom:mtp_accepted_tokens_total`, `atom:mtp_decode_steps_total`",
      "draft tokens, accepted drafts, rounds by their number of accepted drafts"),
     ("text-generation-inference", "`tgi_request_skipped_tokens`", "steps (prefills too) and their accepted drafts"),
+    ("LightLLM", "`lightllm_request_mtp_avg_token_per_step`", "requests by their tokens per round; no counts"),
+    ("MAX", "`maxserve_spec_decode_acceptance_rate_per_position`",
+     "batches by the share of their rounds that accepted a position; no counts"),
+    ("Rapid-MLX", "`rapid_mlx_spec_decode_attempts_total`, `..._accepts_total`", "draft tokens and accepted drafts"),
+    ("others", "`*_draft_tokens`, `*_draft_tokens_accepted`, `*_drafts`, in any order of these words",
+     "draft tokens, accepted drafts and rounds, by name"),
     ("forks of llama.cpp", "`llamacpp:n_drafted_total`, `llamacpp:n_drafted_accepted_total`",
      "draft tokens and accepted drafts; rounds follow from K"),
 )  # fmt: skip
@@ -80,7 +106,8 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
         replace(sample, name=_UNDERSCORE.sub(r"\1:", sample.name, count=1))
         for sample in parse_series(text, model=model)
     ]
-    readers = (_from_shared_schema, _from_sglang, _from_tensorrt, _from_atom, _from_tgi, _from_llama_fork)
+    readers = (_from_shared_schema, _from_sglang, _from_tensorrt, _from_atom, _from_tgi, _from_llama_fork,
+               _from_lightllm, _from_max, _from_rapid, _from_names)  # fmt: skip
     for reader in readers:
         counters = reader(samples)
         if counters is not None:
@@ -118,6 +145,17 @@ def table_as_metrics(text: str) -> str:
     return "\n".join(f"{name} {value}" for name, value in last.items())
 
 
+def repr_as_metrics(text: str) -> str:
+    """Return what vLLM's LLM.get_metrics() prints as Prometheus text; "" for another text."""
+    lines = []
+    for name, labels, values in _REPR.findall(text):
+        own = [f'{key}="{value}"' for key, value in re.findall(r"'(\w{1,99})': '([^'\n\"\\]{0,999})'", labels)]
+        for position, value in enumerate(re.findall(r"[0-9.e+]+", values)):
+            place = [f'position="{position}"'] if values.startswith("[") else []
+            lines.append(f"{name}{{{','.join([*own, *place])}}} {value}")
+    return "\n".join(lines)
+
+
 def _series(cell: str) -> str:
     """A cell that names a series, as Prometheus writes it; "" for another."""
     match = _SERIES_NAME.fullmatch(cell)
@@ -138,12 +176,13 @@ def _processes(samples: list[Series]) -> dict[str, list[Series]]:
 
 def _nearest(samples: list[Series]) -> str:
     """The engine whose metrics these are, and the counter that is missing."""
-    required = {"vllm": "vllm:spec_decode_num_drafts", "llamacpp": "llamacpp:spec_decode_num_drafts",
-              "sglang": "sglang:spec_accept_length", "trtllm": "trtllm_spec_decode_num_draft_tokens",
-              "tgi": "tgi_request_skipped_tokens", "nextn": "nextn:spec_decode_num_drafts"}  # fmt: skip
-    prefixes = [re.split("[:_]", sample.name)[0] for sample in samples]
-    known = next((prefix for prefix in prefixes if prefix in required), None)
-    return f" (they are of {known}, and {required[known]} is missing)" if known else ""
+    prefixes = [_prefix(sample.name) for sample in samples]
+    known = next((prefix for prefix in prefixes if prefix in _REQUIRED), None)
+    return f" (they are of {known}, and {_REQUIRED[known]} is missing)" if known else ""
+
+
+def _prefix(name: str) -> str:
+    return re.split("[:_]", name, maxsplit=1)[0]
 
 
 def without_first_tokens(counters: Counters, requests: int) -> Counters:
@@ -169,7 +208,7 @@ def _from_shared_schema(samples: list[Series]) -> Counters | None:
     num_drafts, tokens, accepted = (
         _counter(samples, prefix + name) for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
-    per_position = _by_label(samples, f"{prefix}accepted_tokens_per_pos", "position")
+    per_position = _by_label(samples, f"{prefix}accepted_tokens_per_pos", *_POSITION_LABELS)
     since = [sample.value for sample in samples if sample.name == f"{prefix}drafts_created"]
     engine = _ENGINES.get(match["prefix"] or "", match["prefix"] or "an engine")
     copied = _counter(samples, "nextn:copy_num_drafts")
@@ -226,16 +265,67 @@ def _from_llama_fork(samples: list[Series]) -> Counters | None:
     return Counters("llama.cpp", _counter(samples, "llamacpp:n_verify_steps"), drafted, accepted)
 
 
+def _from_lightllm(samples: list[Series]) -> Counters | None:
+    """A histogram of requests by their tokens per step."""
+    total, requests = sum_series(samples, f"{_LIGHTLLM}_sum"), sum_series(samples, f"{_LIGHTLLM}_count")
+    return Counters("LightLLM", length=total / requests, notes=(OF_REQUESTS,)) if total and requests else None
+
+
+def _from_max(samples: list[Series]) -> Counters | None:
+    """A histogram of batches for each position, by the share of their rounds that accepted it, in per cent."""
+    sums: dict[int, dict[str, float]] = {}
+    for sample in samples:
+        match = _MAX.fullmatch(sample.name)
+        label = next((label for label in _POSITION_LABELS if label in sample.labels), None)
+        if match and label is not None:
+            own = sums.setdefault(_index(sample.labels[label]), {})
+            own[match[1]] = own.get(match[1], 0.0) + sample.value
+    if not sums or not all(own.get("count") for own in sums.values()):
+        return None
+    rates = [own.get("sum", 0.0) / own["count"] / 100 for own in sums.values()]
+    return Counters("MAX", length=1 + sum(rates), notes=(OF_BATCHES,), k=max(sums) + 1)
+
+
+def _from_rapid(samples: list[Series]) -> Counters | None:
+    """Its attempts are draft tokens."""
+    drafted, accepted = (_counter(samples, f"{_RAPID}{name}") for name in ("attempts", "accepts"))
+    return None if drafted is None or accepted is None else Counters("Rapid-MLX", None, drafted, accepted)
+
+
+def _from_names(samples: list[Series]) -> Counters | None:
+    """Counters of any exporter, by their names without it: those of the first that has draft and accepted tokens."""
+    exporters: dict[str, dict[str, float]] = {}
+    positions: dict[str, list[Series]] = {}
+    for sample in samples:
+        name = sample.name.removesuffix("_total")
+        match = _OF_DRAFTS.search(name)
+        if match is None or is_copied([name]) or _prefix(name) in _KNOWN:
+            continue
+        prefix = name[: match.start()].rstrip("_:")
+        if _PER_POSITION.search(name):
+            positions.setdefault(prefix, []).append(replace(sample, name="positions"))
+        else:
+            own = exporters.setdefault(prefix, {})
+            own[match[0]] = own.get(match[0], 0.0) + sample.value
+    for prefix, counts in exporters.items():
+        by_position = _by_label(positions.get(prefix, []), "positions", *_POSITION_LABELS)
+        counters = from_record({**counts, "accepted_per_pos": list(by_position)})
+        if counters is not None:
+            return replace(counters, engine=prefix or counters.engine)
+    return None
+
+
 def accepted_at_least(histogram: tuple[int, ...] | list[int]) -> tuple[int, ...]:
     """Convert [k]: rounds that accepted k drafts, to [j]: rounds that accepted position j + 1."""
     return tuple(accumulate(reversed(histogram[1:])))[::-1]
 
 
-def _by_label(samples: list[Series], name: str, label: str) -> tuple[int, ...]:
-    """The sums of one counter by a label that is an index."""
+def _by_label(samples: list[Series], name: str, *labels: str) -> tuple[int, ...]:
+    """The sums of one counter by a label that is an index, the first of these names that it has."""
     by_index: dict[int, list[Series]] = {}
     for sample in samples:
-        if sample.name.removesuffix("_total") == name and label in sample.labels:
+        label = next((label for label in labels if label in sample.labels), None)
+        if sample.name.removesuffix("_total") == name and label is not None:
             by_index.setdefault(_index(sample.labels[label]), []).append(sample)
     return tuple(_counter(by_index.get(index, []), name) or 0 for index in range(max(by_index, default=-1) + 1))
 

@@ -1,0 +1,201 @@
+"""Draft counts by the names of the fields beside them, as engines, scripts and trainers without a known format have.
+
+A name is a set of words: `vllm/spec_num_draft_tokens`, `draftTokens` and `Draft tokens` are all `draft` and `tokens`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from nextn.bounded_json import MAX_COUNT
+from nextn.engines.counters import MAX_POSITIONS, UNKNOWN, Counters, sum_counters
+from nextn.errors import EngineError
+from nextn.text_format import some
+
+NAMED_FORMAT = "counts by name"
+NAMED_COUNTED = (
+    "Of other engines, scripts and trainers: accepted with drafted or rejected tokens, or with rounds, in one object, "
+    "and positions as counts or as shares of rounds."
+)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FILLERS = _words(
+    "total num n number of count counts ct sum cumulative overall spec speculative speculation speculated decode "
+    "decoding mtp nextn"
+)
+_OF_HEAD = _words("mtp nextn")
+_COPIED = _words("lookup ngram suffix pld copy copied prompt")
+_DRAFTING = _words("draft drafts drafted drafting spec speculative speculation mtp nextn verify verifier")
+_ROLES = {
+    _words(words): role
+    for role, names in {
+        "drafted": ("drafted", "drafted tokens", "draft tokens", "proposed", "proposed tokens", "draft tokens proposed",
+                    "proposed drafts", "drafts proposed tokens", "draft tokens generated"),
+        "accepted": ("accepted", "accepted tokens", "accepted draft tokens", "accepted drafted tokens",
+                     "accepted drafts", "accepted draft", "correct drafts", "accept draft", "acc draft tokens"),
+        "rejected": ("rejected", "rejected tokens", "rejected draft tokens", "rejected drafted tokens",
+                     "rejected drafts", "rejected draft", "reject draft"),
+        "rounds": ("drafts", "rounds", "draft rounds", "draft iterations", "verify", "verify calls",
+                   "verify rounds", "verify steps", "verifier runs", "verifier calls"),
+    }.items()
+    for words in names
+}  # fmt: skip
+_POSITION = _words("pos position positions")
+_OF_POSITIONS = _POSITION | _words("accepted accept acceptance draft tokens rate rates per by")
+# What distinguishes runs that are not to be added.
+_SETTING = re.compile(
+    r"k|depth|gamma|model|method|mode|variant|config|label|name|temperature|num_spec\w*_tokens|n_max|block_size"
+)
+_MAX_DEPTH = 32
+_MAX_RECORDS = 100_000
+_WORD = re.compile(r"[a-z]+|[0-9]+")
+
+
+def words_of(name: str) -> list[str]:
+    """Return the words of a name without its group: `vllm/spec_numDrafts` -> spec, num, drafts."""
+    return _WORD.findall(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", re.split("[/:.]", name[-200:])[-1]).lower())
+
+
+def role_of(name: str) -> str:
+    """Return which of the counts a name is of: drafted, accepted, rejected or rounds; "" for none."""
+    words = set(words_of(name)) - _FILLERS
+    return _ROLES.get(frozenset(words), "")
+
+
+def is_copied(names: Iterable[str]) -> bool:
+    """Whether a name says that the drafts were copied from a text."""
+    return any(_COPIED.intersection(words_of(name)) for name in names)
+
+
+@dataclass(frozen=True)
+class _Record:
+    path: tuple[str, ...]  # names of what it is in, "" for an item of a list
+    counters: Counters
+    settings: tuple[tuple[str, str], ...]
+
+
+def in_documents(documents: list[object]) -> Counters | None:
+    """Return the counts of parsed documents: of one object, of all items of a list or documents, or of their total.
+
+    Raises EngineError where there are several, and which of them is meant is not clear.
+    """
+    path = ("",) if len(documents) > 1 else ()
+    records = [record for document in documents for record in _records(document, path)]
+    total = sum_counters(record.counters for record in records)
+    if total is None or len(records) == 1:
+        return total
+    if (whole := _whole(records, total)) is not None:
+        return whole
+    if len({record.path for record in records}) > 1 or len({record.settings for record in records}) > 1:
+        found = ("/".join(filter(None, record.path)) or "an item of a list" for record in records)
+        raise EngineError(
+            f"draft counts of {len(records):,} runs, parts or settings ({some(list(dict.fromkeys(found)))}), and which "
+            "of them are of one run is not clear; give these alone"
+        )
+    return total
+
+
+def _whole(records: list[_Record], total: Counters) -> Counters | None:
+    """The counts that are the sum of the others, which are in lists or objects beside them."""
+    twice = (total.draft_tokens, total.accepted)
+    for record in records:
+        own, is_above = (
+            record.counters,
+            all(len(each.path) > len(record.path) for each in records if each is not record),
+        )
+        if is_above and (2 * (own.draft_tokens or 0), 2 * (own.accepted or 0)) == twice:
+            return own
+    return None
+
+
+def _records(value: object, path: tuple[str, ...]) -> Iterator[_Record]:
+    if len(path) > _MAX_DEPTH or is_copied(path):
+        return
+    if isinstance(value, list):
+        for item in value[:_MAX_RECORDS]:
+            yield from _records(item, (*path, ""))
+    elif isinstance(value, Mapping):
+        counters = from_record(value, path)
+        if counters is not None:
+            settings = ((str(key), str(item)[:100]) for key, item in value.items() if _SETTING.fullmatch(str(key)))
+            yield _Record(path, counters, tuple(settings))
+            return
+        for key, item in value.items():
+            yield from _records(item, (*path, str(key)))
+
+
+def from_record(record: Mapping, path: tuple[str, ...] = ()) -> Counters | None:
+    """Return the counts in an object by the names of its fields; None where they are none of drafts, or contradict."""
+    names: dict[str, list[str]] = {}
+    for name in map(str, record):
+        if (role := role_of(name)) and _count(record[name]) is not None:
+            names.setdefault(role, []).append(name)
+    if any(_OF_HEAD.intersection(words_of(name)) for name in names.get("accepted", ())):
+        names = {role: _of_head(found) for role, found in names.items()}
+    words = {word for found in names.values() for name in found for word in words_of(name)}
+    words |= {word for name in path for word in words_of(name)}
+    counts = {role: {_count(record[name]) for name in found} for role, found in names.items()}
+    if not words & _DRAFTING or any(len(found) > 1 for found in counts.values()):
+        return None
+    drafted, accepted, rejected, rounds = (
+        next(iter(counts.get(role, ())), None) for role in ("drafted", "accepted", "rejected", "rounds")
+    )
+    return _checked(drafted, accepted, rejected, rounds, _by_position(record))
+
+
+def _of_head(names: list[str]) -> list[str]:
+    """The names that say that they are of the MTP head's drafts, among those of all drafts."""
+    return [name for name in names if _OF_HEAD.intersection(words_of(name))] or names
+
+
+def _checked(
+    drafted: int | None, accepted: int | None, rejected: int | None, rounds: int | None, rates: list[float]
+) -> Counters | None:
+    if drafted is None and accepted is not None and rejected is not None:
+        drafted = accepted + rejected
+    if drafted is not None and rounds is not None and rounds > drafted:
+        rounds = None
+    is_shares = all(rate <= 1 for rate in rates) and not all(type(rate) is int for rate in rates)
+    positions = tuple(round(rate * rounds) if is_shares else round(rate) for rate in rates) if rounds else ()
+    if accepted is None and rounds and positions and not is_shares:
+        accepted = sum(positions)
+    if accepted is None or (drafted is None and not rounds) or (drafted is not None and accepted > drafted):
+        return None
+    if abs(sum(positions) - accepted) > 2 + accepted // 50 + len(positions):  # of rounds that reached them, or shares
+        positions = ()
+    if positions and sorted((rounds or 0, *positions), reverse=True) != [rounds, *positions]:
+        return None
+    return Counters(UNKNOWN, rounds, drafted, accepted, positions, k=len(rates) or None, source=NAMED_FORMAT)
+
+
+def _by_position(record: Mapping) -> list[float]:
+    """The counts or shares of each position: a list, or fields with the number of a position."""
+    numbered: dict[int, float] = {}
+    for name, value in record.items():
+        words = set(words_of(str(name))) - _FILLERS
+        if not words & _POSITION:
+            continue
+        if isinstance(value, list) and words <= _OF_POSITIONS and 0 < len(value) <= MAX_POSITIONS:
+            rates = [_number(rate) for rate in value]
+            return [rate for rate in rates if rate is not None] if None not in rates else []
+        number = next((word for word in words - _OF_POSITIONS if word.isdigit() and len(word) < 4), "")
+        rate = _number(value)
+        if number and words - {number} <= _OF_POSITIONS and rate is not None and "rate" in words:
+            numbered[int(number)] = rate
+    first = min(numbered, default=0)
+    places = [*range(first, first + len(numbered))]
+    return [numbered[place] for place in places] if first < 2 and sorted(numbered) == places else []
+
+
+def _number(value: object) -> float | None:
+    is_number = type(value) in (int, float) and 0 <= value <= MAX_COUNT  # type: ignore[operator]
+    return value if is_number else None  # type: ignore[return-value]
+
+
+def _count(value: object) -> int | None:
+    number = _number(value)
+    return None if number is None or number != int(number) else int(number)
