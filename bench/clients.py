@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from engines import environments
+from engines.client import Unavailable
 from engines.servers import EXACT, MODEL, llama_server, served, vllm_server
 from engines.starting import Starter
 from record import origin, write_record
@@ -79,6 +80,7 @@ class Clients:
 
     def llama(self, k: int, out: Path) -> None:
         """Let speed_bench.py write what it measures of llama-server at this K."""
+        self.starter.check("llama.cpp")
         gguf = self.checkpoint.with_name("f32.gguf")
         if not gguf.exists():
             self.starter.converted(self.checkpoint, gguf, dtype="f32")
@@ -93,6 +95,7 @@ class Clients:
 
     def vllm(self, k: int, out: Path) -> None:
         """Let `vllm bench serve` write what it measures of vLLM's server at this K."""
+        self.starter.check("vllm")
         server = vllm_server(self.starter, self.checkpoint, k, "--dtype", "float32", slots=1, context=CONTEXT)
         client = [environments.vllm_python(self.starter.root), "-c", _VLLM_CLIENT, "--backend", "openai-chat"]
         client += ["--endpoint", "/v1/chat/completions", "--model", MODEL, "--tokenizer", self.checkpoint]
@@ -166,8 +169,12 @@ def main() -> None:
             ("vllm bench serve", folder / f"vllm-{k}.json", clients.vllm),
             ("llama.cpp's speed_bench.py", folder / f"llama-{k}.json", clients.llama),
         ):
-            if not file.exists():
-                ask(k, file)
+            try:
+                if not file.exists():
+                    ask(k, file)
+            except Unavailable as reason:
+                print(f"{client}, K = {k}: left out: {reason}")
+                continue
             found["clients"].setdefault(client, []).append(compared(file, report, k))
             print(client, found["clients"][client][-1], flush=True)
             write_record(args.out, record)

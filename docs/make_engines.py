@@ -4,6 +4,7 @@ smollm2-engines.json, -curve.json and -clients.json, which published.py, curves.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,14 @@ Record = Mapping[str, Any]
 def records() -> Record:
     """Return both records as one."""
     published = json.loads((RESULTS / "smollm2-engines.json").read_text())
-    sections = {"published": published["engines"], "diagnosed": published["diagnose"]["rows"]}
+    sections = {
+        "published": published["engines"],
+        "diagnosed": published["diagnose"]["rows"],
+        "live": published["live"],
+    }
     for name in ("curve", "clients"):
         sections[name] = json.loads((RESULTS / f"smollm2-{name}.json").read_text())
+    sections["loads"] = sections["advice"] = json.loads((RESULTS / "smollm2-loads.json").read_text())["engines"]
     return json.loads((RESULTS / "engines.json").read_text()) | sections
 
 
@@ -119,6 +125,47 @@ def curve(record: Record) -> Iterator[str]:
         yield from beside({row["num_speculative_tokens"]: row for row in rows}, ks)
 
 
+def live(record: Record) -> Iterator[str]:
+    """What commands of nextn took against each engine's servers, and what they found."""
+    yield "| engine | command | processor time, s | wall time, s | peak memory, MB | result | prompts, tokens, date |"
+    yield "|---|---|---|---|---|---|---|"
+    for engine, each in record["live"].items():
+        about = f"{each['prompts']}, {each['tokens']}, {each['date'][:10]}"
+        for command, row in each["commands"].items():
+            figures = f"{row['cpu_s']:.0f} | {row['wall_s']:.0f} | {row['peak_mb']:,}"
+            yield f"| {engine} | `{command}` | {figures} | {_found(row)} | {about} |"
+
+
+def loads(record: Record) -> Iterator[str]:
+    """What `nextn advise` measured and printed for each engine, by streams."""
+    yield "| engine | streams | tokens/s without | with MTP | speedup (quartiles) | AL | a round costs | best K |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for engine, each in record["loads"].items():
+        for row in each["forecasts"]:
+            speed, (plain, drafted) = row["speedup"], row["middle_repeat"]
+            speedup = f"{speed['median']:.2f} ({speed['low']:.2f}-{speed['high']:.2f})"
+            costs = f"{row['mean_acceptance_length']:.2f} | {row['round_cost']:.2f}"
+            best = row["best_num_speculative_tokens"] or "off"
+            yield f"| {engine} | {row['batch']} | {plain:.0f} | {drafted:.0f} | {speedup} | {costs} | {best} |"
+
+
+def advice(record: Record) -> Iterator[str]:
+    yield "| engine | advice | as the engine takes it | date |"
+    yield "|---|---|---|---|"
+    for engine, each in record["loads"].items():
+        settings = ", ".join(f"`{value}`" for value in each["settings"].values())
+        yield f"| {engine} | {each['summary']} | {_cell(settings)} | {each['date'][:10]} |"
+
+
+def _found(row: Record) -> str:
+    if "named" in row:
+        return ", ".join(f"`{name}`" for name in row["named"]) or "nothing known"
+    if "checks" in row:
+        outcomes = Counter(row["checks"].values())
+        return ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    return _rates(row["acceptance"])
+
+
 def clients(record: Record) -> Iterator[str]:
     """AL, rounds and accepted drafts by data set and K of each client; what is outside our interval is marked."""
     data_sets = record["clients"]["data_sets"]
@@ -182,7 +229,7 @@ TITLES = {
 }  # fmt: skip
 COMPARED = ("pairs", "head", "drafts", "gguf", "inside", "adopted", "published")
 TABLES = {"modules": modules, "versions": versions, "faults": faults, "diagnosed": diagnosed, "curve": curve,
-          "clients": clients}  # fmt: skip
+          "clients": clients, "live": live, "loads": loads, "advice": advice}  # fmt: skip
 
 
 def pages() -> dict[Path, str]:
