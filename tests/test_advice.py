@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from nextn.cli import app
 from nextn.cli.bench import _show_advice, serving
+from nextn.edit.convert import extract
 from nextn.errors import NextnError
 from nextn.evaluate import advice, decoding_costs
 from nextn.evaluate.advice import REPETITIVE, Advice, forecast
@@ -40,7 +42,7 @@ def test_mtp_that_pays():
     assert found.as_record()["best_num_speculative_tokens"] == 2
 
 
-def test_how_to_serve_it(here):
+def test_how_to_serve_it(here, tmp_path):
     """The command prints another engine's; nothing is said where MTP is to be left off."""
     faster, slower = (forecast(drafted(rate), costs([1, 1.1], 0.1), temperature=0.0) for rate in (0.9, 0.01))
     (line,) = serving("tiny", None, [slower, faster])
@@ -48,6 +50,11 @@ def test_how_to_serve_it(here):
     code, out, _ = here(*other.split())
     assert (code, '"num_speculative_tokens": 1' in out) == (0, True)
     assert serving("tiny", None, [slower]) == []
+    shutil.copytree(FIXTURES / "qwen", tmp_path / "model")
+    extract(tmp_path / "model", tmp_path / "head.safetensors")
+    (line,) = serving(str(tmp_path / "model"), str(tmp_path / "head.safetensors"), [faster])
+    _, *commands = re.findall("`nextn (.+?)`", line)  # to put the head into its model, and to serve that
+    assert [(each.split()[0], here(*each.split())[0]) for each in commands] == [("restore", 0), ("serve", 0)]
     (line,) = serving("my model", "x", [faster])
     assert line.startswith("serve it: `nextn serve 'my model' --head x` chooses K by the load; x: neither a folder")
 
