@@ -40,8 +40,8 @@ def _named(name: str, value: str = _NUMBER) -> str:
 
 
 def _option(name: str) -> str:
-    """The option on a command line, or as an argument in a Python repr."""
-    return rf"(?<![\w'\"-])(?:--{name}[\s=]+|{name.replace('-', '_')}(?:=|: ?)){_NUMBER}"
+    """The option on a command line, or as an argument in a Python repr or YAML; in JSON a quote follows the name."""
+    return rf"(?<![\w-])(?:--{name}[\s=]+|{name.replace('-', '_')}(?:=|: ?)){_NUMBER}"
 
 
 _TRUE = r"(true|True|1)\b"
