@@ -524,6 +524,15 @@ EXPERT_FIELDS = {
 }
 
 
+def test_names_of_dtypes(tmp_path):
+    """Those that torch has, under both names of the field."""
+    folder = publish(tmp_path, "glm4_moe")
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("bfloat16", "half", "float8_e4m3fn", "bf16", "float12"):
+        write_json(folder / "config.json", config | {"torch_dtype": name})
+        assert len(findings(folder, "config-contradicts")) == (not hasattr(torch, name))
+
+
 def test_config_of_the_other_kind(tmp_path):
     """The config of a mixture of experts beside a dense model of the same family, and the other way."""
     publish(tmp_path / "dense", "qwen3_5", config={"model_type": "qwen3_5_moe_text"} | EXPERT_FIELDS)
@@ -562,6 +571,9 @@ def test_names_of_text_alone_under_a_vision_language_class(tmp_path):
         folder = publish(tmp_path / kind, "qwen3_5", wrapper="model.language_model.", change=text_only, config=config)
         found = findings(folder, "names-unknown")
         assert [each.fix.endswith("to ['Qwen3_5ForCausalLM'].") for each in found] == [True] * number
+    joint = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+    whole = publish(tmp_path / "whole", "qwen3_5", wrapper="model.language_model.", config=joint)
+    assert findings(whole, "names-unknown") == []
 
 
 def test_engines_of_the_family_are_not_those_of_foreign_names(tmp_path):

@@ -15,7 +15,7 @@ from quick import loop
 
 from nextn.engines import log_reader
 from nextn.engines.counter_formats import read
-from nextn.engines.counters import COPIED, FIRST_TOKENS, ROUNDED, SOME_POSITIONS
+from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, ROUNDED, SOME_POSITIONS
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS, RENAMED, STEPS_WITHOUT_DRAFTS
 from nextn.engines.log_reader import RISING
@@ -429,6 +429,9 @@ def test_notes_say_what_is_missing():
     rising = "MTP total: 81 accepted / 99 drafted\n"
     assert read(rising + rising.replace("81", "90").replace("99", "130")).notes == (RISING,)
     assert read(rising + rising).notes == read(rising).notes == ()
+    counts = ((90, 99), (40, 50), (50, 60), (55, 70))  # the second is less: these are of intervals
+    assert read("".join(f"MTP total: {kept} accepted / {drafted} drafted\n" for kept, drafted in counts)).notes == ()
+    assert RISING not in read(f"{VLLM}\n{VLLM.replace('169', '269').replace('198', '298')}\n").notes
     for length, notes in (("1.0", (RENAMED,)), ("2.0", ())):
         assert read(f"step:1 - rollout/spec_accept_length:{length}\n").notes == notes
     both = read(f"{BENCH}\n{VLLM}\n")
@@ -749,8 +752,8 @@ def test_counts_of_steps_with_sorted_keys():
 @loop(
     "text",
     [
-        "MTP: drafted=50 accepted=31\n[info] ngram cache is off\n",
-        "[Engram-27B] MTP: 31 accepted / 50 drafted\n",
+        "MTP: drafted=50 accepted=31\n[info] ngram: off\n",
+        "Engram: MTP: 31 accepted / 50 drafted\n",
         "MTP (ngram lookup disabled): 31 accepted / 50 drafted\n",
     ],
 )
@@ -981,7 +984,7 @@ FORCED = [
     "export SGLANG_SIMULATE_ACC_LEN=2.78 SGLANG_SIMULATE_ACC_METHOD=match-expected",
     "SGLANG_SIMULATE_ACC_LEN: '3.24'",
     "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1.78 trtllm-serve x",
-    "--spec-decode-acceptance-length 3.78",
+    'ATOM_ARGS="--spec-decode-acceptance-length 3.78"',
     "spec_decode_acceptance_length: 3.78\n",
     "use_relaxed_acceptance_for_thinking: true\nrelaxed_topk: 10",
     "--speculative-accept-threshold-single 0.3",
@@ -1105,9 +1108,9 @@ def test_no_rounds_are_derived_from_k_where_the_engine_adapts_it():
     assert observed_counts(read(requests), 4).rounds == 25
     with pytest.raises(EngineError, match="adapts how many tokens a round drafts, and counts no rounds"):
         observed_counts(read(f"llama-server --spec-draft-adaptive-min 1\n{requests}"), 4)
-    assert observed_counts(read(TEXTS["Ollama, an adapted depth"][0]), 4).acceptance_length == pytest.approx(
-        1 + 80 / 90
-    )
+    adapted, fixed = (read(TEXTS[f"Ollama, {name}"][0]) for name in ("an adapted depth", "one depth"))
+    assert observed_counts(adapted, 4).acceptance_length == pytest.approx(1 + 80 / 90)
+    assert (ADAPTIVE in adapted.notes, ADAPTIVE in fixed.notes) == (True, False)
 
 
 def test_counts_with_bonus_tokens_are_compared_by_length():

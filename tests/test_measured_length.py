@@ -117,11 +117,26 @@ def test_larger_batches_are_probed_shorter():
     assert lengths == {1: 16, 4: 4, 16: 1}
 
 
+def test_probes_that_cost_more_come_later():
+    """Where the acceptance is known; without drafts, the rounds since the last draft of any length count."""
+    costs, firsts = {0: 1.0, 1: 2.1, 2: 3.2, 3: 4.2, 4: 4.5}, {}
+    for size in (1, 16):
+        policy = MeasuredLength(4)
+        policy.costs.set(size, costs)
+        policy.costs.set(32, {0: 1.0, 1: 1.0, 2: 3.1, 3: 4.1, 4: 5.1})
+        for number in range(300):
+            policy.acceptance.learn(4, int(number % 5 == 0))
+        simulation = Simulation(policy, lambda size, k, costs=costs: costs[k] if size < 32 else 1.0, 0.2)
+        assert set(simulation.run(32, 1000)) == {1}
+        firsts[size] = [*map(bool, simulation.run(size, 8000))].index(True)
+    assert 256 < firsts[16] < 1500 < 4096 < firsts[1]
+
+
 def test_no_probe_where_full_acceptance_would_not_pay():
-    """In a batch whose rounds with K drafts take more than K + 1 times as long; the times are checked now and then."""
+    """In a batch whose rounds with K drafts take about K + 1 times as long; the times are checked now and then."""
     policy = MeasuredLength(4)
-    policy.costs.set(32, {0: 1.0, 1: 2.2, 2: 3.3, 3: 4.4, 4: 5.5})
-    simulation = Simulation(policy, lambda size, k: 1.1 * (k + 1), 0.9, catch_up=0.2)
+    policy.costs.set(32, {0: 1.0, 1: 1.97, 2: 2.95, 3: 3.93, 4: 4.92})
+    simulation = Simulation(policy, lambda size, k: 0.985 * (k + 1) if k else 1.0, 0.9, catch_up=0.2)
     assert not any(simulation.run(32, 4000))
     assert 0 < simulation.run(32, 5000).count(4) <= 4
 
@@ -132,6 +147,11 @@ def test_probes_are_no_longer_than_what_may_pay():
     used = Simulation(policy, lambda size, k: {0: 1.0, 1: 1.8, 2: 2.8}[k], 0.5).run(32, 20_000)
     assert used[0] == 2
     assert set(used) == {0, 2}
+    assert used.count(2) <= 20
+    policy.costs.set(8, {0: 1.0, 1: 1.2, 2: 1.7, 3: 9.0, 4: 12.0})
+    used = Simulation(policy, lambda size, k: {0: 1.0, 1: 1.2, 2: 1.7}[k], 0.3).run(8, 20_000)
+    assert set(used) == {1, 2}
+    assert used.count(2) <= 20
 
 
 def test_a_busier_machine_changes_nothing():

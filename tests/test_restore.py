@@ -621,16 +621,16 @@ def test_copy_in_the_codes_of_the_trunk(tmp_path):
     """A trunk's lm_head in codes, and a copy of it: each scale is compared with the trunk's, and written with it."""
     copy = "model.layers.2.shared_head.head"
 
-    def quantized(table, factor=1):
-        for name, value in (("lm_head", 1), (copy, factor)):
+    def quantized(table, factor=1, scale="weight_scale_inv"):
+        for name, value, last in (("lm_head", 1, "weight_scale_inv"), (copy, factor, scale)):
             rows, columns = table["lm_head.weight"].shape
             table[f"{name}.weight"] = RawTensor("F8_E4M3", (rows, columns), bytes([56]) * (rows * columns))
-            scale = np.full((rows, 1), value, np.float32).tobytes()
-            table[f"{name}.weight_scale_inv"] = RawTensor("F32", (rows, 1), scale)
+            data = np.full((rows, 1), value, np.float32).tobytes()
+            table[f"{name}.{last}"] = RawTensor("F32", (rows, 1), data)
 
     same = publish(tmp_path / "same", "glm4_moe", change=quantized)
-    for factor in (1, 2):
-        target = publish(tmp_path / str(factor), "glm4_moe", change=partial(quantized, factor=factor))
+    for number, other in enumerate(({}, {"factor": 2}, {"scale": "weight_scale"})):
+        target = publish(tmp_path / str(number), "glm4_moe", change=partial(quantized, **other))
         nextn.restore(target, aliases="llamacpp")
         assert bytes_of(target) == bytes_of(same)
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import cache, partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ from quick import case, families, loop, most_of, others_slow
 from scipy.stats import chisquare
 from tiny import BUILDS, CONFIGS, MOST, build, decode, prompt
 
+from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.decoding.drafter import Drafter
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
+from nextn.model.layer_types import context_length
+from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import Trunk
 from nextn.settings import Contract, Sampling, Settings
 from nextn.speculative.draft_policy import FixedLength
@@ -303,7 +307,7 @@ def test_the_context_ends_a_row():
 
 @pytest.mark.more
 @pytest.mark.parametrize("length", [5, 40])
-def test_frequencies_that_depend_on_the_text_limit_the_context(length):
+def test_frequencies_that_depend_on_the_text_limit_the_context(length, tmp_path):
     """A text in `longrope` is that of transformers, which computes cached keys again beyond the first frequencies."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -311,7 +315,11 @@ def test_frequencies_that_depend_on_the_text_limit_the_context(length):
     original = {"max_position_embeddings": 128, "original_max_position_embeddings": 24}
     torch.manual_seed(0)
     trunk = Trunk.from_config({"model_type": "phi3", **sizes, **heads, **original, "rope_parameters": rope | original})
-    assert trunk.max_length == 24
+    trunk.model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)  # the architecture's own needs a file
+    assert trunk.max_length == TextInterface.read(str(tmp_path)).max_length == 24
+    of_layers = {"full_attention": rope | original, "sliding_attention": {"rope_type": "default"}}
+    assert context_length(SimpleNamespace(max_position_embeddings=128, rope_parameters=of_layers)) == 24
     settings = Settings(num_speculative_tokens=0, num_copy_tokens=4, max_tokens=24, chunk=4)
     if length >= 24:
         with pytest.raises(ConfigError, match="context holds 24"):

@@ -445,21 +445,24 @@ def test_policies_share_what_is_accepted():
 
 
 def test_a_batch_that_grows_beyond_where_drafts_pay_stops_drafting_at_once(trained):
-    """While the prompt of the second sequence is processed, the first one drafts only if two would, too."""
-    drafts = {}
-    for pays in (False, True):
-        length = {1: FixedLength(1), 2: FixedLength(int(pays))}
-        scheduler = scheduler_of(trained["glm_two"], length=length.__getitem__, max_model_len=1000)
+    """While the prompt of the second sequence is processed, the first one drafts only if two would, or by copies."""
+    for fastest, num_copies in ((0, 0), (1, 0), (0, 4)):
+        scheduler = scheduler_of(
+            trained["glm_two"], length=lambda _: FixedLength(2), max_model_len=1000, num_copy_tokens=num_copies
+        )
+        expected = {1: FixedLength(0), 2: FixedLength(fastest)}  # one sequence drafts all the same, as in a probe
+        scheduler._policies.expected = lambda _, count, expected=expected: expected[count]
         answers = Answers(scheduler)
         answers.add("first", GenerationRequest(tuple(prompt(5, vocab_size=40)), max_tokens=900))
-        while not answers.rounds("first"):
+        while len(answers.rounds("first")) < 4:
             scheduler.step()
         answers.add("long", GenerationRequest(tuple(prompt(300, vocab_size=40)), max_tokens=4))
         before = len(answers.rounds("first"))
         while not answers.rounds("long"):
             scheduler.step()
-        drafts[pays] = {len(each[0]) for each in answers.rounds("first")[before:]}
-    assert drafts == {False: {0}, True: {1}}
+        drafts = [len(each[0]) for each in answers.rounds("first")]
+        assert 0 not in drafts[1:before]
+        assert set(drafts[before:]) == {2 if fastest else 0} or (num_copies and 0 not in drafts[before:])
 
 
 def test_chunks_of_any_sizes_end_where_blocks_end(trained):

@@ -76,12 +76,13 @@ def test_one_endpoint(run):
 
 
 def test_contexts_of_several_lengths(run):
-    """A fault beyond some length shows in the prompts of that length alone."""
-    settings = replace(SMALL, context=4400)
-    (found,) = run("wrong-when-long", names=["long-context"], settings=settings, context=4400).values()
-    assert (found.outcome, found.figures["texts"], found.figures["identical"]) == ("failed", 2, 1)
-    assert found.figures["faults"][0]["prompt"] == 0
-    assert "4312, 1012 prompt tokens of 4400, MTP on against off" in found.evidence
+    """A fault beyond some length shows in the prompts of that length alone; short prompts are left out."""
+    for context, sizes, identical in ((4400, "4312, 1012", 1), (3940, "3852", 0)):
+        settings = replace(SMALL, context=context)
+        (found,) = run("wrong-when-long", names=["long-context"], settings=settings, context=context).values()
+        assert (found.outcome, found.figures["identical"]) == ("failed", identical)
+        assert found.figures["faults"][0]["prompt"] == 0
+        assert f"{sizes} prompt tokens of {context}, MTP on against off" in found.evidence
 
 
 def test_rounding_is_no_finding(run):
