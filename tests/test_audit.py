@@ -206,6 +206,10 @@ BROKEN = {
         "mtp_num_hidden_layers = 1 and text_config.mtp_num_hidden_layers = 0"),
     "two fields of one count": (
         "config-contradicts", "error", "deepseek_v3", {"config": {"num_mtp_layers": 3}}, "_layers = 1 and num_mtp_lay"),
+    "two quantization methods": (
+        "config-contradicts", "error", "qwen3_5", {"fp8": True, "config": {
+            "text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}}}},
+        "quant_method = fp8, and gptq in text_config"),
     "tied, with an lm_head of its own": (
         "tied-differs", "error", "glm4_moe", {"config": {"tie_word_embeddings": True}}, "lm_head.weight differs from"),
     "an adapter that was not merged": (
@@ -624,12 +628,31 @@ def test_head_in_a_file_that_never_came(tmp_path):
     [absent] = findings(tmp_path, "head-absent")
     assert "the index puts 34 tensors of it in model-00003-of-00003.safetensors, which is absent" in absent.found
     assert absent.fix.startswith("Download model-00003-of-00003.safetensors again, or run `nextn restore ")
-    with pytest.raises(CheckpointError, match=r"Download model-00003-of-00003.*again.*held the head alone"):
+    with pytest.raises(CheckpointError, match=r"Download model-00003-of-00003.*again, or run `nextn restore"):
         nextn.load(tmp_path)
     index["weight_map"]["model.layers.1.mlp.experts.9.up_proj.weight"] = "model-00004-of-00004.safetensors"
     write_json(tmp_path / INDEX, index)
-    [absent] = findings(tmp_path, "head-absent")
-    assert "restore" not in absent.fix  # which refuses a trunk that is not complete
+    with pytest.raises(CheckpointError, match=r"Download model-00004-of-00004\.safetensors again") as caught:
+        nextn.restore(tmp_path, "tiny", family="glm4_moe")
+    texts = [str(caught.value)] + [each.fix for each in findings(tmp_path) if each.rule in ("head-absent", "index")]
+    with pytest.raises(CheckpointError, match="Download") as caught:
+        nextn.load(tmp_path)
+    assert "nextn restore" not in " ".join([*texts, str(caught.value)])  # which refuses a trunk that is not complete
+
+
+def test_parts_that_a_lost_file_may_hold(tmp_path):
+    """The only layer with experts is in a shard that never came: no field of config.json is wrong."""
+    publish(tmp_path, "glm4_moe")
+    folder = tmp_path / "cut"
+    opened = Checkpoint.open(tmp_path)
+    cut = {name: opened.raw(name) for name in opened.tensors if "layers.1." not in name}
+    folder.mkdir()
+    (folder / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    write_safetensors(folder / "model-00001-of-00002.safetensors", cut)
+    files = {name: f"model-0000{1 + (name not in cut)}-of-00002.safetensors" for name in opened.tensors}
+    write_json(folder / INDEX, {"metadata": {}, "weight_map": files})
+    assert findings(folder, "index")
+    assert not findings(folder, "config-contradicts")
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,14 @@ def test_what_is_no_file_of_weights(text, says, tmp_path):
         Checkpoint.open(tmp_path)
 
 
+def test_names_in_capitals(tmp_path):
+    """Of a file system that keeps no case: the command that renames the file."""
+    folder(tmp_path, "Model.SAFETENSORS", config={"model_type": "glm4_moe"})
+    for path in (tmp_path, tmp_path / "Model.SAFETENSORS"):
+        with pytest.raises(CheckpointError, match=r"mv Model\.SAFETENSORS model\.safetensors"):
+            Checkpoint.open(path)
+
+
 def test_one_of_several_files():
     """It has a part of the tensors: the folder is asked for, rather than the rest called lost."""
     with pytest.raises(CheckpointError, match=f"give its folder, {FIXTURES / 'qwen'}"):

@@ -65,9 +65,10 @@ def _index_wrong(inventory: Inventory, derived: FileIndex, unlisted: Sequence[st
 def _absent(inventory: Inventory, file: str, found: str, lost: Sequence[str]) -> Finding:
     if heads := sum(inventory.family.canonical(name, inventory.num_layers) is not None for name in lost):
         found += f"; {counted(heads, 'tensor')} of the head among them"
+    or_restore = f", or run `{restore(inventory)}`" if heads == len(lost) and not inventory.trunk_lost else ""
     return Finding(
         "index", "error", f"{INDEX}: {file}", f"{found}.", "Every tensor that the index lists, in its file.",
-        f"Download {file} again (`hf download`), or run `{restore(inventory)}` if only the head is missing.",
+        f"Download {file} again (`hf download`){or_restore}.",
     )  # fmt: skip
 
 

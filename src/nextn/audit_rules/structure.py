@@ -136,6 +136,7 @@ def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
     config, family = inventory.checkpoint.config, inventory.family
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
+    yield from _methods_differ(config, inner)
     places = {field: (config, inner) for field in (*family.count_fields, *_SIZES) if "." not in field}
     fields = {f"{level}{field}": part[field]
             for field, parts in places.items() for level, part in zip(("", "text_config."), parts, strict=True)
@@ -152,6 +153,19 @@ def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
                 "One value.", f"Correct {CONFIG}: {counted(len(inventory.modules), 'MTP layer')} "
                 f"{'is' if len(inventory.modules) == 1 else 'are'} stored, after {inventory.num_layers} trunk layers.",
             )  # fmt: skip
+
+
+def _methods_differ(config: Mapping[str, object], inner: Mapping[str, object]) -> Iterator[Finding]:
+    """Report two quantization methods, one for each level of config.json."""
+    sections = [part.get("quantization_config") for part in (config, inner)]
+    methods = [str(section.get("quant_method")) for section in sections if isinstance(section, Mapping)]
+    if len({*methods}) > 1:
+        yield Finding(
+            "config-contradicts", "error", f"{CONFIG}: quantization_config",
+            f"{CONFIG} has quant_method = {methods[0]:.40}, and {methods[1]:.40} in text_config: engines differ in "
+            "which of them they read.",
+            "One method, that of the files.", f"Remove the quantization_config of the other from {CONFIG}.",
+        )  # fmt: skip
 
 
 def draft_model(inventory: Inventory) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from nextn.checkpoint.other_objects import (
     engine_sentence,
     folder_names,
     inner_models,
+    lower_case_sentence,
     pickle_sentence,
     source_sentence,
     training_sentence,
@@ -291,6 +292,8 @@ def _advice(path: str, names: Sequence[str]) -> str:
         return f"It has {pickle_sentence(pickles)}"
     if INDEX in names:
         return f"The files that {INDEX} names are missing: the download or copy is incomplete. Get them as well."
+    if sentence := lower_case_sentence(names):
+        return f"It has {sentence}"
     what = "config or tokenizer without weights: " if {CONFIG, "tokenizer.json"} & set(names) else ""
     return f"It has {what}{', '.join(names[:5]) or 'no files'}. Give the folder or hub id that holds the weights."
 

@@ -102,6 +102,22 @@ class Inventory:
         return lost_parts(self.checkpoint.tensors)
 
     @property
+    def is_head_alone(self) -> bool:
+        """Whether no layer of a trunk is stored beside the head, nor lost."""
+        return bool(self.stored) and not self.layers and not self.trunk_lost
+
+    def indexed_but_missing(self, *, head: bool) -> list[str]:
+        """Return the names in the index that no file holds, of the head or of everything else."""
+        stored = {name for header in self.checkpoint.headers.values() for name in header.tensors}
+        missing = (self.checkpoint.index or {}).keys() - stored
+        return sorted(name for name in missing if (self.family.canonical(name, self.num_layers) is not None) is head)
+
+    @cached_property
+    def trunk_lost(self) -> list[str]:
+        """The tensors that the index lists and no file holds, except the head's."""
+        return self.indexed_but_missing(head=False)
+
+    @property
     def trunk_codes(self) -> list[str]:
         """The matrices of the trunk whose values are codes."""
         tensors = self.checkpoint.tensors

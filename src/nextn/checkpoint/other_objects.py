@@ -116,6 +116,13 @@ def pickle_sentence(names: Sequence[str]) -> str:
     )
 
 
+def lower_case_sentence(names: Sequence[str]) -> str:
+    """Say what to do with weights in files whose names end in capitals; "" if there are none."""
+    found = next((name for name in names if name.lower().endswith((".safetensors", ".gguf"))), "")
+    command = f"mv {shlex.quote(found)} {shlex.quote(found.lower())}"
+    return f"{found}: loaders read names in lower case: `{command}` renames it." if found else ""
+
+
 def source_sentence(name: str) -> str:
     """Say what to give in place of a name that is neither a folder, a .safetensors file nor a hub id."""
     if found := _HUB_URL.fullmatch(name):
@@ -158,6 +165,8 @@ def _file_sentence(name: str, path: Path) -> str:
         return f"{name}: {sentence}"
     if path.suffix in _ARCHIVES:
         return f"{name}: an archive; unpack it and give the folder."
+    if lower := lower_case_sentence([path.name]):
+        return f"{name}: {lower}"
     return f"{name}: a file, and no .safetensors: give the model's folder, such as {path.absolute().parent}."
 
 

@@ -58,7 +58,7 @@ def absent(inventory: Inventory) -> list[str]:
                     for tail in part - own}  # fmt: skip
             missing += sorted({f"{index}.{tail}" for tail in lost} - {*missing})
         missing += [f"{index}.block: expert {number}" for number in _missing_experts(module, inventory)]
-    return missing + indexed_but_missing(inventory, head=True)
+    return missing + inventory.indexed_but_missing(head=True)
 
 
 def _components(tails: Iterable[str]) -> dict[str, set[str]]:
@@ -90,14 +90,6 @@ def lone_experts(family: Family, config: Mapping[str, object]) -> str:
     )
     more = "; llama.cpp needs more experts than groups (llama-model.cpp:1365) and does not load the model"
     return reason + (more if groups else "")
-
-
-def indexed_but_missing(inventory: Inventory, *, head: bool) -> list[str]:
-    """Return the names in the index that no file holds, of the head or of everything else."""
-    family, checkpoint = inventory.family, inventory.checkpoint
-    stored = {name for header in checkpoint.headers.values() for name in header.tensors}
-    missing = (checkpoint.index or {}).keys() - stored
-    return sorted(name for name in missing if (family.canonical(name, inventory.num_layers) is not None) is head)
 
 
 def refuse_misfit(dst: Inventory, src: Inventory, *, force: bool) -> list[str]:

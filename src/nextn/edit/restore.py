@@ -22,7 +22,7 @@ from nextn.checkpoint.provenance import (
     with_config_of,
 )
 from nextn.checkpoint.quantization import QuantConfig, is_mlx
-from nextn.edit.compatibility import ABOUT_HEAD, absent, indexed_but_missing, quantized_without, refuse_misfit
+from nextn.edit.compatibility import ABOUT_HEAD, absent, quantized_without, refuse_misfit
 from nextn.edit.execute import execute
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
@@ -125,11 +125,11 @@ def _target(path: str | Path, family: Family | None) -> tuple[Inventory, Invento
     all_files.refuse_draft_model(adding=True)
     checkpoint, notes = sound(checkpoint, without=side_files(all_files))
     inventory = Inventory.of(visible(checkpoint), family=family)
-    missing = indexed_but_missing(all_files, head=False)
-    if missing:
+    if missing := all_files.trunk_lost:
+        files = sorted({(checkpoint.index or {})[name] for name in missing})
         raise CheckpointError(
             f"{path}: {len(missing)} tensors of the trunk are in the index and in no file, such as "
-            f"{some(missing[:1])}. Complete the target first."
+            f"{some(missing[:1])}. Download {some(files)} again first."
         )
     return inventory, all_files, notes
 

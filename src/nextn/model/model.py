@@ -296,7 +296,7 @@ def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
     if need_head and not (inventory.declared and inventory.stored):
         inventory.refuse_draft_model()
         raise CheckpointError(_missing_head_message(inventory))
-    if inventory.stored and not inventory.layers:
+    if inventory.is_head_alone:
         raise CheckpointError(f"{checkpoint.path}: a head alone; give its trunk, and this head with --head")
     return inventory
 
@@ -341,10 +341,10 @@ def _missing_head_message(inventory: Inventory) -> str:
     if inventory.stored:
         fix = inventory.declaration(len(inventory.modules))
     elif missing := [problem.file for problem in inventory.checkpoint.problems if problem.kind == "missing_file"]:
-        fix = (
-            f"Download {some(missing)} again, which the index names; if they held the head alone, "
-            f"`{inventory.restore_command()}` restores it;"
-        )
+        listed = any(family.canonical(name, inventory.num_layers) for name in inventory.checkpoint.index or {})
+        command = f"`{inventory.restore_command()}`"
+        more = f"; then run {command}" if not listed else f", or run {command}" * (not inventory.trunk_lost)
+        fix = f"Download {some(missing)}, which the index names, again{more};"
     elif not (fix := fixes(inventory, unless="head-absent")):
         fix = (
             f"`{inventory.restore_command()}` restores the head of the model that this one was made from; `nextn "

@@ -128,7 +128,7 @@ def _check_head(inventory: Inventory) -> None:
             f"{inventory.checkpoint.path} has no MTP head, so no engine can draft with it; "
             f"restore it: {inventory.restore_command()}"
         )
-    if not (inventory.layers or inventory.family.separate):
+    if inventory.is_head_alone and not inventory.family.separate:
         head = shlex.quote(inventory.checkpoint.path)
         raise CheckpointError(
             f"{inventory.checkpoint.path}: a head alone, which engines serve inside its model: `nextn restore MODEL "
