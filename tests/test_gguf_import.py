@@ -845,10 +845,15 @@ def test_a_command_loads_a_file_and_converts_it_once(byte_folder, tmp_path, here
     assert ModelOptions(str(tmp_path / "out"), _gguf=str(path)).prepared()._gguf is None  # of another model
 
 
-def test_a_gguf_file_of_a_family_that_lacks_the_head_can_have_it_from_the_base(byte_folder, tmp_path):
+def test_a_gguf_file_of_a_family_that_lacks_the_head_can_have_it_from_the_base(byte_folder, tmp_path, here, gguf_cache):
+    """It is refused before it is converted, which takes minutes for a large one."""
     path = write(tmp_path / "model.gguf", "glm4moe", {"block_count": 1}, qwen3(Type.Q8_0), byte_folder)
     with pytest.raises(CheckpointError, match=r"holds no MTP head.*--from BASE"):
         _refuse_without_head(str(path))
+    for command in (("generate", path, "a"), ("measure", path), ("bench", path), ("chat", path), ("serve", path)):
+        code, _, err = here(*command)
+        assert (code, "holds no MTP head" in err, "converting" in err) == (2, True, False), command
+    assert not _entries(gguf_cache)
 
 
 @pytest.mark.more
@@ -918,7 +923,7 @@ def test_an_error_leaves_nothing_in_the_cache(byte_folder, tmp_path, here, gguf_
         assert words in error
         assert not _entries(gguf_cache)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
-    code, _, error = here("generate", tmp_path / "model.gguf", "abc")
+    code, _, error = here("generate", tmp_path / "model.gguf", "abc", "-k", "0")
     assert code == 2
     assert "not enough disk space" in error
     assert not _entries(gguf_cache)

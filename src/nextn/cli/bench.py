@@ -145,7 +145,7 @@ def bench(
         backend=options.backend,
         num_copy_tokens=num_copy_tokens,
     )
-    options, source = options.prepared(), options.source
+    options, source = options.prepared(need_head=True), options.source
     texts, draftable = read_prompts(prompts), vocabulary.read()
     _check_out(out, has_figures=True)
     from nextn.evaluate.benchmark import run_benchmark, with_one_pass
@@ -213,7 +213,7 @@ def advise(
         raise ConfigError(
             "no MODEL: give a checkpoint folder, .gguf file or hub id, or for a live engine --engine and --against"
         )
-    given, options = options, options.prepared()
+    given, options = options, options.prepared(need_head=True)
     if asked.engine:
         message = f"--engine {asked.engine}: only with --against; with MODEL, decoding is timed on this machine"
         raise ConfigError(message)

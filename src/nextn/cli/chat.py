@@ -45,8 +45,9 @@ def chat(*, decoding: DecodingOptions, chat: Chat = None, options: ModelOptions)
     Text of rounds that accepted drafts is green, or in brackets without colors; speed and acceptance follow each
     answer. A model without a chat template continues the text.
     """
-    settings, options = decoding.settings, options.prepared()
-    loaded = options.load(need_head=settings.num_speculative_tokens > 0)
+    need_head = decoding.settings.num_speculative_tokens > 0
+    settings, options = decoding.settings, options.prepared(need_head=need_head)
+    loaded = options.load(need_head=need_head)
     print_notes(loaded.notes)
     _run(_Conversation(loaded, settings, options.backend, use_chat(loaded, chat)))
 

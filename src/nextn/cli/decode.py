@@ -101,7 +101,8 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Decode one prompt with MTP. Text of rounds that accepted drafts is green, or in brackets without colors."""
-    settings, options = decoding.settings, options.prepared()
+    settings = decoding.settings
+    options = options.prepared(need_head=settings.num_speculative_tokens > 0)
     text = read_stdin() if prompt == "-" else prompt
     draftable, k = vocabulary.read(), settings.num_speculative_tokens
     loaded = options.load(need_head=k > 0)
@@ -128,7 +129,7 @@ def trace(
     from dataclasses import asdict
 
     settings = Settings(num_speculative_tokens=num_speculative_tokens, max_tokens=max_tokens)
-    options = replace(options, dtype="float32").prepared()
+    options = replace(options, dtype="float32").prepared(need_head=num_speculative_tokens > 0)
     from nextn.decoding.generate import encode
     from nextn.decoding.trace import trace as traced
 

@@ -91,7 +91,7 @@ def diagnose(
 
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
     plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, 0, options.backend, rule)
-    options = options.prepared()
+    options = options.prepared(need_head=True)
     texts, asked = read_prompts(prompts), replace(asked, engine=engine)
     texts = first_turns(texts) if drive else texts
     target: Endpoint | Counters  # before anything that imports torch

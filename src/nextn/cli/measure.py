@@ -210,7 +210,7 @@ def measure(
     output.check(plan, are_decoded=are_decoded, as_json=as_json)
     if earlier is not None and texts is None:  # their temperature is in the file
         check_settings(earlier, asdict(plan), source=str(comparison.baseline))
-    options = options.prepared()
+    options = options.prepared(need_head=True)
     if options.native_only and not are_decoded:
         raise ConfigError(
             f"{' and '.join(options.native_only)} with --texts or --engine: the trunk reads given texts in torch, with "
@@ -273,7 +273,7 @@ def _measure_other(
     from nextn.evaluate.reference_texts import prompt_tokens
 
     try:
-        other = replace(options, source=shipped_path(against), head=None).prepared()
+        other = replace(options, source=shipped_path(against), head=None).prepared(need_head=True)
         loaded, report = _measure(other, source, plan, prompts)
     except NextnError as error:
         raise type(error)(f"--against {against}: {error}") from error

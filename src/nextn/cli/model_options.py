@@ -99,13 +99,16 @@ class ModelOptions:
         self._check_values()
         self._check_sources()
 
-    def prepared(self) -> "ModelOptions":
+    def prepared(self, *, need_head: bool = False) -> "ModelOptions":
         """Check the options, and return them with the checkpoint folder of a GGUF file, converted in the user's cache.
 
+        need_head: Refuse a GGUF file without a head before it is converted, which may take minutes.
         Raises as `check` and `converted_gguf`.
         """
         self._check_values()
         is_gguf = self.source.endswith(".gguf") and Path(self.source).is_file()
+        if is_gguf and need_head and self.head is None:
+            _refuse_without_head(self.source)
         options = self._converted() if is_gguf else replace(self, _gguf=None)
         options._check_sources()
         return options
@@ -187,8 +190,6 @@ class ModelOptions:
         from nextn.model.model import Model
         from nextn.runtime.backend import unused_codes
 
-        if need_head and self.head is None and self._gguf is not None:
-            _refuse_without_head(self._gguf)
         if self.threads is not None:
             torch.set_num_threads(self.threads)  # before the native runtime is loaded, whose team has as many
         if self.device_map is not None:

@@ -136,7 +136,8 @@ def serve(
     from nextn.serve.options import listen
 
     of_engine, of_requests = options.of_engine(model.backend), options.of_requests(model.source)
-    prepared, draftable = model.prepared(), vocabulary.read()
+    prepared = model.prepared(need_head=of_engine.num_speculative_tokens > 0)
+    draftable = vocabulary.read()
     with listen(options.host, options.port) as sock:
         say_doing(f"loading {model.source}")
         loaded, engine, files = _load(prepared, draftable, of_engine)
