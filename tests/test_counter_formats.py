@@ -19,7 +19,7 @@ from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, ROUNDED, SOME
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS, RENAMED, STEPS_WITHOUT_DRAFTS
 from nextn.engines.log_reader import RISING
-from nextn.engines.metrics_formats import METRICS_FORMAT, OF_BATCHES, OF_REQUESTS
+from nextn.engines.metrics_formats import METRICS_FORMAT, OF_BATCHES, OF_REQUESTS, REPEATED
 from nextn.engines.run_settings import OVERRIDES, head_not_loaded, overrides_in
 from nextn.errors import EngineError
 from nextn.evaluate.hypotheses import engine_depth, observed_counts
@@ -323,6 +323,22 @@ TEXTS = {
     "counts with commas": ("MTP acceptance: 2,723 of 4,338 draft tokens (63%).\n", ("an engine", None, 4338, 2723, ())),
     "proposed tokens": (json.dumps({"mtp_proposed_tokens": 10000, "mtp_accepted_tokens": 6200}),
                         ("an engine", None, 10000, 6200, ())),
+    "vLLM, shares alone": ("Per-position acceptance rate: 0.844, 0.599, 0.385, 0.271\nAvg Draft acceptance rate: 52.5%\n",
+                           ("vLLM", None, None, None, ())),
+    "vLLM, cut at both ends": (VLLM[60:220], ("vLLM", 99, 198, 169, (91, 78))),
+    "a bench in Markdown": ("| Metric | Value |\n|---|---|\n| Acceptance length | 2.50 |\n| Drafts | 100 |\n| Draft tokens | 300 |\n"
+                            "| Accepted tokens | 150 |\n", ("vLLM", 100, 300, 150, ())),
+    "a bench in bullets": ("- **Acceptance length:** 2.50\n- **Drafts:** 100\n- **Draft tokens:** `300`\n- Accepted tokens: 150\n",
+                           ("vLLM", 100, 300, 150, ())),
+    "a script under the names of metrics": (json.dumps({
+        "spec_decode_num_drafts": 100, "spec_decode_num_draft_tokens": 300, "spec_decode_num_accepted_tokens": 150,
+        "spec_decode_acceptance_rate_per_pos": [0.8, 0.5, 0.2]}), ("vLLM", 100, 300, 150, (80, 50, 20))),
+    "an object of Python": ("SpecStats(num_drafts=100, num_draft_tokens=300, num_accepted_tokens=150, accepted_per_pos=[80, 50, 20])\n",
+                            ("an engine", 100, 300, 150, (80, 50, 20))),
+    "a setting for each line": ("vllm.spec_decode.num_drafts.count: 100\nvllm.spec_decode.num_draft_tokens.count: 300\n"
+                                "vllm.spec_decode.num_accepted_tokens.count: 150\n", ("an engine", 100, 300, 150, ())),
+    "JSON in a field of JSON": (json.dumps({"log": json.dumps({"timings": {"predicted_n": 100, "draft_n": 78, "draft_n_accepted": 60}})}),
+                                ("llama.cpp", 39, 78, 60, ())),
     "mistral.rs": ("2026-10-01T10:00:00Z  INFO mistralrs_core::engine::logger: Throughput (T/s) 120.53, Prefix cache hitrate "
                    "0.00%, MTP accept 61.3% (len 2.84), 1 running, 0 waiting\n", ("mistral.rs", None, None, None, ())),
     "mlx-serve": ("  [spec-stats] mode=mtp attempts=105 accepts=150 avg_per_round=1.43 per_draft_pct=71.4% depth=2 drafted=210 "
@@ -526,6 +542,57 @@ def test_metrics_as_people_copy_them():
         read(PRINTED, model="b")
 
 
+def test_readings_of_metrics_one_after_another():
+    """Counters include what an earlier reading of the same server has; those of several servers are refused."""
+    text, expected = METRICS["vLLM 0.30"]
+    earlier = text.replace(" 100.0", " 50.0").replace(" 200.0", " 100.0").replace(" 120.0", " 60.0")
+    earlier = earlier.replace(" 80.0", " 40.0").replace(" 40.0\n", " 20.0\n")
+    found = read(f"{earlier}\n{text}")
+    assert (summary(found), found.notes) == (expected, (REPEATED,))
+    with pytest.raises(EngineError, match="is 100, then 50: readings of several servers"):
+        read(f"{text}\n{earlier}")
+
+
+def test_series_in_json_over_time():
+    """Prometheus' answer for a range, Grafana's frames, promtool's text: the last value."""
+    counts = {"drafts": (50, 100), "draft_tokens": (100, 200), "accepted_tokens": (70, 120)}
+    names = {f"vllm:spec_decode_num_{name}_total": values for name, values in counts.items()}
+    matrix = [{"metric": {"__name__": name, "engine": "0"}, "values": [[1.0, str(first)], [2.0, str(last)]]}
+              for name, (first, last) in names.items()]  # fmt: skip
+    frames = [{"schema": {"fields": [{"name": "Time"}, {"name": "Value", "labels": {"__name__": name, "engine": "0"}}]},
+               "data": {"values": [[1, 2, 3], [*values, None]]}} for name, values in names.items()]  # fmt: skip
+    lines = "".join(f'{name}{{engine="0"}} => {last} @[1790841600.123]\n' for name, (_, last) in names.items())
+    for text in (json.dumps({"data": {"result": matrix}}), json.dumps({"results": {"A": {"frames": frames}}}), lines):
+        assert summary(read(text)) == ("vLLM", 100, 200, 120, ())
+
+
+@loop(
+    "part",
+    [
+        lambda timings, is_last: {"id": "chatcmpl-1", "choices": [{"delta": {}}], "timings": timings},
+        lambda timings, is_last: {"content": "a", "stop": is_last, "timings": timings},
+        lambda timings, is_last: {
+            "text": "a",
+            "meta_info": {
+                "id": "r",
+                "spec_verify_ct": 39,
+                "spec_accept_token_num": 60,
+                "spec_draft_token_num": timings["draft_n"],
+            },
+        },
+    ],
+)
+def test_later_parts_of_a_stream_include_the_earlier_ones(part):
+    steps = [(10, 6, 5), (50, 39, 30), (100, 78, 60)]
+    parts = [part(dict(zip(("predicted_n", "draft_n", "draft_n_accepted"), step, strict=True)), step == steps[-1])
+             for step in steps]  # fmt: skip
+    stream = "".join(f"data: {json.dumps(each)}\n\n" for each in parts) + "data: [DONE]\n"
+    assert summary(read(stream))[1:4] == (39, 78, 60)
+    other = json.dumps(parts[-1]).replace("chatcmpl-1", "chatcmpl-2").replace('"r"', '"s"')
+    assert read(f"{json.dumps(parts[-1])}\n{other}\n").accepted == 120
+    assert read(stream.replace("data: [DONE]", "") * 2).accepted == (120 if "stop" in other else 60)
+
+
 @loop(
     ("text", "engine", "length", "note"),
     [
@@ -552,6 +619,8 @@ NAMED = {
                                         "speculative_accepted_tokens_per_pos": [80, 50, 20]}},
     "of several drafters": {"mtp_rounds": 100, "mtp_draft_tokens": 300, "mtp_draft_tokens_accepted": 150, "draft_tokens": 400,
                             "draft_tokens_accepted": 240, "mtp_accepted_per_pos": [80, 50, 20]},
+    "positions by number": {"speculative_decoding": {"rounds": 100, "accepted_tokens": 150, "acceptance_rate_per_position": {
+        "0": 0.8, "1": 0.5, "2": 0.2}}},
     "rejected ones": {"mtp": {"verifier_runs": 100, "accepted_tokens": 150, "rejected_tokens": 150,
                               "accepted_per_position": [80, 50, 20]}},
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import codecs
 import io
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -24,7 +23,8 @@ from nextn.engines.metrics_formats import (
     repr_as_metrics,
     table_as_metrics,
 )
-from nextn.engines.named_counts import in_documents
+from nextn.engines.metrics_json import series_in
+from nextn.engines.named_counts import in_documents, in_lines
 from nextn.engines.run_settings import NOT_LOADED_FIX, head_not_loaded, with_settings
 from nextn.errors import EngineError
 from nextn.text_format import docs_page
@@ -34,6 +34,7 @@ _MAX_PARSED = 32 * 1024 * 1024  # bytes of a file that is read in one piece: JSO
 _MAX_DOCUMENTS = 200_000
 _MAX_BROKEN = 1000  # lines that begin as JSON and are none, after which the others are not tried
 _BREAKS = ((r"\r?\n", ""), (r"\r?\n[ \t>|]*", ""), (r"\r?\n[ \t>|]*", " "))  # what takes the place of a line's end
+_CELLS = r"(?m)^[ \t]{0,9}\|[ \t]*([^|\n]{1,60}?)[ \t]*\|[ \t]*([^|\n]{1,60}?)[ \t]*\|[ \t]*$"  # a name and a value
 _MAX_PEEK = 512  # bytes by which the encoding is recognized
 # First bytes of a packed file -> what unpacks it.
 _PACKED = {
@@ -121,15 +122,16 @@ def _embedded(text: str) -> Counters | None:
         return None
     found = list(documents(text))
     counters = sum_counters(part for document in found for part in objects(document)) or in_documents(found)
+    counters = counters or in_lines(text)
     return counters and fill_in_derived(counters)
 
 
 def _read_again(start: str, first: LogReading) -> Iterator[LogReading]:
-    """Read lines that a terminal or an editor broke within words, then, if no engine's are there, those of any."""
-    for line_break in _BREAKS:
-        joined = re.sub(*line_break, start)
-        if joined != start:
-            yield read_log(io.StringIO(joined))
+    """Read lines that a terminal or an editor broke within words, or Markdown, then those of any engine."""
+    plain = re.sub(_CELLS, r"\1: \2", re.sub(r"[*`]{1,3}", "", start))
+    for other in (*(re.sub(*line_break, start) for line_break in _BREAKS), plain):
+        if other != start:
+            yield read_log(io.StringIO(other))
     if not first.has_entries:
         yield read_log(io.StringIO(start), general=True)
 
@@ -150,8 +152,8 @@ def _begins_as_json(start: str) -> bool:
 
 def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     """The counts of one JSON document, of one per line, or of the lines that a structured log has in its fields."""
-    parts, lines, series, reason, others = [], [], list[str](), None, list[object]()
-    num_objects = 0
+    parts, lines, series, reason, others = list[Counters](), list[str](), list[str](), None, list[object]()
+    num_objects, num_parts, answer = 0, 0, ""
     for document in _documents(text, source):
         if isinstance(document, ValueError):
             reason = reason or document
@@ -160,11 +162,17 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
             lines.append(document)
             continue
         num_objects += 1
-        found = objects(document)
+        found, name = objects(document), _answer(document)
+        if found and name and name == answer:  # of a stream, whose later counts include the earlier ones
+            del parts[-num_parts:]
+        num_parts = len(found) or num_parts
+        answer = "" if isinstance(document, Mapping) and document.get("stop") is True else name
         parts += found
-        series += [*_queried(document), *_exported(document)]
+        series += series_in(document)
         if not found:
-            lines += _messages(document)
+            messages = _messages(document)
+            parts += [part for text in messages if text.lstrip()[:1] == "{" for part in _inside(text)]
+            lines += messages
             others.append(document)
     counters = sum_counters(parts)
     if counters is None and series:
@@ -182,6 +190,23 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     if reading.counters is None and not reading.has_entries and reason is not None and not num_objects:
         raise EngineError(f"{source}: neither JSON nor lines of JSON: {reason}") from reason
     return _need(reading, source, text[:_MAX_START])
+
+
+def _answer(document: object) -> str:
+    """What says of which answer a part of a stream is; "" for a document that is no such part."""
+    if not isinstance(document, Mapping):
+        return ""
+    info = document.get("meta_info")
+    name = info.get("id") if isinstance(info, Mapping) else document.get("id")
+    return name if isinstance(name, str) else "stop" * ("stop" in document and "content" in document)
+
+
+def _inside(text: str) -> list[Counters]:
+    """The counts in a JSON document that is a value of another."""
+    try:
+        return objects(loads(text))
+    except ValueError:
+        return []
 
 
 def _documents(text: str, source: str) -> Iterator[object]:
@@ -225,39 +250,6 @@ def _messages(value: object, depth: int = 8) -> list[str]:
 def _holds_list(value: object, depth: int) -> bool:
     inner = value.values() if isinstance(value, Mapping) and depth else ()
     return isinstance(value, list) or any(_holds_list(item, depth - 1) for item in inner)
-
-
-def _queried(document: object, depth: int = 8) -> Iterator[str]:
-    """Yield the series in an answer of Prometheus' query API as lines of its text format."""
-    if isinstance(document, list) and depth:
-        for item in document:
-            yield from _queried(item, depth - 1)
-    elif isinstance(document, Mapping) and depth:
-        labels, sample = document.get("metric"), document.get("value")
-        if isinstance(labels, Mapping) and isinstance(sample, list) and "__name__" in labels:
-            own = {key: text for key, text in labels.items() if key != "__name__"}
-            yield _series_line(labels["__name__"], own, sample[-1])
-            return
-        for item in document.values():
-            yield from _queried(item, depth - 1)
-
-
-def _exported(document: object) -> Iterator[str]:
-    """Yield the series of AIPerf's server_metrics_export.json, each with its increase during the run, or its mean."""
-    metrics = document.get("metrics") if isinstance(document, Mapping) else None
-    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
-        series = metric.get("series") if isinstance(metric, Mapping) else None
-        for each in series if isinstance(series, list) else ():
-            stats = each.get("stats") if isinstance(each, Mapping) else None
-            if isinstance(stats, Mapping) and (value := stats.get("total", stats.get("avg"))) is not None:
-                labels = each.get("labels")
-                own = labels if isinstance(labels, Mapping) else {}
-                yield _series_line(name, {**own, "instance": each.get("endpoint_url")}, value)
-
-
-def _series_line(name: object, labels: Mapping[str, object], value: object) -> str:
-    own = ",".join(f"{key}={json.dumps(text)}" for key, text in labels.items() if isinstance(text, str))
-    return f"{name}{{{own}}} {value}"
 
 
 def _need(reading: LogReading, source: str, start: str) -> Counters:

@@ -42,8 +42,10 @@ MAX_LABEL = 1024  # characters of its value
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]{0,199}+")
 # Possessive quantifiers never backtrack: linear in the length of a line, whatever the text.
 _LABEL = re.compile(r'\s*+([a-zA-Z_][a-zA-Z0-9_]*+)="((?:[^"\\]++|\\.)*+)"\s*+,?+')
-# With a colon before it, as brpc's /vars has, and an exemplar behind it.
-_VALUE = re.compile(r"[\s|]++(?::\s++)?+([0-9A-Za-z.+-]{1,400})(?:\s++-?[0-9.]++)?+[\s|]*+(?:#.*+)?+")
+# With a colon or an arrow before it, as brpc's /vars and promtool have, and an exemplar behind it.
+_VALUE = re.compile(
+    r"[\s|]++(?:(?::|=>)\s++)?+([0-9A-Za-z.+-]{1,400})(?:\s++(?:-?[0-9.]++|@\[[0-9.]++\]))?+[\s|]*+(?:#.*+)?+"
+)
 _BEFORE = re.compile(r"[ \t>|]*+(?:[0-9]{1,6}[:-](?=[a-zA-Z_#]))?+")  # of a quote, a table, or `grep -n`
 
 

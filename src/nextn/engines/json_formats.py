@@ -21,6 +21,7 @@ from nextn.engines.counters import (
 )
 from nextn.engines.log_formats import rollout, trainer_counts
 from nextn.engines.metrics_formats import accepted_at_least
+from nextn.engines.named_counts import from_record
 from nextn.errors import EngineError
 
 _MAX_DEPTH = 64
@@ -220,6 +221,9 @@ def _vllm_bench(record: Mapping) -> Counters:
     """`vllm bench serve --save-result`."""
     rounds = count(record.get("spec_decode_num_drafts"), "spec_decode_num_drafts")
     name = "spec_decode_per_position_acceptance_rates"
+    if name not in record and "spec_decode_draft_tokens" not in record:  # of a script, under the names of the metrics
+        counters = from_record(record)
+        return replace(counters, engine="vLLM") if counters else Counters("vLLM", rounds)
     positions = tuple(round(_number(rate, name, maximum=1) * rounds) for rate in _list(record, name))
     names = ("spec_decode_draft_tokens", "spec_decode_accepted_tokens")
     drafted, accepted = (optional_count(record.get(count_name), count_name) for count_name in names)

@@ -261,10 +261,10 @@ def _omlx(fields: Fields) -> Counters:
     return Counters("oMLX", rounds, drafted, accepted, tuple(int(depth.split("/")[0]) for depth in depths), k=k)
 
 
-def _shares(fields: Fields) -> Counters:
-    return Counters(
-        "vLLM", length=float_field(fields, "Mean acceptance length"), k=len(rates_of(fields["rates"][0])) or None
-    )
+def _shares(fields: Fields) -> Counters | None:
+    rates, length = rates_of(fields["rates"][0]), float_field(fields, "Mean acceptance length")
+    shares = [rate / 100 for rate in rates] if max(rates) > 1 else rates
+    return Counters("vLLM", length=1 + sum(shares) if length is None else length, k=len(rates))
 
 
 def _ollama(fields: Fields) -> Counters:
@@ -560,14 +560,16 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "a step of training: draft and accepted tokens; positions as shares of rounds",
     ),
     LogFormat(
-        "vLLM's SpecDecoding metrics without their beginning", "Accepted throughput:", r"Accepted throughput:",
+        "vLLM's SpecDecoding metrics without their beginning", "Accepted:",
+        rf"(?:Accepted throughput:[^:]{{0,60}}(?:Drafted throughput:[^:]{{0,60}})?)?Accepted:(?=\s*{INT} tokens,\s+D)",
         _VLLM_FIELDS, ("Accepted", "Drafted"), _vllm,
         "accepted and draft tokens of an interval; positions as shares of all rounds", num_lines=5, is_general=True,
     ),
     LogFormat(
-        "vLLM's acceptance without counts", "Mean acceptance length:", r"Mean acceptance length:",
+        "vLLM's acceptance without counts", "er-position acceptance rate:",
+        r"(?:Mean acceptance length:(?:[^\n]{0,200}\n){0,2}?[^\n]{0,200}?)?Per-position acceptance rate:",
         {**colon("Mean acceptance length"), "rates": rf"Per-position acceptance rate:\s*\[?({LIST})"},
-        ("Mean acceptance length", "rates"), _shares, "an interval: tokens per round with bonus token; no counts",
+        ("rates",), _shares, "an interval: tokens per round with bonus token; no counts",
         num_lines=3, is_general=True,
     ),
     *GENERAL_FORMATS,

@@ -71,6 +71,7 @@ _REQUIRED = {"vllm": "vllm:spec_decode_num_drafts", "llamacpp": "llamacpp:spec_d
 # Engines whose other series with such names count something else: vLLM before 0.8 drafts behind a rejected one, too.
 _KNOWN = _REQUIRED.keys() - {"llamacpp"}
 METRICS_FORMAT = "Prometheus metrics"
+REPEATED = "series are there more than once: the last reading is taken, which includes the earlier ones"
 OF_REQUESTS = "the length is a mean of requests, each weighted alike"
 OF_BATCHES = "the length is of shares by position, as means of batches"
 # The part of a series' name that says what it counts, without the name of the exporter.
@@ -102,17 +103,17 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
 
     Raises EngineError where there are no draft counters.
     """
-    samples = [
+    samples, is_repeated = _last_reading([
         replace(sample, name=_UNDERSCORE.sub(r"\1:", sample.name, count=1))
         for sample in parse_series(text, model=model)
-    ]
+    ])  # fmt: skip
     readers = (_from_shared_schema, _from_sglang, _from_tensorrt, _from_atom, _from_tgi, _from_llama_fork,
                _from_lightllm, _from_max, _from_rapid, _from_names)  # fmt: skip
     for reader in readers:
         counters = reader(samples)
         if counters is not None:
             parts = {name: part for name, each in _processes(samples).items() if (part := reader(each)) is not None}
-            notes = (*counters.notes, *added_note(parts))
+            notes = (*counters.notes, *added_note(parts), *((REPEATED,) if is_repeated else ()))
             return fill_in_derived(replace(counters, source=METRICS_FORMAT, notes=notes))
     like = sorted({sample.name for sample in samples if re.search("spec|draft|accept|mtp", sample.name)})
     if like and not _nearest(samples):
@@ -124,6 +125,27 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
         f"the metrics have no draft counters{_nearest(samples)}: MTP is off, or the engine is too old; turn MTP on or "
         "update the engine"
     )
+
+
+def _last_reading(samples: list[Series]) -> tuple[list[Series], bool]:
+    """The last of each series, and whether some are there more than once.
+
+    Raises EngineError where counters of drafts fell: they are of several servers, or of one that was started again.
+    """
+    last: dict[tuple[str, tuple], Series] = {}
+    is_repeated = False
+    for sample in samples:
+        key = (sample.name, tuple(sorted(sample.labels.items())))
+        before = last.get(key)
+        is_counted = "draft" in sample.name or "accepted" in sample.name
+        if before is not None and is_counted and sample.value < before.value and "_created" not in sample.name:
+            raise EngineError(
+                f"{sample.name} is {before.value:g}, then {sample.value:g}: readings of several servers, or of one "
+                "that was started again; give one of them, or a label (`instance`) to those of each server"
+            )
+        is_repeated |= before is not None and is_counted
+        last[key] = sample
+    return [*last.values()], is_repeated
 
 
 def table_as_metrics(text: str) -> str:

@@ -25,7 +25,7 @@ def _words(text: str) -> frozenset[str]:
 
 _FILLERS = _words(
     "total num n number of count counts ct sum cumulative overall spec speculative speculation speculated decode "
-    "decoding mtp nextn"
+    "decoding mtp nextn system"
 )
 _OF_HEAD = _words("mtp nextn")
 _COPIED = _words("lookup ngram suffix pld copy copied prompt")
@@ -52,12 +52,19 @@ _SETTING = re.compile(
 )
 _MAX_DEPTH = 32
 _MAX_RECORDS = 100_000
+_MAX_LINES = 8000  # characters of what is no log
+_NUMBERS = r"[0-9]{1,12}(?:\.[0-9]{1,9})?"
+_FIELD = re.compile(
+    rf"(?<![\w.])([A-Za-z][\w/.-]{{1,60}}(?: [A-Za-z]\w{{0,20}}){{0,3}}) ?[=:] {{0,40}}"
+    rf"(?:({_NUMBERS})(?![\w%]|[.,][0-9])|\[({_NUMBERS}(?:, ?{_NUMBERS}){{0,63}})\])"
+)
 _WORD = re.compile(r"[a-z]+|[0-9]+")
 
 
 def words_of(name: str) -> list[str]:
     """Return the words of a name without its group: `vllm/spec_numDrafts` -> spec, num, drafts."""
-    return _WORD.findall(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", re.split("[/:.]", name[-200:])[-1]).lower())
+    own = re.split("[/:.]", re.sub(r"\.(?:count|total|value)$", "", name[-200:]))[-1]
+    return _WORD.findall(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", own).lower())
 
 
 def role_of(name: str) -> str:
@@ -97,6 +104,19 @@ def in_documents(documents: list[object]) -> Counters | None:
             "of them are of one run is not clear; give these alone"
         )
     return total
+
+
+def in_lines(text: str) -> Counters | None:
+    """Return the counts in lines or a Python object with a name before each; None without rounds, or for several."""
+    record: dict[str, object] = {}
+    for name, value, values in _FIELD.findall(text) if len(text) <= _MAX_LINES else ():
+        if role_of(name) or _POSITION.intersection(words_of(name)):
+            number = [float(each) if "." in each else int(each) for each in re.findall(r"[0-9.]+", values or value)]
+            if name in record:
+                return None
+            record[name] = number if values else number[0]
+    counters = None if is_copied([text]) else from_record(record)
+    return counters if counters is not None and counters.num_drafts and counters.draft_tokens else None
 
 
 def _whole(records: list[_Record], total: Counters) -> Counters | None:
@@ -179,6 +199,8 @@ def _by_position(record: Mapping) -> list[float]:
         words = set(words_of(str(name))) - _FILLERS
         if not words & _POSITION:
             continue
+        if isinstance(value, Mapping) and [*value] == [str(place) for place in range(len(value))]:
+            value = [*value.values()]
         if isinstance(value, list) and words <= _OF_POSITIONS and 0 < len(value) <= MAX_POSITIONS:
             rates = [_number(rate) for rate in value]
             return [rate for rate in rates if rate is not None] if None not in rates else []
