@@ -939,7 +939,7 @@ def test_an_interrupted_conversion_is_not_used(interruption, byte_folder, tmp_pa
     else:
         with monkeypatch.context() as patched:
             patched.setattr(gguf_import, "write_tokenizer", raises(interruption))
-            assert here("generate", path, "abc")[0] == 130
+            assert here("generate", path, "abc", "-k", "0")[0] == 130
         assert not _entries(gguf_cache)
     assert "converting" in _generated(here, path)[1]
     assert len(_entries(gguf_cache)) == 1
