@@ -328,6 +328,10 @@ TEXTS = {
     "vLLM, cut at both ends": (VLLM[60:220], ("vLLM", 99, 198, 169, (91, 78))),
     "a bench in Markdown": ("| Metric | Value |\n|---|---|\n| Acceptance length | 2.50 |\n| Drafts | 100 |\n| Draft tokens | 300 |\n"
                             "| Accepted tokens | 150 |\n", ("vLLM", 100, 300, 150, ())),
+    "a bench in HTML": ("".join(
+        f"<tr><td>{name}:</td><td>{value}</td></tr>" for name, value in (
+            ("Acceptance length", 2.5), ("Drafts", 100), ("Draft tokens", 300), ("Accepted tokens", 150))),
+        ("vLLM", 100, 300, 150, ())),
     "a bench in bullets": ("- **Acceptance length:** 2.50\n- **Drafts:** 100\n- **Draft tokens:** `300`\n- Accepted tokens: 150\n",
                            ("vLLM", 100, 300, 150, ())),
     "a script under the names of metrics": (json.dumps({
@@ -547,7 +551,8 @@ def test_readings_of_metrics_one_after_another():
     text, expected = METRICS["vLLM 0.30"]
     earlier = text.replace(" 100.0", " 50.0").replace(" 200.0", " 100.0").replace(" 120.0", " 60.0")
     earlier = earlier.replace(" 80.0", " 40.0").replace(" 40.0\n", " 20.0\n")
-    found = read(f"{earlier}\n{text}")
+    rates = [f"vllm:spec_decode_draft_acceptance_rate 0.{tenth}\n" for tenth in (6, 5)]  # of an interval: it may fall
+    found = read(f"{earlier}{rates[0]}{text}{rates[1]}")
     assert (summary(found), found.notes) == (expected, (REPEATED,))
     with pytest.raises(EngineError, match="is 100, then 50: readings of several servers"):
         read(f"{text}\n{earlier}")
@@ -784,6 +789,7 @@ def test_metrics_that_are_not_known():
         json.dumps({"orders": {"accepted": 30, "rejected": 9}}),
         "pld accept=75/105 attempts\n",
         "mtp accept=31/50 rounds\n",
+        "MTP device connected: accepted 3/5 files\n",
         "[spec-stats] mode=dspark attempts=105 accepts=150 avg_per_round=1.43\n",
         "vllm:spec_decode_num_accepted_tokens_total 85\nvllm:spec_decode_num_draft_tokens_total 133\n",
         "spec_suffix_decode_draft_tokens_total 500\nspec_suffix_decode_draft_tokens_accepted_total 300\n",

@@ -127,8 +127,9 @@ def _embedded(text: str) -> Counters | None:
 
 
 def _read_again(start: str, first: LogReading) -> Iterator[LogReading]:
-    """Read lines that a terminal or an editor broke within words, or Markdown, then those of any engine."""
-    plain = re.sub(_CELLS, r"\1: \2", re.sub(r"[*`]{1,3}", "", start))
+    """Read lines that a terminal or an editor broke within words, or Markdown and HTML, then those of any engine."""
+    text = re.sub(r"<[^<>\n]{1,200}>", " ", re.sub(r"</tr>|<br ?/?>", "\n", start))
+    plain = re.sub(_CELLS, r"\1: \2", re.sub(r"[*`]{1,3}", "", text))
     for other in (*(re.sub(*line_break, start) for line_break in _BREAKS), plain):
         if other != start:
             yield read_log(io.StringIO(other))

@@ -10,7 +10,8 @@ _GROUPED = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{1,12})"  # of two counts tha
 _ACCEPTED = (  # and two counts
     r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?(?:[0-9.,]{1,12}\s*%|[01]\.[0-9]{1,9} (?=\())[^0-9\n(]{0,20})?\(?"
 )
-_NO_DRAFTS = r"(?:attempts|rounds|steps|cycles|iterations|requests|prompts|samples|runs|tests|cases)\b"
+# Things that are counted, other than drafts: engines mean rounds or draft tokens by attempts.
+_OTHERS = r"(?!draft|tok|accept)[a-z]{3,20}s\b"
 _DRAFTING = r"mtp|draft(?:s|ed|ing)?|spec\w{0,12}|nextn"
 # Without other words after "draft", as of a draft PR.
 _DRAFTING_HERE = rf"(?!draft (?!tokens?\b|accept|model|stat|rate|head|layer|depth|step)[a-z])(?:{_DRAFTING})"
@@ -116,8 +117,7 @@ GENERAL_FORMATS: tuple[LogFormat, ...] = (
         "acceptance with two counts", "ccept",
         rf"(?i:(?<!\w)(?:{_DRAFTING})\b(?:\[[0-9]{{1,9}}\])?"
         rf"(?:[^\n0-9.]|\.(?! )|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}{_GROUPED}{_OF}[0-9]))",
-        # Engines mean rounds or draft tokens by attempts.
-        {"accepted/drafted": rf"(?i:{_ACCEPTED})({_GROUPED}{_OF}{_GROUPED})(?![0-9.])(?!(?i: *{_NO_DRAFTS}))"},
+        {"accepted/drafted": rf"(?i:{_ACCEPTED})({_GROUPED}{_OF}{_GROUPED})(?![0-9.])(?!(?i: *{_OTHERS}))"},
         ("accepted/drafted",), _ratio,
         "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",
         is_general=True,

@@ -76,6 +76,7 @@ OF_REQUESTS = "the length is a mean of requests, each weighted alike"
 OF_BATCHES = "the length is of shares by position, as means of batches"
 # The part of a series' name that says what it counts, without the name of the exporter.
 _OF_DRAFTS = re.compile(r"(?<![a-z])(?:mtp|nextn|spec|speculative|draft|drafts|drafted)_(?!.*(?:_seconds|_created)).*$")
+_DRAFT_COUNTER = re.compile(r"^(?!.*(?:rate|len|mean|avg|_created)).*(?:drafts|draft_tokens|accepted)")
 _PER_POSITION = re.compile(r"_per_pos(?:ition)?$")
 METRICS_COUNTED = (  # engine, series, what is counted; for the documentation
     ("vLLM, llama.cpp, nextn, any prefix", "`*:spec_decode_num_drafts`, `..._draft_tokens`, `..._accepted_tokens`, "
@@ -137,8 +138,8 @@ def _last_reading(samples: list[Series]) -> tuple[list[Series], bool]:
     for sample in samples:
         key = (sample.name, tuple(sorted(sample.labels.items())))
         before = last.get(key)
-        is_counted = "draft" in sample.name or "accepted" in sample.name
-        if before is not None and is_counted and sample.value < before.value and "_created" not in sample.name:
+        is_counted = _DRAFT_COUNTER.search(sample.name) is not None
+        if before is not None and is_counted and sample.value < before.value:
             raise EngineError(
                 f"{sample.name} is {before.value:g}, then {sample.value:g}: readings of several servers, or of one "
                 "that was started again; give one of them, or a label (`instance`) to those of each server"
