@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -23,37 +25,60 @@ from nextn.family_table.rows import FAMILIES
 HERE = MeasuredCurve(
     name="T=1 argmax", lengths={"1": 1.5, "2": 1.7, "code": 1.7}, source="org/mine", precision="bfloat16",
     thinking=None, temperature=1.0, prompts="built-in, 16 prompts", max_tokens=256, num_speculative_tokens=2,
+    rates={"1": (0.55,), "2": (0.5, 0.4)},
 )  # fmt: skip
 KS = tuple("12345678")
 
 
 def fitting(source, family, *, thinking=None, temperature=1.0, measured=KS, precision=None):
-    curves = curves_of(source, family)
-    return fitting_curve(curves, source, measured, thinking=thinking, temperature=temperature, precision=precision)
+    curves = curves_of([source], family)
+    return fitting_curve(curves, [source], measured, thinking=thinking, temperature=temperature, precision=precision)
 
 
 def test_data_file():
-    """Each curve has a source, AL within 1 and K + 1 that rises but for noise, and a family that exists."""
+    """Each curve has a source, AL within 1 and K + 1 that rises but for noise, rates, and a family that exists."""
     curves = published_curves()
     assert len(curves) >= 14
     families = {family.name for family in FAMILIES}
     for curve in curves:
         assert all(1 <= length <= int(k) + 1 for k, length in curve.lengths.items())
         assert all(after > before - 0.3 for before, after in pairwise(curve.lengths.values()))
-        assert curve.run
+        assert curve.run or curve.rates
+        assert all(0 < rate < 1 for rate in curve.rates)
         assert curve.source.startswith("https://")
         assert curve.family is None or curve.family in families
-    keys = [(curve.model, curve.draft, curve.thinking, curve.precision) for curve in curves]
+    keys = [(curve.model, curve.draft, curve.thinking, curve.precision, curve.prompts) for curve in curves]
     assert len(set(keys)) == len(keys)
     deepseek = next(curve for curve in curves if curve.model == "DeepSeek-V4-Pro" and curve.thinking)
     assert (deepseek.lengths["3"], deepseek.lengths["8"]) == (2.49, 2.58)
+    assert len({curve.model for curve in curves if curve.rates}) >= 5
+
+
+@loop(
+    "model, num_depths, length",
+    (
+        ("Nemotron-3-Super-120B-A12B", 3, 2.55),
+        ("GLM-5.3-Flash", 3, 2.94),
+        ("Qwen3.6-27B", 3, 3.15),
+        ("Qwen3.6-27B", 6, 4.74),
+        ("Qwen3-Next-80B-A3B-Instruct", 3, 3.01),
+        ("MiMo-7B-Base", 2, 2.06),
+        ("Inkling", 8, 4.40),
+        ("GLM-5", 1, 1.95),
+        ("Qwen3.8-27B", 3, 2.65),
+    ),
+)
+def test_rates_are_conditional(model, num_depths, length):
+    """AL that follows from them is the one that the source states of the same rounds."""
+    curves = [curve for curve in published_curves() if curve.model == model and len(curve.rates) == num_depths]
+    assert [round(curve.lengths[str(num_depths)], 2) for curve in curves] == [length]
 
 
 @pytest.mark.parametrize(
     ("source", "family", "thinking", "expected"),
     [
         ("nvidia/Qwen3.5-397B-A17B-NVFP4", "qwen3_5_moe", True, ("Qwen3.5-397B-A17B", "MTP", True)),
-        ("models/qwen3.5-35b-a3b", "qwen3_5_moe", None, ("Qwen3.5-397B-A17B", "MTP", True)),
+        ("models/qwen3.6-35b-a3b", "qwen3_5_moe", None, ("Qwen3.6-35B-A3B", "MTP", None)),
         ("x/DeepSeek-V4-Pro-0813", "deepseek_v4", True, ("DeepSeek-V4-Pro-0813", "DSpark, probabilistic drafts", True)),
         ("x/DeepSeek-V4-Pro", "deepseek_v4", False, ("DeepSeek-V4-Pro", "MTP", False)),
         ("moonshotai/Kimi-K2.5", "generic", None, ("Kimi-K2.5", "EAGLE-3", True)),
@@ -68,18 +93,55 @@ def test_the_curve_that_fits(source, family, thinking, expected):
 def test_precision_and_the_k_that_were_measured():
     for precision, length in (("bfloat16", 2.51), ("FP8", 2.52)):
         assert fitting("Qwen/Qwen3.8-27B", "qwen3_5", precision=precision).lengths["3"] == length
-    assert fitting("Qwen/Qwen3.8-27B", "qwen3_5", measured=["5"]) is None
+    assert fitting("Qwen/Qwen3.8-27B", "qwen3_5").lengths["3"] == 2.51  # before those that state less
+    assert fitting("Qwen/Qwen3.8-Flash-Next", "qwen4_exp", measured=["7"]) is None
     assert fitting("Qwen/Qwen3.5-397B-A17B", "qwen3_5_moe", measured=["5"]).lengths["5"] == 4.41
 
 
-def test_none_fits():
-    assert fitting("org/SmolLM2-135M", "generic", temperature=0.0) is None
+@loop(
+    "name, family",
+    (
+        ("org/SmolLM2-135M", "generic"),
+        ("org/mine", "qwen3_5_moe"),
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe"),
+        ("zai-org/GLM-5.1", "glm_moe_dsa"),
+        ("deepseek-ai/DeepSeek-V3.1", "deepseek_v3"),
+        ("thinkingmachines/Inkling-Small", "inkling"),
+    ),
+)
+def test_none_fits(name, family):
+    """Another size or version of the family is another model."""
+    assert fitting(name, family, temperature=0.0) is None
+
+
+def test_a_model_that_it_may_be_made_from():
+    """By the name of its base, or by the sizes of a model of its family."""
+    by_base = {curve.model for curve in curves_of(["mine", "deepseek-ai/DeepSeek-V3-0324"], "deepseek_v3")}
+    assert by_base == {"DeepSeek-V3"}
+    assert {curve.model for curve in curves_of(["mine"], "qwen3_5", (5120, 64))} == {"Qwen3.6-27B", "Qwen3.8-27B"}
+    assert curves_of(["mine"], "qwen3_5", (64, 4)) == curves_of(["mine"], "qwen3_next", (5120, 64)) == []
+
+
+def test_rates_are_shown():
+    """At the published K, or at the largest that was measured, which is then a difference; AL at an equal K only."""
+    curve = PublishedCurve.of_record({"model": "m", "rates": [0.8, 0.5, 0.25], "source": "s", "draft": "MTP"})
+    assert curve.lengths == {"3": 2.3}
+    text = curve.text(HERE)
+    assert text.startswith("T=1 argmax: a_1 0.50, a_2 0.40 (published 0.80, 0.50); m, s; differs: ")
+    assert "K 3 (here 2)" in text
+    deeper = replace(HERE, lengths={"3": 1.5, "4": 1.6}, num_speculative_tokens=4, rates={"3": (0.6, 0.5, 0.4)})
+    text = curve.text(deeper)
+    assert "AL 1.50 at K = 3 (published 2.30); a_1 0.60, a_2 0.50, a_3 0.40 (published 0.80, 0.50, 0.25)" in text
+    assert "; K " not in text
+    chosen = fitting_curve([curve], ["m"], ["1", "2"], thinking=None, temperature=1.0)
+    assert chosen is curve
+    assert curve.as_record(HERE)["rates"] == (0.8, 0.5, 0.25)
 
 
 def test_conditions_that_differ_are_named():
-    curve = fitting("org/mine", "qwen3_5_moe")
+    curve = fitting("Qwen/Qwen3.5-397B-A17B", "qwen3_5_moe")
     text = curve.text(HERE)
-    assert text.startswith("T=1 argmax: AL 1.50 at K = 1 (published 1.93), 1.70 at K = 2 (published 2.73)")
+    assert text.startswith("T=1 argmax: AL 1.50 at K = 1 (published 1.93), 1.70 at K = 2 (published 2.73); Qwen3.5")
     for words in ("model Qwen3.5-397B-A17B (here org/mine)", "thinking on (here the template's default)", "here 256"):
         assert words in text
     assert "draft MTP" not in text  # alike
@@ -87,17 +149,36 @@ def test_conditions_that_differ_are_named():
 
 
 def test_measure_shows_it(here, tmp_path):
-    """For a checkpoint of that family; never for another one."""
+    """For a checkpoint of that name, or made from it; not for another one of the family."""
     (tmp_path / "p.jsonl").write_text('{"prompt": [1, 2, 3, 4, 5]}\n' * 2)
     options = ("--prompts", tmp_path / "p.jsonl", "-k", 1, "--max-tokens", 4, "--backend", "torch", "--temperatures", 1)
-    code, out, _ = here("measure", FIXTURES / "v4", *options)
+    tuned, named = tmp_path / "tuned", tmp_path / "DeepSeek-V4-Pro"
+    for folder in (tuned, named):
+        shutil.copytree(FIXTURES / "v4", folder)
+    (tuned / "README.md").write_text("---\nbase_model: deepseek-ai/DeepSeek-V4-Pro\n---\n")
+    code, out, _ = here("measure", tuned, *options)
     assert code == 0
     assert "published, for comparison only: T=1 argmax: AL" in out
     assert "(published 1.79); DeepSeek-V4-Pro" in out
-    code, out, _ = here("measure", FIXTURES / "v4", *options, "--json")
+    code, out, _ = here("measure", named, *options, "--json")
     assert json.loads(out)["published"]["run"] == "27180633016"
-    code, out, _ = here("measure", FIXTURES / "glm", *options, "--json")
+    code, out, _ = here("measure", FIXTURES / "v4", *options, "--json")
     assert "published" not in json.loads(out)
+
+
+def test_diagnose_shows_it(here, tmp_path):
+    """By the base that the files name; the same checkpoint without is not compared."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": [1, 2, 3, 4, 5]}\n' * 2)
+    (tmp_path / "m.txt").write_text(
+        "vllm:spec_decode_num_drafts_total 100\nvllm:spec_decode_num_draft_tokens_total 100\n"
+        "vllm:spec_decode_num_accepted_tokens_total 40\n"
+    )
+    tuned = shutil.copytree(FIXTURES / "v4", tmp_path / "tuned")
+    options = ("--engine", tmp_path / "m.txt", "--prompts", tmp_path / "p.jsonl", "--max-tokens", 4)
+    options += ("--backend", "torch")
+    assert "published, for comparison only" not in here("diagnose", tuned, *options)[1]
+    (tuned / "README.md").write_text("---\nbase_model: deepseek-ai/DeepSeek-V4-Pro\n---\n")
+    assert "published, for comparison only: greedy: AL" in here("diagnose", tuned, *options)[1]
 
 
 def golden(folder, text):

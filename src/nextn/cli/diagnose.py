@@ -85,6 +85,8 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Name the most likely causes of an engine's low acceptance, from its own counters and the checkpoint."""
+    from nextn.checkpoint.base_model import base_model
+    from nextn.checkpoint.checkpoint import as_checkpoint
     from nextn.checkpoint.safetensors_file import write_json
     from nextn.evaluate.engine_counters import check_temperatures, counted_so_far
     from nextn.evaluate.workload import prompts_record, read_prompts
@@ -107,7 +109,8 @@ def diagnose(
             "token ids: add --drive, and leave --own-template out; --no-stream loads the model in any case"
         )
     diagnosis = _diagnose(target, options, source, plan, texts, num_speculative_tokens, flags)
-    reference = replace(diagnosis.reference, prompts_source=prompts_record(prompts, texts))
+    base = base_model(as_checkpoint(options.source))
+    reference = replace(diagnosis.reference, prompts_source=prompts_record(prompts, texts), base_model=base)
     diagnosis = replace(diagnosis, reference=reference)
     record = diagnosis.to_dict()
     if out is not None:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from nextn.audit_rules import audit
+from nextn.checkpoint.base_model import base_model
+from nextn.checkpoint.checkpoint import as_checkpoint
 from nextn.engines.client import Budget, Limits
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
@@ -92,7 +94,8 @@ def diagnose(
     notes = audit_lines(source, head) if source else []
     observed = observe(loaded, target, texts, plan)
     found = compare(loaded, observed, texts, plan, num_speculative_tokens, flags=flags, source=source, notes=notes)
-    return replace(found, reference=replace(found.reference, prompts_source=origin))
+    base = base_model(as_checkpoint(source)) if source else None
+    return replace(found, reference=replace(found.reference, prompts_source=origin, base_model=base))
 
 
 def observe(

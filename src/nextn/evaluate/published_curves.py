@@ -1,4 +1,4 @@
-"""Acceptance lengths that others published, beside a measured curve: those of the data file, and those of a file in
+"""Acceptance that others published, beside a measured curve: AL and rates of the data file, and AL of a file in
 InferenceX's form (golden_al_distribution) or AIPerf's (the matrix of `aiperf speed-bench-report`). Imports no torch.
 
 They are no target: prompts, sampling, precision and engine move AL, and two runs of one model differ by 0.1 to 0.3 at
@@ -8,9 +8,12 @@ K >= 7. So the conditions that differ are named, and those that are not stated.
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
+from typing import Any
 
 from nextn.engines.counters import MAX_POSITIONS
 from nextn.engines.csv_formats import MATRIX_FORMAT, is_matrix, read_matrix
@@ -19,6 +22,8 @@ from nextn.text_format import some
 
 ENGINE = "nextn, teacher-forced"  # of what is measured here
 FORMS = f"a record of `nextn measure --out`, InferenceX's YAML or {MATRIX_FORMAT}"
+# Words after a model's name by which it is another, smaller or larger one.
+_OTHER_SIZE = r"(?![^a-z0-9]*(?:air|flash|lite|max|mini|nano|pro|small)(?![a-z]))"
 _FILE = Path(__file__).with_name("published_curves.jsonl")
 _MAX_SIZE = 1024 * 1024  # bytes of a file: InferenceX's have 2 KiB
 _MODES: dict[str | None, bool] = {"thinking_on": True, "thinking_off": False}
@@ -37,11 +42,13 @@ _STATED = {
 
 @dataclass(frozen=True)
 class PublishedCurve:
-    """AL of one model in one mode by K, or by category of prompts; conditions that are not stated are None."""
+    """AL of one model in one mode by K or category, with or without rates; conditions that are not stated are None."""
 
     model: str
     lengths: Mapping[str, float]  # by K, such as "3", or by category: then K is not known
     source: str
+    rates: tuple[float, ...] = ()  # a_1, a_2, ...: each of the rounds that accepted all before, at K = their number
+    size: tuple[int, int] | None = None  # hidden size and decoder layers of the model
     family: str | None = None  # of `nextn.family_table`; None for a model whose drafts are of no MTP head
     draft: str | None = None  # MTP, or another kind of drafter
     precision: str | None = None  # of the checkpoint
@@ -55,23 +62,36 @@ class PublishedCurve:
     run: str | None = None
     retrieved: str | None = None
 
-    def is_of(self, name: str) -> bool:
-        """Return whether a checkpoint's name or path is this model's, in any precision."""
-        return _letters(self.model) in _letters(name)
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "PublishedCurve":
+        """Return the curve of a line of the data file; AL that is not stated follows from the rates, at their K."""
+        rates, size = (tuple(record.get(name) or ()) for name in ("rates", "size"))
+        lengths = {str(len(rates)): round(1 + sum(accumulate(rates, mul)), 3)} if rates else {}
+        return cls(**{"lengths": lengths, **record, "rates": rates, "size": size or None})
+
+    def is_of(self, *names: str) -> bool:
+        """Return whether one of a checkpoint's names or paths is this model's, in any precision."""
+        letters = "[^a-z0-9]*".join(re.findall("[a-z0-9]", self.model.lower()))
+        pattern = re.compile(rf"{letters}(?![0-9]|\.[0-9]){_OTHER_SIZE}")
+        return any(pattern.search(name.lower()) for name in names)
 
     def shared(self, measured: Collection[str]) -> list[str]:
         """Return the K and categories that were measured, too."""
         return [key for key in self.lengths if key in measured]
 
     def text(self, measured: "MeasuredCurve") -> str:
-        """Return one line: the published AL beside the measured, and what differs."""
-        pairs = ", ".join(
+        """Return one line: the published AL and rates beside the measured, and what differs."""
+        lengths = ", ".join(
             f"{measured.lengths[key]:.2f} {f'at K = {key}' if key.isdecimal() else f'on {key}'} "
             f"(published {self.lengths[key]:.2f})"
             for key in self.shared(measured.lengths)
         )
+        pairs = list(zip(measured.rates_at(len(self.rates)), self.rates, strict=False))
+        here = ", ".join(f"a_{k} {rate:.2f}" for k, (rate, _) in enumerate(pairs, 1))
+        rates = f"{here} (published {', '.join(f'{rate:.2f}' for _, rate in pairs)})" if pairs else ""
+        figures = "; ".join(part for part in (lengths and f"AL {lengths}", rates) if part)
         differences = "; ".join(self.differences(measured))
-        return f"{measured.name}: AL {pairs}; {self.model}, {self.source}; differs: {differences or 'nothing'}"
+        return f"{measured.name}: {figures}; {self.model}, {self.source}; differs: {differences or 'nothing'}"
 
     def differences(self, measured: "MeasuredCurve") -> list[str]:
         """Return the conditions that are not alike, or not known to be, published against measured."""
@@ -88,7 +108,9 @@ class PublishedCurve:
             ("max_tokens", _shown(self.max_tokens), str(measured.max_tokens)),
             ("engine", self.engine, measured.engine),
         ]
-        if not any(key.isdecimal() for key in self.lengths):
+        if self.rates:
+            pairs.append(("K", str(len(self.rates)), str(min(len(self.rates), measured.num_speculative_tokens))))
+        elif not any(key.isdecimal() for key in self.lengths):
             pairs.append(("K", None, str(measured.num_speculative_tokens)))
         return [
             f"{name} {ours or 'not stated'} (here {theirs or 'not known'})"
@@ -115,22 +137,36 @@ class MeasuredCurve:
     max_tokens: int
     num_speculative_tokens: int
     engine: str = ENGINE
+    rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by K
+
+    def rates_at(self, num_depths: int) -> tuple[float, ...]:
+        """Return the rates at this K, or at the largest that was measured, if that is smaller."""
+        return self.rates.get(str(min(num_depths, self.num_speculative_tokens)), ())
 
 
 @cache
 def published_curves() -> tuple[PublishedCurve, ...]:
     """Return all curves of the data file."""
-    return tuple(PublishedCurve(**json.loads(line)) for line in _FILE.read_text(encoding="utf-8").splitlines())
+    lines = _FILE.read_text(encoding="utf-8").splitlines()
+    return tuple(PublishedCurve.of_record(json.loads(line)) for line in lines)
 
 
-def curves_of(source: str, family: str) -> list[PublishedCurve]:
-    """Return the curves of the data file that are of this model or its family."""
-    return [curve for curve in published_curves() if curve.is_of(source) or curve.family == family]
+def curves_of(names: Sequence[str], family: str, size: tuple[int, int] | None = None) -> list[PublishedCurve]:
+    """Return the curves of the data file that are of the checkpoint's model, or of one that it may be made from.
+
+    names: The checkpoint's, and that of the model that its files name as its base.
+    family, size: A model with both may be the base of a checkpoint with other names.
+    """
+    return [
+        curve
+        for curve in published_curves()
+        if curve.is_of(*names) or (size is not None and (curve.family, curve.size) == (family, size))
+    ]
 
 
 def fitting_curve(
     curves: Sequence[PublishedCurve],
-    source: str,
+    names: Sequence[str],
     measured: Collection[str],
     *,
     thinking: bool | None,
@@ -139,22 +175,23 @@ def fitting_curve(
 ) -> PublishedCurve | None:
     """Return the curve that fits best: of this model, of an MTP head, then by mode, precision and temperature.
 
-    measured: K and categories; None if no curve has any of them.
+    names: See `curves_of`.
+    measured: K and categories; None if no curve has any of them, or rates: a_1 is measured at every K.
     """
 
     def fit(curve: PublishedCurve) -> tuple[object, ...]:
-        is_exact = curve.is_of(source)
-        stated = temperature if curve.temperature is None else curve.temperature
+        is_exact = curve.is_of(*names)
         return (
             is_exact,
             len(curve.model) if is_exact else 0,  # the longest name: a later version's contains the earlier one's
             curve.draft == "MTP",
             curve.thinking == (thinking is not False),  # published templates think by default
-            curve.precision == precision,
-            -abs(stated - temperature),
+            precision is not None and curve.precision == precision,
+            -1.0 if curve.temperature is None else -abs(curve.temperature - temperature),
+            len(curve.shared(measured)),
         )
 
-    return max((curve for curve in curves if curve.shared(measured)), key=fit, default=None)
+    return max((curve for curve in curves if curve.rates or curve.shared(measured)), key=fit, default=None)
 
 
 def read_curves(path: Path) -> tuple[PublishedCurve, ...]:
@@ -256,7 +293,3 @@ def _brief(value: object) -> str:
 
 def _shown(value: float | None) -> str | None:
     return None if value is None else f"{value:g}"
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.base_model import base_model
+from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.errors import ConfigError, require_type
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.given_texts import GivenTexts, text_origin, think_tokens
@@ -121,7 +122,8 @@ def _unscored(
 ) -> ReferenceReport:
     report = ReferenceReport(plan, contract, tuple(prompts), generated, {}, scoring_pass, family=model.family.name)
     layers = 1 if model.head is None else model.head.num_modules
-    return replace(report, num_mtp_layers=layers, think_tokens=think_tokens(model.tokenizer))
+    size = model.trunk.config.hidden_size, model.trunk.num_layers
+    return replace(report, num_mtp_layers=layers, size=size, think_tokens=think_tokens(model.tokenizer))
 
 
 def text_states(reference: ReferenceReport, model: Model) -> TextStates:
@@ -231,9 +233,12 @@ def open_model(model: str | Path | Model, source: str, head: str | Path | None) 
 def with_checkpoint(
     report: ReferenceReport, model: Model, source: str, *, head: str | Path | None = None
 ) -> ReferenceReport:
-    """Return the report with the checkpoint's name and hashes (none without a name), and this machine."""
-    hashes = checkpoint_hashes(stored_in(model, source), head=head) if source else {}
-    return replace(report, source=source, hashes=hashes, machine=Machine.of(model))
+    """Return the report with the checkpoint's names and hashes (none without a name), and this machine."""
+    report = replace(report, source=source, machine=Machine.of(model))
+    if not source:
+        return report
+    stored = as_checkpoint(stored_in(model, source))
+    return replace(report, hashes=checkpoint_hashes(stored, head=head), base_model=base_model(stored))
 
 
 def stored_in(model: Model, source: str) -> str | Checkpoint:

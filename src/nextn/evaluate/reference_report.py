@@ -99,6 +99,8 @@ class ReferenceReport:
         engine: The engine that wrote them.
         stream: What streaming the trunk took, see `streaming_plan.stream_record`.
         num_mtp_layers: Of the head.
+        base_model: The model that the checkpoint's files name as the one that it was made from.
+        size: Hidden size and decoder layers of the trunk.
         think_tokens: Ids of the opening and the closing tag of thinking.
         prompts_source: Where the prompts came from, see `workload.prompts_record`.
 
@@ -125,6 +127,8 @@ class ReferenceReport:
     engine: EngineCheck | None = None
     stream: Mapping[str, object] | None = None
     num_mtp_layers: int = 1
+    base_model: str | None = None
+    size: tuple[int, int] | None = None
     think_tokens: ThinkTokens | None = None
     prompts_source: Mapping[str, object] = field(default_factory=dict)
 
@@ -356,7 +360,11 @@ class ReferenceReport:
     @cached_property
     def published(self) -> tuple[PublishedCurve, MeasuredCurve] | None:
         """The published curve that fits this checkpoint, and the one measured here; None where there is none."""
-        return self.beside(curves_of(self.source, self.family))
+        return self.beside(curves_of(self._names, self.family, self.size))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.source, self.base_model or ""
 
     def beside(self, curves: Sequence[PublishedCurve]) -> tuple[PublishedCurve, MeasuredCurve] | None:
         """Return the one of these curves that fits best, and the measured one, of greedy drafts as engines have them.
@@ -369,7 +377,7 @@ class ReferenceReport:
         measured = [self._measured_curve(temperature) for temperature in scored]
         last = measured[-1]
         curve = fitting_curve(
-            curves, self.source, last.lengths,
+            curves, self._names, last.lengths,
             thinking=last.thinking, temperature=last.temperature, precision=last.precision,
         )  # fmt: skip
         if curve is None:
@@ -383,6 +391,7 @@ class ReferenceReport:
         domains = self.domains_at(temperature) or [*by_domain(self.prompts)]
         by_category = {each: self.figures(temperature, rule=rule, k=largest, domain=each) for each in domains}
         lengths = {name: each.length.value for name, each in (by_k | by_category).items()}
+        rates = {name: tuple(rate.value for rate in each.rates) for name, each in by_k.items()}
         return MeasuredCurve(
             name=rule if not temperature else f"T={temperature:g} {rule}",
             lengths={name: length for name, length in lengths.items() if not math.isnan(length)},
@@ -393,6 +402,7 @@ class ReferenceReport:
             prompts=self.prompts_text,
             max_tokens=self.plan.max_tokens,
             num_speculative_tokens=largest,
+            rates={name: each for name, each in rates.items() if not any(map(math.isnan, each))},
         )
 
     def _curve_records(self) -> list[dict[str, object]]:
