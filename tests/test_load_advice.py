@@ -58,6 +58,12 @@ def test_a_round_that_costs_less_than_a_plain_one_has_free_drafts():
     assert point(1, 3.5).expected(RATES) == pytest.approx([1, 1.85, 2.445, 2.802])
 
 
+@pytest.mark.parametrize("drafts", [3.0, 2.75])
+def test_the_measured_k_is_expected_to_be_as_fast_as_measured(drafts):
+    """Also where the ends of short texts cut rounds short: 5 % less at the largest K made a smaller one look better."""
+    assert point(1, 1.4, drafts=drafts).expected(RATES)[3] == pytest.approx(1.4)
+
+
 def test_an_engine_that_chooses_k_itself_is_noted():
     """Two drafts a round that cost 0.6 together are 0.3 each."""
     one = point(1, 2.4 / 1.6, length=2.4, drafts=2.0)

@@ -24,12 +24,14 @@ DEFINITIONS = {
     "middle_repeat": "tokens/s without and with MTP in the repeat of the median speedup, which is their ratio",
     "mean_acceptance_length": "AL by the engine's counters over the answers at this number of streams",
     "round_cost": "AL / speedup: the time of a round with K drafts in plain ones; MTP is faster where AL is above it",
-    "draft_cost": "(round_cost - 1) / mean drafts in a round, at least 0: each draft is assumed to cost the same",
+    "draft_cost": "(round_cost - 1) / K, or / mean drafts in a round if the engine chooses K itself, at least 0: each "
+    "draft is assumed to cost the same",
     "expected": "speedup at k = 0 .. K: AL(k) / (1 + k draft_cost)",
     "best_num_speculative_tokens": "the best k; 0 where the low quartile of the speedup is below 1",
 }
 REPEATS = 3  # pairs of passes at each load
 _PROMPTS = 16  # asked at every load, if there are as many: AL of other texts would not compare
+_FIXED = 0.9  # of K are drafted in a round on average, at least, by an engine that does not choose K itself
 _NO_LIMIT = 1024  # the end of vLLM's last range, which it extends to its largest batch
 
 
@@ -52,7 +54,9 @@ class LoadPoint:
     def expected(self, rates: Sequence[float], *, cautious: bool = False) -> list[float]:
         """Return the speedup at k = 0 .. K. cautious: with the low quartile of what was measured."""
         measured = self.speedup.low if cautious else self.speedup.median
-        draft_cost = max(0.0, (self.length / measured - 1) / self.drafts)
+        # Rounds that the end of a text cuts short lower AL, the rates and the cost alike: no reason for another K.
+        drafts = len(rates) if self.drafts > _FIXED * len(rates) else self.drafts
+        draft_cost = max(0.0, (self.length / measured - 1) / drafts)
         return [expected_length(rates[:k]) / (1 + k * draft_cost) for k in range(len(rates) + 1)]
 
     def best(self, rates: Sequence[float]) -> int:
@@ -100,7 +104,7 @@ class LoadAdvice:
             f"at {joined(map(str, unsure))} streams MTP was faster in some passes and slower in others: use an "
             "idle machine, more --prompts or more --max-tokens"
         ] if unsure else []  # fmt: skip
-        if least > 0.9 * k:  # the end of a text cuts rounds short
+        if least > _FIXED * k:
             return passes
         return [
             *passes,
