@@ -21,6 +21,7 @@ from nextn.model.model import Model
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.train.config import TrainConfig
 from nextn.train.head_task import HeadTask
+from nextn.train.run_options import RunOptions
 
 SMALL = [
     *("--set", "steps=3", "--set", "batch_size=2", "--set", "length=32", "--set", "depths=2"),
@@ -83,6 +84,12 @@ def test_a_head_is_trained_on_a_packed_trunk(given, tmp_path, nextn):
     findings = audit(Checkpoint.open(tmp_path / "run" / "model")).findings
     assert not [finding for finding in findings if finding.severity == "error"]
     assert Model.load(tmp_path / "run" / "model").head is not None
+
+
+def test_a_resumed_run_may_turn_off_what_it_wrote():
+    """`--set tensorboard=false`, which is not the same as leaving it out."""
+    given = (RunOptions(tensorboard=each) for each in (False, None))
+    assert [RunOptions(tensorboard=True).resumed(each).tensorboard for each in given] == [False, True]
 
 
 @pytest.mark.more

@@ -1113,6 +1113,7 @@ NOT_LOADED = [
     "(config declares mtp heads but checkpoint ships no mtp.* weights; MTPModule attachment skipped)",
     "MTP head present in this checkpoint but not loaded (speculative.mtp_k=0)",
     "Parameter model.layers.0.self_attn.q_proj.weight not found in params_dict",
+    "Parameter model.layers.46.shared_head.head.weight not found in params_dict",
     "WARN `--speculative` requested but no MTP weights loaded",
 ]
 NO_FAULT = [

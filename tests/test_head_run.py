@@ -13,6 +13,7 @@ from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.edit.convert import extract
 from nextn.errors import CheckpointError, ConfigError, FamilyError, TrainingError
 from nextn.model.model import Model
+from nextn.train import head_run
 from nextn.train.head_run import StartingPoint, load_starting_point, prepare_head_run
 
 SETTINGS = {"steps": 3, "batch_size": 2, "length": 32, "depths": 2, "eval_batches": 1, "dtype": "float32", "warmup": 0}
@@ -41,14 +42,16 @@ def run(out, start, text, **settings):
 
 
 @pytest.mark.more
-def test_an_existing_head_is_trained_on_and_written(trunk, text, tmp_path):
+def test_an_existing_head_is_trained_on_and_written(trunk, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(head_run, "_LARGE_VOCABULARY", 200)
     made = run(tmp_path, StartingPoint(trunk), text)
     before = {name: value.clone() for name, value in made.task.named.items()}
     list(made.trainer.run())
     written = Model.load(made.write(allow_worse=True))
     assert any(not torch.equal(value, before[name]) for name, value in made.task.named.items())
     assert written.trunk.dtype == torch.bfloat16
-    again = run(tmp_path, StartingPoint(trunk), text)
+    again = run(tmp_path, StartingPoint(trunk), text, loss_vocab=0)
+    assert ["loss_vocab" in " ".join(each.notes) for each in (made, again)] == [True, False]  # a choice is not advised
     assert again.trainer.resume()
     assert again.write(allow_worse=True).exists()  # over the one that is there
     assert made.write(head_only=True, allow_worse=True) == tmp_path / "head" / "head.safetensors"
