@@ -17,7 +17,7 @@ from nextn.engines import log_reader
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, ROUNDED, SOME_POSITIONS
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
-from nextn.engines.log_formats import LOG_FORMATS, RENAMED, STEPS_WITHOUT_DRAFTS
+from nextn.engines.log_formats import LOG_FORMATS, NO_MTP, RENAMED, STEPS_WITHOUT_DRAFTS
 from nextn.engines.log_reader import RISING
 from nextn.engines.metrics_formats import METRICS_FORMAT, OF_BATCHES, OF_REQUESTS, REPEATED
 from nextn.engines.run_settings import OVERRIDES, head_not_loaded, overrides_in
@@ -293,9 +293,9 @@ TEXTS = {
                "probe_rounds=0]\n", ("mlxcel", 80, 240, 150, ())),
     "LightLLM": (
         "INFO 11-03 10:00:00 [manager.py:540] lightllm_req_id:8 first_token_cost:120.1ms total_cost_time:3000.2ms,"
-        "out_token_counter:256 mean_per_token_cost_time: 11.2ms mtp_accepted_token_num:156 mtp_total_verify_steps:100 "
-        "mtp_total_verify_tokens:300 mtp_avg_token_per_step:2.56 mtp_avg_accepted_tokens_per_step:1.56\n",
-        ("LightLLM", 100, None, 156, ())),
+        "out_token_counter:2563 mean_per_token_cost_time: 11.2ms mtp_accepted_token_num:1563 mtp_total_verify_steps:1000 "
+        "mtp_total_verify_tokens:3000 mtp_avg_token_per_step:2.56 mtp_avg_accepted_tokens_per_step:1.56\n",
+        ("LightLLM", 1000, None, 1563, ())),
     "LightLLM, before it printed counts": (
         "lightllm_req_id:8 total_cost_time:3000.2ms,out_token_counter:256 prompt_cache_ratio:0.0 "
         "mtp_avg_token_per_step:2.5600000000000001 \n", ("LightLLM", 100, None, 156, ())),
@@ -451,6 +451,8 @@ def test_notes_say_what_is_missing():
     assert read(rising + rising).notes == read(rising).notes == ()
     counts = ((90, 99), (40, 50), (50, 60), (55, 70))  # the second is less: these are of intervals
     assert read("".join(f"MTP total: {kept} accepted / {drafted} drafted\n" for kept, drafted in counts)).notes == ()
+    old, counted = (TEXTS[f"LightLLM{more}"][0] for more in (", before it printed counts", ""))
+    assert (read(old.replace("2.56", "1.0")).notes, read(counted).notes) == ((NO_MTP,), ())
     assert RISING not in read(f"{VLLM}\n{VLLM.replace('169', '269').replace('198', '298')}\n").notes
     for length, notes in (("1.0", (RENAMED,)), ("2.0", ())):
         assert read(f"step:1 - rollout/spec_accept_length:{length}\n").notes == notes
