@@ -901,11 +901,13 @@ def test_reports_name_the_file_and_not_its_folder_in_the_cache(tmp_path, here, g
     """Also where it holds a head of its own layout, which the conversion stores apart."""
     path = exported(tmp_path, "llama")
     (tmp_path / "prompts.txt").write_text("a is a letter\n\nand so on")
+    (tmp_path / "engine.log").write_text("MTP: 31 accepted / 50 drafted\n")
     few = ("--prompts", tmp_path / "prompts.txt", "--max-tokens", 8, "--temperatures", 0, "-k", 1)
     for command in (
         ["accuracy", path, "--weights", "stored", "--texts", tmp_path / "text.txt"],
         ["measure", path, "--json", *few],
         ["advise", path, "--json", "--batches", 1, "--contexts", 32, *few],
+        ["diagnose", path, "--json", "--engine", tmp_path / "engine.log", *few],
     ):
         code, out, err = here(*command)
         assert code in (0, 1), err
