@@ -189,6 +189,9 @@ BROKEN = {
     "other layer types": (
         "config-contradicts", "error", "qwen3_next", {"config": {"layer_types": ["full_attention"] * 2}},
         "have linear_attn in layer 0 and self_attn in layer 1"),
+    "a layer type for the head's layer": (
+        "config-contradicts", "error", "qwen3_next", {"config": {"layer_types": [
+            "linear_attention", "full_attention", "full_attention"]}}, "trunk has 2 layers; length of layer_types = 3"),
     "a bias of the head's norm": (
         "names-unknown", "error", "qwen3_5", {"change": put("mtp.norm.bias", (H,))}, "engine maps: mtp.norm.bias"),
     "counted one layer too few": (

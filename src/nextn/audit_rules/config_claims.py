@@ -60,6 +60,11 @@ _SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers
 _MORE_SIZES = ("num_key_value_heads", "intermediate_size", "moe_intermediate_size", "head_dim")
 # Lists with one entry for each layer; those of some releases also have entries for the head.
 _OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_layer_freq")
+# Of which transformers 5.23 refuses more entries than layers, except for these families.
+_EXACT = {
+    "layer_types": {"deepseek_v4", "step3p5", "step5"},
+    "mlp_layer_types": {"deepseek_v4", "step3p5", "step5", "hy_v3", "glm4_moe_lite"},
+}
 
 
 def config_claims(inventory: Inventory) -> Iterator[Finding]:
@@ -110,8 +115,13 @@ def _no_dtype(config: Mapping[str, object]) -> Iterator[Finding]:
 
 def _layers(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Claim]:
     """Yield another number of layers, or of columns, and layers of one declared type with different mixers."""
+    family, is_counted_right = inventory.family, not inventory.unrecognized and not inventory.bare_blocks
     for field in _OF_LAYERS:
-        if isinstance(entries := config.get(field), list) and len(entries) < inventory.num_layers:
+        entries = config.get(field)
+        longer = family.runs and is_counted_right and field in _EXACT and family.name not in _EXACT[field]
+        if isinstance(entries, list) and (
+            len(entries) < inventory.num_layers or (longer and len(entries) > inventory.num_layers)
+        ):
             yield {f"length of {field}": len(entries)}, f"the trunk has {inventory.num_layers} layers"
     pattern = config.get("hybrid_override_pattern")  # Megatron's also has the head's layers, and | between stages
     if isinstance(pattern, str) and (len(pattern) != inventory.num_layers or not set(pattern) <= set("ME*-")):

@@ -103,8 +103,9 @@ class Inventory:
 
     @property
     def is_head_alone(self) -> bool:
-        """Whether no layer of a trunk is stored beside the head, nor lost."""
-        return bool(self.stored) and not self.layers and not self.trunk_lost
+        """Whether nothing but a head is stored, and the index lists no more."""
+        names = self.checkpoint.tensors.keys() - self.spellings(self.stored)
+        return bool(self.stored) and not names and not self.trunk_lost
 
     def indexed_but_missing(self, *, head: bool) -> list[str]:
         """Return the names in the index that no file holds, of the head or of everything else."""
