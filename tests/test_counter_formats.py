@@ -1085,6 +1085,7 @@ NOT_FORCED = [
     "SGLANG_SIMULATE_ACC_LEN: 0",
     "rejection_sample_method='standard', synthetic_acceptance_length=None",
     "rejection_sample_method=block",
+    "llama-server --draft-p-accept 1.0",
     "use_relaxed_acceptance_for_thinking=False",
     "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=0",
     '{"method": "mtp"} --speculative-algorithm EAGLE --spec-type ngram-mod,draft-mtp --spec-type none',
