@@ -175,6 +175,9 @@ BROKEN = {
         "trunk-partial", "error", "glm5_next", {"change": drop(r"\.dt_bias$")}, "self_attn.dt_bias: no"),
     "a part of the only Mamba layer": (
         "trunk-partial", "error", "nemotron_h", {"change": drop(r"\.D$")}, "mixer.D: no"),
+    "experts of the trunk lost": (
+        "trunk-partial", "error", "deepseek_v3", {"change": drop(r"layers\.1\.mlp\.experts\.[12]\.")},
+        "lacks model.layers.1: mlp.experts.1, model.layers.1: mlp.experts.2: no"),
     "final norm lost": (
         "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model\.(language_model\.)?norm\.")}, "the final norm"),
     "another number of heads": (

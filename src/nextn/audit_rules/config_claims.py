@@ -15,7 +15,7 @@ from nextn.audit_rules.findings import Finding
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.bounded_json import short_repr
 from nextn.checkpoint.checkpoint import CONFIG
-from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts, trunk_experts, uniform
+from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts, lost_experts, trunk_experts, uniform
 from nextn.checkpoint.expert_forms import split_view
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import GENERIC
@@ -192,6 +192,8 @@ def _experts(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Cla
     """Yield numbers of experts, and layers with experts, that are not those of config.json."""
     experts, declared = trunk_experts(inventory), declared_experts(config)
     count, chosen = uniform(experts), lookup_count(config, "num_experts_per_tok")
+    if count and declared and count not in declared.values() and any(lost_experts(inventory)):
+        return  # which is a finding of its own
     if count and declared and count not in declared.values():
         yield declared, f"the trunk's layers have {count} experts"
     elif count and chosen and chosen > count:

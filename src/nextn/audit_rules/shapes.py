@@ -15,6 +15,7 @@ from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_counts import (
     declared_experts,
     head_experts,
+    lost_experts,
     router_axis,
     trunk_experts,
     uniform,
@@ -70,7 +71,9 @@ def _pruned_apart(inventory: Inventory) -> tuple[int, int] | None:
     trunk = uniform(trunk_experts(inventory))
     # An incomplete head is another fault: what was pruned has as many rows in its router.
     routers = [router_axis(each, inventory.info(each), head) for each in inventory.stored]
-    return None if trunk in (None, head) or set(routers) == {None} else (trunk, head)
+    if trunk in (None, head) or set(routers) == {None} or any(lost_experts(inventory)):
+        return None
+    return trunk, head
 
 
 def shape(inventory: Inventory) -> Iterator[Finding]:

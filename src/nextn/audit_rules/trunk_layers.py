@@ -12,6 +12,7 @@ from nextn.audit_rules.config_claims import both_levels
 from nextn.audit_rules.findings import Finding
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
+from nextn.checkpoint.expert_counts import lost_experts
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import is_mlx
 from nextn.text_format import counted, some
@@ -125,6 +126,7 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
     """
     components = {index: _components(parts) for index, parts in reference.parts_of_trunk.items()}
     yield from _without_component(components)
+    yield from lost_experts(inventory)
     alike = not (inventory.family.own_block or inventory.family.block_adds or inventory.family.block_lacks)
     block = _components(reference.parts_of_head(0)) if alike and inventory.modules else {}
     others = {index: frozenset(filter(_is_other, layer)) for index, layer in components.items()}

@@ -1,6 +1,6 @@
 """How many experts trunk layers and the head's modules have, which differ where one of them was pruned. No torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from nextn.checkpoint.expert_forms import expert_path
@@ -36,6 +36,16 @@ def count_experts(tensors: Iterable[tuple[str, TensorInfo]]) -> int:
     found = [(path, info) for name, info in tensors if (path := expert_path(name)) is not None]
     numbers = {path.number for path, _ in found if path.number is not None}
     return len(numbers) or max((info.shape[0] for path, info in found if path.number is None and info.shape), default=0)
+
+
+def lost_experts(inventory: Inventory) -> Iterator[tuple[int, str]]:
+    """Yield layer of the trunk and expert that it lacks below the highest number of its experts."""
+    running = inventory.running_paths
+    for index, layer in inventory.layers.items():
+        paths = [found for path in layer if (found := expert_path(running[path])) and found.number is not None]
+        numbers = {found.number for found in paths if found.number is not None}
+        if numbers and max(numbers) >= len(numbers):
+            yield from ((index, f"{paths[0].stem}.{each}") for each in range(max(numbers)) if each not in numbers)
 
 
 def declared_experts(config: Mapping[str, object]) -> dict[str, int]:
