@@ -162,7 +162,9 @@ def _found(row: Record) -> str:
         return ", ".join(f"`{name}`" for name in row["named"]) or "nothing known"
     if "checks" in row:
         outcomes = Counter(row["checks"].values())
-        return ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+        failed = ", ".join(f"`{name}`" for name, outcome in row["checks"].items() if outcome == "failed")
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+        return f"{counts}: {failed}" if failed else counts
     return _rates(row["acceptance"])
 
 
