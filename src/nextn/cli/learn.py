@@ -181,10 +181,10 @@ def _show_trained(new: "Demonstration", own: "Demonstration", trained: "TrainedH
     screen.rule("[bold]results on the model's continuations of held-out code")
     screen.print(plain(f"the new head, {trained.steps} steps:"))
     _show_figures(new.decoded)
-    screen.print("the head of part 1:")
-    _show_figures(own.decoded)
     if new.decoded.greedy.figures().speedup < 1:
         screen.print("note: after so few steps, checking drafts costs more than the new head saves", style="dim")
+    screen.print("the head of part 1:")
+    _show_figures(own.decoded)
     screen.print(plain(f"trained in {trained.seconds:.0f} s; in {trained.folder.parent}: head, report.json"))
     command = shlex.join(["nextn", "generate", str(new.checkpoint), "def add(", "--head", str(trained.folder)])
     screen.print(plain(f"To try it: {command}"))
