@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import nextn
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.edit.convert import extract
 from nextn.errors import CheckpointError
 from nextn.model.model import Model
 from nextn.model.stored_layout import fuse_experts, split_experts, to_runtime_layout, to_stored_layout
@@ -65,6 +66,17 @@ def test_nothing_keeps_an_initial_value(name, modules, tmp_path):
         assert value.device.type == "cpu"
     frozen = [{key for key, value in each.named_parameters() if not value.requires_grad} for each in (head, built.head)]
     assert frozen[0] == frozen[1]
+
+
+def test_a_head_alone_is_read_onto_a_trunk(glm, tmp_path):
+    """The file that `extract` writes; a model it is not."""
+    extract(glm, tmp_path / "head.safetensors")
+    model = Model.load(glm)
+    head = nextn.load_head(tmp_path / "head.safetensors", model.trunk.model)
+    expected = model.head.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in head.state_dict().items())
+    with pytest.raises(CheckpointError, match="a head alone; give its trunk"):
+        Model.load(tmp_path / "head.safetensors")
 
 
 def test_all_problems_in_one_error(qwen):

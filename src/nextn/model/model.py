@@ -128,6 +128,8 @@ class Model:
         torch_device = resolve_device(device)
         checkpoint = as_checkpoint(source)
         inventory = _inventory(checkpoint, need_head=need_head and not skip_head and head is None)
+        if inventory.is_head_alone and not checkpoint.pickled:
+            raise CheckpointError(f"{checkpoint.path}: a head alone; give its trunk, and this head with --head")
         beside = None if head is None else open_head(head, inventory)
         with_head, family = not skip_head and bool(inventory.declared and inventory.stored), inventory.family
         if stream:
@@ -296,8 +298,6 @@ def _inventory(checkpoint: Checkpoint, *, need_head: bool) -> Inventory:
     if need_head and not (inventory.declared and inventory.stored):
         inventory.refuse_draft_model()
         raise CheckpointError(_missing_head_message(inventory))
-    if inventory.is_head_alone:
-        raise CheckpointError(f"{checkpoint.path}: a head alone; give its trunk, and this head with --head")
     return inventory
 
 
