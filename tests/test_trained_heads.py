@@ -6,17 +6,18 @@ import shlex
 
 import pytest
 from artifacts import load_json, publish
+from quick import loop
 from test_restore import without
 
 import nextn
 from nextn.audit_rules import audit
-from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
+from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
 from nextn.checkpoint.tensors import TensorReader, bytes_of
-from nextn.checkpoint.trained_heads import SIDE_HEAD
+from nextn.checkpoint.trained_heads import SIDE_HEAD, renamed_head
 from nextn.edit.export import export
-from nextn.errors import NextnError
+from nextn.errors import CheckpointError, NextnError
 
 # Published name -> that of speculators, whose experts are fused.
 SPECULATORS = {"mtp.fc.": "input_proj.", "mtp.norm.": "final_layernorm.", "mtp.layers.0.": "",
@@ -91,6 +92,77 @@ def test_speculators_head_of_another_model(tmp_path):
         (head / CONFIG).write_text(json.dumps(config | {"transformer_layer_config": model}))
         with pytest.raises(NextnError, match="layout of the speculators library"):
             Checkpoint.open(head)
+
+
+def stored(folder, names, **config):
+    """Add tensors to a folder's file, and fields to its config.json."""
+    checkpoint = Checkpoint.open(folder)
+    table = {stored: checkpoint.raw(name) for name, stored in checkpoint.stored_names.items()}
+    write_safetensors(folder / "model.safetensors", table | {name: RawTensor("BF16", (2,), bytes(4)) for name in names})
+    (folder / CONFIG).write_text(json.dumps(load_json(folder / CONFIG) | config))
+    return folder
+
+
+@loop(
+    "names, config, message",
+    (
+        (["mtp_layers.1.input_proj.weight"], {}, "mtp_layers.1.input_proj.weight"),
+        (["mtp_layers.1.input_proj.weight"], {"num_nextn_predict_layers": 2}, "mtp_layers.1.input_proj.weight"),
+        (["mtp_layers.extra.weight"], {}, "mtp_layers.extra.weight"),
+        ([], {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2"),
+        ([], {"num_nextn_predict_layers": None}, "num_nextn_predict_layers is null"),
+        (["mtp.fc.weight"], {}, "mtp_layers.0.input_proj.weight"),
+    ),
+)
+def test_speculators_head_that_is_not_read(names, config, message, tmp_path):
+    """Of several layers, or with two tensors in one place: nothing of it is dropped."""
+    head = stored(speculators(publish(tmp_path / "base", "qwen3_5"), tmp_path / "head"), names, **config)
+    with pytest.raises(CheckpointError, match=f"^{head}: .*{re.escape(message)}"):
+        Checkpoint.open(head)
+
+
+def test_two_names_of_one_tensor():
+    with pytest.raises(CheckpointError, match=r"fc\.weight and mtp\.fc\.weight"):
+        renamed_head({}, ["fc.weight", "mtp.fc.weight"], [SIDE_HEAD])
+
+
+def test_tensors_that_speculators_does_not_write(tmp_path):
+    """They are kept, and named as not checked; only the verifier's copies are left out."""
+    head = speculators(publish(tmp_path / "base", "qwen3_5"), tmp_path / "head")
+    stored(head, ["embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight"])
+    assert not [line for line in audit(head).unchecked if "outside" in line]
+    stored(head, ["adapter.weight"])
+    assert [line for line in audit(head).unchecked if "adapter.weight" in line]
+    stored(head, ["mtp_layers.0.gain.weight"])
+    assert "mtp.layers.0.gain.weight" in Checkpoint.open(head).tensors
+
+
+def lone(base, folder):
+    """The files of a model of which its own are absent, and Unsloth's head."""
+    unsloth(base, folder)
+    (folder / CONFIG).write_bytes((base / CONFIG).read_bytes())
+    return "model.embed_tokens.weight"
+
+
+def lost(base, folder):
+    """A head of speculators in two files, of which the second is absent."""
+    speculators(base, folder)
+    return "mtp_layers.0.token_layernorm.bias"
+
+
+@pytest.mark.parametrize("make", [lone, lost])
+def test_absent_files_of_an_index(make, tmp_path):
+    """A head's tensors beside an index that names more are not the whole of a checkpoint."""
+    base, folder = publish(tmp_path / "base", "qwen3_5"), tmp_path / "folder"
+    name = make(base, folder)
+    table = {name: "model-2.safetensors"}
+    if make is lost:
+        table |= dict.fromkeys(Checkpoint.open(folder).stored_names.values(), "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": table}))
+    report = audit(folder)
+    assert not report.clean
+    assert "model-2.safetensors" in {each.file for each in Checkpoint.open(folder).problems}
+    assert [each for each in report.findings if each.severity == "error" and "model-2.safetensors" in each.found]
 
 
 @pytest.mark.more

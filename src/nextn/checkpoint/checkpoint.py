@@ -254,7 +254,11 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
     except ValueError as error:
         raise CheckpointError(f"{sources[CONFIG]}: {error}.") from error
     checkpoint = Checkpoint(path, config, index, headers, tensors, tuple(problems), sources)
-    if (head := renamed_head(config, tensors, files)) is not None:
+    try:
+        head = renamed_head(config, dict.fromkeys([*tensors, *(index or ())]), {*files, *named})
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if head is not None:
         return _published(checkpoint, head)
     others = {*checkpoint.unindexed}  # files beside a model's, which may be of a draft model
     if (found := standalone(config, [name for name, info in tensors.items() if info.file not in others])) is not None:
@@ -264,15 +268,22 @@ def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
 
 def _published(checkpoint: Checkpoint, head: RenamedHead) -> Checkpoint:
     """Return a head alone under its family's names and with its model's config, without tensors of the trunk."""
-    infos = {name: replace(checkpoint.tensors[stored], name=name) for name, stored in head.names.items()}
+    published = {stored: name for name, stored in head.names.items()}
+    infos = {name: replace(checkpoint.tensors[stored], name=name)
+             for name, stored in head.names.items() if stored in checkpoint.tensors}  # fmt: skip
     headers = {
         file: replace(header, tensors={name: info for name, info in infos.items() if info.file == file})
         for file, header in checkpoint.headers.items()
     }
+    own = checkpoint.index
+    index = None if own is None else {published[name]: file for name, file in own.items() if name in published}
+    problems = tuple(
+        replace(each, tensor=published.get(each.tensor or "", each.tensor)) for each in checkpoint.problems
+    )
     sources = dict(checkpoint.sources)
     if head.config is not checkpoint.config:
         sources.pop(CONFIG)  # an edit writes the model's
-    return replace(checkpoint, config=head.config, index=None, headers=headers, tensors=infos, problems=(),
+    return replace(checkpoint, config=head.config, index=index, headers=headers, tensors=infos, problems=problems,
                    sources=sources, stored_names=head.names)  # fmt: skip
 
 
