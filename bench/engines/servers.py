@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import URLError
@@ -71,7 +71,8 @@ def served(command: Command, log: Path) -> Iterator[str]:
         _await(child, f"http://127.0.0.1:{port}/health", log)
         yield f"127.0.0.1:{port}"
     finally:
-        os.killpg(child.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ended, and none of its children is left
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
 
 
