@@ -69,8 +69,20 @@ def test_an_engine_that_chooses_k_itself_is_noted():
     one = point(1, 2.4 / 1.6, length=2.4, drafts=2.0)
     assert one.expected(RATES)[1] == pytest.approx(1.85 / 1.3)
     assert "drafted 2.0 of 3" in advice(one).notes[0]
-    assert not advice(point(1, 1.5)).notes
-    assert not advice(point(1, 1.5, drafts=2.85)).notes  # fixed, and cut short at the end of texts
+    assert not advice(point(1, 1.75)).notes
+    assert not advice(point(1, 1.75, drafts=2.85)).notes  # fixed, and cut short at the end of texts
+
+
+def test_a_k_that_was_not_measured_at_its_load_is_noted():
+    """K = 3 was measured at every load, and so was none."""
+    (note,) = advice(point(1, 1.75), point(8, 1.2), point(32, 0.63)).notes
+    assert "K = 2 at 8 streams: " in note
+    assert "rounds of 3 drafts" in note
+
+
+@pytest.mark.parametrize(("num_prompts", "asked"), [(164, [16, 16, 32]), (8, [8, 8, 32]), (1, [2, 8, 32])])
+def test_each_load_asks_sixteen_prompts_or_two_for_each_stream(num_prompts, asked):
+    assert [load_advice.num_requests(num_prompts, streams) for streams in (1, 4, 16)] == asked
 
 
 def test_schedule_takes_the_larger_load_between_two():

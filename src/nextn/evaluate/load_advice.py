@@ -17,7 +17,7 @@ from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
 from nextn.stats.acceptance import expected_length, length_of_drafts, rates_record
 from nextn.stats.speedup import Spread, uniform_rate
-from nextn.text_format import joined
+from nextn.text_format import counted, joined
 
 DEFINITIONS = {
     "speedup": "tokens/s with MTP over tokens/s without, same prompts, one after the other; median over repeats",
@@ -100,17 +100,16 @@ class LoadAdvice:
         """What makes the figures uncertain."""
         k, least = len(self.rates), min(point.drafts for point in self.points)
         unsure = [point.streams for point in self.points if point.speedup.low < 1 < point.speedup.high]
-        passes = [
+        estimated = [f"K = {best} at {counted(point.streams, 'stream')}" for point in self.points
+                     if (best := point.best(self.rates)) not in (0, k)]  # fmt: skip
+        notes = {
             f"at {joined(map(str, unsure))} streams MTP was faster in some passes and slower in others: use an "
-            "idle machine, more --prompts or more --max-tokens"
-        ] if unsure else []  # fmt: skip
-        if least > _FIXED * k:
-            return passes
-        return [
-            *passes,
+            "idle machine, more --prompts or more --max-tokens": unsure,
             f"the engine drafted {least:.1f} of {k} tokens in a round: it chooses K itself, so the expected speedups "
-            "are uncertain; measure it at a fixed K",
-        ]
+            "are uncertain; measure it at a fixed K": least <= _FIXED * k,
+            f"{joined(estimated)}: an estimate from rounds of {k} drafts; measure it at this K, too": estimated,
+        }
+        return [note for note, applies in notes.items() if applies]
 
     @property
     def settings(self) -> dict[str, str]:
@@ -177,7 +176,7 @@ def measure_loads(
     """
     points, counted = [], []
     for streams in sorted(set(loads)):
-        asked = list(islice(cycle(prompts), max(2 * streams, min(len(prompts), _PROMPTS))))
+        asked = list(islice(cycle(prompts), num_requests(len(prompts), streams)))
         speeds: dict[Endpoint, list[float]] = {engine: [], plain: []}
         span = CounterSpan(engine, required=True)
         for turn in range(REPEATS):
@@ -195,6 +194,11 @@ def measure_loads(
     total = sum_counters(counted)
     assert total is not None
     return LoadAdvice(total.engine, temperature, _rates(total), tuple(points))
+
+
+def num_requests(num_prompts: int, streams: int) -> int:
+    """How many requests a pass at this number of streams makes."""
+    return max(2 * streams, min(num_prompts, _PROMPTS))
 
 
 def refuse_drafts(plain: Endpoint, prompt: str | tuple[int, ...]) -> None:
@@ -245,4 +249,4 @@ def _rates(counters: Counters) -> tuple[float, ...]:
 def _streams(first: int, last: int | None) -> str:
     if last is None:
         return f"from {first} streams on" if first > 1 else "at any number of streams"
-    return f"at {first} to {last} streams" if first < last else f"at {first} stream{'' if first == 1 else 's'}"
+    return f"at {first} to {last} streams" if first < last else f"at {counted(first, 'stream')}"
