@@ -53,6 +53,12 @@ def measured(policy, costs=linear, sizes=(1, 2, 4, 8, 16)):
     return policy
 
 
+def in_service(policy, size, costs):
+    """Set costs of which that of the most drafts agrees with a round in service."""
+    policy.costs.set(size, costs)
+    policy.costs.observe(size, 4, costs[4], is_ratio=True, num_before=0)
+
+
 def best_rate(batch_size, rate, costs=linear):
     expected = [sum(rate**depth for depth in range(k + 1)) for k in range(5)]
     return max(batch_size * expected[k] / costs(batch_size, k) for k in range(5))
@@ -123,7 +129,7 @@ def test_probes_that_cost_more_come_later():
     for size in (1, 16):
         policy = MeasuredLength(4)
         policy.costs.set(size, costs)
-        policy.costs.set(32, {0: 1.0, 1: 1.0, 2: 3.1, 3: 4.1, 4: 5.1})
+        in_service(policy, 32, {0: 1.0, 1: 1.0, 2: 3.1, 3: 4.1, 4: 5.1})
         for number in range(300):
             policy.acceptance.learn(4, int(number % 5 == 0))
         simulation = Simulation(policy, lambda size, k, costs=costs: costs[k] if size < 32 else 1.0, 0.2)
@@ -135,7 +141,7 @@ def test_probes_that_cost_more_come_later():
 def test_no_probe_where_full_acceptance_would_not_pay():
     """In a batch whose rounds with K drafts take about K + 1 times as long; the times are checked now and then."""
     policy = MeasuredLength(4)
-    policy.costs.set(32, {0: 1.0, 1: 1.97, 2: 2.95, 3: 3.93, 4: 4.92})
+    in_service(policy, 32, {0: 1.0, 1: 1.97, 2: 2.95, 3: 3.93, 4: 4.92})
     simulation = Simulation(policy, lambda size, k: 0.985 * (k + 1) if k else 1.0, 0.9, catch_up=0.2)
     assert not any(simulation.run(32, 4000))
     assert 0 < simulation.run(32, 5000).count(4) <= 4
@@ -143,12 +149,12 @@ def test_no_probe_where_full_acceptance_would_not_pay():
 
 def test_probes_are_no_longer_than_what_may_pay():
     policy = MeasuredLength(4)
-    policy.costs.set(32, {0: 1.0, 1: 1.8, 2: 2.8, 3: 4.4, 4: 5.5})
+    in_service(policy, 32, {0: 1.0, 1: 1.8, 2: 2.8, 3: 4.4, 4: 5.5})
     used = Simulation(policy, lambda size, k: {0: 1.0, 1: 1.8, 2: 2.8}[k], 0.5).run(32, 20_000)
     assert used[0] == 2
     assert set(used) == {0, 2}
     assert used.count(2) <= 20
-    policy.costs.set(8, {0: 1.0, 1: 1.2, 2: 1.7, 3: 9.0, 4: 12.0})
+    in_service(policy, 8, {0: 1.0, 1: 1.2, 2: 1.7, 3: 9.0, 4: 12.0})
     used = Simulation(policy, lambda size, k: {0: 1.0, 1: 1.2, 2: 1.7}[k], 0.3).run(8, 20_000)
     assert set(used) == {1, 2}
     assert used.count(2) <= 20
@@ -164,13 +170,24 @@ def test_a_busier_machine_changes_nothing():
 
 
 @pytest.mark.more
-def test_wrong_costs_are_corrected():
+@pytest.mark.parametrize(
+    ("size", "costs", "num_rounds"),
+    [
+        (4, {0: 8.0, 1: 30.0, 2: 30.0, 3: 35.0, 4: 40.0}, 1_000),
+        (4, {0: 8.0, 1: 9.0, 2: 10.0, 3: 35.0, 4: 45.0}, 6_000),
+        (1, {0: 10.0, 4: 52.0}, 1_000),
+        (4, {0: 10.0, 4: 52.0}, 6_000),
+    ],
+)
+def test_wrong_costs_are_corrected(size, costs, num_rounds):
     """Those measured while something else was running: by rounds that follow a change of K."""
     policy = MeasuredLength(4)
-    policy.costs.set(4, {0: 8.0, 1: 30.0, 2: 30.0, 3: 35.0, 4: 40.0})
+    policy.costs.set(size, costs)
     simulation = Simulation(policy, linear, 0.95)
-    simulation.run(4, 40_000)
-    assert policy.costs.row(4)[4] / policy.costs.row(4)[0] < 3 < 40 / 8
+    simulation.run(size, num_rounds)
+    assert min(simulation.run(size, 500)) >= 3
+    simulation.run(size, 11_000)
+    assert policy.costs.row(size)[4] / policy.costs.row(size)[0] < 3 < 40 / 8
     assert min(simulation.used[-500:]) >= 3
 
 

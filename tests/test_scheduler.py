@@ -445,8 +445,11 @@ def test_policies_share_what_is_accepted():
 
 
 def test_a_batch_that_grows_beyond_where_drafts_pay_stops_drafting_at_once(trained):
-    """While the prompt of the second sequence is processed, the first one drafts only if two would, or by copies."""
-    for fastest, num_copies in ((0, 0), (1, 0), (0, 4)):
+    """While the prompt of the second sequence is processed, the first one drafts only if two would, or by copies.
+
+    A prompt that is sampled joins another batch.
+    """
+    for fastest, num_copies, temperature in ((0, 0, 0.0), (1, 0, 0.0), (0, 4, 0.0), (0, 0, 1.0)):
         scheduler = scheduler_of(
             trained["glm_two"], length=lambda _: FixedLength(2), max_model_len=1000, num_copy_tokens=num_copies
         )
@@ -456,13 +459,15 @@ def test_a_batch_that_grows_beyond_where_drafts_pay_stops_drafting_at_once(train
         answers.add("first", GenerationRequest(tuple(prompt(5, vocab_size=40)), max_tokens=900))
         while len(answers.rounds("first")) < 4:
             scheduler.step()
-        answers.add("long", GenerationRequest(tuple(prompt(300, vocab_size=40)), max_tokens=4))
+        sampling, rest = Sampling(temperature), tuple(prompt(300, vocab_size=40))
+        answers.add("long", GenerationRequest(rest, sampling, max_tokens=4))
         before = len(answers.rounds("first"))
         while not answers.rounds("long"):
             scheduler.step()
         drafts = [len(each[0]) for each in answers.rounds("first")]
         assert 0 not in drafts[1:before]
-        assert set(drafts[before:]) == {2 if fastest else 0} or (num_copies and 0 not in drafts[before:])
+        stays = fastest or temperature
+        assert set(drafts[before:]) == {2 if stays else 0} or (num_copies and 0 not in drafts[before:])
 
 
 def test_chunks_of_any_sizes_end_where_blocks_end(trained):

@@ -256,8 +256,9 @@ class Scheduler:
 
         Each sequence that joins would let the head process a prompt that it need not process later.
         """
-        if self._prefilling and not group.num_copy_tokens:
-            later = self._policies.expected(group, self.num_running)
+        joining = [batch for batch in self._prefilling if batch.sequences and self._group(batch.sequences[0]) == group]
+        if joining and not group.num_copy_tokens:
+            later = self._policies.expected(group, num_sequences + len(joining))
             if later.num_speculative_tokens == 0:
                 return later
         return self._policies.policy(group, num_sequences)

@@ -7,7 +7,7 @@ rounds. Imports no torch.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
@@ -44,6 +44,7 @@ _CHANGE_MARGIN, _PLAIN_MARGIN = 0.02, 0.03
 # Costs of rounds.
 _MIN_RATIO_WEIGHT, _MIN_LEVEL_WEIGHT = 0.15, 0.1  # of a new measurement
 _WARMUP_WEIGHT = 3  # measurements that one from before the first request counts as
+_AGREEMENT = 1.25  # factor between a cost and what a round took, up to which they agree
 # In the first rounds after a change of the number of drafts, a different time is attributed to that number; later, to
 # the machine and the sequences. This needs some rounds before the change, too.
 _RATIO_ROUNDS, _ROUNDS_BEFORE_RATIO = 8, 3
@@ -104,6 +105,7 @@ class _CostRow:
     seconds: dict[int, float]  # by number of drafts
     num_measured: dict[int, int]  # number of measurements at this batch size, by number of drafts
     uncertainty: float = 0.0  # see _UNCERTAINTY; 0 if the costs do not come from other batch sizes
+    agreed: set[int] = field(default_factory=set)  # numbers of drafts whose last round in service took about as long
 
     @property
     def is_measured(self) -> bool:
@@ -163,10 +165,16 @@ class RoundCosts:
         row.seconds = self._complete(row.seconds)
         factor = min(max(seconds / row.seconds[length], 1 / _MAX_FACTOR), _MAX_FACTOR)
         if is_ratio:
+            agrees = 1 / _AGREEMENT <= factor <= _AGREEMENT
+            (row.agreed.add if agrees else row.agreed.discard)(length)
             row.seconds[length] *= factor ** max(_MIN_RATIO_WEIGHT, 1 / (1 + num))
         else:
             change = factor ** max(_MIN_LEVEL_WEIGHT, 1 / (1 + num_before) if row.uncertainty else 0.0)
             row.seconds = {each: value * change for each, value in row.seconds.items()}
+
+    def is_trusted(self, batch_size: int, length: int) -> bool:
+        """Return whether a round in service agreed with this cost: the machine may have been busy before it."""
+        return length in self._row(batch_size).agreed
 
     def _row(self, batch_size: int) -> _CostRow:
         return self._rows.get(batch_size) or self._between(batch_size)
@@ -335,7 +343,12 @@ class MeasuredLength:
             self._change(best, _DECISION_INTERVAL if best else _PLAIN_INTERVAL)
 
     def _longest_useful(self, best: int, rates: Mapping[int, float]) -> int:
-        """Return the largest number of drafts that would be faster than `best` if all were accepted; 0: none."""
+        """Return the largest number of drafts that would be faster than `best` if all were accepted; 0: none.
+
+        It is K while the cost of K drafts is not trusted.
+        """
+        if not self.costs.is_trusted(self._batch_size, self._max):
+            return self._max
         row = self.costs.row(self._batch_size)
         least = rates.get(best, 0.0) * (1 + _PLAIN_MARGIN * (best == 0))
         return max((each for each in row if self._batch_size * (each + 1) / row[each] > least), default=0)
