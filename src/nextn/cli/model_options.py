@@ -237,10 +237,12 @@ class ModelOptions:
 
 def _refuse_without_head(gguf: str) -> None:
     from nextn.checkpoint.gguf_file import GgufFile
-    from nextn.edit.gguf_architectures import architecture_of
     from nextn.family_table import by_config
 
-    architecture, metadata = architecture_of(GgufFile.open(Path(gguf)))
+    opened = GgufFile.open(Path(gguf))  # before torch is imported, as what is no GGUF file is refused at once
+    from nextn.edit.gguf_architectures import architecture_of
+
+    architecture, metadata = architecture_of(opened)
     if not metadata.num_modules:
         try:
             by_config({"model_type": architecture.model_type})

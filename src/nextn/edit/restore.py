@@ -126,7 +126,8 @@ def _target(path: str | Path, family: Family | None) -> tuple[Inventory, Invento
     checkpoint, notes = sound(checkpoint, without=side_files(all_files))
     inventory = Inventory.of(visible(checkpoint), family=family)
     if missing := all_files.trunk_lost:
-        files = sorted({(checkpoint.index or {})[name] for name in missing})
+        index = all_files.checkpoint.index or {}
+        files = sorted({index[name] for name in missing})
         raise CheckpointError(
             f"{path}: {len(missing)} tensors of the trunk are in the index and in no file, such as "
             f"{some(missing[:1])}. Download {some(files)} again first."
