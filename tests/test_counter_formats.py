@@ -781,6 +781,37 @@ def test_metrics_that_are_not_known():
         read("other_mlx:spec_decode_attempts_total 1304\nother_mlx:spec_decode_accepts_total 1111\n")
 
 
+SGLANG_LINE = "Decode batch. #running-req: 1, accept len: 2.84, accept rate: 0.61\n"
+
+
+@loop(
+    ("lines", "log", "engine"),
+    [
+        ("speculative_num_steps = 3\nspeculative_num_draft_tokens = 4\n", SGLANG_LINE, "SGLang"),
+        ("speculative_num_steps 3\n", SGLANG_LINE, "SGLang"),
+        ("speculative_num_steps : 3\nspeculative_num_draft_tokens : 4\n", SGLANG_LINE, "SGLang"),
+        ("speculative_accept_threshold_acc 1.0\n", SGLANG_LINE, "SGLang"),
+        ("INFO:root starting\n", SGLANG_LINE, "SGLang"),
+        ("spec_num_tokens set to 3 by user\n", f"{VLLM}\n", "vLLM"),
+        ("speculative_num_accepted_tokens_total of 3\n", f"{VLLM}\n", "vLLM"),
+    ],
+)
+def test_lines_of_a_log_that_look_like_metrics(lines, log, engine):
+    """The log after them is read."""
+    counters, alone = read(lines + log), read(log)
+    assert counters.engine == engine
+    assert (counters.length, counters.num_drafts, counters.accepted) == (alone.length, alone.num_drafts, alone.accepted)
+
+
+def test_a_long_log_with_a_line_like_metrics(tmp_path, monkeypatch):
+    monkeypatch.setattr("nextn.engines.counter_formats._MAX_PARSED", 100)
+    (tmp_path / "log").write_text("INFO:root starting\n" * 9 + SGLANG_LINE)
+    assert read(tmp_path / "log").length == 2.84
+    (tmp_path / "log").write_text(METRICS["vLLM 0.30"][0])
+    with pytest.raises(EngineError, match="larger than"):
+        read(tmp_path / "log")
+
+
 @loop(
     "text",
     [

@@ -19,6 +19,7 @@ from nextn.engines.metrics_formats import (
     METRICS_FORMAT,
     METRICS_LINE,
     SERIES_TABLE,
+    NoDraftCountersError,
     from_metrics,
     repr_as_metrics,
     table_as_metrics,
@@ -96,24 +97,52 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     is_json, is_series = _begins_as_json(start), SERIES_TABLE.match(start) is not None
     if printed := repr_as_metrics(start):
         return from_metrics(printed, model=model)
-    if read_table is None and not is_json and not is_series and not METRICS_LINE.search(start):
-        refuse_model(model, source)
-        reading = read_log(file)
-        if reading.counters is None and not reading.has_entries and (counters := _embedded(start)):
-            return with_settings(counters, [start])
-        if reading.counters is None:
-            reading = next((again for again in _read_again(start, reading) if again.counters), reading)
-            reading = _of_the_start(reading) if len(start) == _MAX_START else reading
-        return with_settings(_need(reading, source, start), [start])
+    if read_table is None and not is_json and not is_series:
+        if not METRICS_LINE.search(start):
+            refuse_model(model, source)
+            return with_settings(_from_log(file, source, start), [start])
+        return _from_metrics_or_log(file, size, source, model)
     if size > _MAX_PARSED:
-        raise EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
+        raise _too_large(source)
     text = file.read(_MAX_PARSED)
     if read_table is not None:
         return read_table(text, source, model)
     if not is_json:
-        return from_metrics(table_as_metrics(text) if is_series else text, model=model)
+        return from_metrics(table_as_metrics(text), model=model)
     counters = _from_json_text(text, source, model)
     return with_settings(counters, [start])
+
+
+def _from_log(file: TextIO, source: str, start: str) -> Counters:
+    """The counts of a log, of objects in it, or of lines that no engine has for itself."""
+    reading = read_log(file)
+    if reading.counters is None and not reading.has_entries and (counters := _embedded(start)):
+        return counters
+    if reading.counters is None:
+        reading = next((again for again in _read_again(start, reading) if again.counters), reading)
+        reading = _of_the_start(reading) if len(start) == _MAX_START else reading
+    return _need(reading, source, start)
+
+
+def _from_metrics_or_log(file: TextIO, size: int, source: str, model: str | None) -> Counters:
+    """The counts of metrics; without any, those of a log, in which a line may look like a series."""
+    error = _too_large(source)
+    start = file.read(_MAX_PARSED)
+    if size <= _MAX_PARSED:
+        try:
+            return from_metrics(start, model=model)
+        except NoDraftCountersError as none:
+            error = none
+    file.seek(0)
+    counters = read_log(file).counters
+    if counters is None:
+        raise error
+    refuse_model(model, source)
+    return with_settings(counters, [start[:_MAX_START]])
+
+
+def _too_large(source: str) -> EngineError:
+    return EngineError(f"{source}: larger than {_MAX_PARSED // 2**20} MiB; cut out the run in question")
 
 
 def _embedded(text: str) -> Counters | None:

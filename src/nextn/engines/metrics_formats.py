@@ -30,7 +30,9 @@ from nextn.text_format import docs_page, some
 METRICS_LINE = re.compile(
     r"^[ \t>|]{0,20}(?:[0-9]{1,6}[:-])?(?:# (?:TYPE|HELP) )?"
     r"(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|(?:trtllm|tgi|lightllm|maxserve|(?:ray_(?:serve_)?)?sglang)_\w++(?! +\|)|"
-    r"\w*spec(?:ulative)?_(?:decode_)?(?:num_|drafts|draft_tokens|accepts|acceptance)\w*)"
+    # Names without an exporter are those of settings, too.
+    r"\w*spec(?:ulative)?_(?:decode_)?(?:num_)?(?:drafts|draft_tokens_|accept(?:s|ed|ance)_)\w*+"
+    r"(?=[^\n]* [0-9][0-9.e+]*[ \t\r]*$))"
     r"(?:\{[^\n]*\}|_?\w*)? [^\n]*$",
     re.M,
 )
@@ -99,10 +101,14 @@ METRICS_COUNTED = (  # engine, series, what is counted; for the documentation
 )  # fmt: skip
 
 
+class NoDraftCountersError(EngineError):
+    """The metrics have no counts of drafts: they are of something else, or a few lines of a log look like them."""
+
+
 def from_metrics(text: str, *, model: str | None = None) -> Counters:
     """Parse the counters of /metrics, summed over engines and ranks; with `model`, those of one served model.
 
-    Raises EngineError where there are no draft counters.
+    Raises NoDraftCountersError where there are none, EngineError where they contradict each other.
     """
     samples, is_repeated = _last_reading([
         replace(sample, name=_UNDERSCORE.sub(r"\1:", sample.name, count=1))
@@ -118,11 +124,11 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
             return fill_in_derived(replace(counters, source=METRICS_FORMAT, notes=notes))
     like = sorted({sample.name for sample in samples if re.search("spec|draft|accept|mtp", sample.name)})
     if like and not _nearest(samples):
-        raise EngineError(
+        raise NoDraftCountersError(
             f"the metrics have series of drafts, such as {some(like)}, and nextn does not know what they count; give "
             f"the engine's log or JSON: {docs_page('reference/counter-formats')}"
         )
-    raise EngineError(
+    raise NoDraftCountersError(
         f"the metrics have no draft counters{_nearest(samples)}: MTP is off, or the engine is too old; turn MTP on or "
         "update the engine"
     )
