@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 from artifacts import load_json, publish
+from hub import Hub, only_loopback, own_client  # noqa: F401
 from quick import loop
 from test_restore import without
 
@@ -185,6 +186,37 @@ def test_unsloths_file(adapter, tmp_path):
     nextn.restore(target, command[-1])
     assert contents(target) == contents(base)
     assert audit(target).clean
+
+
+@pytest.mark.parametrize("ref", ["", "@v1"])
+@pytest.mark.parametrize("other", ["model.safetensors", "adapter_config.json"])
+def test_unsloths_file_on_the_hub(other, ref, tmp_path):
+    """It is downloaded first: beside a model, and in an adapter's repository."""
+    target = publish(tmp_path / "a target", "qwen3_5", change=without("qwen3_5"))
+    unsloth(publish(tmp_path / "base", "qwen3_5"), target)
+    (target / "adapter_config.json").write_text("{}")
+    names = {SIDE_HEAD, other, *([CONFIG] if "model" in other else [])}
+    hub = Hub({name: (target / name).read_bytes() for name in names})
+    try:
+        if "model" in other:
+            (said,) = (each.fix for each in audit(hub.open(f"org/model{ref}")).findings if each.rule == "head-absent")
+        else:
+            with pytest.raises(NextnError) as caught:
+                hub.open(f"org/model{ref}")
+            said = str(caught.value)
+    finally:
+        hub.stop()
+    pinned = " --revision v1" if ref else ""
+    assert f"`hf download org/model {SIDE_HEAD}{pinned} --local-dir DIR`, then `nextn restore " in said
+    assert re.search("nextn restore [^`]*", said)[0].endswith(f"--from DIR/{SIDE_HEAD}")
+
+
+def test_a_head_alone_is_not_indexed(tmp_path, here):
+    """Loaders find none of its tensors, whatever an index says."""
+    head = speculators(publish(tmp_path / "base", "qwen3_5"), tmp_path / "a head")
+    for args in (("convert", head, "--reindex"), ("convert", head, tmp_path / "out", "--reindex")):
+        code, _, err = here(*args)
+        assert (code, f"nextn restore MODEL --from '{head}'" in " ".join(err.split())) == (2, True), err
 
 
 @pytest.mark.more

@@ -23,7 +23,7 @@ from nextn.checkpoint.foreign_names import ForeignNames, foreign
 from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
 from nextn.checkpoint.quantization import is_mlx, split_name, storage
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.checkpoint.trained_heads import SIDE_HEAD
+from nextn.checkpoint.trained_heads import SIDE_HEAD, side_head
 from nextn.edit.convert import elsewhere, find_head
 from nextn.errors import CheckpointError
 from nextn.family_table import ExpertForm, Family, beside, declared_fields, rows, withheld
@@ -251,8 +251,10 @@ def _absent(head: HeadStructure) -> Iterator[Finding]:
         fix = f"Download {some(files)} again{'.' if lost else f', or run `{restore(inventory)}`.'}"
     elif SIDE_HEAD in inventory.checkpoint.sources:
         found = f"{claim}, and no tensor of it is stored; {SIDE_HEAD} beside the model, as of Unsloth, holds one."
-        command = inventory.restore_command(base=shlex.quote(f"{inventory.checkpoint.path}/{SIDE_HEAD}"))
-        fix = f"If it was trained with this trunk, `{command}`; else `{restore(inventory)}`."
+        checkpoint = inventory.checkpoint
+        file, before = side_head(checkpoint.sources[SIDE_HEAD], checkpoint.path, checkpoint.ref)
+        command = inventory.restore_command(base=file)
+        fix = f"If it was trained with this trunk, {before}`{command}`; else `{restore(inventory)}`."
     elif folder := _subfolder_with_head(inventory):
         path, name = folder
         found = f"{claim}, and no tensor of it is stored; its subfolder {path.name} has tensors like a head's ({name})."

@@ -49,7 +49,7 @@ from nextn.checkpoint.safetensors_file import (
     read_header,
     write_json,
 )
-from nextn.checkpoint.trained_heads import SIDE_HEAD, RenamedHead, renamed_head
+from nextn.checkpoint.trained_heads import SIDE_HEAD, RenamedHead, renamed_head, side_head
 from nextn.errors import CheckpointError
 from nextn.text_format import some
 
@@ -148,7 +148,7 @@ class Checkpoint:
         except CheckpointError as error:
             message = f"{error} (There is no folder {hub_id} here, so it was taken as a hub id.)"
             raise CheckpointError(message) from error
-        return replace(_assemble(hub_id, sources), revision=commit, ref=ref)
+        return replace(_assemble(hub_id, sources, ref), revision=commit, ref=ref)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -227,14 +227,14 @@ def _refuse_shard(path: Path) -> None:
         raise CheckpointError(f"{path}: one of several files of a model: give its folder, {path.parent}.")
 
 
-def _assemble(path: str, sources: Mapping[str, ByteSource]) -> Checkpoint:
+def _assemble(path: str, sources: Mapping[str, ByteSource], ref: str | None = None) -> Checkpoint:
     index = _weight_map(sources[INDEX]) if INDEX in sources else None
     named = set(index.values()) if index else set()
     # Files such as ._model.safetensors are resource forks that macOS leaves behind.
     files = [n for n in sorted(sources) if n.endswith(".safetensors") and (n in named or not re.search(r"^\.|/", n))]
     if ADAPTER in sources and CONFIG not in sources:
-        beside = shlex.quote(f"{path}/{SIDE_HEAD}") if SIDE_HEAD in sources else ""
-        raise CheckpointError(f"{path}: {adapter_sentence(_load_json(sources[ADAPTER], CONFIG_LIMITS), beside)}")
+        beside = side_head(sources[SIDE_HEAD], path, ref) if SIDE_HEAD in sources else ()
+        raise CheckpointError(f"{path}: {adapter_sentence(_load_json(sources[ADAPTER], CONFIG_LIMITS), *beside)}")
     if not files:
         is_local = Path(path).is_dir()
         names = [*sources, *(folder_names(Path(path)) if is_local else ())]

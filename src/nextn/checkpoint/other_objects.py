@@ -170,8 +170,11 @@ def _file_sentence(name: str, path: Path) -> str:
     return f"{name}: a file, and no .safetensors: give the model's folder, such as {path.absolute().parent}."
 
 
-def adapter_sentence(adapter: Config, trained_head: str = "") -> str:
-    """Say what an adapter's folder is, from its adapter_config.json; trained_head: the file in it with a head."""
+def adapter_sentence(adapter: Config, trained_head: str = "", before: str = "") -> str:
+    """Say what an adapter's folder is, from its adapter_config.json.
+
+    trained_head: The file in it with a head, as a word of a command; before: what precedes that command.
+    """
     if "fine_tune_type" in adapter:
         base = str(adapter.get("model") or "BASE")[:_MAX_NAME]
         return (
@@ -187,8 +190,9 @@ def adapter_sentence(adapter: Config, trained_head: str = "") -> str:
     own = " It has modules of an MTP head of its own, which the merge must keep." if head else ""
     return (
         f"this is {'an' if kind[:1] in 'AEIOU' else 'a'} {kind} adapter of {base}, not a model: merge it first (peft: "
-        "merge_and_unload, then save_pretrained to MERGED). transformers leaves the MTP head out there: `nextn restore "
-        f"MERGED --from {trained_head or base}` puts {'the trained one' if trained_head else 'it'} back.{own}"
+        f"merge_and_unload, then save_pretrained to MERGED). transformers leaves the MTP head out there: {before}"
+        f"`nextn restore MERGED --from {trained_head or base}` puts "
+        f"{'the trained one' if trained_head else 'it'} back.{own}"
     )
 
 

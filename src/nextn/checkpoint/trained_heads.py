@@ -7,9 +7,11 @@ adapter, without the prefix of its names. Neither changes values.
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from nextn.checkpoint.remote import ByteSource, LocalFile
 from nextn.errors import CheckpointError
 from nextn.text_format import some
 
@@ -46,6 +48,17 @@ def renamed_head(config: dict[str, object], names: Iterable[str], files: Collect
     if {*files} == {SIDE_HEAD}:
         return RenamedHead(config, _by_published(_of_unsloth, names))
     return None
+
+
+def side_head(source: ByteSource, repo: str, ref: str | None = None) -> tuple[str, str]:
+    """Return Unsloth's file as a word of a command, and what comes before that: it is downloaded, if it is on the hub.
+
+    No hub id leads to one file of a repository.
+    """
+    if isinstance(source, LocalFile):
+        return shlex.quote(str(source)), ""
+    pinned = f" --revision {shlex.quote(ref)}" if ref else ""
+    return f"DIR/{SIDE_HEAD}", f"`hf download {repo} {SIDE_HEAD}{pinned} --local-dir DIR`, then "
 
 
 def _refuse_layers(declared: object, names: Iterable[str]) -> None:

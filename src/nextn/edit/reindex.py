@@ -1,5 +1,6 @@
 """Write a checkpoint's index from the files that are there."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,9 @@ def reindex(
     checkpoint = as_checkpoint(source)
     if out is None and not Path(checkpoint.path).is_dir():
         raise CheckpointError(f"{checkpoint.path}: not a folder; give a new folder for the result.")
+    if checkpoint.stored_names:
+        command = f"nextn restore MODEL --from {shlex.quote(checkpoint.path)}"
+        raise CheckpointError(f"{checkpoint.path}: a head alone, of which loaders find no tensor: run `{command}`")
     refuse_links(checkpoint, follow=follow_links)
     index = file_index(checkpoint)
     if not (index.unlisted or index.absent):
