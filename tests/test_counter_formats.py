@@ -8,6 +8,7 @@ import io
 import json
 import os
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -803,6 +804,13 @@ def test_lines_of_a_log_that_look_like_metrics(lines, log, engine):
     assert (counters.length, counters.num_drafts, counters.accepted) == (alone.length, alone.num_drafts, alone.accepted)
 
 
+def test_long_names_are_no_metrics_and_cost_no_time():
+    begin = time.process_time()
+    with pytest.raises(EngineError):
+        read("spec_drafts" * 20_000)
+    assert time.process_time() - begin < 5
+
+
 def test_a_long_log_with_a_line_like_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr("nextn.engines.counter_formats._MAX_PARSED", 100)
     (tmp_path / "log").write_text("INFO:root starting\n" * 9 + SGLANG_LINE)
@@ -815,6 +823,15 @@ def test_a_long_log_with_a_line_like_metrics(tmp_path, monkeypatch):
 @loop(
     "text",
     [
+        "Measuring MTP acceptance:  31%|███▏ | 5/16 [00:10<00:22, 2.01s/it]\n",
+        "Draft model accepted, loading checkpoint shards 3/15\n",
+        "speculative config accepted: tp rank 0/8\n",
+        "mtp accept: layer 61/61 loaded\n",
+        "MTP drafts accepted on GPU 1/2\n",
+        "spec_decode accept path /data/1/2\n",
+        "spec_decode accept at /1/2\n",
+        "MTP acceptance report 11/24/2026\n",
+        "mtp acceptance of prompt 3/16\n",
         json.dumps({"runs": [{"k": k, "draft_tokens": 40 * k, "accepted_tokens": 30} for k in (1, 3)]}),
         json.dumps({name: {"draft_tokens": 40, "accepted_tokens": 30} for name in ("greedy", "sampled")}),
         json.dumps({"mtp": {"accepted_tokens": 90, "draft_tokens": 40}}),

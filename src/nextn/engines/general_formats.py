@@ -7,8 +7,11 @@ from nextn.engines.log_format import EQUALS, INT, IS, Fields, LogFormat, integer
 from nextn.errors import EngineError
 
 _GROUPED = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{1,12})"  # of two counts that follow words
+# Of progress, and parts of a run that are counted, too.
+_NO_PROGRESS = r"(?![^0-9\n(]{0,40}?(?:(?<![a-z])(?:shards?|ranks?|layers?|steps?|prompts?|gpus?|epochs?|path)\b|[|█]))"
 _ACCEPTED = (  # and two counts
-    r"accept(?:ed|ance)?\b[^0-9\n(]{0,40}(?:\(?(?:[0-9.,]{1,12}\s*%|[01]\.[0-9]{1,9} (?=\())[^0-9\n(]{0,20})?\(?"
+    rf"accept(?:ed|ance)?\b{_NO_PROGRESS}"
+    r"[^0-9\n(]{0,40}(?:\(?(?:[0-9.,]{1,12}\s*%|[01]\.[0-9]{1,9} (?=\())[^0-9\n(|█]{0,20})?\(?"
 )
 # Things that are counted, other than drafts: engines mean rounds or draft tokens by attempts.
 _OTHERS = r"(?!draft|tok|accept)[a-z]{3,20}s\b"
@@ -117,7 +120,7 @@ GENERAL_FORMATS: tuple[LogFormat, ...] = (
         "acceptance with two counts", "ccept",
         rf"(?i:(?<!\w)(?:{_DRAFTING})\b(?:\[[0-9]{{1,9}}\])?"
         rf"(?:[^\n0-9.]|\.(?! )|=[0-9]{{1,9}}(?![0-9.])){{0,40}}?(?={_ACCEPTED}{_GROUPED}{_OF}[0-9]))",
-        {"accepted/drafted": rf"(?i:{_ACCEPTED})({_GROUPED}{_OF}{_GROUPED})(?![0-9.])(?!(?i: *{_OTHERS}))"},
+        {"accepted/drafted": rf"(?i:{_ACCEPTED})(?<!/)({_GROUPED}{_OF}{_GROUPED})(?![0-9.]|\s*/)(?!(?i: *{_OTHERS}))"},
         ("accepted/drafted",), _ratio,
         "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",
         is_general=True,

@@ -31,7 +31,7 @@ METRICS_LINE = re.compile(
     r"^[ \t>|]{0,20}(?:[0-9]{1,6}[:-])?(?:# (?:TYPE|HELP) )?"
     r"(?:[a-zA-Z_]\w*:[a-zA-Z_]\w*|(?:trtllm|tgi|lightllm|maxserve|(?:ray_(?:serve_)?)?sglang)_\w++(?! +\|)|"
     # Names without an exporter are those of settings, too.
-    r"\w*spec(?:ulative)?_(?:decode_)?(?:num_)?(?:drafts|draft_tokens_|accept(?:s|ed|ance)_)\w*+"
+    r"\w{0,80}?spec(?:ulative)?_(?:decode_)?(?:num_)?(?:drafts|draft_tokens_|accept(?:s|ed|ance)_)\w{0,80}+"
     r"(?=[^\n]* [0-9][0-9.e+]*[ \t\r]*$))"
     r"(?:\{[^\n]*\}|_?\w*)? [^\n]*$",
     re.M,
