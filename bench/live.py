@@ -30,9 +30,10 @@ from record import origin, write_record
 from nextn.checkpoint.checkpoint import SHIPPED_HEAD
 from nextn.edit.adopt import adopt
 from nextn.edit.published_model import smollm2
+from nextn.evaluate.load_advice import num_requests
 from nextn.evaluate.workload import read_prompts
 
-_VERIFY_S = 400  # the checks that it does not reach are inconclusive
+COMMANDS = ("measure", "measure --engine", "diagnose --drive", "verify --against")
 NEXTN = (sys.executable, "-m", "nextn")
 
 
@@ -117,27 +118,36 @@ def diagnosed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verified(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {"checks": {each["name"]: each["outcome"] for each in record["checks"]}}
+    checks = record["checks"]
+    failed = {each["name"]: each["evidence"] for each in checks if each["outcome"] == "failed"}
+    return {"checks": {each["name"]: each["outcome"] for each in checks}, **({"failed": failed} if failed else {})}
 
 
 def commands(
-    servers: Pair, drafting: str, plain: str, prompts: Path, tokens: int
+    servers: Pair, drafting: str, plain: str, prompts: Path, options: argparse.Namespace
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run each command on the prompts, with nextn's side in float32."""
+    """Run each of the commands on the prompts, with nextn's side in float32."""
     model = [servers.model, *(["--head", servers.head] if servers.head else [])]
-    asked = ["--prompts", prompts, "--max-tokens", tokens, "--temperatures", 0, "--dtype", "float32", "-k", K]
-    every = ["--prompts", prompts, "--samples", 16, "--context", 384, "--max-seconds", _VERIFY_S]
-    yield "measure", timed(["measure", *model, *asked], measured)
-    yield "measure --engine", timed(["measure", *model, "--engine", drafting, *asked], measured)
-    yield "diagnose --drive", timed(["diagnose", *model, "--engine", drafting, "--drive", *asked], diagnosed)
-    row = timed(["verify", drafting, "--against", plain, *every], verified)
-    yield "verify --against", {"max_seconds": _VERIFY_S, **row}
+    asked = ["--prompts", prompts, "--max-tokens", options.tokens, "--temperatures", 0, "--dtype", "float32", "-k", K]
+    every = ["--prompts", prompts, "--samples", 16, "--context", 384, "--max-seconds", options.max_seconds]
+    run: dict[str, Callable[[], dict[str, Any]]] = {
+        "measure": lambda: timed(["measure", *model, *asked], measured),
+        "measure --engine": lambda: timed(["measure", *model, "--engine", drafting, *asked], measured),
+        "diagnose --drive": lambda: timed(["diagnose", *model, "--engine", drafting, "--drive", *asked], diagnosed),
+        "verify --against": lambda: {
+            "max_seconds": options.max_seconds,
+            **timed(["verify", drafting, "--against", plain, *every], verified),
+        },
+    }
+    for name in options.commands:
+        yield name, run[name]()
 
 
-def by_load(drafting: str, plain: str, prompts: Path, tokens: int, loads: str) -> dict[str, Any]:
+def by_load(drafting: str, plain: str, prompts: Path, num_prompts: int, tokens: int, loads: str) -> dict[str, Any]:
     words = ["advise", "--engine", drafting, "--against", plain, "--batches", loads, "--temperatures", 0]
     words += ["--prompts", prompts, "--max-tokens", tokens]
-    return {"command": f"nextn {shown(words)}", **timed(words, _without_copies)}
+    requests = {streams: num_requests(num_prompts, int(streams)) for streams in loads.split(",")}
+    return {"command": f"nextn {shown(words)}", "requests": requests, **timed(words, _without_copies)}
 
 
 def _without_copies(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,6 +177,8 @@ def main() -> None:
     parser.add_argument("--prompts", default="humaneval")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=COMMANDS, help="for --out")
+    parser.add_argument("--max-seconds", type=int, default=400, help="of verify; what it misses is inconclusive")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--loads", default="1,4,16,32", help="streams, for --advice")
     parser.add_argument("--engines", type=Path, default=environments.default_folder(), help="where they are built")
@@ -181,22 +193,23 @@ def main() -> None:
         "prompts": args.num_prompts,
         "source": args.prompts,
         "tokens": args.tokens,
+        "num_speculative_tokens": K,
         "threads": args.threads,
     }
     for name in args.engine:
         servers = pair(name, Starter(args.engines, args.threads), args.folder, slots=slots, context=512)
-        about["server"] = shown(servers.drafting.words)
+        about |= {"server": shown(servers.drafting.words), "plain_server": shown(servers.plain.words)}
         with addresses(servers, args.folder) as (drafting, plain):
             if args.out:
                 rows: dict[str, Any] = {}
-                for command, row in commands(servers, drafting, plain, prompts, args.tokens):
+                for command, row in commands(servers, drafting, plain, prompts, args):
                     rows[command] = row
                     print(name, command, row, flush=True)
                     record = stored(args.out)
                     live = {**record.get("live", {}), name: {**about, "commands": rows}}
                     write_record(args.out, {**record, "live": live})
             if args.advice:
-                found = by_load(drafting, plain, prompts, args.tokens, args.loads)
+                found = by_load(drafting, plain, prompts, args.num_prompts, args.tokens, args.loads)
                 record = {"model": "SmolLM2-135M-Instruct", **stored(args.advice)}
                 write_record(
                     args.advice, {**record, "engines": {**record.get("engines", {}), name: {**about, **found}}}

@@ -138,15 +138,20 @@ def live(record: Record) -> Iterator[str]:
 
 def loads(record: Record) -> Iterator[str]:
     """What `nextn advise` measured and printed for each engine, by streams."""
-    yield "| engine | streams | tokens/s without | with MTP | speedup (quartiles) | AL | a round costs | best K |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield (
+        "| engine | K | tokens per answer | streams | requests | tokens/s without | with MTP "
+        "| speedup (quartiles) | AL | a round costs | best K |"
+    )
+    yield f"|{'---|' * 11}"
     for engine, each in record["loads"].items():
         for row in each["forecasts"]:
             speed, (plain, drafted) = row["speedup"], row["middle_repeat"]
             speedup = f"{speed['median']:.2f} ({speed['low']:.2f}-{speed['high']:.2f})"
             costs = f"{row['mean_acceptance_length']:.2f} | {row['round_cost']:.2f}"
-            best = row["best_num_speculative_tokens"] or "off"
-            yield f"| {engine} | {row['batch']} | {plain:.0f} | {drafted:.0f} | {speedup} | {costs} | {best} |"
+            best, k = row["best_num_speculative_tokens"], each["num_speculative_tokens"]
+            advised = f"{best}, estimated" if best not in (0, k) else best or "off"
+            asked = f"{k} | {each['tokens']} | {row['batch']} | {each['requests'][str(row['batch'])]}"
+            yield f"| {engine} | {asked} | {plain:.0f} | {drafted:.0f} | {speedup} | {costs} | {advised} |"
 
 
 def advice(record: Record) -> Iterator[str]:

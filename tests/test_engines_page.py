@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS))
 
@@ -64,3 +66,14 @@ def test_a_clients_figure_outside_the_interval_is_marked():
     found = {"prompts": {"num": 3}, "clients": {"a": [row | {"inside": False}], "b": [row | {"inside": True}]}}
     line = list(made.clients({"clients": {"data_sets": {"questions": found}}}))[-1]
     assert line == "| 3 of questions | 2 | 2.00 (1.90-2.10) | 4, 4 | 1.50, outside | 4, 2 | 1.50 | 4, 2 |"
+
+
+@pytest.mark.parametrize(("best", "cell"), [(0, "off"), (2, "2, estimated"), (4, "4")])
+def test_a_best_k_that_was_not_measured_is_marked(best, cell):
+    """K, the length of answers and the number of requests are beside the speed that depends on them."""
+    row = {"batch": 16, "speedup": {"median": 1, "low": 1, "high": 1}, "middle_repeat": [1, 1], "round_cost": 2}
+    row |= {"mean_acceptance_length": 2, "best_num_speculative_tokens": best}
+    each = {"num_speculative_tokens": 4, "tokens": 24, "requests": {"16": 32}, "forecasts": [row]}
+    line = list(made.loads({"loads": {"e": each}}))[-1]
+    assert line.startswith("| e | 4 | 24 | 16 | 32 | ")
+    assert line.endswith(f" | {cell} |")
