@@ -9,14 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from artifacts import LAYERS, LAYOUTS, H, V, bf16, publish, tensors, values
+from artifacts import LAYERS, LAYOUTS, H, V, bf16, load_json, publish, tensors, values
+from huggingface_hub.errors import StrictDataclassError
 from packed import Case, quantize_folder
 from quick import families, loop
 from tiny import build
+from transformers import CONFIG_MAPPING
 from typer.main import get_command
 
 import nextn
 from nextn.audit_rules import IDS, audit
+from nextn.audit_rules.config_claims import ACCEPTED
 from nextn.audit_rules.separate import IDS as SEPARATE
 from nextn.audit_rules.values import IDS as VALUES
 from nextn.checkpoint.checkpoint import INDEX, Checkpoint
@@ -852,6 +855,63 @@ def test_sizes_that_are_none(tmp_path):
     many = list(range(1, 100_000))
     write_json(tmp_path / "config.json", config | {"head_dim_x": many, "x_head_dim": many, "num_x_heads": many})
     assert not findings(tmp_path)
+
+
+def accepts(model_type, field, value):
+    """Whether transformers makes a config of its defaults with this in the model's; a value may be a function of it."""
+    config = CONFIG_MAPPING[model_type]().to_dict()
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    text[field] = value(text) if callable(value) else value
+    try:
+        CONFIG_MAPPING[model_type].from_dict(config)
+    except (StrictDataclassError, LookupError, TypeError, ValueError):
+        return False
+    return True
+
+
+def longer(field, default):
+    return lambda text: [*(text.get(field) or [default] * (text.get("num_hidden_layers") or 0)), default]
+
+
+@pytest.mark.more
+@loop("field", list(ACCEPTED))
+def test_what_configuration_classes_accept(field):
+    """No family is told that a value is wrong that its class in transformers takes."""
+    lists = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
+    value = longer(field, lists[field]) if field in lists else [2, None] if field.endswith("_id") else None
+    names = {family.name: [each for each in family.model_types if each in CONFIG_MAPPING] for family in rows()}
+    accepted = {name for name, types in names.items() if any(accepts(each, field, value) for each in types)}
+    assert len([name for name, types in names.items() if types]) >= 30
+    assert accepted <= ACCEPTED[field]
+    assert ACCEPTED[field] - accepted <= {"generic", "step3p5", "step5"}  # without a class, or with two
+
+
+@pytest.mark.more
+@loop(
+    "family, field, value",
+    (
+        ("ernie4_5_moe", "num_key_value_heads", None),
+        ("cohere2_moe", "num_key_value_heads", None),
+        ("glm_ocr", "eos_token_id", [2, None]),
+        ("glm4_moe", "mlp_layer_types", ["dense", "sparse", "sparse", "sparse"]),
+    ),
+)
+def test_values_that_a_class_accepts(family, field, value, tmp_path):
+    config = load_json(publish(tmp_path, family) / "config.json")
+    if isinstance(value, list) and field == "mlp_layer_types":
+        dense = config["first_k_dense_replace"]
+        value = ["dense" if index < dense else "sparse" for index in range(config["num_hidden_layers"] + 1)]
+    text = config.get("text_config", config)
+    text[field] = value
+    write_json(tmp_path / "config.json", config)
+    assert not [each for each in findings(tmp_path, "config-contradicts") if field in each.place]
+
+
+def test_a_value_is_shown_as_json(tmp_path):
+    config = load_json(publish(tmp_path, "glm4_moe") / "config.json")
+    write_json(tmp_path / "config.json", config | {"eos_token_id": [None]})
+    (found,) = findings(tmp_path, "config-contradicts")
+    assert "[null]" in found.found
 
 
 def test_a_vision_model_that_is_not_there(tmp_path):

@@ -7,7 +7,7 @@ not describe a family's layers, the layers have other names, and nothing is repo
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -24,6 +24,7 @@ from nextn.family_table import lookup, lookup_count
 from nextn.text_format import counted, joined
 
 Claim = tuple[Mapping[str, object], str]  # fields of config.json, and what is stored against them
+_MOST_SHOWN = 100  # characters of a value
 IDS: tuple[str, ...] = ()  # `config-contradicts` is one of `structure`'s
 _KEYS, _VALUES = 2 * ("linear_num_key_heads*linear_key_head_dim",), "linear_num_value_heads*linear_value_head_dim"
 # Path in a layer -> the fields of config.json whose products, added, are the number of rows.
@@ -60,11 +61,21 @@ _SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers
 _MORE_SIZES = ("num_key_value_heads", "intermediate_size", "moe_intermediate_size", "head_dim")
 # Lists with one entry for each layer; those of some releases also have entries for the head.
 _OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_layer_freq")
-# Of which transformers 5.23 refuses more entries than layers, except for these families.
-_EXACT = {
-    "layer_types": {"deepseek_v4", "step3p5", "step5"},
-    "mlp_layer_types": {"deepseek_v4", "step3p5", "step5", "hy_v3", "glm4_moe_lite"},
-}
+# Field -> families whose class in transformers 5.23 accepts what others refuse: no value, ids of another type, and
+# lists of more entries than layers. Those of the generic family are of many classes, such as Llama's.
+ACCEPTED = {
+    "num_key_value_heads": {
+        "deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "longcat_flash", "bailing_hybrid", "cohere2_moe", "generic",
+    },
+    "num_hidden_layers": {"nemotron_h"},
+    "bos_token_id": {"glm_ocr"},
+    "eos_token_id": {"glm_ocr"},
+    "layer_types": {"deepseek_v4", "step3p5", "step5", "nemotron_h"},
+    "mlp_layer_types": {
+        "deepseek_v3", "deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_ocr", "ernie4_5_moe",
+        "ernie4_5_vl_moe", "longcat_flash", "nemotron_h", "step3p5", "step5", "hy_v3",
+    },
+}  # fmt: skip
 
 
 def config_claims(inventory: Inventory) -> Iterator[Finding]:
@@ -72,7 +83,7 @@ def config_claims(inventory: Inventory) -> Iterator[Finding]:
     config = both_levels(inventory.checkpoint.config)
     if inventory.family.trunk_kv or not inventory.layers:
         return
-    yield from _no_sizes(config)
+    yield from _no_sizes(config, {field for field, names in ACCEPTED.items() if inventory.family.name in names})
     yield from _no_dtype(config)
     if inventory.trunk_lost:  # what no layer has may be in a file that is absent
         return
@@ -84,9 +95,12 @@ def config_claims(inventory: Inventory) -> Iterator[Finding]:
         reported |= fields.keys()
 
 
-def _no_sizes(config: Mapping[str, object]) -> Iterator[Finding]:
-    """Report sizes and token ids of a type that configuration classes refuse or take for something else."""
-    needed = {*_SIZES, *({"num_key_value_heads"} if "kv_lora_rank" not in config else ())}
+def _no_sizes(config: Mapping[str, object], accepted: Collection[str]) -> Iterator[Finding]:
+    """Report sizes and token ids of a type that configuration classes refuse or take for something else.
+
+    accepted: Those fields of which the family's class takes what others refuse.
+    """
+    needed = {*_SIZES, *({"num_key_value_heads"} if "kv_lora_rank" not in config else ())}.difference(accepted)
     for field in (*_SIZES, *COUNT_FIELDS, *_MORE_SIZES):
         value, least = config.get(field, 1), int(field in needed)
         sizes = value if isinstance(value, list) and value else [value]  # of each layer
@@ -96,7 +110,7 @@ def _no_sizes(config: Mapping[str, object]) -> Iterator[Finding]:
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(field)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(each) is int for each in ids):
+        if field not in accepted and not all(type(each) is int for each in ids):
             yield _of_type(field, value, "A token id, a list of them, or null.")
 
 
@@ -118,7 +132,7 @@ def _layers(inventory: Inventory, config: Mapping[str, object]) -> Iterator[Clai
     family, is_counted_right = inventory.family, not inventory.unrecognized and not inventory.bare_blocks
     for field in _OF_LAYERS:
         entries = config.get(field)
-        longer = family.runs and is_counted_right and field in _EXACT and family.name not in _EXACT[field]
+        longer = family.runs and is_counted_right and field in ACCEPTED and family.name not in ACCEPTED[field]
         if isinstance(entries, list) and (
             len(entries) < inventory.num_layers or (longer and len(entries) > inventory.num_layers)
         ):
@@ -249,7 +263,8 @@ def both_levels(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _as_json(value: object) -> str:
-    return json.dumps(value) if value is None or isinstance(value, bool) else short_repr(value)
+    found = json.dumps(value) if value is None or isinstance(value, bool | list) else short_repr(value)
+    return found if len(found) <= _MOST_SHOWN else f"{found[:_MOST_SHOWN]}..."
 
 
 def _contradiction(fields: Mapping[str, object], found: str) -> Finding:
