@@ -16,10 +16,9 @@ from quick import loop
 
 from nextn.engines import log_reader
 from nextn.engines.counter_formats import read
-from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, ROUNDED, SOME_POSITIONS
+from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, RISING, ROUNDED, SOME_POSITIONS
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS, NO_MTP, RENAMED, STEPS_WITHOUT_DRAFTS
-from nextn.engines.log_reader import RISING
 from nextn.engines.metrics_formats import METRICS_FORMAT, OF_BATCHES, OF_REQUESTS, REPEATED
 from nextn.engines.run_settings import OVERRIDES, head_not_loaded, overrides_in
 from nextn.errors import EngineError
@@ -655,6 +654,42 @@ def test_counts_by_name_of_several_objects():
     assert summary(read(lines)) == ("an engine", None, 80, 60, ())
     with pytest.raises(EngineError, match="of 2 runs, parts or settings"):
         read(json.dumps([each | {"model": str(place)} for place, each in enumerate(requests)]))
+
+
+def test_totals_that_rise_are_noted():
+    """In JSON lines, as in lines of text."""
+    for counts, is_rising in (((100, 200, 300), True), ((100, 90, 300), False), ((100, 100, 100), False)):
+        lines = [json.dumps({"timestamp": i, "drafted": n, "accepted": n // 2}) for i, n in enumerate(counts)]
+        assert (RISING in read("\n".join(lines)).notes) == is_rising
+
+
+@loop(
+    "name",
+    ["K", "Depth", "spec_tokens", "num_draft", "numSpeculativeTokens", "mtp_depth", "Temperature", "draft_model"],
+)
+def test_counts_of_several_settings_are_not_added(name):
+    lines = [json.dumps({name: value, "drafted": 100 * value, "accepted": 60}) for value in (1, 2)]
+    with pytest.raises(EngineError, match="of 2 runs, parts or settings"):
+        read("\n".join(lines))
+
+
+def test_streams_whose_parts_alternate():
+    counts = [("a", 30, 10), ("b", 30, 10), ("a", 60, 20), ("b", 60, 20)]
+    lines = [json.dumps({"id": name, "drafted": drafted, "accepted": kept}) for name, drafted, kept in counts]
+    known = [
+        json.dumps({"id": name, "timings": {"draft_n": drafted, "draft_n_accepted": kept}})
+        for name, drafted, kept in counts
+    ]
+    for each in (lines, known):
+        found = read("\n".join(each))
+        assert (found.draft_tokens, found.accepted) == (120, 40)
+
+
+def test_many_counts_by_name_cost_little_time():
+    items = [{"drafted": 4, "accepted": place % 4} for place in range(8000)]
+    begin = time.process_time()
+    assert read(json.dumps(items)).draft_tokens == 32_000
+    assert time.process_time() - begin < 3
 
 
 def test_positions_that_contradict_their_sum_are_left_out():

@@ -183,7 +183,7 @@ def _begins_as_json(start: str) -> bool:
 def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     """The counts of one JSON document, of one per line, or of the lines that a structured log has in its fields."""
     parts, lines, series, reason, others = list[Counters](), list[str](), list[str](), None, list[object]()
-    num_objects, num_parts, answer = 0, 0, ""
+    num_objects, answers = 0, dict[str, list[Counters]]()
     for document in _documents(text, source):
         if isinstance(document, ValueError):
             reason = reason or document
@@ -193,18 +193,21 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
             continue
         num_objects += 1
         found, name = objects(document), _answer(document)
-        if found and name and name == answer:  # of a stream, whose later counts include the earlier ones
-            del parts[-num_parts:]
-        num_parts = len(found) or num_parts
-        answer = "" if isinstance(document, Mapping) and document.get("stop") is True else name
-        parts += found
+        if "stop" in answers and name != "stop":  # of an answer without an id, which is at an end
+            parts += answers.pop("stop")
+        if found and name:  # of a stream, whose later counts include the earlier ones
+            answers[name] = found
+        else:
+            parts += found
+        if isinstance(document, Mapping) and document.get("stop") is True:
+            parts += answers.pop(name, [])
         series += series_in(document)
         if not found:
             messages = _messages(document)
             parts += [part for text in messages if text.lstrip()[:1] == "{" for part in _inside(text)]
             lines += messages
             others.append(document)
-    counters = sum_counters(parts)
+    counters = sum_counters([*parts, *(part for found in answers.values() for part in found)])
     if counters is None and series:
         return from_metrics("\n".join(series), model=model)
     refuse_model(model, source)

@@ -26,6 +26,7 @@ ROUNDED = "from rates rounded in the log: counts are approximate"
 FIRST_TOKENS = "generated tokens include the first of each request, which comes from no round: AL is slightly too high"
 ESTIMATED_ROUNDS = "the rounds of entries that show none are estimated from the draft tokens per round of the others"
 ADDED = "the counts of several processes are added"
+RISING = "each line has more than the one before, and all are added: if they are running totals, give the last alone"
 COPIED = "rounds that copied drafts from the text are not counted, which leaves the head the harder ones"
 SOME_POSITIONS = "acceptance of some positions or entries is missing: only the totals are compared"
 NOTHING_DRAFTED = (

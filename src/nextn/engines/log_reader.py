@@ -8,6 +8,7 @@ from typing import TextIO
 from nextn.engines.counters import (
     COUNTS,
     MAX_POSITIONS,
+    RISING,
     UNKNOWN,
     Counters,
     CounterSums,
@@ -24,7 +25,6 @@ _MAX_UNREADABLE = 1000  # entries of a format, after which several in one line a
 _MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
 _SPACES = str.maketrans("\t\u00a0\u202f\uff1a\uff0c\uff08\uff09\uff05", "   :,()%")  # and signs of Chinese text
 _COLORS = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,20}[A-Za-z]")  # of a terminal, or as `cat -v` shows them
-RISING = "each line has more than the one before, and all are added: if they are running totals, give the last alone"
 _MIN_DRAFTS = 50  # draft tokens of an entry without an accepted one, which is not chance where others accept many
 _MORE = 1.02  # times as many draft tokens as the head's: of other drafters
 _MANY = 0.2  # of the draft tokens of those others

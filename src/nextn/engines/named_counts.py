@@ -5,10 +5,10 @@ A name is a set of words: `vllm/spec_num_draft_tokens`, `draftTokens` and `Draft
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nextn.bounded_json import MAX_COUNT
-from nextn.engines.counters import MAX_POSITIONS, UNKNOWN, Counters, sum_counters
+from nextn.engines.counters import MAX_POSITIONS, RISING, UNKNOWN, Counters, sum_counters
 from nextn.errors import EngineError
 from nextn.text_format import some
 
@@ -48,7 +48,9 @@ _POSITION = _words("pos position positions")
 _OF_POSITIONS = _POSITION | _words("accepted accept acceptance draft tokens rate rates per by")
 # What distinguishes runs that are not to be added.
 _SETTING = re.compile(
-    r"k|depth|gamma|model|method|mode|variant|config|label|name|temperature|num_spec\w*_tokens|n_max|block_size"
+    r"k|(?:(?:mtp|spec|speculative|draft|num|max|target)_)?(?:k|depth|gamma|model|method|temperature)|mode|variant|"
+    r"config|label|name|(?:(?:num|n|max)_)?spec\w*_(?:tokens|steps)|num_draft|n_max|draft_(?:max|len|length)|"
+    r"max_draft_(?:len|length|tokens)|block_size"
 )
 _MAX_DEPTH = 32
 _MAX_RECORDS = 100_000
@@ -91,7 +93,7 @@ def in_documents(documents: list[object]) -> Counters | None:
     Raises EngineError where there are several, and which of them is meant is not clear.
     """
     path = ("",) if len(documents) > 1 else ()
-    records = [record for document in documents for record in _records(document, path)]
+    records = _records_of(documents, path)
     total = sum_counters(record.counters for record in records)
     if total is None or len(records) == 1:
         return total
@@ -103,7 +105,21 @@ def in_documents(documents: list[object]) -> Counters | None:
             f"draft counts of {len(records):,} runs, parts or settings ({some(list(dict.fromkeys(found)))}), and which "
             "of them are of one run is not clear; give these alone"
         )
-    return total
+    drafted, accepted = (
+        [getattr(each.counters, name) or 0 for each in records] for name in ("draft_tokens", "accepted")
+    )
+    is_rising = sorted({*drafted}) == drafted and sorted(accepted) == accepted
+    return replace(total, notes=(*total.notes, RISING)) if is_rising else total
+
+
+def _records_of(documents: list[object], path: tuple[str, ...]) -> list[_Record]:
+    """The counts in the documents; of the parts of a stream, which have one id, in the last."""
+    found: dict[object, list[_Record]] = {}
+    for place, document in enumerate(documents):
+        name = document.get("id") if isinstance(document, Mapping) else None
+        if records := [*_records(document, path)]:
+            found[name if isinstance(name, str) else place] = records
+    return [record for records in found.values() for record in records]
 
 
 def in_lines(text: str) -> Counters | None:
@@ -121,15 +137,10 @@ def in_lines(text: str) -> Counters | None:
 
 def _whole(records: list[_Record], total: Counters) -> Counters | None:
     """The counts that are the sum of the others, which are in lists or objects beside them."""
-    twice = (total.draft_tokens, total.accepted)
-    for record in records:
-        own, is_above = (
-            record.counters,
-            all(len(each.path) > len(record.path) for each in records if each is not record),
-        )
-        if is_above and (2 * (own.draft_tokens or 0), 2 * (own.accepted or 0)) == twice:
-            return own
-    return None
+    depth = min(len(record.path) for record in records)
+    above = [record.counters for record in records if len(record.path) == depth]
+    halves = (2 * (above[0].draft_tokens or 0), 2 * (above[0].accepted or 0))
+    return above[0] if len(above) == 1 and halves == (total.draft_tokens, total.accepted) else None
 
 
 def _records(value: object, path: tuple[str, ...]) -> Iterator[_Record]:
@@ -141,7 +152,8 @@ def _records(value: object, path: tuple[str, ...]) -> Iterator[_Record]:
     elif isinstance(value, Mapping):
         counters = from_record(value, path)
         if counters is not None:
-            settings = ((str(key), str(item)[:100]) for key, item in value.items() if _SETTING.fullmatch(str(key)))
+            names = [key for key in value if _SETTING.fullmatch("_".join(words_of(str(key)))) and not role_of(str(key))]
+            settings = ((str(key), str(value[key])[:100]) for key in names)
             yield _Record(path, counters, tuple(settings))
             return
         for key, item in value.items():
