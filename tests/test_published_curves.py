@@ -30,8 +30,8 @@ HERE = MeasuredCurve(
 KS = tuple("12345678")
 
 
-def fitting(source, family, *, thinking=None, temperature=1.0, measured=KS, precision=None):
-    curves = curves_of([source], family)
+def fitting(source, family, *, thinking=None, temperature=1.0, measured=KS, precision=None, size=None):
+    curves = curves_of([source], family, size)
     return fitting_curve(curves, [source], measured, thinking=thinking, temperature=temperature, precision=precision)
 
 
@@ -99,19 +99,30 @@ def test_precision_and_the_k_that_were_measured():
 
 
 @loop(
-    "name, family",
+    "name, family, size",
     (
-        ("org/SmolLM2-135M", "generic"),
-        ("org/mine", "qwen3_5_moe"),
-        ("Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe"),
-        ("zai-org/GLM-5.1", "glm_moe_dsa"),
-        ("deepseek-ai/DeepSeek-V3.1", "deepseek_v3"),
-        ("thinkingmachines/Inkling-Small", "inkling"),
+        ("org/SmolLM2-135M", "generic", None),
+        ("org/mine", "qwen3_5_moe", None),
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe", (2048, 40)),
+        ("Qwen/Qwen3.5-27B", "qwen3_5", (5120, 64)),
+        ("Qwen/Qwen3-Next-80B-A3B-Thinking", "qwen3_next", (2048, 48)),
+        ("zai-org/GLM-5.1", "glm_moe_dsa", None),
+        ("org/GLM-5-9B", "glm_moe_dsa", None),
+        ("deepseek-ai/DeepSeek-V3.1", "deepseek_v3", (7168, 61)),
+        ("deepseek-ai/DeepSeek-R1", "deepseek_v3", (7168, 61)),
+        ("XiaomiMiMo/MiMo-7B-RL", "mimo", (4096, 36)),
+        ("thinkingmachines/Inkling-Small", "inkling", None),
+        ("/models/Qwen3.8-27B/mine-llama", "generic", (4096, 32)),
     ),
 )
-def test_none_fits(name, family):
-    """Another size or version of the family is another model."""
-    assert fitting(name, family, temperature=0.0) is None
+def test_none_fits(name, family, size):
+    """Another size or version of the family is another model, and so is what is in a folder of another's name."""
+    assert fitting(name, family, temperature=0.0, size=size) is None
+
+
+@loop("path", ("/m/Qwen3.8-27B/", "/c/models--Qwen--Qwen3.8-27B/snapshots/0a1b", "/m/Qwen3.8-27B/model.safetensors"))
+def test_paths_of_a_model(path):
+    assert fitting(path, "qwen3_5", size=(5120, 64)).model == "Qwen3.8-27B"
 
 
 def test_a_model_that_it_may_be_made_from():
@@ -120,6 +131,14 @@ def test_a_model_that_it_may_be_made_from():
     assert by_base == {"DeepSeek-V3"}
     assert {curve.model for curve in curves_of(["mine"], "qwen3_5", (5120, 64))} == {"Qwen3.6-27B", "Qwen3.8-27B"}
     assert curves_of(["mine"], "qwen3_5", (64, 4)) == curves_of(["mine"], "qwen3_next", (5120, 64)) == []
+
+
+def test_no_pair_of_figures():
+    """What was not measured is not shown."""
+    curve = PublishedCurve.of_record({"model": "m", "rates": [0.8, 0.5], "source": "s"})
+    nan = float("nan")
+    assert curve.figures(replace(HERE, lengths={"2": nan}, rates={"2": (nan, nan)})) == ""
+    assert curve.figures(replace(HERE, lengths={}, rates={"2": (0.5, nan)})) == "a_1 0.50 (published 0.80)"
 
 
 def test_rates_are_shown():

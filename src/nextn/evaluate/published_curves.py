@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, takewhile
+from math import isnan
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from typing import Any
 from nextn.engines.counters import MAX_POSITIONS
 from nextn.engines.csv_formats import MATRIX_FORMAT, is_matrix, read_matrix
 from nextn.errors import ConfigError
+from nextn.family_table import by_name
 from nextn.text_format import some
 
 ENGINE = "nextn, teacher-forced"  # of what is measured here
 FORMS = f"a record of `nextn measure --out`, InferenceX's YAML or {MATRIX_FORMAT}"
 # Words after a model's name by which it is another, smaller or larger one.
-_OTHER_SIZE = r"(?![^a-z0-9]*(?:air|flash|lite|max|mini|nano|pro|small)(?![a-z]))"
+_OTHER_SIZE = r"(?![^a-z0-9]*(?:air|flash|lite|max|mini|nano|pro|small|\d+(?:\.\d+)?[bmt])(?![a-z]))"
+# What follows a model's folder in a path: a snapshot in the hub's cache, or a file.
+_INSIDE = re.compile(r"(?:/snapshots/[^/]+)?(?:/[^/]+\.safetensors)?/*$")
 _FILE = Path(__file__).with_name("published_curves.jsonl")
 _MAX_SIZE = 1024 * 1024  # bytes of a file: InferenceX's have 2 KiB
 _MODES: dict[str | None, bool] = {"thinking_on": True, "thinking_off": False}
@@ -72,26 +76,31 @@ class PublishedCurve:
     def is_of(self, *names: str) -> bool:
         """Return whether one of a checkpoint's names or paths is this model's, in any precision."""
         letters = "[^a-z0-9]*".join(re.findall("[a-z0-9]", self.model.lower()))
-        pattern = re.compile(rf"{letters}(?![0-9]|\.[0-9]){_OTHER_SIZE}")
-        return any(pattern.search(name.lower()) for name in names)
+        pattern = re.compile(rf"(?<![a-z0-9]){letters}(?![0-9]|\.[0-9]){_OTHER_SIZE}")
+        return any(pattern.search(_last(name)) for name in names)
 
     def shared(self, measured: Collection[str]) -> list[str]:
         """Return the K and categories that were measured, too."""
         return [key for key in self.lengths if key in measured]
 
-    def text(self, measured: "MeasuredCurve") -> str:
-        """Return one line: the published AL and rates beside the measured, and what differs."""
+    def figures(self, measured: "MeasuredCurve") -> str:
+        """Return the published AL and rates beside the measured; "" where there is no pair of both."""
         lengths = ", ".join(
             f"{measured.lengths[key]:.2f} {f'at K = {key}' if key.isdecimal() else f'on {key}'} "
             f"(published {self.lengths[key]:.2f})"
             for key in self.shared(measured.lengths)
+            if not isnan(measured.lengths[key])
         )
-        pairs = list(zip(measured.rates_at(len(self.rates)), self.rates, strict=False))
+        both = zip(measured.rates_at(len(self.rates)), self.rates, strict=False)
+        pairs = list(takewhile(lambda pair: not isnan(pair[0]), both))
         here = ", ".join(f"a_{k} {rate:.2f}" for k, (rate, _) in enumerate(pairs, 1))
         rates = f"{here} (published {', '.join(f'{rate:.2f}' for _, rate in pairs)})" if pairs else ""
-        figures = "; ".join(part for part in (lengths and f"AL {lengths}", rates) if part)
-        differences = "; ".join(self.differences(measured))
-        return f"{measured.name}: {figures}; {self.model}, {self.source}; differs: {differences or 'nothing'}"
+        return "; ".join(part for part in (lengths and f"AL {lengths}", rates) if part)
+
+    def text(self, measured: "MeasuredCurve") -> str:
+        """Return one line: the figures, and what differs."""
+        differences = "; ".join(self.differences(measured)) or "nothing"
+        return f"{measured.name}: {self.figures(measured)}; {self.model}, {self.source}; differs: {differences}"
 
     def differences(self, measured: "MeasuredCurve") -> list[str]:
         """Return the conditions that are not alike, or not known to be, published against measured."""
@@ -155,13 +164,28 @@ def curves_of(names: Sequence[str], family: str, size: tuple[int, int] | None = 
     """Return the curves of the data file that are of the checkpoint's model, or of one that it may be made from.
 
     names: The checkpoint's, and that of the model that its files name as its base.
-    family, size: A model with both may be the base of a checkpoint with other names.
+    family, size: A model with both may be the base of a checkpoint whose names are of no released model.
     """
+    if size is not None and _is_released(names, family):
+        size = None
     return [
         curve
         for curve in published_curves()
         if curve.is_of(*names) or (size is not None and (curve.family, curve.size) == (family, size))
     ]
+
+
+def _last(name: str) -> str:
+    """Return the name of a hub id, or of a path's folder, in lower case."""
+    return _INSIDE.sub("", name).rpartition("/")[2].lower()
+
+
+def _is_released(names: Sequence[str], family: str) -> bool:
+    """Return whether a name has that of a series of models, with a version or size: Qwen3.5, DeepSeek-R1."""
+    models = [*(curve.model for curve in published_curves()), *by_name(family).models]
+    series = "|".join({match[0] for model in models if (match := re.match("[a-z]+", model.lower()))})
+    pattern = re.compile(rf"(?<![a-z])(?:{series})(?:[^a-z0-9]*[a-z]+)?[^a-z0-9]*v?[0-9]")
+    return any(pattern.search(_last(name)) for name in names)
 
 
 def fitting_curve(

@@ -376,14 +376,16 @@ class ReferenceReport:
             return None
         measured = [self._measured_curve(temperature) for temperature in scored]
         last = measured[-1]
+        comparable = [curve for curve in curves if any(curve.figures(each) for each in measured)]
         curve = fitting_curve(
-            curves, self._names, last.lengths,
+            comparable, self._names, last.lengths,
             thinking=last.thinking, temperature=last.temperature, precision=last.precision,
         )  # fmt: skip
         if curve is None:
             return None
         stated = last.temperature if curve.temperature is None else curve.temperature
-        return curve, min(measured, key=lambda each: abs(each.temperature - stated))
+        shown = (each for each in measured if curve.figures(each))
+        return curve, min(shown, key=lambda each: abs(each.temperature - stated))
 
     def _measured_curve(self, temperature: float) -> MeasuredCurve:
         rule, largest = "argmax" if temperature else "greedy", self.plan.num_speculative_tokens
