@@ -688,8 +688,37 @@ def test_streams_whose_parts_alternate():
 def test_many_counts_by_name_cost_little_time():
     items = [{"drafted": 4, "accepted": place % 4} for place in range(8000)]
     begin = time.process_time()
-    assert read(json.dumps(items)).draft_tokens == 32_000
-    assert time.process_time() - begin < 3
+    with pytest.raises(EngineError, match="of 16,000 runs"):
+        read(json.dumps({"parts": {"requests": items}, "rest": items}))
+    assert time.process_time() - begin < 4
+
+
+@loop(
+    ("record", "counts"),
+    [
+        ({"num_drafts": 100, "num_accepted_tokens": 280, "mean_acceptance_length": 2.8}, (100, 180)),
+        ({"num_drafts": 100, "num_accepted_tokens": 180, "mean_acceptance_length": 2.8}, (100, 180)),
+        ({"num_drafts": 100, "draft_tokens": 300, "accepted": 180, "mean_acceptance_length": 1.8}, None),
+        ({"num_drafts": 100, "draft_tokens": 300, "accepted": 180, "mean_acceptance_length": 3.9}, (None, 180)),
+        ({"drafted": 100, "accepted": 62, "acceptance_rate": 0.31}, None),
+        ({"drafted": 100, "accepted": 62, "acceptance_rate": 62.0}, (None, 62)),
+        ({"rounds": 3, "k": 3, "draft_tokens": 300, "accepted_tokens": 180}, (None, 180)),
+        ({"drafts": 0, "draft_tokens": 300, "accepted": 180}, (None, 180)),
+    ],
+)
+def test_counts_are_compared_with_the_figures_beside_them(record, counts):
+    """A length, a rate and K in the same object."""
+    if counts is None:
+        with pytest.raises(EngineError, match="contradict"):
+            read(json.dumps(record))
+    else:
+        found = read(json.dumps(record))
+        assert (found.num_drafts, found.accepted) == counts
+
+
+def test_a_gauge_is_not_compared_with_counters_of_metrics():
+    gauge = "mistralrs_speculative_acceptance_rate 0.1\n"
+    assert summary(read(METRICS["mistral.rs'"][0] + gauge)) == METRICS["mistral.rs'"][1]
 
 
 def test_positions_that_contradict_their_sum_are_left_out():

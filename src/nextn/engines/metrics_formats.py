@@ -22,7 +22,7 @@ from nextn.engines.counters import (
     parse_series,
     sum_series,
 )
-from nextn.engines.named_counts import from_record, is_copied
+from nextn.engines.named_counts import from_record, is_copied, role_of
 from nextn.errors import EngineError
 from nextn.text_format import docs_page, some
 
@@ -338,6 +338,7 @@ def _from_names(samples: list[Series]) -> Counters | None:
             own[match[0]] = own.get(match[0], 0.0) + sample.value
     for prefix, counts in exporters.items():
         by_position = _by_label(positions.get(prefix, []), "positions", *_POSITION_LABELS)
+        counts = {name: value for name, value in counts.items() if role_of(name)}  # without gauges of an interval
         counters = from_record({**counts, "accepted_per_pos": list(by_position)})
         if counters is not None:
             return replace(counters, engine=prefix or counters.engine)

@@ -52,6 +52,11 @@ _SETTING = re.compile(
     r"config|label|name|(?:(?:num|n|max)_)?spec\w*_(?:tokens|steps)|num_draft|n_max|draft_(?:max|len|length)|"
     r"max_draft_(?:len|length|tokens)|block_size"
 )
+_LENGTH = re.compile(r"(?:\w+_)?accept(?:ance|ed)?_len(?:gth)?")
+_RATE = re.compile(r"(?:mtp_|spec_|draft_|spec_decode_)?accept(?:ance)?_rate")
+_K = re.compile(r"k|(?:mtp_|draft_|spec_)?depth|gamma|(?:num_)?spec(?:ulative)?_tokens")
+_TOLERANCE = 0.1  # of a length, which may be a mean of requests
+_RATE_TOLERANCE = 0.03
 _MAX_DEPTH = 32
 _MAX_RECORDS = 100_000
 _MAX_LINES = 8000  # characters of what is no log
@@ -176,7 +181,62 @@ def from_record(record: Mapping, path: tuple[str, ...] = ()) -> Counters | None:
     drafted, accepted, rejected, rounds = (
         next(iter(counts.get(role, ())), None) for role in ("drafted", "accepted", "rejected", "rounds")
     )
-    return _checked(drafted, accepted, rejected, rounds, _by_position(record))
+    if drafted is None and accepted is not None and rejected is not None:
+        drafted = accepted + rejected
+    rates = _by_position(record)
+    if accepted is not None and rounds and drafted is None and not rates and _has_bonus(record, accepted, rounds):
+        accepted -= rounds
+    if drafted and accepted is not None and not _fits_rate(record, drafted, accepted, rounds):
+        raise _contradiction(drafted, accepted, rounds, _stated(record, _RATE)[0], "acceptance rate")
+    if rounds is not None and not _are_rounds(record, drafted, accepted, rounds):
+        if drafted and _has_bonus(record, accepted or 0, rounds):
+            raise _contradiction(drafted, accepted, rounds, _stated(record, _LENGTH)[0], "acceptance length")
+        rounds = None
+    return _checked(drafted, accepted, rounds, rates)
+
+
+def _contradiction(
+    drafted: int | None, accepted: int | None, rounds: int | None, stated: float, name: str
+) -> EngineError:
+    counts = {"drafted": drafted, "accepted": accepted, "rounds": rounds}
+    found = ", ".join(f"{role} {count:,}" for role, count in counts.items() if count is not None)
+    return EngineError(
+        f"the counts ({found}) contradict the {name} {stated:g} beside them: one of them is of something else, or "
+        "includes the bonus tokens; give the counts without it, if they are of draft tokens"
+    )
+
+
+def _stated(record: Mapping, names: re.Pattern[str]) -> list[float]:
+    """The figures that an object states beside its counts."""
+    found = (_number(value) for name, value in record.items() if names.fullmatch("_".join(words_of(str(name)))))
+    return [value for value in found if value]
+
+
+def _has_bonus(record: Mapping, accepted: int, rounds: int) -> bool:
+    """Whether the accepted tokens include the bonus token of each round, by the length beside them."""
+    return any(length >= 1 and _is_near(length, accepted / (rounds or 1)) for length in _stated(record, _LENGTH))
+
+
+def _fits_rate(record: Mapping, drafted: int, accepted: int, rounds: int | None) -> bool:
+    """Whether a stated acceptance rate is that of the counts: of drafts, or with the bonus tokens on both sides."""
+    rates = (accepted / drafted, (accepted + (rounds or 0)) / (drafted + (rounds or 0)))
+    near = _RATE_TOLERANCE + 1 / drafted
+    stated = _stated(record, _RATE)
+    return all(any(min(abs(rate - own), abs(rate / 100 - own)) <= near for own in rates) for rate in stated)
+
+
+def _are_rounds(record: Mapping, drafted: int | None, accepted: int | None, rounds: int) -> bool:
+    """Whether the counts of rounds and tokens fit each other, a stated length, and K."""
+    tokens = max(drafted or 0, accepted or 0)
+    lengths = _stated(record, _LENGTH) if accepted is not None else []
+    return (rounds > 0 or tokens == 0) and (
+        all(tokens <= k * rounds for k in _stated(record, _K))
+        and all(_is_near(length, 1 + (accepted or 0) / (rounds or 1)) for length in lengths)
+    )
+
+
+def _is_near(stated: float, own: float) -> bool:
+    return abs(stated - own) <= _TOLERANCE * own
 
 
 def _of_head(names: list[str]) -> list[str]:
@@ -184,11 +244,7 @@ def _of_head(names: list[str]) -> list[str]:
     return [name for name in names if _OF_HEAD.intersection(words_of(name))] or names
 
 
-def _checked(
-    drafted: int | None, accepted: int | None, rejected: int | None, rounds: int | None, rates: list[float]
-) -> Counters | None:
-    if drafted is None and accepted is not None and rejected is not None:
-        drafted = accepted + rejected
+def _checked(drafted: int | None, accepted: int | None, rounds: int | None, rates: list[float]) -> Counters | None:
     if drafted is not None and rounds is not None and rounds > drafted:
         rounds = None
     is_shares = all(rate <= 1 for rate in rates) and not all(type(rate) is int for rate in rates)
