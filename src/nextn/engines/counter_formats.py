@@ -11,7 +11,7 @@ from typing import TextIO
 from nextn.bounded_json import loads
 from nextn.engines.counters import Counters, fill_in_derived, refuse_model, sum_counters
 from nextn.engines.csv_formats import table_reader
-from nextn.engines.embedded_json import documents
+from nextn.engines.embedded_json import MAX_DOCUMENTS, documents
 from nextn.engines.json_formats import JSON_READERS, objects
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.log_reader import LogReading, read_log
@@ -120,7 +120,8 @@ def _from_log(file: TextIO, source: str, start: str) -> Counters:
         return counters
     if reading.counters is None:
         reading = next((again for again in _read_again(start, reading) if again.counters), reading)
-        reading = _of_the_start(reading) if len(start) == _MAX_START else reading
+        if reading.counters and len(start) == _MAX_START:
+            reading = replace(reading, counters=_with_note(reading.counters))
     return _need(reading, source, start)
 
 
@@ -149,9 +150,11 @@ def _embedded(text: str) -> Counters | None:
     """The counts in objects of JSON or Python inside other text; None where there are none."""
     if "ccept" not in text and "spec_" not in text:
         return None
-    found = list(documents(text))
+    found, is_whole = documents(text)
     counters = sum_counters(part for document in found for part in objects(document)) or in_documents(found)
     counters = counters or in_lines(text)
+    if counters and (not is_whole or len(text) == _MAX_START):
+        counters = _with_note(counters, is_whole)
     return counters and fill_in_derived(counters)
 
 
@@ -166,12 +169,15 @@ def _read_again(start: str, first: LogReading) -> Iterator[LogReading]:
         yield read_log(io.StringIO(start), general=True)
 
 
-def _of_the_start(reading: LogReading) -> LogReading:
-    """Note that the rest of a long log was not read."""
-    if reading.counters is None:
-        return reading
+def _with_note(counters: Counters, is_whole: bool = True) -> Counters:
+    """Note that the rest of a long text was not read, of its start to a number of objects."""
     note = f"lines of this form are read in the first {_MAX_START // 2**20} MiB alone, the rest is left out"
-    return replace(reading, counters=replace(reading.counters, notes=(*reading.counters.notes, note)))
+    more = (
+        ()
+        if is_whole
+        else (f"of many objects in the text, the first are read (at most {MAX_DOCUMENTS:,}), the rest is left out",)
+    )
+    return replace(counters, notes=(*counters.notes, *(more or (note,))))
 
 
 def _begins_as_json(start: str) -> bool:

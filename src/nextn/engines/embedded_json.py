@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nextn.bounded_json import loads
 
 _MAX_FAILED = 1024 * 1024  # characters in brackets that are no object
-_MAX_DOCUMENTS = 20_000
+MAX_DOCUMENTS = 20_000
 _TOKEN = re.compile(r"\"(?:[^\"\\\n]|\\.)*+\"|'(?:[^'\\\n]|\\.)*+'|[{}\[\],]")
 _PAIRS = {"{": "}", "[": "]"}
 # Of Python: its strings, names, tuples, numpy's numbers, objects that show no value, numbers as keys, a last comma.
@@ -20,25 +20,31 @@ _NAMES = {"True": "true", "False": "false"}
 _FIRST_KEY = re.compile(r"[\"'][\w/.:-]{1,100}[\"']\s?:\s")
 
 
-def documents(text: str) -> Iterator[object]:
-    """Yield the objects in a text that is no JSON; of one whose beginning or end is missing, what is there."""
-    place = num_failed = 0
-    for _ in range(_MAX_DOCUMENTS):
+def documents(text: str) -> tuple[list[object], bool]:
+    """Return the objects in a text that is no JSON, and whether they are all: large texts are not read to the end.
+
+    Of an object whose beginning or end is missing, what is there.
+    """
+    documents, place, num_failed, is_whole = list[object](), 0, 0, False
+    for _ in range(MAX_DOCUMENTS):
         start = text.find("{", place)
-        if start < 0 or num_failed > _MAX_FAILED:
+        is_whole = start < 0
+        if is_whole or num_failed > _MAX_FAILED:
             break
-        end, cut = _end(text, start)
-        found = _first(_parsed(each) for each in cut or [text[start:end]])
-        if found is not None:
-            yield found
+        found, end = _object_at(text, start)
+        documents += [found] * (found is not None)
         num_failed += (end - start) * (found is None)
         place = start + 1 if found is None else end
     if place == 0 and (key := _FIRST_KEY.search(text)):
-        rest = "{" + text[key.start() :]
-        end, cut = _end(rest, 0)
-        found = _first(_parsed(each) for each in cut or [rest[:end]])
-        if found is not None:
-            yield found
+        found, _end_of_text = _object_at("{" + text[key.start() :], 0)
+        documents += [found] * (found is not None)
+    return documents, is_whole or text.find("{", place) < 0
+
+
+def _object_at(text: str, start: int) -> tuple[object, int]:
+    """The object that begins here, None for none, and where it ends."""
+    end, cut = _end(text, start)
+    return _first(_parsed(each) for each in cut or [text[start:end]]), end
 
 
 def _end(text: str, start: int) -> tuple[int, list[str]]:
