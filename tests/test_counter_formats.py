@@ -1336,3 +1336,15 @@ def test_objects_behind_the_limits_are_noted(monkeypatch):
         counters = read(line * number)
         assert counters.num_drafts == 200
         assert any("left out" in note for note in counters.notes) == (number == 3)
+
+
+def test_counts_of_copied_drafts_are_no_heads():
+    """By the drafter that the lines name; `prompt` alone names none."""
+    counts = "drafts: 100\ndraft tokens: 300\naccepted tokens: 180\n"
+    assert read(counts).num_drafts == 100
+    for method in ("prompt lookup", "ngram", "prompt_lookup", "suffix"):
+        with pytest.raises(EngineError, match=method):
+            read(f"method: {method}\n{counts}")
+    assert read(f"prompts: 5\nmethod: mtp\n{counts}").num_drafts == 100
+    record = {"by_prompt": [{"drafted": 40, "accepted": 30}, {"drafted": 40, "accepted": 9}]}
+    assert summary(read(json.dumps(record))) == ("an engine", None, 80, 39, ())

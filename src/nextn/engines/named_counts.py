@@ -28,7 +28,7 @@ _FILLERS = _words(
     "decoding mtp nextn system"
 )
 _OF_HEAD = _words("mtp nextn")
-_COPIED = _words("lookup ngram suffix pld copy copied prompt")
+_COPIED = _words("lookup ngram suffix pld copy copied")
 _DRAFTING = _words("draft drafts drafted drafting spec speculative speculation mtp nextn verify verifier")
 _ROLES = {
     _words(words): role
@@ -64,6 +64,10 @@ _NUMBERS = r"[0-9]{1,12}(?:\.[0-9]{1,9})?"
 _FIELD = re.compile(
     rf"(?<![\w.])([A-Za-z][\w/.-]{{1,60}}(?: [A-Za-z]\w{{0,20}}){{0,3}}) ?[=:] {{0,40}}"
     rf"(?:({_NUMBERS})(?![\w%]|[.,][0-9])|\[({_NUMBERS}(?:, ?{_NUMBERS}){{0,63}})\])"
+)
+_COPIER = re.compile(
+    r"(?i)(?<![a-z])(?:method|mode|type|drafter|algorithm|spec\w*)['\"]?\s?[=:]\s?['\"]?"
+    r"(?:[a-z]{1,20}[ _-]){0,2}(?:lookup|n-?gram|suffix|pld|copy|copied)(?![a-z])"
 )
 _WORD = re.compile(r"[a-z]+|[0-9]+")
 
@@ -136,8 +140,15 @@ def in_lines(text: str) -> Counters | None:
             if name in record:
                 return None
             record[name] = number if values else number[0]
-    counters = None if is_copied([text]) else from_record(record)
-    return counters if counters is not None and counters.num_drafts and counters.draft_tokens else None
+    counters = None if is_copied(record) else from_record(record)
+    if counters is None or not counters.num_drafts or not counters.draft_tokens:
+        return None
+    if copier := _COPIER.search(text):
+        raise EngineError(
+            f"the counts are of drafts copied from the text ({copier[0]!r}), which no head made; give those of a run "
+            "with MTP alone"
+        )
+    return counters
 
 
 def _whole(records: list[_Record], total: Counters) -> Counters | None:
@@ -166,7 +177,10 @@ def _records(value: object, path: tuple[str, ...]) -> Iterator[_Record]:
 
 
 def from_record(record: Mapping, path: tuple[str, ...] = ()) -> Counters | None:
-    """Return the counts in an object by the names of its fields; None where they are none of drafts, or contradict."""
+    """Return the counts in an object by the names of its fields; None where they are none of drafts.
+
+    Raises EngineError where they contradict an acceptance rate or length in the same object.
+    """
     names: dict[str, list[str]] = {}
     for name in map(str, record):
         if (role := role_of(name)) and _count(record[name]) is not None:
