@@ -3,12 +3,13 @@
 import codecs
 import io
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
 from nextn.bounded_json import loads
+from nextn.engines.answer_parts import answer_id, last_parts
 from nextn.engines.counters import Counters, fill_in_derived, refuse_model, sum_counters
 from nextn.engines.csv_formats import table_reader
 from nextn.engines.embedded_json import MAX_DOCUMENTS, documents
@@ -46,6 +47,8 @@ _PACKED = {
     b"\xfd7zXZ": "unxz",
 }
 _MAX_START = 1024 * 1024  # characters by which the kind of a file is recognized, and its settings are read
+_ONLY_START = f"lines of this form are read in the first {_MAX_START // 2**20} MiB alone, the rest is left out"
+_ONLY_FIRST = f"of many objects in the text, the first are read (at most {MAX_DOCUMENTS:,}), the rest is left out"
 _LOG_PREFIX = re.compile(r'\[(?:[A-Z][^\[\]{}"\n]{1,80}\]|[^\[\]{}"\n]{1,80}\][ \t]*[^\s,\]])')
 _CURVE = re.compile(r"(?m)^ +1: [1-2](\.[0-9]+)?$|^ +thinking_(on|off):$")  # InferenceX's golden_al_distribution
 # Keys of structured logs under which the line is, of Docker, Kubernetes, journald, Google Cloud and Python loggers.
@@ -153,8 +156,10 @@ def _embedded(text: str) -> Counters | None:
     found, is_whole = documents(text)
     counters = sum_counters(part for document in found for part in objects(document)) or in_documents(found)
     counters = counters or in_lines(text)
-    if counters and (not is_whole or len(text) == _MAX_START):
-        counters = _with_note(counters, is_whole)
+    if counters and not is_whole:
+        counters = _with_note(counters, _ONLY_FIRST)
+    elif counters and len(text) == _MAX_START:
+        counters = _with_note(counters)
     return counters and fill_in_derived(counters)
 
 
@@ -169,15 +174,8 @@ def _read_again(start: str, first: LogReading) -> Iterator[LogReading]:
         yield read_log(io.StringIO(start), general=True)
 
 
-def _with_note(counters: Counters, is_whole: bool = True) -> Counters:
-    """Note that the rest of a long text was not read, of its start to a number of objects."""
-    note = f"lines of this form are read in the first {_MAX_START // 2**20} MiB alone, the rest is left out"
-    more = (
-        ()
-        if is_whole
-        else (f"of many objects in the text, the first are read (at most {MAX_DOCUMENTS:,}), the rest is left out",)
-    )
-    return replace(counters, notes=(*counters.notes, *(more or (note,))))
+def _with_note(counters: Counters, note: str = _ONLY_START) -> Counters:
+    return replace(counters, notes=(*counters.notes, note))
 
 
 def _begins_as_json(start: str) -> bool:
@@ -186,58 +184,71 @@ def _begins_as_json(start: str) -> bool:
     return first[:1] in ("{", "[") and not _LOG_PREFIX.match(first)
 
 
+@dataclass
+class _Contents:
+    """What the documents of a text hold."""
+
+    counts: list[tuple[Hashable, list[Counters]]] = field(default_factory=list)  # beside the answer that they are of
+    series: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # of text, and the messages of objects without counts
+    others: list[object] = field(default_factory=list)  # objects without counts
+    reason: ValueError | None = None  # why the text is not one document
+    num_objects: int = 0
+    num_answers: int = 0  # that are at an end, of those without an id
+
+    def add(self, document: object) -> None:
+        if isinstance(document, ValueError):
+            self.reason = self.reason or document
+        elif isinstance(document, str):
+            self.lines.append(document)
+        else:
+            self.num_objects += 1
+            found = objects(document)
+            self.counts.append((self._answer(document), found))
+            self.series += series_in(document)
+            if not found:
+                messages = _messages(document)
+                self.counts += [(None, _inside(text)) for text in messages if text.lstrip()[:1] == "{"]
+                self.lines += messages
+                self.others.append(document)
+
+    def _answer(self, document: object) -> Hashable:
+        """The id of the answer that a document is a part of, or the number of one without; None for no such part."""
+        is_part = isinstance(document, Mapping) and "stop" in document and "content" in document
+        if (name := answer_id(document)) or not is_part:
+            self.num_answers += 1
+            return name
+        number = self.num_answers
+        self.num_answers += isinstance(document, Mapping) and document["stop"] is True
+        return "", number
+
+
 def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     """The counts of one JSON document, of one per line, or of the lines that a structured log has in its fields."""
-    parts, lines, series, reason, others = list[Counters](), list[str](), list[str](), None, list[object]()
-    num_objects, answers = 0, dict[str, list[Counters]]()
+    contents = _Contents()
     for document in _documents(text, source):
-        if isinstance(document, ValueError):
-            reason = reason or document
-            continue
-        if isinstance(document, str):
-            lines.append(document)
-            continue
-        num_objects += 1
-        found, name = objects(document), _answer(document)
-        if "stop" in answers and name != "stop":  # of an answer without an id, which is at an end
-            parts += answers.pop("stop")
-        if found and name:  # of a stream, whose later counts include the earlier ones
-            answers[name] = found
-        else:
-            parts += found
-        if isinstance(document, Mapping) and document.get("stop") is True:
-            parts += answers.pop(name, [])
-        series += series_in(document)
-        if not found:
-            messages = _messages(document)
-            parts += [part for text in messages if text.lstrip()[:1] == "{" for part in _inside(text)]
-            lines += messages
-            others.append(document)
-    counters = sum_counters([*parts, *(part for found in answers.values() for part in found)])
-    if counters is None and series:
-        return from_metrics("\n".join(series), model=model)
+        contents.add(document)
+    counters = sum_counters(last_parts(contents.counts))
+    if counters is None and contents.series:
+        return from_metrics("\n".join(contents.series), model=model)
     refuse_model(model, source)
-    if counters is not None:
-        return fill_in_derived(counters)
-    reading = read_log(io.StringIO("\n".join(line.rstrip("\n") for line in lines)))
+    return fill_in_derived(counters) if counters is not None else _from_contents(contents, text, source)
+
+
+def _from_contents(contents: _Contents, text: str, source: str) -> Counters:
+    """The counts of objects without a known format, or of the lines in them."""
+    reading = read_log(io.StringIO("\n".join(line.rstrip("\n") for line in contents.lines)))
     if not reading.has_entries and reading.counters is None:
-        counters = in_documents(others) or (None if num_objects else _embedded(text[:_MAX_START]))
+        counters = in_documents(contents.others)
+        counters = counters or (None if contents.num_objects else _embedded(text[:_MAX_START]))
         if counters is not None:
             return fill_in_derived(counters)
         general = read_log(io.StringIO(text[:_MAX_START]), general=True)
         reading = general if general.counters else reading
-    if reading.counters is None and not reading.has_entries and reason is not None and not num_objects:
+    reason = contents.reason
+    if reading.counters is None and not reading.has_entries and reason is not None and not contents.num_objects:
         raise EngineError(f"{source}: neither JSON nor lines of JSON: {reason}") from reason
     return _need(reading, source, text[:_MAX_START])
-
-
-def _answer(document: object) -> str:
-    """What says of which answer a part of a stream is; "" for a document that is no such part."""
-    if not isinstance(document, Mapping):
-        return ""
-    info = document.get("meta_info")
-    name = info.get("id") if isinstance(info, Mapping) else document.get("id")
-    return name if isinstance(name, str) else "stop" * ("stop" in document and "content" in document)
 
 
 def _inside(text: str) -> list[Counters]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from nextn.bounded_json import MAX_COUNT
+from nextn.engines.answer_parts import answer_id, last_parts
 from nextn.engines.counters import MAX_POSITIONS, RISING, UNKNOWN, Counters, sum_counters
 from nextn.errors import EngineError
 from nextn.text_format import some
@@ -102,7 +103,7 @@ def in_documents(documents: list[object]) -> Counters | None:
     Raises EngineError where there are several, and which of them is meant is not clear.
     """
     path = ("",) if len(documents) > 1 else ()
-    records = _records_of(documents, path)
+    records = last_parts((answer_id(document), [*_records(document, path)]) for document in documents)
     total = sum_counters(record.counters for record in records)
     if total is None or len(records) == 1:
         return total
@@ -119,16 +120,6 @@ def in_documents(documents: list[object]) -> Counters | None:
     )
     is_rising = sorted({*drafted}) == drafted and sorted(accepted) == accepted
     return replace(total, notes=(*total.notes, RISING)) if is_rising else total
-
-
-def _records_of(documents: list[object], path: tuple[str, ...]) -> list[_Record]:
-    """The counts in the documents; of the parts of a stream, which have one id, in the last."""
-    found: dict[object, list[_Record]] = {}
-    for place, document in enumerate(documents):
-        name = document.get("id") if isinstance(document, Mapping) else None
-        if records := [*_records(document, path)]:
-            found[name if isinstance(name, str) else place] = records
-    return [record for records in found.values() for record in records]
 
 
 def in_lines(text: str) -> Counters | None:
