@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter
 
 from nextn.audit_rules import (
+    absent_head,
     config_claims,
     engines,
     files,
@@ -38,7 +39,7 @@ from nextn.text_format import counted, some
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit", "audit_checkpoint"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (structure, trunk_layers, config_claims, files, shapes, engines, precision, separate, values)
+_MODULES = (absent_head, structure, trunk_layers, config_claims, files, shapes, engines, precision, separate, values)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 _MAX_NAMES = 2000  # to match against every family's layout
@@ -206,12 +207,12 @@ def _without_family(checkpoint: Checkpoint) -> AuditReport:
     found = [
         *structure.names_foreign(checkpoint.path, structure.foreign_names(inventory)),
         *files.index(inventory),
-        *structure.draft_model(inventory),
+        *absent_head.draft_model(inventory),
     ]
     if names:
-        found.append(structure.foreign_head(model_type, names))
+        found.append(absent_head.foreign_head(model_type, names))
     elif inventory.draft_model is None:
-        found.append(structure.withheld_head(inventory) or structure.no_head(model_type, checkpoint.config))
+        found.append(absent_head.withheld_head(inventory) or absent_head.no_head(model_type, checkpoint.config))
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     left = ("everything but names and files, as there is no head",)
     return AuditReport(checkpoint.path, model_type, 0, (), tuple(found), unchecked=left)

@@ -25,7 +25,7 @@ from nextn.text_format import counted, joined
 
 Claim = tuple[Mapping[str, object], str]  # fields of config.json, and what is stored against them
 _MOST_SHOWN = 100  # characters of a value
-IDS: tuple[str, ...] = ()  # `config-contradicts` is one of `structure`'s
+IDS = ("config-contradicts",)
 _KEYS, _VALUES = 2 * ("linear_num_key_heads*linear_key_head_dim",), "linear_num_value_heads*linear_value_head_dim"
 # Path in a layer -> the fields of config.json whose products, added, are the number of rows.
 _ROWS = {
@@ -57,6 +57,7 @@ _PARTS = {
         "sinks of attention", r"self_attn\.(sinks|attention_sink_bias)", r"self_attn\.\w+\.weight",
     ),
 }  # fmt: skip
+_AT_BOTH_LEVELS = ("num_hidden_layers", "hidden_size", "vocab_size")
 _SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers")
 _MORE_SIZES = ("num_key_value_heads", "intermediate_size", "moe_intermediate_size", "head_dim")
 # Lists with one entry for each layer; those of some releases also have entries for the head.
@@ -278,4 +279,41 @@ def _contradiction(fields: Mapping[str, object], found: str) -> Finding:
     )  # fmt: skip
 
 
-RULES = (config_claims,)
+def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
+    """Report counts of modules, and sizes, that config.json has twice with different values."""
+    config, family = inventory.checkpoint.config, inventory.family
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    yield from _methods_differ(config, inner)
+    places = {field: (config, inner) for field in (*family.count_fields, *_AT_BOTH_LEVELS) if "." not in field}
+    fields = {f"{level}{field}": part[field]
+            for field, parts in places.items() for level, part in zip(("", "text_config."), parts, strict=True)
+            if part.get(field) is not None}  # fmt: skip
+    counts = {name: value for name, value in fields.items() if name.rpartition(".")[2] in family.count_fields}
+    groups = [counts, *({name: value for name, value in fields.items() if name.rpartition(".")[2] == size}
+                        for size in _AT_BOTH_LEVELS)]  # fmt: skip
+    for group in groups:
+        if len({str(value) for value in group.values()}) > 1:
+            yield Finding(
+                "config-contradicts", "error", f"{CONFIG}: {next(iter(group))}",
+                f"{CONFIG} says {joined(f'{name} = {value}' for name, value in group.items())}: engines differ in "
+                "which of them they read.",
+                "One value.", f"Correct {CONFIG}: {counted(len(inventory.modules), 'MTP layer')} "
+                f"{'is' if len(inventory.modules) == 1 else 'are'} stored, after {inventory.num_layers} trunk layers.",
+            )  # fmt: skip
+
+
+def _methods_differ(config: Mapping[str, object], inner: Mapping[str, object]) -> Iterator[Finding]:
+    """Report two quantization methods, one for each level of config.json."""
+    sections = [part.get("quantization_config") for part in (config, inner)]
+    methods = [str(section.get("quant_method")) for section in sections if isinstance(section, Mapping)]
+    if len({*methods}) > 1:
+        yield Finding(
+            "config-contradicts", "error", f"{CONFIG}: quantization_config",
+            f"{CONFIG} has quant_method = {methods[0]:.40}, and {methods[1]:.40} in text_config: engines differ in "
+            "which of them they read.",
+            "One method, that of the files.", f"Remove the quantization_config of the other from {CONFIG}.",
+        )  # fmt: skip
+
+
+RULES = (config_claims, config_contradicts)

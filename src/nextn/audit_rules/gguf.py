@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from nextn.audit_rules.absent_head import no_head
 from nextn.audit_rules.findings import CONVERT, SEVERITIES, AuditReport, Finding, Severity
 from nextn.audit_rules.norm_weights import NormValues, Values, shifts
-from nextn.audit_rules.structure import no_head
 from nextn.audit_rules.values import nonfinite_or_garbage, norm_shift_finding, zero_or_constant
 from nextn.checkpoint.draft_models import in_gguf
 from nextn.checkpoint.gguf_file import GgufFile, GgufTensor, bits, readable_kinds

@@ -1,4 +1,4 @@
-"""Compare the head that config.json declares with the one that is stored: absent, partial, elsewhere, or undeclared.
+"""Compare the head that config.json declares with the one that is stored: partial, elsewhere, or undeclared.
 
 If a head is stored under other names than declared, only that is reported: the rules that look for its parts under the
 declared names report nothing, so that one cause gives one finding.
@@ -8,104 +8,34 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, islice
-from pathlib import Path
+from itertools import chain
 
+from nextn.audit_rules.absent_head import absent
 from nextn.audit_rules.findings import Finding, convert, restore, verb
+from nextn.audit_rules.head_structure import HeadStructure, count_field, own_names
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.audit_rules.trunk_layers import missing_parts
-from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
-from nextn.checkpoint.draft_models import stored as stored_draft_model
+from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.foreign_names import ForeignNames, foreign
-from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
+from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import is_mlx, split_name, storage
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.checkpoint.trained_heads import SIDE_HEAD, side_head
-from nextn.edit.convert import elsewhere, find_head
+from nextn.edit.convert import find_head
 from nextn.errors import CheckpointError
-from nextn.family_table import ExpertForm, Family, beside, declared_fields, rows, withheld
+from nextn.family_table import ExpertForm
 from nextn.text_format import counted, joined, some
 
 IDS = (
-    "head-absent", "head-elsewhere", "head-undeclared", "modules-missing", "head-partial", "names-unknown",
-    "names-foreign", "experts-twice", "config-contradicts", "head-none",
-    "draft-model-stored", "draft-model-absent", "head-withheld",
+    "head-elsewhere", "head-undeclared", "modules-missing", "head-partial", "names-unknown", "names-foreign",
+    "experts-twice",
 )  # fmt: skip
-_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
-_MAX_FILES = 100  # of subfolders to look at
-_MAX_KINDS = 1000  # names to match against all families; names that differ only in numbers count once
-
-
-@dataclass(frozen=True)
-class HeadStructure:
-    """The tensor names under which one checkpoint stores its head."""
-
-    inventory: Inventory
-
-    @cached_property
-    def roles(self) -> Mapping[int, frozenset[str]]:
-        """Return module -> its stored roles, without copies of the trunk's tensors."""
-        own = {module: roles - set(self.inventory.family.copies) for module, roles in self.inventory.roles.items()}
-        return {module: roles for module, roles in own.items() if roles}
-
-    @cached_property
-    def heads(self) -> tuple[int, ...]:
-        """Return the MTP layers that belong to a head; trunk layers beyond the config's count are left out."""
-        appended = "{layer}" in self.inventory.family.names["block"]
-        return tuple(module for module, roles in self.roles.items() if roles != {"block"} or not appended)
-
-    @cached_property
-    def counted_as_trunk(self) -> Mapping[int, list[str]]:
-        """Return trunk layer -> the head's own paths in it; empty unless num_hidden_layers counts the head."""
-        names, copies = self.inventory.family.names, self.inventory.family.copies
-        if "{layer}" not in names["block"]:
-            return {}
-        root = names["block"] + "."
-        own = {
-            path.removeprefix(root)
-            for role, path in names.items()
-            if role not in ("block", *copies) and path.startswith(root)
-        }
-        layers = sorted(self.inventory.layers.items())
-        matches = {index: sorted(path for path in own if f"{path}.weight" in layer) for index, layer in layers}
-        return {index: paths for index, paths in matches.items() if paths}
-
-    @cached_property
-    def other_layout(self) -> tuple[tuple[Family, ...], tuple[str, ...]]:
-        """Return the families whose layout matches the most unrecognized names (with ties), and those names."""
-        kinds = {re.sub(r"\d+", "0", name): name for name in reversed(self.inventory.unrecognized)}
-        candidates = list(kinds.values())[:_MAX_KINDS]
-        best: tuple[list[Family], list[str]] = [], []
-        for family in (*elsewhere(self.inventory), *rows()):
-            canonicals = {name: family.canonical(name, self.inventory.num_layers) for name in candidates}
-            matches = [name for name, canonical in canonicals.items() if canonical]
-            if not any(canonical and canonical.split(".")[1] != "block" for canonical in canonicals.values()):
-                continue
-            if len(matches) > len(best[1]):
-                best = [family], matches
-            elif matches and matches == best[1] and best[0][0].name != self.inventory.family.name:
-                best[0].append(family)
-        return tuple(best[0]), tuple(sorted(best[1]))
-
-    @property
-    def layer_offset(self) -> int:
-        """Number of layers between the index that the config implies for the head and the one where it is stored."""
-        appended = "{layer}" in self.inventory.family.names["block"]
-        return self.heads[0] if self.heads and appended else 0
-
-    @property
-    def misplaced(self) -> bool:
-        """Whether the head is stored in another place than the config implies."""
-        return bool(self.counted_as_trunk or self.layer_offset or (self.other_layout[1] and not self.heads))
 
 
 def structure(inventory: Inventory) -> Iterator[Finding]:
     """Run every rule that compares the config with the names."""
     head = HeadStructure(inventory)
-    for rule in (_absent, _elsewhere, _undeclared, _modules_missing, _partial, _names_unknown, _experts_twice):
+    for rule in (absent, _elsewhere, _undeclared, _modules_missing, _partial, _names_unknown, _experts_twice):
         yield from rule(head)
 
 
@@ -129,164 +59,6 @@ def names_foreign(path: str, found: Iterable[tuple[ForeignNames, list[str]]]) ->
             "The names under which the family's checkpoints are published.",
             kind.remedy.replace("MODEL", shlex.quote(path)),
         )  # fmt: skip
-
-
-def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
-    """Report counts of modules, and sizes, that config.json has twice with different values."""
-    config, family = inventory.checkpoint.config, inventory.family
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else {}
-    yield from _methods_differ(config, inner)
-    places = {field: (config, inner) for field in (*family.count_fields, *_SIZES) if "." not in field}
-    fields = {f"{level}{field}": part[field]
-            for field, parts in places.items() for level, part in zip(("", "text_config."), parts, strict=True)
-            if part.get(field) is not None}  # fmt: skip
-    counts = {name: value for name, value in fields.items() if name.rpartition(".")[2] in family.count_fields}
-    groups = [counts, *({name: value for name, value in fields.items() if name.rpartition(".")[2] == size}
-                        for size in _SIZES)]  # fmt: skip
-    for group in groups:
-        if len({str(value) for value in group.values()}) > 1:
-            yield Finding(
-                "config-contradicts", "error", f"{CONFIG}: {next(iter(group))}",
-                f"{CONFIG} says {joined(f'{name} = {value}' for name, value in group.items())}: engines differ in "
-                "which of them they read.",
-                "One value.", f"Correct {CONFIG}: {counted(len(inventory.modules), 'MTP layer')} "
-                f"{'is' if len(inventory.modules) == 1 else 'are'} stored, after {inventory.num_layers} trunk layers.",
-            )  # fmt: skip
-
-
-def _methods_differ(config: Mapping[str, object], inner: Mapping[str, object]) -> Iterator[Finding]:
-    """Report two quantization methods, one for each level of config.json."""
-    sections = [part.get("quantization_config") for part in (config, inner)]
-    methods = [str(section.get("quant_method")) for section in sections if isinstance(section, Mapping)]
-    if len({*methods}) > 1:
-        yield Finding(
-            "config-contradicts", "error", f"{CONFIG}: quantization_config",
-            f"{CONFIG} has quant_method = {methods[0]:.40}, and {methods[1]:.40} in text_config: engines differ in "
-            "which of them they read.",
-            "One method, that of the files.", f"Remove the quantization_config of the other from {CONFIG}.",
-        )  # fmt: skip
-
-
-def draft_model(inventory: Inventory) -> Iterator[Finding]:
-    """Report a draft model of another kind inside the checkpoint, or one that config.json alone declares."""
-    other = inventory.draft_model
-    if other is None:
-        return
-    if other.names:
-        yield Finding(
-            "draft-model-stored", "note", min(other.names), f"{other.found}, and no MTP head. {other.kind.run_by}.",
-            "As it is: not every tensor under mtp. is of an MTP head.",
-            "Nothing needs to be done: nextn keeps it in every edit, and neither reads, trains nor replaces it.",
-        )  # fmt: skip
-    else:
-        yield Finding(
-            "draft-model-absent", "warning", f"{CONFIG}: {other.fields}", f"{other.found[0].upper()}{other.found[1:]}.",
-            f"Its tensors, as the published model stores them: {other.kind.run_by}.",
-            "Take the files that hold them from the published model, and list them with `nextn convert --reindex`.",
-        )  # fmt: skip
-
-
-def no_head(model_type: str, config: Mapping[str, object] = {}) -> Finding:
-    """Return the note on a model that was published without a head in its own files."""
-    make = "make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`"
-    own = beside(config)
-    return Finding(
-        "head-none", "note", f"{CONFIG}: model_type", f"{model_type} has no head, and no tensor looks like one.",
-        "As it is: it decodes without drafts.",
-        f"To draft, {make if own is None else f'give its own with --head: {joined(own.models)}'}.",
-    )  # fmt: skip
-
-
-def withheld_head(inventory: Inventory) -> Finding | None:
-    """Return the note on a model whose config may declare a head, and whose vendor published none."""
-    models, config = withheld(inventory.checkpoint.config), inventory.checkpoint.config
-    fields = declared_fields(config)
-    if models is None and not fields:
-        return None
-    declares = f"has {joined(fields)}" if fields else "declares no head"
-    unknown = "no tensor of a head is stored, and nextn knows none that was published with this model_type"
-    return Finding(
-        "head-withheld", "note", f"{CONFIG}: model_type",
-        f"{CONFIG} {declares}, and {models.sentence if models else unknown}.",
-        "As it is: it decodes without drafts, and every engine must be started without MTP.",
-        "To draft, make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`; or serve a draft model that "
-        "others trained for it, such as an EAGLE-3 one.",
-    )  # fmt: skip
-
-
-def foreign_head(model_type: str, names: list[str]) -> Finding:
-    """Return the finding on tensors like a head's in a model whose type nextn knows no head of."""
-    return Finding(
-        "names-unknown", "warning", names[0],
-        f"{counted(len(names), 'tensor')} like a head's, such as {some(names)}, and nextn knows no head of "
-        f"{model_type}: they were not checked.",
-        "A model_type whose head nextn knows.", "If it is stored as a known family's, give that with --family.",
-    )  # fmt: skip
-
-
-def _absent(head: HeadStructure) -> Iterator[Finding]:
-    """Report a config that declares MTP layers while no tensor of them is stored."""
-    inventory, family = head.inventory, head.inventory.family
-    # A decoder layer that the config does not count is the head's only where those follow the trunk's.
-    appended = "{layer}" in family.names["block"]
-    unknown = [name for name in inventory.unrecognized if appended or family.trunk_layer(name) is None]
-    if not inventory.declared or head.roles or head.misplaced or unknown:
-        return
-    if withheld(inventory.checkpoint.config) and (note := withheld_head(inventory)):
-        yield note
-        return
-    named = bool(family.counted_in(inventory.checkpoint.config))
-    claim = f"{CONFIG} declares {counted(inventory.declared, 'MTP layer')}"
-    if not named:
-        claim = f"{CONFIG} has no {family.count_fields[0]}; its default in {family.title} is {inventory.declared}"
-    listed = [name for name in inventory.checkpoint.index or {} if family.canonical(name, inventory.num_layers)]
-    if listed:
-        files = sorted({inventory.checkpoint.index[name] for name in listed if inventory.checkpoint.index})
-        count = counted(len(listed), "tensor")
-        absent = "is absent" if len(files) == 1 else "are absent"
-        lack = "does not hold them" if {*files} & {*inventory.checkpoint.files} else absent
-        found = f"{claim}, and the index puts {count} of it in {some(files)}, which {lack}."
-        lost = {*(inventory.checkpoint.index or ())} - {*inventory.checkpoint.tensors, *listed}
-        fix = f"Download {some(files)} again{'.' if lost else f', or run `{restore(inventory)}`.'}"
-    elif SIDE_HEAD in inventory.checkpoint.sources:
-        found = f"{claim}, and no tensor of it is stored; {SIDE_HEAD} beside the model, as of Unsloth, holds one."
-        checkpoint = inventory.checkpoint
-        file, before = side_head(checkpoint.sources[SIDE_HEAD], checkpoint.path, checkpoint.ref)
-        command = inventory.restore_command(base=file)
-        fix = f"If it was trained with this trunk, {before}`{command}`; else `{restore(inventory)}`."
-    elif folder := _subfolder_with_head(inventory):
-        path, name = folder
-        found = f"{claim}, and no tensor of it is stored; its subfolder {path.name} has tensors like a head's ({name})."
-        command = f"{inventory.restore_command(base=shlex.quote(str(path)))} --family {family.name}"
-        known = family.canonical(name, inventory.num_layers)
-        renamed = "" if known else f"rename them there to names such as {_own_names(inventory)[0]}, then "
-        fix = f"If they are the head trained with this trunk, {renamed}`{command}`; else `{restore(inventory)}`."
-    else:
-        found, fix = f"{claim}, and no tensor of it is stored.", restore(inventory)
-    valid = f"Tensors such as {some(_own_names(inventory))}, or {family.count_fields[0]} = 0."
-    yield Finding("head-absent", "error" if named or listed else "warning", _count_field(inventory), found, valid, fix)
-
-
-def _subfolder_with_head(inventory: Inventory) -> tuple[Path, str] | None:
-    """Return a folder in a local checkpoint with tensors like a head's, as trainers write one apart, and one of them.
-
-    Those under the names of this family come first.
-    """
-    path = Path(inventory.checkpoint.path)
-    others: list[tuple[Path, str]] = []
-    for folder in sorted({file.parent for file in islice(path.glob("*/*.safetensors"), _MAX_FILES)}):
-        try:
-            checkpoint = Checkpoint.open(folder)
-        except CheckpointError:
-            continue
-        if stored_draft_model(checkpoint.tensors, checkpoint.config) is not None:  # a draft model of another kind
-            continue
-        names = sorted(checkpoint.tensors)
-        if own := [name for name in names if inventory.family.canonical(name, inventory.num_layers)]:
-            return folder, own[0]
-        others += [(folder, name) for name in names if HEADLIKE.search(name)][:1]
-    return next(iter(others), None)
 
 
 def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
@@ -322,7 +94,7 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             "head-elsewhere", "error", wrapped[0],
             f"{counted(len(wrapped), 'tensor')} of the head, such as {some(wrapped)}, with a prefix before mtp.: vLLM "
             "and SGLang read names that begin with mtp. alone, and skip these.",
-            f"Names such as {some(_own_names(inventory))}.", convert(inventory, f"--to {inventory.family.name}"),
+            f"Names such as {some(own_names(inventory))}.", convert(inventory, f"--to {inventory.family.name}"),
         )  # fmt: skip
     families, names = head.other_layout
     if names:
@@ -331,7 +103,7 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             "head-elsewhere", "warning" if head.heads else "error", names[0],
             f"{counted(len(names), 'kind')} of tensor, such as {some(names)}, in the layout of {family_names}; "
             f"{_looks(inventory)}.",
-            f"Names such as {some(_own_names(inventory))}.",
+            f"Names such as {some(own_names(inventory))}.",
             _renamed_or_restored(inventory),
         )  # fmt: skip
 
@@ -354,7 +126,7 @@ def _undeclared(head: HeadStructure) -> Iterator[Finding]:
     field = inventory.family.count_fields[0]
     count = len(head.heads)
     yield Finding(
-        "head-undeclared", "warning", _count_field(inventory),
+        "head-undeclared", "warning", count_field(inventory),
         f"MTP layers stored: {count}, declared: {inventory.declared}; engines ignore the rest, or refuse to load them.",
         f"{field} = {count}.",
         inventory.declaration(count),
@@ -368,7 +140,7 @@ def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
     if not missing or not head.roles or head.misplaced:
         return
     yield Finding(
-        "modules-missing", "error", _count_field(inventory),
+        "modules-missing", "error", count_field(inventory),
         f"{CONFIG} declares {inventory.declared} MTP layers; of {some(missing)} no tensor is stored.",
         f"All {inventory.declared}, or {inventory.family.count_fields[0]} = {inventory.declared - len(missing)}.",
         restore(inventory),
@@ -508,7 +280,7 @@ def _names_unknown(head: HeadStructure) -> Iterator[Finding]:
             "names-unknown", "warning" if complete or (head.roles and not inside) else "error", names[0],
             f"{counted(len(names), 'tensor')} with names that no known engine maps: {some(names)}; "
             f"{_looks(inventory)}.",
-            f"Names such as {some(_own_names(inventory))}.",
+            f"Names such as {some(own_names(inventory))}.",
             f"Rename them, or run `{restore(inventory, force=True, own=complete)}`, which removes them.",
         )  # fmt: skip
 
@@ -555,13 +327,6 @@ def _is_complete(head: HeadStructure) -> bool:
     return all(family.required(module) <= head.roles.get(module, frozenset()) for module in declared)
 
 
-def _own_names(inventory: Inventory) -> list[str]:
-    """Return the names under which engines look for the first module."""
-    family = inventory.family
-    roles = [role for role in family.names if role not in family.copies and role != "block"]
-    return [inventory.published(f"0.{role}") for role in roles]
-
-
 def _looks(inventory: Inventory) -> str:
     family = inventory.family
     readers = [name for name, engine in family.engines.items() if engine.support in ("runs", "loads")]
@@ -569,8 +334,4 @@ def _looks(inventory: Inventory) -> str:
     return f"{verb(readers, 'look')} for {family.name}'s head at {what}" if readers else "no engine runs this head"
 
 
-def _count_field(inventory: Inventory) -> str:
-    return f"{CONFIG}: {inventory.family.count_field(inventory.checkpoint.config)}"
-
-
-RULES = (structure, draft_model, config_contradicts)
+RULES = (structure,)
