@@ -91,32 +91,60 @@ def absent(head: HeadStructure) -> Iterator[Finding]:
     claim = f"{CONFIG} declares {counted(inventory.declared, 'MTP layer')}"
     if not named:
         claim = f"{CONFIG} has no {family.count_fields[0]}; its default in {family.title} is {inventory.declared}"
-    listed = [name for name in inventory.checkpoint.index or {} if family.canonical(name, inventory.num_layers)]
-    if listed:
-        files = sorted({inventory.checkpoint.index[name] for name in listed if inventory.checkpoint.index})
-        count = counted(len(listed), "tensor")
-        absent = "is absent" if len(files) == 1 else "are absent"
-        lack = "does not hold them" if {*files} & {*inventory.checkpoint.files} else absent
-        found = f"{claim}, and the index puts {count} of it in {some(files)}, which {lack}."
-        lost = {*(inventory.checkpoint.index or ())} - {*inventory.checkpoint.tensors, *listed}
-        fix = f"Download {some(files)} again{'.' if lost else f', or run `{restore(inventory)}`.'}"
-    elif SIDE_HEAD in inventory.checkpoint.sources:
-        found = f"{claim}, and no tensor of it is stored; {SIDE_HEAD} beside the model, as of Unsloth, holds one."
-        checkpoint = inventory.checkpoint
-        file, before = side_head(checkpoint.sources[SIDE_HEAD], checkpoint.path, checkpoint.ref)
-        command = inventory.restore_command(base=file)
-        fix = f"If it was trained with this trunk, {before}`{command}`; else `{restore(inventory)}`."
-    elif folder := _subfolder_with_head(inventory):
-        path, name = folder
-        found = f"{claim}, and no tensor of it is stored; its subfolder {path.name} has tensors like a head's ({name})."
-        command = f"{inventory.restore_command(base=shlex.quote(str(path)))} --family {family.name}"
-        known = family.canonical(name, inventory.num_layers)
-        renamed = "" if known else f"rename them there to names such as {own_names(inventory)[0]}, then "
-        fix = f"If they are the head trained with this trunk, {renamed}`{command}`; else `{restore(inventory)}`."
-    else:
-        found, fix = f"{claim}, and no tensor of it is stored.", restore(inventory)
-    valid = f"Tensors such as {some(own_names(inventory))}, or {family.count_fields[0]} = 0."
-    yield Finding("head-absent", "error" if named or listed else "warning", count_field(inventory), found, valid, fix)
+    found, fix = _in_index(inventory) or _beside_the_model(inventory) or _in_subfolder(inventory) or (
+        ", and no tensor of it is stored.", restore(inventory)
+    )  # fmt: skip
+    yield Finding(
+        "head-absent", "error" if named or _listed(inventory) else "warning", count_field(inventory), claim + found,
+        f"Tensors such as {some(own_names(inventory))}, or {family.count_fields[0]} = 0.", fix,
+    )  # fmt: skip
+
+
+def _listed(inventory: Inventory) -> dict[str, str]:
+    """Return the head's tensors in the index, with their files."""
+    index = inventory.checkpoint.index or {}
+    return {name: file for name, file in index.items() if inventory.family.canonical(name, inventory.num_layers)}
+
+
+def _in_index(inventory: Inventory) -> tuple[str, str] | None:
+    """What is found, and the fix, for a head of which the index has the names."""
+    if not (listed := _listed(inventory)):
+        return None
+    files, checkpoint = sorted({*listed.values()}), inventory.checkpoint
+    absent = "is absent" if len(files) == 1 else "are absent"
+    lack = "does not hold them" if {*files} & {*checkpoint.files} else absent
+    lost = {*(checkpoint.index or ())} - {*checkpoint.tensors, *listed}
+    return (
+        f", and the index puts {counted(len(listed), 'tensor')} of it in {some(files)}, which {lack}.",
+        f"Download {some(files)} again{'.' if lost else f', or run `{restore(inventory)}`.'}",
+    )
+
+
+def _beside_the_model(inventory: Inventory) -> tuple[str, str] | None:
+    """The same for a head that Unsloth trained."""
+    checkpoint = inventory.checkpoint
+    if SIDE_HEAD not in checkpoint.sources:
+        return None
+    file, before = side_head(checkpoint.sources[SIDE_HEAD], checkpoint.path, checkpoint.ref)
+    command = inventory.restore_command(base=file)
+    return (
+        f", and no tensor of it is stored; {SIDE_HEAD} beside the model, as of Unsloth, holds one.",
+        f"If it was trained with this trunk, {before}`{command}`; else `{restore(inventory)}`.",
+    )
+
+
+def _in_subfolder(inventory: Inventory) -> tuple[str, str] | None:
+    """The same for a folder in the checkpoint with tensors like a head's."""
+    if (folder := _subfolder_with_head(inventory)) is None:
+        return None
+    path, name = folder
+    command = f"{inventory.restore_command(base=shlex.quote(str(path)))} --family {inventory.family.name}"
+    known = inventory.family.canonical(name, inventory.num_layers)
+    renamed = "" if known else f"rename them there to names such as {own_names(inventory)[0]}, then "
+    return (
+        f", and no tensor of it is stored; its subfolder {path.name} has tensors like a head's ({name}).",
+        f"If they are the head trained with this trunk, {renamed}`{command}`; else `{restore(inventory)}`.",
+    )
 
 
 def _subfolder_with_head(inventory: Inventory) -> tuple[Path, str] | None:
