@@ -876,7 +876,7 @@ def longer(field, default):
 @pytest.mark.more
 @loop("field", list(ACCEPTED))
 def test_what_configuration_classes_accept(field):
-    """No family is told that a value is wrong that its class in transformers takes."""
+    """Values that the class of a family in transformers accepts are reported for no model of it."""
     lists = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
     value = longer(field, lists[field]) if field in lists else [2, None] if field.endswith("_id") else None
     names = {family.name: [each for each in family.model_types if each in CONFIG_MAPPING] for family in rows()}

@@ -16,12 +16,13 @@ from quick import loop
 
 from nextn.engines import log_reader
 from nextn.engines.counter_formats import read
-from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, RISING, ROUNDED, SOME_POSITIONS
+from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, MAX_POSITIONS, RISING, ROUNDED, SOME_POSITIONS
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS, NO_MTP, RENAMED, STEPS_WITHOUT_DRAFTS
 from nextn.engines.metrics_formats import METRICS_FORMAT, OF_BATCHES, OF_REQUESTS, REPEATED
+from nextn.engines.named_counts import from_record, in_lines
 from nextn.engines.run_settings import OVERRIDES, head_not_loaded, overrides_in
-from nextn.errors import EngineError
+from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.hypotheses import engine_depth, observed_counts
 
 VLLM = (
@@ -515,8 +516,10 @@ METRICS = {
                      "speculative_num_draft_tokens_total : 200\n", ("an engine", None, 200, 120, ())),
     "mistral.rs'": ("mistralrs_speculative_drafts_total 100\nmistralrs_speculative_draft_tokens_proposed_total 200\n"
                     "mistralrs_speculative_draft_tokens_accepted_total 120\n", ("mistralrs", 100, 200, 120, ())),
-    "words in another order": ("halogen:draft_tokens_total 334\nhalogen:draft_tokens_accepted_total 282\n",
-                               ("halogen", None, 334, 282, ())),
+    "words in another order": ('halogen:draft_tokens_total{gpu="0"} 300\nhalogen:draft_tokens_total{gpu="1"} 34\n'
+                               "halogen:draft_tokens_accepted_total 282\n", ("halogen", None, 334, 282, ())),
+    "words in another order, of llama.cpp": ("llamacpp:draft_tokens_total 334\nllamacpp:draft_tokens_accepted_total 282\n",
+                                             ("llamacpp", None, 334, 282, ())),
     "another label of positions": ("".join(
         f"llamacpp:spec_decode_num_{name}_total{label} {value}\n" for name, label, value in (
             ("drafts", "", 100), ("draft_tokens", "", 200), ("accepted_tokens", "", 120),
@@ -553,9 +556,11 @@ def test_readings_of_metrics_one_after_another():
     text, expected = METRICS["vLLM 0.30"]
     earlier = text.replace(" 100.0", " 50.0").replace(" 200.0", " 100.0").replace(" 120.0", " 60.0")
     earlier = earlier.replace(" 80.0", " 40.0").replace(" 40.0\n", " 20.0\n")
-    rates = [f"vllm:spec_decode_draft_acceptance_rate 0.{tenth}\n" for tenth in (6, 5)]  # of an interval: it may fall
-    found = read(f"{earlier}{rates[0]}{text}{rates[1]}")
+    others = [f"vllm:spec_decode_mean_accepted_tokens 0.{tenth}\nvllm:spec_decode_num_drafts_created 1.{tenth}e9\n"
+              for tenth in (6, 5)]  # of an interval, and a time: no counters  # fmt: skip
+    found = read(f"{earlier}{others[0]}{text}{others[1]}")
     assert (summary(found), found.notes) == (expected, (REPEATED,))
+    assert REPEATED not in read(f"{text}vllm:num_requests_running 2\nvllm:num_requests_running 1\n").notes
     with pytest.raises(EngineError, match="is 100, then 50: readings of several servers"):
         read(f"{text}\n{earlier}")
 
@@ -569,7 +574,11 @@ def test_series_in_json_over_time():
     frames = [{"schema": {"fields": [{"name": "Time"}, {"name": "Value", "labels": {"__name__": name, "engine": "0"}}]},
                "data": {"values": [[1, 2, 3], [*values, None]]}} for name, values in names.items()]  # fmt: skip
     lines = "".join(f'{name}{{engine="0"}} => {last} @[1790841600.123]\n' for name, (_, last) in names.items())
-    for text in (json.dumps({"data": {"result": matrix}}), json.dumps({"results": {"A": {"frames": frames}}}), lines):
+    named = [{"schema": {"fields": [{"name": "Empty"}, {"name": name}]}, "data": {"values": [[None], [*values, None]]}}
+             for name, values in names.items()]  # fmt: skip
+    matrix.append({"metric": {}, "values": [[1.0, "7"]]})  # of a sum
+    for text in (json.dumps({"data": {"result": matrix}}), json.dumps({"results": {"A": {"frames": frames}}}),
+                 json.dumps({"results": {"A": {"frames": named}}}), lines):  # fmt: skip
         assert summary(read(text)) == ("vLLM", 100, 200, 120, ())
 
 
@@ -601,26 +610,26 @@ def test_later_parts_of_a_stream_include_the_earlier_ones(part):
 
 
 @loop(
-    ("text", "engine", "length", "note"),
+    ("text", "engine", "length", "k", "note"),
     [
         ('lightllm_request_mtp_avg_token_per_step_bucket{le="1.0"} 0\nlightllm_request_mtp_avg_token_per_step_sum 51.2\n'
-         "lightllm_request_mtp_avg_token_per_step_count 20\n", "LightLLM", 2.56, OF_REQUESTS),
-        ("".join(f'maxserve_spec_decode_acceptance_rate_per_position{unit}_{part}{{position="{place}"}} {value}\n'
-                 for unit in ("_percent",) for place, total in ((0, 1600), (1, 1000))
-                 for part, value in (("sum", total), ("count", 20))), "MAX", 2.3, OF_BATCHES),
+         "lightllm_request_mtp_avg_token_per_step_count 20\n", "LightLLM", 2.56, None, OF_REQUESTS),
+        ("".join(f'maxserve_spec_decode_acceptance_rate_per_position_percent_{part}{{position="{place}",model="{model}"}} {value}\n'
+                 for model in "ab" for place, total in ((0, 800), (1, 500))
+                 for part, value in (("sum", total), ("count", 10))), "MAX", 2.3, 2, OF_BATCHES),
     ],
 )  # fmt: skip
-def test_histograms_of_lengths_and_shares(text, engine, length, note):
+def test_histograms_of_lengths_and_shares(text, engine, length, k, note):
     counters = read(text)
-    assert (counters.engine, round(counters.length, 9), counters.notes) == (engine, length, (note,))
+    assert (counters.engine, round(counters.length, 9), counters.k, counters.notes) == (engine, length, k, (note,))
 
 
 NAMED = {
-    "a script": {"drafts": 100, "draft_tokens": 300, "accepted_tokens": 150, "accepted_per_pos": [80, 50, 20]},
+    "a script": {"position_ids": [0, 1, 2], "drafts": 100, "draft_tokens": 300, "accepted_tokens": 150, "accepted_per_pos": [80, 50, 20]},
     "shares by position": {"k": 3, "draft_iterations": 100, "draft_tokens": 300, "accepted_tokens": 150,
                            "acceptance_rate_by_position": [0.8, 0.5, 0.2]},
     "NeMo-RL's step": {"train/loss": 0.1, "vllm/spec_num_drafts": 100.0, "vllm/spec_num_draft_tokens": 300.0,
-                       "vllm/spec_num_accepted_tokens": 150.0, "vllm/spec_acceptance_rate-pos-1": 0.8,
+                       "vllm/spec_num_accepted_tokens": 150.0, "vllm/target_acceptance_rate_pos_0": 0.9, "vllm/spec_acceptance_rate-pos-1": 0.8,
                        "vllm/spec_acceptance_rate-pos-2": 0.5, "vllm/spec_acceptance_rate-pos-3": 0.2},
     "RTP-LLM's aux_info": {"aux_info": {"iter_count": 101, "speculative_draft_rounds": 100,
                                         "speculative_accepted_tokens_per_pos": [80, 50, 20]}},
@@ -641,7 +650,7 @@ def test_counts_by_name(name, write):
     counters = read(write(NAMED[name]))
     assert (counters.engine, counters.num_drafts, counters.accepted) == ("an engine", 100, 150)
     assert counters.draft_tokens in (300, None)
-    assert counters.per_position == (80, 50, 20)
+    assert (counters.per_position, counters.k) == ((80, 50, 20), 3)
 
 
 def test_counts_by_name_of_several_objects():
@@ -654,6 +663,14 @@ def test_counts_by_name_of_several_objects():
     assert summary(read(lines)) == ("an engine", None, 80, 60, ())
     with pytest.raises(EngineError, match="of 2 runs, parts or settings"):
         read(json.dumps([each | {"model": str(place)} for place, each in enumerate(requests)]))
+    for other in ({"draft_n_accepted": 39, "drafted": 70}, {"draft_n_accepted": 38, "drafted": 80}):
+        with pytest.raises(EngineError, match="of 3 runs, parts or settings"):
+            read(json.dumps({"requests": requests, "all": other}))
+    counts = [
+        {"spec_draft_tokens": 40, "accepted": 30},
+        {"spec_draft_tokens": 20, "accepted": 9},
+    ]  # which are no settings
+    assert summary(read(json.dumps(counts))) == ("an engine", None, 60, 39, ())
 
 
 def test_totals_that_rise_are_noted():
@@ -661,6 +678,8 @@ def test_totals_that_rise_are_noted():
     for counts, is_rising in (((100, 200, 300), True), ((100, 90, 300), False), ((100, 100, 100), False)):
         lines = [json.dumps({"timestamp": i, "drafted": n, "accepted": n // 2}) for i, n in enumerate(counts)]
         assert (RISING in read("\n".join(lines)).notes) == is_rising
+    falling = [json.dumps({"drafted": 100 * i, "accepted": 90 // i}) for i in (1, 2, 3)]
+    assert RISING not in read("\n".join(falling)).notes
 
 
 @loop(
@@ -681,8 +700,15 @@ def test_streams_whose_parts_alternate():
         for name, drafted, kept in counts
     ]
     for each in (lines, known):
-        found = read("\n".join(each))
+        found = read("\n".join([*each, json.dumps({"id": "a", "done": True})]))
         assert (found.draft_tokens, found.accepted) == (120, 40)
+
+
+def test_a_stream_without_an_end_before_another():
+    """Of answers without an id: a document between them ends the first."""
+    part = json.dumps({"content": "a", "stop": False, "timings": {"draft_n": 30, "draft_n_accepted": 10}})
+    found = read(f"{part}\n{json.dumps({'model': 'm'})}\n{part}\n")
+    assert (found.draft_tokens, found.accepted) == (60, 20)
 
 
 def test_many_counts_by_name_cost_little_time():
@@ -704,6 +730,17 @@ def test_many_counts_by_name_cost_little_time():
         ({"drafted": 100, "accepted": 62, "acceptance_rate": 62.0}, (None, 62)),
         ({"rounds": 3, "k": 3, "draft_tokens": 300, "accepted_tokens": 180}, (None, 180)),
         ({"drafts": 0, "draft_tokens": 300, "accepted": 180}, (None, 180)),
+        ({"drafts": 0, "draft_tokens": 0, "accepted": 0}, (0, 0)),
+        ({"rounds": 400, "draft_tokens": 300, "accepted": 180}, (None, 180)),
+        ({"rounds": 30, "k": 3, "draft_tokens": 300, "accepted_tokens": 60}, (None, 60)),
+        ({"draft_rounds": 100, "accepted_per_pos": [80, 50, 20], "mean_acceptance_length": 2.5}, (100, 150)),
+        ({"rounds": 100, "draft_tokens": 300, "accepted": 180, "acceptance_rate": 0.6}, (100, 180)),
+        (
+            {"rounds": 100, "draft_tokens": 300, "accepted": 180, "acceptance_rate": 0.7},
+            (100, 180),
+        ),  # with bonus tokens
+        ({"drafted": 100, "accepted": 62, "acceptance_rate": 0.64}, (None, 62)),
+        ({"drafted": 4, "accepted": 3, "acceptance_rate": 0.6}, (None, 3)),
     ],
 )
 def test_counts_are_compared_with_the_figures_beside_them(record, counts):
@@ -717,16 +754,36 @@ def test_counts_are_compared_with_the_figures_beside_them(record, counts):
 
 
 def test_a_gauge_is_not_compared_with_counters_of_metrics():
-    gauge = "mistralrs_speculative_acceptance_rate 0.1\n"
+    gauge = "mistralrs_spec_acceptance_rate 0.1\n"
     assert summary(read(METRICS["mistral.rs'"][0] + gauge)) == METRICS["mistral.rs'"][1]
 
 
-def test_positions_that_contradict_their_sum_are_left_out():
-    """As conditional shares do."""
-    record = NAMED["a script"] | {"accepted_per_pos": [0.8, 0.9, 0.9]}
-    assert summary(read(json.dumps(record))) == ("an engine", 100, 300, 150, ())
+MANY = MAX_POSITIONS + 1
 
 
+@loop(
+    ("fields", "positions"),
+    [
+        ({"accepted_per_pos": [0.8, 0.9, 0.9]}, ()),  # conditional shares
+        ({"accepted_per_pos": [100, None, 50]}, ()),
+        ({"accepted_per_pos": {"p50": 80, "p90": 50, "p99": 20}}, ()),
+        ({"draft_tokens": 5000, "accepted_tokens": MANY, "accepted_per_pos": [1] * MANY}, ()),
+        ({"acceptance_rate_pos_1": 0.9, "acceptance_rate_pos_3": 0.6}, ()),
+        ({"acceptance_rate_pos_2": 0.9, "acceptance_rate_pos_3": 0.6}, ()),
+        ({"draft_tokens_pos_1": 100, "draft_tokens_pos_2": 50}, ()),
+        ({"accepted_per_pos": [80.0, 50.0, 20.0]}, (80, 50, 20)),
+        ({"accepted_per_pos": [0.8, 0.5, 0.19]}, (80, 50, 19)),  # rounded
+        ({"drafts": 2, "draft_tokens": 6, "accepted_tokens": 2, "accepted_per_pos": [1, 1, 0]}, (1, 1, 0)),
+    ],
+)
+def test_positions_are_those_of_the_counts(fields, positions):
+    """Others, and those whose sum contradicts the accepted tokens, are left out."""
+    counts = {"drafts": 100, "draft_tokens": 300, "accepted_tokens": 150}
+    assert read(json.dumps(counts | fields)).per_position == positions
+
+
+# Behind the fields of a dict: what only Python writes.
+PYTHON = ", 'a': <Req>, 'b': np.float64(1.5), 'c': (1, None), 'd': nan, 'e': True, 'f': {3: 1}, 'g': 'it\\'s',}"
 TIMINGS = {"prompt_n": 1, "predicted_n": 100, "draft_n": 78, "draft_n_accepted": 60}
 
 
@@ -735,7 +792,7 @@ def test_objects_in_other_text():
     pretty = json.dumps({"timings": TIMINGS}, indent=2)
     cut = pretty.partition('"predicted_n"')
     for text in (f"$ curl -d '{{}}' localhost | jq .\n{pretty}\n", str(TIMINGS), f"it's {{x}} {TIMINGS}, don't\n",
-                 cut[1] + cut[2], pretty.rstrip("}\n "), pretty.rstrip("}\n ") + ',\n "index":'):  # fmt: skip
+                 f"{{note {TIMINGS}}}", str(TIMINGS)[:-1] + PYTHON, cut[1] + cut[2], pretty.rstrip("}\n "), pretty.rstrip("}\n ") + ',\n "index":'):  # fmt: skip
         assert summary(read(text)) == ("llama.cpp", 39, 78, 60, ())
     heads = "speculate_metrics={'accepted_tokens': 162, 'rejected_tokens': 154, 'accepted_tokens_per_head': [79, 51, 23, 9]}"
     assert summary(read(heads)) == ("FastDeploy", 79, 237, 83, (51, 23, 9))
@@ -855,7 +912,9 @@ SGLANG_LINE = "Decode batch. #running-req: 1, accept len: 2.84, accept rate: 0.6
         ("speculative_num_steps = 3\nspeculative_num_draft_tokens = 4\n", SGLANG_LINE, "SGLang"),
         ("speculative_num_steps 3\n", SGLANG_LINE, "SGLang"),
         ("speculative_num_steps : 3\nspeculative_num_draft_tokens : 4\n", SGLANG_LINE, "SGLang"),
-        ("speculative_accept_threshold_acc 1.0\n", SGLANG_LINE, "SGLang"),
+        ("speculative_acceptance_threshold 1.0\n", SGLANG_LINE, "SGLang"),
+        ("spec_accepted_models of 3 servers\n", "position 1: 40/50\n", "an engine"),
+        ("sglang_1  | starting\n", "position 1: 40/50\n", "an engine"),
         ("INFO:root starting\n", SGLANG_LINE, "SGLang"),
         ("spec_num_tokens set to 3 by user\n", f"{VLLM}\n", "vLLM"),
         ("speculative_num_accepted_tokens_total of 3\n", f"{VLLM}\n", "vLLM"),
@@ -866,6 +925,12 @@ def test_lines_of_a_log_that_look_like_metrics(lines, log, engine):
     counters, alone = read(lines + log), read(log)
     assert counters.engine == engine
     assert (counters.length, counters.num_drafts, counters.accepted) == (alone.length, alone.num_drafts, alone.accepted)
+    with pytest.raises(ConfigError):
+        read(lines + log, model="m")
+
+
+def test_settings_of_a_log_with_a_line_like_metrics():
+    assert read(f"INFO:root starting\n--speculative-num-draft-tokens 4\n{SGLANG_LINE}").k == 3
 
 
 def test_long_names_are_no_metrics_and_cost_no_time():
@@ -901,17 +966,36 @@ def test_a_long_log_with_a_line_like_metrics(tmp_path, monkeypatch):
         json.dumps({"mtp": {"accepted_tokens": 90, "draft_tokens": 40}}),
         json.dumps([{"tokens": {"draft_tokens": -1, "draft_acc_tokens": -1, "output_tokens": 200}}]),
         json.dumps({"orders": {"accepted": 30, "rejected": 9}}),
-        "pld accept=75/105 attempts\n",
+        "Decode (pld): 3200ms (256 tokens, 80.000 tok/s; pld accept=75/105 attempts, avg 0.71 tokens/attempt)\n",
         "mtp accept=31/50 rounds\n",
         "MTP device connected: accepted 3/5 files\n",
-        "[spec-stats] mode=dspark attempts=105 accepts=150 avg_per_round=1.43\n",
+        "[spec-stats] mode=dspark attempts=105 accepts=150 avg_per_round=1.43 depth=2 drafted=210\n",
         "vllm:spec_decode_num_accepted_tokens_total 85\nvllm:spec_decode_num_draft_tokens_total 133\n",
+        "pld_spec_draft_tokens_total 500\npld_spec_draft_tokens_accepted_total 300\n",
+        "lightllm_request_mtp_avg_token_per_step_count 20\n",
+        "".join(
+            f'maxserve_spec_decode_acceptance_rate_per_position_{part}{{position="0"}} 0\n' for part in ("sum", "count")
+        ),
+        json.dumps(
+            {
+                "num_drafts": 100,
+                "num_accepted_tokens": 180,
+                "mean_acceptance_length": 1.8,
+                "accepted_per_pos": [80, 60, 40],
+            }
+        ),
+        json.dumps({"num_drafts": 100, "num_accepted_tokens": 60, "mean_acceptance_length": 0.6}),
+        json.dumps({"rounds": 3, "k": 3, "accepted_tokens": 180}),
+        json.dumps({"rounds": 100, "acceptance_rate_by_position": [0.8, 0.5, 0.2]}),
         "spec_suffix_decode_draft_tokens_total 500\nspec_suffix_decode_draft_tokens_accepted_total 300\n",
         "smtp: accepted 12 of 30 recipients\n",
         "mtp drafted=4 accepted=3 | total drafted=400 accepted=250\n",
         "mtp unaccepted=19 drafted=50\n",
         "The patch was accepted: 3/5 reviewers; draft v2\n",
         "draft PR: 3 accepted, 4 rejected\n",
+        "MTP acceptance at step 3/16\n",
+        "draft acceptance after epoch 3/16\n",
+        "draft accept path 1/2\n",
         "loan acceptance (3 of 5 drafts)\n",
         "accepted (3/5 drafts)\n",
         "mtp accepted=0.625 drafted=1.000\n",
@@ -928,6 +1012,17 @@ def test_a_long_log_with_a_line_like_metrics(tmp_path, monkeypatch):
 def test_counts_that_are_not_clear_are_not_read(text):
     with pytest.raises(EngineError):
         read(text)
+
+
+def test_names_that_contradict_each_other():
+    """Nothing is read by name: two counts of one kind, positions that rise, and drafts of another kind."""
+    record = {"drafts": 100, "draft_tokens": 300, "accepted": 150}
+    for other in ({"drafted": 40}, {"accepted_per_pos": [20, 50, 80]}):
+        assert from_record(record | other) is None
+    lines = "".join(f"{name}: {count}\n" for name, count in record.items())
+    assert in_lines(lines).num_drafts == 100
+    for other in ("ngram_accepted_per_pos: [80, 50, 20]", "draft_tokens: 400"):
+        assert in_lines(f"{lines}{other}\n") is None
 
 
 def test_counts_of_steps_with_sorted_keys():
@@ -970,6 +1065,7 @@ def test_pasted_in_other_ways():
     for records in ([{"message": VLLM}] * 2, [{"jsonPayload": {"message": VLLM}, "labels": {"a": "b"}}] * 2, loki):
         for indent in (None, 2):
             assert summary(read(json.dumps(records, indent=indent))) == twice
+    assert summary(read("\n".join(json.dumps({"log": line}) for line in ("{x", VLLM)))) == once
 
 
 def test_two_engines_in_one_file():
@@ -1065,12 +1161,12 @@ def test_an_answer_of_prometheus():
 
 
 def exported(**totals):
-    """AIPerf's server_metrics_export.json, of a server with two engines."""
+    """AIPerf's server_metrics_export.json, of two servers."""
     series = {
         f"vllm:spec_decode_num_{name}": {
             "type": "counter",
-            "series": [{"endpoint_url": "http://a:8000/metrics", "labels": {"engine": str(engine)},
-                        "stats": {"total": total / 2, "rate": 0.5}} for engine in (0, 1)],
+            "series": [{"endpoint_url": f"http://a:800{engine}/metrics", "labels": {"engine": "0"},
+                        "stats": {"avg": 9.0, "total": total / 2}} for engine in (0, 1)],
         }
         for name, total in totals.items()
     }  # fmt: skip
@@ -1345,6 +1441,7 @@ def test_counts_of_copied_drafts_are_no_heads():
     for method in ("prompt lookup", "ngram", "prompt_lookup", "suffix"):
         with pytest.raises(EngineError, match=method):
             read(f"method: {method}\n{counts}")
-    assert read(f"prompts: 5\nmethod: mtp\n{counts}").num_drafts == 100
+    for line in ("prompts: 5\nmethod: mtp", "type: copywriting", "datatype: copy"):
+        assert read(f"{line}\n{counts}").num_drafts == 100
     record = {"by_prompt": [{"drafted": 40, "accepted": 30}, {"drafted": 40, "accepted": 9}]}
     assert summary(read(json.dumps(record))) == ("an engine", None, 80, 39, ())

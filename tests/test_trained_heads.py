@@ -134,8 +134,8 @@ def test_tensors_that_speculators_does_not_write(tmp_path):
     assert not [line for line in audit(head).unchecked if "outside" in line]
     stored(head, ["adapter.weight"])
     assert [line for line in audit(head).unchecked if "adapter.weight" in line]
-    stored(head, ["mtp_layers.0.gain.weight"])
-    assert "mtp.layers.0.gain.weight" in Checkpoint.open(head).tensors
+    stored(head, ["mtp_layers.0.extra.weight"])
+    assert "mtp.layers.0.extra.weight" in Checkpoint.open(head).tensors
 
 
 def lone(base, folder):
