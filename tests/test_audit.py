@@ -546,6 +546,14 @@ def test_names_of_dtypes(tmp_path):
         assert len(findings(folder, "config-contradicts")) == (not hasattr(torch, name))
 
 
+def test_one_quantization_method_on_both_levels(tmp_path):
+    folder = publish(tmp_path, "qwen3_5", fp8=True)
+    config = load_json(folder / "config.json")
+    inner = config.get("text_config", {}) | {"quantization_config": config["quantization_config"]}
+    write_json(folder / "config.json", config | {"text_config": inner})
+    assert not findings(folder, "config-contradicts")
+
+
 def test_config_of_the_other_kind(tmp_path):
     """The config of a mixture of experts beside a dense model of the same family, and the other way."""
     publish(tmp_path / "dense", "qwen3_5", config={"model_type": "qwen3_5_moe_text"} | EXPERT_FIELDS)
@@ -637,6 +645,8 @@ def test_head_in_a_file_that_never_came(tmp_path):
     [absent] = findings(tmp_path, "head-absent")
     assert "the index puts 34 tensors of it in model-00003-of-00003.safetensors, which is absent" in absent.found
     assert absent.fix.startswith("Download model-00003-of-00003.safetensors again, or run `nextn restore ")
+    (index_fix,) = (each.fix for each in findings(tmp_path, "index"))
+    assert f"or run `nextn restore {tmp_path} " in index_fix
     with pytest.raises(CheckpointError, match=r"Download model-00003-of-00003.*again, or run `nextn restore"):
         nextn.load(tmp_path)
     index["weight_map"]["model.layers.1.mlp.experts.9.up_proj.weight"] = "model-00004-of-00004.safetensors"
@@ -650,11 +660,11 @@ def test_head_in_a_file_that_never_came(tmp_path):
 
 
 def test_parts_that_a_lost_file_may_hold(tmp_path):
-    """The only layer with experts is in a shard that never came: no field of config.json is wrong."""
+    """The only shared experts are in a shard that never came: no field of config.json is wrong."""
     publish(tmp_path, "glm4_moe")
     folder = tmp_path / "cut"
     opened = Checkpoint.open(tmp_path)
-    cut = {name: opened.raw(name) for name in opened.tensors if "layers.1." not in name}
+    cut = {name: opened.raw(name) for name in opened.tensors if "layers.1.mlp.shared" not in name}
     folder.mkdir()
     (folder / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
     write_safetensors(folder / "model-00001-of-00002.safetensors", cut)

@@ -516,7 +516,7 @@ METRICS = {
                      "speculative_num_draft_tokens_total : 200\n", ("an engine", None, 200, 120, ())),
     "mistral.rs'": ("mistralrs_speculative_drafts_total 100\nmistralrs_speculative_draft_tokens_proposed_total 200\n"
                     "mistralrs_speculative_draft_tokens_accepted_total 120\n", ("mistralrs", 100, 200, 120, ())),
-    "words in another order": ('halogen:draft_tokens_total{gpu="0"} 300\nhalogen:draft_tokens_total{gpu="1"} 34\n'
+    "words in another order": ('gateway:draft_tokens_total 7\nhalogen:draft_tokens_total{gpu="0"} 300\nhalogen:draft_tokens_total{gpu="1"} 34\n'
                                "halogen:draft_tokens_accepted_total 282\n", ("halogen", None, 334, 282, ())),
     "words in another order, of llama.cpp": ("llamacpp:draft_tokens_total 334\nllamacpp:draft_tokens_accepted_total 282\n",
                                              ("llamacpp", None, 334, 282, ())),
@@ -615,7 +615,7 @@ def test_later_parts_of_a_stream_include_the_earlier_ones(part):
         ('lightllm_request_mtp_avg_token_per_step_bucket{le="1.0"} 0\nlightllm_request_mtp_avg_token_per_step_sum 51.2\n'
          "lightllm_request_mtp_avg_token_per_step_count 20\n", "LightLLM", 2.56, None, OF_REQUESTS),
         ("".join(f'maxserve_spec_decode_acceptance_rate_per_position_percent_{part}{{position="{place}",model="{model}"}} {value}\n'
-                 for model in "ab" for place, total in ((0, 800), (1, 500))
+                 for model, totals in (("a", (900, 700)), ("b", (700, 300))) for place, total in enumerate(totals)
                  for part, value in (("sum", total), ("count", 10))), "MAX", 2.3, 2, OF_BATCHES),
     ],
 )  # fmt: skip
@@ -930,7 +930,7 @@ def test_lines_of_a_log_that_look_like_metrics(lines, log, engine):
 
 
 def test_settings_of_a_log_with_a_line_like_metrics():
-    assert read(f"INFO:root starting\n--speculative-num-draft-tokens 4\n{SGLANG_LINE}").k == 3
+    assert read(f"INFO:root starting\n--speculative-num-draft-tokens 4\n{SGLANG.format('1.00', '0.00')}").k == 3
 
 
 def test_long_names_are_no_metrics_and_cost_no_time():
@@ -985,8 +985,8 @@ def test_a_long_log_with_a_line_like_metrics(tmp_path, monkeypatch):
             }
         ),
         json.dumps({"num_drafts": 100, "num_accepted_tokens": 60, "mean_acceptance_length": 0.6}),
-        json.dumps({"rounds": 3, "k": 3, "accepted_tokens": 180}),
-        json.dumps({"rounds": 100, "acceptance_rate_by_position": [0.8, 0.5, 0.2]}),
+        json.dumps({"draft_rounds": 3, "k": 3, "accepted_tokens": 180}),
+        json.dumps({"draft_rounds": 100, "acceptance_rate_by_position": [0.8, 0.5, 0.2]}),
         "spec_suffix_decode_draft_tokens_total 500\nspec_suffix_decode_draft_tokens_accepted_total 300\n",
         "smtp: accepted 12 of 30 recipients\n",
         "mtp drafted=4 accepted=3 | total drafted=400 accepted=250\n",

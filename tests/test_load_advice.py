@@ -120,6 +120,7 @@ def test_an_engine_with_one_k_is_told_for_which_loads_it_is():
     several = settings("llama.cpp", point(1, 1.75), point(32, 0.63))["llama.cpp"]
     assert several.startswith("--spec-type draft-mtp --spec-draft-n-max 3")
     assert "at 1 stream" in several
+    assert settings("llama.cpp", point(1, 0.63), point(32, 1.75))["llama.cpp"].startswith("no --spec-type, ")
     assert "stream" not in settings("llama.cpp", point(1, 1.75), point(32, 1.75))["llama.cpp"]
 
 

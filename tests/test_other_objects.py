@@ -138,10 +138,12 @@ def test_what_is_no_file_of_weights(text, says, tmp_path):
 
 def test_names_in_capitals(tmp_path):
     """Of a file system that keeps no case: the command that renames the file."""
-    folder(tmp_path, "Model.SAFETENSORS", config={"model_type": "glm4_moe"})
-    for path in (tmp_path, tmp_path / "Model.SAFETENSORS"):
-        with pytest.raises(CheckpointError, match=r"mv Model\.SAFETENSORS model\.safetensors"):
-            Checkpoint.open(path)
+    for place, end in enumerate(("SAFETENSORS", "GGUF")):
+        name, renamed = f"A Model.{end}", f"a model.{end.lower()}"
+        where = folder(tmp_path / str(place), name, config={"model_type": "glm4_moe"})
+        for path in (where, where / name):
+            with pytest.raises(CheckpointError, match=f"mv '{name}' '{renamed}'"):
+                Checkpoint.open(path)
 
 
 def test_one_of_several_files():

@@ -5,11 +5,13 @@ import re
 import shutil
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from quick import loop
 from tiny import FIXTURES
 
+import nextn
 from nextn.errors import ConfigError, NextnError
 from nextn.evaluate.published_curves import (
     MeasuredCurve,
@@ -20,6 +22,7 @@ from nextn.evaluate.published_curves import (
     published_curves,
     read_curves,
 )
+from nextn.evaluate.reference_report import ReferenceReport
 from nextn.family_table.rows import FAMILIES
 
 HERE = MeasuredCurve(
@@ -110,6 +113,10 @@ def test_precision_and_the_k_that_were_measured():
         ("org/GLM-5-9B", "glm_moe_dsa", None),
         ("deepseek-ai/DeepSeek-V3.1", "deepseek_v3", (7168, 61)),
         ("deepseek-ai/DeepSeek-R1", "deepseek_v3", (7168, 61)),
+        ("deepseek-ai/DeepSeek-V30", "deepseek_v3", None),
+        ("org/MiniMiMo-7B-Base", "mimo", None),
+        ("org/Intern-S2", "qwen3_5", (5120, 64)),
+        ("org/DeepSeek-V2", "qwen3_5", (5120, 64)),
         ("XiaomiMiMo/MiMo-7B-RL", "mimo", (4096, 36)),
         ("thinkingmachines/Inkling-Small", "inkling", None),
         ("/models/Qwen3.8-27B/mine-llama", "generic", (4096, 32)),
@@ -122,7 +129,13 @@ def test_none_fits(name, family, size):
 
 @loop("path", ("/m/Qwen3.8-27B/", "/c/models--Qwen--Qwen3.8-27B/snapshots/0a1b", "/m/Qwen3.8-27B/model.safetensors"))
 def test_paths_of_a_model(path):
-    assert fitting(path, "qwen3_5", size=(5120, 64)).model == "Qwen3.8-27B"
+    assert {curve.model for curve in curves_of([path], "generic")} == {"Qwen3.8-27B"}
+
+
+@loop("name", ("mine-v2", "qwen-mine", "myqwen3", "/models/Qwen3.5/mine"))
+def test_names_of_no_released_model(name):
+    """Equal sizes may be of the model that it was made from."""
+    assert curves_of([name], "qwen3_5", (5120, 64))
 
 
 def test_a_model_that_it_may_be_made_from():
@@ -139,6 +152,20 @@ def test_no_pair_of_figures():
     nan = float("nan")
     assert curve.figures(replace(HERE, lengths={"2": nan}, rates={"2": (nan, nan)})) == ""
     assert curve.figures(replace(HERE, lengths={}, rates={"2": (0.5, nan)})) == "a_1 0.50 (published 0.80)"
+
+
+def test_what_has_figures_is_shown():
+    """Of the curves, and of the temperatures that were measured; others are passed over, though they fit better."""
+    nan = float("nan")
+    unknown = replace(HERE, lengths={}, rates={"2": (nan, nan)})
+    measured = {0.0: replace(HERE, temperature=0.0), 1.0: unknown}
+    report = SimpleNamespace(plan=SimpleNamespace(temperatures=(0.0, 1.0)), scored=measured, _names=("m",),
+                             _measured_curve=measured.get)  # fmt: skip
+    curves = [PublishedCurve("other", {"2": 2.0}, "s"), PublishedCurve("m", {"5": 2.0}, "s", temperature=1.0)]
+    curve, shown = ReferenceReport.beside(report, [*curves, replace(curves[1], rates=(0.8,))])
+    assert (curve.rates, shown.temperature) == ((0.8,), 0.0)
+    report.scored = {1.0: unknown}
+    assert ReferenceReport.beside(report, curves) is None
 
 
 def test_rates_are_shown():
@@ -167,7 +194,7 @@ def test_conditions_that_differ_are_named():
     assert curve.as_record(HERE)["differences"] == curve.differences(HERE)
 
 
-def test_measure_shows_it(here, tmp_path):
+def test_measure_shows_it(here, tmp_path, monkeypatch):
     """For a checkpoint of that name, or made from it; not for another one of the family."""
     (tmp_path / "p.jsonl").write_text('{"prompt": [1, 2, 3, 4, 5]}\n' * 2)
     options = ("--prompts", tmp_path / "p.jsonl", "-k", 1, "--max-tokens", 4, "--backend", "torch", "--temperatures", 1)
@@ -183,6 +210,10 @@ def test_measure_shows_it(here, tmp_path):
     assert json.loads(out)["published"]["run"] == "27180633016"
     code, out, _ = here("measure", FIXTURES / "v4", *options, "--json")
     assert "published" not in json.loads(out)
+    alike = PublishedCurve("m", {"1": 1.5}, "s", family="deepseek_v4", size=(64, 2))
+    monkeypatch.setattr("nextn.evaluate.published_curves.published_curves", lambda: (alike,))
+    code, out, _ = here("measure", FIXTURES / "v4", *options, "--json")
+    assert json.loads(out)["published"]["model"] == "m"
 
 
 def test_diagnose_shows_it(here, tmp_path):
@@ -198,6 +229,9 @@ def test_diagnose_shows_it(here, tmp_path):
     assert "published, for comparison only" not in here("diagnose", tuned, *options)[1]
     (tuned / "README.md").write_text("---\nbase_model: deepseek-ai/DeepSeek-V4-Pro\n---\n")
     assert "published, for comparison only: greedy: AL" in here("diagnose", tuned, *options)[1]
+    plan = nextn.ReferencePlan(temperatures=(0.0,), max_tokens=4, backend="torch")
+    found = nextn.diagnose(str(tuned), str(tmp_path / "m.txt"), [[1, 2, 3, 4, 5]], plan)
+    assert found.reference.published[0].model == "DeepSeek-V4-Pro"
 
 
 def golden(folder, text):

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 from artifacts import load_json, publish
@@ -15,6 +16,7 @@ from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import CONFIG, INDEX, Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
+from nextn.checkpoint.snapshot import folder_of
 from nextn.checkpoint.tensors import TensorReader, bytes_of
 from nextn.checkpoint.trained_heads import SIDE_HEAD, renamed_head
 from nextn.edit.export import export
@@ -89,8 +91,9 @@ def test_speculators_head_of_another_model(tmp_path):
     """None of the families that store such a head."""
     head = speculators(publish(tmp_path / "base", "qwen3_5"), tmp_path / "head")
     config = load_json(head / CONFIG)
-    for model in ({"model_type": "qwen3"}, None, [1]):
-        (head / CONFIG).write_text(json.dumps(config | {"transformer_layer_config": model}))
+    others = [{"transformer_layer_config": model} for model in ({"model_type": "qwen3"}, None, [1])]
+    for other in (*others, {"speculators_model_type": "eagle3"}):
+        (head / CONFIG).write_text(json.dumps(config | other))
         with pytest.raises(NextnError, match="layout of the speculators library"):
             Checkpoint.open(head)
 
@@ -132,10 +135,20 @@ def test_tensors_that_speculators_does_not_write(tmp_path):
     head = speculators(publish(tmp_path / "base", "qwen3_5"), tmp_path / "head")
     stored(head, ["embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight"])
     assert not [line for line in audit(head).unchecked if "outside" in line]
+    assert all(name.startswith("mtp.") for name in Checkpoint.open(head).tensors)
     stored(head, ["adapter.weight"])
     assert [line for line in audit(head).unchecked if "adapter.weight" in line]
     stored(head, ["mtp_layers.0.extra.weight"])
     assert "mtp.layers.0.extra.weight" in Checkpoint.open(head).tensors
+
+
+def test_problems_are_of_published_names(tmp_path):
+    """Of a file that is there twice: a report has one kind of names."""
+    head = speculators(publish(tmp_path / "base", "qwen3_5"), tmp_path / "head")
+    shutil.copy(head / "model.safetensors", head / "model-copy.safetensors")
+    names = {each.tensor for each in Checkpoint.open(head).problems} - {None}
+    assert names
+    assert not [name for name in names if name.startswith("mtp_layers.0.")]
 
 
 def lone(base, folder):
@@ -162,7 +175,10 @@ def test_absent_files_of_an_index(make, tmp_path):
     (folder / INDEX).write_text(json.dumps({"weight_map": table}))
     report = audit(folder)
     assert not report.clean
-    assert "model-2.safetensors" in {each.file for each in Checkpoint.open(folder).problems}
+    checkpoint = Checkpoint.open(folder)
+    assert "model-2.safetensors" in {each.file for each in checkpoint.problems}
+    assert bool(checkpoint.stored_names) == (make is lost)  # what is left of a model is no head alone
+    assert all(each.startswith("mtp.") for each in checkpoint.index) == (make is lost)
     assert [each for each in report.findings if each.severity == "error" and "model-2.safetensors" in each.found]
 
 
@@ -233,7 +249,9 @@ def test_a_head_alone_is_not_served(tmp_path, here):
     """Engines have no command for it: what is printed puts it into its trunk first."""
     base = publish(tmp_path / "base", "qwen3_5")
     nextn.extract(base, tmp_path / "alone" / "head.safetensors")
-    for head in (tmp_path / "alone", speculators(base, tmp_path / "head")):
+    with pytest.raises(CheckpointError, match="--head"):
+        folder_of(Checkpoint.open(speculators(base, tmp_path / "head")))
+    for head in (tmp_path / "alone", tmp_path / "head"):
         code, _, err = here("serve", head, "--print", "vllm")
         assert (code, "restore MODEL" in err) == (2, True)
         code, _, err = here("generate", head, "a")

@@ -77,7 +77,7 @@ REPEATED = "series are there more than once: the last reading is taken, which in
 OF_REQUESTS = "the length is a mean of requests, each weighted alike"
 OF_BATCHES = "the length is of shares by position, as means of batches"
 # The part of a series' name that says what it counts, without the name of the exporter.
-_OF_DRAFTS = re.compile(r"(?<![a-z])(?:mtp|nextn|spec|speculative|draft|drafts|drafted)_(?!.*(?:_seconds|_created)).*$")
+_OF_DRAFTS = re.compile(r"(?<![a-z])(?:mtp|nextn|spec|speculative|draft|drafts|drafted)_.*$")
 _DRAFT_COUNTER = re.compile(r"^(?!.*(?:rate|len|mean|avg|_created)).*(?:drafts|draft_tokens|accepted)")
 _PER_POSITION = re.compile(r"_per_pos(?:ition)?$")
 METRICS_COUNTED = (  # engine, series, what is counted; for the documentation

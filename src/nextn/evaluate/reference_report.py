@@ -393,7 +393,6 @@ class ReferenceReport:
         domains = self.domains_at(temperature) or [*by_domain(self.prompts)]
         by_category = {each: self.figures(temperature, rule=rule, k=largest, domain=each) for each in domains}
         lengths = {name: each.length.value for name, each in (by_k | by_category).items()}
-        rates = {name: tuple(rate.value for rate in each.rates) for name, each in by_k.items()}
         return MeasuredCurve(
             name=rule if not temperature else f"T={temperature:g} {rule}",
             lengths={name: length for name, length in lengths.items() if not math.isnan(length)},
@@ -404,7 +403,7 @@ class ReferenceReport:
             prompts=self.prompts_text,
             max_tokens=self.plan.max_tokens,
             num_speculative_tokens=largest,
-            rates={name: each for name, each in rates.items() if not any(map(math.isnan, each))},
+            rates={name: tuple(rate.value for rate in each.rates) for name, each in by_k.items()},
         )
 
     def _curve_records(self) -> list[dict[str, object]]:
