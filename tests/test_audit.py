@@ -852,14 +852,20 @@ def test_sizes_that_are_none(tmp_path):
     publish(tmp_path, "glm4_moe")
     config = json.loads((tmp_path / "config.json").read_text())
     wrong = {"n_routed_experts": (-4, 4.5, True, "4"), "hidden_size": (0, "32"), "num_attention_heads": (4.0,),
-             "intermediate_size": (-1, [None]), "num_key_value_heads": (None, [2, None]),
+             "intermediate_size": (-1, [None], []), "num_key_value_heads": (None, [2, None]),
              "eos_token_id": ([None], "2", [[2]])}  # fmt: skip
     for field, values_ in wrong.items():
         for value in values_:
             write_json(tmp_path / "config.json", config | {field: value})
             places = [each.place for each in findings(tmp_path, "config-contradicts")]
             assert f"config.json: {field}" in places, (field, value)
-    for right in ({"eos_token_id": None}, {"eos_token_id": [2, 3]}, {"head_dim": None}, {"pad_token_id": None}):
+    for right in (
+        {"eos_token_id": None},
+        {"eos_token_id": [2, 3]},
+        {"head_dim": None},
+        {"pad_token_id": None},
+        {"moe_intermediate_size": [config["moe_intermediate_size"]] * LAYERS},
+    ):
         write_json(tmp_path / "config.json", config | right)
         assert not findings(tmp_path, "config-contradicts")
     many = list(range(1, 100_000))
@@ -904,6 +910,8 @@ def test_what_configuration_classes_accept(field):
         ("cohere2_moe", "num_key_value_heads", None),
         ("glm_ocr", "eos_token_id", [2, None]),
         ("glm4_moe", "mlp_layer_types", ["dense", "sparse", "sparse", "sparse"]),
+        ("glm4_moe", "moe_layer_freq", [0, 1, 1]),
+        ("glm_moe_dsa", "num_key_value_heads", None),
     ),
 )
 def test_values_that_a_class_accepts(family, field, value, tmp_path):
@@ -922,6 +930,9 @@ def test_a_value_is_shown_as_json(tmp_path):
     write_json(tmp_path / "config.json", config | {"eos_token_id": [None]})
     (found,) = findings(tmp_path, "config-contradicts")
     assert "[null]" in found.found
+    write_json(tmp_path / "config.json", config | {"eos_token_id": [None] * 1000})
+    (found,) = findings(tmp_path, "config-contradicts")
+    assert len(found.found) < 200
 
 
 def test_a_vision_model_that_is_not_there(tmp_path):

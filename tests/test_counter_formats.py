@@ -17,6 +17,7 @@ from quick import loop
 from nextn.engines import log_reader
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, MAX_POSITIONS, RISING, ROUNDED, SOME_POSITIONS
+from nextn.engines.embedded_json import documents
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS, NO_MTP, RENAMED, STEPS_WITHOUT_DRAFTS
 from nextn.engines.metrics_formats import METRICS_FORMAT, OF_BATCHES, OF_REQUESTS, REPEATED
@@ -1017,8 +1018,9 @@ def test_counts_that_are_not_clear_are_not_read(text):
 def test_names_that_contradict_each_other():
     """Nothing is read by name: two counts of one kind, positions that rise, and drafts of another kind."""
     record = {"drafts": 100, "draft_tokens": 300, "accepted": 150}
-    for other in ({"drafted": 40}, {"accepted_per_pos": [20, 50, 80]}):
+    for other in ({"drafted": 400}, {"accepted_per_pos": [20, 50, 80]}):
         assert from_record(record | other) is None
+    assert in_lines("drafts: 100\naccepted: 150\n") is None
     lines = "".join(f"{name}: {count}\n" for name, count in record.items())
     assert in_lines(lines).num_drafts == 100
     for other in ("ngram_accepted_per_pos: [80, 50, 20]", "draft_tokens: 400"):
@@ -1427,6 +1429,9 @@ def test_objects_behind_the_limits_are_noted(monkeypatch):
     line = f"INFO stats {NAMED['a script']}\n"
     assert not any("left out" in note for note in read(line).notes)
     assert any("left out" in note for note in read(line + "a line of the log\n" * 70_000).notes)
+    with monkeypatch.context() as limit:
+        limit.setattr("nextn.engines.embedded_json._MAX_FAILED", 5)  # characters in brackets that are no object
+        assert documents("{x} {y} {z} {'a': 1}") == ([], False)
     monkeypatch.setattr("nextn.engines.embedded_json.MAX_DOCUMENTS", 2)
     for number in (2, 3):
         counters = read(line * number)

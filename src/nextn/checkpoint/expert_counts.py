@@ -44,8 +44,8 @@ def lost_experts(inventory: Inventory) -> Iterator[tuple[int, str]]:
     for index, layer in inventory.layers.items():
         paths = [found for path in layer if (found := expert_path(running[path])) and found.number is not None]
         numbers = {found.number for found in paths if found.number is not None}
-        if numbers and max(numbers) >= len(numbers):
-            yield from ((index, f"{paths[0].stem}.{each}") for each in range(max(numbers)) if each not in numbers)
+        lost = {*range(max(numbers, default=0))} - numbers
+        yield from ((index, f"{paths[0].stem}.{each}") for each in sorted(lost))
 
 
 def declared_experts(config: Mapping[str, object]) -> dict[str, int]:
