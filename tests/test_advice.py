@@ -133,6 +133,20 @@ def test_advise_says_yes_or_no(prompts, tmp_path):
         assert choice["speedup"] == pytest.approx(wanted)
 
 
+def test_costs_of_the_texts_are_measured_once(monkeypatch):
+    """Two cost curves of one batch size and context would disagree."""
+    measured = costs([1, 1.2, 1.5], 0.1)
+    report = SimpleNamespace(costs=measured, plan=SimpleNamespace(temperatures=()))
+    monkeypatch.setattr(advice, "run_benchmark", lambda *_, **__: report)
+    monkeypatch.setattr(advice, "check_sizes", lambda *_, **__: None)
+    monkeypatch.setattr(advice, "_other_costs", lambda *_: None)
+    monkeypatch.setattr(advice, "measure_costs", lambda model, **how: replace(measured, batch=how["batch"]))
+    plan = SimpleNamespace(k_values=(0, 2), backend="auto")
+    found = advice.advise(None, (), plan, batches=(1, 2)).costs
+    assert found[0] is measured
+    assert found[1].batch == 2
+
+
 def test_advise_in_words(prompts):
     done = nextn("advise", FIXTURES / "qwen", "--prompts", prompts, "-k", 2, "--max-tokens", 24, "--batches", 1)
     assert done.exit_code == 0, done.output
@@ -176,11 +190,11 @@ def test_other_weights(prompts, monkeypatch):
     monkeypatch.setattr(advice, "backend_for", lambda *_: SimpleNamespace(name="native"))
     monkeypatch.setattr(advice, "step_bytes", lambda trunk, bits=None: bits or 16)
     monkeypatch.setattr(advice, "measure_costs", lambda model, **how: seen.append((model.trunk.weights, how)) or half)
-    assert advice._other_costs(model, SimpleNamespace(backend="auto"), stored) is half
+    assert advice._other_costs(model, SimpleNamespace(backend="auto", k_values=(k,)), stored) is half
     assert [weights for weights, _ in seen] == ["int8"]
     assert model.trunk.weights == "stored"
     monkeypatch.setattr(advice, "step_bytes", lambda trunk, bits=None: 16)
-    assert advice._other_costs(model, SimpleNamespace(backend="auto"), stored) is None
+    assert advice._other_costs(model, SimpleNamespace(backend="auto", k_values=(k,)), stored) is None
 
 
 def test_the_table_shows_the_best_k_with_its_interval(monkeypatch, capsys):

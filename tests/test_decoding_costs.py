@@ -76,6 +76,8 @@ def test_short_passes_are_repeated():
     steps, _ = time_passes(passes, 3, repeats=7, clock=lambda: clock.now)
     assert [round(step.median, 6) for step in steps] == [0.001] * 4
     assert steps[0].num < 70
+    longer, _ = time_passes(passes, 3, repeats=7, min_s=0.5, clock=lambda: clock.now)
+    assert longer[0].num > 2 * steps[0].num
 
 
 @pytest.mark.one_case

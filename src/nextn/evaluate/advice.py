@@ -6,7 +6,7 @@ from itertools import product
 
 from nextn.errors import ConfigError
 from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport, Run, run_benchmark
-from nextn.evaluate.decoding_costs import check_sizes, measure_costs, step_bytes
+from nextn.evaluate.decoding_costs import REPORT_S, check_sizes, measure_costs, step_bytes
 from nextn.evaluate.workload import BenchmarkPlan, Prompt
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for
@@ -147,11 +147,18 @@ def advise(
         check_sizes(model, num_speculative_tokens=largest, batch=batch, context=context)
     report, costs = run_benchmark(model, prompts, plan, source=source, on_run=on_run), []
     for context, batch in product(contexts or (report.costs.context,), batches):
-        costs.append(
-            measure_costs(model, num_speculative_tokens=largest, batch=batch, context=context, backend=plan.backend)
-        )
+        is_measured = (batch, context) == (report.costs.batch, report.costs.context)
+        costs.append(report.costs if is_measured else _costs(model, plan, batch, context))
         on_costs(costs[-1])
     return Advice(report, tuple(costs), _other_costs(model, plan, costs[0]))
+
+
+def _costs(model: Model, plan: BenchmarkPlan, batch: int, context: int) -> Costs:
+    """Measure costs of at most the plan's largest K."""
+    k = plan.k_values[-1]
+    return measure_costs(
+        model, num_speculative_tokens=k, batch=batch, context=context, min_s=REPORT_S, backend=plan.backend
+    )
 
 
 def _other_costs(model: Model, plan: BenchmarkPlan, stored: Costs) -> Costs | None:
@@ -162,10 +169,7 @@ def _other_costs(model: Model, plan: BenchmarkPlan, stored: Costs) -> Costs | No
         return None
     trunk.weights = OTHER
     try:
-        k = stored.max_speculative_tokens
-        return measure_costs(
-            model, num_speculative_tokens=k, batch=stored.batch, context=stored.context, backend=plan.backend
-        )
+        return _costs(model, plan, stored.batch, stored.context)
     finally:
         trunk.weights = WEIGHTS[0]
 

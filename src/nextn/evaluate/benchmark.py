@@ -16,7 +16,7 @@ from nextn.data.degeneracy import MIN_TOKENS, degeneracy, degeneracy_notes
 from nextn.decoding.generate import eos_tokens
 from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
-from nextn.evaluate.decoding_costs import Machine, adaptive_length, measure_costs
+from nextn.evaluate.decoding_costs import REPORT_S, Machine, adaptive_length, measure_costs
 from nextn.evaluate.reference import reference_of_texts
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import GeneratedTexts, play_turns
@@ -413,7 +413,9 @@ def run_benchmark(
     lengths = [len(prompts[run.prompt].tokens(model, chat=plan.chat)) + len(run.tokens) // 2 for run in log]
     max_context = (model.trunk.max_length or max(lengths) * 2) - plan.k_values[-1] - 1
     context = min(round(statistics.mean(lengths)), max_context)
-    costs = measure_costs(model, num_speculative_tokens=plan.k_values[-1], context=context, backend=plan.backend)
+    costs = measure_costs(
+        model, num_speculative_tokens=plan.k_values[-1], context=context, min_s=REPORT_S, backend=plan.backend
+    )
     engine, draft_vocabulary = backend_for(model, plan.backend), model.head.draft_vocabulary if model.head else None
     machine = Machine.of(model, engine)
     return BenchmarkReport(source, plan, tuple(prompts), tuple(log), costs, machine, engine.reason, draft_vocabulary)

@@ -35,8 +35,9 @@ from nextn.stats.speedup import Costs, Spread
 Clock = Callable[[], float]
 Pass = Callable[[], object]
 _CHUNK = 512  # tokens per prefill pass
-# Short passes are repeated for so long: among seven of them, those that another process interrupts may be the median.
+# Passes are repeated for so long: among seven of them, those that another process interrupts may be the median.
 _MIN_S, _MOST_REPEATS = 0.2, 10  # seconds; in `repeats`
+REPORT_S = 4.0  # seconds; for figures that are printed, or that a number of drafts is recommended by
 
 
 class TimedPasses(Protocol):
@@ -57,6 +58,7 @@ def measure_costs(
     batch: int = 1,
     context: int = 256,
     repeats: int = 7,
+    min_s: float = _MIN_S,
     backend: str = "auto",
     clock: Clock = time.perf_counter,
 ) -> Costs:
@@ -64,7 +66,8 @@ def measure_costs(
 
     Each is timed right after the pass that precedes it in decoding, as that decides what is in the processor's caches:
     a baseline step after another one, a verification after its drafts, drafts after a verification. Each ends with its
-    argmax on the host, as in decoding. One repetition before the `repeats`, more of short passes, does not count.
+    argmax on the host, as in decoding. One repetition before the `repeats` does not count; more follow until `min_s`
+    seconds have passed, at most ten times as many.
     Raises ConfigError if the model has no head, or these sizes do not fit it.
     """
     check_sizes(model, num_speculative_tokens=num_speculative_tokens, batch=batch, context=context)
@@ -73,12 +76,12 @@ def measure_costs(
     with engine.trunk.pass_context():
         bench = _Passes(engine, batch, context)
         prepare(bench.trunk, bench.head, batch, k)
-    steps, draft = time_passes(bench, k, repeats=repeats, clock=clock)
+    steps, draft = time_passes(bench, k, repeats=repeats, min_s=min_s, clock=clock)
     return Costs(batch, context, steps, draft)
 
 
 def time_passes(
-    passes: TimedPasses, k: int, *, repeats: int, clock: Clock = time.perf_counter
+    passes: TimedPasses, k: int, *, repeats: int, min_s: float = _MIN_S, clock: Clock = time.perf_counter
 ) -> tuple[tuple[Spread, ...], Spread]:
     """Time what `measure_costs` describes; return the passes of 1..k+1 positions and one draft step."""
     verify: list[Pass] = [partial(passes.verify, num) for num in range(k + 2)]
@@ -88,7 +91,7 @@ def time_passes(
     times: list[list[float]] = [[] for _ in pairs]
     began = clock()
     for repeat in range(_MOST_REPEATS * repeats + 1):
-        if repeat > repeats and clock() - began >= _MIN_S:
+        if repeat > repeats and clock() - began >= min_s:
             break
         for index in rotate(range(len(pairs)), repeat):
             before, timed = pairs[index]
