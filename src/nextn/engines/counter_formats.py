@@ -117,10 +117,13 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
 
 
 def _from_log(file: TextIO, source: str, start: str) -> Counters:
-    """The counts of a log, of objects in it, or of lines that no engine has for itself."""
+    """The counts of a log, of objects in it, or of lines that no engine has for itself; a length where none counts."""
     reading = read_log(file)
-    if reading.counters is None and not reading.has_entries and (counters := _embedded(start)):
-        return counters
+    own = reading.counters
+    if own.has_drafts is None if own else not reading.has_entries:
+        counters = _embedded(start)
+        if counters and not (own and counters.has_drafts is None):
+            return counters
     if reading.counters is None:
         reading = next((again for again in _read_again(start, reading) if again.counters), reading)
         if reading.counters and len(start) == _MAX_START:

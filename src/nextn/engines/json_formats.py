@@ -62,7 +62,10 @@ def _objects(value: object, depth: int) -> Iterator[Counters]:
 
 def _checked(name: str, record: Mapping) -> Counters:
     try:
-        return replace(JSON_READERS[name][1](record), source=name)
+        counters = JSON_READERS[name][1](record)
+        if counters.has_drafts is None and (counts := from_record(record)):  # beside a length
+            return counts
+        return replace(counters, source=name)
     except (TypeError, ValueError) as error:
         raise EngineError(f"not the draft counts of an engine: {error}; nearest: {name}") from error
 
@@ -232,13 +235,13 @@ def _vllm_bench(record: Mapping) -> Counters:
 
 def _sglang_bench(record: Mapping) -> Counters:
     """A line of SGLang's bench_serving --output-file: an acceptance length, no counts."""
-    return Counters("SGLang", length=_number(record["accept_length"], "accept_length", maximum=MAX_POSITIONS + 1))
+    return rollout(_number(record["accept_length"], "accept_length", maximum=MAX_POSITIONS + 1), "SGLang")
 
 
 def _sglang_state(record: Mapping) -> Counters:
     """SGLang's /get_server_info: the acceptance length since the start."""
     name = "avg_spec_accept_length"
-    return Counters("SGLang", length=_number(record[name], name, maximum=MAX_POSITIONS + 1))
+    return rollout(_number(record[name], name, maximum=MAX_POSITIONS + 1), "SGLang")
 
 
 def _lm_studio(record: Mapping) -> Counters:

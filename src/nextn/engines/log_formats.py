@@ -118,11 +118,9 @@ def _sglang_answer(fields: Fields) -> Counters | None:
 
 def rollout(length: float, engine: str = "") -> Counters:
     """A step of a trainer, or an engine, as a mean of its answers; 0.0 is of one without drafts."""
-    if engine:
-        return Counters(engine, length=length)
     if length < 1:
-        return Counters(_TRAINER, 0, 0, 0, notes=(STEPS_WITHOUT_DRAFTS,))
-    return Counters(_TRAINER, length=length, notes=(RENAMED,) if length == 1 else ())
+        return Counters(engine or _TRAINER, 0, 0, 0, notes=() if engine else (STEPS_WITHOUT_DRAFTS,))
+    return Counters(engine or _TRAINER, length=length, notes=(RENAMED,) if length == 1 and not engine else ())
 
 
 def _lmdeploy(fields: Fields) -> Counters | None:
@@ -335,7 +333,7 @@ _VLLM_FIELDS = {
 # The first format that a log has is read; another is named in a note, as both count the same rounds.
 LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
-        "table of vllm bench serve", "Acceptance length:", r"(?<![\w-])Acceptance length:",
+        "table of vllm bench serve", "Acceptance length:", r"(?<![\w-])(?<!/s, )Acceptance length:",
         {**colon("Acceptance length"), **colon("Drafts", "Draft tokens", "Accepted tokens", value=INT),
          "Position": rf"(?<![\w-])Position [0-9]{{1,3}}:\s+({NUMBER})"},
         ("Acceptance length",), _table,
@@ -354,8 +352,9 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "LMDeploy's SpecDecoding metrics", "SpecDecoding metrics: Draft",
-        r"SpecDecoding metrics:(?= Draft acceptance rate: [0-9.]{1,9}%, Mean )", _VLLM_FIELDS, ("Accepted", "Drafted"),
-        _lmdeploy, "accepted and draft tokens of an interval; positions as shares of all rounds",
+        r"SpecDecoding metrics:(?= Draft acceptance rate: [0-9]{1,3}\.[0-9]{2}%, Mean )", _VLLM_FIELDS,
+        ("Accepted", "Drafted"), _lmdeploy,
+        "accepted and draft tokens of an interval; positions as shares of all rounds",
     ),
     LogFormat(
         "LMDeploy's SpeculativeDecodingStats", "SpeculativeDecodingStats(", r"SpeculativeDecodingStats\(",
@@ -428,8 +427,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         ("spec_verify_ct",), _sglang_finish, "a request: rounds, draft tokens and accepted drafts",
     ),
     LogFormat(
-        "table of SGLang's bench_serving", "Accept length:", r"(?<![\w-])Accept length:",
-        colon("Accept length"), ("Accept length",), _sglang_table,
+        "table of SGLang's bench_serving", " length:", r"(?<![\w-])Accept length:|(?<=/s, )Acceptance length:",
+        {"Accept length": rf"Accept(?:ance)? length:\s*({NUMBER})"}, ("Accept length",), _sglang_table,
         "the run: tokens per round with bonus token; no counts",
     ),
     LogFormat(

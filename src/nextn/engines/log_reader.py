@@ -167,7 +167,9 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
     incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
     if not found:
         return LogReading(None, incomplete, any(reader.has_entries for reader in readers))
-    (name, counters), *others = sorted(found, key=lambda each: _has_other_drafters(each[1], found))
+    (name, counters), *others = sorted(  # counts before a length alone
+        found, key=lambda each: (each[1].has_drafts is None, _has_other_drafters(each[1], found))
+    )
     # llama.cpp's logs have all of its formats.
     others = [other for other in others if other[1].engine != "llama.cpp" or counters.engine != "llama.cpp"]
     if others:
