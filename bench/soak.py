@@ -278,6 +278,7 @@ def main() -> None:
     parser.add_argument("--quiet-s", type=float, default=30, help="seconds between quiet moments")
     parser.add_argument("--audited", type=int, default=6, help="requests whose counters are compared")
     parser.add_argument("--num-speculative-tokens", "-k", type=int, default=4, help="K")
+    parser.add_argument("--copy", type=int, default=0, help="tokens of a round that may be copied from the text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path, default=Path("runs/serve-logs"))
@@ -285,7 +286,16 @@ def main() -> None:
     args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = with_chat_template(args.checkpoint, Path(folder) / "model")
-        options = ("-k", str(args.num_speculative_tokens), "--cache-gb", "0.5", "--grace", "0")
+        options = (
+            "-k",
+            str(args.num_speculative_tokens),
+            "--copy",
+            str(args.copy),
+            "--cache-gb",
+            "0.5",
+            "--grace",
+            "0",
+        )
         soak = Soak(nextn_server(checkpoint, *options), args)
         try:
             asyncio.run(soak.run())

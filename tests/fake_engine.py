@@ -153,6 +153,7 @@ class Handler(BaseHTTPRequestHandler):
             self.give_json({"hello": ["world"]})
         elif self.path == "/v1/models":
             names = ["one", "two"] if "two-models" in engine.faults else [engine.model]
+            names = [] if "no-models" in engine.faults else names
             self.give_json({"data": [{"id": name, "max_model_len": engine.context} for name in names]})
         elif self.path == "/metrics" and "no-metrics" not in engine.faults:
             self.give(200, engine.metrics().encode(), kind="text/plain")

@@ -19,7 +19,7 @@ from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest, TopL
 from nextn.engines.check_result import CheckResult
 from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.workload import Prompt, read_prompts
 from nextn.model.model import Model
 from nextn.serve.engine import ServingEngine
@@ -150,6 +150,16 @@ def test_broken(run, fault, alone, name, words):
     found = run(*faults, names=[name], alone=alone, budget=Budget(limits))[name]
     assert (found.outcome, words in found.evidence) == ("failed", True), found.evidence
     assert found.advice
+
+
+def test_what_fails_without_mtp_too_is_not_due_to_it(run):
+    """transformers' server leaves stop strings in the text and ends streams without [DONE]."""
+    for fault, name in (("stop-leak", "stop-strings"), ("stream-breaks", "streaming")):
+        both = run(fault, names=[name], against=[fault])[name]
+        assert (both.outcome, both.evidence.split(",")[0]) == ("inconclusive", "not due to MTP")
+        one = run(fault, names=[name])[name]
+        assert one.outcome == "failed"
+        assert one.evidence.endswith("(without MTP: passed)")
 
 
 def test_what_happens_once_is_no_finding(run):
@@ -358,6 +368,14 @@ def test_two_models_of_one_server(engine):
     session = VerifySession(one, two, PROMPTS, SMALL)
     assert len(session.counters) == 2
     assert session.greedy(one) is not session.greedy(two)
+
+
+def test_an_engine_that_lists_no_model(engine):
+    """It may load the model that a request names."""
+    url, budget = engine("no-models").url, Budget(Limits(answer_s=2, wait_s=0.6))
+    assert Endpoint.open(f"{url}#any", budget).served.name == "any"
+    with pytest.raises(EngineError, match=r"lists no model; .*#MODEL"):
+        Endpoint.open(url, budget)
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,15 @@ def _select_model(client: Client, model: str | None) -> ServedModel:
     if len(served) > _MAX_MODELS or any(len(candidate.name) > _MAX_NAME for candidate in served):
         bounds = f"more than {_MAX_MODELS} models, or a name of more than {_MAX_NAME} characters"
         raise EngineError(f"{client.url}/v1/models: lists {bounds}; not an inference engine, check the address")
+    if not served and model:
+        return ServedModel(
+            model, None
+        )  # `transformers serve` lists only the hub's cache, and loads what a request names
     if not served:
-        raise EngineError(f"{client.url}/v1/models: lists no model; not an OpenAI-compatible engine, or none is loaded")
+        raise EngineError(
+            f"{client.url}/v1/models: lists no model; not an OpenAI-compatible engine, or none is loaded. If it loads "
+            f"models when they are asked for, name one, as in {client.url}#MODEL"
+        )
     names = [candidate.name for candidate in served]
     if model is None and len(served) > 1:
         raise ConfigError(f"{client.url} serves {some(names, 10)}: choose one, as in {client.url}#{names[0]}")

@@ -46,6 +46,10 @@ CHECKS: dict[str, Callable[[VerifySession], CheckResult]] = {
     "temperature": sampling_checks.temperature,
     "mtp-on": counter_checks.mtp_on,
 }
+# Of one server alone: where the one without MTP fails them, too, MTP is not the cause.
+_ALONE = frozenset({
+    "replay", "max-tokens", "stop-strings", "streaming", "concurrency", "json-schema", "tool-calls", "sampled-logprobs"
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,8 @@ def run_checks(
     """Run checks (all, or those named), after `on_check` of each, and yield their results as they are known.
 
     An engine that breaks during a check has failed it. When the requests or seconds of the budget are used up, the
-    remaining checks are inconclusive. `against` is the same model served without MTP. Raises ConfigError for an unknown
+    remaining checks are inconclusive. `against` is the same model served without MTP; what fails there, too, is
+    inconclusive. Raises ConfigError for an unknown
     name, or the same address for both endpoints.
     """
     unknown = [name for name in names if name not in CHECKS]
@@ -191,17 +196,37 @@ def run_checks(
         on_check(name)
         try:
             yield (
-                CHECKS[name](session)
+                _checked(name, session)
                 if exhausted is None
                 else CheckResult(name, "inconclusive", f"not run: {exhausted}")
             )
         except BudgetError as error:
             exhausted = error
             yield CheckResult(name, "inconclusive", f"not finished: {exhausted}")
-        except EngineError as error:
-            yield _engine_error(name, error)
         for span in session.counters.values():
             span.read()
+
+
+def _checked(name: str, session: VerifySession) -> CheckResult:
+    """Run a check; one that fails is run on the server without MTP, too. Raises BudgetError."""
+    found = _result(name, session)
+    if found.outcome != "failed" or name not in _ALONE or session.against is None:
+        return found
+    alone = _result(name, VerifySession(session.against, None, session.prompts, session.settings))
+    if alone.outcome == "failed":
+        evidence = f"not due to MTP, as it fails without it, too: {found.evidence}"
+        return replace(found, outcome="inconclusive", evidence=evidence, advice="")
+    return replace(found, evidence=f"{found.evidence} (without MTP: {alone.outcome})")
+
+
+def _result(name: str, session: VerifySession) -> CheckResult:
+    """Run a check, which an engine that breaks has failed. Raises BudgetError."""
+    try:
+        return CHECKS[name](session)
+    except BudgetError:
+        raise
+    except EngineError as error:
+        return _engine_error(name, error)
 
 
 def _engine_error(name: str, error: EngineError) -> CheckResult:
