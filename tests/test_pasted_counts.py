@@ -61,3 +61,12 @@ def test_ranks_without_drafts_have_no_length():
 def test_engines_with_the_same_words(text, engine):
     """vLLM 0.9 has LMDeploy's order; SGLang's scripts of questions have a word of vLLM's table."""
     assert read(text).engine == engine
+
+
+def test_a_command_above_metrics():
+    """MAX's and vLLM's series with what the server was started with."""
+    lines = ["drafts_total 100", "draft_tokens_total 300", "accepted_tokens_total 200"]
+    metrics = "\n".join(f"vllm:spec_decode_num_{line}" for line in lines)
+    (setting,) = read(f"max serve x --use-relaxed-acceptance-for-thinking --num-x 3\n{metrics}\n").overrides
+    assert "use-relaxed-acceptance-for-thinking (" in setting
+    assert not read(metrics).overrides

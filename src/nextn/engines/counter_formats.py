@@ -137,7 +137,7 @@ def _from_metrics_or_log(file: TextIO, size: int, source: str, model: str | None
     start = file.read(_MAX_PARSED)
     if size <= _MAX_PARSED:
         try:
-            return from_metrics(start, model=model)
+            return with_settings(from_metrics(start, model=model), [start[:_MAX_START]])
         except NoDraftCountersError as none:
             error = none
     file.seek(0)

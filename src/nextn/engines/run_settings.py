@@ -12,7 +12,8 @@ from itertools import islice
 
 from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, Counters
 
-_ASSIGN = r"['\"\\]*\s*(?:[:=]|\s)\s*['\"\\]*"  # NAME=1, name: 1, "name": 1, --name 1
+# NAME=1, name: 1, "name": 1, --name 1, ["--name", "1"], and in YAML `- --name` or `- name: NAME` above the value.
+_ASSIGN = r"(?:['\"\\]*\s*(?:[:=]|\s)\s*|['\"]\s*,\s*)(?:-\s+|value:\s*)?['\"\\]*"
 _NUMBER = r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
 _MAX_TEXT = 1024 * 1024
 _MAX_QUOTE = 240  # characters of a line
@@ -25,7 +26,7 @@ class Override:
 
     name: str  # as people write it
     engine: str
-    pattern: str  # with one group, the value
+    pattern: str  # its last group is the value, or where there is none the name
     # forced: drafts are accepted unseen; relaxed: others than the trunk's tokens are accepted; another drafter's: the
     # drafts are not the MTP head's.
     effect: str
@@ -41,16 +42,21 @@ def _named(name: str, value: str = _NUMBER) -> str:
 
 def _option(name: str) -> str:
     """The option on a command line, or as an argument in a Python repr or YAML; in JSON a quote follows the name."""
-    return rf"(?<![\w-])(?:--{name}[\s=]+|{name.replace('-', '_')}(?:=|: ?)){_NUMBER}"
+    return rf"(?<![\w-])(?:--{name}{_ASSIGN}|{name.replace('-', '_')}(?:=|: ?)){_NUMBER}"
 
 
-_TRUE = r"(true|True|1)\b"
+# A name that says so, with a value or as an option without one.
+_RELAXED = (
+    r"(?i)(?<![\w-])(--)?(?=[\w-]*(?:accept|mtp|spec|thinking|verify|threshold))"
+    r"(?P<name>(?:[a-z0-9]+[-_])*(?:relax(?:ed|ation)|typical|optimistic|lossy|entropy[-_]verify)(?:[-_][a-z0-9]+)*)"
+    rf"(?:{_ASSIGN}(true\b|[0-9][0-9.]{{0,20}})|(?(1)(?=['\"]?[ \t,\]\\]*(?:\n|\Z|-))|(?!)))"
+)
 _OTHERS = "another drafter's"
 OVERRIDES: tuple[Override, ...] = (
     Override("method", "vLLM",
              _named("method", r"(eagle3?|medusa|mlp_speculator|ngram\w*|suffix|draft_model|dflash|dspark)\b"), _OTHERS),
     Override("--speculative-algorithm", "SGLang",
-             _named("speculative_algorithm", r"(EAGLE3|NGRAM|STANDALONE|DFLASH|DSPARK)\b"), _OTHERS),
+             _named("speculative_algorithm", r"(EAGLE3|NGRAM|SUFFIX|STANDALONE|DFLASH|DSPARK)\b"), _OTHERS),
     Override("--spec-type", "llama.cpp", _named("spec_type", r"((?:draft|ngram)-(?:(?!mtp)[\w,-])+)(?![\w,-])"),
              _OTHERS),
     Override("statistics", "llama.cpp",
@@ -69,20 +75,20 @@ OVERRIDES: tuple[Override, ...] = (
     # Without the dashes these are results, in the JSON of vLLM's and SGLang's benchmarks.
     Override("--spec-decode-acceptance-length", "ATOM", _option("spec-decode-acceptance-length"), "forced"),
     Override("--spec-decode-acceptance-rate", "ATOM", _option("spec-decode-acceptance-rate"), "forced"),
-    Override("use_relaxed_acceptance_for_thinking", "TensorRT-LLM",
-             _named("use_relaxed_acceptance_for_thinking", _TRUE), "relaxed"),
-    Override("posterior_threshold", "TensorRT-LLM, vLLM before 0.8", _named("posterior_threshold"), "relaxed"),
+    Override("accept_policy", "FastDeploy", _named("accept_policy", "(accept_all|reject_all)"), "forced"),
+    Override("relaxed, typical, lossy, optimistic, entropy_verify", "any engine, by its name", _RELAXED,
+             "relaxed", off=(0,)),
+    # vLLM-Ascend logs it with its default, which its entropy_verify turns on.
+    Override("posterior_threshold", "TensorRT-LLM, vLLM before 0.8",
+             rf"(?<!entropy_verify=False, ){_named('posterior_threshold')}", "relaxed"),
     Override("typical_acceptance_sampler", "vLLM before 0.8",
              _named("spec_decoding_acceptance_method", r"(typical_acceptance_sampler)"), "relaxed"),
     Override("--speculative-accept-threshold-single", "SGLang", _named("speculative_accept_threshold_single"),
              "relaxed", off_from=1.0),
     Override("--speculative-accept-threshold-acc", "SGLang", _named("speculative_accept_threshold_acc"), "relaxed",
              off_from=1.0),
-    Override("--mtp-typical", "mlx-serve, MTPLX", _named("mtp_typical"), "relaxed", off=(0,)),
-    Override("--typical-threshold", "MTPLX", _named("typical_threshold"), "relaxed", off=(0,)),
     Override("--cascade-threshold", "MTPLX", _named("cascade_threshold"), "relaxed", off=(0,)),
     Override("--draft-p-accept", "forks of llama.cpp", _named("draft_p_accept"), "relaxed", off=(0,), off_from=1.0),
-    Override("MLX_SERVE_MTP_TYPICAL", "mlx-serve", _named("MLX_SERVE_MTP_TYPICAL"), "relaxed", off=(0,)),
 )  # fmt: skip
 
 # What engines say of weights that they miss: of tensors by name, or in a line that names the head.
@@ -116,7 +122,7 @@ _DEPTHS = (
 _VERSION = re.compile(
     r"(?:Initializing an? (?:V[01] )?LLM engine \(v|vLLM (?:API server )?[Vv]ersion:? v?|vllm[=/ ]+v?|sglang[=/ ]+v?"
     r"|SGLang version:? v?|TensorRT[- ]LLM version:? v?|(?:(?m:^)|[:|]) {0,9}version: |build_info: |build: )"
-    r"(?P<version>b?[0-9][\w.+-]{0,39}(?: \([0-9a-f]{6,12}\))?)"
+    r"(?P<version>b?[0-9]++(?![a-z])[\w.+-]{0,39}(?: \([0-9a-f]{6,12}\))?)"
 )
 
 
@@ -125,9 +131,10 @@ def overrides_in(text: str) -> tuple[str, ...]:
     found = []
     for override in OVERRIDES:
         for match in re.finditer(override.pattern, text[:_MAX_TEXT]):
-            if not _is_off(override, match[1]):
-                name, has_value = override.name, "=" not in override.name
-                value = f" = {match[1]}" if has_value and match[1] != override.name else ""
+            given = match[match.lastindex or 0]
+            if not _is_off(override, given):
+                name = match.groupdict().get("name", override.name)
+                value = f" = {given}" if "=" not in name and given != name else ""
                 found.append(f"{name}{value} ({override.engine}: acceptance is {override.effect})")
                 break
     return tuple(found)
