@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from artifacts import publish
+from operations import read
 from stored import in_one_file
 from test_convert import tensors
 from test_restore import bytes_of, lost, own_names, take, without
@@ -13,7 +14,8 @@ from test_restore import bytes_of, lost, own_names, take, without
 import nextn
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
-from nextn.checkpoint.safetensors_file import write_json
+from nextn.checkpoint.file_index import file_index
+from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.edit.reindex import reindex
 from nextn.errors import CheckpointError, ConfigError
 
@@ -85,8 +87,24 @@ def another_name(folder):
     (folder / SINGLE).rename(folder / "model.fp16.safetensors")
 
 
+def vision_apart(folder):
+    """The file of the vision model, as llm-compressor names it, beside an index of the text model's."""
+    visual = {"model.visual.patch_embed.proj.weight": RawTensor("BF16", (4, 3), bytes(24))}
+    publish(folder, NAME, shards=2, wrapper="model.language_model.", config={"vision_config": {"depth": 1}})
+    write_safetensors(folder / "model_visual.safetensors", visual)
+
+
+def norm_apart(folder):
+    """A file for each layer, as AirLLM writes them, and one for the final norm."""
+    publish(folder, NAME)
+    table = read(folder)
+    (folder / SINGLE).unlink()
+    write_safetensors(folder / "model.norm.safetensors", {name: table.pop(name) for name in ["model.norm.weight"]})
+    write_safetensors(folder / "model.layers.0.safetensors", table)
+
+
 BROKEN = [resharded, head_alone, half, side_file, head_in_a_listed_file, swapped, index_lost, beside_a_single_file,
-          nothing_listed, another_name]  # fmt: skip
+          nothing_listed, another_name, vision_apart, norm_apart]  # fmt: skip
 
 
 # What lies beside sound shards: name, seed of its values, as (severity, words).
@@ -113,6 +131,39 @@ def test_second_copies(tmp_path):
             before = tensors(folder)
             nextn.convert(folder, folder.with_suffix(".single"), form="single-file")
             assert tensors(folder.with_suffix(".single")) == before
+
+
+def test_shards_of_which_the_index_takes_a_part(tmp_path):
+    """Those of the original beside quantized ones, for one tensor alone: to remove them would lose it."""
+    folder = publish(tmp_path / "model", NAME, shards=2)
+    table = read(publish(tmp_path / "original", NAME, seed=7))
+    name = "model.layers.0.mlp.down_proj.weight"
+    stale = {name: table[name], f"{name}_scale_inv": RawTensor("F32", (1, 1), bytes(4))}
+    write_safetensors(folder / "original.safetensors", stale | {"model.visual.a.weight": table["lm_head.weight"]})
+    rewrite(folder, lambda table: table | {"model.visual.a.weight": "original.safetensors"})
+    (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.rule == "index")
+    assert found.severity == "warning"
+    assert "Remove" not in found.fix
+    assert f"{name}_scale_inv" not in reindexed_names(folder)
+
+
+def reindexed_names(folder):
+    """What the index that the files imply lists."""
+    return file_index(Checkpoint.open(folder)).weight_map
+
+
+def test_files_in_subfolders(tmp_path):
+    """vLLM and SGLang refuse an index that names them, or pass them over; the fix's command puts them beside it."""
+    folder = publish(tmp_path / "model", NAME, shards=2)
+    (folder / "mtp").mkdir()
+    (folder / "model-00002-of-00002.safetensors").rename(folder / "mtp" / "model-00002-of-00002.safetensors")
+    rewrite(folder, lambda table: {name: f"mtp/{file}" if "00002-" in file else file for name, file in table.items()})
+    (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note")
+    assert (found.rule, found.severity) == ("index", "warning")
+    assert found.fix == f"nextn convert {folder} OUT --form single-file"
+    nextn.convert(folder, tmp_path / "out", form="single-file")
+    assert audit(Checkpoint.open(tmp_path / "out")).clean
+    assert tensors(tmp_path / "out") == tensors(folder)
 
 
 def test_an_index_of_relative_names(tmp_path):

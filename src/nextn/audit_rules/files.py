@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from nextn.audit_rules.findings import Finding, Severity, restore, same, verb
+from nextn.audit_rules.findings import Finding, Severity, convert, restore, same, verb
 from nextn.checkpoint.checkpoint import INDEX, SINGLE
 from nextn.checkpoint.file_index import FileIndex, file_index, mixed_files
 from nextn.checkpoint.head_inventory import Inventory
@@ -26,6 +26,13 @@ def index(inventory: Inventory) -> Iterator[Finding]:
     if not is_head_alone and any(derived.weight_map[name] not in heads for name in derived.unlisted):
         yield _index_wrong(inventory, derived, derived.unlisted)
     named = _by_file(checkpoint.index or {})
+    if below := [file for file in named if "/" in file]:
+        yield Finding(
+            "index", "warning", f"{INDEX}: {below[0]}",
+            f"The index names files in subfolders, such as {below[0]}: transformers opens them, and vLLM, SGLang and "
+            "llama.cpp's converter read the folder's own files alone.",
+            "All files beside the index.", convert(inventory, "--form single-file"),
+        )  # fmt: skip
     for file in sorted(named.keys() - checkpoint.headers.keys()):
         if lost := [name for name in named[file] if name not in checkpoint.tensors]:
             yield _absent(
@@ -82,15 +89,16 @@ def _duplicates(inventory: Inventory) -> Iterator[Finding]:
         equal = all(same(checkpoint, info, checkpoint.tensors[info.name]) for info in twice[:_MOST_COMPARED])
         reader = _reader(inventory, file)
         used = sorted({checkpoint.tensors[info.name].file for info in twice})
-        keeps = f"nextn convert {shlex.quote(checkpoint.path)} OUT --form single-file"
+        keeps = f"`{convert(inventory, '--form single-file')}` keeps the tensors in {some(used)}"
+        own = [name for name, at in (checkpoint.index or {}).items() if at == file and name in header.tensors]
+        remove = f"Keep {file}, which holds {some(own)}" if own else f"Remove {file}, or the files that it replaces"
         is_harmless, are = equal or not reader, "is" if len(twice) == 1 else "are"
         yield Finding(
             "index", "note" if is_harmless else "warning", f"{INDEX}: {file}" if checkpoint.index else file,
             f"{counted(len(twice), 'tensor')} of {some(used)} {are} in {file}, too, with "
             f"{'equal' if equal else 'other'} values, such as {twice[0].name}: {reader or 'no loader opens it'}.",
             "Each tensor in one file.",
-            "Nothing needs to be done." if is_harmless
-            else f"Remove {file}, or the files that it replaces; `{keeps}` keeps the tensors in {some(used)}.",
+            "Nothing needs to be done." if is_harmless else f"{remove}; {keeps}.",
         )  # fmt: skip
 
 

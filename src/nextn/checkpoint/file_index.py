@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nextn.checkpoint.checkpoint import SAMPLE, SINGLE, Checkpoint
+from nextn.checkpoint.draft_models import standalone
 from nextn.checkpoint.foreign_names import foreign
-from nextn.checkpoint.safetensors_file import TensorInfo
+from nextn.checkpoint.quantization import split_name
+from nextn.checkpoint.safetensors_file import Header, TensorInfo
 from nextn.family_table import Family, find, generic
 from nextn.text_format import some
 
 _SHARD = re.compile(r"model[-.\w]*\.safetensors")
+_TOWER = re.compile(r"visual|vision|image|audio|speech|multi_?modal|mm_")  # first component of a tower's or projector's
 _MOST_COMPARED = 4  # tensors that two files hold
 _Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
@@ -41,15 +44,28 @@ def file_index(checkpoint: Checkpoint, family: Family | None = None) -> FileInde
     weight_map: dict[str, str] = {}
     left_out = []
     for file in order:
-        fresh = [name for name in checkpoint.headers[file].tensors if name not in weight_map]
+        fresh = [name for name in _current(checkpoint.headers[file], file, own) if name not in weight_map]
         if file in named or any(name in own or _is_of_model(name, family) for name in fresh if not foreign([name])):
             weight_map |= dict.fromkeys(fresh, file)
         else:
             left_out.append(file)
+    for file in _with_other_parts(checkpoint, left_out, weight_map):
+        weight_map |= {name: file for name in checkpoint.headers[file].tensors if name not in weight_map}
+        left_out.remove(file)
     weight_map |= {name: file for name, file in own.items()
                    if file in checkpoint.headers and name in checkpoint.headers[file].tensors}  # fmt: skip
     unlisted = tuple(_unlisted(checkpoint, weight_map, family))
     return FileIndex(weight_map, unlisted, tuple(own.keys() - weight_map.keys()), tuple(left_out))
+
+
+def _current(header: Header, file: str, own: Mapping[str, str]) -> Iterator[str]:
+    """Yield a file's tensors without what else it has of modules that the index places in another file.
+
+    Shards that are used for a part of their tensors, by an index that replaces the others, hold scales of those.
+    """
+    replaced = {split_name(name, header.tensors)[0] for name in header.tensors if own.get(name, file) != file}
+    yield from (name for name in header.tensors
+                if name in own or not replaced or split_name(name, header.tensors)[0] not in replaced)  # fmt: skip
 
 
 def mixed_files(checkpoint: Checkpoint) -> str:
@@ -93,6 +109,22 @@ def _unlisted(checkpoint: Checkpoint, weight_map: Mapping[str, str], family: Fam
     for name, file in weight_map.items():
         if checkpoint.index.get(name) != file or file not in files:
             yield name
+
+
+def _with_other_parts(checkpoint: Checkpoint, files: Iterable[str], known: Mapping[str, str]) -> list[str]:
+    """Return those of these files that hold other parts of the model: a final norm, towers of other modalities.
+
+    known: The names of the model's layers, embedding and head, whose first components other parts have, too.
+    """
+    roots = {name.partition(".")[0] for name in known}
+    towers = any(key.endswith("_config") and _TOWER.match(key) for key in checkpoint.config)
+    found = []
+    for file in files:
+        fresh = [name for name in checkpoint.headers[file].tensors if name not in known and not foreign([name])]
+        firsts = {name.partition(".")[0] for name in fresh}
+        if (firsts & roots or (towers and any(map(_TOWER.match, firsts)))) and standalone({}, fresh) is None:
+            found.append(file)
+    return found
 
 
 def _is_of_model(name: str, family: Family) -> bool:
