@@ -32,7 +32,7 @@ PACKED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def raw(dtype, shape):
-    size = int(np.prod(shape)) * {"F32": 4, "U32": 4, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}[dtype]
+    size = int(np.prod(shape)) * {"F32": 4, "U32": 4, "I32": 4, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}[dtype]
     return RawTensor(dtype, shape, np.random.default_rng(0).integers(1, 60, size, "u1").tobytes())
 
 
@@ -231,6 +231,7 @@ EIGHT = {"group_size": 16, "bits": 8}
         ((8, 16), None, ["quantization"]),
         ((4, 8), None, ["quantization"]),
         ((4, 16), EIGHT, ["quantization"]),
+        ((4, 16), {"group_size": 16, "bits": 4, "mode": "mxfp4"}, ["quantization"]),  # which has no biases
         ((4, 16), None, []),
     ],
 )

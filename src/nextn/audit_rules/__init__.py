@@ -17,6 +17,7 @@ from nextn.audit_rules import (
     config_claims,
     engines,
     files,
+    listed_modules,
     precision,
     separate,
     shapes,
@@ -39,7 +40,19 @@ from nextn.text_format import counted, some
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit", "audit_checkpoint"]
 
 Rule = Callable[[Inventory], Iterable[Finding]]
-_MODULES = (absent_head, structure, trunk_layers, config_claims, files, shapes, engines, precision, separate, values)
+_MODULES = (
+    absent_head,
+    structure,
+    trunk_layers,
+    config_claims,
+    files,
+    shapes,
+    engines,
+    precision,
+    listed_modules,
+    separate,
+    values,
+)
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 _MAX_NAMES = 2000  # to match against every family's layout

@@ -14,7 +14,7 @@ from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.module_lists import FUSED, with_fused
 from nextn.checkpoint.packed_layout import PackedWeight, with_logical_weights
-from nextn.checkpoint.quant_formats import TRANSFORMERS_METHODS
+from nextn.checkpoint.quant_formats import TRANSFORMERS_METHODS, Mlx
 from nextn.checkpoint.quantization import (
     NEVER_PACKED,
     PLAIN,
@@ -36,7 +36,7 @@ from nextn.text_format import counted, some
 IDS = ("quantization", "quantization-unused", "scale-missing", "scale-unused", "precision-lower")
 _NARROW = 16  # bits; with fewer, heads stored below the trunk's precision are known to fail
 # Methods that engines also apply to unquantized files when they load them, and MLX, whose tensors decide.
-_APPLIED_ON_LOAD = frozenset({"bitsandbytes", "torchao", "mlx", *TRANSFORMERS_METHODS})
+APPLIED_ON_LOAD = frozenset({"bitsandbytes", "torchao", "mlx", *TRANSFORMERS_METHODS})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             "quantization", "warning" if failing else "error", place,
             f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, {_describe(kind)}, and the "
             f"config ({method}) has {engines(failing) if failing else 'engines'} build them {claim}: they {effect}.",
-            f"The head in {method}'s list of unquantized modules." if covered else f"A config that declares {kind}.",
+            f"The head in {method}'s list of unquantized modules." if covered
+            else "Floating-point values." if kind == "unknown" else f"A config that declares {kind}.",
             # From itself: its values stay, and the config lists them.
             restore(inventory, force=True, own=covered and kind == "plain"),
         )  # fmt: skip
@@ -174,7 +175,8 @@ def _settings_misfit(inventory: Inventory) -> Iterator[Finding]:
     A row of K values of b bits has K b / 32 words, and K / g scales in groups of g.
     """
     config, tensors = QuantConfig.of(inventory.checkpoint), inventory.checkpoint.tensors
-    section = next((each.format for each in config.sections if each.form == "mlx"), None) if config else None
+    formats = (each.format for each in config.sections) if config else ()
+    section = next((each for each in formats if isinstance(each, Mlx)), None)
     if section is None:
         return
     wrong: list[tuple[str, str]] = []
@@ -183,7 +185,10 @@ def _settings_misfit(inventory: Inventory) -> Iterator[Finding]:
         scales = tensors.get(f"{module}.scales")
         if info.dtype == "U32" and info.shape and scales is not None and scales.shape and scales.shape[-1]:
             bits, size, *_ = section.settings(module)
-            if bits and size and 32 * info.shape[-1] != bits * size * scales.shape[-1]:
+            mode = section.mode(module)
+            if mode != "affine" and f"{module}.biases" in tensors:
+                wrong.append((module, f"the codes have biases, as of mode affine, and {CONFIG} has mode {mode}"))
+            elif bits and size and 32 * info.shape[-1] != bits * size * scales.shape[-1]:
                 stored = 32 * info.shape[-1] // scales.shape[-1]
                 wrong.append(
                     (module, f"bits times group size is {stored}, and {CONFIG} has {bits} in groups of {size}")
@@ -239,7 +244,7 @@ def _nothing_packed(inventory: Inventory) -> bool:
 
 def _is_trunk_covered(inventory: Inventory, config: QuantConfig) -> bool:
     """Whether engines that follow the config build a stored matrix of the trunk's layers from quantized values."""
-    if any(section.form in _APPLIED_ON_LOAD for section in config.sections):
+    if any(section.form in APPLIED_ON_LOAD for section in config.sections):
         return False
     matrices = (info.name for layer in inventory.layers.values() for info in layer.values() if _is_matrix(info))
     return any(config.covers(name.removesuffix(".weight")) for name in matrices)
@@ -319,12 +324,17 @@ def _mismatches(
     plain, tensors = _never_quantized(inventory, config), inventory.checkpoint.tensors
     builders = {name: _built_unquantized(inventory, name, config) for name in ("vllm", "sglang")
                 if name in inventory.family.runners}  # fmt: skip
+    # Of a method that nextn does not know, or of one that is `_unreadable` in the trunk, too.
+    unclear = ("unknown", "fp8-bare") if config or inventory.trunk_codes else ("fp8-bare",)
     for part in parts:
-        if part.role not in plain and part.storage not in ("unknown", "fp8-bare"):
+        if part.role not in plain and part.storage not in unclear:
             covered = covers(part.module) and covers(part.asked)
             other = part.counterpart
             known = covered and other and storage(tensors, other) == "plain" and covers(other)
-            followers = tuple(name for name, roles in builders.items() if part.role not in roles)
+            by_files = config is not None and config.by_files and ".experts." not in part.module
+            followers = tuple(
+                name for name, roles in builders.items() if part.role not in roles and not (by_files and name == "vllm")
+            )
             if covered and part.storage == "plain" and builders and not followers:
                 continue
             if covered is not None and covered == (part.storage == "plain") and not known:
@@ -390,7 +400,7 @@ def _bits(info: TensorInfo) -> int:
 
 
 def _describe(kind: Storage) -> str:
-    return "unquantized" if kind == "plain" else f"as {kind}"
+    return {"plain": "unquantized", "unknown": "as integers"}.get(kind, f"as {kind}")
 
 
 RULES = (precision,)

@@ -64,6 +64,11 @@ class Format:
         self.section = section
         self.covers("model.layers.0.mlp.experts.0.up_proj")  # parses everything, so that errors show here
 
+    @property
+    def by_files(self) -> bool:
+        """Whether vLLM takes the modules from the files, as the list is empty: maybe_update_config of its methods."""
+        return False
+
     def covers(self, module: str) -> bool | None:
         """Whether engines build the Linear called `module` quantized; None if unknown."""
         return None
@@ -122,6 +127,10 @@ def _left_out_by_default(others: Mapping[str, bool]) -> Iterator[str]:
 
 class Awq(Listed):
     """With an empty list, vLLM leaves out what the files hold unpacked; with the first entry it no longer does."""
+
+    @property
+    def by_files(self) -> bool:
+        return not self.entries.all
 
     def settings(self, module: str) -> WeightSettings:
         return settings_in(self.section, bits=("bits", "w_bit"))
@@ -222,6 +231,10 @@ class Gptq(Format):
     def blocks(self) -> list[str]:
         return strings(self.section, "modules_in_block_to_quantize")
 
+    @property
+    def by_files(self) -> bool:
+        return not self.blocks
+
     def covers(self, module: str) -> bool | None:
         index = self.rules.first(module)
         if index is not None and list(table(self.section, "dynamic"))[index].startswith("-:"):
@@ -291,9 +304,16 @@ class Mlx(Format):
         return bool(self.section[module]) if module in self.section else None
 
     def settings(self, module: str) -> WeightSettings:
+        return settings_in(self._entry(module))
+
+    def mode(self, module: str) -> str:
+        """Return how its codes are scaled; "affine", the default, alone has biases."""
+        return str(self._entry(module).get("mode", "affine"))
+
+    def _entry(self, module: str) -> Section:
         # Loaders put the prefix before names without it, and look under the result.
         own = self.section.get(module, self.section.get(f"language_model.{module}"))
-        return settings_in(own if isinstance(own, dict) else self.section)
+        return own if isinstance(own, dict) else self.section
 
     def without(self, modules: Sequence[str], others: Mapping[str, bool]) -> Section:
         return self.section | dict.fromkeys(modules, False)

@@ -92,17 +92,27 @@ class QuantConfig:
         """Whether the methods are supported; `covers` is None for the modules of any other."""
         return all(section.form in FORMATS for section in self.sections)
 
+    @property
+    def by_files(self) -> bool:
+        """Whether vLLM takes the modules other than experts from the files, as the lists are empty."""
+        return all(section.format.by_files for section in self.sections)
+
     def covers(self, module: str) -> bool | None:
         """Whether an engine that follows the config builds the Linear called `module` quantized.
 
         None where sections or engines disagree, and for an lm_head or router that the config does not leave out.
         Raises CheckpointError for a pattern that takes too long to match.
         """
-        if len(module) > MAX_NAME:
-            return None
-        answers = {self._covers(section, module) for section in self.sections}
+        answers = self._answers(module)
         covered = answers.pop() if len(answers) == 1 else None
         return None if covered and module.rpartition(".")[2] in UNSURE else covered
+
+    def disputed(self, module: str) -> bool:
+        """Whether one section leaves the module unquantized, and another does not."""
+        return self._answers(module) >= {True, False} and module.rpartition(".")[2] not in UNSURE
+
+    def _answers(self, module: str) -> set[bool | None]:
+        return {self._covers(section, module) for section in self.sections} if len(module) <= MAX_NAME else set()
 
     def _covers(self, section: QuantSection, module: str) -> bool | None:
         try:
@@ -110,14 +120,16 @@ class QuantConfig:
         except ValueError as error:
             raise _fault(self.checkpoint, section.file, error) from error
 
-    def leaving_out(self, modules: Sequence[str]) -> dict[str, dict[str, object]]:
+    def leaving_out(
+        self, modules: Sequence[str], tensors: "Mapping[str, TensorInfo] | None" = None
+    ) -> dict[str, dict[str, object]]:
         """Return the edited config files, by name, with which engines build `modules`, and no others, unquantized.
 
-        A shorter name stands for several modules where it is a prefix of no quantized module of the checkpoint.
-        Raises CheckpointError where the format cannot express it.
+        tensors: Those of the checkpoint after the edit; None: as it is. A shorter name stands for several modules where
+        it is a prefix of no quantized module of these. Raises CheckpointError where the format cannot express it.
         """
         unquantized = frozenset(modules)
-        stored = {name: kind != "plain" for name, kind in stored_modules(self.checkpoint.tensors)}
+        stored = {name: kind != "plain" for name, kind in stored_modules(tensors or self.checkpoint.tensors)}
         others = {name: packed for name, packed in stored.items() if name not in unquantized}
         edited: dict[str, dict[str, object]] = {}
         for old in self.sections:

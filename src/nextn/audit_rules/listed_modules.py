@@ -1,0 +1,87 @@
+"""Compare lists of quantized modules with each other and with the trunk's files; with the head's, `precision` does.
+
+Engines build a module as the list says, and have no parameter for the other form's tensors.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from nextn.audit_rules.findings import Finding, restore
+from nextn.audit_rules.precision import APPLIED_ON_LOAD
+from nextn.checkpoint.expert_forms import expert_path
+from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.quantization import QuantConfig, Storage, split_name, storage
+from nextn.errors import CheckpointError
+from nextn.text_format import counted, joined, some
+
+IDS = ()  # of `precision`
+
+
+def listed_modules(inventory: Inventory) -> Iterator[Finding]:
+    """Run both rules, if the config has a quantization that can be read."""
+    try:
+        config = QuantConfig.of(inventory.checkpoint)
+        found = [] if config is None else [*_trunk(inventory, config), *_disputed(inventory, config)]
+    except CheckpointError:  # `precision` reports it
+        return
+    yield from found
+
+
+def _trunk(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:
+    """Report modules that are packed although the list leaves them out, or plain among packed ones of their name."""
+    stored = _modules(inventory)
+    packed = {module: kind for module, kind in stored.items() if kind not in ("plain", "unknown", "fp8-bare")}
+    names = {module.rpartition(".")[2] for module in packed}
+    on_load = config.by_files or any(section.form in APPLIED_ON_LOAD for section in config.sections)
+    plain = [module for module, kind in stored.items() if kind == "plain" and module.rpartition(".")[2] in names]
+    for claim, as_stored, wrong in (
+        ("unquantized", "packed", [module for module in packed if config.covers(module) is False]),
+        ("quantized", "unquantized", [module for module in plain if not on_load and config.covers(module)]),
+    ):
+        if wrong:
+            yield Finding(
+                "quantization", "error", wrong[0],
+                f"The trunk stores {counted(len(wrong), 'matrix')}, such as {some(wrong)}, {as_stored}, and the config "
+                f"({config.method}) has engines build them {claim}: they do not load the weights.",
+                f"The config of the files: these modules {as_stored}.",
+                "Correct the list of modules in the config, or take these weights as the config has them.",
+            )  # fmt: skip
+
+
+def _modules(inventory: Inventory) -> dict[str, Storage]:
+    """Return the matrices of the trunk's layers and the lm_head, and their storage; of experts, one for all."""
+    paths = {
+        (index, re.sub(r"\d+", "0", path)): info for index, layer in inventory.layers.items()
+        for path, info in layer.items() if (expert := expert_path(path)) is None or expert.form == "split"
+    }  # fmt: skip
+    names = [info.name for info in paths.values()]
+    return _matrices(inventory, names + [name for role, name in inventory.shared.items() if role == "output"])
+
+
+def _matrices(inventory: Inventory, names: Iterable[str]) -> dict[str, Storage]:
+    """Return the modules of these tensors that hold a matrix, and how it is stored."""
+    tensors, found = inventory.checkpoint.tensors, dict[str, Storage]()
+    for module in dict.fromkeys(split_name(name, tensors)[0] for name in names):
+        weight, kind = tensors.get(f"{module}.weight"), storage(tensors, module)
+        if kind is not None and (kind != "plain" or (weight is not None and len(weight.shape) == 2)):
+            found[module] = kind
+    return found
+
+
+def _disputed(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:
+    """Report modules of the head that one list leaves out and another does not."""
+    stored = _matrices(inventory, sorted(inventory.spellings(inventory.own)))
+    wrong = [module for module in stored if config.disputed(module)]
+    if wrong:
+        sections = [f"{section.file}: {'.'.join(section.keys)}" for section in config.sections]
+        plain = all(stored[module] == "plain" for module in wrong)
+        yield Finding(
+            "quantization", "warning", wrong[0],
+            f"{joined(sections)} contradict each other on {counted(len(wrong), 'matrix')} of the head, such as "
+            f"{some(wrong)}: one has engines build them quantized. vLLM and SGLang read config.json first, and "
+            "TensorRT-LLM hf_quant_config.json.",
+            "The same modules in each list.", restore(inventory, force=True, own=plain),
+        )  # fmt: skip
+
+
+RULES = (listed_modules,)
