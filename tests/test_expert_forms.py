@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from artifacts import publish
+from artifacts import load_json, publish
 from layouts import LAYOUTS
 from operations import read, store
 from quick import families, loop
@@ -14,9 +14,10 @@ from tiny import CONFIGS, build
 
 import nextn
 from nextn.audit_rules import audit
-from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.safetensors_file import RawTensor, write_json
 from nextn.errors import CheckpointError
 from nextn.model.model import Model
 
@@ -48,6 +49,33 @@ def test_forms_of_published_layouts(name, tmp_path):
         assert form_of(tmp_path / form) == form
         nextn.convert(tmp_path / form, tmp_path / f"{form}-back", experts=own)
         assert tensors(tmp_path / f"{form}-back") == before
+
+
+@pytest.fixture
+def released(tmp_path):
+    """Qwen3.8-Flash-Next as nvidia released it: experts one by one, the head's in fp8, one entry for all of them."""
+    nextn.convert(publish(tmp_path / "fused", "qwen4_exp"), folder := tmp_path / "split", experts="split")
+    table = read(folder)
+    for name in [each for each in table if each.startswith("mtp.") and ".experts." in each]:
+        table |= {name: RawTensor("F8_E4M3", table[name].shape, b"\x3c" * (len(table[name].data) // 2)),
+                  f"{name}_scale_inv": RawTensor("F32", (1, 1), bytes(3) + b"\x3f")}  # fmt: skip
+    store(folder, table)
+    entries = {"mtp.layers.0.mlp.experts": {"quant_algo": "FP8_PB_WO", "group_size": 128}}
+    section = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": entries}
+    write_json(folder / CONFIG, load_json(folder / CONFIG) | {"quantization_config": section})
+    return folder
+
+
+def test_engines_that_read_experts_one_by_one(released):
+    """MiaAI-Lab/Qwen3.8-Flash-Next-Dual-DGX-Sparks#43: what a release has, and vLLM and SGLang serve, is no fault."""
+    assert not {"experts-form", "quantization"} & {each.rule for each in audit(released).findings}
+
+
+def test_a_head_of_another_form_in_its_place(released):
+    """The experts that go are no reason to keep their entry."""
+    nextn.restore(released, released.with_name("fused"), force=True)
+    assert audit(released).clean
+    assert load_json(released / CONFIG)["quantization_config"]["quantized_layers"] == {}
 
 
 def moes():

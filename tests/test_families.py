@@ -294,6 +294,7 @@ COUNTS = [
     ({"model_type": "qwen3_next"}, 1),
     ({"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}, 1),
     ({"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 0}}, 0),
+    ({"model_type": "qwen3_8_flash_next", "text_config": {"mtp_num_hidden_layers": 1}}, 1),
     ({"model_type": "kimi_k3", "text_config": {"num_nextn_predict_layers": 1}}, 1),
     ({"model_type": "mimo_v2_flash"}, 3),
     ({"model_type": "minimax_m3_vl", "text_config": {"num_mtp_modules": 2}}, 2),

@@ -16,7 +16,7 @@ from nextn.checkpoint.provenance import GENERIC
 from nextn.checkpoint.quantization import split_name, storage
 from nextn.edit.adopt import MODEL_TYPES, engines_after_adopting
 from nextn.edit.compatibility import lone_experts
-from nextn.family_table import READS_FUSED, EngineSupport, Support, by_name, lookup, rows
+from nextn.family_table import READS_FUSED, READS_SPLIT, EngineSupport, Support, by_name, lookup, rows
 from nextn.text_format import joined, some
 
 IDS = (
@@ -203,7 +203,8 @@ def experts_form(inventory: Inventory) -> Iterator[Finding]:
     usual = by_name(name).experts
     experts = [tensor for canonical, tensor in inventory.stored.items() if expert_path(canonical) is not None]
     runners = [each for each in inventory.family.runners if each in READS_FUSED]
-    unread = [each for each in runners if form != "fused" or name not in READS_FUSED[each]]
+    also = {"fused": READS_FUSED, "split": READS_SPLIT}.get(form, {})
+    unread = [each for each in runners if name not in also.get(each, ())]
     if experts and form != usual and unread:
         all_of_them = unread == runners
         yield Finding(

@@ -174,7 +174,8 @@ def quantized_without(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece]
     Raises CheckpointError for a head that is quantized differently from the target.
     """
     quantized = QuantConfig.of(dst.checkpoint)
-    kinds = dict(stored_modules({name: replace(piece.info, name=name) for name, piece in fresh.items()}))
+    head = {name: replace(piece.info, name=name) for name, piece in fresh.items()}
+    kinds = dict(stored_modules(head))
     packed = {module: kind for module, kind in kinds.items() if kind != "plain"}
     if packed:
         _refuse_scheme(dst, src, fresh, packed, quantized)
@@ -186,7 +187,9 @@ def quantized_without(dst: Inventory, src: Inventory, fresh: Mapping[str, Piece]
         module for module in sorted(kinds.keys() - packed.keys())
         if published is None or published.covers(_source(fresh, module)) is False
     ]  # fmt: skip
-    return dict(quantized.leaving_out(plain))
+    old = dst.spellings(dst.stored)
+    rest = {name: info for name, info in dst.checkpoint.tensors.items() if name not in old}
+    return dict(quantized.leaving_out(plain, rest | head))
 
 
 def _source(fresh: Mapping[str, Piece], module: str) -> str:

@@ -21,6 +21,7 @@ from nextn.family_table.rows import (
     PLAIN_IN_NVFP4,
     PLAIN_PROJECTION,
     READS_FUSED,
+    READS_SPLIT,
     STEP35_DRAFT,
 )
 from nextn.family_table.spec import MAX_COUNT, REPEATED_FIELD, ExpertForm, Family
@@ -29,7 +30,7 @@ from nextn.family_table.withheld import WITHHELD, Withheld, declared_fields, wit
 __all__ = [
     "ASKS_FOR_FUSED",
     "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
-    "REPEATED_FIELD", "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
+    "READS_SPLIT", "REPEATED_FIELD", "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
     "Support", "Withheld", "beside", "by_config", "by_name", "declared_fields", "deviations", "disagreements", "find",
     "fitted", "generic", "lookup", "lookup_count", "rows", "separate_rows", "withheld",
 ]  # fmt: skip

@@ -53,6 +53,11 @@ READS_FUSED: Mapping[str, frozenset[str]] = {
     ),
 }
 
+# And those whose row has them fused, and that they also read one by one, as NVFP4 and fp8 releases store them.
+READS_SPLIT: Mapping[str, frozenset[str]] = {
+    "vllm": frozenset({"qwen4_exp", "hy_v4"}), "sglang": frozenset({"qwen4_exp"}),
+}  # fmt: skip
+
 # The families whose projection these engines build unquantized whatever the config says (vLLM 0.33.0, SGLang 0.5.23),
 # and those where they do so in ModelOpt's NVFP4 checkpoints; SGLang builds the whole head of Qwen3.5 unquantized there.
 _ONE_LINEAR = frozenset(
@@ -162,6 +167,10 @@ def _ignores(path: str, note: str = _NO_FIELD) -> EngineSupport:
 
 _NONE = EngineSupport("absent", "")
 _UNRUN = dict.fromkeys(("vllm", "sglang", "llamacpp", "transformers"), _NONE)
+
+# Of attention with norms of queries and keys, whatever config.json says: the values, lost by name, are among its parts.
+_NORMED = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm",
+           "self_attn.k_norm": "self_attn.v_proj"}  # fmt: skip
 
 # fmt: off
 _DEEPSEEK_V3 = Family(
@@ -334,7 +343,7 @@ _GLM_OCR = replace(
 _QWEN3_NEXT = Family(
     name="qwen3_next", title="Qwen3-Next", model_types=("qwen3_next",), draft_types=("qwen3_next_mtp",),
     count_fields=("mtp_num_hidden_layers", "num_nextn_predict_layers"), default_count=1, names=_MTP_PREFIX,
-    norm_weight="1+w", max_modules=1,
+    norm_weight="1+w", max_modules=1, layer_pairs=_NORMED,
     block={"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
     wrappers={"model.mtp.": "mtp."}, fp8=Fp8(),
     engines={
@@ -387,7 +396,9 @@ _QWEN3_5_MOE = replace(
 )
 _QWEN4_EXP = replace(
     _QWEN3_5_MOE, name="qwen4_exp", title="Qwen3.8-Flash-Next (qwen4_exp)", models=(),
-    model_types=("qwen4_exp", "qwen4_exp_text"), draft_types=("qwen4_exp_mtp",),
+    # The others in NVFP4 releases for a branch of vLLM, with the same tensors (Mia-AiLab/Qwen3.8-Flash-Next-NVFP4).
+    model_types=("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next", "qwen3_8_flash_next_text"),
+    draft_types=("qwen4_exp_mtp", "qwen3_8_flash_next_mtp"),
     names={
         "token_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden",
         "token_projection": "mtp.fc_embedding", "hidden_projection": "mtp.fc_hidden",
@@ -403,7 +414,10 @@ _QWEN4_EXP = replace(
     },
     sources=(),
     remarks=("hidden_norm runs over all streams at once; fc_hidden is shared by them",),
-    unverified=("release status", "that experts are fused in the file: transformers reads both", _FP8_UNKNOWN),
+    unverified=(
+        "release status", "that experts are fused in bf16 files: transformers reads both, NVFP4 has them split",
+        _FP8_UNKNOWN,
+    ),
 )
 # Its trunk's layers take turns with a few banks of experts; the head's block is Qwen3.5's own, with fewer experts.
 _INTERNS2_MOBIUS = replace(
@@ -551,7 +565,7 @@ _NEMOTRON_PUZZLE = replace(
 )
 _STEP = Family(
     name="step3p5", title="Step-3.5-Flash / Step-3.7", model_types=("step3p5", "step3p7"),
-    draft_types=("step3p5_mtp",), count_fields=_NEXTN, default_count=0,
+    draft_types=("step3p5_mtp",), count_fields=_NEXTN, default_count=0, layer_pairs=_NORMED,
     wrappers=_TEXT,  # of NVFP4 releases, says SGLang's step3p7.py
     names=_module(
         "model.layers.{layer}", final_norm="transformer.shared_head.norm", output="transformer.shared_head.output",
@@ -647,7 +661,7 @@ _BAILING_HYBRID = replace(
 _HY_V3 = Family(
     name="hy_v3", title="Hunyuan V3 (HY-V3)", model_types=("hy_v3",), draft_types=("hy_v3_mtp",), count_fields=_NEXTN,
     default_count=0, names=_module("model.layers.{layer}", output="shared_head"), read_only_copies=("output",),
-    block={"mlp_layer_types": ["sparse"]},
+    block={"mlp_layer_types": ["sparse"]}, layer_pairs=_NORMED,
     block_renames={
         "mlp.gate": "mlp.router.gate", "mlp.e_score_correction_bias": "mlp.expert_bias",
         "mlp.shared_experts": "mlp.shared_mlp",
@@ -693,7 +707,7 @@ _HY_V4 = Family(
 )
 _EXAONE_MOE = Family(
     name="exaone_moe", title="EXAONE-MoE (K-EXAONE)", model_types=("exaone_moe",), draft_types=("exaone_moe_mtp",),
-    count_fields=_NEXTN, default_count=0, names=_MTP_PREFIX,
+    count_fields=_NEXTN, default_count=0, names=_MTP_PREFIX, layer_pairs=_NORMED,
     block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}, max_modules=1,
     engines={
         "vllm": _vllm("model_executor/models/exaone_moe_mtp.py#L32"),
@@ -764,7 +778,7 @@ _INKLING = Family(
 _MELLUM = Family(
     name="mellum", title="Mellum", model_types=("mellum",),
     count_fields=("num_nextn_predict_layers", "num_mtp_layers"), default_count=0, names=_MTP_PREFIX,
-    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}, max_modules=1,
+    block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}, max_modules=1, layer_pairs=_NORMED,
     engines={
         "vllm": _NONE,
         "sglang": _NONE,
@@ -779,7 +793,7 @@ _MINIMAX_M3 = Family(
     draft_types=("minimax_m3_mtp",), count_fields=("num_mtp_modules",), default_count=1,
     names=_module("model.mtp.layers.{module}") | {"block": "model.mtp.layers.{module}.transformer_layer"},
     next_hidden="pre", norm_weight="1+w", wrappers={"language_model.": ""}, separate_gate_up=("mlp.shared_experts",),
-    block={"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["sparse"]},
+    block={"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["sparse"]}, layer_pairs=_NORMED,
     block_renames={
         "self_attn.indexer.q_proj": "self_attn.index_q_proj", "self_attn.indexer.k_proj": "self_attn.index_k_proj",
         "self_attn.indexer.q_norm": "self_attn.index_q_norm", "self_attn.indexer.k_norm": "self_attn.index_k_norm",

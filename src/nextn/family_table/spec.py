@@ -67,6 +67,8 @@ class Family:
     block_adds: tuple[str, ...] = ()  # prefixes, with a final dot, that the block has and trunk layers do not
     # Part of a block -> another that every block with it has, where other layers of the trunk do not show it.
     block_pairs: Mapping[str, str] = field(default_factory=dict)
+    # Part of a layer, of the trunk or of the block -> another that every layer with it has.
+    layer_pairs: Mapping[str, str] = field(default_factory=dict)
     # transformers' model_type whose decoder layer the block is, with the trunk's sizes; "" = the trunk's own layers.
     layer_model: str = ""
     has_scaled_rotary: bool = True  # the block's rotary embeddings are scaled where the trunk's are
