@@ -163,6 +163,13 @@ BROKEN = {
     "a matrix of a trunk layer lost": (
         "trunk-partial", "error", "glm4_moe", {"change": drop(r"layers\.0\.self_attn\.k_proj\.weight")},
         "lacks model.layers.0: self_attn.k_proj: no loader"),
+    "bf16 as integers of 16 bits": (
+        "quantization", "error", "qwen3_5", {"change": lambda table: table.update({
+            "mtp.fc.weight": replace(table["mtp.fc.weight"], dtype="U16")})}, "such as mtp.fc, as integers"),
+    "norms of queries lost in every layer": (
+        "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model.*\.q_norm")}, "self_attn.q_norm: no"),
+    "values lost in every layer": (
+        "trunk-partial", "error", "exaone_moe", {"change": drop(r"^model.*\.v_proj")}, "1: self_attn.v_proj: no"),
     "half of a layer alone of its type": (
         "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model.*layers\.1\.self_attn\.(q_proj|q_norm|k_proj)")},
         r"lacks model.layers.1: self_attn.k_proj, .*q_norm, .*q_proj: no loader"),
@@ -245,6 +252,8 @@ BROKEN = {
     "tied on one level, without an lm_head": (
         "trunk-missing", "error", "qwen3_5", {"change": drop("^lm_head"), "config": {
             "tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}}, "lm_head shared"),
+    "HY-V4 as transformers saves it": (
+        "names-foreign", "error", "hy_v4", {"change": rename(r"mlp\.gate_proj", "mlp.linear_gate")}, "1 tensor .*Y-V4"),
     "names of a GGUF file": (
         "names-foreign", "error", "glm4_moe", {"change": rename(r"^model\.layers\.2\.", "blk.2.nextn.")}, "llama.cpp"),
     "a name of another layer class": (

@@ -38,7 +38,7 @@ def make(name, shape):
     return (values + (len(shape) == 1)).astype(np.float32)
 
 
-def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kinds=None, recurrent=0):
+def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kinds=None, recurrent=0, sections=4):
     """kinds: name -> quantization, F32 where it has none."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(count)
@@ -46,6 +46,7 @@ def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kin
     writer.add_array("tokenizer.ggml.scores", [0.5, 0.25])
     if modules:
         writer.add_nextn_predict_layers(modules)
+    writer.add_array(f"{arch}.rope.dimension_sections", [4] * sections)
     if recurrent:
         writer.add_array(f"{arch}.attention.recurrent_layers", [True] * recurrent)
     for name, values in (table() if tensors is None else tensors).items():
@@ -93,6 +94,7 @@ def test_promise(tmp_path):
     assert "set qwen35.nextn_predict_layers to 0" in pruned.fix
     for length, expected in ((3, []), (4, [("config-contradicts", "error")])):
         assert reported(tmp_path, recurrent=length) == expected
+    assert reported(tmp_path, sections=3) == [("config-contradicts", "error")]  # of Ollama's exports
     assert reported(tmp_path, modules=0) == [("head-undeclared", "error")]
     assert reported(tmp_path, tensors=table(2), count=4, modules=1) == [("head-elsewhere", "error")]
     assert ("modules-missing", "error") in reported(tmp_path, count=4, modules=2)
@@ -241,7 +243,9 @@ def test_architectures_that_nextn_does_not_decode(tmp_path):
 
 
 def test_says_too_little(tmp_path):
-    """No architecture, no count of blocks, more modules than blocks, no GGUF at all."""
+    """No tensor, no architecture, no count of blocks, more modules than blocks, no GGUF at all."""
+    with pytest.raises(CheckpointError, match="no tensor"):
+        audit_gguf(write(tmp_path / "m.gguf", {}, count=0, modules=0))
     with pytest.raises(CheckpointError, match="of 2 blocks"):
         audit_gguf(write(tmp_path / "m.gguf", count=2, modules=3))
     with pytest.raises(CheckpointError, match="block_count"):

@@ -37,6 +37,8 @@ def folder(path, *names, config=None, adapter=None, weights=()):
 LORA = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 8, "modules_to_save": ["mtp"]}
 CASES = {
     "adapter": (dict(adapter=LORA, weights=["adapter_model.safetensors"]), "a LoRA adapter of org/base", "merge it first"),
+    "adapter beside its base's config": (dict(config={"model_type": "qwen3_5"}, adapter=LORA, weights=[
+        "adapter_model.safetensors"]), "a LoRA adapter of org/base", "merge it first"),
     "adapter in .bin": (dict(names=["adapter_model.bin"], adapter=LORA), "a LoRA adapter of org/base", "merge it first"),
     "another adapter": (dict(adapter={"peft_type": "IA3"}, weights=["adapter_model.safetensors"]), "an IA3 adapter", "merge"),
     "adapter of a local base": (dict(adapter={"base_model_name_or_path": "/data/x"}), "LoRA adapter of /data/x", "restore"),
@@ -66,6 +68,9 @@ CASES = {
                              "an adapter of mlx_lm for org/base", "mlx_lm.fuse --model org/base"),
     "TensorRT-LLM": (dict(config={"architecture": "X", "mapping": {}}, weights=["rank0.safetensors"]), "TensorRT-LLM's layout",
                      "converted from"),
+    "a state of vLLM for each rank": (dict(config={"model_type": "glm4_moe"}, weights=["model-rank-0-part-0.safetensors"]),
+                                      "a sharded state of vLLM or SGLang", "made from"),
+    "tensorizer": (dict(names=["model.tensors"], config={}), "tensorizer", "made from"),
     "CTranslate2": (dict(names=["model.bin", "shared_vocabulary.json"], config={}), "CTranslate2", "converted from"),
     "parts": (dict(names=["model.safetensors.part-00", "model.safetensors.part-01"], config={}), "parts", "`cat`"),
     "a trainer's folder": (dict(names=["checkpoint-100/model.safetensors", "runs/x"]), "training run", "checkpoint-500"),

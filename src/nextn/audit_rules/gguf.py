@@ -71,6 +71,8 @@ class GgufHead:
         arch = file.metadata.get("general.architecture")
         if not isinstance(arch, str):
             raise CheckpointError(f"{file.path}: general.architecture is {arch!r}, it must be a name. {CONVERT}")
+        if not file.tensors:
+            raise CheckpointError(f"{file.path}: it holds no tensor, as a vocabulary alone. Give the model's own file.")
         if (found := in_gguf(arch)) is not None:
             raise CheckpointError(f"{file.path}: {found.sentence}")
         count, modules = _count(file, f"{arch}.block_count"), _count(file, f"{arch}.nextn_predict_layers", default=0)
@@ -108,7 +110,7 @@ def audit_gguf(path: Path) -> AuditReport:
     Raises ConfigError without the gguf package, CheckpointError for a file that is damaged or lacks metadata.
     """
     gguf = GgufHead.of(GgufFile.open(path))
-    rules = (_declaration, _unknown, _lists, _experts, _parts, _block, _copies, _precision, _values, _engine)
+    rules = (_declaration, _unknown, _lists, _sections, _experts, _parts, _block, _copies, _precision, _values, _engine)
     findings = [finding for rule in rules for finding in rule(gguf)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     family = gguf.row.name if gguf.row else gguf.arch
@@ -214,6 +216,16 @@ def _lists(gguf: GgufHead) -> Iterator[Finding]:
                 f"A list of {length} blocks in a file of {gguf.declared.stop}: llama.cpp does not load the file.",
                 "An entry for each block.", f"Remove the layers in the checkpoint. {CONVERT}",
             )  # fmt: skip
+
+
+def _sections(gguf: GgufHead) -> Iterator[Finding]:
+    """Report sections of rotary embeddings that are not four, as exports of Ollama have them (llama.cpp#25334)."""
+    key = f"{gguf.arch}.rope.dimension_sections"
+    if (length := gguf.file.metadata.get(f"{key}[]", 4)) != 4:
+        yield Finding(
+            "config-contradicts", "error", key, f"A list of {length} sections: llama.cpp does not load the file.",
+            "Four sections, the last of which may be 0.", CONVERT,
+        )  # fmt: skip
 
 
 def _experts(gguf: GgufHead) -> Iterator[Finding]:

@@ -88,7 +88,8 @@ class LayerReference:
                 continue
             best, expected = self._expected(own)
             expected |= _implied(own, self._num_experts(prefix))
-            expected |= {pair for part, pair in self.inventory.family.block_pairs.items() if part in own}
+            pairs = {**self.inventory.family.block_pairs, **self.inventory.family.layer_pairs}
+            expected |= {pair for part, pair in pairs.items() if part in own}
             kinds = {_kind(part) for part in expected}
             missing += [f"{prefix}{part}" for part in sorted(expected - own)]
             extra = (

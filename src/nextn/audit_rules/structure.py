@@ -8,7 +8,6 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 
 from nextn.audit_rules.absent_head import absent
 from nextn.audit_rules.findings import Finding, convert, restore, verb
@@ -163,8 +162,9 @@ def _partial(head: HeadStructure) -> Iterator[Finding]:
         lacking += [*(f"block.{path}" for path in paths)]
         names = [inventory.published(f"{module}.{each}") for each in lacking]
         lost = inventory.lost_in(inventory.of_module(module).values())
-        bare = (each for each in lost if storage(inventory.checkpoint.tensors, each) == "fp8-bare")  # `scale-missing`
-        names += chain.from_iterable(lost[each] for each in lost.keys() - {*bare})
+        for each in lost:
+            if storage(inventory.checkpoint.tensors, each) != "fp8-bare":  # `scale-missing`
+                names += lost[each]
         if names:
             like = f"a block like the trunk's layer {compared.layer}" if compared.layer >= 0 else "a block"
             fix = restore(inventory)

@@ -104,7 +104,8 @@ def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Findin
     """Report a trunk without its final norm, and layers without tensors that layers like them have."""
     if not inventory.layers or len(inventory.layers) < inventory.num_layers:
         return  # a head alone; `trunk-missing`
-    missing = [f"model.layers.{index}: {part}" for index, part in missing_parts(inventory, reference)]
+    parts = dict.fromkeys(missing_parts(inventory, reference))
+    missing = [f"model.layers.{index}: {part}" for index, part in parts]
     of_head = {*inventory.stored.values(), *inventory.unrecognized}
     trunk = {name: info for name, info in inventory.checkpoint.tensors.items() if name not in of_head}
     missing += chain.from_iterable(inventory.lost_in(trunk).values())
@@ -127,6 +128,9 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
     components = {index: _components(parts) for index, parts in reference.parts_of_trunk.items()}
     yield from _without_component(components)
     yield from lost_experts(inventory)
+    for part, pair in inventory.family.layer_pairs.items():  # lost in every layer, perhaps
+        trunk = reference.parts_of_trunk
+        yield from ((index, pair) for index, parts in trunk.items() if part in parts and pair not in parts)
     alike = not (inventory.family.own_block or inventory.family.block_adds or inventory.family.block_lacks)
     block = _components(reference.parts_of_head(0)) if alike and inventory.modules else {}
     others = {index: frozenset(filter(_is_other, layer)) for index, layer in components.items()}

@@ -232,7 +232,7 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], ref: str | None = No
     named = set(index.values()) if index else set()
     # Files such as ._model.safetensors are resource forks that macOS leaves behind.
     files = [n for n in sorted(sources) if n.endswith(".safetensors") and (n in named or not re.search(r"^\.|/", n))]
-    if ADAPTER in sources and CONFIG not in sources:
+    if ADAPTER in sources and (CONFIG not in sources or (files and all(name.startswith("adapter") for name in files))):
         beside = side_head(sources[SIDE_HEAD], path, ref) if SIDE_HEAD in sources else ()
         raise CheckpointError(f"{path}: {adapter_sentence(_load_json(sources[ADAPTER], CONFIG_LIMITS), *beside)}")
     if not files:
@@ -247,7 +247,7 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], ref: str | None = No
     headers = _read_headers([sources[name] for name in files])
     tensors, problems = _reconcile(headers, index)
     config = _load_json(sources[CONFIG], CONFIG_LIMITS) if CONFIG in sources else {}
-    if sentence := engine_sentence(config):
+    if sentence := engine_sentence(config, files):
         raise CheckpointError(f"{path}: {sentence}")
     try:
         check_numbers(config)

@@ -75,6 +75,11 @@ KINDS = (
         "Merge again with a newer version of the tool (verl); or "
         + _renamed(r"re.sub(r'(\w+)\.weight(\d+)$', r'\2.\1.weight', name)")),
     ForeignNames(
+        re.compile(r"\b(mlp|shared_experts)\.linear_gate(?=\.weight$)"), r"\1.gate_proj",
+        "transformers 5.23's save_pretrained of HY-V4, which renames the gates of MLPs as those of attention",
+        "For engines, " + _renamed(r"re.sub(r'(mlp|shared_experts)\.linear_gate', r'\1.gate_proj', name)"),
+        effect="transformers alone reads them"),
+    ForeignNames(
         re.compile(r"^mtp\.normal\."), "mtp.", "the first of two heads (Intern-S2-Preview)",
         "LMDeploy reads them as they are; for other engines " + _renamed("name.replace('mtp.normal.', 'mtp.')"),
         effect="LMDeploy alone is known to map them, and vLLM drops them", severity="warning"),

@@ -86,6 +86,8 @@ TRAINING: tuple[Object, ...] = (
            "a Core ML export: give the checkpoint that it was exported from"),
     Object("TensorRT", _has_file(r"rank\d+\.engine|.*\.engine"),
            "a built TensorRT engine: give the checkpoint that it was built from"),
+    Object("tensorizer", _has_file(r".*\.tensors"),
+           "a model that tensorizer serialized: give the checkpoint that it was made from"),
     Object("OpenVINO", _has_file(r"openvino_.*\.xml"),
            "an OpenVINO export: give the checkpoint that it was exported from"),
     Object("MLC", _has_file(r"mlc-chat-config\.json"),
@@ -196,8 +198,13 @@ def adapter_sentence(adapter: Config, trained_head: str = "", before: str = "") 
     )
 
 
-def engine_sentence(config: Config) -> str:
-    """Say what a folder is whose config.json is that of TensorRT-LLM's own layout; "" for any other."""
+def engine_sentence(config: Config, files: Collection[str]) -> str:
+    """Say what a folder is whose weights are in an engine's own layout, by config.json and file names; else ""."""
+    if any(re.fullmatch(r"model-rank-\d+-part-\w+\.safetensors", file) for file in files):
+        return (
+            "this is a sharded state of vLLM or SGLang, with a slice of each tensor for each rank (--load-format "
+            "sharded_state): give the checkpoint that it was made from."
+        )
     if "architecture" not in config or not {"producer", "mapping"} & config.keys() or "model_type" in config:
         return ""
     return (
