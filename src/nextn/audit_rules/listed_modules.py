@@ -69,18 +69,18 @@ def _matrices(inventory: Inventory, names: Iterable[str]) -> dict[str, Storage]:
 
 
 def _disputed(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:
-    """Report modules of the head that one list leaves out and another does not."""
+    """Report unquantized modules of the head that one of ModelOpt's two lists leaves out and the other does not."""
     stored = _matrices(inventory, sorted(inventory.spellings(inventory.own)))
-    wrong = [module for module in stored if config.disputed(module)]
+    both = all(section.form.startswith("modelopt") for section in config.sections)
+    wrong = [module for module, kind in stored.items() if both and kind == "plain" and config.disputed(module)]
     if wrong:
         sections = [f"{section.file}: {'.'.join(section.keys)}" for section in config.sections]
-        plain = all(stored[module] == "plain" for module in wrong)
         yield Finding(
             "quantization", "warning", wrong[0],
             f"{joined(sections)} contradict each other on {counted(len(wrong), 'matrix')} of the head, such as "
             f"{some(wrong)}: one has engines build them quantized. vLLM and SGLang read config.json first, and "
             "TensorRT-LLM hf_quant_config.json.",
-            "The same modules in each list.", restore(inventory, force=True, own=plain),
+            "The same modules in each list.", restore(inventory, force=True, own=True),
         )  # fmt: skip
 
 
