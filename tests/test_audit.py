@@ -841,6 +841,17 @@ def test_names_of_megatron_without_a_family(tmp_path):
     assert "names-foreign" in [each.rule for each in findings(tmp_path)]
 
 
+@loop(("family", "pattern", "new"), [
+    ("bailing_moe_v2", r"^model\.layers\.2\.(?!enorm|hnorm|eh_proj)", "mtp.layers.0.mtp_model_layer."),
+    ("nemotron_h", r"^mtp\.layers\.0\.(?=mixer|norm)", "mtp.layers.0.mtp_model_layer.layers.0."),
+])  # fmt: skip
+def test_one_finding_on_a_head_with_names_of_megatron(family, pattern, new, tmp_path):
+    """No advice to remove the rest of it, nor to restore what is there."""
+    publish(tmp_path, family, change=lambda table: (
+        rename(pattern, new)(table), rename(r"^model\.layers\.2\.", "mtp.layers.0.")(table)))  # fmt: skip
+    assert [each.rule for each in findings(tmp_path) if each.severity == "error"] == ["names-foreign"]
+
+
 def test_packed_weights_that_no_reader_fits(tmp_path):
     """Sizes that the config contradicts, and variants that are not read, in trunk and head: what is clean loads."""
     build("glm4_moe").save(tmp_path / "plain", dtype=torch.bfloat16)

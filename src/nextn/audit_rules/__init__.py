@@ -56,6 +56,7 @@ _MODULES = (
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 _MAX_NAMES = 2000  # to match against every family's layout
+_OF_LOST_NAMES = ("head-absent", "head-elsewhere", "head-partial")  # of a head whose tensors have lost their names
 
 
 def audit(
@@ -178,7 +179,7 @@ def audit_checkpoint(
     nameless = [name for name in foreign if plain_name(name) is None]
     hidden = any(map(HEADLIKE.search, nameless)) or (bool(nameless) and not inventory.layers)
     findings = [*structure.names_foreign(checkpoint.path, kinds)] + [
-        finding for rule in rules for finding in rule(inventory) if not (hidden and finding.rule == "head-absent")
+        finding for rule in rules for finding in rule(inventory) if not (hidden and finding.rule in _OF_LOST_NAMES)
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(

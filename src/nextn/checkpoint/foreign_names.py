@@ -96,7 +96,7 @@ KINDS = (
     ForeignNames(
         re.compile(  # "mtp_layers.0.mtp_model_layer" is IQuest-Q1's own
             r".*(?:\.(?:linear_qkv|linear_fc[12]|linear_proj|transformer_layer\.self_attention)"
-            r"|\bmtp\.layers\.\d+\.mtp_model_layer)\..+"),
+            r"|(?:\bmtp\.layers\.\d+|^\d+\.block(?:\.\d+)?)\.mtp_model_layer)\..+"),
         "\0", "Megatron-LM's names", "Export the model to the Hugging Face layout (Megatron-Bridge, mbridge)."),
     ForeignNames(
         re.compile(r"^blk\.\d+\.ffn_\w+_exps\.\d+\.numa\..+"), "\0", "KTransformers' experts for processors",
