@@ -285,6 +285,8 @@ BROKEN = {
         "head-undeclared", "warning", "qwen3_5", {"config": {"mtp_num_hidden_layers": 0}}, "stored: 1, declared: 0"),
     "one of three lost": (
         "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.3\.")}, "3 MTP layers; of 1 no"),
+    "the first of three lost": (
+        "modules-missing", "error", "step3p5", {"modules": 3, "change": drop(r"layers\.2\.")}, "3 MTP layers; of 0 no"),
     "nobody's names": (
         "names-unknown", "error", "qwen3_5", {"change": rename("^mtp", "draft.mtp_head")},
         "no known engine maps: draft.mtp_head.*at mtp.layers.0"),
@@ -815,6 +817,14 @@ def test_restore_fixes_findings(fault, tmp_path):
         return
     restore(folder, publish(tmp_path / "base", family, modules=options.get("modules", 1)), force="--force" in fix)
     assert not [each for each in findings(folder, rule) if each.severity == "error"]
+
+
+@loop(("lost", "valid"), [("2", "All 3."), ("3", "All 3, or num_nextn_predict_layers = 1."), ("[34]", "= 1.")])
+def test_number_of_modules_that_engines_find(lost, valid, tmp_path):
+    """They count from the first: a head without it, or with a gap, is not declared by a smaller number."""
+    publish(tmp_path, "step3p5", modules=3, change=drop(rf"layers\.{lost}\."))
+    (finding,) = [each for each in findings(tmp_path) if each.severity == "error"]
+    assert finding.valid.endswith(valid)
 
 
 def test_no_family_has_names_of_running_programs():

@@ -68,7 +68,9 @@ class HeadStructure:
     def layer_offset(self) -> int:
         """Number of layers between the index that the config implies for the head and the one where it is stored."""
         appended = "{layer}" in self.inventory.family.names["block"]
-        return self.heads[0] if self.heads and appended else 0
+        # With all heads inside the declared range, the first are missing.
+        outside = bool(self.heads) and self.heads[-1] >= self.inventory.declared
+        return self.heads[0] if outside and appended else 0
 
     @property
     def misplaced(self) -> bool:

@@ -135,13 +135,13 @@ def _undeclared(head: HeadStructure) -> Iterator[Finding]:
 def _modules_missing(head: HeadStructure) -> Iterator[Finding]:
     """Report declared MTP layers without any stored tensor, if other layers are stored."""
     inventory = head.inventory
-    missing = [str(module) for module in range(inventory.declared) if module not in head.roles]
+    missing = [module for module in range(inventory.declared) if module not in head.roles]
     if not missing or not head.roles or head.misplaced:
         return
     yield Finding(
         "modules-missing", "error", count_field(inventory),
-        f"{CONFIG} declares {inventory.declared} MTP layers; of {some(missing)} no tensor is stored.",
-        f"All {inventory.declared}, or {inventory.family.count_fields[0]} = {inventory.declared - len(missing)}.",
+        f"{CONFIG} declares {inventory.declared} MTP layers; of {some([*map(str, missing)])} no tensor is stored.",
+        f"All {inventory.declared}{f', or {inventory.family.count_fields[0]} = {missing[0]}' if missing[0] else ''}.",
         restore(inventory),
     )  # fmt: skip
 
