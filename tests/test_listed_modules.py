@@ -65,6 +65,45 @@ def test_lists_that_contradict_each_other(tmp_path):
     assert load_json(folder / CONFIG)["quantization_config"]["ignore"] == ignore
 
 
+HEAD = ["mtp.layers.0.mlp.up_proj", "mtp.layers.0.mlp.down_proj"]
+ALL_LAYERS = [f"model.layers.{index}.mlp.{part}_proj" for index in (0, 1) for part in ("up", "down")]
+FP8, FP4 = {"num_bits": 8, "type": "float", "strategy": "tensor"}, {"num_bits": 4, "type": "float", "group_size": 16}
+
+
+def of_modelopt(algorithm, **entries):
+    mixed = {"quantized_layers": {module: {"quant_algo": entries["mtp"]} for module in HEAD}
+             | {module: {"quant_algo": "NVFP4"} for module in ALL_LAYERS}} if entries else {}  # fmt: skip
+    return {"quant_method": "modelopt", "quant_algo": algorithm, **mixed}
+
+
+def of_quark(**layers):
+    entries = {name: {"weight": {"dtype": dtype}} for name, dtype in layers.items()}
+    weight = {"weight": {"dtype": "fp4"}}
+    return {"quant_method": "quark", "global_quant_config": weight, "layer_quant_config": entries, "exclude": []}
+
+
+def of_groups(**groups):
+    named = [{"targets": [target], "weights": weights} for target, weights in groups.items()]
+    return {"quant_method": "compressed-tensors", "config_groups": dict(enumerate(named)), "ignore": []}
+
+
+@loop(("config", "kind"), [
+    (of_modelopt("NVFP4"), ""), (of_modelopt("FP8"), "fp8"), (of_modelopt("MIXED_PRECISION", mtp="NVFP4"), ""),
+    (of_modelopt("MIXED_PRECISION", mtp="FP8"), "fp8"), (of_quark(), ""), (of_quark(**{"mtp.*": "fp8_e4m3"}), "fp8"),
+    (of_groups(Linear=FP8), "fp8"), (of_groups(Linear=FP4), "compressed"), (of_groups(**{"re:mtp.*": FP8}), "fp8"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "gptq"), ({"quant_method": "awq", "bits": 4}, "awq"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:mtp.*": {"method": "nvfp4"}}}, ""),
+    ({"quant_method": "fp8"}, ""),  # DeepSeek-V4's experts are fp4 in such a release
+])  # fmt: skip
+def test_a_head_of_another_kind_than_the_config_declares(config, kind, tmp_path):
+    """A head taken from a release of another quantization: no parameter has its shape."""
+    kinds = [
+        each for each in found(packed(tmp_path, [], [*ALL_LAYERS, *HEAD], config)) if "build them as" in each.found
+    ]
+    assert [each.place for each in kinds if "The head" in each.found] == [min(HEAD)] * bool(kind)
+    assert all(each.severity == "error" and re.search(f"build them as {kind}", each.found) for each in kinds)
+
+
 @pytest.mark.parametrize("config", [
     {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "modules_to_not_convert": None},
     {"quant_method": "gptq", "bits": 4, "group_size": 16},

@@ -4,10 +4,12 @@ Engines build a module as the list says, and have no parameter for the other for
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from nextn.audit_rules.findings import Finding, restore
 from nextn.audit_rules.precision import APPLIED_ON_LOAD
+from nextn.checkpoint.declared_storage import declared_storage
 from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import QuantConfig, Storage, split_name, storage
@@ -15,13 +17,15 @@ from nextn.errors import CheckpointError
 from nextn.text_format import counted, joined, some
 
 IDS = ()  # of `precision`
+_UNPACKED = ("plain", "unknown", "fp8-bare")  # or of no kind that says how it is read
 
 
 def listed_modules(inventory: Inventory) -> Iterator[Finding]:
-    """Run both rules, if the config has a quantization that can be read."""
+    """Run every rule, if the config has a quantization that can be read."""
     try:
         config = QuantConfig.of(inventory.checkpoint)
-        found = [] if config is None else [*_trunk(inventory, config), *_disputed(inventory, config)]
+        rules = (_trunk, _disputed, _of_other_kinds)
+        found = [] if config is None else [finding for rule in rules for finding in rule(inventory, config)]
     except CheckpointError:  # `precision` reports it
         return
     yield from found
@@ -30,7 +34,7 @@ def listed_modules(inventory: Inventory) -> Iterator[Finding]:
 def _trunk(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:
     """Report modules that are packed although the list leaves them out, or plain among packed ones of their name."""
     stored = _modules(inventory)
-    packed = {module: kind for module, kind in stored.items() if kind not in ("plain", "unknown", "fp8-bare")}
+    packed = {module: kind for module, kind in stored.items() if kind not in _UNPACKED}
     names = {module.rpartition(".")[2] for module in packed}
     on_load = config.by_files or any(section.form in APPLIED_ON_LOAD for section in config.sections)
     plain = [module for module, kind in stored.items() if kind == "plain" and module.rpartition(".")[2] in names]
@@ -82,6 +86,27 @@ def _disputed(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:
             "TensorRT-LLM hf_quant_config.json.",
             "The same modules in each list.", restore(inventory, force=True, own=True),
         )  # fmt: skip
+
+
+def _of_other_kinds(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:
+    """Report quantized matrices that are stored as another kind than the config declares."""
+    head = _matrices(inventory, sorted(inventory.spellings(inventory.own)))
+    for what, stored in {"The head": head, "The trunk": _modules(inventory)}.items():
+        wrong = defaultdict[Storage, list[str]](list)
+        for module, kind in stored.items():
+            declared = declared_storage(config, module) if kind not in _UNPACKED and config.covers(module) else None
+            if declared is not None and kind not in declared:
+                wrong[kind].append(module)
+        for kind, modules in wrong.items():
+            valid = joined(sorted(declared_storage(config, modules[0]) or ()))
+            yield Finding(
+                "quantization", "error", modules[0],
+                f"{what} stores {counted(len(modules), 'matrix')}, such as {some(modules)}, as {kind}, and the config "
+                f"({config.method}) has engines build them as {valid}: they do not load the weights.",
+                "Weights as the config has them.",
+                restore(inventory, force=True) if what == "The head" else
+                "Take config and weights of one model, or list these modules with their own settings.",
+            )  # fmt: skip
 
 
 RULES = (listed_modules,)

@@ -161,11 +161,15 @@ class CompressedTensors(Listed):
         groups = [group for group in table(self.section, "config_groups").values() if isinstance(group, dict)]
         return [(Entries(strings(group, "targets")), table(group, "weights")) for group in groups]
 
-    def settings(self, module: str) -> WeightSettings:
+    def weights(self, module: str) -> Section:
+        """Return the scheme of the module's weight."""
         # Targets that name the module come before those that name its class: compressed_tensors/utils/match.py.
         named = [weights for targets, weights in self.schemes if targets.marked(module)]
         of_class = [weights for targets, weights in self.schemes if "Linear" in targets.names]
-        weights = next(iter(named + of_class), {})
+        return next(iter(named + of_class), {})
+
+    def settings(self, module: str) -> WeightSettings:
+        weights = self.weights(module)
         settings = settings_in(weights, bits=("num_bits",), symmetric="symmetric")
         return settings._replace(group_size=-1) if weights.get("strategy") in ("channel", "tensor") else settings
 
@@ -184,6 +188,12 @@ class ModelOpt(Listed):
     @property
     def _mixed(self) -> bool:
         return str(self.section.get("quant_algo")).upper() == "MIXED_PRECISION"
+
+    def algorithm(self, module: str) -> str:
+        """Return the name of the algorithm for the module, with MIXED_PRECISION that of its entry."""
+        layers = table(self.section, "quantized_layers")
+        entries = [table(layers, name) for name in self._named(module)] if self._mixed else [self.section]
+        return str(entries[-1].get("quant_algo")).upper() if entries else ""
 
     def _named(self, module: str) -> list[str]:
         layers = table(self.section, "quantized_layers")
