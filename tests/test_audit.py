@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -80,18 +81,28 @@ INT4 = {
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
 
 
-def pack(table, start=""):
-    """Trunk and head, or what starts so, as compressed-tensors packs them."""
+PARTS = {
+    "compressed-tensors": lambda rows, columns: {
+        "weight_packed": ((rows, columns // 8), "I32"), "weight_scale": ((rows, 1), "BF16")},
+    "gptq": lambda rows, columns: {"qweight": ((columns // 8, rows), "I32"), "scales": ((1, rows), "BF16"),
+                                   "qzeros": ((1, rows // 8), "I32")},
+    "modelopt": lambda rows, columns: {
+        "weight": ((rows, columns // 2), "U8"), "weight_scale": ((rows, columns // 16), "F8_E4M3"),
+        "weight_scale_2": ((), "F32")},
+}  # fmt: skip
+
+
+def pack(table, start="", method="compressed-tensors"):
+    """Trunk and head, or what starts so, as a method packs them."""
     for name in [each for each in table if re.match(rf"{start}.*(self_attn|mlp)\..*_proj\.weight$", each)]:
-        rows, columns = table.pop(name).shape
-        put(f"{name}_packed", (rows, columns // 8), "I32")(table)
-        put(f"{name}_scale", (rows, 1))(table)
+        for part, (shape, dtype) in PARTS[method](*table.pop(name).shape).items():
+            put(f"{name.removesuffix('weight')}{part}", shape, dtype)(table)
 
 
-def pack_trunk(table):
+def pack_trunk(table, method="compressed-tensors"):
     """A recipe that passed the head by, and did not say so."""
     head = {name: table[name] for name in table if re.match(r"mtp\.", name)}
-    pack(table)
+    pack(table, method=method)
     for name in [each for each in table if each.startswith("mtp.")]:
         del table[name]
     table.update(head)
@@ -343,7 +354,8 @@ BROKEN = {
         "quantization", "error", "qwen3_5", {"change": pack_trunk, "config": INT4},
         r"stores 8 matrices, such as mtp.*, unquantized, .*\(compressed-tensors\) has engines build"),
     "packed trunk, plain head, GPTQ": (
-        "quantization", "error", "qwen3_5", {"change": pack_trunk, "config": GPTQ}, ", unquantized, and"),
+        "quantization", "warning", "qwen3_5", {"change": partial(pack_trunk, method="gptq"), "config": GPTQ},
+        ", unquantized, and .* has SGLang build them"),
     "packed trunk, fused plain experts of the head, the rest listed": (
         "quantization", "error", "qwen3_5_moe", {"change": lambda table: (
             pack_trunk(table), drop("^mtp.*experts")(table),
@@ -352,7 +364,8 @@ BROKEN = {
             "quantization_config": INT4["quantization_config"] | {"ignore": ["lm_head", "re:mtp(?!.*experts)"]}}},
         "stores 2 matrices, such as mtp.layers.0.mlp.experts.down_proj, .*_up_proj, unquantized"),
     "packed trunk, plain head, ModelOpt": (
-        "quantization", "warning", "qwen3_5", {"change": pack_trunk, "config": MODELOPT}, "has vLLM build them quant"),
+        "quantization", "warning", "qwen3_5", {"change": partial(pack_trunk, method="modelopt"), "config": MODELOPT},
+        "has vLLM build them quant"),
     "packed head, left out": (
         "quantization", "error", "qwen3_5",
         {"change": pack, "config": {"quantization_config": INT4["quantization_config"] | {"ignore": ["re:mtp.*"]}}},
