@@ -173,9 +173,10 @@ FORMATS_INTRO = """\
 `nextn diagnose --engine FILE` and `nextn canary check --counters FILE` read these formats; this page is generated from
 the code that reads them. Prefixes of Docker, Kubernetes, journald, syslog and llama.cpp's router do not matter, and a
 log of JSON objects, one per line, is read as the lines in it. JSON is also read inside other text, with an end cut off,
-and as Python prints it. Figures of several entries are added; of those that count
-since the start, the last is taken, of each run. A file with several formats is read by the first of this page that it
-has. Metrics are also read with `_` for the colon, as OpenTelemetry and Ray export them, from AIPerf's
+and as Python prints it. Figures of several entries are added, unless they are of
+runs with different K; of those that count since the start, the last is taken, of each run. A file with several formats
+is read by the first of this page that it has; one that has a length alone is read where no other is there.
+Metrics are also read with `_` for the colon, as OpenTelemetry and Ray export them, from AIPerf's
 server_metrics_export.json (what was counted during the run), from what vLLM's LLM.get_metrics() prints, and from a
 table of Grafana or a query with a column for each series or a row for each value, of which the last is taken. The
 version of the engine and K are read from the log or from `--flags` where they are in it. Text that cannot be read is an

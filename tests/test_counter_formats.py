@@ -16,7 +16,7 @@ from quick import loop
 
 from nextn.engines import log_reader
 from nextn.engines.counter_formats import read
-from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, MAX_POSITIONS, RISING, ROUNDED, SOME_POSITIONS
+from nextn.engines.counters import ADAPTIVE, COPIED, FIRST_TOKENS, MAX_POSITIONS, RISING, ROUNDED, RUNS, SOME_POSITIONS
 from nextn.engines.embedded_json import documents
 from nextn.engines.json_formats import BONUS_INCLUDED, JSON_READERS
 from nextn.engines.log_formats import LOG_FORMATS, NO_MTP, RENAMED, STEPS_WITHOUT_DRAFTS
@@ -449,10 +449,12 @@ def test_notes_say_what_is_missing():
     assert read(TEXTS["bench serve, cut more"][0]).notes == (ROUNDED, SOME_POSITIONS)
     assert read(TEXTS["timings with bonus tokens"][0]).notes == (BONUS_INCLUDED,)
     rising = "MTP total: 81 accepted / 99 drafted\n"
-    assert read(rising + rising.replace("81", "90").replace("99", "130")).notes == (RISING,)
-    assert read(rising + rising).notes == read(rising).notes == ()
+    assert read(rising + rising.replace("81", "90").replace("99", "130")).notes == (f"2 {RUNS}", RISING)
+    assert read(rising + rising).notes == (f"2 {RUNS}",)
+    assert read(rising).notes == ()
     counts = ((90, 99), (40, 50), (50, 60), (55, 70))  # the second is less: these are of intervals
-    assert read("".join(f"MTP total: {kept} accepted / {drafted} drafted\n" for kept, drafted in counts)).notes == ()
+    text = "".join(f"MTP total: {kept} accepted / {drafted} drafted\n" for kept, drafted in counts)
+    assert read(text).notes == (f"4 {RUNS}",)
     old, counted = (TEXTS[f"LightLLM{more}"][0] for more in (", before it printed counts", ""))
     assert (read(old.replace("2.56", "1.0")).notes, read(counted).notes) == ((NO_MTP,), ())
     assert RISING not in read(f"{VLLM}\n{VLLM.replace('169', '269').replace('198', '298')}\n").notes
@@ -1150,7 +1152,7 @@ def test_a_length_of_one_is_no_contradiction():
 
 def test_a_restart_is_seen_by_any_count_that_fell():
     counters = read(f"{statistics(100, 160)}\n{statistics(120, 20)}\n")
-    assert (counters.num_drafts, counters.accepted, counters.notes) == (220, 180, ())
+    assert (counters.num_drafts, counters.accepted, counters.notes) == (220, 180, (f"2 {RUNS}",))
 
 
 def test_an_answer_of_prometheus():

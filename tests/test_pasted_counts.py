@@ -4,10 +4,13 @@
 
 import json
 
+import pytest
 from quick import loop
 
 from nextn.engines.counter_formats import read
+from nextn.engines.counters import RUNS
 from nextn.engines.named_counts import NAMED_FORMAT
+from nextn.errors import EngineError
 
 META = {
     "spec_accept_rate": 0.5, "spec_accept_length": 2.5, "spec_num_correct_drafts": 60, "spec_num_proposed_drafts": 120,
@@ -70,3 +73,67 @@ def test_a_command_above_metrics():
     (setting,) = read(f"max serve x --use-relaxed-acceptance-for-thinking --num-x 3\n{metrics}\n").overrides
     assert "use-relaxed-acceptance-for-thinking (" in setting
     assert not read(metrics).overrides
+
+
+def bench(*rates):
+    """What `vllm bench serve` prints, of 1,000 rounds."""
+    rows = [f"  Position {place}:   {100 * rate:.2f}\n" for place, rate in enumerate(rates)]
+    return (
+        f"---------------Speculative Decoding---------------\nAcceptance length: {1 + sum(rates):.2f}\nDrafts: 1000\n"
+        f"Draft tokens: {1000 * len(rates)}\nAccepted tokens: {1000 * sum(rates):.0f}\nPer-position acceptance (%):\n"
+        f"{''.join(rows)}{'=' * 50}\n"
+    )
+
+
+def interval(*rates):
+    shares = ", ".join(f"{rate:.3f}" for rate in rates)
+    return (
+        f"(APIServer pid=1) INFO [metrics.py:101] SpecDecoding metrics: Mean acceptance length: {1 + sum(rates):.2f}, "
+        f"Accepted: {100 * sum(rates):.0f} tokens, Drafted: {100 * len(rates)} tokens, Per-position acceptance rate: {shares}\n"
+    )
+
+
+def test_runs_of_another_k_are_not_added():
+    for text in (
+        f"MTP 1:\n\n{bench(0.8)}\nvs MTP 3:\n\n{bench(0.8, 0.6, 0.4)}",
+        2 * interval(0.8) + 2 * interval(0.8, 0.6),
+    ):
+        with pytest.raises(EngineError, match=r"of runs with K = 1 and [23]; give those of one alone"):
+            read(text)
+    assert (
+        read(2 * interval(0.8) + 2 * interval(0.8, 0.6) + bench(0.8, 0.6)).accepted == 1400
+    )  # the run that has a table
+    cut = interval(0.8, 0.6).partition(", 0.600")[0]
+    assert read(2 * interval(0.8, 0.6) + cut).accepted == 420
+
+
+ROWS = "  code_python        pred= 192 draft= 180 acc= 146 rate=0.811\n  summarize          pred=  53 draft=  52 acc=  39\n"
+SPEC_BENCH = "| task | run | stage | rounds | accepted | rate | a.len | pos accept |\n| {} | 1 | mtp | 759 | 220 | 538/660 | 81% | 3.45 | 90% 80% 73% |\n"
+
+
+@loop(
+    ("text", "num_runs"),
+    [
+        (f"with the change:\n{bench(0.8)}\nwithout:\n{bench(0.7)}", 2),
+        (bench(0.8), 0),
+        (f"#7:\n```\n{ROWS}```\nFor reference:\n```\n{ROWS}```\n", 2),
+        (ROWS, 0),
+        ("no MTP\n  code_python        pred= 192 draft=   0 acc=   0 rate=n/a\nMTP\n" + ROWS, 0),
+        ("EAGLE-3:\n#questions: 80, Throughput: 378.57 token/s, Acceptance length: 5.39\n\nEAGLE-2:\n#questions: 80, "
+         "Throughput: 230.08 token/s, Acceptance length: 3.76\n", 2),
+        ("- `27B-MTP`: same output; 18 draft tokens, 9 accepted.\n- `35B-A3B-MTP`: same output; 10 draft tokens, 3 accepted.", 2),
+        (SPEC_BENCH.format("code") + SPEC_BENCH.format("story"), 0),
+    ],
+)  # fmt: skip
+def test_runs_that_are_added_are_noted(text, num_runs):
+    """Rows of a table have their names: a run has each once."""
+    notes = read(text).notes
+    assert [note for note in notes if RUNS in note] == [f"{num_runs} {RUNS}"] * (num_runs > 0)
+
+
+def test_several_k_in_the_text_are_none():
+    command = "llama-server --spec-type draft-mtp --spec-draft-n-max {}\n"
+    assert read(command.format(4) + ROWS).k == read(2 * command.format(4) + ROWS).k == 4
+    counters = read(command.format(4) + ROWS + command.format(1) + ROWS)
+    assert counters.k is None
+    assert any("K is set to 4 and 1 in it" in note for note in counters.notes)

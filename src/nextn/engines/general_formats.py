@@ -106,7 +106,7 @@ GENERAL_FORMATS: tuple[LogFormat, ...] = (
          "accepted/drafted": rf"(?i){_row('[0-9]{1,3}', f'({INT}/{INT})')}(?![/0-9])"},
         ("number of a position", "accepted/drafted"), _positions,
         "as other engines print it, `position 1: 40/50`, a line each: rounds that accepted it, of those that tested it",
-        num_lines=MAX_POSITIONS, is_general=True,
+        num_lines=MAX_POSITIONS, is_run=True, is_general=True,
     ),
     LogFormat(
         "drafts and tokens with two counts each", "tokens ",
@@ -114,7 +114,7 @@ GENERAL_FORMATS: tuple[LogFormat, ...] = (
         {f"accepted/all {name}": rf"(?i)(?<!\w){name} ({INT}/{INT})(?!/)" for name in ("drafts", "tokens")},
         ("accepted/all drafts", "accepted/all tokens"), _drafts_and_tokens,
         "as other engines print it, `drafts 40/50, tokens 90/150`: rounds that accepted a draft, of all, and tokens",
-        is_general=True,
+        is_run=True, is_general=True,
     ),
     LogFormat(
         "acceptance with two counts", "ccept",
@@ -123,7 +123,7 @@ GENERAL_FORMATS: tuple[LogFormat, ...] = (
         {"accepted/drafted": rf"(?i:{_ACCEPTED})(?<!/)({_GROUPED}{_OF}{_GROUPED})(?![0-9.]|\s*/)(?!(?i: *{_OTHERS}))"},
         ("accepted/drafted",), _ratio,
         "as other engines print it, `MTP acceptance 62% (31/50)`: accepted and draft tokens; no rounds",
-        is_general=True,
+        is_run=True, is_general=True,
     ),
     LogFormat(
         "accepted and drafted by name", "ccept", rf"(?im:^)(?=[^\n]{{0,300}}?(?i:{_PAIR}))",
@@ -131,6 +131,6 @@ GENERAL_FORMATS: tuple[LogFormat, ...] = (
          "copied": r"(?i)\A[^\n]*?(?<![a-z])(lookup|n-?gram)['\"]?(?:[:=]| ?(?:draft|accept))"},
         ("accepted and drafted", "draft"), _named,
         "as other engines print it, `MTP: 31 accepted / 50 drafted`, `drafted=50 accepted=31`: both counts; no rounds",
-        num_lines=2, is_general=True,
+        num_lines=2, is_run=True, is_general=True,
     ),
 )  # fmt: skip

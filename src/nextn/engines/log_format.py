@@ -29,6 +29,7 @@ class LogFormat:
     counted: str  # what the figures are, for the documentation
     num_lines: int = 1  # of an entry, at most
     is_cumulative: bool = False  # later entries include earlier ones
+    is_run: bool = False  # an entry is a run, or a row of one, whose settings may be others than those of the next
     is_general: bool = False  # not of one engine: read where there is no other, as it is slow to look for
 
 

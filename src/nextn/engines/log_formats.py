@@ -338,7 +338,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
          "Position": rf"(?<![\w-])Position [0-9]{{1,3}}:\s+({NUMBER})"},
         ("Acceptance length",), _table,
         "rounds, draft tokens and accepted drafts of the run; positions in per cent of all rounds; AL with bonus token",
-        num_lines=10 + MAX_POSITIONS,
+        num_lines=10 + MAX_POSITIONS, is_run=True,
     ),
     LogFormat(
         "vLLM's offline example", "num_drafts:", r"(?<!\w)num_drafts:",
@@ -348,7 +348,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
          "acceptance at token": rf"acceptance at token [0-9]{{1,3}}:\s*({NUMBER})"},
         ("Drafts", "Accepted tokens"), _table,
         "rounds, draft tokens and accepted drafts of the run; positions as shares of all rounds",
-        num_lines=10 + MAX_POSITIONS,
+        num_lines=10 + MAX_POSITIONS, is_run=True,
     ),
     LogFormat(
         "LMDeploy's SpecDecoding metrics", "SpecDecoding metrics: Draft",
@@ -407,11 +407,12 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "llama.cpp's speculative examples", "n_drafted", r"(?<!\w)n_draft\s+=",
         {name: rf"(?<!\w){name}\s*=\s*({INT})" for name in ("n_draft", "n_drafted", "n_accept")},
         ("n_drafted", "n_accept"), _llama_example, "the run: K, drafted and accepted tokens; no rounds", num_lines=8,
+        is_run=True,
     ),
     LogFormat(
         "table of llama.cpp's mtp-bench.py", "pred=", r"(?<!\w)pred=",
         {name: rf"(?<!\w){name}=\s*({INT})" for name in ("pred", "draft", "acc")}, ("pred", "draft", "acc"),
-        _llama_bench, "a request: generated, draft and accepted tokens",
+        _llama_bench, "a request: generated, draft and accepted tokens", is_run=True,
     ),
     LogFormat(
         "SGLang's Decode batch", " batch", r"Decode (?:rank )?batch",
@@ -429,7 +430,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "table of SGLang's bench_serving", " length:", r"(?<![\w-])Accept length:|(?<=/s, )Acceptance length:",
         {"Accept length": rf"Accept(?:ance)? length:\s*({NUMBER})"}, ("Accept length",), _sglang_table,
-        "the run: tokens per round with bonus token; no counts",
+        "the run: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
         "table of SGLang's send_one", "Acc Length", r"[|] *Latency \(s\)(?=[^\n]{0,80}Acc Length)",
@@ -469,13 +470,13 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "table of TensorRT-LLM's benchmark_serving", "Decoded Tokens per Iter:", r"Mean Avg Decoded Tokens per Iter:",
         colon("Mean Avg Decoded Tokens per Iter"), ("Mean Avg Decoded Tokens per Iter",),
         lambda fields: Counters("TensorRT-LLM", length=float_field(fields, "Mean Avg Decoded Tokens per Iter")),
-        "the run, as a mean of its requests: tokens per round with bonus token; no counts",
+        "the run, as a mean of its requests: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
         "report of trtllm-bench", "[AL] AVERAGE", r"\[AL\] AVERAGE",
         {"[AL] AVERAGE": rf"\[AL\] AVERAGE\s*:\s*({NUMBER})"}, ("[AL] AVERAGE",),
         lambda fields: Counters("TensorRT-LLM", length=float_field(fields, "[AL] AVERAGE")),
-        "the run, as a mean of its requests: tokens per round with bonus token; no counts",
+        "the run, as a mean of its requests: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
         "ATOM's MTP Stats", "MTP Stats", r"\[MTP Stats *\]",
@@ -506,20 +507,21 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "AIPerf's Spec Decode table", "Token-Weighted Acceptance Length", r"Token-Weighted Acceptance Length",
         {"Token-Weighted Acceptance Length": rf"Token-Weighted Acceptance Length\s*[|│┃]?\s*({NUMBER})"},
-        ("Token-Weighted Acceptance Length",), _aiperf, "the run: tokens per round with bonus token; no counts",
+        ("Token-Weighted Acceptance Length",), _aiperf,
+        "the run: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
         "rows of ik_llama.cpp's llama-spec-bench", "a.len |", r"[|] *(?:draft-)?mtp *[|]",
         {"rounds, accepted/drafted": r"[|] *([0-9]{1,9} *[|] *[0-9]{1,12}/[0-9]{1,12}) *[|]",
          "pos accept": rf"[|]((?: +{NUMBER}%){{1,64}}) *[|]?$"},
         ("rounds, accepted/drafted",), _spec_bench,
-        "a task: rounds, draft tokens and accepted drafts; positions as shares of its rounds",
+        "a task: rounds, draft tokens and accepted drafts; positions as shares of its rounds", is_run=True,
     ),
     LogFormat(
         "table of ik_llama.cpp's llama-spec-bench", "a.len mean", r"[|] *(?:draft-)?mtp *[|]",
         {"a.len": rf"% *[|] *({NUMBER})/"}, ("a.len",),
         lambda fields: Counters("ik_llama.cpp", length=float_field(fields, "a.len")),
-        "a task: tokens per round with bonus token; no counts",
+        "a task: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
         "Ollama's speculative decode stats", "speculative decode stats", r"(?<!\w)speculative decode stats\"(?= [a-z])",
@@ -544,7 +546,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "mlxcel's MTP acceptance", "[MTP acceptance:", r"\[MTP acceptance:", equals(*_MLXCEL), _MLXCEL,
         _counts_of("mlxcel", *_MLXCEL),
-        "a run: rounds, draft tokens and accepted drafts",
+        "a run: rounds, draft tokens and accepted drafts", is_run=True,
     ),
     LogFormat(
         "LightLLM's line of a request", "mtp_avg_token_per_step:", r"(?<!\w)out_token_counter:",

@@ -1,6 +1,7 @@
 """Read the entries of a log and add their counts, of each process apart."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TextIO
@@ -9,6 +10,7 @@ from nextn.engines.counters import (
     COUNTS,
     MAX_POSITIONS,
     RISING,
+    RUNS,
     UNKNOWN,
     Counters,
     CounterSums,
@@ -17,6 +19,7 @@ from nextn.engines.counters import (
 )
 from nextn.engines.log_format import NUMBER, LogFormat, to_number
 from nextn.engines.log_formats import HEAD_STATISTICS, LOG_FORMATS
+from nextn.errors import EngineError
 
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
 _MAX_LINE = 64 * 1024
@@ -30,12 +33,14 @@ _MORE = 1.02  # times as many draft tokens as the head's: of other drafters
 _MANY = 0.2  # of the draft tokens of those others
 _MAX_PREFIX = 500  # characters of a line before its entry, and of the line before it
 _MAX_PROCESSES = 1000
+_ALL_POSITIONS = ("vLLM", "LMDeploy")  # which print those that no round accepted, too
 # What distinguishes the processes of one log: vLLM's and SGLang's ranks, llama.cpp's router, compose, grep, Kubernetes,
 # syslog.
 _PROCESS = re.compile(
     r"\bpid=[0-9]+|\bDP[0-9]+|\[[0-9]+\](?= +[0-9.]+ [A-Z] )|(?m:^)[\w.-]+(?= +\| )|"
     r"(?m:^)[\w./-]+\.\w+(?=:)|\[pod/[^\]\s]+\]|\w\[[0-9]+\](?=:)"
 )
+_NAME = re.compile(r"([A-Za-z][A-Za-z_ -]{0,40})[^A-Za-z]*\Z")  # of a row, before its figures
 _RANK = re.compile(r"\bEngine [0-9]+(?=:)")  # in the line before the counts, of a process with several ranks
 
 
@@ -57,6 +62,8 @@ class _Reader:
     num_rising: int = 0  # entries in turn with more than the one before; < 0 after one with fewer
     num_empty: int = 0  # entries of many draft tokens without an accepted one
     others: tuple[int, int, int] = (0, 0, 0)  # number, drafted and accepted tokens of the other entries
+    runs: Counter[str] = field(default_factory=Counter)  # entries with drafts, by the name before them
+    depths: Counter[int] = field(default_factory=Counter)  # entries by number of positions, where they have all
 
     @cached_property
     def marker(self) -> re.Pattern[str]:
@@ -66,7 +73,7 @@ class _Reader:
     def patterns(self) -> dict[str, re.Pattern[str]]:
         return {name: re.compile(pattern) for name, pattern in self.format.fields.items()}
 
-    def add(self, entry: str, process: str) -> None:
+    def add(self, entry: str, process: str, name: str) -> None:
         self.has_entries = True
         fields = {name: pattern.findall(entry) for name, pattern in self.patterns.items()}
         if missing := next((name for name in self.format.required if not fields[name]), ""):
@@ -75,6 +82,10 @@ class _Reader:
         counters = self.format.counters(fields)
         if counters is None:
             return
+        if counters.engine in _ALL_POSITIONS and counters.per_position:
+            self.depths[len(counters.per_position)] += 1
+        if self.format.is_run and counters.has_drafts is not False:
+            self.runs[name if name in self.runs or len(self.runs) < _MAX_PROCESSES else ""] += 1
         before, self.counts = self.counts, (counters.draft_tokens or 0, counters.accepted or 0)
         is_rising = self.num_rising >= 0 and self.counts[0] > before[0] and self.counts[1] >= before[1]
         self.num_rising = self.num_rising + 1 if is_rising else -1
@@ -90,6 +101,7 @@ class _Reader:
         last = self.last.get(process)
         if last is not None and any((getattr(counters, name) or 0) < (getattr(last, name) or 0) for name in COUNTS):
             self._count(process, last)  # the engine was started again
+            self.runs[process] += 1 + (process not in self.runs)
         self.last[process] = counters
 
     def _count(self, process: str, counters: Counters) -> None:
@@ -105,6 +117,8 @@ class _Reader:
             return None
         found, parts = fill_in_derived(found), {name: sums.counters() for name, sums in self.processes.items()}
         notes = added_note({name: part for name, part in parts.items() if part is not None})
+        if (num_runs := max(self.runs.values(), default=0)) > 1:
+            notes += (f"{num_runs} {RUNS}",)
         if self.num_rising > 1 and found.engine == UNKNOWN:
             notes += (RISING,)
         num, drafted, accepted = self.others
@@ -115,6 +129,13 @@ class _Reader:
                 "accepts few in all",
             )
         return replace(found, source=self.format.name, notes=(*found.notes, *notes))
+
+    def check_depths(self) -> None:
+        """Raise EngineError where the entries are of several K; one line alone may be cut."""
+        depths = sorted(depth for depth, number in self.depths.items() if number > 1 or self.format.is_run)
+        if len(depths) > 1:
+            found = " and ".join(map(str, depths[:9]))
+            raise EngineError(f"the counts are of runs with K = {found}; give those of one alone")
 
 
 @dataclass(frozen=True)
@@ -154,35 +175,38 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
             reader = readers[int((match.lastgroup or "_0")[1:])]
             if match.start() < reader.end:
                 continue
+            name = _name(text, match.start(), reader) if reader.format.is_run else ""
             entry, reader.end = _entry(text, *match.span(), reader)
             reader.process = _process(text, match.start(), reader)
             reader.start = match.start()
-            reader.add(entry, reader.process)
+            reader.add(entry, reader.process, name)
             depths.add(entry)
         if is_last:
             break
         kept = max(text.rfind("\n", max(0, body - _MAX_PREFIX), body), 0) or body  # with the line before the next entry
         ahead, begin = text[kept:], max(body, passed) - kept  # a marker may go on behind the body
-    found = [(reader.format.name, counters) for reader in readers if (counters := reader.counters()) is not None]
+    found = [(reader, counters) for reader in readers if (counters := reader.counters()) is not None]
     incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
     if not found:
         return LogReading(None, incomplete, any(reader.has_entries for reader in readers))
-    (name, counters), *others = sorted(  # counts before a length alone
+    (reader, counters), *others = sorted(  # counts before a length alone
         found, key=lambda each: (each[1].has_drafts is None, _has_other_drafters(each[1], found))
     )
+    reader.check_depths()
     # llama.cpp's logs have all of its formats.
     others = [other for other in others if other[1].engine != "llama.cpp" or counters.engine != "llama.cpp"]
     if others:
-        note = f"read from {name}; also there, and not added: {', '.join(other for other, _ in others)}"
+        names = ", ".join(other.format.name for other, _ in others)
+        note = f"read from {reader.format.name}; also there, and not added: {names}"
         counters = replace(counters, notes=(*counters.notes, note))
     if counters.engine in ("SGLang", "TokenSpeed") and counters.k is None:
         counters = replace(counters, k=depths.k)
     return LogReading(counters, incomplete)
 
 
-def _has_other_drafters(counters: Counters, found: list[tuple[str, Counters]]) -> bool:
+def _has_other_drafters(counters: Counters, found: list[tuple[_Reader, Counters]]) -> bool:
     """Whether llama.cpp's own statistics of the head have fewer draft tokens than these counts, of any drafter."""
-    heads = next((each.draft_tokens or 0 for name, each in found if name == HEAD_STATISTICS), None)
+    heads = next((each.draft_tokens or 0 for reader, each in found if reader.format.name == HEAD_STATISTICS), None)
     return heads is not None and counters.engine == "llama.cpp" and (counters.draft_tokens or 0) > _MORE * heads
 
 
@@ -200,6 +224,12 @@ def _process(text: str, start: int, reader: _Reader) -> str:
     if rank is not None and _PROCESS.findall(before, 0, rank.start()) == own:
         own.append(rank[0])
     return " ".join(own)
+
+
+def _name(text: str, start: int, reader: _Reader) -> str:
+    """Return the words before an entry in its line, as a row has; "" for none."""
+    match = _NAME.search(text, max(_line_start(text, start), reader.start), start)
+    return match[1].strip() if match else ""
 
 
 @cache

@@ -165,11 +165,14 @@ def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
     """Add what an engine's log or flags say: its version, K where no counts show it, and forced acceptance."""
     for text in texts:
         version = counters.version or _version(text)
-        k = counters.k
+        k, depths = counters.k, list[int]()
         if k is None and not counters.per_position and not counters.per_position_offered:
-            k = _depth(text)
+            depths = _depths(text)
+            k = depths[0] if len(depths) == 1 else None
         overrides = tuple(dict.fromkeys((*counters.overrides, *overrides_in(text))))
         notes = counters.notes + ((ADAPTIVE,) if _ADAPTIVE.search(text, 0, _MAX_TEXT) else ())
+        if len(depths) > 1:
+            notes += (f"K is set to {' and '.join(map(str, depths[:9]))} in it; of several runs, give one alone",)
         mixed = _MIXED.search(text, 0, _MAX_TEXT)
         if mixed and counters.engine == "llama.cpp" and not counters.source.endswith("draft statistics"):
             notes += (
@@ -186,9 +189,10 @@ def _version(text: str) -> str:
     return "" if match is None else match["version"]
 
 
-def _depth(text: str) -> int | None:
+def _depths(text: str) -> list[int]:
+    """Return the values of K that a text sets, by the first name that it has of those of K."""
     for pattern, extra in _DEPTHS:
-        match = re.search(pattern, text[:_MAX_TEXT])
-        if match and 0 < int(match[1]) - extra <= MAX_POSITIONS:
-            return int(match[1]) - extra
-    return None
+        values = [int(match[1]) - extra for match in re.finditer(pattern, text[:_MAX_TEXT])]
+        if found := [*dict.fromkeys(value for value in values if 0 < value <= MAX_POSITIONS)]:
+            return found
+    return []
