@@ -178,7 +178,8 @@ BROKEN = {
         "quantization", "error", "qwen3_5", {"change": lambda table: table.update({
             "mtp.fc.weight": replace(table["mtp.fc.weight"], dtype="U16")})}, "such as mtp.fc, as integers"),
     "norms of queries lost in every layer": (
-        "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model.*\.q_norm")}, "self_attn.q_norm: no"),
+        "trunk-partial", "error", "qwen3_5",
+        {"change": drop(r"^mtp|\.q_norm"), "config": {"mtp_num_hidden_layers": 0}}, "self_attn.q_norm: no"),
     "values lost in every layer": (
         "trunk-partial", "error", "exaone_moe", {"change": drop(r"^model.*\.v_proj")}, "1: self_attn.v_proj: no"),
     "half of a layer alone of its type": (
