@@ -405,6 +405,9 @@ BROKEN = {
     "scale of a copy that is unquantized": (
         "scale-unused", "error", "deepseek_v3", {"change": put(
             "model.layers.2.shared_head.head.weight_scale", (V, 1))}, "beside unquantized matrices"),
+    "scales of a trunk that was dequantized": (
+        "scale-unused", "error", "deepseek_v3",
+        {"change": put("model.layers.1.self_attn.o_proj.weight_scale_inv", (1, 1), "F32")}, "1 scale of the trunk"),
     "head in fp8, trunk in bf16": (
         "precision-lower", "warning", "qwen3_5", {"change": lambda table: (
             put("mtp.layers.0.self_attn.o_proj.weight", (H, H), "F8_E4M3")(table),

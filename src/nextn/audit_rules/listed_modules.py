@@ -1,5 +1,7 @@
 """Compare lists of quantized modules with each other and with the trunk's files; with the head's, `precision` does.
 
+Also scales beside unquantized matrices, of trunk and head.
+
 Engines build a module as the list says, and have no parameter for the other form's tensors.
 """
 
@@ -12,16 +14,17 @@ from nextn.audit_rules.precision import APPLIED_ON_LOAD
 from nextn.checkpoint.declared_storage import declared_storage
 from nextn.checkpoint.expert_forms import expert_path
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import QuantConfig, Storage, split_name, storage
+from nextn.checkpoint.quantization import QuantConfig, Storage, scale_of, split_name, storage
 from nextn.errors import CheckpointError
 from nextn.text_format import counted, joined, some
 
-IDS = ()  # of `precision`
+IDS = ("scale-unused",)  # and `quantization`, which is of `precision`
 _UNPACKED = ("plain", "unknown", "fp8-bare")  # or of no kind that says how it is read
 
 
 def listed_modules(inventory: Inventory) -> Iterator[Finding]:
-    """Run every rule, if the config has a quantization that can be read."""
+    """Run every rule; those on lists, if the config has a quantization that can be read."""
+    yield from _scales_unused(inventory)
     try:
         config = QuantConfig.of(inventory.checkpoint)
         rules = (_trunk, _disputed, _of_other_kinds)
@@ -29,6 +32,30 @@ def listed_modules(inventory: Inventory) -> Iterator[Finding]:
     except CheckpointError:  # `precision` reports it
         return
     yield from found
+
+
+def _scales_unused(inventory: Inventory) -> Iterator[Finding]:
+    """Report unquantized matrices with scales."""
+    trunk = [info.name for layer in inventory.layers.values() for info in layer.values()]
+    of_head, of_trunk = (_scales(inventory, names) for names in (sorted(inventory.spellings(inventory.stored)), trunk))
+    if stray := of_head + of_trunk:
+        whose = " and ".join(filter(None, ("the head" if of_head else "", "the trunk" if of_trunk else "")))
+        yield Finding(
+            "scale-unused", "error", stray[0],
+            f"{counted(len(stray), 'scale')} of {whose} beside unquantized matrices: {some(stray)}. Loaders that "
+            "build them so have no parameter for a scale, and fail; or the values are codes that lost their dtype.",
+            "Scales beside quantized matrices only.",
+            "Save the trunk again without them, if its values were dequantized; or take the files of another release."
+            if of_trunk else restore(inventory, force=True),
+        )  # fmt: skip
+
+
+def _scales(inventory: Inventory, names: Iterable[str]) -> list[str]:
+    """Return the scales of unquantized matrices among these tensors."""
+    tensors = inventory.checkpoint.tensors
+    stored = _matrices(inventory, (name for name in names if name.endswith(("scale", "scales", "_inv"))))
+    found = (scale_of(f"{module}.weight", tensors) for module, kind in stored.items() if kind == "plain")
+    return [scale for scale in found if scale]
 
 
 def _trunk(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:

@@ -33,7 +33,7 @@ from nextn.errors import CheckpointError
 from nextn.family_table import ASKS_FOR_FUSED, PLAIN_IN_NVFP4, PLAIN_PROJECTION
 from nextn.text_format import counted, some
 
-IDS = ("quantization", "quantization-unused", "scale-missing", "scale-unused", "precision-lower")
+IDS = ("quantization", "quantization-unused", "scale-missing", "precision-lower")
 _NARROW = 16  # bits; with fewer, heads stored below the trunk's precision are known to fail
 # Methods that engines also apply to unquantized files when they load them, and MLX, whose tensors decide.
 APPLIED_ON_LOAD = frozenset({"bitsandbytes", "torchao", "mlx", *TRANSFORMERS_METHODS})
@@ -270,16 +270,7 @@ def _built_plain(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
 
 
 def _scales(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
-    """Report fp8 matrices without a scale, and unquantized ones with one."""
-    tensors = inventory.checkpoint.tensors
-    stray = [name for part in parts if part.storage == "plain" and (name := scale_of(f"{part.module}.weight", tensors))]
-    if stray:
-        yield Finding(
-            "scale-unused", "error", stray[0],
-            f"{counted(len(stray), 'scale')} of the head beside unquantized matrices: {some(stray)}. Loaders that "
-            "build them so have no parameter for a scale, and fail; or the values are codes that lost their dtype.",
-            "Scales beside quantized matrices only.", restore(inventory, force=True),
-        )  # fmt: skip
+    """Report fp8 matrices without a scale."""
     names = [part.module for part in parts if part.storage == "fp8-bare"]
     if names:
         scale = inventory.family.fp8.scale if inventory.family.fp8 else "weight_scale"
