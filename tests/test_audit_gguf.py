@@ -204,6 +204,13 @@ def test_split(tmp_path):
     writer.close()
     first, second, *_ = sorted(tmp_path.glob("*.gguf"))
     assert audit_gguf(first).findings == audit_gguf(second).findings == ()
+    for path, key, other in ((second, "split.no", first), (first, "split.tensors.count", second)):
+        old = path.read_bytes()
+        field = gguf.GGUFReader(path, "r+").get_field(key)
+        field.parts[field.data[0]][0] += 1  # as after blocks were added by hand
+        with pytest.raises(CheckpointError, match=f"{key} is"):
+            audit_gguf(other)
+        path.write_bytes(old)
     second.unlink()
     with pytest.raises(CheckpointError, match=second.name):
         audit_gguf(first)

@@ -141,21 +141,25 @@ class GgufFile:
             import gguf  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"GGUF files need the gguf package: {install_command('gguf')}") from error
-        if (part := _PART.fullmatch(path.name)) and part[2] != "00001":  # the first alone has the model's metadata
-            first_path = path.with_name(f"{part[1]}-00001-of-{part[3]}.gguf")
+        if (named := _PART.fullmatch(path.name)) and named[2] != "00001":  # the first alone has the model's metadata
+            first_path = path.with_name(f"{named[1]}-00001-of-{named[3]}.gguf")
             path = first_path if first_path.is_file() else path
         first = _read(path)
         kinds = (first.metadata.get(f"general.{key}") for key in ("type", "architecture"))
-        if named := next((_OTHERS[kind] for kind in kinds if isinstance(kind, str) and kind in _OTHERS), ""):
-            raise CheckpointError(f"{path}: this is {named}.")
+        if what := next((_OTHERS[kind] for kind in kinds if isinstance(kind, str) and kind in _OTHERS), ""):
+            raise CheckpointError(f"{path}: this is {what}.")
         tensors = dict(first.tensors)
-        for other in _others(path, first.metadata):
-            added = _read(other).tensors
+        for number, other in enumerate(others := _others(path, first.metadata), start=1):
+            part = _read(other)
+            _expect(other, part.metadata, "split.no", number)
+            added = part.tensors
             if duplicates := tensors.keys() & added.keys():
                 raise CheckpointError(
                     f"{other}: {brief(min(duplicates))} is also in another file of the split. Split the model again."
                 )
             tensors |= added
+        if others:
+            _expect(path, first.metadata, "split.tensors.count", len(tensors))
         return replace(first, path=path, tensors=_with_scales(tensors))
 
 
@@ -189,6 +193,15 @@ def _others(path: Path, metadata: dict[str, Scalar]) -> list[Path]:
         message = f"{path}: {len(absent)} of its {count} files are missing, such as {absent[0]}. Download all of them."
         raise CheckpointError(message)
     return [path.with_name(name) for name in names if name != path.name]
+
+
+def _expect(path: Path, metadata: dict[str, Scalar], key: str, value: int) -> None:
+    """Raise for a number of a split that llama.cpp compares when it opens the files."""
+    if metadata.get(key) != value:
+        raise CheckpointError(
+            f"{path}: {key} is {brief(metadata.get(key))}, and by the files it is {value}: llama.cpp loads none. "
+            "Split the model again, or correct the number (`gguf_set_metadata.py`)."
+        )
 
 
 def _read(path: Path) -> GgufFile:
