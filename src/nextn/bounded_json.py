@@ -8,12 +8,16 @@ callers turn these into an error that names the source.
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
+# Values of JSON that whoever reads them knows or checks: as read only, and as a dict of their own.
+JsonObject = Mapping[str, Any]
+JsonDict = dict[str, Any]
 MAX_DEPTH = 100  # nesting of arrays and objects; published configs have at most 10
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

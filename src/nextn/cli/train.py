@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from nextn.bounded_json import JsonDict
 from nextn.cli.common import (
     AsJson,
     Device,
@@ -180,7 +181,7 @@ def _start(out: Path, given: "RunOptions", *, resume: bool, as_json: bool) -> No
         (_train_head if options.freeze_trunk else _train_joint)(out, options, ranks, resume=resume, as_json=as_json)
 
 
-def _finished(out: Path, options: "RunOptions", result: dict[str, Any], *, as_json: bool) -> None:
+def _finished(out: Path, options: "RunOptions", result: JsonDict, *, as_json: bool) -> None:
     """Print the result of a finished run; export its head, if that is asked for and was not done."""
     from nextn.train.run_options import write_result
 

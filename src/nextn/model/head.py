@@ -42,6 +42,7 @@ class MTPLayer(nn.Module):
     projection: nn.Module
     token_projection: nn.Module
     hidden_projection: nn.Module
+    __call__: Callable[..., HeadStep]
 
     def __init__(self, family: Family, trunk: Trunk, index: int, count: int, *, source: Trunk) -> None:
         """Create the layer at `index` in the head with new weights, of the layer and norm classes of `source`."""

@@ -76,6 +76,7 @@ class Trunk(nn.Module):
     """
 
     model: PreTrainedModel
+    __call__: Callable[..., TrunkOutput]
 
     def __init__(self, model: PreTrainedModel, *, stage: Stage = "post") -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class Trunk(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        return self.config.num_hidden_layers
+        return int(self.config.num_hidden_layers)
 
     @property
     def vocab_size(self) -> int:
@@ -423,7 +424,7 @@ class Trunk(nn.Module):
 
     @property
     def _is_eager(self) -> bool:
-        return self.config._attn_implementation == "eager"
+        return bool(self.config._attn_implementation == "eager")
 
     def _packed_mask(self, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor | None, object]:
         # Padding (-1) is at the right end, where causal attention hides it from every real position.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from nextn.bounded_json import JsonDict
 from nextn.checkpoint.safetensors_file import atomic, read_header, write_json, write_tensors
 from nextn.checkpoint.staging_folder import SUFFIX, clear_stages, need_room, owned, writing
 from nextn.checkpoint.tensors import bytes_of
@@ -141,9 +141,9 @@ def write_state(folder: Path, config: TrainConfig, **state: object) -> None:
     write_json(folder / _STATE, {**state, "config": asdict(config)})
 
 
-def read_state(folder: Path, config: TrainConfig) -> dict[str, Any]:
+def read_state(folder: Path, config: TrainConfig) -> JsonDict:
     """Read the plain values. Raises ConfigError if the checkpoint was trained with settings other than `config`."""
-    state: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    state: JsonDict = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     # Settings that did not exist when the checkpoint was written have their defaults.
     then = {field.name: field.default for field in fields(config)} | state.pop("config")
     now = asdict(config)
@@ -250,7 +250,7 @@ def num_bytes(task: Task, optimizers: Optimizers = ()) -> int:
     return sum(value.nbytes for value in task.stored().values()) + state_bytes(optimizers)
 
 
-def read(folder: Path, task: Task, optimizers: Optimizers) -> dict[str, Any]:
+def read(folder: Path, task: Task, optimizers: Optimizers) -> JsonDict:
     """Load a checkpoint and return its plain values.
 
     Raises CheckpointError if it is damaged, ConfigError if it was trained with other settings.
@@ -277,10 +277,10 @@ def write_best(folder: Path, task: Task, state: Mapping[str, object]) -> None:
     _write(folder, task, {}, lambda stage: write_json(stage / _STATE, state))
 
 
-def newest_best(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+def newest_best(folder: Path, state: JsonDict) -> JsonDict:
     """Return the state in `folder` if it is newer than a checkpoint's: its session was killed before the next one."""
     path = folder / _STATE
-    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else state
+    stored: JsonDict = json.loads(path.read_text(encoding="utf-8")) if path.exists() else state
     return stored if stored["baseline"] == state["baseline"] and stored["best_step"] > state["best_step"] else state
 
 

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any, Self, get_args
+from typing import Self, get_args
 
+from nextn.bounded_json import JsonDict
 from nextn.devices import training_dtype
 from nextn.errors import ConfigError, require, require_at_least
 from nextn.losses.distillation import OBJECTIVES
@@ -153,7 +154,7 @@ class TrainConfig:
             )
         if "steps" not in values:
             raise ConfigError("steps is not set; expected a whole number >= 1")
-        return cls(**{name: _typed(name, value, known[name]) for name, value in values.items()})
+        return cls(**JsonDict((name, _typed(name, value, known[name])) for name, value in values.items()))
 
     @property
     def tokens(self) -> int:
@@ -184,7 +185,7 @@ class TrainConfig:
         return warmup * (self.final_lr + (1 - self.final_lr) * min(1.0, decay))
 
 
-def _typed(name: str, value: object, annotation: object) -> Any:
+def _typed(name: str, value: object, annotation: object) -> object:
     """The value, if it has the annotated type of its field."""
     types = get_args(annotation) or (annotation,)
     if annotation is str and type(value) in (int, float):  # `lam`: 0.3

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -248,7 +247,7 @@ class RunningFigures:
         return figures
 
 
-def model_inputs(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def model_inputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the model's inputs and labels of a batch: of TRL's GRPO, prompts and completions joined, as it joins them.
 
     Labels are what the policy sampled: not the prompt, nor the results of tools in a completion.

@@ -7,7 +7,7 @@ are not compiled, and arguments that are not supported, use it.
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -76,7 +76,8 @@ def cpu_attention(
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             out, _ = attend(query * scale, key, value, attention_mask, _BLOCK)
             return out.transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return out, None
 
 
 # If the results of the two ops or their memory layouts change, the ops must be renamed: torch caches compiled graphs
@@ -117,7 +118,7 @@ def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, weights: Tensor, block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value."""
-    grad_query, grad_key, grad_value = grads = _empty_grads(grad, query, key, value, mask, weights, block)
+    grad_query, grad_key, grad_value = _empty_grads(grad, query, key, value, mask, weights, block)
     grad_key.zero_()
     grad_value.zero_()
     keys, values = key.flatten(0, 1), value.flatten(0, 1)
@@ -129,7 +130,7 @@ def attend_backward(
         grad_scores = torch._softmax_backward_data(grad_weight, weight, -1, weight.dtype)
         grad_query[:, :, queries] = torch.bmm(grad_scores, visible_keys).view_as(grad_query[:, :, queries])
         _add(grad_key.flatten(0, 1), visible, torch.bmm(grad_scores.mT, rows))
-    return grads
+    return grad_query, grad_key, grad_value
 
 
 @attend_backward.register_fake
@@ -169,7 +170,7 @@ def _rows(states: Tensor, queries: slice, key: Tensor) -> Tensor:
     return states[:, :, queries].reshape(len(states) * key.shape[1], -1, states.shape[-1])
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: Sequence[object], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.block = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])

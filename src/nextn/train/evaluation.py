@@ -5,13 +5,14 @@ simulated afterwards.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from nextn.bounded_json import JsonObject
 from nextn.data.batches import Batch
 from nextn.data.degeneracy import Degeneracy, degeneracy
 from nextn.decoding.rounds import rounds
@@ -214,7 +215,7 @@ class HeldOutAcceptance:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "HeldOutAcceptance":
+    def from_state(cls, state: JsonObject) -> "HeldOutAcceptance":
         """Invert `dataclasses.asdict`; tuples may be lists."""
         parts = {rule: ExpectedAcceptance(**{key: tuple(each) for key, each in state[rule].items()}) for rule in _RULES}
         return cls(**{**state, **parts})
@@ -356,7 +357,7 @@ class BestTracker:
         """Return plain values for `load_state`."""
         return asdict(self)
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: JsonObject) -> None:
         """Restore what `as_state` returned; `patience` stays."""
         for name in ("baseline", "best"):
             setattr(self, name, state[name] and HeldOutAcceptance.from_state(state[name]))

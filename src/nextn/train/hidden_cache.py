@@ -225,7 +225,8 @@ class HiddenStateCache:
     def _read(self, index: int, name: str) -> Tensor:
         path = self._path(index // self._per_shard)
         try:
-            return self._open(path).get_tensor(f"{index}.{name}")
+            stored: Tensor = self._open(path).get_tensor(f"{index}.{name}")
+            return stored
         except FileNotFoundError as error:
             raise ConfigError(f"{path} does not exist: fill the cache before reading it") from error
         except (SafetensorError, OSError) as error:

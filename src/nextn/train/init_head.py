@@ -187,7 +187,7 @@ def _scale_block(
     rms = stream_rms[original]
     if any(_post_norms(layer) is None for layer in module.layers):
         return rms
-    scale = rms**0.5  # on two trunks, heads learn sooner than with 1 or with the RMS itself
+    scale: float = rms**0.5  # on two trunks, heads learn sooner than with 1 or with the RMS itself
     for layer, parts in zip(module.layers, sources, strict=True):
         _scale_outputs(layer, {part: scale / stream_rms[index] for part, index in parts.items()}, family)
     return scale

@@ -5,10 +5,10 @@ knows no optimizer and no run folder.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class Example:
 
 class BatchLoss(Protocol):
     """The loss of a micro-batch; sums and counts add up over ranks and micro-batches."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
     @property
     def total(self) -> Tensor:
@@ -249,7 +251,7 @@ def add_losses(reports: Sequence[BatchLoss]) -> BatchLoss:
     """Add up the reports of micro-batches, without gradient."""
     first, *rest = map(_values, reports)
     sums = {name: sum((values[name] for values in rest), first[name]) for name in first}
-    return replace(cast(Any, reports[0]), **sums)
+    return replace(reports[0], **sums)
 
 
 def sum_over_ranks(report: BatchLoss, ranks: Ranks) -> BatchLoss:
@@ -258,11 +260,11 @@ def sum_over_ranks(report: BatchLoss, ranks: Ranks) -> BatchLoss:
         return report
     values = _values(report).items()
     sums = {name: ranks.total(value.double() if value.is_floating_point() else value) for name, value in values}
-    return replace(cast(Any, report), **sums | {"total": sums["total"] / ranks.world})
+    return replace(report, **sums | {"total": sums["total"] / ranks.world})
 
 
 def _values(report: BatchLoss) -> dict[str, Tensor]:
-    return {field.name: getattr(report, field.name).detach() for field in fields(cast(Any, report))}
+    return {field.name: getattr(report, field.name).detach() for field in fields(report)}
 
 
 def mean_per_depth(sums: Tensor, counts: Tensor) -> tuple[float, ...]:

@@ -97,10 +97,10 @@ def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
 class _Checkpointed:
     """Replaces the `forward` of one layer."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., object]) -> None:
         self.forward = forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> object:
         if not torch.is_grad_enabled() or kwargs.get(CACHE_ARGUMENT) is not None:
             return self.forward(*args, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nextn.checkpoint.safetensors_file import atomic
 from nextn.data.batches import leading_prompts, sample_prompts
@@ -64,10 +63,10 @@ _MIXED = {
 }  # fmt: skip
 
 
-def _byte_training(**settings: Any) -> TrainConfig:
+def _byte_training(**settings: object) -> TrainConfig:
     """Settings with which byte-level models of this size learn fastest, plus the recipe's own."""
-    shared: dict[str, Any] = {"lam": "1.0", "optimizer": "muon", "lr": 3e-3, "matrix_lr": 0.03, "weight_decay": 0.01}
-    return TrainConfig(**shared, **settings)
+    shared = {"lam": "1.0", "optimizer": "muon", "lr": 3e-3, "matrix_lr": 0.03, "weight_decay": 0.01}
+    return TrainConfig.from_dict(shared | settings)
 
 
 def by_name(name: str, *, vocab_size: int) -> Recipe:

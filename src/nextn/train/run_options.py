@@ -5,9 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
-from nextn.bounded_json import read_json
+from nextn.bounded_json import JsonDict, JsonObject, read_json
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.errors import CheckpointError, ConfigError
 
@@ -33,7 +32,7 @@ class RunOptions:
     all_tokens: bool = False
     tokenizer: str | None = None
     modules: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)
     recipe: str | None = None
     model: str | None = None
     freeze_trunk: bool = False
@@ -52,19 +51,20 @@ class RunOptions:
     export: str | None = None
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], **given: Any) -> "RunOptions":
+    def of(cls, settings: JsonObject, **given: object) -> "RunOptions":
         """Return the options that are given, and those among the settings. Raises ConfigError for a wrong type."""
         own = {name: value for name, value in settings.items() if name in RUN_SETTINGS}
         for name, value in own.items():
             types, expected = RUN_SETTINGS[name]
             if type(value) not in types or not (isinstance(value, bool) or 0 < value < math.inf):
                 raise ConfigError(f"{name} = {value!r}; expected {expected}")
-        return cls(**given | own, settings={name: value for name, value in settings.items() if name not in own})
+        others = {name: value for name, value in settings.items() if name not in own}
+        return cls(**JsonDict(given | own), settings=others)
 
     def absolute(self) -> "RunOptions":
         """Return the options with absolute paths; names of data sets and hub ids are unchanged."""
         given = {name: value for name in _PATHS if (value := getattr(self, name)) is not None}
-        paths: dict[str, Any] = {name: _absolute(value) for name, value in given.items()}
+        paths: JsonDict = {name: _absolute(value) for name, value in given.items()}
         return replace(self, data=tuple(map(_absolute, self.data)), **paths)
 
     def resumed(self, given: "RunOptions") -> "RunOptions":
@@ -72,7 +72,7 @@ class RunOptions:
 
         Raises ConfigError for the first other option or setting that has a different value in `given`.
         """
-        given, changed = given.absolute(), dict[str, Any]()
+        given, changed = given.absolute(), JsonDict()
         for name in (option.name for option in fields(self)):
             old, new = getattr(self, name), getattr(given, name)
             if name == "settings" or new == old or new is None or (new in (False, ()) and name not in RUN_SETTINGS):
@@ -105,13 +105,13 @@ def write_result(out: Path, result: Mapping[str, object]) -> None:
         write_json(out / FILE, record | {"result": dict(result)})
 
 
-def read_result(out: Path) -> dict[str, Any] | None:
+def read_result(out: Path) -> JsonDict | None:
     """Read the final report of a run; None if it is not finished or its model no longer exists."""
-    result: dict[str, Any] | None = (_read(out) or {}).get("result")
+    result: JsonDict | None = (_read(out) or {}).get("result")
     return None if result is None or not (out / result["model"]).exists() else result
 
 
-def _read(out: Path) -> dict[str, Any] | None:
+def _read(out: Path) -> JsonDict | None:
     try:
         record = read_json(out / FILE)
     except FileNotFoundError:
@@ -127,7 +127,7 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if Path(path).exists() else path
 
 
-def _merge(old: Mapping[str, Any], given: Mapping[str, Any], group: str) -> dict[str, Any]:
+def _merge(old: JsonObject, given: JsonObject, group: str) -> JsonDict:
     merged = dict(old)
     for key, value in given.items():
         known = old.get(key)

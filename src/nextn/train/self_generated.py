@@ -9,12 +9,13 @@ acceptance uses 1 - TV.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nextn.bounded_json import JsonObject
 from nextn.data.batches import sample_prompts
 from nextn.data.benchmark_prompts import is_benchmark
 from nextn.data.corpus import Corpus
@@ -80,7 +81,7 @@ def _fingerprint(trunk: Trunk) -> str:
     return fingerprint_of(trunk.state_items()) if isinstance(trunk, DeferredTrunk) else fingerprint(trunk.model)
 
 
-def _mismatch(header: Mapping[str, Any], trunk: str | None, temperature: float) -> str | None:
+def _mismatch(header: JsonObject, trunk: str | None, temperature: float) -> str | None:
     """Why answers were not sampled from the trunk at the temperature."""
     if trunk is not None and header.get("trunk", trunk) != trunk:
         return "answers of another trunk, or of this one in another dtype; `nextn answer` generates this trunk's own"

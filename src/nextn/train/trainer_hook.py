@@ -6,16 +6,16 @@ once per batch; its hidden states are captured during its forward pass. The head
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
@@ -200,6 +200,9 @@ class _AdapterSaver:
             self.head.write(Path(save_directory))
 
 
+_Samples = tuple[Sequence[Mapping[str, object]], object]  # of a step, and the number of their labels
+
+
 class _Hook:
     """Wrappers of the Trainer's methods; each calls the original as `inner`."""
 
@@ -223,12 +226,12 @@ class _Hook:
 
     def compute_loss(
         self,
-        inner: Callable[..., Any],
+        inner: Callable[..., Tensor | tuple[Tensor, object]],
         model: nn.Module,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, Tensor],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, *tuple[object, ...]]:
         batch = model_inputs(inputs)
         targets, tokens = targets_of(batch), batch["input_ids"]  # first, as the Trainer may remove the labels
         trunk, is_training = self.head.trunk, model.training
@@ -244,7 +247,7 @@ class _Hook:
         self.figures["train" if is_training else "eval"].add(sums, counts, survived)
         if not is_training:
             return result
-        loss, *rest = result if return_outputs else (result,)
+        loss, *rest = result if isinstance(result, tuple) else (result,)
         head_loss = head_loss * self._loss_scale(num_items_in_batch)
         loss = loss + (head_loss - head_loss.detach())  # the gradient of both, the value of the trunk's loss
         return (loss, *rest) if return_outputs else loss
@@ -260,14 +263,15 @@ class _Hook:
             is_step_loss = trainer.compute_loss_func is not None or (
                 trainer.model_accepts_loss_kwargs and num_items is not None
             )
-        num_parts = trainer.current_gradient_accumulation_steps
+        num_parts: int = trainer.current_gradient_accumulation_steps
+        num_ranks: int = trainer.accelerator.num_processes
         if self.denominator is None:
             return 1 / num_parts if is_step_loss else 1
-        return trainer.accelerator.num_processes * (1 if is_step_loss else num_parts)
+        return num_ranks * (1 if is_step_loss else num_parts)
 
     def get_batch_samples(
-        self, inner: Callable[..., Any], epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> Any:
+        self, inner: Callable[..., _Samples], epoch_iterator: object, num_batches: int, device: torch.device
+    ) -> _Samples:
         samples, num_items = inner(epoch_iterator, num_batches, device)
         if samples and not isinstance(samples[0], Mapping):  # rows of prompts
             self.denominator = None
@@ -278,7 +282,7 @@ class _Hook:
         self.denominator = self.trainer.accelerator.reduce(counts, "sum")
         return samples, num_items
 
-    def create_optimizer(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self, inner: Callable[..., Optimizer], *args: object, **kwargs: object) -> Optimizer:
         optimizer, trainer = inner(*args, **kwargs), self.trainer
         known = {id(value) for group in optimizer.param_groups for value in group["params"]}
         new = [value for value in self.head.parameters() if value.requires_grad and id(value) not in known]
@@ -292,7 +296,7 @@ class _Hook:
                 optimizer.add_param_group({"params": values, "lr": lr, "weight_decay": decay})
         return optimizer
 
-    def log(self, inner: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(self, inner: Callable[..., None], logs: dict[str, float], *args: object, **kwargs: object) -> None:
         losses = (key for key in logs if key.startswith("eval") and key.endswith("_loss"))
         prefix = next((key.removesuffix("loss") for key in losses), "")
         if prefix or "loss" in logs:
@@ -304,16 +308,16 @@ class _Hook:
                 logs["head_grad_norm"] = self.grad_norm.item()
         inner(logs, *args, **kwargs)
 
-    def _save_optimizer_and_scheduler(self, inner: Callable[..., Any], output_dir: str) -> None:
+    def _save_optimizer_and_scheduler(self, inner: Callable[..., None], output_dir: str) -> None:
         inner(output_dir)
         if self.trainer.args.should_save:
             self.saved_head.write_state(Path(output_dir))
 
-    def _load_from_checkpoint(self, inner: Callable[..., Any], resume_from_checkpoint: str, *args: Any) -> None:
+    def _load_from_checkpoint(self, inner: Callable[..., None], resume_from_checkpoint: str, *args: object) -> None:
         inner(resume_from_checkpoint, *args)
         self.saved_head.read(Path(resume_from_checkpoint))
 
-    def _load_best_model(self, inner: Callable[..., Any]) -> None:
+    def _load_best_model(self, inner: Callable[..., None]) -> None:
         inner()
         self.saved_head.read(Path(self.trainer.state.best_model_checkpoint))
 
@@ -329,7 +333,7 @@ class _Hook:
 
     def _is_measured(self) -> bool:
         args, state = self.trainer.args, self.trainer.state
-        step = state.global_step + 1
+        step: int = state.global_step + 1
         every = state.logging_steps if args.logging_strategy == IntervalStrategy.STEPS else _MEASURED_EVERY
         return step % max(every, 1) == 0 or step == state.max_steps or (step == 1 and args.logging_first_step)
 
@@ -348,11 +352,10 @@ class _Steps(TrainerCallback):
         self.hook.head.zero_grad()
 
 
-def _autocast(trainer: Trainer, trunk: Trunk) -> Any:
+def _autocast(trainer: Trainer, trunk: Trunk) -> AbstractContextManager[object]:
     """The autocast of the head's fp32 parameters: to a half-precision trunk's dtype, else the Trainer's."""
-    if trunk.dtype.itemsize < 4:
-        return torch.autocast(trunk.device.type, trunk.dtype)
-    return trainer.accelerator.autocast()
+    is_half, device = trunk.dtype.itemsize < 4, trunk.device.type
+    return torch.autocast(device, trunk.dtype) if is_half else trainer.accelerator.autocast()
 
 
 def _source(model: PreTrainedModel, source: str | Path | None) -> str | Path:
