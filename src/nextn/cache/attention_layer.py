@@ -179,7 +179,7 @@ class Starts(tuple[int, ...]):
 
     def indices(self, num_positions: int, device: torch.device) -> tuple[Tensor, slice, Tensor]:
         """Return indices of slots [B, m] of buffers [B, heads, capacity, dim]. They are copied to a device once."""
-        made = self.__dict__.setdefault("made", {})
+        made: dict[object, tuple[Tensor, slice, Tensor]] = self.__dict__.setdefault("made", {})
         if (num_positions, device) not in made:
             sequences = torch.arange(len(self), device=device)[:, None]
             slots = torch.tensor(self, device=device)[:, None] + torch.arange(num_positions, device=device)

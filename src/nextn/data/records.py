@@ -77,7 +77,8 @@ class RecordReader:
             raise ConfigError(
                 f'{location}: its columns are {_columns(record)}; expected "prompt" (text or ids), "messages" or "text"'
             )
-        return _ids(value, location, "prompt").tolist()
+        ids: list[int] = _ids(value, location, "prompt").tolist()
+        return ids
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from nextn.bounded_json import check_unicode
+from nextn.bounded_json import JsonObject, check_unicode
 from nextn.data.corpus import (
     Corpus,
     Document,
@@ -119,7 +119,7 @@ def read_records(source: Source) -> Iterator[tuple[str, Record]]:
     return _dataset_rows(str(source))
 
 
-def answers_header(source: Source) -> Record | None:
+def answers_header(source: Source) -> JsonObject | None:
     """Return the first line of a file of answers, which records how they were generated; None for other sources."""
     path = Path(source)
     if path.suffix != ".jsonl" or not path.is_file():

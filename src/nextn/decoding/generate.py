@@ -410,4 +410,5 @@ class Detokenizer:
 
     def _decode(self, tokens: Sequence[int], *, skip: bool | None = None) -> str:
         skip = self._skip_special_tokens if skip is None else skip
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(tokens), **options))

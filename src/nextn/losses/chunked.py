@@ -42,7 +42,8 @@ def weighted_sum(hidden: Tensor, weight: Tensor, selected: SelectedRows) -> tupl
 
     Return the sum, and all values [M, F], detached; fp32 (fp64 for fp64).
     """
-    return _ChunkedSum.apply(hidden, weight, selected, torch.is_grad_enabled())
+    total, values = _ChunkedSum.apply(hidden, weight, selected, torch.is_grad_enabled())
+    return total, values
 
 
 class _ChunkedSum(torch.autograd.Function):

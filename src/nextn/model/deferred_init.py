@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -19,15 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _aten = torch.ops.aten
 # Operations that do not read the tensor that they write; what was done to it before need not be done.
 _OVERWRITING = frozenset(
-    {
-        _aten.normal_.default,
-        _aten.uniform_.default,
-        _aten.zero_.default,
-        _aten.fill_.Scalar,
-        _aten.fill_.Tensor,
-        _aten.copy_.default,
-    }
+    {_aten.normal_.default, _aten.uniform_.default, _aten.zero_.default, _aten.copy_.default}
+    | {_aten.fill_.Scalar, _aten.fill_.Tensor}
 )
+
+# An operation of torch as a dispatch mode sees it: what was called, with which values.
+Overload = OpOverload[..., Any]
+Arguments = tuple[Any, ...]
+Options = dict[str, Any]
 
 
 class DeferredInit(TorchDispatchMode):
@@ -99,7 +99,9 @@ class DeferredInit(TorchDispatchMode):
             for part, name, value in owners:
                 setattr(part, name, value)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Overload, types: object, args: Arguments = (), kwargs: Options | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if self._is_building and "device" in kwargs:
             kwargs = kwargs | {"device": _intended_device(kwargs["device"])}
@@ -128,7 +130,7 @@ class DeferredInit(TorchDispatchMode):
             storage.changes = (*kept, change)
         return results
 
-    def _change(self, func: Any, args: Any, kwargs: Any) -> "_Change":
+    def _change(self, func: Overload, args: Arguments, kwargs: Options) -> "_Change":
         """What an operation does; a random one also draws, so that the next draws are those that they would be."""
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -185,9 +187,9 @@ class _Part:
 class _Change:
     """An operation on deferred tensors."""
 
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    func: Overload
+    args: Arguments
+    kwargs: Options
     generator_state: Tensor | None = None  # before a random operation
     created: int | None = None  # which of its results is the changed memory; None: it changes an operand
 
@@ -213,7 +215,7 @@ def _intended_device(device: torch.device | None) -> torch.device:
 
 
 def _address(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -225,7 +227,7 @@ def _scratch(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[object]:
+def _written(func: Overload, args: Arguments, kwargs: Options) -> Iterator[object]:
     """The operands that an operation changes."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

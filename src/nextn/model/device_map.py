@@ -161,7 +161,7 @@ def _read_map(path: str, trunk: Trunk) -> list[str]:
 
 
 def _layers_name(trunk: Trunk) -> str:
-    return next(name for name, part in trunk.model.named_modules() if part is trunk.decoder.layers)
+    return str(next(name for name, part in trunk.model.named_modules() if part is trunk.decoder.layers))
 
 
 def _is_in(name: str, key: str) -> bool:

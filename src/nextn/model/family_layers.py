@@ -50,7 +50,8 @@ class ResidualBlock(nn.Module):
 
     def forward(self, states: Tensor, **kwargs: object) -> Tensor:
         states = states + self.self_attn(hidden_states=self.input_layernorm(states), **kwargs)[0]
-        return states + self.mlp(self.post_attention_layernorm(states))
+        states = states + self.mlp(self.post_attention_layernorm(states))
+        return states
 
 
 def broadcast_to_streams(states: Tensor, hidden: Tensor) -> Tensor:

@@ -111,11 +111,12 @@ class MTPLayer(nn.Module):
         embedded, hidden = self.token_norm(embedded), self.hidden_norm(hidden)
         if "projection" not in self.family.names:
             is_flat, size = hidden.shape[-1] != embedded.shape[-1], embedded.shape[-1]
-            states = self.hidden_projection(hidden.unflatten(-1, (-1, size)) if is_flat else hidden)
+            states: Tensor = self.hidden_projection(hidden.unflatten(-1, (-1, size)) if is_flat else hidden)
             states = states + broadcast_to_streams(self.token_projection(embedded), states)
             return states.flatten(-2) if is_flat else states
         parts = [hidden, embedded] if self.family.concat == "hidden_first" else [embedded, hidden]
-        return self.projection(torch.cat(parts, dim=-1))
+        projected: Tensor = self.projection(torch.cat(parts, dim=-1))
+        return projected
 
     def _run_layers(
         self,
@@ -187,7 +188,8 @@ class Head(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Head":
         # Experts that are loaded while they run are on the meta device.
-        return super()._apply(lambda value: value if value.is_meta else fn(value), recurse)
+        super()._apply(lambda value: value if value.is_meta else fn(value), recurse)
+        return self
 
     @property
     def trunk(self) -> Trunk:

@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +140,7 @@ def load_tensors(
     head.load_state_dict(state | {name: head.get_parameter(name) for name in left}, strict=True, assign=True)
     assert not stand_ins.install(head.stack)
     for stem, groups in split.items():
-        experts: Any = head.get_submodule(f"stack.{stem}")
+        experts = head.get_submodule(f"stack.{stem}")
         experts.forward = partial(run_in_groups, experts, groups)
     for stem, stored in packed.items():
         pack_experts(head, f"stack.{stem}", stored)

@@ -25,7 +25,8 @@ def logits_of(output: nn.Module, final_hidden: Tensor) -> Tensor:
     layer computes in its own dtype.
     """
     if not isinstance(output, PackedLinear) and type(output) is not nn.Linear:
-        return output(final_hidden.to(next(output.parameters()).dtype)).float()
+        logits: Tensor = output(final_hidden.to(next(output.parameters()).dtype))
+        return logits.float()
     return float_linear(final_hidden, output.weight, output.bias)
 
 

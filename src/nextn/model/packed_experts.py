@@ -7,7 +7,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +92,8 @@ class PackedExperts(nn.Module):
         """Compute states [T, H] for chosen experts [T, k] with these weights [T, k]."""
         if self.is_recorded:
             with self._holding({name: codes.stand_in for name, codes in self.codes.items()}):
-                return self.experts(states, chosen, weights)
+                computed: Tensor = self.experts(states, chosen, weights)
+                return computed
         return run_in_groups(self.experts, lambda _: self._one_by_one(chosen), states, chosen, weights)
 
     def as_experts(self) -> nn.Module:
@@ -127,7 +127,7 @@ class PackedExperts(nn.Module):
         indices = range(self._num_experts)
         return {name: torch.stack([codes.dequantize(i) for i in indices]) for name, codes in self.codes.items()}
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         destination |= {f"{prefix}{name}": value for name, value in self._dequantized().items()}
 
 

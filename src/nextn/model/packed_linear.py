@@ -6,7 +6,6 @@ The native backend packs the codes as they are; torch computes the dequantized w
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +169,7 @@ class PackedLinear(nn.Linear):
         linear.weight, linear.bias = nn.Parameter(self.weight), self.bias
         return linear.train(self.training)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
 

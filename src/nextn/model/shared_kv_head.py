@@ -7,7 +7,7 @@ pair's hidden state. Layers, sizes and lm_head are its own; only the trunk's emb
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class SharedKVHead(Head):
         self.family, self.draft_vocabulary, self.exact = family, None, False
         self._trunk, self.config = (trunk,), config
         with _config_errors(family):
-            own: Any = AutoConfig.for_model(**cast(dict[str, Any], copy.deepcopy({**config})))
+            own = AutoConfig.for_model(**copy.deepcopy({**config}))
             text = own.text_config
             _check_values(own)
             _check_fit(own, trunk)
@@ -224,7 +224,7 @@ def _config_errors(family: Family) -> Iterator[None]:
         raise FamilyError(f"the config.json is not one of {family.title}: {type(error).__name__}: {reason}") from error
 
 
-def _check_values(own: Any) -> None:
+def _check_values(own: PreTrainedConfig) -> None:
     """Raise ValueError for values of transformers' config that no such head can have."""
     text, vocabulary = own.text_config, own.text_config.vocab_size
     if text.num_hidden_layers != len(text.layer_types):
@@ -239,7 +239,7 @@ def _check_values(own: Any) -> None:
             raise ValueError(f"centroid_intermediate_top_k is {best}; expected 1 to num_centroids, {groups}")
 
 
-def _check_fit(own: Any, trunk: Trunk) -> None:
+def _check_fit(own: PreTrainedConfig, trunk: Trunk) -> None:
     """Raise FamilyError listing what of the trunk does not fit the head's config."""
     text, config = own.text_config, trunk.config
     facts = [("backbone_hidden_size", own.backbone_hidden_size, config.hidden_size, "hidden_size")]

@@ -126,7 +126,7 @@ def _computed_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def separable_experts(layer: nn.Module, implementation: str | None) -> Any:
+def separable_experts(layer: nn.Module, implementation: str | None) -> nn.Module | None:
     """Return the module with a layer's experts if they are too large to be loaded together; None if they are not.
 
     implementation: Of experts, in the model's config: `eager` modules compute in other ways.
@@ -150,7 +150,7 @@ def run_in_groups(experts: Any, groups: ExpertGroups, states: Tensor, chosen: Te
                 if len(token):
                     experts.num_experts = end - first
                     rows, numbers = states[token], (chosen[token, place] - first)[:, None]
-                    part = type(experts).forward(experts, rows, numbers, torch.ones_like(rows[:, :1]))
+                    part: Tensor = type(experts).forward(experts, rows, numbers, torch.ones_like(rows[:, :1]))
                     if results is None:
                         results = part.new_zeros(*chosen.shape, part.shape[-1])
                     results[token, place] = part

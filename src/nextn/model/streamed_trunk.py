@@ -14,7 +14,7 @@ from itertools import groupby
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,15 @@ _STATES = ("final_hidden", "head_input")
 _VOCAB_ROWS = 16384  # of an lm_head that are cast at once
 
 
+class ReadOptions(TypedDict, total=False):
+    """Options of `StreamedTrunk.read_layers`."""
+
+    folder: Path | None
+    max_state_bytes: int
+    on_layer: Callable[[LayerProgress], None]
+    observe: Callable[[int], object]
+
+
 class DeferredTrunk(Trunk):
     """A trunk with embedding, final norm and lm_head, for processes that shard each decoder layer when it is loaded."""
 
@@ -51,7 +60,8 @@ class DeferredTrunk(Trunk):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DeferredTrunk":
         # Layers follow to another device when they are loaded.
-        return super()._apply(lambda value: value if value.is_meta else fn(value), recurse)
+        super()._apply(lambda value: value if value.is_meta else fn(value), recurse)
+        return self
 
     def loaded_layers(self, devices: Sequence[torch.device] | None = None) -> Iterator[nn.Module]:
         """Load the decoder layers for good, frozen, and yield each; a layer that is sharded meanwhile takes its shard.
@@ -133,7 +143,7 @@ class StreamedTrunk(DeferredTrunk):
 
     @torch.inference_mode()
     def run(
-        self, batches: Sequence[Tensor], *, documents: Sequence[Tensor] | None = None, **options: Any
+        self, batches: Sequence[Tensor], *, documents: Sequence[Tensor] | None = None, **options: Unpack[ReadOptions]
     ) -> list[TrunkOutput]:
         """Read each decoder layer once, as `read_layers` with these options, and return the states of every batch."""
         self.read_layers(batches, documents=documents, **options)

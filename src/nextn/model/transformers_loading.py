@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -132,7 +132,10 @@ def transformers_errors(folder: Path, what: str = "load") -> Iterator[None]:
 
 def _from_files(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, list[str]]]:
     loader = _loader(_config(folder))
-    return loader.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True, trust_remote_code=False)
+    model, info = loader.from_pretrained(
+        folder, dtype=dtype or "auto", output_loading_info=True, trust_remote_code=False
+    )
+    return model, info
 
 
 def _from_state(
@@ -183,7 +186,8 @@ def _reason(error: Exception) -> str:
 
 def _loader(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     # Some vision-language types have no class for only their text model.
-    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    return cast(type[AutoModelForCausalLM], AutoModelForCausalLM if is_text else AutoModelForImageTextToText)
 
 
 @contextmanager

@@ -152,7 +152,7 @@ class Trunk(nn.Module):
     @property
     def vocab_size(self) -> int:
         """The number of tokens; embedding and lm_head may have more rows, for padding."""
-        return getattr(self.config, "unpadded_vocab_size", None) or self.config.vocab_size
+        return int(getattr(self.config, "unpadded_vocab_size", None) or self.config.vocab_size)
 
     @property
     def max_length(self) -> int | None:

@@ -18,10 +18,13 @@ from torch.overrides import TorchFunctionMode
 from nextn.cache.family_caches import TrunkKV
 from nextn.cache.kv_cache import KVCache
 from nextn.checkpoint.mapped_memory import released_after_use
+from nextn.model.deferred_init import Options
 from nextn.model.head import Head
 from nextn.model.packed_experts import weights_with_codes
 from nextn.model.packed_linear import StoredFp8
 from nextn.model.trunk import Trunk
+from nextn.runtime.native.kv_buffers import KVBuffers
+from nextn.runtime.native.session import NativeHead
 from nextn.runtime.native.stored_codes import unsupported
 from nextn.runtime.native.trace import Untraceable
 from nextn.runtime.native.weight_packing import PackedWeights
@@ -40,19 +43,11 @@ _ROUNDED_TOLERANCE = {8: 0.1, 7: 0.1, 4: 1.1}
 _MAX_ERROR_RATIO = 2.0  # of the native error to that of torch's modules; it is below 1 where all is right
 _PRODUCTS = frozenset(
     (
-        *(
-            functional.linear,
-            functional.grouped_mm,
-            torch._grouped_mm,
-            torch.matmul,
-            torch.mm,
-            torch.bmm,
-            torch.addmm,
-            torch.baddbmm,
-        ),
-        *(torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
+        *(functional.linear, functional.grouped_mm, torch._grouped_mm, torch.einsum, torch.addmm, torch.baddbmm),
+        *(torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
     )
 )
+_TrunkCaches = tuple[KVCache | None, KVBuffers]  # in torch, and native
 _WIDENED = _PRODUCTS | {functional.conv1d, functional.layer_norm, functional.scaled_dot_product_attention}
 
 
@@ -75,8 +70,8 @@ class WithPackedValues(TorchFunctionMode):
         self._weights, self._is_wide = weights, is_wide
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Callable[..., Tensor], types: object, args: Sequence[Any] = (), kwargs: Options | None = None
+    ) -> object:
         options = kwargs or {}
         if func in _WIDENED:
             values = self._factor if func in _PRODUCTS else self._widened
@@ -93,9 +88,8 @@ class WithPackedValues(TorchFunctionMode):
         widened: Tensor = self._widened(rows)
         return widened if found is None else found.to(widened.dtype)
 
-    def _factor(self, value: Any) -> Any:
-        is_weight = isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self._storages
-        if not is_weight:
+    def _factor(self, value: object) -> object:
+        if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() not in self._storages:
             return self._widened(value)
         # Experts are multiplied as views [E, K, N].
         is_transposed = value.ndim > 1 and value.stride(-1) != 1
@@ -115,7 +109,7 @@ def check(trunk: Trunk, head: Head | None, native: Any) -> None:
     `native` is the `Backend` of what was recorded. Raises Untraceable if a median over positions is beyond the bound.
     """
     tokens = torch.randint(trunk.vocab_size, (1, sum(BLOCK_SIZES)), generator=torch.Generator().manual_seed(0))
-    tolerance, modules = _tolerance(trunk, head, native), [trunk, *([] if head is None else [head])]
+    tolerance, modules = _tolerance(trunk, head, native.weight_bits), [trunk, *([] if head is None else [head])]
     own_cache = trunk.cache(1) if head is not None and head.family.trunk_kv else None
     with released_after_use([*trunk.decoder.layers, *([] if head is None else head.stack)]):
         with WithPackedValues(modules, native.trunk.weights) as values:
@@ -135,12 +129,12 @@ def check(trunk: Trunk, head: Head | None, native: Any) -> None:
         _compare_logits(trunk, states, logits, values)
         if head is None or native.head is None:
             return
-        tolerance = _head_tolerance(head, native, tolerance)
+        tolerance = _head_tolerance(head, native.head_bits, tolerance)
         _check_head(tokens, exact.head_input, head, native.head, tolerance, (own_cache, cache))
 
 
 def _check_head(
-    tokens: Tensor, inputs: Tensor, head: Head, native: Any, tolerance: float, trunk_caches: tuple[KVCache | None, Any]
+    tokens: Tensor, inputs: Tensor, head: Head, native: NativeHead, tolerance: float, trunk_caches: _TrunkCaches
 ) -> None:
     """Compare the first layer, with the states in `inputs` [1, T, ...] of the trunk.
 
@@ -176,23 +170,22 @@ def _compare_logits(trunk: Trunk, states: Sequence[Tensor], logits: Sequence[Ten
     _compare("lm_head", exact, [each[..., places] for each in logits], tolerance)
 
 
-def _tolerance(trunk: Trunk, head: Head | None, native: Any) -> float:
+def _tolerance(trunk: Trunk, head: Head | None, weight_bits: int | None) -> float:
     tolerance = _TOLERANCE[trunk.dtype]
     if trunk.kv_cache_dtype == "int8":
         tolerance = max(tolerance, _CACHE_TOLERANCE)
     kept = {type(each) for weight in weights_with_codes(*filter(None, (trunk, head))) for each in weight.matrices}
-    if native.weight_bits is not None or kept - {StoredFp8}:
+    if weight_bits is not None or kept - {StoredFp8}:
         tolerance = max(tolerance, _SIXTEEN_BITS_TOLERANCE)
-    if native.weight_bits is not None and StoredFp8 in kept:
-        tolerance = max(tolerance, _ROUNDED_TOLERANCE[native.weight_bits])
+    if weight_bits is not None and StoredFp8 in kept:
+        tolerance = max(tolerance, _ROUNDED_TOLERANCE[weight_bits])
     return tolerance
 
 
-def _head_tolerance(head: Head, native: Any, tolerance: float) -> float:
+def _head_tolerance(head: Head, bits: int | None, tolerance: float) -> float:
     """Return that of the head, whose weights the native backend may round where those of the trunk stay."""
     codes = (matrix for weight in weights_with_codes(head) for matrix in weight.matrices)
-    is_rounded = native.head_bits is not None and any(map(unsupported, codes))
-    return max(tolerance, _ROUNDED_TOLERANCE[native.head_bits]) if is_rounded else tolerance
+    return max(tolerance, _ROUNDED_TOLERANCE[bits]) if bits is not None and any(map(unsupported, codes)) else tolerance
 
 
 def _compare(

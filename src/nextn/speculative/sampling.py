@@ -17,6 +17,8 @@ from torch import Tensor
 
 from nextn.settings import Sampling
 
+Nested = Any  # lists of ints or floats, as deep as the prediction has dimensions before the vocabulary
+
 
 class Prediction:
     """Logits [..., V], with argmax and confidence copied to the host once, and only when they are used."""
@@ -25,12 +27,12 @@ class Prediction:
         self.logits = logits
 
     @cached_property
-    def best(self) -> Any:
+    def best(self) -> Nested:
         """The argmax of each position, as nested lists of ints: the lowest index among equals."""
         return self.logits.argmax(-1).tolist()
 
     @cached_property
-    def confidence(self) -> Any:
+    def confidence(self) -> Nested:
         """The probability of each argmax at temperature 1, as nested lists of floats."""
         return self.logits.float().softmax(-1).amax(-1).tolist()
 
@@ -43,11 +45,11 @@ class HeadOutput(Prediction):
         self._best, self._confidence = best, confidence
 
     @cached_property
-    def best(self) -> Any:
+    def best(self) -> Nested:
         return self._best.tolist()
 
     @cached_property
-    def confidence(self) -> Any:
+    def confidence(self) -> Nested:
         return self._confidence.tolist()
 
 

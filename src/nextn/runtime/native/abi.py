@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,11 +173,12 @@ class Program:
     """A list of op calls over fixed memory: added once, run often."""
 
     def __init__(self, runtime: "Runtime") -> None:
-        self._runtime, self._handle = runtime, runtime.library.nextn_program()
+        self._runtime = runtime
+        self.handle: int = runtime.library.nextn_program()  # its address, valid as long as this object
         self._tensors: list[Tensor] = []
 
     def __del__(self) -> None:
-        self._runtime.library.nextn_program_free(self._handle)
+        self._runtime.library.nextn_program_free(self.handle)
 
     def add(
         self,
@@ -194,21 +194,16 @@ class Program:
         kernel supports the call; if not, the program is unchanged.
         """
         arguments = _arguments(tensors, ints, reals)
-        if arguments is None or self._runtime.library.nextn_program_add(self._handle, op.encode(), *arguments):
+        if arguments is None or self._runtime.library.nextn_program_add(self.handle, op.encode(), *arguments):
             return False
         if num_shards:
-            self._runtime.library.nextn_program_shard(self._handle, num_shards)
+            self._runtime.library.nextn_program_shard(self.handle, num_shards)
         self._tensors += [tensor.detach() for tensor in tensors]  # a parameter may get other memory
         return True
 
-    @property
-    def handle(self) -> int:
-        """Address of the native program, valid as long as this object."""
-        return self._handle
-
     def run(self) -> None:
         with self._runtime.lock:
-            self._runtime.library.nextn_program_run(self._handle, self._runtime.team)
+            self._runtime.library.nextn_program_run(self.handle, self._runtime.team)
 
 
 class Runtime:
@@ -216,7 +211,8 @@ class Runtime:
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.library, self.lock, self.num_threads = library, LOCK, threads
-        self._process, self._team = os.getpid(), library.nextn_team(threads)
+        self._process = os.getpid()
+        self._team: int = library.nextn_team(threads)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # modules are gone at exit
         # A forked child has no such threads to join, and at exit a daemon thread may still be running the team.
@@ -300,17 +296,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     for name in ("nextn_team_free", *programs, "nextn_chain"):
         getattr(library, name).restype = None
     views, ints, reals = ctypes.POINTER(View), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double)
-    call: list[Any] = [
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        views,
-        ctypes.c_int64,
-        ints,
-        ctypes.c_int64,
-        reals,
-        ctypes.c_int64,
-    ]
-    library.nextn_program_add.argtypes = library.nextn_call.argtypes = call
+    arrays = views, ctypes.c_int64, ints, ctypes.c_int64, reals, ctypes.c_int64
+    library.nextn_program_add.argtypes = library.nextn_call.argtypes = [ctypes.c_void_p, ctypes.c_char_p, *arrays]
     library.nextn_packed_bytes.argtypes, library.nextn_packed_bytes.restype = [ctypes.c_int64] * 3, ctypes.c_int64
     library.nextn_takes_floats.argtypes = [ctypes.c_int64]
     library.nextn_zero_lost_pages.argtypes = [ctypes.POINTER(_INT), _INT]
@@ -319,8 +306,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.nextn_program_shard.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.nextn_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.nextn_chain.argtypes = [ctypes.c_void_p] * 4
-    rounds: list[Any] = [*[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_void_p]
-    library.nextn_rounds.argtypes, library.nextn_rounds.restype = rounds, ctypes.c_int64
+    library.nextn_rounds.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_void_p]
+    library.nextn_rounds.restype = ctypes.c_int64
     return library
 
 

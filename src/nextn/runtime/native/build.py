@@ -84,7 +84,7 @@ def build_library(sources: Path, cache: Path) -> Path:
 def is_intact(library: Path) -> bool:
     """Return whether the library has the size and hash recorded when it was built."""
     try:
-        return json.loads(_record(library).read_text(encoding="utf-8")) == _description(library.read_bytes())
+        return bool(json.loads(_record(library).read_text(encoding="utf-8")) == _description(library.read_bytes()))
     except (OSError, ValueError):
         return False
 

@@ -15,13 +15,12 @@ from nextn.cache.kv_cache import CacheBlock, KVCache
 from nextn.errors import RollbackError
 from nextn.runtime.native.abi import Program, Runtime
 from nextn.runtime.native.memory import untouched_zeros
-from nextn.runtime.native.trace_hooks import MAX_RECURRENT_BLOCK, StateShape
+from nextn.runtime.native.trace_hooks import MAX_RECURRENT_BLOCK, Shape, StateShape
 
 _BLOCK = 32  # capacities are multiples of the positions that native attention processes at once
 _MIN_CAPACITY = 256
 _SCALE_BYTES = 8  # of a position and kv head in int8: two scales in fp32
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
-Shape = tuple[int, int, int]  # of an attention layer: kv heads, key size, value size
 
 
 class KVBuffers(KVCache):

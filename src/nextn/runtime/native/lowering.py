@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,8 +83,8 @@ def _creates_views(entry: Entry) -> bool:
     return is_empty or entry.out_keys <= entry.in_keys
 
 
-def _rules() -> dict[Any, Rule]:
-    rules: dict[Any, Rule] = {}
+def _rules() -> dict[object, Rule]:
+    rules: dict[object, Rule] = {}
     for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "minimum", "maximum", "remainder"):
         rules[getattr(aten, name)] = _binary(name)
     for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "floor_divide", "pow"):
@@ -371,4 +370,4 @@ def _pad(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
     return [Instruction("fill", (entry.outs[0],), reals=(value,)), Instruction("copy", (inner, source))]
 
 
-_RULES: dict[Any, Rule] = _rules()
+_RULES: dict[object, Rule] = _rules()

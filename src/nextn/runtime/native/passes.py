@@ -14,11 +14,11 @@ from torch import Tensor
 
 from nextn.model.layer_types import LayerType
 from nextn.runtime.native.abi import Runtime
-from nextn.runtime.native.kv_buffers import KVBuffers, Shape
+from nextn.runtime.native.kv_buffers import KVBuffers
 from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.trace import TraceRecorder
-from nextn.runtime.native.trace_hooks import MAX_RECURRENT_BLOCK, RecordingCache, StateShape
+from nextn.runtime.native.trace_hooks import MAX_RECURRENT_BLOCK, RecordingCache, Shape, StateShape
 from nextn.runtime.native.weight_packing import PackedWeights
 
 # Block sizes: one more than usual numbers of drafts (and 16, because products process 16 rows at once), then the sizes

@@ -1,10 +1,10 @@
 """Trunk and head of the native backend, with the signatures of `Trunk` and `Head` as decoding uses them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,13 @@ from nextn.runtime.native.memory import Scratch
 from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
 from nextn.runtime.native.program import Replay
 from nextn.runtime.native.rounds import NativeRounds, NativeVerifier, VerifyBlock
-from nextn.runtime.native.trace_hooks import RecordingCache, RecordingTrunkKV, copy_for_recording, record_delta_rules
+from nextn.runtime.native.trace_hooks import (
+    RecordingCache,
+    RecordingTrunkKV,
+    Shape,
+    copy_for_recording,
+    record_delta_rules,
+)
 from nextn.runtime.native.weight_packing import PackedWeights
 from nextn.runtime.protocols import RoundsStart
 from nextn.settings import Sampling
@@ -63,9 +69,9 @@ class NativeTrunk:
     def cache(self, batch_size: int) -> KVBuffers:
         return _allocate_cache([self._passes], batch_size)
 
-    def shapes(self, layers: Iterable[int]) -> dict[int, Any]:
+    def shapes(self, layers: Iterable[int]) -> dict[int, Shape]:
         """Return what these layers store per position, by index. Raises Untraceable."""
-        return {layer: self._passes.shapes(1)[layer] for layer in layers}
+        return {layer: cast(Shape, self._passes.shapes(1)[layer]) for layer in layers}
 
     def prepare(self, batch_size: int, block_sizes: Sequence[int], *, exact: bool) -> None:
         """Record passes of these sizes, see `DecodingTrunk.prepare`."""
@@ -196,7 +202,7 @@ class NativeHead:
         self._runtime, self.weights = runtime, weights
         self.layer_index, self.uses_next_hidden, self.family = head.layer_index, head.uses_next_hidden, head.family
         layer_types = [layer_type for index in range(head.num_modules) for layer_type in head.layer_types(index)]
-        make_cache: Any = RecordingCache
+        make_cache: Callable[..., RecordingCache] = RecordingCache
         self.read_layers: list[int] = []  # of the trunk's, by a head without keys of its own
         if isinstance(head, SharedKVHead):
             self.read_layers = list(head.read_layers.values())

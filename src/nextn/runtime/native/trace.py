@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from nextn.errors import NextnError
+from nextn.model.deferred_init import Arguments, Options, Overload
 from nextn.model.logits import FLOAT_LINEAR
 
 aten = torch.ops.aten
@@ -29,9 +30,9 @@ class Untraceable(NextnError):
 class Entry:
     """One recorded operation."""
 
-    func: Any  # an aten overload, or the name of a native op that a hook put in place of model code
-    args: tuple[Any, ...]  # as called; for a native op its views, outputs included
-    kwargs: dict[str, Any]
+    func: Overload | str  # an aten overload, or the name of a native op that a hook put in place of model code
+    args: Arguments  # as called; for a native op its views, outputs included
+    kwargs: Options
     outs: list[Tensor]  # every tensor that it returned or, for a native op, writes
     ints: tuple[int, ...] = ()  # of a native op
     reals: tuple[float, ...] = ()  # of a native op
@@ -65,7 +66,9 @@ class Trace(TorchDispatchMode):
         self._created: set[int] = set()
         self._alive: list[Tensor] = []  # keeps storages alive, whose keys could otherwise be reused
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Overload, types: object, args: Arguments = (), kwargs: Options | None = None
+    ) -> object:
         kwargs = kwargs or {}
         depends = any(storage_key(tensor) in self.dynamic for tensor in _tensors(args, kwargs))
         if depends and _is_data_dependent(func, args):
@@ -80,7 +83,7 @@ class Trace(TorchDispatchMode):
             self._append(Entry(func, args, kwargs, outs))
         return out
 
-    def _uncomputed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _uncomputed(self, func: Overload, args: Arguments, kwargs: Options) -> object:
         """Return memory of the results' shapes that nobody writes.
 
         What depends on the inputs has no meaning here, only its shape. So a recording reads no weights, and memory for
@@ -148,7 +151,8 @@ def record(run: Callable[[], Iterable[Tensor]], trace: Trace) -> list[Tensor]:
 
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of the tensor's storage, which all its views share."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _tensors(*values: object) -> list[Tensor]:
@@ -186,10 +190,10 @@ class _Scalar(NamedTuple):
     """An argument that is no tensor; 1, 1.0 and True are different ones, as the results' dtypes are."""
 
     kind: type
-    value: Any
+    value: object
 
 
-def _signature(values: Any) -> Any:
+def _signature(values: object) -> object:
     """Return nested arguments as a key, which holds all that the forms of the results depend on."""
     if isinstance(values, Tensor):
         return _form(values)
@@ -199,10 +203,10 @@ def _signature(values: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)  # the layers of a model repeat each other, and so do its recordings
-def _forms_of_results(func: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> Any:
+def _forms_of_results(func: Overload, args: object, kwargs: tuple[tuple[str, object], ...]) -> object:
     """Return what the operation gives for arguments of these signatures, with forms in place of tensors."""
 
-    def result(made: Callable[[_Form], Tensor], **others: object) -> Any:
+    def result(made: Callable[[_Form], Tensor], **others: object) -> object:
         named = {name: _mapped(value, made) for name, value in kwargs} | others
         return _mapped(func(*_mapped(args, made), **named), _form)
 
@@ -213,7 +217,7 @@ def _forms_of_results(func: Any, args: Any, kwargs: tuple[tuple[str, Any], ...])
         return result(_Form.zeros)
 
 
-def _mapped(values: Any, function: Callable[[Any], Any]) -> Any:
+def _mapped(values: object, function: Callable[[Any], object]) -> Any:
     """Return nested results, signatures or forms with `function` of each tensor or form, and scalars as they were."""
     if isinstance(values, (Tensor, _Form)):
         return function(values)
@@ -224,7 +228,7 @@ def _mapped(values: Any, function: Callable[[Any], Any]) -> Any:
     return values
 
 
-def _is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_data_dependent(func: Overload, args: Arguments) -> bool:
     if func is aten.index.Tensor:  # tagged because of boolean masks; integer indices give a known shape
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return any(tag in func.tags for tag in _DATA_DEPENDENT)

@@ -7,7 +7,7 @@ replaced while a pass is recorded, for the recording thread.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -29,9 +29,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # Largest block over a recurrent layer: what each position changes in the state is kept until the block is committed.
 MAX_RECURRENT_BLOCK = 32
 _NAME = "nextn"  # in transformers' registries
-_IGNORED = IGNORABLE_ARGUMENTS | {
-    "is_causal"
-}  # arguments of attention without effect: the native op applies the mask itself
+_IGNORED = IGNORABLE_ARGUMENTS | {"is_causal"}  # arguments without effect: the native op applies the mask itself
+Shape = tuple[int, int, int]  # of an attention layer: kv heads, key size, value size
 _OTHER_RULE = "a recurrent layer whose update is not the gated delta rule"
 
 
@@ -43,7 +42,7 @@ class RecordingLayer:
 
     def __init__(self, layer_type: LayerType, header: Tensor, starts: Tensor, *, int8: bool = False) -> None:
         self.layer_type, self.header, self.starts, self.int8 = layer_type, header, starts, int8
-        self.shape: tuple[int, int, int] | None = None  # (kv heads, key size, value size), set by a recording
+        self.shape: Shape | None = None  # set by a recording
         self.keys: Tensor | None = None  # that it handed out, by which the hook recognizes the layer
         self.is_stored = False  # whether the buffers hold these keys and their values
 
@@ -55,7 +54,7 @@ class RecordingLayer:
         self.keys = keys
         return keys, values
 
-    def read(self, num_positions: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def read(self, num_positions: int, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return placeholders [B, kv heads, m, size] for the keys and values that are stored."""
         heads, *sizes = shape
         self.keys, values = (torch.zeros(len(self.starts), heads, num_positions, size, dtype=dtype) for size in sizes)
@@ -181,11 +180,11 @@ class RecordingTrunkKV(RecordingCache):
     """The trunk's cache in a recorded pass of a head that reads it. shapes: of the layers that it reads, by index."""
 
     def __init__(
-        self, shapes: Mapping[int, tuple[int, int, int]], dtype: torch.dtype, *args: Any, **options: Any
+        self, shapes: Mapping[int, Shape], dtype: torch.dtype, types: Sequence[LayerType], *args: Tensor, int8: bool
     ) -> None:
-        super().__init__(*args, **options)
-        pairs = zip(self.layers, shapes.items(), strict=True)
-        self._by_index = {index: (layer, shape) for layer, (index, shape) in pairs}
+        super().__init__(types, *args, int8=int8)
+        pairs: Iterable[tuple[RecordingLayer, Shape]] = zip(self.layers, shapes.values(), strict=True)
+        self._by_index = dict(zip(shapes, pairs, strict=True))
         self._dtype = dtype
 
     def keys_and_values(self, layer: int, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -218,8 +217,8 @@ def copy_for_recording(module: ModuleT, copies: Sequence[tuple[nn.Module, nn.Mod
     return twin
 
 
-def _configs(module: nn.Module) -> list[Any]:
-    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+def _configs(module: nn.Module) -> list[PreTrainedConfig]:
+    configs = [getattr(part, "config", None) for part in module.modules()]
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
@@ -243,11 +242,11 @@ def record_delta_rules(*modules: nn.Module) -> Iterator[None]:
                 setattr(home, name, original)
 
 
-def _while_recording(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _while_recording(replacement: Callable[..., object], original: Callable[..., object]) -> Callable[..., object]:
     """Call the replacement in a thread that records, else the original."""
 
     @wraps(original)
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: object, **kwargs: object) -> object:
         return (replacement if is_recording() else original)(*args, **kwargs)
 
     return dispatch
@@ -293,7 +292,7 @@ def _gated_delta_rule(
     return layer.apply_rule(query, key, value, g, beta, norm=use_qk_l2norm_in_kernel), layer.past
 
 
-_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+_REPLACEMENTS: dict[str, Callable[..., object]] = {
     "causal_conv1d_fn": _causal_conv,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "torch_recurrent_gated_delta_rule": _gated_delta_rule,
@@ -311,7 +310,7 @@ def _attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, m, D] x 3 -> [B, m, H, Dv]."""
     trace = current_trace()
@@ -361,7 +360,7 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     return weighted.view(-1, num_chosen, weighted.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
 
-def _expert_linear(module: Any, name: str, states: Tensor, ids: Tensor) -> Tensor:
+def _expert_linear(module: nn.Module, name: str, states: Tensor, ids: Tensor) -> Tensor:
     weight = getattr(module, name).detach()  # [E, N, K]
     out = torch.zeros(len(states), weight.shape[1], dtype=states.dtype)
     views = [out, states.contiguous(), ids.contiguous(), weight]
