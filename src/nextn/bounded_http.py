@@ -91,7 +91,7 @@ class _Stream(httpcore2.NetworkStream):
     ) -> httpcore2.NetworkStream:
         return _Stream(self._inner.start_tls(ssl_context, server_hostname, _left(timeout, httpcore2.ConnectTimeout)))
 
-    def get_extra_info(self, info: str) -> Any:
+    def get_extra_info(self, info: str) -> object:
         return self._inner.get_extra_info(info)
 
 
@@ -104,7 +104,7 @@ class _Backend(httpcore2.SyncBackend):
         port: int,
         timeout: float | None = None,
         local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.NetworkStream:
         left = _left(timeout, httpcore2.ConnectTimeout)
         return _Stream(super().connect_tcp(host, port, left, local_address, socket_options))

@@ -103,7 +103,7 @@ def console(*, stderr: bool = False) -> "Console":
     from rich.table import Table
 
     class VisibleConsole(Console):
-        def print(self, *objects: Any, **options: Any) -> None:
+        def print(self, *objects: object, **options: Any) -> None:
             if _has_width(self):
                 super().print(*objects, **options)
                 return

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nextn.model.layer_states import LayerProgress
     from nextn.model.model import Model
     from nextn.model.streamed_trunk import StreamedTrunk
-    from nextn.model.trunk import TrunkOutput
+    from nextn.model.trunk import Trunk, TrunkOutput
     from nextn.train.head_task import HeadTask
     from nextn.train.hidden_cache import HiddenStateCache
 
@@ -299,7 +299,7 @@ def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Pat
     """Run the trunk of a task over all texts of a training run."""
     from nextn.evaluate.streaming_plan import StreamEstimate
 
-    trunk: Any = task.model.trunk
+    trunk = cast("StreamedTrunk", task.model.trunk)
     if task.ranks.is_first:
         num_tokens = cache.num_batches * task.config.batch_size * task.config.length
         print_note(f"the trunk is streamed (--stream): {StreamEstimate.of(trunk, num_tokens)}")
@@ -308,7 +308,7 @@ def stream_for_training(task: "HeadTask", cache: "HiddenStateCache", folder: Pat
 
 
 def show_init_layers(
-    trunk: Any, folder: Path, *, quiet: bool
+    trunk: "Trunk", folder: Path, *, quiet: bool
 ) -> "AbstractContextManager[Callable[[LayerProgress], None]]":
     """Show the trunk's layers that run to make a new head."""
     from nextn.model.streamed_trunk import StreamedTrunk

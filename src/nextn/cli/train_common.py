@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from nextn.bounded_json import read_json
+from nextn.bounded_json import JsonDict, read_json
 from nextn.cli.progress import minutes, status_lines
 from nextn.cli.screen import console, echo
 from nextn.errors import ConfigError
@@ -41,7 +41,7 @@ def merge_settings(config: Path | None, pairs: list[str]) -> dict[str, object]:
         if not equals:
             raise ConfigError(f"--set {pair!r}; expected KEY=VALUE, such as steps=1000")
         *groups, key = key.split(".")
-        into: Any = values
+        into: JsonDict = values
         for group in groups:
             into = into.setdefault(group, {})
             if not isinstance(into, dict):

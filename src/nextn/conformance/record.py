@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nextn.bounded_json import read_json
+from nextn.bounded_json import JsonDict, JsonObject, read_json
 from nextn.engines.check_result import CheckResult, Outcome
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError
@@ -27,10 +27,10 @@ class Clause:
     must: str  # the requirement in a sentence
     faults: tuple[str, ...] = ()  # names of `evaluate.faults.FAULTS` that break it, and what `check` itself detects
 
-    def result(self, outcome: Outcome, evidence: str, **more: Any) -> CheckResult:
+    def result(self, outcome: Outcome, evidence: str, **more: object) -> CheckResult:
         """Return the result for this clause, with the requirement if it failed; more: see `CheckResult`."""
         requirement = self.must if outcome == "failed" else ""
-        return CheckResult(self.id, outcome, evidence, title=self.name, requirement=requirement, **more)
+        return CheckResult(self.id, outcome, evidence, title=self.name, requirement=requirement, **JsonDict(more))
 
 
 # fmt: off
@@ -237,7 +237,7 @@ def _rounds(record: Mapping[str, Sequence[str]]) -> dict[int, tuple[tuple[int, .
     return {int(k): tuple(tuple(map(int, digits)) for digits in texts) for k, texts in record.items()}
 
 
-def _sampled(record: Mapping[str, Any]) -> SampledRecord:
+def _sampled(record: JsonObject) -> SampledRecord:
     rules = [
         AcceptanceRule(
             rule["name"],

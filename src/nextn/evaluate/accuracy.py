@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import step_bytes
 from nextn.model.layer_states import LayerProgress
 from nextn.model.model import Model
-from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.streamed_trunk import ReadOptions, StreamedTrunk
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
 from nextn.runtime.protocols import DecodingTrunk
@@ -79,7 +79,7 @@ class Reference:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, trunk: Trunk, texts: Sequence[Sequence[int]], **options: Any) -> "Reference":
+    def of(cls, trunk: Trunk, texts: Sequence[Sequence[int]], **options: Unpack[ReadOptions]) -> "Reference":
         """Run each text of two token ids or more through a trunk in float32, whose layers are read once if streamed.
 
         `options` are those of `StreamedTrunk.run`. Raises ConfigError for another dtype, and for a text that is too
@@ -294,7 +294,7 @@ def _enough(documents: Iterable[Sequence[int]], num_tokens: int, size: int) -> I
 
 def _documents(tokenizer: "PreTrainedTokenizerBase | None", source: Source | None) -> Iterator[Sequence[int]]:
     if source is not None and has_records(source):
-        reader = RecordReader(cast(Any, tokenizer))  # records of token ids need none
+        reader = RecordReader(tokenizer)  # records of token ids need none
         for location, record in read_records(source):
             yield [int(token) for token in reader.document(record, location).ids]
         return

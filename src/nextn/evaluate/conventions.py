@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from nextn.bounded_json import JsonDict
 from nextn.checkpoint.checkpoint import Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.snapshot import on_disk
@@ -52,12 +53,12 @@ def apply_variants(model: Model, contract: Contract, variants: Sequence[Variant]
     head = copy.deepcopy(head, {id(each): each for each in shared} | {id(model.trunk): trunk})
     dequantize(head)  # so that all its weights can be changed
     for variant in variants:
-        family = replace(head.family, **cast(dict[str, Any], dict(variant.facts)))
+        family = replace(head.family, **JsonDict(variant.facts))
         trunk.stage = family.hidden
         head.set_family(family)
         if variant.change is not None:
             variant.change(head)
-        contract = replace(contract, **cast(dict[str, Any], dict(variant.contract)))
+        contract = replace(contract, **JsonDict(variant.contract))
     return replace(model, trunk=trunk, head=head, family=head.family, backends={}), contract
 
 

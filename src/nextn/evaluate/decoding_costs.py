@@ -154,7 +154,7 @@ class _Passes:
     def verify(self, num_positions: int) -> list[list[int]]:
         with self.trunk.pass_context():
             tokens = self.tokens[:, :1].expand(-1, num_positions)
-            best = self.trunk.read(self.trunk(tokens, self.cache)).best
+            best: list[list[int]] = self.trunk.read(self.trunk(tokens, self.cache)).best
             self.cache.commit([0] * self.batch)
             return best
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from nextn.bounded_json import JsonDict
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.engines.answers import EngineAnswer, EngineRequest, common_prefix, parse_answer
 from nextn.engines.ask import ask_counted, read_counters
@@ -116,7 +116,7 @@ def _stored_observation(file: Path, endpoint: Endpoint) -> EngineObservation | N
     return observation
 
 
-def _to_counters(record: dict[str, Any]) -> Counters:
+def _to_counters(record: JsonDict) -> Counters:
     tuples = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
     return Counters(**(record | tuples))
 

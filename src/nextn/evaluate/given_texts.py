@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,7 +24,7 @@ from nextn.data.records import RecordReader
 from nextn.data.sources import Source, answers_header, has_records, read_records
 from nextn.errors import ConfigError
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText
-from nextn.model.streamed_trunk import StreamedTrunk
+from nextn.model.streamed_trunk import ReadOptions, StreamedTrunk
 from nextn.model.trunk import Trunk, TrunkOutput
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def read_texts(
     `temperature`.
     """
     temperature = _temperature(source, temperature)
-    reader = RecordReader(cast(Any, tokenizer), context=trunk.max_length)
+    reader = RecordReader(tokenizer, context=trunk.max_length)
     if has_records(source):
         records = read_records(source)
     else:
@@ -90,19 +91,18 @@ def read_texts(
 
 
 def _temperature(source: Source, given: float | None) -> float:
-    header: Any = answers_header(source)
-    stored = None if header is None else header.get("settings", {}).get("sampling", {}).get("temperature")
+    header = answers_header(source) or {}
+    stored = header.get("settings", {}).get("sampling", {}).get("temperature")
     if stored is None and given is None:
         raise ConfigError(
             f"{source} does not say at which temperature its texts were sampled: give one, such as --temperatures 1"
         )
     if stored is not None and given is not None and given != stored:
         raise ConfigError(f"--temperatures {given:g}: the texts of {source} were sampled at {stored:g}; leave it out")
-    value: Any = given if stored is None else stored
-    return float(value)
+    return float(stored if given is None else given)
 
 
-def _last_labels(mask: "np.ndarray[Any, Any] | None", length: int) -> tuple[int, int]:
+def _last_labels(mask: NDArray[np.bool_] | None, length: int) -> tuple[int, int]:
     """The last run of labels, or all of a text without a mask, but for the first token, which nothing predicts."""
     if mask is None:
         return min(1, length), length
@@ -114,7 +114,9 @@ def _last_labels(mask: "np.ndarray[Any, Any] | None", length: int) -> tuple[int,
 
 
 @torch.inference_mode()
-def full_text_outputs(trunk: Trunk, texts: Sequence[ReferenceText], **options: Any) -> list[TrunkOutput]:
+def full_text_outputs(
+    trunk: Trunk, texts: Sequence[ReferenceText], **options: Unpack[ReadOptions]
+) -> list[TrunkOutput]:
     """Run each text in one pass without a cache, as `StreamedTrunk.run` does: loaded or streamed, the same bits."""
     groups = _groups(texts)
     batches = _batches(texts, groups)

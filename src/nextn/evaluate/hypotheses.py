@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nextn.engines.counters import ADAPTIVE, FIRST_TOKENS, FULL_SHARE, NOTHING_DRAFTED, Counters
 from nextn.errors import ConfigError, EngineError
@@ -23,6 +24,7 @@ MIN_WORKLOAD_SPREAD, UNKNOWN_WORKLOAD_SPREAD = 0.25, 0.6
 _ROUNDING_SHARE = 0.01  # by which an AL from a log may exceed K + 1
 
 Rows = Sequence[Sequence[float]]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class ExpectedCounts:
         )
 
     @cached_property
-    def counts(self) -> np.ndarray:
+    def counts(self) -> Floats:
         """[2, texts, K] float64: drafted, accepted."""
         return np.array([self.num_drafted, self.num_accepted], dtype=np.float64)
 
@@ -101,13 +103,13 @@ class ExpectedCounts:
         return int((self.counts[0][:, 0] > 0).sum())
 
     @cached_property
-    def raw_rates(self) -> np.ndarray:
+    def raw_rates(self) -> Floats:
         """[K]: a_k; 0 where no text drafted the depth."""
         drafted, accepted = self.counts.sum(1)
         return np.array(conditional_rates(accepted.tolist(), drafted.tolist(), undrafted=0.0))
 
     @cached_property
-    def design_effects(self) -> np.ndarray:
+    def design_effects(self) -> Floats:
         """[K]: design effects between texts, widened for few texts as in `intervals.proportion`."""
         drafted, accepted = self.counts
         num_texts, total = self.num_texts, drafted.sum(0)
@@ -115,23 +117,25 @@ class ExpectedCounts:
             return np.full(self.depths, 4.0)  # unknown; rounds of one text are seldom more correlated than this
         spread = ((accepted - self.raw_rates * drafted) ** 2).sum(0) * num_texts / (num_texts - 1)
         noise = self.raw_rates * (1 - self.raw_rates) * total
-        effects = np.divide(spread, noise, out=np.ones_like(noise), where=noise > 0)
+        effects: Floats = np.divide(spread, noise, out=np.ones_like(noise), where=noise > 0)
         widening = (student_t(num_texts - 1, 0.05) / student_t(math.inf, 0.05)) ** 2
-        return np.maximum(effects, 0.0 if self.is_expectation else 1.0) * widening
+        effects = np.maximum(effects, 0.0 if self.is_expectation else 1.0)
+        return effects * widening
 
     @cached_property
-    def effective_rounds(self) -> np.ndarray:
+    def effective_rounds(self) -> Floats:
         """[K]: the number of independent rounds that each a_k is estimated from."""
-        return self.counts[0].sum(0) / np.maximum(self.design_effects, 0.05)
+        num_rounds: Floats = self.counts[0].sum(0) / np.maximum(self.design_effects, 0.05)
+        return num_rounds
 
     @cached_property
-    def rates(self) -> np.ndarray:
+    def rates(self) -> Floats:
         """[K]: a_k with half a round added on each side (Jeffreys prior), so never 0 or 1."""
-        rounds = np.minimum(self.effective_rounds, self.counts[0].sum(0))
+        rounds: Floats = np.minimum(self.effective_rounds, self.counts[0].sum(0))
         return (self.raw_rates * rounds + 0.5) / (rounds + 1)
 
     @cached_property
-    def correlations(self) -> np.ndarray:
+    def correlations(self) -> Floats:
         """[K, K]: correlations of a text's residuals between depths, shrunk to 0 for few texts."""
         drafted, accepted = self.counts
         scale = np.sqrt(np.maximum(drafted, 1e-9) * self.rates * (1 - self.rates))
@@ -143,7 +147,7 @@ class ExpectedCounts:
         return matrix
 
     @cached_property
-    def workload_spread(self) -> np.ndarray:
+    def workload_spread(self) -> Floats:
         """[K]: standard deviation of log(a / (1 - a)) between domains, beyond sampling noise."""
         names = sorted(set(self.domains))
         if len(names) < 2:
@@ -151,7 +155,8 @@ class ExpectedCounts:
         parts = [self.select([index for index, name in enumerate(self.domains) if name == group]) for group in names]
         odds = np.log([part.rates / (1 - part.rates) for part in parts])
         noise = np.mean([1 / ((part.effective_rounds + 1) * part.rates * (1 - part.rates)) for part in parts], axis=0)
-        return np.maximum(MIN_WORKLOAD_SPREAD, np.sqrt(np.maximum(0.0, odds.var(0, ddof=1) - noise)))
+        spread: Floats = np.maximum(MIN_WORKLOAD_SPREAD, np.sqrt(np.maximum(0.0, odds.var(0, ddof=1) - noise)))
+        return spread
 
     @cached_property
     def accepted_per_round(self) -> tuple[float, float]:

@@ -14,8 +14,8 @@ from itertools import accumulate, takewhile
 from math import isnan
 from operator import mul
 from pathlib import Path
-from typing import Any
 
+from nextn.bounded_json import JsonObject
 from nextn.engines.counters import MAX_POSITIONS
 from nextn.engines.csv_formats import MATRIX_FORMAT, is_matrix, read_matrix
 from nextn.errors import ConfigError
@@ -67,7 +67,7 @@ class PublishedCurve:
     retrieved: str | None = None
 
     @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> "PublishedCurve":
+    def of_record(cls, record: JsonObject) -> "PublishedCurve":
         """Return the curve of a line of the data file; AL that is not stated follows from the rates, at their K."""
         rates, size = (tuple(record.get(name) or ()) for name in ("rates", "size"))
         lengths = {str(len(rates)): round(1 + sum(accumulate(rates, mul)), 3)} if rates else {}

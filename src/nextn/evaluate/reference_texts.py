@@ -206,7 +206,7 @@ def measure_controls(
 
 
 def _acceptance_over_positions(scored: Sequence[ScoredText], rule: str) -> float:
-    probs = [value for each in scored for value in each.survivals[rule].expected[:, 0].tolist()]
+    probs: list[float] = [value for each in scored for value in each.survivals[rule].expected[:, 0].tolist()]
     return sum(probs) / max(1, len(probs))
 
 

@@ -4,8 +4,8 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import inf, prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,11 +145,8 @@ def _expert_rate(trunk: StreamedTrunk, experts: Sequence[tuple[Tensor, float]], 
 
 def _flop_rate(trunk: StreamedTrunk, shapes: Sequence[tuple[int, ...]], num_rows: int) -> float:
     """Mean FLOP/s of products with matrices of these shapes, including the effect of other work on the machine."""
-    options: Any = {"dtype": trunk.dtype, "device": trunk.device}
-    pairs = [
-        [(torch.ones(num_rows, shape[-1], **options), torch.ones(shape, **options)) for shape in shapes]
-        for _ in range(_NUM_COPIES)
-    ]
+    ones = partial(torch.ones, dtype=trunk.dtype, device=trunk.device)
+    pairs = [[(ones((num_rows, shape[-1])), ones(shape)) for shape in shapes] for _ in range(_NUM_COPIES)]
 
     def run(count: int) -> None:
         for states, weight in pairs[count % _NUM_COPIES]:

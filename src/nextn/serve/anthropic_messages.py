@@ -260,7 +260,7 @@ class MessagesAnswer(BlockRouteAnswer):
 
 def _content(block: Block, *, is_complete: bool) -> Json:
     """A block of an answer; where a stream starts it, it is empty."""
-    text: Any = block.text if is_complete else ""
+    text = block.text if is_complete else ""
     match block.kind:
         case "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic_core import from_json
 
@@ -186,7 +185,7 @@ def overlap(text: str, mark: str) -> int:
 def _loads(text: str) -> dict[str, object]:
     """Parse an object; with the same key twice, it is malformed."""
     try:
-        value = _sendable(text, strict=False, object_pairs_hook=_unique)
+        value = _sendable(loads(text, strict=False, object_pairs_hook=_unique))
     except ValueError as error:
         raise MalformedCallError from error
     if not isinstance(value, dict):
@@ -194,9 +193,8 @@ def _loads(text: str) -> dict[str, object]:
     return value
 
 
-def _sendable(text: str, **options: Any) -> object:
-    """Parse JSON. Raises ValueError also for NaN, infinities and depths that answers could not hold."""
-    value = loads(text, **options)
+def _sendable(value: object) -> object:
+    """Return parsed JSON. Raises ValueError for NaN, infinities and depths that answers could not hold."""
     json.dumps(value, allow_nan=False)
     return value
 
@@ -231,7 +229,7 @@ def _typed(text: str, tool: Tool | None, key: str) -> object:
     if types == {"string"}:
         return text
     try:
-        value = _PYTHON_CONSTANTS[text.strip()] if text.strip() in _PYTHON_CONSTANTS else _sendable(text)
+        value = _PYTHON_CONSTANTS[text.strip()] if text.strip() in _PYTHON_CONSTANTS else _sendable(loads(text))
     except ValueError:
         return text
     if "number" in types:

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
-from typing import Any
 
+from nextn.bounded_json import JsonDict
 from nextn.serve.responses import Json
 
 _SYSTEM = ("system", "developer")
 
 
-def in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def in_call_order(messages: Sequence[JsonDict]) -> list[JsonDict]:
     """Put a turn's results in the order of its calls: clients send them as they arrive, and few templates show ids."""
-    ordered: list[dict[str, Any]] = []
+    ordered: list[JsonDict] = []
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         part = list(group)
         if is_result and ordered:

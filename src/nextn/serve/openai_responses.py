@@ -3,10 +3,11 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
+from nextn.bounded_json import JsonDict
 from nextn.serve.answer_blocks import Block, BlockRouteAnswer
 from nextn.serve.api_errors import ApiError
 from nextn.serve.conversations import merge_leading
@@ -115,7 +116,7 @@ class ResponsesRequest(SamplingFields):
 
     @field_validator("tools", mode="before")
     @classmethod
-    def _functions(cls, tools: Any, info: ValidationInfo) -> Any:
+    def _functions(cls, tools: object, info: ValidationInfo) -> object:
         """Leave out, and note as ignored, tools that are no functions."""
         if not isinstance(tools, list):
             return tools
@@ -184,7 +185,7 @@ def to_chat(body: ResponsesRequest, before: History = ()) -> tuple[ChatRequest, 
 
 def _messages(items: Iterable[InputItem]) -> Iterator[Json]:
     """The messages of a chat, in which reasoning, text and calls of one turn are one message."""
-    turn: dict[str, Any] = {}
+    turn: JsonDict = {}
     for part in map(_part, items):
         # Text behind calls stays with them: many templates refuse two messages of the assistant in a row.
         is_more = "tool_calls" in part or ("content" in part and "tool_calls" in turn)
@@ -201,7 +202,7 @@ def _messages(items: Iterable[InputItem]) -> Iterator[Json]:
         yield {"content": "", **turn}
 
 
-def _part(item: InputItem) -> dict[str, Any]:
+def _part(item: InputItem) -> JsonDict:
     match item.type:
         case "function_call":
             function = {"name": item.name, "arguments": item.arguments}
@@ -336,7 +337,7 @@ def _item_id(block: Block) -> str:
     return f"{_IDS[block.kind]}_{block.id}"
 
 
-def _part_of(block: Block) -> dict[str, Any] | None:
+def _part_of(block: Block) -> JsonDict | None:
     """The content of an item; None for a call."""
     match block.kind:
         case "reasoning":

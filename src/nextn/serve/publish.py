@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nextn.audit_rules import audit
-from nextn.bounded_json import read_json
+from nextn.bounded_json import JsonDict, JsonObject, read_json
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import head_fingerprint
@@ -60,7 +60,7 @@ def prepare(
         raise CheckpointError(f"{folder}: holds no MTP head; `nextn train` makes one")
     record = _record(folder, measured, inventory)
     old = _card(folder / CARD) if (folder / CARD).is_file() else None
-    data: dict[str, Any] = {} if old is None else old.data.to_dict()
+    data: JsonDict = {} if old is None else old.data.to_dict()
     data["license"] = license or data.get("license")
     data["base_model"] = base_model or data.get("base_model") or inventory.base_model
     if not data["license"]:
@@ -116,7 +116,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def _record(folder: Path, given: Path | None, inventory: Inventory) -> Mapping[str, Any]:
+def _record(folder: Path, given: Path | None, inventory: Inventory) -> JsonObject:
     """The record of `nextn measure`, of this head."""
     paths = sorted(folder.glob("*.json")) if given is None else [given]
     records = {path: each for path in paths if (each := _read(path)).keys() >= {"figures", "hashes", "settings"}}
@@ -133,7 +133,7 @@ def _record(folder: Path, given: Path | None, inventory: Inventory) -> Mapping[s
     return record
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> JsonObject:
     try:
         value = read_json(path)
     except (OSError, ValueError) as error:
@@ -141,13 +141,13 @@ def _read(path: Path) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _yaml(data: Mapping[str, Any]) -> str:
+def _yaml(data: JsonObject) -> str:
     """YAML of the card's metadata: JSON values are valid YAML. `inference: false` is a value; "" and [] are not."""
     given = {name: value for name, value in data.items() if value or value is False}
     return "".join(f"{name}: {json.dumps(value, ensure_ascii=False, default=str)}\n" for name, value in given.items())
 
 
-def _section(inventory: Inventory, repo: str, base: str, record: Mapping[str, Any]) -> Iterator[str]:
+def _section(inventory: Inventory, repo: str, base: str, record: JsonObject) -> Iterator[str]:
     yield from ("## Multi-Token Prediction", "")
     what = "A checkpoint with a head" if inventory.layers else f"A head for {base}"
     yield f"{what} that drafts tokens for speculative decoding ({inventory.family.title}). Acceptance:"
@@ -168,7 +168,7 @@ def _section(inventory: Inventory, repo: str, base: str, record: Mapping[str, An
         yield from (f"{title}:", "", "```bash", *lines, "```", "")
 
 
-def _table(record: Mapping[str, Any]) -> Iterator[str]:
+def _table(record: JsonObject) -> Iterator[str]:
     max_k = record["settings"]["num_speculative_tokens"]
     titles = ["decoding", *(f"a_{k}" for k in range(1, max_k + 1)), "AL"]
     yield f"| {' | '.join(titles)} |"

@@ -7,7 +7,7 @@ Fields that this server does not support are accepted with the value that turns 
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
@@ -51,7 +51,7 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_fields(cls, data: Any, info: ValidationInfo) -> Any:
+    def _known_fields(cls, data: object, info: ValidationInfo) -> object:
         """Drop null and what is ignored, and all but the first unknown field, which is one error enough."""
         if not isinstance(data, dict):
             return data

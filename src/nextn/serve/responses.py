@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from nextn import __version__
 from nextn.decoding.records import SequenceRound
@@ -322,7 +322,7 @@ class ChatAnswer(Answer):
         fields = self._fields(index, delta)
         return {"delta": fields, "logprobs": self._logprobs(chunk.logprobs)} if fields or chunk.logprobs else None
 
-    def _fields(self, index: int, delta: MessageDelta) -> dict[str, Any]:
+    def _fields(self, index: int, delta: MessageDelta) -> Json:
         """What a delta adds to a message."""
         self._num_calls[index] += sum(call.is_last for call in delta.tool_calls)
         calls = [{"index": call.index, **_tool_call(call.name, call.arguments)} for call in delta.tool_calls]
@@ -348,7 +348,7 @@ class ChatAnswer(Answer):
         return {"token": self._spelled(token), "logprob": _nats(logprob), "bytes": self.token_texts.utf8(token)}
 
 
-def _texts(delta: MessageDelta) -> dict[str, Any]:
+def _texts(delta: MessageDelta) -> Json:
     texts = {"reasoning_content": delta.reasoning, "content": delta.content}
     return {name: text for name, text in texts.items() if text}
 

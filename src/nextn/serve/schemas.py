@@ -1,6 +1,6 @@
 """The requests of the API: which fields exist, their types and bounds. Values are checked here and nowhere else."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
@@ -80,7 +80,7 @@ class SamplingFields(RequestModel):
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _not_too_many(cls, biases: Any) -> Any:
+    def _not_too_many(cls, biases: object) -> object:
         """Count before the values are checked, as dictionaries do not stop at their first error."""
         if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
             raise ValueError(f"{len(biases):,} tokens; expected at most {_MAX_BIASES:,}")
@@ -124,7 +124,7 @@ class GenerationFields(SamplingFields):
 
     @field_validator("max_tokens", "max_completion_tokens", mode="before")
     @classmethod
-    def _without_limit(cls, count: Any) -> Any:
+    def _without_limit(cls, count: object) -> object:
         """-1 is llama.cpp's value for as many as fit."""
         return _NO_LIMIT if count == -1 and type(count) is int else count
 
@@ -197,9 +197,10 @@ class TextPart(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refusal_is_text(cls, data: Any) -> Any:
-        is_refusal = isinstance(data, dict) and data.get("type") == "refusal" and "refusal" in data
-        return {"type": "refusal", "text": data["refusal"]} if is_refusal else data
+    def _refusal_is_text(cls, data: object) -> object:
+        if not isinstance(data, dict) or data.get("type") != "refusal" or "refusal" not in data:
+            return data
+        return {"type": "refusal", "text": data["refusal"]}
 
 
 class FunctionCall(RequestModel):

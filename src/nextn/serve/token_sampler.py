@@ -215,7 +215,7 @@ class TokenTexts:
         if self._tokenizer is None:
             return ""
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return self._tokenizer.decode(list(tokens), **options)
+        return str(self._tokenizer.decode(list(tokens), **options))
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text."""
@@ -245,7 +245,7 @@ class TokenTexts:
     def _decode(self, token: int) -> str:
         if self._tokenizer is None or self._piece(token) is None:  # ids that only pad the vocabulary
             return ""
-        return self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.running_text([token])
 
 
 @cache

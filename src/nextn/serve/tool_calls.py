@@ -7,13 +7,13 @@ with one.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from nextn.bounded_json import JsonDict, JsonObject
 from nextn.errors import ConfigError
 from nextn.serve.call_text import TextCursor, Tool
 
 Scan = Callable[[TextCursor, Mapping[str, Tool], bool], None]
-Message = dict[str, Any]
+Message = JsonDict
 _DESCRIPTION = """\
 You can call functions. Each line between <tools> and </tools> has one: its name and a JSON schema of its arguments.
 <tools>
@@ -163,9 +163,7 @@ SYNTAXES = {
 }  # fmt: skip
 
 
-def with_tools(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, has_system: bool = True
-) -> list[Message]:
+def with_tools(messages: Sequence[Message], tools: Sequence[JsonObject], *, has_system: bool = True) -> list[Message]:
     """Return a conversation of plain texts that says the same, with the tools (in OpenAI's form) in the system message.
 
     Without `has_system`, they are described in the user's first message.
@@ -192,7 +190,7 @@ def _with_calls(message: Message) -> Message:
     return plain | {"content": "\n".join([*([plain["content"]] if plain["content"] or not texts else []), *texts])}
 
 
-def _described(messages: list[Message], tools: Sequence[Mapping[str, Any]], role: str) -> list[Message]:
+def _described(messages: list[Message], tools: Sequence[JsonObject], role: str) -> list[Message]:
     """Add the description to the first message of a role, or as a first message."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _DESCRIPTION.format(tools=lines)
