@@ -145,7 +145,7 @@ MUTATIONS = [
     Mutation("model/load_head.py", "for extra in self.unexpected:", "for extra in ():", "test_load_head.py"),
     Mutation("checkpoint/quantized_weights.py", "scale.repeat_interleave(block[0], dim=-2)", "scale.repeat_interleave(block[1], dim=-2)", "test_quantized_weights.py test_stored_codes.py"),
     Mutation("checkpoint/quantized_weights.py", "torch.arange(weight.shape[1]) // self.group_size", "torch.arange(weight.shape[1]) // (self.group_size + 1)", "test_quantized_weights.py"),
-    Mutation("checkpoint/quantized_weights.py", "return 2 ** (self.bits - 1)", "return 2 ** (self.bits - 1) - 1", "test_quantized_weights.py"),
+    Mutation("checkpoint/quantized_weights.py", "return 1 << self.bits - 1", "return (1 << self.bits - 1) - 1", "test_quantized_weights.py"),
     Mutation("checkpoint/gguf_blocks.py", "torch.stack((runs & 15, runs >> 4)", "torch.stack((runs >> 4, runs & 15)", "test_gguf_import.py test_stored_blocks.py"),
     Mutation("checkpoint/gguf_blocks.py", "groups.sub_(_of_groups(self.min_scales, self.group_mins))", "groups.sub_(_of_groups(self.scales, self.group_mins))", "test_gguf_import.py test_stored_blocks.py"),
     Mutation("edit/restore.py", "gone = dst.spellings({*dst.own, *packed, *stale})", "gone = set()", "test_restore.py"),

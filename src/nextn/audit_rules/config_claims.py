@@ -9,11 +9,10 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
-from typing import Any
 
 from nextn.audit_rules.findings import Finding
 from nextn.audit_rules.layer_reference import LayerReference
-from nextn.bounded_json import short_repr
+from nextn.bounded_json import JsonDict, short_repr
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_counts import COUNT_FIELDS, declared_experts, lost_experts, trunk_experts, uniform
 from nextn.checkpoint.expert_forms import split_view
@@ -175,7 +174,7 @@ def _row_counts(inventory: Inventory, config: Mapping[str, object]) -> Iterator[
     gate = config.get("attn_output_gate")
     for view, found in rows.items():
         terms, (count, name) = [term.split("*") for term in _ROWS[view].split(" + ")], next(iter(found.items()))
-        fields: dict[str, Any] = {field: config.get(field) for term in terms for field in term}
+        fields: JsonDict = {field: config.get(field) for term in terms for field in term}
         is_latent, is_dense = "head_dim" in fields and "kv_lora_rank" in config, "intermediate_size" in fields
         is_known = all(type(size) is int for size in fields.values()) and not (is_dense and declared_experts(config))
         if not is_known or is_latent or len(found) > 1:

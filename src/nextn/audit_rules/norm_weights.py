@@ -175,7 +175,7 @@ def _counterparts(norm: NormValues, other: Mapping[str, NormValues]) -> list[Val
 
 def _distance(values: Values, reference: Values) -> float:
     (median, spread), (reference_median, reference_spread) = _median_and_spread(values), _median_and_spread(reference)
-    return abs(np.log(median / reference_median)) + abs(np.log(spread / reference_spread))
+    return float(abs(np.log(median / reference_median)) + abs(np.log(spread / reference_spread)))
 
 
 def _median_and_spread(values: Values) -> tuple[float, float]:

@@ -137,7 +137,7 @@ def decode(data: bytes, dtype: str) -> Values | None:
         case "F8_E5M2":
             return _bits(np.frombuffer(data, "u1").astype("<u2") << 8, "<f2")
         case "F8_E4M3":
-            return _E4M3[np.frombuffer(data, "u1")]
+            return _E4M3.take(np.frombuffer(data, "u1"))
     return None
 
 

@@ -51,7 +51,7 @@ class KQuantWeight:
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32, with the bits of ggml's own dequantization."""
-        groups = self.codes.float().unflatten(1, (self.group_scales.shape[1], -1)).sub_(self.zero)
+        groups = torch.unflatten(self.codes.float(), 1, (self.group_scales.shape[1], -1)).sub_(self.zero)
         groups.mul_(_of_groups(self.scales, self.group_scales))
         if self.min_scales is not None and self.group_mins is not None:
             groups.sub_(_of_groups(self.min_scales, self.group_mins))
@@ -103,13 +103,13 @@ def _nibbles(parts: Tensor, run: int) -> Tensor:
 
 def _fields(parts: Tensor, bits: int) -> Tensor:
     """Split bytes [..., B] into values of a few bits, the lowest of a byte first."""
-    return (parts[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8) & 2**bits - 1).flatten(-2)
+    return (parts[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8) & (1 << bits) - 1).flatten(-2)
 
 
 def _high_bits(parts: Tensor, bits: int) -> Tensor:
     """Split 32 bytes [..., 32] into 32 values each of their lowest, next, ... bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return (parts[..., None, :] >> shifts & 2**bits - 1).flatten(-2)
+    return (parts[..., None, :] >> shifts & (1 << bits) - 1).flatten(-2)
 
 
 def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,7 +105,8 @@ class GgufTensor:
         if self.scale is None:
             return rows
         scales = self.scale.rows(0, 1)[0]
-        return rows * scales[(begin + np.arange(len(rows))) // self.shape[1] % len(scales), None]
+        scaled: NDArray[np.float32] = rows * scales[(begin + np.arange(len(rows))) // self.shape[1] % len(scales), None]
+        return scaled
 
     def values(self) -> NDArray[np.float64] | None:
         """Dequantize `middle`; None for a quantization that the gguf package does not support."""

@@ -159,7 +159,7 @@ class QuantizedWeight:
         """Return the weight in float32: exact where scales have 16 bits, else rounded once."""
         weight, num_groups = self.codes.float(), self.scales.shape[1]
         if self.minima is not None:
-            of_groups = weight.unflatten(1, (num_groups, -1)).mul_(self.scales.float()[..., None])
+            of_groups = torch.unflatten(weight, 1, (num_groups, -1)).mul_(self.scales.float()[..., None])
             return of_groups.add_(self.minima.float()[..., None]).flatten(1)
         zeros = self.zeros.float() if self.zeros is not None else torch.full_like(self.scales, self.middle).float()
         if self.group_index is None and weight.shape[1] == num_groups * self.group_size:
@@ -172,7 +172,7 @@ class QuantizedWeight:
     @property
     def middle(self) -> int:
         """The zero point of symmetric weights."""
-        return 2 ** (self.bits - 1)
+        return 1 << self.bits - 1
 
 
 def round_to_nearest(weight: Tensor, bits: int, group_size: int, importance: Tensor | None = None) -> QuantizedWeight:
@@ -217,7 +217,7 @@ def _nearest_codes(groups: Tensor, inverse: Tensor, middle: int) -> Tensor:
 
 def _total(values: Tensor) -> Tensor:
     """Sum [..., size] -> [...] in lanes, then over these in their order."""
-    first, *rest = values.unflatten(-1, (-1, gcd(values.shape[-1], _LANES))).unbind(-2)
+    first, *rest = torch.unflatten(values, -1, (-1, gcd(values.shape[-1], _LANES))).unbind(-2)
     lanes = sum(rest, first)
     first, *rest = lanes.unbind(-1)
     return sum(rest, first)
@@ -300,7 +300,7 @@ def _split(words: Tensor, bits: int) -> Tensor:
 
 def _unsigned(values: Tensor, bits: int) -> Tensor:
     """Convert int8 values to codes, which are larger by 2 ** (bits - 1)."""
-    return (values.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
+    return (values.to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
 
 
 def _awq_columns(rows: int) -> Tensor:

@@ -323,7 +323,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             if not isinstance(source, LocalFile | PartialFile):
                 raise CheckpointError(f"{source}: not a local file. Download it first.")
             self._files[file] = self._stack.enter_context(safe_open(source.path, framework="pt"))
-        view = self._views[name] = self._files[file].get_tensor(self.checkpoint.stored_names.get(name, name))
+        view: Tensor = self._files[file].get_tensor(self.checkpoint.stored_names.get(name, name))
+        self._views[name] = view
         return view
 
     def _unmapped(self, name: str) -> Tensor:

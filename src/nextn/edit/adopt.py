@@ -6,13 +6,13 @@ parts: EXPERTS experts that are all chosen, and the shared one. An untrained rou
 which `routed_scaling_factor` turns into 1, exactly in every dtype; the sum of the parts is the MLP.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
+from nextn.bounded_json import JsonDict, JsonObject
 from nextn.checkpoint.checkpoint import CHUNK, CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import GENERIC, misfits, open_head, record_training, trained_length, trunk_family
@@ -43,26 +43,26 @@ _STEMS = (
 BIASES = frozenset(f"self_attn.{name}_proj.bias" for name in "qkv")  # of a decoder layer, that other layouts also have
 
 
-def full_config(checkpoint: Checkpoint) -> dict[str, Any]:
+def full_config(checkpoint: Checkpoint) -> JsonDict:
     """Return the checkpoint's config with all defaults, as transformers reads it."""
     from transformers import AutoConfig
 
-    config: dict[str, Any] = AutoConfig.for_model(**checkpoint.config).to_dict()
+    config: JsonDict = AutoConfig.for_model(**checkpoint.config).to_dict()
     return config
 
 
-def head_dim(config: Mapping[str, Any]) -> int:
+def head_dim(config: JsonObject) -> int:
     """Return the size of an attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def windows(config: Mapping[str, Any]) -> list[bool]:
+def windows(config: JsonObject) -> list[bool]:
     """Return for each layer of the trunk whether it has a sliding window."""
     types = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
     return [bool(config.get("sliding_window")) and each == "sliding_attention" for each in types]
 
 
-def layer_paths(config: Mapping[str, Any]) -> set[str]:
+def layer_paths(config: JsonObject) -> set[str]:
     """Return the names of the tensors in a decoder layer without a bias of o_proj or of the MLP."""
     norms = ("self_attn.q_norm", "self_attn.k_norm") if config["model_type"] == "qwen3" else ()
     biases = BIASES if config["model_type"] == "qwen2" else frozenset()
@@ -155,7 +155,7 @@ def engines_after_adopting(source: "str | Path | Checkpoint", head: str | Path |
     return ("vllm", "sglang") + (() if config["rope_parameters"]["rope_type"] == "llama3" else ("llama.cpp",))
 
 
-def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
+def _stated(config: JsonObject) -> JsonDict:
     """Return the fields that `problems` reads, of a file that leaves some out or has their older names."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     defaults = {"hidden_act": "silu", "tie_word_embeddings": False, "model_type": None}
@@ -194,7 +194,7 @@ def adopt(
     return plan
 
 
-def _config(checkpoint: Checkpoint) -> dict[str, Any]:
+def _config(checkpoint: Checkpoint) -> JsonDict:
     """Return the trunk's full config; FamilyError for one that the layout cannot compute."""
     model_type = checkpoint.config.get("model_type")
     listed = [] if model_type in MODEL_TYPES else [f"model_type {model_type!r:.80} is not {', '.join(MODEL_TYPES)}"]
@@ -204,7 +204,7 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     return config
 
 
-def problems(config: Mapping[str, Any]) -> Iterator[str]:
+def problems(config: JsonObject) -> Iterator[str]:
     """Yield why a trunk with this config, with all defaults, of one of `MODEL_TYPES`, has no equal in the layout."""
     if config["model_type"] != "qwen2" and config.get("attention_bias"):
         yield "attention_bias: o_proj has a bias, and glm4_moe's has none"
@@ -239,7 +239,7 @@ def _head(source: str | Path | None, trunk: Inventory) -> Inventory | None:
     return head
 
 
-def _plan(trunk: Inventory, head: Inventory | None, config: Mapping[str, Any]) -> EditPlan:
+def _plan(trunk: Inventory, head: Inventory | None, config: JsonObject) -> EditPlan:
     checkpoint, last = trunk.checkpoint, trunk.num_layers - 1
     _refuse_misshapen(trunk, head, config)
     width = part_width(config["intermediate_size"])
@@ -258,7 +258,7 @@ def _plan(trunk: Inventory, head: Inventory | None, config: Mapping[str, Any]) -
     return EditPlan(checkpoint, Path(), _LAYOUT, files, documents, changes=lines, notes=notes)
 
 
-def _refuse_misshapen(trunk: Inventory, head: Inventory | None, config: Mapping[str, Any]) -> None:
+def _refuse_misshapen(trunk: Inventory, head: Inventory | None, config: JsonObject) -> None:
     """Raise CheckpointError for tensors that the layout has not, missing ones, and MLPs of other sizes."""
     layers = {f"layer {index}": trunk.layers.get(index, {}) for index in range(trunk.num_layers)}
     if head is not None:
@@ -313,11 +313,11 @@ def _head_pieces(head: Inventory, width: int) -> dict[str, Piece]:
     return {**pieces, **_parts(head.checkpoint, stem, row.published("0.block.mlp", count), width)}
 
 
-def _same(config: Mapping[str, Any]) -> dict[str, Any]:
+def _same(config: JsonObject) -> JsonDict:
     return {name: config[name] for name in _SAME if config.get(name) is not None}
 
 
-def _layout(config: Mapping[str, Any], width: int, *, num_modules: int) -> dict[str, Any]:
+def _layout(config: JsonObject, width: int, *, num_modules: int) -> JsonDict:
     """Return what the config has beside `_same`."""
     return {
         "architectures": ["Glm4MoeForCausalLM"],
@@ -342,7 +342,7 @@ def _layout(config: Mapping[str, Any], width: int, *, num_modules: int) -> dict[
     }
 
 
-def _notes(config: Mapping[str, Any], *, has_head: bool) -> Iterator[str]:
+def _notes(config: JsonObject, *, has_head: bool) -> Iterator[str]:
     if config["rope_parameters"]["rope_type"] == "llama3":
         yield (
             "llama.cpp computes another model from rope_type llama3 in this layout, as glm4-moe.cpp:211 takes no "

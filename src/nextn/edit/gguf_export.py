@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nextn.bounded_json import JsonDict
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import atomic
@@ -36,7 +37,7 @@ _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 _ALIGNMENT = 32  # of each tensor, GGUF's default
 
 
-def refuse_trunk(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
+def refuse_trunk(checkpoint: Checkpoint, family: Family) -> JsonDict:
     """Return the trunk's config with all defaults, as transformers reads it.
 
     Raises FamilyError if no graph of llama.cpp computes this trunk and hands over the state that the head takes in.

@@ -132,7 +132,7 @@ class GgufPiece(Piece):
         if columns is None:
             return rows
         size, num_bytes, *_ = BLOCK_TYPES[self.tensor.kind.name]
-        return rows.unflatten(1, (-1, num_bytes))[:, columns[::size] // size].flatten(1)
+        return torch.unflatten(rows, 1, (-1, num_bytes))[:, columns[::size] // size].flatten(1)
 
     def _read(self, begin: int, end: int, read: Callable[[GgufTensor, int, int], Tensor]) -> Tensor:
         """Read rows of the tensor, or all rows of two, which change places."""

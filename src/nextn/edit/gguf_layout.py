@@ -7,8 +7,8 @@ architectures do, and compute the same trunk. Lines are of llama.cpp 0c1e57098, 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from nextn.bounded_json import JsonObject
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import TensorInfo
@@ -86,7 +86,7 @@ def layout_of(family: Family) -> str:
     return GLM4_MOE if family.name == "glm4_moe" else _BY_HIDDEN[family.hidden]
 
 
-def problems(config: Mapping[str, Any], layout: str) -> Iterator[str]:
+def problems(config: JsonObject, layout: str) -> Iterator[str]:
     """Yield why a trunk with this config, with all defaults, cannot be in a layout, see `layout_of`."""
     if config["model_type"] not in (valid := _MODEL_TYPES[layout]):
         yield f"model_type {config['model_type']} is not one of {', '.join(valid)}, whose layers the graphs have"
@@ -104,7 +104,7 @@ def problems(config: Mapping[str, Any], layout: str) -> Iterator[str]:
         yield "it is quantized: export the unquantized model, and quantize the GGUF with llama-quantize"
 
 
-def metadata(config: Mapping[str, Any], layout: str, *, dtype: str) -> dict[str, Value]:
+def metadata(config: JsonObject, layout: str, *, dtype: str) -> dict[str, Value]:
     """Return the metadata of trunk and head but the tokenizer's; most tensors are F32, F16 or BF16."""
     size = head_dim(config)
     rope = config["rope_parameters"]
@@ -137,7 +137,7 @@ def metadata(config: Mapping[str, Any], layout: str, *, dtype: str) -> dict[str,
     return general | {f"{layout}.{key}": value for key, value in values.items()}
 
 
-def _windows(config: Mapping[str, Any]) -> dict[str, Value]:
+def _windows(config: JsonObject) -> dict[str, Value]:
     """One layer must have a window (llama-model.cpp:2807): the head's, without a limit, where none of the trunk has."""
     trunk = windows(config)
     return {
@@ -148,7 +148,7 @@ def _windows(config: Mapping[str, Any]) -> dict[str, Value]:
     }
 
 
-def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
+def _experts(config: JsonObject) -> dict[str, Value]:
     return {
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_count": config["n_routed_experts"],
@@ -163,12 +163,12 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
     }
 
 
-def _yarn(rope: Mapping[str, Any]) -> dict[str, Value]:
+def _yarn(rope: JsonObject) -> dict[str, Value]:
     given = {f"rope.scaling.{key}": float(rope[name]) for name, key in YARN.items() if rope.get(name) is not None}
     return {"rope.scaling.original_context_length": int(rope["original_max_position_embeddings"]), **given}
 
 
-def rope_factors(config: Mapping[str, Any]) -> list[float]:
+def rope_factors(config: JsonObject) -> list[float]:
     """Return what llama.cpp divides each frequency by: those of Llama 3.1's scaling; [] for other types."""
     rope = config["rope_parameters"]
     if rope["rope_type"] != "llama3":
@@ -181,7 +181,7 @@ def rope_factors(config: Mapping[str, Any]) -> list[float]:
     return [rope["rope_theta"] ** (-index / count) / each for index, each in enumerate(scaled.tolist())]
 
 
-def parts(trunk: Inventory, head: Inventory, config: Mapping[str, Any], layout: str) -> list[StoredPart]:
+def parts(trunk: Inventory, head: Inventory, config: JsonObject, layout: str) -> list[StoredPart]:
     """Return the tensors of trunk and head in the order of the file.
 
     Raises CheckpointError if the layout has no place for a tensor, or one is missing.
@@ -203,7 +203,7 @@ def parts(trunk: Inventory, head: Inventory, config: Mapping[str, Any], layout: 
     return found
 
 
-def _block(config: Mapping[str, Any], layout: str, index: int) -> list[str]:
+def _block(config: JsonObject, layout: str, index: int) -> list[str]:
     if layout != GLM4_MOE:
         return sorted(own for path in layer_paths(config) if (own := _in_layer(path, layout)))
     dense = ("ffn_gate", "ffn_up", "ffn_down")
@@ -218,7 +218,7 @@ def _block(config: Mapping[str, Any], layout: str, index: int) -> list[str]:
     return sorted(names | ({f"attn_{each}.bias" for each in "qkv"} if config["attention_bias"] else set()))
 
 
-def _refuse_uneven(listed: Sequence[StoredPart], config: Mapping[str, Any]) -> None:
+def _refuse_uneven(listed: Sequence[StoredPart], config: JsonObject) -> None:
     """Raise CheckpointError for experts that cannot be stacked."""
     for part in listed:
         if not part.name.endswith("_exps.weight"):

@@ -1,14 +1,13 @@
 """The metadata of a GGUF file as a checkpoint's config: what all architectures have, and rotary embeddings."""
 
-from typing import Any
-
 import numpy as np
 
+from nextn.bounded_json import JsonDict
 from nextn.checkpoint.gguf_file import GgufFile
 from nextn.edit.gguf_layout import YARN
 from nextn.errors import CheckpointError, FamilyError
 
-Config = dict[str, Any]
+Config = JsonDict
 # Of Llama 3.1 and later; a GGUF has quotients of frequencies alone.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
 _LARGEST = 2**31 - 1  # of a number in the metadata

@@ -7,8 +7,9 @@ steps, which llama.cpp's src/llama-vocab.cpp repeats as comments ("original rege
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nextn.bounded_json import JsonObject
 from nextn.checkpoint.gguf_file import GgufFile
 from nextn.data.byte_tokenizer import is_byte_tokenizer
 from nextn.errors import ConfigError
@@ -112,7 +113,7 @@ def _pre_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     return _NAMES.get(tuple(_step(each) for each in outer.get("pretokenizers", [outer])))
 
 
-def _step(spec: Mapping[str, Any]) -> str:
+def _step(spec: JsonObject) -> str:
     match spec:
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
             return str(pattern)

@@ -120,7 +120,7 @@ def shift_fn(dtype: str, offset: float) -> Callable[[bytes], bytes]:
         if dtype != "BF16":
             return values.astype(_FLOATS[dtype]).tobytes()
         bits = values.view("<u4")
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+        return bytes(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2"))
 
     return shift
 

@@ -8,8 +8,9 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from nextn.bounded_json import loads, logprob, optional_count, short_repr, string, token_id
+from nextn.bounded_json import JsonObject, loads, logprob, optional_count, short_repr, string, token_id
 from nextn.errors import EngineError
 
 _ID = "token_id:"  # vLLM's return_tokens_as_token_ids
@@ -178,19 +179,19 @@ def _answer(document: Mapping[str, object]) -> EngineAnswer:
     )
 
 
-def _finish_reason(choice: Mapping) -> str | None:
+def _finish_reason(choice: JsonObject) -> str | None:
     reason = choice.get("finish_reason")
     return None if reason is None else string(reason, "finish_reason", maximum=_MAX_NAME)
 
 
-def _object(value: object, name: str) -> Mapping:
+def _object(value: object, name: str) -> JsonObject:
     """An object, or an empty one for null. Raises TypeError for anything else."""
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{name} = {short_repr(value)}; expected an object")
     return value or {}
 
 
-def _list(value: object, name: str) -> list:
+def _list(value: object, name: str) -> list[Any]:
     """A list, or an empty one for null. Raises TypeError for anything else."""
     if value is not None and not isinstance(value, list):
         raise TypeError(f"{name} = {short_repr(value)}; expected a list")
@@ -202,19 +203,19 @@ def token_ids(value: object) -> tuple[int, ...]:
     return tuple(map(token_id, _list(value, "token ids")))
 
 
-def _first_choice(document: Mapping[str, object]) -> Mapping:
+def _first_choice(document: Mapping[str, object]) -> JsonObject:
     choices = document["choices"]
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
         raise TypeError("choices is no list of objects")
     return choices[0]
 
 
-def _tool_call(call: Mapping) -> ToolCall:
+def _tool_call(call: JsonObject) -> ToolCall:
     function = call["function"]
     return ToolCall(string(function["name"], "name", maximum=_MAX_NAME), string(function["arguments"], "arguments"))
 
 
-def _tokens(choice: Mapping) -> tuple[AnswerToken, ...]:
+def _tokens(choice: JsonObject) -> tuple[AnswerToken, ...]:
     logprobs, ids = _object(choice.get("logprobs"), "logprobs"), token_ids(choice.get("token_ids"))
     if not logprobs:
         tokens: list[AnswerToken] = []
@@ -229,7 +230,7 @@ def _tokens(choice: Mapping) -> tuple[AnswerToken, ...]:
     return tuple(tokens) or tuple(AnswerToken(f"{_ID}{token}", token) for token in ids)
 
 
-def _chat_token(entry: Mapping) -> AnswerToken:
+def _chat_token(entry: JsonObject) -> AnswerToken:
     top = [
         TopLogprob(string(other["token"], "token"), _id(other), logprob(other["logprob"]))
         for other in _list(entry.get("top_logprobs"), "top_logprobs")
@@ -252,7 +253,7 @@ def _nats(value: object) -> float | None:
     return None if value is None or value != value else logprob(value)
 
 
-def _id(entry: Mapping) -> int | None:
+def _id(entry: JsonObject) -> int | None:
     return token_id(entry["id"]) if entry.get("id") is not None else _id_in_name(entry["token"])
 
 

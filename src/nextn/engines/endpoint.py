@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from nextn.bounded_json import MAX_COUNT
+from nextn.bounded_json import MAX_COUNT, JsonObject
 from nextn.engines.answers import EngineAnswer, EngineRequest, parse_answer, parse_stream, token_ids
 from nextn.engines.client import Budget, Client
 from nextn.errors import ConfigError, EngineError
@@ -158,7 +158,7 @@ def _select_model(client: Client, model: str | None) -> ServedModel:
     raise EngineError(f"{client.url} has no model {model!r}; it serves {some(names, 10)}")
 
 
-def _context(entry: Mapping) -> int | None:
+def _context(entry: JsonObject) -> int | None:
     """vLLM and SGLang report max_model_len, llama.cpp meta.n_ctx."""
     meta = entry.get("meta")
     lengths = [entry.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, Mapping) else None]

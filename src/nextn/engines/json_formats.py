@@ -8,8 +8,9 @@ The fields are those of llama.cpp and ik_llama.cpp (`timings`), mlx-vlm and its 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
-from nextn.bounded_json import MAX_COUNT, count, optional_count, short_repr, string
+from nextn.bounded_json import MAX_COUNT, JsonObject, count, optional_count, short_repr, string
 from nextn.engines.counters import (
     COUNTS,
     MAX_POSITIONS,
@@ -60,7 +61,7 @@ def _objects(value: object, depth: int) -> Iterator[Counters]:
             yield from _objects(item, depth - 1)
 
 
-def _checked(name: str, record: Mapping) -> Counters:
+def _checked(name: str, record: JsonObject) -> Counters:
     try:
         counters = JSON_READERS[name][1](record)
         if counters.has_drafts is None and (counts := from_record(record)):  # beside a length
@@ -70,7 +71,7 @@ def _checked(name: str, record: Mapping) -> Counters:
         raise EngineError(f"not the draft counts of an engine: {error}; nearest: {name}") from error
 
 
-def _own(record: Mapping) -> Counters:
+def _own(record: JsonObject) -> Counters:
     """A record of `Counters.as_record`."""
     unknown = sorted(set(record) - set(Counters("").as_record()))
     if unknown or "engine" not in record:
@@ -91,7 +92,7 @@ def _own(record: Mapping) -> Counters:
 _POSITIONS = ("per_position", "per_position_offered")
 
 
-def _list(record: Mapping, name: str, *, maximum: int = MAX_POSITIONS + 1) -> list:
+def _list(record: JsonObject, name: str, *, maximum: int = MAX_POSITIONS + 1) -> list[Any]:
     """The list of that name, empty where it is missing. Raises ValueError for a longer one, or anything else."""
     value = record.get(name) or []
     if not isinstance(value, list):
@@ -107,13 +108,13 @@ def _number(value: object, name: str, *, maximum: int = MAX_COUNT) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def _first(record: Mapping, *names: str) -> int | None:
+def _first(record: JsonObject, *names: str) -> int | None:
     """The count under the first of these names that is there: engines rename their fields."""
     name = next((name for name in names if record.get(name) is not None), None)
     return None if name is None else count(record[name], name)
 
 
-def _histogram(record: Mapping, *names: str) -> list[int]:
+def _histogram(record: JsonObject, *names: str) -> list[int]:
     """[k]: rounds that accepted k drafts; a list, or an object with k as text."""
     name = next((name for name in names if record.get(name)), None)
     if name is None:
@@ -131,7 +132,7 @@ def _small(key: object, name: str) -> int:
     return int(text)
 
 
-def _timings(record: Mapping) -> Counters:
+def _timings(record: JsonObject) -> Counters:
     """llama.cpp's `timings`: prefill gives one token, each round its accepted drafts and a bonus token.
 
     mlx-vlm adds the rounds, ik_llama.cpp both counts by depth. An engine that counts bonus tokens as accepted has as
@@ -156,12 +157,12 @@ def _timings(record: Mapping) -> Counters:
     return Counters("llama.cpp", drafting_rounds(generated - 1, drafted, accepted), drafted, accepted)
 
 
-def _round_dump(record: Mapping) -> Counters:
+def _round_dump(record: JsonObject) -> Counters:
     """A round, of a fork of llama.cpp."""
     return one_round("llama.cpp", *(count(record.get(name), name) for name in ("n_accepted", "n_draft")))
 
 
-def _speed_bench(record: Mapping) -> Counters:
+def _speed_bench(record: JsonObject) -> Counters:
     """llama.cpp's speed_bench.py --output: turns of `results` count as requests; the rows of `summary` repeat them."""
     rounds = drafted = accepted = 0
     for result in _list(record, "results", maximum=_MAX_ROWS):
@@ -174,7 +175,7 @@ def _speed_bench(record: Mapping) -> Counters:
     return Counters("llama.cpp", rounds, drafted, accepted)
 
 
-def _by_depth(record: Mapping) -> Counters:
+def _by_depth(record: JsonObject) -> Counters:
     """MTPLX: drafts and accepted drafts by depth; each verification is a round."""
     accepted, drafted = (
         tuple(count(value, name) for value in _list(record, name)) for name in ("accepted_by_depth", "drafted_by_depth")
@@ -184,7 +185,7 @@ def _by_depth(record: Mapping) -> Counters:
                     drafted)  # fmt: skip
 
 
-def _meta_info(record: Mapping) -> Counters:
+def _meta_info(record: JsonObject) -> Counters:
     """SGLang's `meta_info`; histogram[k]: rounds that accepted k drafts."""
     rounds = count(record.get("spec_verify_ct"), "spec_verify_ct")
     histogram = _histogram(
@@ -202,7 +203,7 @@ def _meta_info(record: Mapping) -> Counters:
     return Counters("SGLang", rounds, drafted, accepted, positions)
 
 
-def _vllm_request(record: Mapping) -> Counters:
+def _vllm_request(record: JsonObject) -> Counters:
     """vLLM's --per-request-spec-decode-metrics, also of `nextn serve`, and the same record of AIPerf."""
     names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
     rounds, drafted, accepted = (count(record.get(name), name) for name in names)
@@ -213,14 +214,14 @@ def _vllm_request(record: Mapping) -> Counters:
     )
 
 
-def _pooled_histogram(record: Mapping) -> Counters:
+def _pooled_histogram(record: JsonObject) -> Counters:
     """AIPerf's aggregate over a run."""
     histogram = _histogram(record, "pooled_spec_decode_acceptance_histogram")
     accepted = sum(index * rounds for index, rounds in enumerate(histogram))
     return Counters("an engine under AIPerf", sum(histogram), None, accepted, accepted_at_least(histogram))
 
 
-def _vllm_bench(record: Mapping) -> Counters:
+def _vllm_bench(record: JsonObject) -> Counters:
     """`vllm bench serve --save-result`."""
     rounds = count(record.get("spec_decode_num_drafts"), "spec_decode_num_drafts")
     name = "spec_decode_per_position_acceptance_rates"
@@ -233,25 +234,25 @@ def _vllm_bench(record: Mapping) -> Counters:
     return Counters("vLLM", rounds, drafted, accepted, positions)
 
 
-def _sglang_bench(record: Mapping) -> Counters:
+def _sglang_bench(record: JsonObject) -> Counters:
     """A line of SGLang's bench_serving --output-file: an acceptance length, no counts."""
     return rollout(_number(record["accept_length"], "accept_length", maximum=MAX_POSITIONS + 1), "SGLang")
 
 
-def _sglang_state(record: Mapping) -> Counters:
+def _sglang_state(record: JsonObject) -> Counters:
     """SGLang's /get_server_info: the acceptance length since the start."""
     name = "avg_spec_accept_length"
     return rollout(_number(record[name], name, maximum=MAX_POSITIONS + 1), "SGLang")
 
 
-def _lm_studio(record: Mapping) -> Counters:
+def _lm_studio(record: JsonObject) -> Counters:
     """LM Studio's `stats` of a request: draft tokens and accepted ones, no rounds."""
     names = ("total_draft_tokens_count", "accepted_draft_tokens_count")
     drafted, accepted = (count(record.get(name), name) for name in names)
     return Counters("LM Studio", None, drafted, accepted)
 
 
-def _vllm_mlx(record: Mapping) -> Counters:
+def _vllm_mlx(record: JsonObject) -> Counters:
     """vllm-mlx's /v1/status: each attempt drafts `effective_draft_tokens`, and is accepted or rejected as a whole."""
     names = ("attempts", "accepted", "effective_draft_tokens")
     attempts, accepted, k = (count(record.get(name), name) for name in names)
@@ -260,14 +261,14 @@ def _vllm_mlx(record: Mapping) -> Counters:
     return Counters("vllm-mlx", attempts, attempts, accepted, (accepted,), k=k)
 
 
-def _vllm_mlx_request(record: Mapping) -> Counters:
+def _vllm_mlx_request(record: JsonObject) -> Counters:
     """vllm-mlx's metadata of a request: draft tokens, by one or several a round, and accepted ones."""
     drafted = optional_count(record.get("mtp_drafts"), "mtp_drafts") or 0
     accepted = optional_count(record.get("mtp_accepted"), "mtp_accepted")
     return Counters("vllm-mlx", None, drafted, count(accepted, "mtp_accepted") if drafted else accepted or 0)
 
 
-def _mlc(record: Mapping) -> Counters:
+def _mlc(record: JsonObject) -> Counters:
     """mlc-llm's engine metrics: step 0 is the trunk's own token of each round, step i its i-th draft."""
     drafted, accepted = (
         tuple(count(value, name) for value in _list(record, name)) for name in ("draft_count", "accept_count")
@@ -278,21 +279,21 @@ def _mlc(record: Mapping) -> Counters:
                     drafted[1:], k=len(drafted) - 1 if drafted else None)  # fmt: skip
 
 
-def _fastdeploy(record: Mapping) -> Counters:
+def _fastdeploy(record: JsonObject) -> Counters:
     """FastDeploy's `speculate_metrics`: tokens by place in a round, of which the first is the trunk's own."""
     tokens = tuple(count(value, "accepted_tokens_per_head") for value in _list(record, "accepted_tokens_per_head"))
     rounds, k = (tokens[0] if tokens else 0), max(0, len(tokens) - 1)
     return Counters("FastDeploy", rounds, k * rounds, sum(tokens[1:]), tokens[1:], k=k or None)
 
 
-def _tensorrt(record: Mapping) -> Counters:
+def _tensorrt(record: JsonObject) -> Counters:
     """An iteration of TensorRT-LLM: one round for each request with draft tokens."""
     names = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
     rounds, drafted, accepted = (count(record.get(name), name) for name in names)
     return Counters("TensorRT-LLM", rounds, drafted, accepted)
 
 
-def _trtllm_bench(record: Mapping) -> Counters:
+def _trtllm_bench(record: JsonObject) -> Counters:
     """The `decoding_stats` of trtllm-bench --report_json: an acceptance length, as a mean of the requests."""
     name, lengths = "acceptance_length_percentiles", record["acceptance_length_percentiles"]
     if not isinstance(lengths, Mapping):
@@ -300,7 +301,7 @@ def _trtllm_bench(record: Mapping) -> Counters:
     return Counters("TensorRT-LLM", length=_number(lengths.get("average"), name, maximum=MAX_POSITIONS + 1))
 
 
-def _iteration(record: Mapping) -> Counters:
+def _iteration(record: JsonObject) -> Counters:
     """The rows of other ranks repeat rank 0."""
     stats = record.get("specDecodingStats")
     if not isinstance(stats, Mapping) or record.get("attentionDpRank") or record.get("rank"):
@@ -313,19 +314,19 @@ _SKYRL = "draft_num_draft_tokens"
 _PREDICTED = "tabbyAPI's usage"  # of others, OpenAI's own names for what a client predicts: then both are 0
 
 
-def _rollout_key(record: Mapping) -> str | None:
+def _rollout_key(record: JsonObject) -> str | None:
     """The key with the acceptance length of a trainer's step, with any group before it, and `/mean` after it or not."""
     keys = (key for key in record if "spec_accept_length" in key and record[key] is not None)
     return next((key for key in keys if re.fullmatch(r"(?:[^:]*/)?spec_accept_length(?:/mean)?", key)), None)
 
 
-def _trainer(record: Mapping) -> Counters:
+def _trainer(record: JsonObject) -> Counters:
     """A step of training, as a mean of its answers: an acceptance length, also as `rollout/spec_accept_length/mean`."""
     key = _rollout_key(record) or ""
     return rollout(_number(record[key], key, maximum=MAX_POSITIONS + 1))
 
 
-def _skyrl(record: Mapping) -> Counters:
+def _skyrl(record: JsonObject) -> Counters:
     """A step of training: draft tokens and accepted ones, by the last part of a key, as in `vllm/train/draft_...`."""
     values = {key.rpartition("/")[2]: value for key, value in record.items() if isinstance(key, str)}
     drafted, accepted = (int(_number(values.get(name), name)) for name in (_SKYRL, "draft_num_accepted_tokens"))
@@ -337,13 +338,13 @@ def _skyrl(record: Mapping) -> Counters:
     )  # fmt: skip
 
 
-def _swift(record: Mapping) -> Counters:
+def _swift(record: JsonObject) -> Counters:
     """mlx-swift-lm's metrics of a request: draft tokens and accepted ones, no rounds."""
     drafted, accepted = (count(record.get(name), name) for name in ("proposedDraftTokens", "acceptedDraftTokens"))
     return Counters("mlx-swift-lm", None, drafted, accepted)
 
 
-def _predicted(record: Mapping) -> Counters:
+def _predicted(record: JsonObject) -> Counters:
     """tabbyAPI's `completion_tokens_details`: accepted and rejected draft tokens, no rounds."""
     names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
     accepted, rejected = (optional_count(record.get(name), name) or 0 for name in names)
@@ -351,7 +352,7 @@ def _predicted(record: Mapping) -> Counters:
 
 
 # Name of the format -> a key by which an object is recognized, and its reader. The first that fits is used.
-JSON_READERS: dict[str, tuple[str, Callable[[Mapping], Counters]]] = {
+JSON_READERS: dict[str, tuple[str, Callable[[JsonObject], Counters]]] = {
     "nextn's counters": ("per_position_offered", _own),
     "timings of llama.cpp, ik_llama.cpp or mlx-vlm": ("draft_n", _timings),
     "llama.cpp's speed_bench.py --output": ("selected_samples", _speed_bench),

@@ -139,7 +139,7 @@ def _last_reading(samples: list[Series]) -> tuple[list[Series], bool]:
 
     Raises EngineError where counters of drafts fell: they are of several servers, or of one that was started again.
     """
-    last: dict[tuple[str, tuple], Series] = {}
+    last: dict[tuple[str, object], Series] = {}
     is_repeated = False
     for sample in samples:
         key = (sample.name, tuple(sorted(sample.labels.items())))

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Iterator, Mapping
 
+from nextn.bounded_json import JsonObject
+
 _MAX_DEPTH = 12
 
 
@@ -29,7 +31,7 @@ def _queried(document: object, depth: int) -> Iterator[str]:
             yield from _queried(item, depth - 1)
 
 
-def _framed(frame: Mapping) -> Iterator[str]:
+def _framed(frame: JsonObject) -> Iterator[str]:
     """The columns of a frame of Grafana."""
     schema, data = frame.get("schema"), frame.get("data")
     fields = schema.get("fields") if isinstance(schema, Mapping) else None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from nextn.bounded_json import MAX_COUNT
+from nextn.bounded_json import MAX_COUNT, JsonObject
 from nextn.engines.answer_parts import answer_id, last_parts
 from nextn.engines.counters import MAX_POSITIONS, RISING, UNKNOWN, Counters, sum_counters
 from nextn.errors import EngineError
@@ -167,7 +167,7 @@ def _records(value: object, path: tuple[str, ...]) -> Iterator[_Record]:
             yield from _records(item, (*path, str(key)))
 
 
-def from_record(record: Mapping, path: tuple[str, ...] = ()) -> Counters | None:
+def from_record(record: JsonObject, path: tuple[str, ...] = ()) -> Counters | None:
     """Return the counts in an object by the names of its fields; None where they are none of drafts.
 
     Raises EngineError where they contradict an acceptance rate or length in the same object.
@@ -211,18 +211,18 @@ def _contradiction(
     )
 
 
-def _stated(record: Mapping, names: re.Pattern[str]) -> list[float]:
+def _stated(record: JsonObject, names: re.Pattern[str]) -> list[float]:
     """The figures that an object states beside its counts."""
     found = (_number(value) for name, value in record.items() if names.fullmatch("_".join(words_of(str(name)))))
     return [value for value in found if value]
 
 
-def _has_bonus(record: Mapping, accepted: int, rounds: int) -> bool:
+def _has_bonus(record: JsonObject, accepted: int, rounds: int) -> bool:
     """Whether the accepted tokens include the bonus token of each round, by the length beside them."""
     return any(length >= 1 and _is_near(length, accepted / (rounds or 1)) for length in _stated(record, _LENGTH))
 
 
-def _fits_rate(record: Mapping, drafted: int, accepted: int, rounds: int | None) -> bool:
+def _fits_rate(record: JsonObject, drafted: int, accepted: int, rounds: int | None) -> bool:
     """Whether a stated acceptance rate is that of the counts: of drafts, or with the bonus tokens on both sides."""
     rates = (accepted / drafted, (accepted + (rounds or 0)) / (drafted + (rounds or 0)))
     near = _RATE_TOLERANCE + 1 / drafted
@@ -230,7 +230,7 @@ def _fits_rate(record: Mapping, drafted: int, accepted: int, rounds: int | None)
     return all(any(min(abs(rate - own), abs(rate / 100 - own)) <= near for own in rates) for rate in stated)
 
 
-def _are_rounds(record: Mapping, drafted: int | None, accepted: int | None, rounds: int) -> bool:
+def _are_rounds(record: JsonObject, drafted: int | None, accepted: int | None, rounds: int) -> bool:
     """Whether the counts of rounds and tokens fit each other, a stated length, and K."""
     tokens = max(drafted or 0, accepted or 0)
     lengths = _stated(record, _LENGTH) if accepted is not None else []
@@ -265,7 +265,7 @@ def _checked(drafted: int | None, accepted: int | None, rounds: int | None, rate
     return Counters(UNKNOWN, rounds, drafted, accepted, positions, k=len(rates) or None, source=NAMED_FORMAT)
 
 
-def _by_position(record: Mapping) -> list[float]:
+def _by_position(record: JsonObject) -> list[float]:
     """The counts or shares of each position: a list, or fields with the number of a position."""
     numbered: dict[int, float] = {}
     for name, value in record.items():

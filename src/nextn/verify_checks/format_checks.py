@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from nextn.bounded_json import loads, short_repr
+from nextn.bounded_json import JsonObject, loads, short_repr
 from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.check_result import CheckResult
 from nextn.engines.endpoint import Endpoint, is_refusal
@@ -195,7 +195,7 @@ def _json_fault(text: str, schema: Mapping[str, object]) -> str:
     return misfit(value, schema)
 
 
-def misfit(value: object, schema: Mapping) -> str:
+def misfit(value: object, schema: JsonObject) -> str:
     """Return why a value does not fit a schema of types, enum, maxLength, properties and required; "" if it fits."""
     expected = _TYPES[schema["type"]]
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):

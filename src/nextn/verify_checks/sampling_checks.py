@@ -316,7 +316,8 @@ def _chi_square(table: Table, labels: NDArray[np.bool_]) -> NDArray[np.float64]:
     share = labels.sum(axis=1, keepdims=True) / labels.shape[1]
     observed = labels.astype(np.float32) @ table
     # (o1 - e1)^2 / e1 + (o2 - e2)^2 / e2 with o2 - e2 = -(o1 - e1).
-    return ((observed - share * total) ** 2 / (share * (1 - share) * total)).sum(axis=1)
+    sums: NDArray[np.float64] = ((observed - share * total) ** 2 / (share * (1 - share) * total)).sum(axis=1)
+    return sums
 
 
 def _permuted(tables: Sequence[Table], num: int, *, rounds: int, rng: np.random.Generator) -> NDArray[np.float64]:
