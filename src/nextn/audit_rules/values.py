@@ -10,15 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from nextn.audit_rules.findings import (
-    Finding,
-    Severity,
-    against_base,
-    convert,
-    is_recorded,
-    restore,
-    source_of_head,
-)
+from nextn.audit_rules.findings import Finding, Severity, against_base, convert, is_recorded, restore, source_of_head
 from nextn.audit_rules.norm_weights import NormShift, NormValues, Values, shifts
 from nextn.audit_rules.tensor_values import AllValues, SampledValues, TensorSummary, is_matrix
 from nextn.checkpoint.base_model import RECORD

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from nextn.cli.common import (
-    SOURCES,
-    Device,
-    check_device,
-    open_checkpoint,
-    shipped_option,
-    shipped_path,
-    user_cache,
-)
+from nextn.cli.common import SOURCES, Device, check_device, open_checkpoint, shipped_option, shipped_path, user_cache
 from nextn.cli.screen import print_note
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.settings import BACKENDS, KV_CACHE_DTYPES, WEIGHTS, available_cores
@@ -39,10 +31,7 @@ class ModelOptions:
     source: Annotated[
         str,
         Argument(
-            metavar="model",
-            help=f"Checkpoint folder, .gguf file, {SOURCES}",
-            callback=shipped_path,
-            show_default=False,
+            metavar="model", help=f"Checkpoint folder, .gguf file, {SOURCES}", callback=shipped_path, show_default=False
         ),
     ]
     dtype: Annotated[str, Option(help="float32, bfloat16, or auto: as stored.")] = "auto"

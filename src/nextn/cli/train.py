@@ -149,8 +149,7 @@ class TrainOptions:
 def train(
     *,
     out: Annotated[
-        Path,
-        Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.", callback=writable_folder),
+        Path, Argument(help="Run folder: checkpoints, metrics.jsonl, and `model` at the end.", callback=writable_folder)
     ],
     options: TrainOptions,
     resume: Annotated[

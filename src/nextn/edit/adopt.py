@@ -20,17 +20,7 @@ from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.edit.compatibility import absent
 from nextn.edit.execute import execute
 from nextn.edit.links import refuse_links
-from nextn.edit.plan import (
-    EditPlan,
-    Piece,
-    Progress,
-    changes,
-    divide,
-    index_document,
-    into_new_folder,
-    quiet,
-    visible,
-)
+from nextn.edit.plan import EditPlan, Piece, Progress, changes, divide, index_document, into_new_folder, quiet, visible
 from nextn.errors import CheckpointError, FamilyError, NextnError
 from nextn.family_table import by_name
 from nextn.text_format import some

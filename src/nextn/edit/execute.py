@@ -13,14 +13,7 @@ from pathlib import Path
 from nextn.bounded_json import JsonLimits, parse_json
 from nextn.checkpoint.checkpoint import CHUNK, INDEX, SINGLE, Checkpoint
 from nextn.checkpoint.remote import ByteSource, LocalFile, folder_files, readable
-from nextn.checkpoint.safetensors_file import (
-    Header,
-    RawTensor,
-    TensorInfo,
-    read_header,
-    write_json,
-    write_safetensors,
-)
+from nextn.checkpoint.safetensors_file import Header, RawTensor, TensorInfo, read_header, write_json, write_safetensors
 from nextn.checkpoint.staging_folder import staged
 from nextn.edit.links import all_files, refuse_links
 from nextn.edit.plan import EditPlan, Piece, Progress, new_folder, quiet

@@ -10,16 +10,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
 from nextn.edit.execute import execute
 from nextn.edit.links import refuse_links
-from nextn.edit.plan import (
-    FIRST_SHARD,
-    EditPlan,
-    Files,
-    Progress,
-    free_name,
-    index_document,
-    into_new_folder,
-    quiet,
-)
+from nextn.edit.plan import FIRST_SHARD, EditPlan, Files, Progress, free_name, index_document, into_new_folder, quiet
 from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 

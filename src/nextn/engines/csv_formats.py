@@ -101,9 +101,6 @@ def _cell(text: str, name: str, *, least: float = 0, most: float = _MAX_COUNT) -
 
 # Name of the format -> its first line, as a pattern, and its reader.
 CSV_READERS: dict[str, tuple[str, _Reader]] = {
-    _SUBSETS_FORMAT: (
-        "subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length(,.+)?",
-        _subsets,
-    ),
+    _SUBSETS_FORMAT: ("subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length(,.+)?", _subsets),
     MATRIX_FORMAT: ("Model,(.+,)?Overall", _matrix),
 }
