@@ -54,7 +54,7 @@ def cpu_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend, with transformers' interface: [B, H, T, D], [B, Hk, S, D], [B, Hk, S, Dv] -> [B, T, H, Dv].
 
