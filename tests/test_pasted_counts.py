@@ -9,7 +9,7 @@ from quick import loop
 
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import RUNS
-from nextn.engines.named_counts import NAMED_FORMAT
+from nextn.engines.named_counts import NAMED_FORMAT, role_of
 from nextn.errors import EngineError
 
 META = {
@@ -137,3 +137,61 @@ def test_several_k_in_the_text_are_none():
     counters = read(command.format(4) + ROWS + command.format(1) + ROWS)
     assert counters.k is None
     assert any("K is set to 4 and 1 in it" in note for note in counters.notes)
+
+
+ROLES = {
+    "accepted": "num_accepted accept_tokens_total acc_draft_tokens spec_num_correct_drafts numAcceptedDraftTokens",
+    "rejected": "rejected_tokens reject_draft",
+    "drafted": "num_draft_generated draft_tokens_total proposed drafts_proposed_tokens",
+    "rounds": "num_drafts draft_rounds_total draft_cycles verify_ct verifier_runs",
+    "": "draft accept acc correct reject verifier draft_steps num_draft_calls verify_tokens iterations drafts_tokens",
+}
+
+
+def test_names_of_counts_by_their_words():
+    assert {name: role_of(name) for names in ROLES.values() for name in names.split()} == {
+        name: role for role, names in ROLES.items() for name in names.split()
+    }
+
+
+def test_json_as_a_list_of_markdown():
+    """With one of the values in bold, as people mark it."""
+    names = ("acceptance_rate", "num_drafts", "draft_tokens", "accepted_tokens", "per_position_acceptance_rates")
+    values = (
+        "58.33333333333333",
+        "**1000**",
+        "3000",
+        "1750",
+        "[0.7734306569343066, 0.5692075078206465, 0.40736183524504]",
+    )
+    text = "MTP is low with **v0.18**:\n" + "".join(
+        f'- "spec_decode_{name}": {value}\n' for name, value in zip(names, values, strict=True)
+    )
+    assert (read(text).num_drafts, read(text).per_position) == (1000, (773, 569, 407))
+    assert read(text + text).notes == (f"2 {RUNS}",)
+    assert read("ttft: 311.2 ms\ndraft_n_total: 141\ndraft_n_accepted: 93\n").draft_tokens == 141
+
+
+def test_series_that_were_read_one_by_one():
+    """AIPerf's server_metrics_export.jsonl: each line has all series at one time."""
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    lines = [
+        {"timestamp_ns": time, "endpoint_url": "http://a/metrics", "metrics": {
+            f"vllm:spec_decode_num_{name}": [{"labels": {"engine": "0"}, "value": value * time}]
+            for name, value in zip(names, (100, 300, 160), strict=True)}}
+        for time in (1, 2)
+    ]  # fmt: skip
+    counters = read("\n".join(map(json.dumps, lines)))
+    assert (counters.num_drafts, counters.draft_tokens, counters.accepted) == (200, 600, 320)
+
+
+@loop(
+    "prefix",
+    ["vllm-decode-7d9f6c5b8-{}x2k9 vllm (APIServer pid=1) ", "llm_vllm.{0}.k3v9b2@node-{0}    | (APIServer pid=1) ",
+     "(Server pid=1{0}, ip=10.0.0.5) (APIServer pid=1{0}) "],
+)  # fmt: skip
+def test_prefixes_name_the_process(prefix):
+    """Of stern, of services of Docker, and of Ray, which repeats it."""
+    *_others, note = read("".join(prefix.format(place) + interval(0.8).partition(") ")[2] for place in (1, 2))).notes
+    assert "2 in all" in note
+    assert note.count("pid=1") == 2

@@ -21,8 +21,8 @@ _DRAFTING_HERE = rf"(?!draft (?!tokens?\b|accept|model|stat|rate|head|layer|dept
 _OF = r"\s*(?:/|(?:out )?of)\s*"
 _COUNT = rf"(?<![\w.,]){INT}(?!\s*%)"
 _DRAFTED = (
-    r"(?:(?:total[ _])?(?:drafted(?:[ _]tokens)?|draft[ _]tokens(?: (?:proposed|speculated|offered))?)|draft_n|"
-    r"total_draft|proposed(?:_tokens)?)"
+    r"(?:(?:total[ _])?(?:drafted(?:[ _]tokens)?|draft[ _]tokens(?: (?:proposed|speculated|offered))?)|"
+    r"draft_n(?:_total)?|total_draft|proposed(?:_tokens)?)"
 )
 _KEPT = (
     r"(?:(?!\w{0,20}(?:un|not|non)_?accept)(?:total |draft tokens )?\w{0,20}accept(?:ed)?"

@@ -37,8 +37,9 @@ _ALL_POSITIONS = ("vLLM", "LMDeploy")  # which print those that no round accepte
 # What distinguishes the processes of one log: vLLM's and SGLang's ranks, llama.cpp's router, compose, grep, Kubernetes,
 # syslog.
 _PROCESS = re.compile(
-    r"\bpid=[0-9]+|\bDP[0-9]+|\[[0-9]+\](?= +[0-9.]+ [A-Z] )|(?m:^)[\w.-]+(?= +\| )|"
-    r"(?m:^)[\w./-]+\.\w+(?=:)|\[pod/[^\]\s]+\]|\w\[[0-9]+\](?=:)"
+    r"\bpid=[0-9]+|\bDP[0-9]+|\[[0-9]+\](?= +[0-9.]+ [A-Z] )|(?m:^)[\w.@-]+(?= +\| )|"
+    r"(?m:^)[\w./-]+\.\w+(?=:)|\[pod/[^\]\s]+\]|\w\[[0-9]+\](?=:)|"
+    r"(?m:^)[a-z][\w-]*-[a-z0-9]{5}(?= [a-z])"
 )
 _NAME = re.compile(r"([A-Za-z][A-Za-z_ -]{0,40})[^A-Za-z]*\Z")  # of a row, before its figures
 _RANK = re.compile(r"\bEngine [0-9]+(?=:)")  # in the line before the counts, of a process with several ranks
@@ -223,7 +224,7 @@ def _process(text: str, start: int, reader: _Reader) -> str:
     rank = _RANK.search(before)
     if rank is not None and _PROCESS.findall(before, 0, rank.start()) == own:
         own.append(rank[0])
-    return " ".join(own)
+    return " ".join(dict.fromkeys(own))
 
 
 def _name(text: str, start: int, reader: _Reader) -> str:

@@ -47,12 +47,12 @@ def _framed(frame: JsonObject) -> Iterator[str]:
 
 
 def _exported(document: object) -> Iterator[str]:
-    """The series of AIPerf's server_metrics_export.json, each with its increase during the run, or its mean."""
+    """The series that AIPerf exports: with their increase during the run, or mean, or as it read them one by one."""
     metrics = document.get("metrics") if isinstance(document, Mapping) else None
     for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
-        series = metric.get("series") if isinstance(metric, Mapping) else None
+        series = metric.get("series") if isinstance(metric, Mapping) else metric
         for each in series if isinstance(series, list) else ():
-            stats = each.get("stats") if isinstance(each, Mapping) else None
+            stats = each.get("stats", {"total": each.get("value")}) if isinstance(each, Mapping) else None
             if isinstance(stats, Mapping) and (value := stats.get("total", stats.get("avg"))) is not None:
                 labels = each.get("labels")
                 own = labels if isinstance(labels, Mapping) else {}

@@ -31,20 +31,16 @@ _FILLERS = _words(
 _OF_HEAD = _words("mtp nextn")
 _COPIED = _words("lookup ngram suffix pld copy copied")
 _DRAFTING = _words("draft drafts drafted drafting spec speculative speculation mtp nextn verify verifier")
-_ROLES = {
-    _words(words): role
-    for role, names in {
-        "drafted": ("drafted", "drafted tokens", "draft tokens", "proposed", "proposed tokens", "draft tokens proposed",
-                    "proposed drafts", "drafts proposed tokens", "draft tokens generated"),
-        "accepted": ("accepted", "accepted tokens", "accepted draft tokens", "accepted drafted tokens",
-                     "accepted drafts", "accepted draft", "correct drafts", "accept draft", "acc draft tokens"),
-        "rejected": ("rejected", "rejected tokens", "rejected draft tokens", "rejected drafted tokens",
-                     "rejected drafts", "rejected draft", "reject draft"),
-        "rounds": ("drafts", "rounds", "draft rounds", "draft iterations", "verify", "verify calls",
-                   "verify rounds", "verify steps", "verifier runs", "verifier calls"),
-    }.items()
-    for words in names
-}  # fmt: skip
+_OF_TOKENS = _words("draft drafts drafted tokens")
+_ROUNDS = _words("rounds iterations steps cycles calls runs")
+# Role -> a word that tells it alone, those that tell it beside others, and these others.
+_ROLES: tuple[tuple[str, frozenset[str], frozenset[str], frozenset[str]], ...] = (
+    ("accepted", _words("accepted"), _words("accept acc correct"), _OF_TOKENS),
+    ("rejected", _words("rejected"), _words("reject"), _OF_TOKENS),
+    ("drafted", _words("drafted proposed"), _words("draft"), _words("draft drafts tokens generated proposed")),
+    ("rounds", _words("drafts rounds verify"), _words("verify verifier"), _ROUNDS),
+    ("rounds", frozenset(), _words("draft"), _words("rounds iterations cycles")),  # steps may be of each draft
+)
 _POSITION = _words("pos position positions")
 _OF_POSITIONS = _POSITION | _words("accepted accept acceptance draft tokens rate rates per by")
 # What distinguishes runs that are not to be added.
@@ -61,10 +57,10 @@ _RATE_TOLERANCE = 0.03
 _MAX_DEPTH = 32
 _MAX_RECORDS = 100_000
 _MAX_LINES = 8000  # characters of what is no log
-_NUMBERS = r"[0-9]{1,12}(?:\.[0-9]{1,9})?"
+_NUMBERS = r"[0-9]{1,12}(?:\.[0-9]{1,20})?"
 _FIELD = re.compile(
-    rf"(?<![\w.])([A-Za-z][\w/.-]{{1,60}}(?: [A-Za-z]\w{{0,20}}){{0,3}}) ?[=:] {{0,40}}"
-    rf"(?:({_NUMBERS})(?![\w%]|[.,][0-9])|\[({_NUMBERS}(?:, ?{_NUMBERS}){{0,63}})\])"
+    rf"(?<![\w.])([A-Za-z][\w/.-]{{1,60}}(?: [A-Za-z]\w{{0,20}}){{0,3}})['\"]? ?[=:] {{0,40}}"
+    rf"(?:(?:\*\*)?({_NUMBERS})(?![\w%]|[.,][0-9])|\[({_NUMBERS}(?:, ?{_NUMBERS}){{0,63}})\])"
 )
 _COPIER = re.compile(
     r"(?i)(?<![a-z])(?:method|mode|type|drafter|algorithm|spec\w*)['\"]?\s?[=:]\s?['\"]?"
@@ -82,7 +78,11 @@ def words_of(name: str) -> list[str]:
 def role_of(name: str) -> str:
     """Return which of the counts a name is of: drafted, accepted, rejected or rounds; "" for none."""
     words = set(words_of(name)) - _FILLERS
-    return _ROLES.get(frozenset(words), "")
+    for role, alone, beside, others in _ROLES:
+        own = words & (alone | beside)
+        if own and words <= own | others and (own & alone or words - beside):
+            return role
+    return ""
 
 
 def is_copied(names: Iterable[str]) -> bool:
