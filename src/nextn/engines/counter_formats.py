@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TextIO
 
 from nextn.bounded_json import loads
-from nextn.engines.answer_parts import answer_id, last_parts
 from nextn.engines.counters import Counters, fill_in_derived, refuse_model, sum_counters
 from nextn.engines.csv_formats import table_reader
 from nextn.engines.embedded_json import MAX_DOCUMENTS, documents
@@ -26,7 +25,7 @@ from nextn.engines.metrics_formats import (
     table_as_metrics,
 )
 from nextn.engines.metrics_json import series_in
-from nextn.engines.named_counts import in_documents, in_lines
+from nextn.engines.named_counts import answer_id, in_documents, in_lines, last_parts
 from nextn.engines.run_settings import NOT_LOADED_FIX, head_not_loaded, with_settings
 from nextn.errors import EngineError
 from nextn.text_format import docs_page

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 
 from nextn.bounded_json import loads
 
@@ -44,7 +43,8 @@ def documents(text: str) -> tuple[list[object], bool]:
 def _object_at(text: str, start: int) -> tuple[object, int]:
     """The object that begins here, None for none, and where it ends."""
     end, cut = _end(text, start)
-    return _first(_parsed(each) for each in cut or [text[start:end]]), end
+    parsed = map(_parsed, cut or [text[start:end]])
+    return next((each for each in parsed if each is not None), None), end
 
 
 def _end(text: str, start: int) -> tuple[int, list[str]]:
@@ -62,10 +62,6 @@ def _end(text: str, start: int) -> tuple[int, list[str]]:
         elif token == "," and len(closers) < 100:
             comma = (match.start(), "".join(reversed(closers)))
     return len(text), [text[start:] + "".join(reversed(closers)), text[start : comma[0]] + comma[1]]
-
-
-def _first(found: Iterator[object]) -> object:
-    return next((each for each in found if each is not None), None)
 
 
 def _parsed(text: str) -> object:

@@ -25,7 +25,6 @@ from nextn.engines.metrics_formats import accepted_at_least
 from nextn.engines.named_counts import from_record
 from nextn.errors import EngineError
 
-_MAX_DEPTH = 64
 BONUS_INCLUDED = "the engine counts the bonus token of each round as accepted: only the tokens per round are compared"
 _MAX_ROWS = 10_000
 
@@ -38,16 +37,14 @@ def from_json(document: object) -> Counters | None:
 
 def objects(document: object) -> list[Counters]:
     """Return the counts of each object that holds an engine's fields, those in `usage` where there are no others."""
-    found = list(_objects(document, _MAX_DEPTH))
+    found = list(_objects(document))
     return [each for each in found if each.source != _PREDICTED] or [each for each in found if each.draft_tokens]
 
 
-def _objects(value: object, depth: int) -> Iterator[Counters]:
-    if depth == 0:
-        return
+def _objects(value: object) -> Iterator[Counters]:
     if isinstance(value, list):
         for item in value:
-            yield from _objects(item, depth - 1)
+            yield from _objects(item)
     elif isinstance(value, Mapping):
         name = next((name for name, (key, _) in JSON_READERS.items() if key in value), None)
         if name is None and _rollout_key(value):
@@ -58,7 +55,7 @@ def _objects(value: object, depth: int) -> Iterator[Counters]:
             yield _checked(name, value)
             return
         for item in value.values():
-            yield from _objects(item, depth - 1)
+            yield from _objects(item)
 
 
 def _checked(name: str, record: JsonObject) -> Counters:

@@ -9,7 +9,7 @@ example), SGLang 0.5 (observability/scheduler_metrics_mixin.py, bench_serving.py
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 
 from nextn.engines.counters import (
     ADAPTIVE,
@@ -59,20 +59,20 @@ def _rounds(accepted: int, drafted: int, length: float | None, k: int = 0) -> in
     return round(accepted / (length - 1)) if length > 1 else None
 
 
-def _vllm(fields: Fields) -> Counters | None:
+def _vllm(fields: Fields, engine: str = "vLLM") -> Counters | None:
     """One interval. All rounds draft as many tokens as there are positions, except the last ones before a limit."""
     accepted, drafted = (integer(fields[name][0]) for name in ("Accepted", "Drafted"))
     length = float_field(fields, "Mean acceptance length")
     if not fields.get("Per-position acceptance rate"):
         if length is not None and length <= 1 and accepted > _HALF * drafted:
             return None  # the two contradict each other
-        return Counters("vLLM", _rounds(accepted, drafted, length), drafted, accepted, notes=(ROUNDED,))
+        return Counters(engine, _rounds(accepted, drafted, length), drafted, accepted, notes=(ROUNDED,))
     rates = rates_of(fields["Per-position acceptance rate"][0])
     rounds = round(drafted / len(rates))
     if length and accepted and abs(1 + accepted / max(rounds, 1) - length) > 0.02:
         rounds = round(accepted / max(length - 1, 1e-9))
     positions = tuple(round(rate * rounds) for rate in rates)
-    return with_all_positions(Counters("vLLM", rounds, drafted, accepted, positions, notes=(ROUNDED,)))
+    return with_all_positions(Counters(engine, rounds, drafted, accepted, positions, notes=(ROUNDED,)))
 
 
 def _vllm_v0(fields: Fields) -> Counters:
@@ -105,10 +105,6 @@ def _table(fields: Fields) -> Counters | None:
     return with_all_positions(counters)
 
 
-def _sglang_table(fields: Fields) -> Counters:
-    return Counters("SGLang", length=float_field(fields, "Accept length"))
-
-
 def _sglang_answer(fields: Fields) -> Counters | None:
     """One answer, of which the first token is prefill's; the length is tokens / rounds."""
     tokens, length = to_number(fields["Tokens"][0]), float_field(fields, "Acc Length") or 0.0
@@ -121,11 +117,6 @@ def rollout(length: float, engine: str = "") -> Counters:
     if length < 1:
         return Counters(engine or _TRAINER, 0, 0, 0, notes=() if engine else (STEPS_WITHOUT_DRAFTS,))
     return Counters(engine or _TRAINER, length=length, notes=(RENAMED,) if length == 1 and not engine else ())
-
-
-def _lmdeploy(fields: Fields) -> Counters | None:
-    counters = _vllm(fields)
-    return counters and replace(counters, engine="LMDeploy")
 
 
 def _lmdeploy_totals(fields: Fields) -> Counters:
@@ -146,11 +137,6 @@ def _mlx_vlm_text(fields: Fields) -> Counters:
     rounds, drafts = int_field(fields, "rounds") or 0, float_field(fields, "avg draft")
     accepted = max(0, round(((float_field(fields, "accepted tokens") or 0.0) - 1) * rounds))
     return Counters("mlx-vlm", rounds, None if drafts is None else round(drafts * rounds), accepted, notes=(ROUNDED,))
-
-
-def _mlx_serve(fields: Fields) -> Counters:
-    accepted, rounds = map(integer, fields["accepted/rounds"][0].split("/"))
-    return Counters("mlx-serve", rounds, None, accepted)
 
 
 def _mistralrs(fields: Fields) -> Counters:
@@ -272,11 +258,14 @@ def _ollama(fields: Fields) -> Counters:
     return Counters("Ollama", rounds, drafted, accepted, k=k or None, notes=notes)
 
 
-def _counts_of(engine: str, rounds: str, drafted: str, accepted: str) -> Callable[[Fields], Counters]:
+def _counts_of(
+    engine: str, rounds: str = "", drafted: str = "", accepted: str = "", *, length: str = "", k: str = ""
+) -> Callable[[Fields], Counters]:
     """Return the reader of an entry with these fields."""
     return lambda fields: Counters(
-        engine, int_field(fields, rounds), int_field(fields, drafted), int_field(fields, accepted)
-    )
+        engine, int_field(fields, rounds), int_field(fields, drafted), int_field(fields, accepted),
+        length=float_field(fields, length), k=int_field(fields, k),
+    )  # fmt: skip
 
 
 def _lightllm(fields: Fields) -> Counters:
@@ -305,24 +294,12 @@ def _skyrl(fields: Fields) -> Counters | None:
     return trainer_counts(drafted, accepted, length, list(map(to_number, fields["draft_acceptance_rate_pos"])))
 
 
-def _llama_example(fields: Fields) -> Counters:
-    """The examples count no rounds; K is the option --draft-max."""
-    return Counters(
-        "llama.cpp", None, int_field(fields, "n_drafted"), int_field(fields, "n_accept"), k=int_field(fields, "n_draft")
-    )
-
-
 def _spec_bench(fields: Fields) -> Counters:
     """A task; positions are shares of its rounds."""
     rounds, accepted, drafted = (int(count) for count in re.findall(r"[0-9]+", fields["rounds, accepted/drafted"][0]))
     rates = [rate / 100 for text in fields["pos accept"] for rate in rates_of(text)][:MAX_POSITIONS]
     positions = tuple(round(rate * rounds) for rate in rates)
     return Counters("ik_llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if rates else ())
-
-
-def _aiperf(fields: Fields) -> Counters:
-    """The console's token-weighted length weights all rounds alike."""
-    return Counters("an engine under AIPerf", length=float_field(fields, "Token-Weighted Acceptance Length"))
 
 
 _VLLM_FIELDS = {
@@ -353,7 +330,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "LMDeploy's SpecDecoding metrics", "SpecDecoding metrics: Draft",
         r"SpecDecoding metrics:(?= Draft acceptance rate: [0-9]{1,3}\.[0-9]{2}%, Mean )", _VLLM_FIELDS,
-        ("Accepted", "Drafted"), _lmdeploy,
+        ("Accepted", "Drafted"), partial(_vllm, engine="LMDeploy"),
         "accepted and draft tokens of an interval; positions as shares of all rounds",
     ),
     LogFormat(
@@ -406,8 +383,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "llama.cpp's speculative examples", "n_drafted", r"(?<!\w)n_draft\s+=",
         {name: rf"(?<!\w){name}\s*=\s*({INT})" for name in ("n_draft", "n_drafted", "n_accept")},
-        ("n_drafted", "n_accept"), _llama_example, "the run: K, drafted and accepted tokens; no rounds", num_lines=8,
-        is_run=True,
+        ("n_drafted", "n_accept"), _counts_of("llama.cpp", "", "n_drafted", "n_accept", k="n_draft"),
+        "the run: K, drafted and accepted tokens; no rounds", num_lines=8, is_run=True,
     ),
     LogFormat(
         "table of llama.cpp's mtp-bench.py", "pred=", r"(?<!\w)pred=",
@@ -429,8 +406,9 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "table of SGLang's bench_serving", " length:", r"(?<![\w-])Accept length:|(?<=/s, )Acceptance length:",
-        {"Accept length": rf"Accept(?:ance)? length:\s*({NUMBER})"}, ("Accept length",), _sglang_table,
-        "the run: tokens per round with bonus token; no counts", is_run=True,
+        {"Accept length": rf"Accept(?:ance)? length:\s*({NUMBER})"}, ("Accept length",),
+        _counts_of("SGLang", length="Accept length"), "the run: tokens per round with bonus token; no counts",
+        is_run=True,
     ),
     LogFormat(
         "table of SGLang's send_one", "Acc Length", r"[|] *Latency \(s\)(?=[^\n]{0,80}Acc Length)",
@@ -469,13 +447,13 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "table of TensorRT-LLM's benchmark_serving", "Decoded Tokens per Iter:", r"Mean Avg Decoded Tokens per Iter:",
         colon("Mean Avg Decoded Tokens per Iter"), ("Mean Avg Decoded Tokens per Iter",),
-        lambda fields: Counters("TensorRT-LLM", length=float_field(fields, "Mean Avg Decoded Tokens per Iter")),
+        _counts_of("TensorRT-LLM", length="Mean Avg Decoded Tokens per Iter"),
         "the run, as a mean of its requests: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
         "report of trtllm-bench", "[AL] AVERAGE", r"\[AL\] AVERAGE",
         {"[AL] AVERAGE": rf"\[AL\] AVERAGE\s*:\s*({NUMBER})"}, ("[AL] AVERAGE",),
-        lambda fields: Counters("TensorRT-LLM", length=float_field(fields, "[AL] AVERAGE")),
+        _counts_of("TensorRT-LLM", length="[AL] AVERAGE"),
         "the run, as a mean of its requests: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
@@ -507,7 +485,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "AIPerf's Spec Decode table", "Token-Weighted Acceptance Length", r"Token-Weighted Acceptance Length",
         {"Token-Weighted Acceptance Length": rf"Token-Weighted Acceptance Length\s*[|│┃]?\s*({NUMBER})"},
-        ("Token-Weighted Acceptance Length",), _aiperf,
+        ("Token-Weighted Acceptance Length",),  # by its tokens, so that all rounds weigh alike
+        _counts_of("an engine under AIPerf", length="Token-Weighted Acceptance Length"),
         "the run: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
@@ -519,8 +498,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "table of ik_llama.cpp's llama-spec-bench", "a.len mean", r"[|] *(?:draft-)?mtp *[|]",
-        {"a.len": rf"% *[|] *({NUMBER})/"}, ("a.len",),
-        lambda fields: Counters("ik_llama.cpp", length=float_field(fields, "a.len")),
+        {"a.len": rf"% *[|] *({NUMBER})/"}, ("a.len",), _counts_of("ik_llama.cpp", length="a.len"),
         "a task: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
@@ -535,7 +513,8 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "mlx-serve's line of a decoding", "/attempt", rf"(?<!\w)(?:mtp|drafter) accept=(?={INT}/{INT} attempts)",
-        {"accepted/rounds": rf"accept=({INT}/{INT})"}, ("accepted/rounds",), _mlx_serve,
+        {"accepted": rf"accept=({INT})/", "rounds": rf"accept={INT}/({INT})"}, ("accepted", "rounds"),
+        _counts_of("mlx-serve", "rounds", accepted="accepted"),
         "a request: accepted draft tokens and rounds, which it calls attempts",
     ),
     LogFormat(

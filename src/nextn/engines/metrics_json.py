@@ -5,21 +5,19 @@ from collections.abc import Iterator, Mapping
 
 from nextn.bounded_json import JsonObject
 
-_MAX_DEPTH = 12
-
 
 def series_in(document: object) -> Iterator[str]:
     """Yield the series in a document, each with its last value, or with its increase where the document has that."""
-    yield from _queried(document, _MAX_DEPTH)
+    yield from _queried(document)
     yield from _exported(document)
 
 
-def _queried(document: object, depth: int) -> Iterator[str]:
+def _queried(document: object) -> Iterator[str]:
     """The series in an answer of Prometheus' query API, for an instant or a range, or in an answer of Grafana."""
-    if isinstance(document, list) and depth:
+    if isinstance(document, list):
         for item in document:
-            yield from _queried(item, depth - 1)
-    elif isinstance(document, Mapping) and depth:
+            yield from _queried(item)
+    elif isinstance(document, Mapping):
         labels, values = document.get("metric"), document.get("values")
         sample = values[-1] if isinstance(values, list) and values else document.get("value")
         if isinstance(labels, Mapping) and isinstance(sample, list) and sample and "__name__" in labels:
@@ -28,7 +26,7 @@ def _queried(document: object, depth: int) -> Iterator[str]:
             return
         yield from _framed(document)
         for item in document.values():
-            yield from _queried(item, depth - 1)
+            yield from _queried(item)
 
 
 def _framed(frame: JsonObject) -> Iterator[str]:

@@ -4,15 +4,16 @@ A name is a set of words: `vllm/spec_num_draft_tokens`, `draftTokens` and `Draft
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from nextn.bounded_json import MAX_COUNT, JsonObject
-from nextn.engines.answer_parts import answer_id, last_parts
 from nextn.engines.counters import MAX_POSITIONS, RISING, UNKNOWN, Counters, sum_counters
 from nextn.errors import EngineError
 from nextn.text_format import some
 
+Item = TypeVar("Item")
 NAMED_FORMAT = "counts by name"
 NAMED_COUNTED = (
     "Of other engines, scripts and trainers: accepted with drafted or rejected tokens, or with rounds, in one object, "
@@ -54,7 +55,6 @@ _RATE = re.compile(r"(?:mtp_|spec_|draft_|spec_decode_)?accept(?:ance)?_rate")
 _K = re.compile(r"k|(?:mtp_|draft_|spec_)?depth|gamma|(?:num_)?spec(?:ulative)?_tokens")
 _TOLERANCE = 0.1  # of a length, which may be a mean of requests
 _RATE_TOLERANCE = 0.03
-_MAX_DEPTH = 32
 _MAX_RECORDS = 100_000
 _MAX_LINES = 8000  # characters of what is no log
 _NUMBERS = r"[0-9]{1,12}(?:\.[0-9]{1,20})?"
@@ -151,7 +151,7 @@ def _whole(records: list[_Record], total: Counters) -> Counters | None:
 
 
 def _records(value: object, path: tuple[str, ...]) -> Iterator[_Record]:
-    if len(path) > _MAX_DEPTH or is_copied(path):
+    if is_copied(path):
         return
     if isinstance(value, list):
         for item in value[:_MAX_RECORDS]:
@@ -294,3 +294,21 @@ def _number(value: object) -> float | None:
 def _count(value: object) -> int | None:
     number = _number(value)
     return None if number is None or number != int(number) else int(number)
+
+
+def answer_id(document: object) -> str | None:
+    """Return the id of the answer that a document is a part of."""
+    if not isinstance(document, Mapping):
+        return None
+    info = document.get("meta_info")  # SGLang's
+    name = info.get("id") if isinstance(info, Mapping) else document.get("id")
+    return name if isinstance(name, str) and name else None
+
+
+def last_parts(found: Iterable[tuple[Hashable, Sequence[Item]]]) -> list[Item]:
+    """Return what was found in documents, each beside its answer: of several parts of one, what the last has."""
+    last: dict[Hashable, Sequence[Item]] = {}
+    for place, (answer, items) in enumerate(found):
+        if items:
+            last[place if answer is None else answer] = items
+    return [item for items in last.values() for item in items]
