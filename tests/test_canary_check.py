@@ -378,7 +378,7 @@ def test_an_engine_by_its_convention(kits, trained):
 def small(*others, prompts=2, rounds=(1, 1, 0)):
     """A record made by hand, at K = 2: texts of six tokens, of which the fourth is nearly level."""
     asked = CanaryPrompt("", (0,), tuple(range(1, 12)), (1.0, 1.0, 1.0, 0.25, *[1.0] * 7))
-    readings = tuple(RecordedReading(name, name, (), (), {2: (rounds,) * prompts}) for name in ("right", *others))
+    readings = tuple(RecordedReading(name, name, {2: (rounds,) * prompts}) for name in ("right", *others))
     return Canary("x", "glm4_moe", 6, 0.25, (2,), (asked,) * prompts, readings, {})
 
 

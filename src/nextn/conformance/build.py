@@ -9,8 +9,8 @@ distribution of the accepted drafts is known (`teacher_forced`), so no draft is 
 import hashlib
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ import transformers
 from nextn import __version__
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.conformance.canary_model import documents, prompts, shape_of
-from nextn.conformance.record import FILE, FORMAT
+from nextn.conformance.record import FILE, FORMAT, RecordedReading
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.data.corpus import Corpus, encoder, eos_id
 from nextn.decoding.generate import generate
@@ -79,23 +79,6 @@ DEFINITIONS = {
 }
 
 
-@dataclass(frozen=True)
-class ComputedReading:
-    """One way to run the head, and the drafts accepted by it."""
-
-    name: str  # a fault's, `right`, `rounded` or `engine:NAME`
-    description: str
-    rounds: Mapping[int, Sequence[Sequence[int]]]  # K -> [prompts][rounds], accepted drafts
-    issues: tuple[str, ...] = ()  # public threads
-    facts: tuple[str, ...] = ()  # of the family that an engine changes
-
-    def as_record(self) -> dict[str, object]:
-        """Return the JSON form."""
-        digits = {str(k): ["".join(map(str, accepted)) for accepted in texts] for k, texts in self.rounds.items()}
-        lists = {"issues": list(self.issues), "facts": list(self.facts)}
-        return {"name": self.name, "says": self.description, **lists, "rounds": digits}
-
-
 def build_record(
     folder: Path,
     prompts: Sequence[Sequence[int]],
@@ -132,26 +115,26 @@ def build_record(
     }
 
 
-def compute_readings(model: Model, report: ReferenceReport, folder: Path | None = None) -> Iterator[ComputedReading]:
+def compute_readings(model: Model, report: ReferenceReport, folder: Path | None = None) -> Iterator[RecordedReading]:
     """Yield the right reading, that in bfloat16 (with `folder`), those of every possible fault, and each engine's.
 
     report: the greedy texts with their scores.
     """
     tokens = report.plan.max_tokens - _EXTRA_TOKENS
-    yield ComputedReading("right", "as the family's row says", rounds_of_scores(report.scored[0.0], tokens))
+    yield RecordedReading("right", "as the family's row says", rounds_of_scores(report.scored[0.0], tokens))
     if folder is not None:
         coarse = rescore(report, Model.load(folder, dtype=torch.bfloat16, device=model.trunk.device), Contract())
-        yield ComputedReading("rounded", "right, computed in bfloat16", rounds_of_scores(coarse.scored[0.0], tokens))
+        yield RecordedReading("rounded", "right, computed in bfloat16", rounds_of_scores(coarse.scored[0.0], tokens))
     for fault in FAULTS:
         if (rounds := _rounds_with_fault(model, report, fault, tokens)) is not None:
-            yield ComputedReading(fault.name, fault.description, rounds, fault.issues)
+            yield RecordedReading(fault.name, fault.description, rounds, fault.issues)
     for engine in ENGINES:
         if facts := deviations(model.family, engine):
             description = f"as {engine} runs this family: "
             description += ", ".join(f"{name} {value}" for name, value in facts.items())
             variant = Variant(f"engine:{engine}", description, facts=facts)
             scores = rescore(report, *apply_variants(model, Contract(), [variant])).scored[0.0]
-            yield ComputedReading(variant.key, description, rounds_of_scores(scores, tokens), facts=tuple(facts))
+            yield RecordedReading(variant.key, description, rounds_of_scores(scores, tokens), facts=tuple(facts))
 
 
 def rounds_of_scores(texts: Sequence[ScoredText], tokens: int) -> dict[int, list[list[int]]]:

@@ -139,13 +139,19 @@ def prompt_counts(accepted: Sequence[int], k: int, tokens: int) -> PromptCounts:
 
 @dataclass(frozen=True)
 class RecordedReading:
-    """One way to run the head, as the record has it."""
+    """One way to run the head, and the drafts accepted by it."""
 
-    name: str
+    name: str  # a fault's, `right`, `rounded` or `engine:NAME`
     description: str
-    issues: tuple[str, ...]  # public threads
-    facts: tuple[str, ...]  # of the family that it changes, for an engine's convention
-    rounds: Mapping[int, tuple[tuple[int, ...], ...]]  # K -> [prompts][rounds], accepted drafts
+    rounds: Mapping[int, Sequence[Sequence[int]]]  # K -> [prompts][rounds], accepted drafts
+    issues: tuple[str, ...] = ()  # public threads
+    facts: tuple[str, ...] = ()  # of the family that it changes, for an engine's convention
+
+    def as_record(self) -> dict[str, object]:
+        """Return the JSON form."""
+        digits = {str(k): ["".join(map(str, accepted)) for accepted in texts] for k, texts in self.rounds.items()}
+        lists = {"issues": list(self.issues), "facts": list(self.facts)}
+        return {"name": self.name, "says": self.description, **lists, "rounds": digits}
 
 
 CountsByPass = tuple[tuple[float, ...], ...]
@@ -209,7 +215,7 @@ class Canary:
         )
         readings = tuple(
             RecordedReading(
-                entry["name"], entry["says"], tuple(entry["issues"]), tuple(entry["facts"]), _rounds(entry["rounds"])
+                entry["name"], entry["says"], _rounds(entry["rounds"]), tuple(entry["issues"]), tuple(entry["facts"])
             )
             for entry in record["readings"]
         )
