@@ -35,7 +35,8 @@ KS = tuple("12345678")
 
 def fitting(source, family, *, thinking=None, temperature=1.0, measured=KS, precision=None, size=None):
     curves = curves_of([source], family, size)
-    return fitting_curve(curves, [source], measured, thinking=thinking, temperature=temperature, precision=precision)
+    here = replace(HERE, thinking=thinking, temperature=temperature, precision=precision)
+    return fitting_curve(curves, [source], replace(here, lengths=dict.fromkeys(measured, 1.5)))
 
 
 def test_data_file():
@@ -179,7 +180,7 @@ def test_rates_are_shown():
     text = curve.text(deeper)
     assert "AL 1.50 at K = 3 (published 2.30); a_1 0.60, a_2 0.50, a_3 0.40 (published 0.80, 0.50, 0.25)" in text
     assert "; K " not in text
-    chosen = fitting_curve([curve], ["m"], ["1", "2"], thinking=None, temperature=1.0)
+    chosen = fitting_curve([curve], ["m"], HERE)
     assert chosen is curve
     assert curve.as_record(HERE)["rates"] == (0.8, 0.5, 0.25)
 

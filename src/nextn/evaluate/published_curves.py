@@ -189,18 +189,12 @@ def _is_released(names: Sequence[str], family: str) -> bool:
 
 
 def fitting_curve(
-    curves: Sequence[PublishedCurve],
-    names: Sequence[str],
-    measured: Collection[str],
-    *,
-    thinking: bool | None,
-    temperature: float,
-    precision: str | None = None,
+    curves: Sequence[PublishedCurve], names: Sequence[str], measured: MeasuredCurve
 ) -> PublishedCurve | None:
     """Return the curve that fits best: of this model, of an MTP head, then by mode, precision and temperature.
 
-    names: See `curves_of`.
-    measured: K and categories; None if no curve has any of them, or rates: a_1 is measured at every K.
+    names: See `curves_of`. None if no curve has a K or a category that was measured, or rates: a_1 is measured at every
+    K.
     """
 
     def fit(curve: PublishedCurve) -> tuple[object, ...]:
@@ -209,13 +203,13 @@ def fitting_curve(
             is_exact,
             len(curve.model) if is_exact else 0,  # the longest name: a later version's contains the earlier one's
             curve.draft == "MTP",
-            curve.thinking == (thinking is not False),  # published templates think by default
-            precision is not None and curve.precision == precision,
-            -1.0 if curve.temperature is None else -abs(curve.temperature - temperature),
-            len(curve.shared(measured)),
+            curve.thinking == (measured.thinking is not False),  # published templates think by default
+            measured.precision is not None and curve.precision == measured.precision,
+            -1.0 if curve.temperature is None else -abs(curve.temperature - measured.temperature),
+            len(curve.shared(measured.lengths)),
         )
 
-    return max((curve for curve in curves if curve.rates or curve.shared(measured)), key=fit, default=None)
+    return max((curve for curve in curves if curve.rates or curve.shared(measured.lengths)), key=fit, default=None)
 
 
 def read_curves(path: Path) -> tuple[PublishedCurve, ...]:

@@ -374,14 +374,9 @@ class ReferenceReport:
         scored = [temperature for temperature in self.plan.temperatures if temperature in self.scored]
         if not curves or not scored:
             return None
-        measured = [self._measured_curve(temperature) for temperature in scored]
-        last = measured[-1]
+        *_, last = measured = [self._measured_curve(temperature) for temperature in scored]
         comparable = [curve for curve in curves if any(curve.figures(each) for each in measured)]
-        curve = fitting_curve(
-            comparable, self._names, last.lengths,
-            thinking=last.thinking, temperature=last.temperature, precision=last.precision,
-        )  # fmt: skip
-        if curve is None:
+        if (curve := fitting_curve(comparable, self._names, last)) is None:
             return None
         stated = last.temperature if curve.temperature is None else curve.temperature
         shown = (each for each in measured if curve.figures(each))
