@@ -290,12 +290,13 @@ async def scheduler(args: argparse.Namespace, _: Path) -> dict[str, object]:
         backend.trunk.prepare(size, range(1, k + 2), exact=False)
         if backend.head is not None:
             backend.head.prepare(size, range(1, k + 2))
+    group = Group(True, k, True, 0)
     for size in sorted({1 << power for power in range(most.bit_length())} | {most}):
-        costs = measure_round_costs(backend, size, num_speculative_tokens=k, is_argmax=True, max_model_len=args.context)
+        costs = measure_round_costs(backend, size, group, max_model_len=args.context)
         assert costs is not None
         times = [f"K = {each}: {seconds * 1e3:.2f} ms" for each, seconds in sorted(costs.head.items())]
         print(f"{size:3} sequences: " + ", ".join(times))
-        policies.measured(Group(True, k, True, 0)).costs.set(size, costs.head)
+        policies.measured(group).costs.set(size, costs.head)
     chosen = Scheduler(backend, limits, policies=policies)
     rows: list[dict[str, object]] = []
     for streams in args.levels:

@@ -216,9 +216,7 @@ class ServingEngine:
             costs = measure_round_costs(
                 self.backend,
                 num_sequences,
-                num_speculative_tokens=limits.num_speculative_tokens,
-                num_copy_tokens=limits.num_copy_tokens,
-                is_argmax=is_argmax,
+                group,
                 max_model_len=limits.max_model_len,
                 is_interrupted=self._has_other_work,
             )

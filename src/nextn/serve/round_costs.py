@@ -9,6 +9,7 @@ import torch
 from nextn.decoding.generate import TextStream
 from nextn.runtime.backend import Backend
 from nextn.serve.request import GenerationRequest
+from nextn.serve.scheduler import Group
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.settings import Sampling
 from nextn.speculative.draft_policy import CopyChoice, CopyRun, FixedLength, RoundPlan, candidate_lengths
@@ -35,26 +36,24 @@ class RoundTimes:
 def measure_round_costs(
     backend: Backend,
     batch_size: int,
+    group: Group,
     *,
-    num_speculative_tokens: int,
-    num_copy_tokens: int = 0,
-    is_argmax: bool,
     max_model_len: int,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> RoundTimes | None:
-    """Measure rounds of `batch_size` sequences as the scheduler runs them: the median of the means of turns.
+    """Measure rounds of `batch_size` sequences of a group as the scheduler runs them: the median of the means of turns.
 
-    Tokens are sampled at temperature 1 unless `is_argmax`. `is_interrupted` is called between passes. None if
-    interrupted, or if `max_model_len` is too small for a turn.
+    Tokens are sampled at temperature 1 unless the group takes the argmax. `is_interrupted` is called between passes.
+    None if interrupted, or if `max_model_len` is too small for a turn.
     """
-    timer, sizes = _RoundTimer(), (num_speculative_tokens, num_copy_tokens)
+    timer = _RoundTimer()
 
     def new_batch() -> ServedBatch | None:
         batch: ServedBatch | None = None
         for row in range(batch_size):
             if is_interrupted():
                 return None
-            one = _prefilled(backend, timer, row, sizes, is_argmax, max_model_len)
+            one = _prefilled(backend, timer, row, group, max_model_len)
             if batch is None:
                 batch = one
             else:
@@ -63,8 +62,8 @@ def measure_round_costs(
 
     with backend.trunk.pass_context():
         batch = new_batch()
-        kinds = [(length, 0) for length in candidate_lengths(num_speculative_tokens)]
-        copies = candidate_lengths(num_copy_tokens)[1:] if num_copy_tokens else ()
+        kinds = [(length, 0) for length in candidate_lengths(group.num_speculative_tokens)]
+        copies = candidate_lengths(group.num_copy_tokens)[1:] if group.num_copy_tokens else ()
         kinds[:0] = [(0, length) for length in copies if batch_size * (length + 1) <= MAX_COPY_ROWS]
         means: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
         for turn in range(_MAX_TURNS):
@@ -115,18 +114,17 @@ class _RoundTimer:
         return "measuring"
 
 
-def _prefilled(
-    backend: Backend, timer: _RoundTimer, row: int, sizes: tuple[int, int], is_argmax: bool, max_model_len: int
-) -> ServedBatch:
+def _prefilled(backend: Backend, timer: _RoundTimer, row: int, group: Group, max_model_len: int) -> ServedBatch:
     """Return a batch of one sequence that has its first token and ends only at its maximum length."""
     size = min(_PROMPT_SIZE, max_model_len // 2)
     tokens = torch.randint(backend.trunk.vocab_size, (size,), generator=torch.Generator().manual_seed(row))
-    sampling = Sampling(temperature=0.0 if is_argmax else 1.0)
+    sampling = Sampling(temperature=0.0 if group.is_argmax else 1.0)
     request = GenerationRequest(tuple(tokens.tolist()), sampling, max_tokens=max_model_len - size, seed=row)
     sequence = ServedSequence.of(request, lambda chunk: None, TextStream(None, ()), row)
-    timer.length, (k, num_copy_tokens) = FixedLength(sizes[0]), sizes
+    k, copies = group.num_speculative_tokens, group.num_copy_tokens
+    timer.length = FixedLength(k)
     batch = ServedBatch(
-        backend.trunk, backend.head, sequence, num_speculative_tokens=k, num_copy_tokens=num_copy_tokens, length=timer
+        backend.trunk, backend.head, sequence, num_speculative_tokens=k, num_copy_tokens=copies, length=timer
     )
     batch.limit_caches(max_model_len)
     batch.max_ahead_s = _MAX_AHEAD_S
