@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nextn.bounded_json import JsonLimits, parse_json
 from nextn.errors import ConfigError
@@ -26,7 +27,7 @@ RECORD = "measure.json"  # looked for in a folder
 _LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
 _IGNORED = ("backend",)  # settings that do not change what is measured
 
-_Record = Mapping[str, object]
+_Record = Mapping[str, Any]  # of a file: whatever is not as expected raises, see `AcceptanceChange.of`
 _Interval = tuple[float, float, float]  # value, low, high
 
 
@@ -91,7 +92,7 @@ class AcceptanceChange:
         Raises ConfigError if the two are of other prompts or settings, or the baseline is not a valid record.
         """
         baseline, now = (json.loads(json.dumps(record)) for record in (baseline, now))  # tuples become lists
-        check_settings(baseline, _object(now["settings"]), source=source)
+        check_settings(baseline, now["settings"], source=source)
         try:
             _check_prompts(baseline, now, source)
             degenerate = _degenerate(baseline) | _degenerate(now)
@@ -102,7 +103,7 @@ class AcceptanceChange:
             ceilings = _ceilings(baseline), _ceilings(now)
             found = (_drops(*pair, *ceilings, _paired(baseline, now, *_key(pair[1]))) for pair in pairs)
             drops = tuple(drop for each in found for drop in each)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{source}: not a record of this version's `nextn measure --out` ({error!r})") from error
         if not drops:
             raise ConfigError(
@@ -214,8 +215,8 @@ def check_settings(baseline: _Record, settings: Mapping[str, object], *, source:
 
 
 def _check_prompts(baseline: _Record, now: _Record, source: str) -> None:
-    if _object(baseline["hashes"])["prompts"] != _object(now["hashes"])["prompts"]:
-        files = [_object(each.get("prompts", {})).get("sha256") for each in (baseline, now)]
+    if baseline["hashes"]["prompts"] != now["hashes"]["prompts"]:
+        files = [each.get("prompts", {}).get("sha256") for each in (baseline, now)]
         if files[0] == files[1] is not None:
             raise ConfigError(f"{source}: the same prompts are other tokens to the two checkpoints: {OTHER_TOKENS}")
         raise ConfigError(
@@ -225,9 +226,9 @@ def _check_prompts(baseline: _Record, now: _Record, source: str) -> None:
 
 
 def _figures(record: _Record) -> list[_Record]:
-    k = _object(record["settings"])["num_speculative_tokens"]
+    k = record["settings"]["num_speculative_tokens"]
     return [
-        each for each in map(_object, _list(record["figures"]))
+        each for each in record["figures"]
         if each["domain"] == "all" and each["rule"] in SERVER_RULES and each["num_speculative_tokens"] == k
     ]  # fmt: skip
 
@@ -243,16 +244,16 @@ def _finite(value: float) -> float | None:
 
 def _degenerate(record: _Record) -> set[float]:
     """The temperatures at which most texts repeat themselves, which are easy to draft and so say little."""
-    texts = ((float(key), _object(counts)) for key, counts in _object(record["texts"]).items())
-    return {key for key, counts in texts if 2 * len(_list(counts["repetitive"])) > _number(counts["num"])}
+    texts = ((float(key), counts) for key, counts in record["texts"].items())
+    return {key for key, counts in texts if 2 * len(counts["repetitive"]) > _number(counts["num"])}
 
 
 def _ceilings(record: _Record) -> dict[float, list[float]]:
     """Temperature -> a_1, ..., AL of a perfect head by rule argmax."""
     ceilings = {}
-    for key, figures in _object(record["perfect_head"]).items():
-        length = _object(_object(figures)["mean_acceptance_length"])["value"]
-        ceilings[float(key)] = [*map(_number, _list(_object(figures)["acceptance"])), _number(length)]
+    for key, figures in record["perfect_head"].items():
+        length = figures["mean_acceptance_length"]["value"]
+        ceilings[float(key)] = [*map(_number, figures["acceptance"]), _number(length)]
     return ceilings
 
 
@@ -262,11 +263,11 @@ def _paired(before: _Record, now: _Record, temperature: float, rule: str) -> lis
     A text of one measurement is compared with that of the same prompt in the other, so how texts differ from each other
     is no noise. Where few drafts changed, they may have changed by chance in no text: then at most 3 in all did (95 %).
     """
-    depths = int(_number(_object(now["settings"])["num_speculative_tokens"]))
-    texts = [_object(_object(_object(each.get("by_text", {})).get(f"{temperature:g}", {})).get(rule, {}))
+    depths = int(_number(now["settings"]["num_speculative_tokens"]))
+    texts = [each.get("by_text", {}).get(f"{temperature:g}", {}).get(rule, {})
              for each in (before, now)]  # fmt: skip
     rows = [
-        [_number(count) for each in texts for counts in _list(each[index]) for count in _list(counts)]
+        [_number(count) for each in texts for counts in each[index] for count in counts]
         for index in sorted(texts[0].keys() & texts[1].keys())
     ]
     if len(rows) < 2 or {len(row) for row in rows} != {4 * depths}:
@@ -284,7 +285,7 @@ def _paired(before: _Record, now: _Record, temperature: float, rule: str) -> lis
 
 
 def _fingerprints(record: _Record) -> tuple[object, object] | None:
-    hashes = _object(record["hashes"])
+    hashes = record["hashes"]
     return (hashes["head"], hashes["trunk"]) if {"head", "trunk"} <= hashes.keys() else None
 
 
@@ -322,8 +323,8 @@ def _drops(
 
 def _intervals(figures: _Record) -> list[_Interval | None]:
     """The intervals of a_1..a_K and of AL; None where there is none."""
-    rates = zip(_list(figures["acceptance"]), map(_list, _list(figures["interval_95"])), strict=True)
-    length = _object(figures["mean_acceptance_length"])
+    rates = zip(figures["acceptance"], figures["interval_95"], strict=True)
+    length = figures["mean_acceptance_length"]
     rows = [[value, *bounds] for value, bounds in rates] + [[length[name] for name in ("value", "low", "high")]]
     return [None if None in row else _interval(row) for row in rows]
 
@@ -337,15 +338,3 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError(f"{value!r:.40} is not a number")
     return float(value)
-
-
-def _object(value: object) -> _Record:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.40} is not an object")
-    return value
-
-
-def _list(value: object) -> Sequence[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.40} is not a list")
-    return value
