@@ -97,6 +97,7 @@ def build_record(
     chosen = [Prompt(tuple(prompt), "canary") for prompt in _choose(model, prompts, count, tokens)]
     plan = ReferencePlan(MAX_K, (0.0,), tokens + _EXTRA_TOKENS, chat=False, seed=seed, backend="torch")
     report = reference_acceptance(model, chosen, plan)
+    files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.safetensors"))}
     return {
         "format": FORMAT,
         "family": model.family.name,
@@ -104,8 +105,7 @@ def build_record(
         "versions": {"nextn": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "machine": platform.machine(),
         "definitions": DEFINITIONS,
-        "hashes": checkpoint_hashes(str(folder))
-        | {"files": _file_hashes(folder), "prompts": hash_prompts(_ids(chosen))},
+        "hashes": checkpoint_hashes(str(folder)) | {"files": files, "prompts": hash_prompts(_ids(chosen))},
         "settings": {"drafts": list(range(1, MAX_K + 1)), "max_tokens": tokens, "tie": TIE},
         "prompts": _prompt_records(model, report, tokens),
         "looping": len(report.repetitive[0.0]),
@@ -221,10 +221,6 @@ def _prompt_records(model: Model, report: ReferenceReport, tokens: int) -> list[
 
 def _ids(prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
     return [prompt.text for prompt in prompts if not isinstance(prompt.text, str)]
-
-
-def _file_hashes(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.safetensors"))}
 
 
 def sampled_record(

@@ -166,7 +166,10 @@ def to_chat(body: ResponsesRequest, before: History = ()) -> tuple[ChatRequest, 
     history = (*before, *_messages(items))
     chat: dict[str, object] = {
         "messages": merge_leading([{"role": "system", "content": body.instructions}, *history]),
-        "tools": [_chat_tool(tool) for tool in body.tools],
+        "tools": [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
+            for tool in body.tools
+        ],
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "max_tokens": body.max_output_tokens,
@@ -217,10 +220,6 @@ def _part(item: InputItem) -> JsonDict:
 
 def _text(content: str | Sequence[TextPart] | Sequence[ReasoningPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def _chat_tool(tool: ResponsesTool) -> Json:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
 
 
 class ResponsesAnswer(BlockRouteAnswer):

@@ -29,11 +29,12 @@ from nextn.checkpoint.safetensors_file import atomic, read_header, write_json, w
 from nextn.checkpoint.staging_folder import SUFFIX, clear_stages, need_room, owned, writing
 from nextn.checkpoint.tensors import bytes_of
 from nextn.errors import CheckpointError, ConfigError
-from nextn.train.config import FREE_SETTINGS, TrainConfig
+from nextn.train.config import TrainConfig
 from nextn.train.distributed import Ranks
 from nextn.train.joint_task import Task
 from nextn.train.metrics import Record
 from nextn.train.optimizers import load_state_tensors, state_bytes, state_tensors, zero_state
+from nextn.train.run_options import FREE_SETTINGS
 
 _STATE, _MOMENTS = "trainer.json", "optimizer.safetensors"
 _NUM_KEPT = 2

@@ -52,8 +52,6 @@ def frozen_parameters(names: Iterable[str], trained_parts: str) -> list[str]:
     return [name for part, own in by_part.items() if part not in trained for name in own]
 
 
-# Settings that a resumed run may change: how a step is computed, without an effect on its result, and the time budget.
-FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
 _MINIMA = {
     "steps": 1, "batch_size": 1, "length": 2, "depths": 0, "warmup": 0, "seed": 0, "accumulate": 1, "save_every": 0,
     "eval_every": 0, "eval_batches": 1,

@@ -309,8 +309,5 @@ def _are_shifted(tokens: Tensor, labels: Tensor) -> bool:
 
 def must_mask(documents: Tensor) -> bool:
     """Return whether causal attention would mix documents [B, T]; not if each row is one document, padded right."""
-    return not bool(((documents == documents[:, :1]) & (documents >= 0) | _right_padding(documents)).all())
-
-
-def _right_padding(documents: Tensor) -> Tensor:
-    return (documents < 0).flip(1).cumprod(1).flip(1).bool()
+    right_padding = (documents < 0).flip(1).cumprod(1).flip(1).bool()
+    return not bool(((documents == documents[:, :1]) & (documents >= 0) | right_padding).all())

@@ -13,7 +13,8 @@ from nextn.errors import CheckpointError, ConfigError
 FILE = "run.json"
 # Options that change how a step is computed or what is reported, but not the result: a resumed run may change them.
 _FREE = ("cache_gb", "allow_worse", "curve", "tensorboard", "device", "stream", "export")
-_FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
+# Settings that a resumed run may change: how a step is computed, without an effect on its result, and the time budget.
+FREE_SETTINGS = ("accumulate", "checkpoint_layers", "minutes")
 _PATHS = ("tokenizer", "model", "trunk", "head")
 # Options that are given as settings, with their types.
 RUN_SETTINGS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -133,7 +134,7 @@ def _merge(old: JsonObject, given: JsonObject, group: str) -> JsonDict:
         known = old.get(key)
         if isinstance(known, Mapping) and isinstance(value, Mapping):
             merged[key] = _merge(known, value, f"{group}{key}.")
-        elif key in _FREE_SETTINGS:
+        elif key in FREE_SETTINGS:
             merged[key] = value
         elif key not in old:
             raise ConfigError(f"unknown setting {group + key!r}; this run has {', '.join(old)}")

@@ -282,11 +282,8 @@ def _argmax(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
     source = entry.args[0]
     if len(entry.args) < 2 or entry.args[1] is None or entry.args[1] % source.ndim != source.ndim - 1:
         return None
-    return [Instruction("argmax", (_without_last_dim(entry.outs[0], source), source))]
-
-
-def _without_last_dim(out: Tensor, source: Tensor) -> Tensor:
-    return out.squeeze(-1) if out.ndim == source.ndim else out
+    out = entry.outs[0]
+    return [Instruction("argmax", (out.squeeze(-1) if out.ndim == source.ndim else out, source))]
 
 
 def _cumsum(lowering: Lowering, entry: Entry) -> list[Instruction] | None:
