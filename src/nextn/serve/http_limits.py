@@ -7,20 +7,17 @@ slowly or not at all, that does not read its answer, or that opens too many conn
 import asyncio
 import hmac
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import h11
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nextn.serve.api_errors import ApiError
 from nextn.serve.options import ConnectionLimits, ServerOptions
 from nextn.serve.request_model import ignored_header
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 IGNORED_HEADER = "X-Ignored-Fields"  # of answers: the fields of the request that were ignored
 CLIENT_GONE = 499  # the status of answers that nobody reads any more
@@ -176,7 +173,7 @@ def limited_protocol(limits: ConnectionLimits, on_error: Callable[[int], None]) 
     return type("LimitedProtocol", (LimitedProtocol,), fields)
 
 
-def ignored_fields(scope: Message) -> set[str]:
+def ignored_fields(scope: Scope) -> set[str]:
     """Return the set in which a request's ignored fields are collected."""
     names: set[str] = scope.setdefault("state", {}).setdefault("ignored_fields", set())
     return names
@@ -185,10 +182,10 @@ def ignored_fields(scope: Message) -> set[str]:
 class RequestGuard:
     """ASGI middleware: checks the headers of each request before the application sees it, and counts its body."""
 
-    def __init__(self, app: App, *, options: ServerOptions, on_error: Callable[[int], None]) -> None:
+    def __init__(self, app: ASGIApp, *, options: ServerOptions, on_error: Callable[[int], None]) -> None:
         self._app, self._options, self._on_error = app, options, on_error
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -196,11 +193,12 @@ class RequestGuard:
         try:
             self._check(scope)
         except ApiError as error:
-            await send_error(error, scope["path"], watched)
+            response = Response(error.body(scope["path"]), error.status, error.headers, "application/json")
+            await response(scope, receive, watched)
             return
         await self._app(scope, self._counted(receive), watched)
 
-    def _check(self, scope: Message) -> None:
+    def _check(self, scope: Scope) -> None:
         headers = scope["headers"]
         limits = self._options.connections
         # h11 limits what it holds of incomplete headers; those that arrive in one piece may be larger.
@@ -254,7 +252,7 @@ class RequestGuard:
 
         return counted
 
-    def _watched(self, scope: Message, send: Send) -> Send:
+    def _watched(self, scope: Scope, send: Send) -> Send:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if 400 <= message["status"] != CLIENT_GONE:
@@ -268,12 +266,3 @@ class RequestGuard:
     def _too_large(self) -> ApiError:
         limit = self._options.max_body_bytes
         return ApiError(413, f"the body is larger than {limit:,} bytes", code="request_too_large")
-
-
-async def send_error(error: ApiError, path: str, send: Send) -> None:
-    """Send an error as a whole ASGI response."""
-    body = error.body(path)
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
