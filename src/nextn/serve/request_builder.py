@@ -162,7 +162,11 @@ class RequestBuilder:
         refusals = []
         for conversation, own_tools in self._renderings(shown, offered):
             try:
-                return self._rendered(conversation, own_tools, extra=extra, add_generation_prompt=add_generation_prompt)
+                ids, _ = apply_chat_template(
+                    self.tokenizer, conversation, tools=own_tools or None, variables=extra,
+                    add_generation_prompt=add_generation_prompt, seconds=_TEMPLATE_S,
+                )  # fmt: skip
+                return ids
             except ConfigError as error:
                 refusals.append(error)
         raise ApiError(400, str(refusals[0]), "messages", "invalid_value") from refusals[0]
@@ -178,24 +182,6 @@ class RequestBuilder:
             yield with_tools(each, tools), ()
             if tools:  # some templates know no system message
                 yield with_tools(each, tools, has_system=False), ()
-
-    def _rendered(
-        self,
-        messages: Sequence[dict[str, object]],
-        tools: Sequence[object] = (),
-        *,
-        extra: Mapping[str, object],
-        add_generation_prompt: bool,
-    ) -> list[int]:
-        ids, _ = apply_chat_template(
-            self.tokenizer,
-            messages,
-            tools=tools or None,
-            add_generation_prompt=add_generation_prompt,
-            variables=extra,
-            seconds=_TEMPLATE_S,
-        )
-        return ids
 
     def _check_prompt(self, prompt: Sequence[int], field: str) -> None:
         limit, vocab_size = self._options.max_model_len, self._model.trunk.vocab_size
