@@ -97,7 +97,7 @@ def trained(checkpoint: Path | str, variant: str, steps: list[int], config: Head
     torch.manual_seed(config.seed)
     model, origin, _ = load_starting_point(StartingPoint(checkpoint, fresh=True), near=run)
     train, held_out = load_corpora([], model.tokenizer)
-    prompts = sample_prompts(train, count=8, length=512, seed=0, continuation=0)
+    prompts = sample_prompts(train, count=8, length=512, seed=0)
     model.head = VARIANTS[variant](model, torch.tensor([each.tolist() for each in prompts]))
     task = HeadTask(model, train, config, held_out=held_out, origin=origin)
     rows: dict[int, dict[str, object]] = {}

@@ -39,9 +39,7 @@ def write_answers(
     model: Model, corpus: Corpus, file: Path, *, count: int, prompt_tokens: int, max_tokens: int, greedy: bool = False
 ) -> Path:
     """Let the trunk answer `count` prompts from the corpus, without drafts. A complete file is left as it is."""
-    prompts = [
-        each.tolist() for each in sample_prompts(corpus, count=count, length=prompt_tokens, seed=1, continuation=0)
-    ]
+    prompts = [each.tolist() for each in sample_prompts(corpus, count=count, length=prompt_tokens, seed=1)]
     sampling = Sampling(float(not greedy))
     settings = Settings(num_speculative_tokens=0, sampling=sampling, max_tokens=max_tokens, eos=(), seed=2)
     for progress in generate_answers(replace(model, head=None, backends={}), prompts, settings, file, batch_size=32):

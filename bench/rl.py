@@ -56,7 +56,7 @@ def trainer_of(source: str, run: Path, size: Size) -> GRPOTrainer:
     """Build the Trainer of the policy; prompts are lines of Python's sources."""
     tokenizer, (corpus, _) = byte_tokenizer(), python_corpora(200)
     count = size.steps * size.prompts
-    prompts = sample_prompts(corpus, count=count, length=size.prompt_tokens, seed=1, continuation=0)
+    prompts = sample_prompts(corpus, count=count, length=size.prompt_tokens, seed=1)
     data = datasets.Dataset.from_dict({"prompt": [tokenizer.decode(each) for each in prompts]})
     arguments = GRPOConfig(
         str(run), max_steps=size.steps, per_device_train_batch_size=size.prompts * size.completions,

@@ -142,7 +142,7 @@ def held_out():
 
 def test_prompts(held_out):
     """Catches prompts that begin inside a line, cross documents, overlap, or cannot be reproduced."""
-    options = {"count": 40, "length": 64, "continuation": 100}
+    options = {"count": 40, "length": 164}
     made = sample_prompts(held_out, seed=0, **options)
     assert [len(ids) for ids in made] == [164] * 40
     begins = sorted(_position(held_out, ids) for ids in made)
@@ -164,7 +164,7 @@ def test_prompts_spread():
     encode = encoder(byte_tokenizer())
     texts = [("long", "abcdefg\n" * 500), *[(f"short{index}", "0123456789\n" * 4) for index in range(5)]]
     corpus = Corpus.from_texts(texts, encode, 257)
-    made = sample_prompts(corpus, count=8, length=10, seed=0, continuation=10)
+    made = sample_prompts(corpus, count=8, length=20, seed=0)
     documents = [int(np.searchsorted(corpus.starts, _position(corpus, ids), side="right")) for ids in made]
     assert set(documents[:6]) == {1, 2, 3, 4, 5, 6}
 
@@ -173,10 +173,10 @@ def test_prompts_fill_all_room_and_no_more():
     """Catches overlapping prompts, an eos inside one, and room at the end of a document that is left unused."""
     texts = [("lines", "ab\n" * 10), ("exact", "123456789\n"), ("short", "12345678\n")]
     corpus = Corpus.from_texts(texts, encoder(byte_tokenizer()), 257)
-    made = sample_prompts(corpus, count=3, length=4, seed=0, continuation=6)
+    made = sample_prompts(corpus, count=3, length=10, seed=0)
     assert sorted(_position(corpus, ids) for ids in made) == [0, 12, 31]
     with pytest.raises(ConfigError, match="has only 3"):
-        sample_prompts(corpus, count=4, length=4, seed=0, continuation=6)
+        sample_prompts(corpus, count=4, length=10, seed=0)
 
 
 def test_prompts_refuse(held_out):

@@ -368,7 +368,7 @@ def train_demo(
 
 def decode_trained(trained: TrainedHead, example: Demonstration) -> tuple[Demonstration, Demonstration]:
     """Continue held-out code with the trained head and with the example's own; write report.json beside the former."""
-    prompts = sample_prompts(trained.held_out, count=_NUM_TEXTS, length=_PROMPT_TOKENS, seed=1, continuation=0)
+    prompts = sample_prompts(trained.held_out, count=_NUM_TEXTS, length=_PROMPT_TOKENS, seed=1)
     texts = [prompt.tolist() for prompt in prompts]
     k = example.decoded.num_speculative_tokens
 

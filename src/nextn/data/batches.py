@@ -132,17 +132,15 @@ def leading_prompts(corpus: Corpus, *, count: int, seed: int) -> list[Ids]:
     return [corpus.ids[start : start + size] for start, size in (prompts[index] for index in order)]
 
 
-def sample_prompts(corpus: Corpus, *, count: int, length: int, seed: int, continuation: int = 256) -> list[Ids]:
-    """Sample `count` excerpts of the text, [length + continuation] ids each: a prompt and its actual continuation.
+def sample_prompts(corpus: Corpus, *, count: int, length: int, seed: int) -> list[Ids]:
+    """Sample `count` excerpts of the text, `length` ids each.
 
     Each starts at a line or a document and stays inside its document; none overlap. No document gives a second excerpt
     before every document that is long enough has given one. Raises ConfigError if the corpus is too small.
     """
-    if min(count, length) < 1 or min(continuation, seed) < 0:
-        message = f"{count=}, {length=}, {continuation=}, {seed=}: expected count, length >= 1, the others >= 0"
-        raise ConfigError(message)
-    size = length + continuation
-    candidates = _excerpts(corpus, size)
+    if min(count, length) < 1 or seed < 0:
+        raise ConfigError(f"{count=}, {length=}, {seed=}: expected count, length >= 1, seed >= 0")
+    candidates = _excerpts(corpus, length)
     order = permutation(PCG64(SeedSequence(seed)), len(candidates))
     num_taken: Counter[int] = Counter()
     ranked = []
@@ -151,11 +149,11 @@ def sample_prompts(corpus: Corpus, *, count: int, length: int, seed: int, contin
         num_taken[document] += 1
     if len(ranked) < count:
         raise ConfigError(
-            f"{count} prompts of {length} + {continuation} tokens: the corpus has only {len(ranked)}; ask for fewer "
-            "or shorter ones, or hold out more text"
+            f"{count} prompts of {length} tokens: the corpus has only {len(ranked)}; ask for fewer or shorter ones, "
+            "or hold out more text"
         )
     ranked.sort(key=lambda pair: pair[0])
-    return [corpus.ids[start : start + size] for _, start in ranked[:count]]
+    return [corpus.ids[start : start + length] for _, start in ranked[:count]]
 
 
 def _excerpts(corpus: Corpus, size: int) -> list[tuple[int, int]]:

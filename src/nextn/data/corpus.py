@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_TEST_FOLDERS = {"test", "tests", "idle_test"}
-_FOREIGN_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def read_text(path: Path) -> str:
@@ -39,25 +38,24 @@ def read_text(path: Path) -> str:
     return text
 
 
-def standard_library(*, tests: bool = False) -> list[Path]:
-    """Return the running interpreter's own Python sources, ordered by relative path, by default without its tests.
+def standard_library() -> list[Path]:
+    """Return the running interpreter's own Python sources, ordered by relative path, without its tests.
 
     CPython 3.11: 732 files, 12.1 MB; other versions differ. Not all of it is code: it includes `encodings` (1.4 MB of
     similar tables) and `pydoc_data` (0.8 MB of prose). Installed packages, the build configuration and files that are
     not UTF-8 text are left out. Raises ConfigError if the interpreter was installed without sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(_sources(root, tests=tests), key=lambda path: path.relative_to(root).as_posix())
+    paths = sorted(_sources(root), key=lambda path: path.relative_to(root).as_posix())
     if not paths:
         raise ConfigError(f"{root} has no Python sources (an interpreter without them); give text files instead")
     return [path for path in paths if _is_text(path)]
 
 
-def _sources(root: Path, *, tests: bool) -> Iterator[Path]:
-    skipped = _FOREIGN_FOLDERS if tests else _FOREIGN_FOLDERS | _TEST_FOLDERS
+def _sources(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         # `config-*` and `_sysconfigdata*` contain paths and flags of the machine that built the interpreter.
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith("config-")]
+        folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith("config-")]
         yield from (
             Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
         )

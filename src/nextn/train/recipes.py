@@ -115,9 +115,7 @@ def held_out_prompts(corpus: Corpus, *, count: int = 8, seed: int = 0) -> list[l
         return [prompt.tolist() for prompt in prompts]
     for length in (128, 32, 8):
         try:
-            return [
-                text.tolist() for text in sample_prompts(corpus, count=count, length=length, seed=seed, continuation=0)
-            ]
+            return [text.tolist() for text in sample_prompts(corpus, count=count, length=length, seed=seed)]
         except ConfigError:
             continue
     return []

@@ -189,7 +189,7 @@ def read_prompts(
             raise ConfigError(f"{texts[0]} is text: give the number of prompts to cut from it, such as --count 1000")
         corpus, remaining = Corpus.from_files(texts, tokenizer), count - len(prompts)
         if remaining > 0:
-            excerpts = sample_prompts(corpus, count=remaining, length=length, seed=seed, continuation=0)
+            excerpts = sample_prompts(corpus, count=remaining, length=length, seed=seed)
             prompts += [excerpt.tolist() for excerpt in excerpts]
     return _drop_long(prompts, text_interface.max_length)
 
