@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nextn import __version__
 from nextn.checkpoint.base_model import RECORD
 from nextn.checkpoint.checkpoint import Checkpoint
@@ -33,6 +36,7 @@ _EXPERTS = re.compile(r"\.(?:experts|switch_mlp)\.")
 
 T = TypeVar("T")
 GENERIC = by_name("generic").name
+FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # as numpy reads them
 _ALL = ("vllm", "sglang", "transformers", "llama.cpp")
 # A Qwen2 layer's, which both engines create uninitialized, without checking that a file sets them.
 _BIASES = tuple(f"0.block.self_attn.{name}_proj.bias" for name in "qkv")
@@ -128,19 +132,21 @@ def _middles(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> list[bytes]
 
 def value_dtype(dtype: str) -> str:
     """Return the dtype by which values of `dtype` are compared."""
-    return "F32" if dtype in ("BF16", "F16", "F32") else dtype
+    return "F32" if dtype in FLOATS else dtype
+
+
+def floats(data: bytes, dtype: str) -> NDArray[np.float32]:
+    """Return stored values of one of `FLOATS` as float32."""
+    stored = np.frombuffer(data, FLOATS[dtype])
+    return (stored.astype("<u4") << 16).view("<f4") if dtype == "BF16" else stored.astype("<f4")
 
 
 def as_float32(data: bytes, dtype: str) -> bytes:
     """Return the bytes of stored floats as float32, with 0 for -0; those of other dtypes as they are."""
     if value_dtype(dtype) != "F32":
         return data
-    import numpy as np
-
-    stored = np.frombuffer(data, {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}[dtype])
-    values = (stored.astype("<u4") << 16).view("<f4") if dtype == "BF16" else stored.astype("<f4")
     with np.errstate(invalid="ignore"):  # NaN
-        return (values + np.float32(0)).tobytes()
+        return (floats(data, dtype) + np.float32(0)).tobytes()
 
 
 def trunk_identity(inventory: Inventory) -> str:

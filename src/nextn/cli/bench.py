@@ -31,7 +31,7 @@ from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.errors import ConfigError, NextnError
-from nextn.evaluate.workload import BenchmarkPlan
+from nextn.evaluate.workload import BenchmarkPlan, Prompt, by_domain, num_turns, prompts_record, read_prompts
 from nextn.text_format import rate_text
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from nextn.evaluate.advice import Advice, Forecast
     from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport
     from nextn.evaluate.load_advice import LoadAdvice
-    from nextn.evaluate.workload import Prompt
 
 _PANEL = "K by load of a live engine"
 Against = Annotated[
@@ -54,7 +53,7 @@ ADVICE_FILE = "advice.json"  # in the folder of `nextn advise --out`
 
 
 def _advice_by_load(
-    prompts: "Sequence[Prompt]",
+    prompts: Sequence[Prompt],
     loads: Sequence[int],
     plan: BenchmarkPlan,
     engine: "Endpoint",
@@ -134,8 +133,6 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding over K: speed, acceptance, costs, memory. Repetitive texts are left out."""
-    from nextn.evaluate.workload import num_turns, prompts_record, read_prompts
-
     plan = BenchmarkPlan(
         _integers(num_speculative_tokens, "--num-speculative-tokens"),
         parse_temperatures(temperatures),
@@ -191,8 +188,6 @@ def advise(
     as_json: AsJson = False,
 ) -> None:
     """Say whether MTP pays off on this machine: the best K and the break-even, from measured acceptance and costs."""
-    from nextn.evaluate.workload import read_prompts
-
     sizes = _integers(batches, "--batches", minimum=1)
     lengths = _integers(contexts, "--contexts", minimum=1) if contexts else ()
     plan = BenchmarkPlan(
@@ -293,8 +288,6 @@ def _draw(report: "BenchmarkReport", folder: Path) -> None:
 
 
 def _show_benchmark(report: "BenchmarkReport") -> None:
-    from nextn.evaluate.workload import by_domain
-
     titles = ["", "K", "AL", "tokens/s", "speedup", "expected", "draft/verify/host", "a_1 ... a_K"]
     copies = report.plan.num_copy_tokens > 0
     if copies:  # a round that verifies copies is not in the cost curve

@@ -3,6 +3,7 @@
 Exit codes: 0 no fault, 1 findings, 2 nothing to compare, 3 too few data to decide.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,16 +29,13 @@ from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, show_report, shown
 from nextn.cli.streaming import GivenTextOptions, TextOptions, engine_folder, measure_answers
 from nextn.errors import ConfigError
-from nextn.evaluate.workload import ReferencePlan
+from nextn.evaluate.workload import Prompt, ReferencePlan, num_turns, prompts_record, read_prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nextn.engines.counters import Counters
     from nextn.engines.endpoint import Endpoint
     from nextn.evaluate.diagnose import Diagnosis
     from nextn.evaluate.likelihoods import Cause
-    from nextn.evaluate.workload import Prompt
 
 _EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
 _MAX_CAUSES = 6  # shown in the table, besides all that are named
@@ -89,7 +87,6 @@ def diagnose(
     from nextn.checkpoint.checkpoint import as_checkpoint
     from nextn.checkpoint.safetensors_file import write_json
     from nextn.evaluate.engine_counters import check_temperatures, counted_so_far
-    from nextn.evaluate.workload import prompts_record, read_prompts
 
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
     plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, 0, options.backend, rule)
@@ -129,7 +126,7 @@ def _diagnose(
     options: ModelOptions,
     source: TextOptions,
     plan: ReferencePlan,
-    prompts: "Sequence[Prompt]",
+    prompts: Sequence[Prompt],
     num_speculative_tokens: int | None,
     flags: str | None,
 ) -> "Diagnosis":
@@ -142,7 +139,6 @@ def _diagnose(
     from nextn.evaluate.diagnose_engine import audit_lines, compare, observe
     from nextn.evaluate.faults import FAULTS
     from nextn.evaluate.reference_texts import prompt_tokens
-    from nextn.evaluate.workload import num_turns
 
     loaded = options.load(need_head=True, stream=source.is_streamed)
     stored, num_texts = None, num_turns(prompts) * len(plan.temperatures)

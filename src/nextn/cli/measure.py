@@ -1,5 +1,6 @@
 """`nextn measure`: the acceptance that a head should reach, by the weights alone."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,14 +33,11 @@ from nextn.errors import ConfigError, NextnError
 from nextn.evaluate.acceptance_drop import OTHER_TOKENS, AcceptanceChange, check_settings, read_record
 from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.published_curves import PublishedCurve, check_shared, read_curves
-from nextn.evaluate.workload import ReferencePlan
+from nextn.evaluate.workload import Prompt, ReferencePlan, prompts_record, read_prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from nextn.evaluate.probe import ProbeReport
     from nextn.evaluate.reference_report import ReferenceReport
-    from nextn.evaluate.workload import Prompt
     from nextn.model.model import Model
 
 _EXIT_CODES = {"kept": 0, "fell": 1, "inconclusive": 3}  # of a comparison
@@ -138,7 +136,7 @@ class ComparisonOptions:
             raise ConfigError(f"--max-drop {text}; expected a share between 0 and 1, such as 5% or 0.05")
         return value
 
-    def compare(self, earlier: "Mapping[str, object]", record: "Mapping[str, object]") -> AcceptanceChange:
+    def compare(self, earlier: Mapping[str, object], record: Mapping[str, object]) -> AcceptanceChange:
         return AcceptanceChange.of(earlier, record, source=str(self.against or self.baseline), limit=self.limit())
 
 
@@ -200,8 +198,6 @@ def measure(
     as_json: AsJson = False,
 ) -> None:
     """Measure the acceptance per depth that a checkpoint's head should reach, with intervals and negative controls."""
-    from nextn.evaluate.workload import prompts_record, read_prompts
-
     texts, is_served = given_texts.texts, asked.engine is not None
     are_decoded, quiet = texts is None and not is_served, as_json or output.form is not None
     earlier, curves = comparison.read(are_decoded=are_decoded)
@@ -256,7 +252,7 @@ def _measure(
     options: ModelOptions,
     source: TextOptions,
     plan: ReferencePlan,
-    prompts: "Sequence[Prompt]",
+    prompts: Sequence[Prompt],
     check: "Callable[[Model], None] | None" = None,
 ) -> "tuple[Model, ReferenceReport]":
     from nextn.evaluate.reference import with_checkpoint
@@ -267,7 +263,7 @@ def _measure(
 
 
 def _measure_other(
-    against: str, options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: "Sequence[Prompt]"
+    against: str, options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: Sequence[Prompt]
 ) -> "tuple[dict[str, object], Callable[[Model], None]]":
     """Measure the other checkpoint; return the record, and a check of the prompts' tokens. Its errors name it."""
     from nextn.evaluate.reference_texts import prompt_tokens
@@ -282,7 +278,7 @@ def _measure_other(
 
 
 def _check_tokens(
-    expected: "Sequence[tuple[int, ...]]", plan: ReferencePlan, prompts: "Sequence[Prompt]", model: "Model"
+    expected: Sequence[tuple[int, ...]], plan: ReferencePlan, prompts: Sequence[Prompt], model: "Model"
 ) -> None:
     """Refuse a checkpoint to which the prompts are other tokens than to the one that it is compared with."""
     from nextn.evaluate.reference_texts import prompt_tokens

@@ -16,6 +16,8 @@ from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import print_note
 from nextn.errors import ConfigError
+from nextn.evaluate.workload import Prompt, ReferencePlan, num_turns
+from nextn.settings import Sampling, Settings
 
 if TYPE_CHECKING:
     from nextn.engines.endpoint import Endpoint
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from nextn.evaluate.given_texts import GivenTexts
     from nextn.evaluate.reference_report import ReferenceReport
     from nextn.evaluate.teacher_forced import ReferenceText
-    from nextn.evaluate.workload import Prompt, ReferencePlan
     from nextn.model.layer_states import LayerProgress
     from nextn.model.model import Model
     from nextn.model.streamed_trunk import StreamedTrunk
@@ -135,8 +136,8 @@ class TextOptions:
 def measure_acceptance(
     options: ModelOptions,
     source: TextOptions,
-    plan: "ReferencePlan",
-    prompts: "Sequence[Prompt]",
+    plan: ReferencePlan,
+    prompts: Sequence[Prompt],
     check: "Callable[[Model], None] | None" = None,
 ) -> "tuple[Model, ReferenceReport]":
     """Load the model, and measure its head on given texts, or on the model's own continuations of the prompts.
@@ -146,7 +147,6 @@ def measure_acceptance(
     if source.has_texts:
         return _measure_texts(options, source, plan, prompts)
     from nextn.evaluate.reference import reference_acceptance
-    from nextn.evaluate.workload import num_turns
 
     loaded = options.load(need_head=True)
     if check is not None:
@@ -158,7 +158,7 @@ def measure_acceptance(
 
 
 def _measure_texts(
-    options: ModelOptions, source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+    options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: Sequence[Prompt]
 ) -> "tuple[Model, ReferenceReport]":
     """Measure on texts of a file, or on an engine's continuations of the prompts.
 
@@ -184,7 +184,7 @@ def _measure_texts(
 
 
 def _score(
-    model: "Model", given: "list[GivenTexts]", outputs: "list[TrunkOutput]", plan: "ReferencePlan", *, quiet: bool
+    model: "Model", given: "list[GivenTexts]", outputs: "list[TrunkOutput]", plan: ReferencePlan, *, quiet: bool
 ) -> "ReferenceReport":
     from nextn.evaluate.reference import acceptance_on_texts
 
@@ -195,13 +195,12 @@ def _score(
 
 
 def _ask_engine(
-    model: "Model", endpoint: "Endpoint", source: TextOptions, plan: "ReferencePlan", prompts: "Sequence[Prompt]"
+    model: "Model", endpoint: "Endpoint", source: TextOptions, plan: ReferencePlan, prompts: Sequence[Prompt]
 ) -> "tuple[list[GivenTexts], EngineProbe | None]":
     """The engine's continuations at each temperature, stored beside the states, and its log-probabilities, if any."""
     from nextn.evaluate.given_texts import read_texts
     from nextn.evaluate.reference_texts import check_thinking, prompt_tokens
     from nextn.model.text_interface import TextInterface
-    from nextn.settings import Sampling, Settings
     from nextn.train.self_generated import served_answers
 
     check_thinking(model, plan)
@@ -224,7 +223,7 @@ def _ask_engine(
 
 
 def engine_folder(
-    endpoint: "Endpoint", source: TextOptions, ids: "Sequence[tuple[int, ...]]", name: str, settings: object
+    endpoint: "Endpoint", source: TextOptions, ids: Sequence[tuple[int, ...]], name: str, settings: object
 ) -> "EngineFolder":
     """Return the folder, beside the states, of the engine's answers to these prompts at these settings."""
     from nextn.evaluate.engine_probe import EngineFolder, EngineProbe
@@ -241,8 +240,8 @@ def measure_answers(
     model: "Model",
     observed: "Sequence[EngineObservation]",
     source: TextOptions,
-    plan: "ReferencePlan",
-    prompts: "Sequence[Prompt]",
+    plan: ReferencePlan,
+    prompts: Sequence[Prompt],
 ) -> "ReferenceReport":
     """Measure the head on the answers of an engine that was asked the prompts, as `observed_plan` says.
 

@@ -12,6 +12,8 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+import numpy as np
+
 from nextn.bounded_json import JsonDict, JsonObject
 from nextn.checkpoint.checkpoint import CHUNK, CONFIG, Checkpoint, as_checkpoint
 from nextn.checkpoint.head_inventory import Inventory
@@ -104,8 +106,6 @@ class SlicedPiece(Piece):
         yield bytes((self.size - (self.end - self.begin)) * row)
 
     def _columns(self, stored: TensorInfo, row: int, width: int) -> Iterator[bytes]:
-        import numpy as np
-
         padding = (self.size - (self.end - self.begin)) * width
         for chunk in self.source.chunks(stored, max(1, CHUNK // row) * row):
             own = np.frombuffer(chunk, np.uint8).reshape(-1, row)[:, self.begin * width : self.end * width]

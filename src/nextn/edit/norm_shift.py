@@ -3,19 +3,16 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.provenance import FLOATS, floats
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-_FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # dtypes of norm weights, as numpy reads them
 _BF16_ROUNDING = 2.0**-9  # of a value, at most
 NEGATIVE = 0.2  # share of negative weights of one norm that shows weights less 1; a trained norm has hardly any
 _NORM_WEIGHT = re.compile(r"norm\w*(\.m)?\.weight$")
@@ -73,13 +70,11 @@ def _refuse_lost_bits(checkpoint: Checkpoint, names: Iterable[str], by: NormWeig
 
     Float32 in the file would not keep them: vLLM, SGLang and transformers load norm weights in the model's dtype.
     """
-    import numpy as np
-
     worst: dict[str, tuple[float, float]] = {}  # name -> the largest relative change, and the weight
     for name in names:
         dtype, data = checkpoint.info(name).dtype, checkpoint.read_bytes(name)
         shift = shift_fn(dtype, by.offset)
-        stored, shifted = (_floats(each, dtype).astype(np.float64) for each in (data, shift(data)))
+        stored, shifted = (floats(each, dtype).astype(np.float64) for each in (data, shift(data)))
         change = np.abs(shifted - by.offset - stored) / np.where(stored == 0, 1, np.abs(stored))
         largest = int(change.argmax())
         if change[largest] > _BF16_ROUNDING:
@@ -101,7 +96,7 @@ def is_norm_weight(canonical: str) -> bool:
 def stores_less_one(head: Inventory) -> bool:
     """Whether norm weights of the head are stored as w for 1 + w: then those below 1 are negative, and no others."""
     infos = [head.info(canonical) for canonical in head.stored if is_norm_weight(canonical)]
-    stored = (_floats(head.checkpoint.read_bytes(info.name), info.dtype) for info in infos if info.dtype in _FLOATS)
+    stored = (floats(head.checkpoint.read_bytes(info.name), info.dtype) for info in infos if info.dtype in FLOATS)
     return any((values < 0).mean() > NEGATIVE for values in stored)
 
 
@@ -110,23 +105,14 @@ def shift_fn(dtype: str, offset: float) -> Callable[[bytes], bytes]:
 
     Raises CheckpointError for dtypes other than BF16, F16 and F32.
     """
-    import numpy as np
-
-    if dtype not in _FLOATS:
+    if dtype not in FLOATS:
         raise CheckpointError(f"a norm weight is {dtype}; only BF16, F16 and F32 can be shifted")
 
     def shift(data: bytes) -> bytes:
-        values = _floats(data, dtype) + np.float32(offset)
+        values = floats(data, dtype) + np.float32(offset)
         if dtype != "BF16":
-            return values.astype(_FLOATS[dtype]).tobytes()
+            return values.astype(FLOATS[dtype]).tobytes()
         bits = values.view("<u4")
         return bytes(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2"))
 
     return shift
-
-
-def _floats(data: bytes, dtype: str) -> "NDArray[np.float32]":
-    import numpy as np
-
-    stored = np.frombuffer(data, _FLOATS[dtype])
-    return (stored.astype("<u4") << 16).view("<f4") if dtype == "BF16" else stored.astype("<f4")

@@ -16,10 +16,11 @@ from functools import partial
 from hashlib import sha256
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from nextn.checkpoint.mapped_memory import released_after_use
 from nextn.data.corpus import encoder, read_text
@@ -35,9 +36,6 @@ from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
 from nextn.runtime.protocols import DecodingTrunk
 from nextn.settings import WEIGHT_BITS, WEIGHTS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 BLOCK = 64  # positions whose distributions are in memory at once
 MAX_KL = 0.01  # nats per token, mean: of `choose_weights`
@@ -256,7 +254,7 @@ class ComparedTexts:
 
 
 def compared_texts(
-    tokenizer: "PreTrainedTokenizerBase | None",
+    tokenizer: PreTrainedTokenizerBase | None,
     source: Source | None = None,
     *,
     num_tokens: int = 3 * CONTEXT,
@@ -292,7 +290,7 @@ def _enough(documents: Iterable[Sequence[int]], num_tokens: int, size: int) -> I
             return
 
 
-def _documents(tokenizer: "PreTrainedTokenizerBase | None", source: Source | None) -> Iterator[Sequence[int]]:
+def _documents(tokenizer: PreTrainedTokenizerBase | None, source: Source | None) -> Iterator[Sequence[int]]:
     if source is not None and has_records(source):
         reader = RecordReader(tokenizer)  # records of token ids need none
         for location, record in read_records(source):

@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from nextn.checkpoint.mapped_memory import release_pages, released_after_use
 from nextn.data.chat_template import THINK_TAGS
@@ -26,9 +27,6 @@ from nextn.errors import ConfigError
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText
 from nextn.model.streamed_trunk import ReadOptions, StreamedTrunk
 from nextn.model.trunk import Trunk, TrunkOutput
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_POSITIONS = 4096  # of one pass: texts are batched up to this number of padded positions
 _MAX_ROWS = 64  # positions whose distributions are in memory at once
@@ -54,7 +52,7 @@ class GivenTexts:
 def read_texts(
     source: Source,
     trunk: Trunk,
-    tokenizer: "PreTrainedTokenizerBase | None",
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     temperature: float | None = None,
     max_tokens: int = 256,
@@ -232,7 +230,7 @@ def token_logprobs(
     return blocks
 
 
-def think_tokens(tokenizer: "PreTrainedTokenizerBase | None") -> ThinkTokens | None:
+def think_tokens(tokenizer: PreTrainedTokenizerBase | None) -> ThinkTokens | None:
     """Return the tokens of `THINK_TAGS`; None if the tokenizer does not have one token for each."""
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     opened, closed = (vocabulary.get(tag) for tag in THINK_TAGS)

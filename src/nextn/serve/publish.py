@@ -6,7 +6,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # httpx2's
 
 from nextn.audit_rules import audit
 from nextn.bounded_json import JsonDict, JsonObject, read_json
@@ -19,9 +21,6 @@ from nextn.edit.export import ENGINES as EXPORTED
 from nextn.edit.export import draft_command
 from nextn.errors import CheckpointError, ConfigError
 from nextn.serve.engine_commands import ENGINES, NAMES, engine_commands
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
 
 CARD = "README.md"
 _TAGS = ("multi-token-prediction", "speculative-decoding")
@@ -82,9 +81,6 @@ def upload(publication: Publication, *, private: bool = False, endpoint: str | N
     By default, the hub is that of its client's configuration, whose token is used. Raises CheckpointError if the hub
     refuses, or cannot be reached.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # httpx2's
-
     files = [CommitOperationAdd(name, publication.folder / name) for name in publication.files]
     card = CommitOperationAdd(CARD, publication.card.encode())
     api = HfApi(endpoint=endpoint)
@@ -98,8 +94,7 @@ def upload(publication: Publication, *, private: bool = False, endpoint: str | N
         raise CheckpointError(f"{publication.repo}: not uploaded: {advice or error}") from error
 
 
-def _card(path: Path) -> "ModelCard":
-    from huggingface_hub import ModelCard
+def _card(path: Path) -> ModelCard:
     from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:

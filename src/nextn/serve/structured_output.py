@@ -4,7 +4,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from nextn.errors import ConfigError
 from nextn.model.model import Model
@@ -15,9 +16,6 @@ from nextn.serve.message_parser import MessageParser, reasoning_is_open
 from nextn.serve.request import GrammarState
 from nextn.serve.schemas import ChatRequest, GenerationFields, NamedTool
 from nextn.serve.tool_calls import SYNTAXES, ToolSyntax, tool_syntax
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _TAIL = 16  # tokens at the end of a prompt in which `<think>` is looked for
 
@@ -109,7 +107,7 @@ _IDENTIFIER = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012
 
 
 def tool_call_grammar(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     syntax: ToolSyntax,
     tools: Sequence[Tool],
     *,
@@ -136,7 +134,7 @@ def tool_call_grammar(
 class _Rules:
     """Collects the rules of a Lark grammar."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = dict(sorted(special.items(), key=lambda item: -len(item[0])))
         self._rules: list[str] = []

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from nextn.bounded_json import JsonObject
 from nextn.data.batches import sample_prompts
@@ -40,9 +41,6 @@ from nextn.settings import Sampling, Settings
 from nextn.text_format import changes
 from nextn.train.answers_file import GeneratedAnswer, append_answers, resume_answers
 from nextn.train.checkpointing import fingerprint, fingerprint_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def is_on_policy(
@@ -256,7 +254,7 @@ def served_answers(
     prompts: Sequence[Sequence[int]],
     settings: Settings,
     out: Path,
-    tokenizer: "PreTrainedTokenizerBase | None",
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     concurrency: int = 8,
     should_stop: Callable[[], bool] = lambda: False,
@@ -287,7 +285,7 @@ def served_answers(
 def to_generated(
     answer: EngineAnswer,
     prompt: Sequence[int],
-    tokenizer: "PreTrainedTokenizerBase | None",
+    tokenizer: PreTrainedTokenizerBase | None,
     eos: Sequence[int],
     *,
     where: str,
@@ -320,7 +318,7 @@ def to_generated(
     return GeneratedAnswer(tuple(prompt), ids, finish, degeneracy(ids).is_degenerate, answer.text)
 
 
-def _spells(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], text: str) -> bool:
+def _spells(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> bool:
     """Whether the ids are the text, with or without special tokens; its last character may be incomplete."""
     expected = text.strip().rstrip("\ufffd")
     decoded = (tokenizer.decode(list(ids), skip_special_tokens=skip).strip() for skip in (True, False))
