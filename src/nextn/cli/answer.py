@@ -11,7 +11,7 @@ from nextn.cli.common import AsJson, Chat, EngineAccess, appendable, expanded, s
 from nextn.cli.decode import DecodingOptions
 from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
-from nextn.cli.screen import echo, print_json, print_notes
+from nextn.cli.screen import echo, print_notes, print_result
 from nextn.errors import ConfigError
 from nextn.settings import Sampling
 
@@ -96,10 +96,7 @@ def _status(state: "AnswerProgress") -> str:
 
 def _end(state: "AnswerProgress", out: Path, *, as_json: bool) -> None:
     """Print what was written; exit with code 130 if answers are missing."""
-    if as_json:
-        print_json(state.as_record() | {"file": str(out)})
-    else:
-        echo(_summary(state, out))
+    print_result(state.as_record() | {"file": str(out)}, _summary(state, out), as_json=as_json)
     if state.answers < state.total:
         echo("stopped; the same command resumes", err=True)
         raise typer.Exit(130)

@@ -22,7 +22,7 @@ from nextn.cli.common import (
     shipped_path,
 )
 from nextn.cli.progress import progress_bars
-from nextn.cli.screen import echo, figures_table, plain, print_json, print_lines, print_table, shortened
+from nextn.cli.screen import echo, figures_table, plain, print_json, print_lines, print_result, print_table, shortened
 from nextn.errors import ConfigError
 from nextn.family_table.spec import ExpertForm
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from nextn.edit.quantize import Importance
 
 Form = Literal["single-file", "side-file", "shards"]
-_MAX_CHANGES = 12
-
 
 DryRun = Annotated[bool, Option("--dry-run", help="Show the plan and the bytes; write nothing.")]
 
@@ -229,10 +227,7 @@ def export(
         _export_adopted(head, out, engine, model, num_speculative_tokens, as_json=as_json)
         return
     made = _adopted_gguf(head, out, model, write) if as_adopted else write(head, out, engine, trunk=model)
-    if as_json:
-        print_json(asdict(made) | {"path": str(made.path)})
-    else:
-        echo(as_text(made))
+    print_result(asdict(made) | {"path": str(made.path)}, as_text(made), as_json=as_json)
 
 
 def _export_adopted(head: str, out: Path, engine: str, model: str | None, k: int | None, *, as_json: bool) -> None:
@@ -243,10 +238,8 @@ def _export_adopted(head: str, out: Path, engine: str, model: str | None, k: int
         raise ConfigError(f"--for {engine} --adopt; expected one of {', '.join(ENGINES)}")
     folder = _adopted(head, out, model)
     made = engine_commands(open_checkpoint(folder), engine, num_speculative_tokens=k)
-    if as_json:
-        print_json({"path": str(folder), "engine": engine, "commands": made.commands, "notes": made.notes})
-    else:
-        echo(as_script(made))
+    record = {"path": str(folder), "engine": engine, "commands": made.commands, "notes": made.notes}
+    print_result(record, as_script(made), as_json=as_json)
 
 
 def _adopted_gguf(head: str, out: Path, model: str | None, write: "Callable[..., Export]") -> "Export":
@@ -414,11 +407,9 @@ def _show(plan: "EditPlan", *, dry_run: bool) -> None:
         [f"{old} {renamed} {new}" for old, new in plan.files.renamed.items()]
         + [f"{file} {dropped}" for file in plan.files.dropped]
     )
-    lines = [
-        *plan.changes[:_MAX_CHANGES],
-        *([f"and {len(plan.changes) - _MAX_CHANGES} more"] if plan.changes[_MAX_CHANGES:] else []),
-    ]
-    lines = [*filter(None, [more_files, *lines, *moves, more_moves]), *(f"note: {note}" for note in plan.notes)]
+    changes, more_changes = shortened(plan.changes, 12)
+    lines = list(filter(None, [more_files, *changes, more_changes, *moves, more_moves]))
+    lines += [f"note: {note}" for note in plan.notes]
     verb = "would write" if dry_run else "wrote"
     what = f"{plan.num_bytes:,} bytes of tensors" if plan.pieces else "no tensors, but the files above,"
     unchanged = f"; {plan.origin.path} is not changed" if plan.new_folder else ""

@@ -85,6 +85,14 @@ def print_json(record: object) -> None:
     print(json.dumps(record).replace("\x7f", r"\u007f"), flush=True)
 
 
+def print_result(record: object, message: str, *, as_json: bool) -> None:
+    """Print the result of a command as JSON, or the message."""
+    if as_json:
+        print_json(record)
+    else:
+        echo(message)
+
+
 def plain(text: str, style: str | None = None, *, lines: bool = False) -> "Text":
     """Return escaped text for a rich console or table, never parsed as markup. lines: see `visible`."""
     from rich.text import Text
@@ -303,10 +311,10 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def shortened(items: Sequence[T]) -> tuple[Sequence[T], str]:
-    """Return the first MAX_ROWS items for a table, and a line about the others ("" if there are none)."""
-    more = len(items) - MAX_ROWS
-    return items[:MAX_ROWS], f"and {more:,} more; --json lists them all" if more > 0 else ""
+def shortened(items: Sequence[T], most: int = MAX_ROWS) -> tuple[Sequence[T], str]:
+    """Return the first items for a table, and a line about the others ("" if there are none)."""
+    more = len(items) - most
+    return items[:most], f"and {more:,} more; --json lists them all" if more > 0 else ""
 
 
 _STYLES = {"passed": "bold green", "failed": "bold red", "inconclusive": "yellow"}

@@ -23,7 +23,7 @@ from nextn.cli.common import (
 )
 from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars, say_doing
-from nextn.cli.screen import echo, print_json, print_note, print_notes
+from nextn.cli.screen import print_note, print_notes, print_result
 from nextn.cli.streaming import show_init_layers, stream_for_training
 from nextn.cli.train_common import (
     check_options,
@@ -190,7 +190,7 @@ def _finished(out: Path, options: "RunOptions", result: JsonDict, *, as_json: bo
         check_options(options)
         record["export"], message = export_head(out, out / result["model"], options)
         write_result(out, result | {"export": record["export"]})
-    _print_result(record, message, as_json=as_json)
+    print_result(record, message, as_json=as_json)
 
 
 def _check(options: "RunOptions") -> None:
@@ -275,7 +275,7 @@ def _run_joint(
             record |= tracker.as_record()
             message += f": {tracker}" + ("; the first stage's head was kept" if tracker.is_worse else "")
         write_result(out, record)
-        _print_result(record | {"model": str(out / "model")}, message, as_json=as_json)
+        print_result(record | {"model": str(out / "model")}, message, as_json=as_json)
 
 
 def _train_head(out: Path, options: "RunOptions", ranks: "Ranks", *, resume: bool, as_json: bool) -> None:
@@ -326,7 +326,7 @@ def _run_head(run: "HeadRun", out: Path, options: "RunOptions", ranks: "Ranks", 
         record["export"], text = export_head(out, written, options)
         write_result(out, record)
         message = f"{message}\n{text}"
-    _print_result(record | {"model": str(written)}, message, as_json=as_json)
+    print_result(record | {"model": str(written)}, message, as_json=as_json)
 
 
 def _curve(task: "HeadTask", *, quiet: bool) -> "list[HeldOutAcceptance]":
@@ -409,14 +409,6 @@ def _run_trainer(
                 print_note(remark)
     if not trainer.is_over:
         say_stopped(out, f"nextn train {shlex.quote(str(out))} --resume", quiet=not ranks.is_first)
-
-
-def _print_result(record: dict[str, object], message: str, *, as_json: bool) -> None:
-    """Print the result of a run."""
-    if as_json:
-        print_json(record)
-    else:
-        echo(message)
 
 
 def _path(text: str | None) -> Path | None:
