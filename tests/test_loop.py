@@ -19,7 +19,7 @@ from nextn.train.config import TrainConfig
 from nextn.train.distributed import ALONE
 from nextn.train.joint_task import JointTask, held_out_batches
 from nextn.train.loop import Pace, Trainer
-from nextn.train.metrics import EvalRecord, StepRecord, TensorBoard, scalars
+from nextn.train.metrics import EvalRecord, StepRecord, event_log, scalars
 
 CONFIG = TrainConfig(
     steps=6, batch_size=2, length=24, depths=3, warmup=1, lam="0.3,0.1@50%", dtype="float32", eval_batches=1
@@ -422,11 +422,11 @@ def test_numbers_by_their_place():
 def test_tensorboard_reads_them(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with TensorBoard(tmp_path) as writer:
+    with event_log(tmp_path) as write:
         for step in (1, 2, 3):
-            writer.write(Reported(step, (9.0 if step == 3 else 0.5 * step,), {"AL": step}))
-    with TensorBoard(tmp_path, step=2) as writer:  # resumed after step 2
-        writer.write(Reported(3, (1.5,), {"AL": 3}))
+            write(Reported(step, (9.0 if step == 3 else 0.5 * step,), {"AL": step}))
+    with event_log(tmp_path, step=2) as write:  # resumed after step 2
+        write(Reported(3, (1.5,), {"AL": 3}))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["forced/AL", "loss/0"]
     assert [(each.step, each.value) for each in events.Scalars("loss/0")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
@@ -441,5 +441,5 @@ def test_without_the_package(tmp_path, monkeypatch):
         return inner(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ConfigError, match=r"pip install .tensorboard>="):
-        TensorBoard(tmp_path)
+    with pytest.raises(ConfigError, match=r"pip install .tensorboard>="), event_log(tmp_path):
+        pass

@@ -5,10 +5,9 @@ The tensorboard writer uses only a record's `as_record`.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from nextn.errors import ConfigError
 from nextn.text_format import install_command
@@ -88,50 +87,32 @@ def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
-class MetricsRecord(Protocol):
-    """Any record that has a step."""
-
-    def as_record(self) -> dict[str, object]:
-        """Return plain values, `step` among them."""
-
-
-class TensorBoard:
-    """Writes event files for `tensorboard --logdir`; existing events of steps after `step` are purged.
-
-    Raises ConfigError if tensorboard is not installed.
-    """
-
-    def __init__(self, folder: Path, *, step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            message = f"event files for tensorboard need a package: {error}; {install_command('tensorboard')}"
-            raise ConfigError(message) from error
-        self._events = SummaryWriter(str(folder), purge_step=step + 1)
-
-    def write(self, record: MetricsRecord) -> None:
-        """Write each number of the record as a scalar at its step; those of a list get their index as tag."""
-        values = record.as_record()
-        step = values.pop("step")
-        for tag, value in scalars(values):
-            self._events.add_scalar(tag, value, step)
-        self._events.flush()
-
-    def __enter__(self) -> "TensorBoard":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._events.close()
-
-
 @contextmanager
-def event_log(folder: Path | None, *, step: int = 0) -> Iterator[Callable[[MetricsRecord], None]]:
-    """Yield a function that writes a record to a `TensorBoard` in the folder; None = discard records."""
+def event_log(folder: Path | None, *, step: int = 0) -> Iterator[Callable[[Record], None]]:
+    """Yield a function that writes each number of a record into event files for `tensorboard --logdir`.
+
+    Existing events of steps after `step` are purged. folder: None = discard records. Raises ConfigError if tensorboard
+    is not installed.
+    """
     if folder is None:
         yield lambda record: None
         return
-    with TensorBoard(folder, step=step) as writer:
-        yield writer.write
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        message = f"event files for tensorboard need a package: {error}; {install_command('tensorboard')}"
+        raise ConfigError(message) from error
+    events = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(record: Record) -> None:
+        values = record.as_record()
+        for tag, value in scalars(values):
+            if tag != "step":
+                events.add_scalar(tag, value, values["step"])
+        events.flush()
+
+    with closing(events):
+        yield write
 
 
 def scalars(values: object, tag: str = "") -> Iterator[tuple[str, float]]:
