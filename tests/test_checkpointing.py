@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nextn.errors import CheckpointError, ConfigError
-from nextn.train.checkpointing import MetricsLog, RunFolder, read_moments, read_state, write_moments, write_state
+from nextn.train.checkpointing import RunFolder, read_moments, read_state, write_moments, write_state
 from nextn.train.config import TrainConfig
 from nextn.train.metrics import StepRecord
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_older_than_a_setting(tmp_path):
 def test_a_line_cut_by_a_kill_is_dropped(tmp_path):
     run = RunFolder(tmp_path)
     with run.log(0) as log:
-        log.write(record(1))
+        log(record(1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "num_st')
     with run.log(1):
@@ -109,10 +109,9 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_log_on_a_full_disk(tmp_path):
+def test_a_log_on_a_full_disk(tmp_path, monkeypatch):
     """One error, also when the log is closed behind it."""
-    with MetricsLog(tmp_path / "metrics.jsonl", 0) as log:
-        log.file.close()
-        log.file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115  # closed with the log
-        with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be written: No space left"):
-            log.write(record(1))
+    run, opened = RunFolder(tmp_path), Path.open
+    monkeypatch.setattr(Path, "open", lambda _, *args, **options: opened(Path("/dev/full"), *args, **options))
+    with run.log(0) as log, pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be written: No space left"):
+        log(record(1))

@@ -1,7 +1,8 @@
 """Plots of acceptance lengths and speedups over K, drawn with matplotlib."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,45 +62,37 @@ def speedups(
         axes.legend(frameon=False, labelcolor=_INK)
 
 
-class _figure:
-    """Context manager that gives styled axes and saves the figure to `path` on a normal exit."""
-
-    def __init__(self, path: Path, title: str, x: str, y: str) -> None:
-        self.path, self.title, self.x, self.y = path, title, x, y
-
-    def __enter__(self) -> "Axes":
-        log = logging.getLogger("matplotlib")
-        level = log.level
-        log.setLevel(logging.ERROR)  # without a home that can be written, two warnings of a temporary cache
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigError(f"figures need matplotlib: {install_command('plot')}") from error
-        finally:
-            log.setLevel(level)
-        self.figure = Figure(figsize=(7.6, 4.2), dpi=150, layout="constrained")
-        FigureCanvasAgg(self.figure)
-        axes = self.figure.add_subplot()
-        axes.set_title(self.title, loc="left", color=_INK, fontsize=12, fontweight="bold", pad=10)
-        axes.set_xlabel(self.x, color=_MUTED)
-        axes.set_ylabel(self.y, color=_MUTED)
-        axes.grid(True, axis="y", color=_GRID, lw=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=_MUTED, length=0)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side == "bottom")
-            spine.set_color(_GRID)
-        return axes
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            return
-        staged = self.path.with_name(f".{self.path.stem}.tmp{self.path.suffix}")  # the suffix is the format
-        try:
-            self.figure.savefig(staged)
-            staged.replace(self.path)
-        except OSError as error:  # a full disk has no filename
-            raise ConfigError(f"{self.path}: cannot be written: {error.strerror or error}") from error
-        finally:
-            staged.unlink(missing_ok=True)
+@contextmanager
+def _figure(path: Path, title: str, x: str, y: str) -> "Iterator[Axes]":
+    """Give styled axes, and save the figure to `path` on a normal exit."""
+    log = logging.getLogger("matplotlib")
+    level = log.level
+    log.setLevel(logging.ERROR)  # without a home that can be written, two warnings of a temporary cache
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"figures need matplotlib: {install_command('plot')}") from error
+    finally:
+        log.setLevel(level)
+    figure = Figure(figsize=(7.6, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold", pad=10)
+    axes.set_xlabel(x, color=_MUTED)
+    axes.set_ylabel(y, color=_MUTED)
+    axes.grid(True, axis="y", color=_GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_GRID)
+    yield axes
+    staged = path.with_name(f".{path.stem}.tmp{path.suffix}")  # the suffix is the format
+    try:
+        figure.savefig(staged)
+        staged.replace(path)
+    except OSError as error:  # a full disk has no filename
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        staged.unlink(missing_ok=True)

@@ -95,34 +95,28 @@ class RunFolder:
             if not old.name.endswith(SUFFIX):
                 shutil.rmtree(old, ignore_errors=True)
 
-    def log(self, step: int, *, discard: bool = False) -> "MetricsLog":
-        """Open metrics.jsonl for a run at `step`; discard: write nothing, for a rank that does not log."""
-        return MetricsLog(Path(os.devnull) if discard else self.path / "metrics.jsonl", step)
+    @contextmanager
+    def log(self, step: int, *, discard: bool = False) -> Iterator[Callable[[Record], None]]:
+        """Yield a function that writes a record as a line of metrics.jsonl, for a run at `step`.
 
-
-class MetricsLog:
-    """metrics.jsonl, one record per line; lines of steps that a resumed run repeats are dropped."""
-
-    def __init__(self, path: Path, step: int) -> None:
+        Lines of steps that a resumed run repeats are dropped. discard: write nothing, for a rank that does not log.
+        """
+        path = Path(os.devnull) if discard else self.path / "metrics.jsonl"
         old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = [line for line in old if _step_of(line) <= step]
         if kept != old:
             with atomic(path) as file:
                 file.write("".join(line + "\n" for line in kept).encode())
+
+        def write(record: Record) -> None:
+            try:
+                file.write((json.dumps(record.as_record()) + "\n").encode())
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}.") from error
+
         # Unbuffered: after a failed write (disk full), closing the file must not try again.
-        self.path, self.file = path, path.open("ab", buffering=0)
-
-    def __enter__(self) -> "MetricsLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def write(self, record: Record) -> None:
-        try:
-            self.file.write((json.dumps(record.as_record()) + "\n").encode())
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror or error}.") from error
+        with path.open("ab", buffering=0) as file:
+            yield write
 
 
 def _step_of(line: str) -> float:

@@ -76,7 +76,7 @@ class Trainer:
                 for record in self._records(should_stop, on_evaluation):
                     if isinstance(record, StepRecord):
                         choose(record.tokens_per_s)
-                    log.write(record)
+                    log(record)
                     yield record
 
     def _threads(self) -> AbstractContextManager[Callable[[float], None]]:

@@ -90,7 +90,7 @@ def train_head(trainer: Trainer, source: str | Path | None = None, settings: Hea
     base = without_adapters(trainer.model)
     save_with(base, saved_head)
     if trainer.model is not base:
-        trainer.model.save_pretrained = _AdapterSaver(trainer.model.save_pretrained, saved_head)
+        trainer.model.save_pretrained = partial(_save_adapters, trainer.model.save_pretrained, saved_head)
     _Hook(trainer, CotrainLoss(head, settings, partial(_autocast, trainer, head.trunk)), saved_head).attach()
     return head
 
@@ -188,16 +188,13 @@ def save_head(head: Head, folder: str | Path, *, source: str = "a training loop"
     return plan
 
 
-class _AdapterSaver:
+def _save_adapters(
+    save: Callable[..., None], head: CotrainedHead, save_directory: str, *args: object, **kwargs: object
+) -> None:
     """Replaces the `save_pretrained` of a PEFT wrapper."""
-
-    def __init__(self, save: Callable[..., None], head: CotrainedHead) -> None:
-        self.save, self.head = save, head
-
-    def __call__(self, save_directory: str, *args: object, **kwargs: object) -> None:
-        self.save(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            self.head.write(Path(save_directory))
+    save(save_directory, *args, **kwargs)
+    if kwargs.get("is_main_process", True):
+        head.write(Path(save_directory))
 
 
 _Samples = tuple[Sequence[Mapping[str, object]], object]  # of a step, and the number of their labels
