@@ -5,7 +5,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +20,7 @@ from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import CheckpointError
 from nextn.model.family_layers import add_unused_experts, remove_unused_experts
-from nextn.model.packed_linear import StandIns
+from nextn.model.packed_linear import LazyValue, StandIns
 from nextn.model.stored_experts import EXPERT, STACKED, StoredExperts, check_finite, find_layout
 from nextn.model.transformers_loading import LazyTensor, check_complete, empty_model, transformers_errors
 
@@ -225,7 +226,7 @@ class LayerLoader:
         return replace(self._config, device_map={"": device})
 
     def _load_outer(self, vocabulary: Mapping[str, str]) -> None:
-        everything = {name: _MetaTensor(each) for state in self._states.values() for name, each in state.items()}
+        everything = {name: _on_meta_device(each) for state in self._states.values() for name, each in state.items()}
         # All names and shapes are compared before any value is read.
         info = self._convert(everything, _on_meta(self._config))
         layers = next(name for name, part in self.model.named_modules() if part is self._layers)
@@ -259,25 +260,9 @@ class LayerLoader:
         return info
 
 
-@dataclass(frozen=True, eq=False)
-class _MetaTensor:
-    """Shape and dtype of a stored tensor."""
-
-    stored: LazyTensor
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
-    def release(self) -> None:
-        self.stored.release()
-
-    def __getitem__(self, key: object) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+def _on_meta_device(stored: LazyTensor) -> LazyValue:
+    make = partial(torch.empty, stored.shape, dtype=stored.dtype, device="meta")
+    return LazyValue(stored.shape, stored.dtype, make)
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:

@@ -4,8 +4,9 @@ The native backend packs the codes as they are; torch computes the dequantized w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -187,9 +188,9 @@ class StandIns:
         self._stored[value.data_ptr()] = stored, value  # kept alive, so that the address is not reused
         return value.expand(stored.shape)
 
-    def lazy(self, stored: StoredTensor) -> "LazyStandIn":
+    def lazy(self, stored: StoredTensor) -> "LazyValue":
         """Return a lazy tensor whose value is a new stand-in."""
-        return LazyStandIn(stored, self)
+        return LazyValue(stored.shape, None, partial(self.of, stored))
 
     def install(self, module: nn.Module) -> set[StoredTensor]:
         """Replace the linear layers whose weight is a stand-in; return the stored tensors of all other stand-ins."""
@@ -202,22 +203,15 @@ class StandIns:
 
 
 @dataclass(frozen=True, eq=False)
-class LazyStandIn:
-    """A `LazyTensor` of `transformers_loading` whose value is a stand-in."""
+class LazyValue:
+    """A `LazyTensor` of `transformers_loading` whose value is made, not read."""
 
-    stored: StoredTensor
-    stand_ins: StandIns
-
-    @property
-    def dtype(self) -> None:
-        return None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    make: Callable[[], Tensor]
 
     def __getitem__(self, key: object) -> Tensor:
-        return self.stand_ins.of(self.stored)
+        return self.make()
 
     def release(self) -> None:
         """Do nothing: nothing was read."""
