@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import transformers
@@ -38,16 +38,6 @@ _CHUNK = 512  # tokens per prefill pass
 # Passes are repeated for so long: among seven of them, those that another process interrupts may be the median.
 _MIN_S, _MOST_REPEATS = 0.2, 10  # seconds; in `repeats`
 REPORT_S = 4.0  # seconds; for figures that are printed, or that a number of drafts is recommended by
-
-
-class TimedPasses(Protocol):
-    """Passes over a filled cache that leave it as it was."""
-
-    def verify(self, num_positions: int) -> object:
-        """Run the trunk over so many positions."""
-
-    def draft(self, k: int) -> object:
-        """Run a chain of draft steps."""
 
 
 @torch.inference_mode()
@@ -81,7 +71,7 @@ def measure_costs(
 
 
 def time_passes(
-    passes: TimedPasses, k: int, *, repeats: int, min_s: float = _MIN_S, clock: Clock = time.perf_counter
+    passes: "_Passes", k: int, *, repeats: int, min_s: float = _MIN_S, clock: Clock = time.perf_counter
 ) -> tuple[tuple[Spread, ...], Spread]:
     """Time what `measure_costs` describes; return the passes of 1..k+1 positions and one draft step."""
     verify: list[Pass] = [partial(passes.verify, num) for num in range(k + 2)]

@@ -20,9 +20,9 @@ from nextn.checkpoint.mapped_memory import release_pages
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import CheckpointError
 from nextn.model.family_layers import add_unused_experts, remove_unused_experts
-from nextn.model.packed_linear import LazyValue, StandIns
+from nextn.model.packed_linear import LazyTensor, LazyValue, StandIns
 from nextn.model.stored_experts import EXPERT, STACKED, StoredExperts, check_finite, find_layout
-from nextn.model.transformers_loading import LazyTensor, check_complete, empty_model, transformers_errors
+from nextn.model.transformers_loading import check_complete, empty_model, transformers_errors
 
 _EXPERTS_AT_ONCE = 4  # converted together
 

@@ -204,7 +204,7 @@ class StandIns:
 
 @dataclass(frozen=True, eq=False)
 class LazyValue:
-    """A `LazyTensor` of `transformers_loading` whose value is made, not read."""
+    """A `LazyTensor` whose value is made, not read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -215,6 +215,10 @@ class LazyValue:
 
     def release(self) -> None:
         """Do nothing: nothing was read."""
+
+
+# Read by `[...]`; dtype is that of the result, None where it does not indicate the model's.
+LazyTensor = StoredTensor | LazyValue
 
 
 def packed_layers(*modules: nn.Module) -> Iterator[PackedLinear]:

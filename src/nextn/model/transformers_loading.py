@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Protocol, cast
+from typing import cast
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,23 +25,8 @@ from transformers.utils import logging as transformers_logging
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import CheckpointError, NextnError
 from nextn.model.family_layers import add_unused_experts
-from nextn.model.packed_linear import StandIns
+from nextn.model.packed_linear import LazyTensor, StandIns
 from nextn.text_format import counted
-
-
-class LazyTensor(Protocol):
-    """A stored tensor, read by `[...]`; dtype is that of the result, None where it does not indicate the model's."""
-
-    @property
-    def dtype(self) -> torch.dtype | None: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, key: object, /) -> Tensor: ...
-
-    def release(self) -> None:
-        """Release the memory that reading it took, see `release_pages`."""
 
 
 def reads_quantization(method: str) -> bool:

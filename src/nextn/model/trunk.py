@@ -38,8 +38,9 @@ from nextn.model.layer_types import (
     new_cache,
 )
 from nextn.model.logits import logits_of
+from nextn.model.packed_linear import LazyTensor
 from nextn.model.recurrent_check import check_blocks
-from nextn.model.transformers_loading import LazyTensor, model_from_config, model_from_folder
+from nextn.model.transformers_loading import model_from_config, model_from_folder
 from nextn.text_format import docs_page
 
 
