@@ -59,13 +59,16 @@ _CACHE_HITS = (
     "llamacpp:prompt_tokens_cached",
     "sglang:cached_tokens",
 )
-# Draft and accepted tokens without rounds, of llama.cpp's forks.
-_LLAMA_DRAFTED = ("llamacpp:n_drafted", "llamacpp:n_draft")
-_LLAMA_ACCEPTED = ("llamacpp:n_drafted_accepted", "llamacpp:n_draft_accepted", "llamacpp:n_accepted")
+# Engine, and its series of draft tokens and of accepted ones, the first that it has of each.
+_TOKENS = (
+    ("TensorRT-LLM", ("trtllm_spec_decode_num_draft_tokens",), ("trtllm_spec_decode_num_accepted_tokens",)),
+    ("llama.cpp", ("llamacpp:n_drafted", "llamacpp:n_draft"),
+     ("llamacpp:n_drafted_accepted", "llamacpp:n_draft_accepted", "llamacpp:n_accepted")),
+    ("Rapid-MLX", ("rapid_mlx_spec_decode_attempts",), ("rapid_mlx_spec_decode_accepts",)),
+)  # fmt: skip
 _POSITION_LABELS = ("position", "pos")
 _LIGHTLLM = "lightllm_request_mtp_avg_token_per_step"
 _MAX = re.compile(r"maxserve_spec_decode_acceptance_rate_per_position(?:_percent)?_(sum|count)")
-_RAPID = "rapid_mlx_spec_decode_"
 _PROCESS_LABELS = ("model_name", "instance", "engine", "dp_rank")
 _REQUIRED = {"vllm": "vllm:spec_decode_num_drafts", "llamacpp": "llamacpp:spec_decode_num_drafts",
              "sglang": "sglang:spec_accept_length", "trtllm": "trtllm_spec_decode_num_draft_tokens",
@@ -114,8 +117,8 @@ def from_metrics(text: str, *, model: str | None = None) -> Counters:
         replace(sample, name=_UNDERSCORE.sub(r"\1:", sample.name, count=1))
         for sample in parse_series(text, model=model)
     ])  # fmt: skip
-    readers = (_from_shared_schema, _from_sglang, _from_tensorrt, _from_atom, _from_tgi, _from_llama_fork,
-               _from_lightllm, _from_max, _from_rapid, _from_names)  # fmt: skip
+    readers = (_from_shared_schema, _from_sglang, _from_tokens, _from_atom, _from_tgi, _from_lightllm, _from_max,
+               _from_names)  # fmt: skip
     for reader in readers:
         counters = reader(samples)
         if counters is not None:
@@ -261,11 +264,15 @@ def _from_sglang(samples: list[Series]) -> Counters | None:
     return Counters("SGLang", rounds, None, accepted, emitted=tokens, length=length, notes=(FIRST_TOKENS,), k=k)
 
 
-def _from_tensorrt(samples: list[Series]) -> Counters | None:
-    """Draft and accepted tokens; rounds follow from K. The gauge is of the last iteration, and not used."""
-    drafted = _counter(samples, "trtllm_spec_decode_num_draft_tokens")
-    accepted = _counter(samples, "trtllm_spec_decode_num_accepted_tokens")
-    return None if drafted is None else Counters("TensorRT-LLM", None, drafted, accepted)
+def _from_tokens(samples: list[Series]) -> Counters | None:
+    """Draft and accepted tokens; rounds, which a fork of llama.cpp counts, follow from K in others."""
+    for engine, *names in _TOKENS:
+        drafted, accepted = (
+            next((value for name in each if (value := _counter(samples, name)) is not None), None) for each in names
+        )
+        if drafted is not None and accepted is not None:
+            return Counters(engine, _counter(samples, "llamacpp:n_verify_steps"), drafted, accepted)
+    return None
 
 
 def _from_atom(samples: list[Series]) -> Counters | None:
@@ -284,14 +291,6 @@ def _from_tgi(samples: list[Series]) -> Counters | None:
         return None
     note = "the count includes one step without drafts for each request: AL is slightly too low"
     return Counters("text-generation-inference", steps, None, accepted, notes=(note,))
-
-
-def _from_llama_fork(samples: list[Series]) -> Counters | None:
-    drafted, accepted = (next((value for name in names if (value := _counter(samples, name)) is not None), None)
-                         for names in (_LLAMA_DRAFTED, _LLAMA_ACCEPTED))  # fmt: skip
-    if drafted is None or accepted is None:
-        return None
-    return Counters("llama.cpp", _counter(samples, "llamacpp:n_verify_steps"), drafted, accepted)
 
 
 def _from_lightllm(samples: list[Series]) -> Counters | None:
@@ -313,12 +312,6 @@ def _from_max(samples: list[Series]) -> Counters | None:
         return None
     rates = [own.get("sum", 0.0) / own["count"] / 100 for own in sums.values()]
     return Counters("MAX", length=1 + sum(rates), notes=(OF_BATCHES,), k=max(sums) + 1)
-
-
-def _from_rapid(samples: list[Series]) -> Counters | None:
-    """Its attempts are draft tokens."""
-    drafted, accepted = (_counter(samples, f"{_RAPID}{name}") for name in ("attempts", "accepts"))
-    return None if drafted is None or accepted is None else Counters("Rapid-MLX", None, drafted, accepted)
 
 
 def _from_names(samples: list[Series]) -> Counters | None:
