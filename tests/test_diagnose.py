@@ -20,8 +20,7 @@ from nextn.engines.run_settings import with_settings
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.conventions import apply_variants
 from nextn.evaluate.diagnose import Diagnosis, ObservedCase
-from nextn.evaluate.diagnose_engine import _on_prompts, audit_lines, observed_plan
-from nextn.evaluate.diagnose_engine import diagnose_observations as diagnose
+from nextn.evaluate.diagnose_engine import _on_prompts, audit_lines, compare, observed_plan
 from nextn.evaluate.engine_counters import read_engine_counters
 from nextn.evaluate.engine_probe import documented_faults, engine_priors
 from nextn.evaluate.engine_run import (
@@ -36,6 +35,7 @@ from nextn.evaluate.faults import FAULTS, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import MIN_FIT, NO_FAULT
 from nextn.evaluate.reference import reference_acceptance
+from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import Prompt, ReferencePlan
@@ -45,6 +45,11 @@ from nextn.settings import Contract
 PROMPTS = [Prompt(tuple(row.tolist()), "xy"[place % 2]) for place, row in enumerate(refrain(12, 33, seed=10**6))]
 OTHERS = [Prompt(tuple(row.tolist()), "x") for row in refrain(16, 33, seed=5)]
 PLAN = ReferencePlan(num_speculative_tokens=3, temperatures=(0.0,), max_tokens=20, backend="torch", rule="ratio")
+
+
+def diagnose(model, prompts, seen, plan, **options):
+    """Compare at the plan's K."""
+    return compare(model, seen, prompts, plan, plan.num_speculative_tokens, **options)
 
 
 def counted(model, fault="", *, prompts=OTHERS):
@@ -622,7 +627,7 @@ def plans(monkeypatch):
     def reference(model, prompts, plan, **_):
         found.append(plan)
         generated = dict.fromkeys(plan.temperatures, drawn)
-        return SimpleNamespace(text_source="", generated=generated, text_indices=lambda temperature: {0})
+        return ReferenceReport(plan, Contract(), tuple(prompts), generated, {}, "decoder")
 
     monkeypatch.setattr("nextn.evaluate.diagnose_engine.reference_acceptance", reference)
     monkeypatch.setattr("nextn.evaluate.diagnose_engine.expectation", lambda name, *_: replace(GOOD, name=name))

@@ -184,7 +184,8 @@ def diagnosed(folder: Path, prompts: list[tuple[int, ...]], counts: tuple[Counte
     model = Model.load(folder, dtype=torch.float32)
     plan = ReferencePlan(num_speculative_tokens=FAULT_K, temperatures=(0.0,), max_tokens=TOKENS, backend="torch")
     seen = EngineObservation(0.0, sum_counters(counts), prompt_indices=tuple(range(len(prompts))))
-    return list(diagnosing.diagnose_observations(model, [Prompt(each, "all") for each in prompts], [seen], plan).named)
+    texts = [Prompt(each, "all") for each in prompts]
+    return list(diagnosing.compare(model, [seen], texts, plan, plan.num_speculative_tokens).named)
 
 
 def looked(folder: Path, prompts: list[tuple[int, ...]]) -> tuple[dict, dict]:

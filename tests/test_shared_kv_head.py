@@ -29,7 +29,7 @@ from nextn.edit.export import export
 from nextn.engines.counters import sum_counters
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.evaluate.conventions import apply_variants, variants
-from nextn.evaluate.diagnose_engine import diagnose_observations
+from nextn.evaluate.diagnose_engine import compare
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import FAULTS, fault_variant, measure_under_fault
 from nextn.evaluate.likelihoods import NO_FAULT
@@ -440,7 +440,7 @@ def test_measured_acceptance_and_its_faults(folders):
         engine, contract = faulty(model, name) if name else (model, Contract())
         parts = answered(engine, contract, [prompt.text for prompt in prompts], 3, 41, whole=True)
         seen = EngineObservation(0.0, sum_counters(each for _, each in parts), tuple(range(len(prompts))))
-        found = diagnose_observations(model, prompts, [seen], greedy)
+        found = compare(model, [seen], prompts, greedy, greedy.num_speculative_tokens)
         # A wrong window changes the last tokens of these texts only. Where those are too few, the report says so.
         is_named = found.named[0] == (name or NO_FAULT)
         assert is_named or (name.startswith("window") and name in found.undetectable), (name, found.summary)

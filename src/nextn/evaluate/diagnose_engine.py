@@ -120,58 +120,30 @@ def compare(
     plan: ReferencePlan,
     num_speculative_tokens: int | None,
     *,
-    flags: str | None,
-    source: str,
-    notes: Sequence[str],
+    flags: str | None = None,
+    source: str = "",
+    notes: Sequence[str] = (),
     measure_answers: MeasureAnswers | None = None,
     on_text: Step = lambda num_texts=1: None,
     on_fault: Step = lambda: None,
 ) -> Diagnosis:
-    """Compare observations with the reference at the engine's K, by its counters and flags.
+    """Compare what an engine counted with the head's reference, and with every fault that the head can have.
 
-    `measure_answers` measures a reference on the engine's answers, for a model that cannot generate.
+    The plan's K is replaced by the engine's, by its counters and flags, its temperatures by those of the observations,
+    whose indices are of these prompts. `measure_answers` measures the reference on the engine's answers, for a model
+    that cannot generate. `on_text` is called with the number of texts that were decoded, and for each that was scored.
+    Raises ConfigError without a head, or if counters contradict K; EngineError for counters without figures.
     """
     texts = flag_texts(flags)
     observed = [replace(each, counters=with_settings(each.counters, texts)) for each in observed]
     plan = observed_plan(observed, plan, num_speculative_tokens)
-    reference = None if measure_answers is None else measure_answers(observed, plan)
-    found = diagnose_observations(
-        model, prompts, observed, plan, source=source, reference=reference, audit_notes=notes, on_text=on_text,
-        on_fault=on_fault,
-    )  # fmt: skip
-    return replace(found, reference=replace(found.reference, source=source))
-
-
-def audit_lines(source: str, head: str | Path | None) -> list[str]:
-    """Return the errors and warnings that `audit` finds in the checkpoint and its head, one line each."""
-    findings = audit(source, head=head).findings
-    return [f"audit: {each.severity}, {each.rule}: {each.found}" for each in findings if each.severity != "note"]
-
-
-def diagnose_observations(
-    model: Model,
-    prompts: Sequence[Prompt],
-    observations: Sequence[EngineObservation],
-    plan: ReferencePlan,
-    *,
-    source: str = "",
-    reference: ReferenceReport | None = None,
-    audit_notes: Sequence[str] = (),
-    on_text: Callable[..., None] = lambda num_texts=1: None,
-    on_fault: Callable[[], None] = lambda: None,
-) -> Diagnosis:
-    """Compare what an engine counted with the head's reference, and with every fault that the head can have.
-
-    The plan's K is the engine's, see `observed_plan`; its temperatures are replaced by those of the observations, whose
-    indices are of these prompts. `reference` is a measurement by this plan of the engine's own answers; None measures
-    the model's continuations. `on_text` is called with the number of texts that were decoded, and for each that was
-    scored. Raises ConfigError without a head, or if counters contradict K; EngineError for counters without figures.
-    """
-    plan = observed_plan(observations, plan, plan.num_speculative_tokens)
-    counts = [observed_counts(each.counters, plan.num_speculative_tokens) for each in observations]
-    reference = reference or reference_acceptance(model, prompts, plan, on_text=on_text, on_score=on_text)
+    counts = [observed_counts(each.counters, plan.num_speculative_tokens) for each in observed]
+    if measure_answers is None:
+        reference = reference_acceptance(model, prompts, plan, on_text=on_text, on_score=on_text)
+    else:
+        reference = measure_answers(observed, plan)
     expected = expectations(reference, model, on_fault=on_fault)
-    other_plan = _other_template(model, prompts, plan) if observations[0].prompt_indices is None else None
+    other_plan = _other_template(model, prompts, plan) if observed[0].prompt_indices is None else None
     if other_plan is not None:
         other = reference_acceptance(model, prompts, other_plan)
         for temperature, hypotheses in expected.items():
@@ -187,11 +159,17 @@ def diagnose_observations(
             count_retokenized(each, reference),
             plan.rule,
         )
-        for each, counted in zip(observations, counts, strict=True)
+        for each, counted in zip(observed, counts, strict=True)
     ]
-    engine = observations[0].counters.engine
+    engine = observed[0].counters.engine
     priors, documented = engine_priors(model.family, engine), documented_faults(model.family, engine)
-    return Diagnosis(source, reference, tuple(cases), tuple(audit_notes), priors, documented)
+    return Diagnosis(source, replace(reference, source=source), tuple(cases), tuple(notes), priors, documented)
+
+
+def audit_lines(source: str, head: str | Path | None) -> list[str]:
+    """Return the errors and warnings that `audit` finds in the checkpoint and its head, one line each."""
+    findings = audit(source, head=head).findings
+    return [f"audit: {each.severity}, {each.rule}: {each.found}" for each in findings if each.severity != "note"]
 
 
 def observed_plan(
