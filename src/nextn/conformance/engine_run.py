@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nextn.bounded_json import loads, short_repr, string
 from nextn.conformance.record import Canary
@@ -111,5 +110,7 @@ def _tokens(answer: EngineAnswer) -> tuple[int, ...]:
     return answer.ids or tuple(answer.text.encode())
 
 
-def _tokens_in_line(line: Any) -> tuple[int, ...]:
+def _tokens_in_line(line: object) -> tuple[int, ...]:
+    if not isinstance(line, dict):
+        raise TypeError(f"a line is {short_repr(line)}, not an object")
     return token_ids(line["tokens"]) if "tokens" in line else tuple(string(line["text"], "text").encode())

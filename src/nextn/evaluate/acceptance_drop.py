@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from nextn.bounded_json import JsonLimits, parse_json
+from nextn.bounded_json import JsonLimits, JsonObject, parse_json
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_curve import length_of
 from nextn.stats.intervals import jackknife
@@ -27,7 +26,7 @@ RECORD = "measure.json"  # looked for in a folder
 _LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
 _IGNORED = ("backend",)  # settings that do not change what is measured
 
-_Record = Mapping[str, Any]  # of a file: whatever is not as expected raises, see `AcceptanceChange.of`
+_Record = JsonObject  # of a file: whatever is not as expected raises, see `AcceptanceChange.of`
 _Interval = tuple[float, float, float]  # value, low, high
 
 
