@@ -182,6 +182,16 @@ BROKEN = {
         {"change": drop(r"^mtp|\.q_norm"), "config": {"mtp_num_hidden_layers": 0}}, "self_attn.q_norm: no"),
     "values lost in every layer": (
         "trunk-partial", "error", "exaone_moe", {"change": drop(r"^model.*\.v_proj")}, "1: self_attn.v_proj: no"),
+    "gates lost in every layer of a dense trunk": (
+        "trunk-partial", "error", "mimo", {"change": drop(r"^model\.layers.*mlp\.gate_proj")}, "0: mlp.gate_proj, "),
+    "routers lost in every layer": (
+        "trunk-partial", "error", "step3p5", {"change": drop(r"layers\.[01]\.moe\.gate\.weight")}, "1: mlp.gate: no"),
+    "experts lost in every layer": (
+        "trunk-partial", "error", "mellum", {"change": drop(r"^model\.layers.*\.experts\.")}, "0: mlp.experts, model"),
+    "biases of routers lost in every layer": (
+        "trunk-partial", "error", "mimo_v2", {
+            "change": drop(r"^model\.layers.*correction_bias"), "config": {"topk_method": "noaux_tc"}},
+        "mlp.gate.e_score_correction_bias: no"),
     "half of a layer alone of its type": (
         "trunk-partial", "error", "qwen3_5", {"change": drop(r"^model.*layers\.1\.self_attn\.(q_proj|q_norm|k_proj)")},
         r"lacks model.layers.1: self_attn.k_proj, .*q_norm, .*q_proj: no loader"),

@@ -56,7 +56,6 @@ _MODULES = (
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
 _MAX_NAMES = 2000  # to match against every family's layout
-_OF_LOST_NAMES = ("head-absent", "head-elsewhere", "head-partial")  # of a head whose tensors have lost their names
 
 
 def audit(
@@ -177,9 +176,11 @@ def audit_checkpoint(
     unmapped = inventory.modules != stored.modules
     rules = [bound.get(rule, rule) for rule in RULES if not (unmapped and rule is engines.engine_support)]
     nameless = [name for name in foreign if plain_name(name) is None]
-    hidden = any(map(HEADLIKE.search, nameless)) or (bool(nameless) and not inventory.layers)
+    hidden = {"trunk-partial"} if nameless else set[str]()
+    if any(map(HEADLIKE.search, nameless)) or (nameless and not inventory.layers):
+        hidden |= {"head-absent", "head-elsewhere", "head-partial"}
     findings = [*structure.names_foreign(checkpoint.path, kinds)] + [
-        finding for rule in rules for finding in rule(inventory) if not (hidden and finding.rule in _OF_LOST_NAMES)
+        finding for rule in rules for finding in rule(inventory) if finding.rule not in hidden
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(

@@ -15,6 +15,7 @@ from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_counts import lost_experts
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import is_mlx
+from nextn.family_table import lookup
 from nextn.text_format import counted, some
 
 IDS = ("trunk-partial",)
@@ -26,6 +27,8 @@ _ATTENTION, _MLP = (
     re.compile(r".*(?:attn|attention|mixer|mamba)"),
     re.compile(r"mlps?|ffn|feed_forward|.*moe|.*experts?"),
 )
+_ROUTED = re.compile(r"(\w+)\.(?:experts|switch_\w+)\.")  # the latter is MLX's
+_ROUTER = re.compile(r"(\w+)\.(?:gate|router(?:\.(?!.*bias)\w+)?)")
 _GATED = frozenset({"gate_proj", "up_proj", "down_proj"})
 # Recurrent mixers: gated delta nets (Qwen3.5, Qwen3-Next), Mamba 2, Kimi delta attention without its gates.
 _DELTA = "A_log dt_bias conv1d norm out_proj"
@@ -128,9 +131,7 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
     components = {index: _components(parts) for index, parts in reference.parts_of_trunk.items()}
     yield from _without_component(components)
     yield from lost_experts(inventory)
-    for part, pair in inventory.family.layer_pairs.items():  # lost in every layer, perhaps
-        trunk = reference.parts_of_trunk
-        yield from ((index, pair) for index, parts in trunk.items() if part in parts and pair not in parts)
+    yield from _lost_in_every_layer(inventory, reference)
     alike = not (inventory.family.own_block or inventory.family.block_adds or inventory.family.block_lacks)
     block = _components(reference.parts_of_head(0)) if alike and inventory.modules else {}
     others = {index: frozenset(filter(_is_other, layer)) for index, layer in components.items()}
@@ -139,13 +140,30 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
     for index, layer in components.items():
         for name, found in layer.items():
             groups[_layer_type(inventory, index, mlp=name == "mlp"), name][index] = found
-    gated = any(leaves >= _GATED for parts in reference.parts_of_trunk.values() for leaves in _modules(parts).values())
+    every = [*reference.parts_of_trunk.values(), reference.parts_of_head(0)]
+    gated = any(leaves >= _GATED for parts in every for leaves in _modules(parts).values())
     for (_, name), layers in groups.items():
         more = [block[name]] if name in block else []
         required = _MIXERS if not _MLP.fullmatch(name) else (_GATED,) if gated else ()
         lost = {*_in_all_others(layers, more), *_beside_siblings(layers, more)}
         lost |= {(index, part) for index, own in layers.items() for part in _incomplete(own, required)}
         yield from sorted(lost)
+
+
+def _lost_in_every_layer(inventory: Inventory, reference: LayerReference) -> Iterator[tuple[int, str]]:
+    """Yield layer and part of what belongs together, whatever other layers have: pairs, experts and their router."""
+    pairs = dict(inventory.family.layer_pairs)
+    if lookup(inventory.checkpoint.config, "topk_method") == "noaux_tc":
+        pairs["mlp.gate"] = "mlp.gate.e_score_correction_bias"
+    for index, parts in reference.parts_of_trunk.items():
+        routed = {match[1] for part in parts if (match := re.match(r"(\w+)\.(?:experts|switch_\w+)\.", part))}
+        routers = {
+            match[1] for part in parts if (match := re.fullmatch(r"(\w+)\.(?:gate|router(?:\.(?!.*bias)\w+)?)", part))
+        }
+        yield from ((index, f"{name}.gate") for name in sorted(routed - routers))
+        yield from ((index, f"{name}.experts") for name in sorted(routers - routed))
+        hashed = "mlp.gate.tid2eid" in parts  # of DeepSeek-V4, whose router has no bias
+        yield from ((index, pair) for part, pair in pairs.items() if part in parts and pair not in parts and not hashed)
 
 
 def _beside_siblings(layers: Mapping[int, frozenset[str]], more: list[frozenset[str]]) -> Iterator[tuple[int, str]]:
