@@ -228,37 +228,24 @@ def decode_model(
     decoder = backend_for(model, backend)
     # More than one are no faster in torch at this size, and far slower on a busy machine.
     threads = 1 if decoder.name == "torch" else torch.get_num_threads()
-    with torch_threads(threads):
-        prompts, pairs = _decode_prompts(model, decoder, texts, num_speculative_tokens, seconds, min_prompts, clock)
-    greedy, sampled = (DecodedPair.join(each) for each in pairs)
-    return DecodedModel(prompts, greedy, sampled, num_speculative_tokens, decoder.name, decoder.reason, threads)
-
-
-def _decode_prompts(
-    model: Model,
-    decoder: Backend,
-    texts: Sequence[Sequence[int]],
-    k: int,
-    seconds: float,
-    min_prompts: int,
-    clock: Clock,
-) -> tuple[tuple[tuple[int, ...], ...], list[tuple[DecodedPair, ...]]]:
-    """Return the prompts that fit the budget, and their pairs, greedy and at temperature 1."""
+    k, pairs = num_speculative_tokens, list[list[DecodedPair]]()
     settings = Settings(num_speculative_tokens=k, max_tokens=_MIN_TOKENS, eos=eos_tokens(model))
-    # The first decoding warms the backend up; the second one is measured. Neither ends before its last token.
-    decode_pair(decoder, texts[0], replace(settings, eos=()))
-    rate = decode_side(decoder, texts[:1], replace(settings, eos=(), num_speculative_tokens=0)).tokens_per_s
-    # Four texts a prompt.
-    num_tokens = int(min(_MAX_TOKENS, max(_MIN_TOKENS, rate * seconds / (4 * min_prompts))))
-    greedy = replace(settings, max_tokens=num_tokens)
-    temperatures = (greedy, replace(greedy, sampling=Sampling(temperature=1.0)))
-    pairs: list[list[DecodedPair]] = []
-    started = clock()
-    for text in texts:
-        if pairs and clock() - started >= seconds:
-            break
-        pairs.append([decode_pair(decoder, text, each) for each in temperatures])
-    return tuple(map(tuple, texts[: len(pairs)])), list(zip(*pairs, strict=True))
+    with torch_threads(threads):
+        # The first decoding warms the backend up; the second one is measured. Neither ends before its last token.
+        decode_pair(decoder, texts[0], replace(settings, eos=()))
+        rate = decode_side(decoder, texts[:1], replace(settings, eos=(), num_speculative_tokens=0)).tokens_per_s
+        # Four texts a prompt.
+        num_tokens = int(min(_MAX_TOKENS, max(_MIN_TOKENS, rate * seconds / (4 * min_prompts))))
+        settings = replace(settings, max_tokens=num_tokens)
+        temperatures = (settings, replace(settings, sampling=Sampling(temperature=1.0)))
+        started = clock()
+        for text in texts:
+            if pairs and clock() - started >= seconds:
+                break
+            pairs.append([decode_pair(decoder, text, each) for each in temperatures])
+    greedy, sampled = map(DecodedPair.join, zip(*pairs, strict=True))
+    prompts = tuple(map(tuple, texts[: len(pairs)]))
+    return DecodedModel(prompts, greedy, sampled, k, decoder.name, decoder.reason, threads)
 
 
 def load_for(folder: Path, backend: str = "auto", *, head: Path | None = None) -> Model:

@@ -247,15 +247,6 @@ def quantize(
     return plan
 
 
-def is_head_linear(canonical: str) -> bool:
-    """Whether a tensor of the head, by canonical name, is the weight of a Linear in its decoder layer.
-
-    Projections stay as they are, as engines build them unquantized whatever the config says.
-    """
-    _, role, rest = (*canonical.split(".", 2), "", "")[:3]
-    return role == "block" and is_linear(rest)
-
-
 def is_linear(path: str) -> bool:
     """Whether a tensor at this path in a decoder layer is, by its name, the weight of a Linear, or of all experts."""
     is_weight = path.endswith(".weight") or re.search(r"\.experts\.\w+$", path) is not None
@@ -266,7 +257,9 @@ def _part_of(inventory: Inventory, num_layers: int, name: str) -> str | None:
     """Return `trunk` or `head` for the weight of a Linear in a decoder layer; None for other tensors."""
     canonical = inventory.family.canonical(name, num_layers)
     if canonical is not None:
-        return "head" if is_head_linear(canonical) else None
+        # Projections stay as they are, as engines build them unquantized whatever the config says.
+        _, role, rest = (*canonical.split(".", 2), "", "")[:3]
+        return "head" if role == "block" and is_linear(rest) else None
     layer = inventory.family.trunk_layer(name)
     return "trunk" if layer is not None and layer[0] < num_layers and is_linear(layer[1]) else None
 

@@ -24,7 +24,7 @@ from nextn.serve.request import GrammarState
 from nextn.text_format import install_command
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
 _MAX_GRAMMAR = 16_384  # characters of a request's own grammar, whose schemas and rules no other limit bounds
@@ -116,10 +116,14 @@ class GrammarCompiler:
                 del self._cache[spec]
 
     def _compile(self, spec: GrammarSpec) -> "LLMatcher":
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        grammar = _grammar_text(spec)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_parser_limits())
+        # Tighter for regular expressions: with the defaults, one mask of a hostile one takes up to 1.3 s. More items
+        # per step: 250 optional properties and a vocabulary of 152,000 need more than the default of 50,000.
+        limits = LLParserLimits(
+            step_lexer_fuel=50_000, max_lexer_states=50_000, step_max_items=400_000, verbose_errors=False
+        )
+        matcher = LLMatcher(self._tokenizer, _grammar_text(spec), log_level=0, limits=limits)
         if matcher.is_error():
             raise ConfigError(f"{_title(spec)} cannot be used: {_reason(matcher)}")
         # Some errors, such as a $ref to itself, appear only with the first mask.
@@ -253,16 +257,6 @@ def _read_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, eos: 
             f"structured output cannot use this tokenizer ({type(tokenizer).__name__}): {_first_line(str(error))}; "
             "expected a fast tokenizer that is byte-level or has byte fallback"
         ) from error
-
-
-def _parser_limits() -> "LLParserLimits":
-    """Tighter for regular expressions: with the defaults, one mask of a hostile one takes up to 1.3 s.
-
-    More items per step: 250 optional properties and a vocabulary of 152,000 need more than the default of 50,000.
-    """
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, step_max_items=400_000, verbose_errors=False)
 
 
 def _grammar_text(spec: GrammarSpec) -> str:

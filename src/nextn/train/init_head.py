@@ -274,7 +274,9 @@ def fit_projection(head: Head, index: int, tokens: Tensor, hidden: Tensor, targe
         outputs *= scale / outputs.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
         gram.addmm_(inputs.T, inputs)
         cross.addmm_(inputs.T, outputs)
-    weight = _ridge(gram, cross)
+    # Least squares with a penalty: the weight [H, N] that maps inputs to outputs.
+    gram.diagonal().add_(_RIDGE * gram.diagonal().mean().clamp_min(1e-12))
+    weight = torch.cholesky_solve(cross, torch.linalg.cholesky(gram)).T
     blocks = {"projection": weight}
     if not hasattr(module, "projection"):
         blocks = dict(zip(names, weight.split(len(weight), dim=1), strict=True))
@@ -293,14 +295,3 @@ def can_fit(module: MTPLayer, hidden: Tensor, target: Tensor) -> bool:
 def _normalized(head: Head, states: Tensor) -> Tensor:
     normalized: Tensor = head.new_norm().to(states.device, torch.float32)(states.float())
     return normalized
-
-
-def _ridge(gram: Tensor, cross: Tensor) -> Tensor:
-    """Return the weight [H, N] that maps inputs X [n, N] to outputs Y [n, H], of least squares with a penalty.
-
-    Args:
-        gram: [N, N], X^T X; changed.
-        cross: [N, H], X^T Y.
-    """
-    gram.diagonal().add_(_RIDGE * gram.diagonal().mean().clamp_min(1e-12))
-    return torch.cholesky_solve(cross, torch.linalg.cholesky(gram)).T
