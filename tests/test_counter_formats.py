@@ -1139,7 +1139,7 @@ def test_requests_whose_length_shows_no_rounds():
     few = ("slot print_timing: id 0 | task 9 | draft acceptance = 0.00158 (    1 accepted /   633 generated), mean "
            "acceptance length =  1.00, acceptance rate per position = (0.005, 0.000, 0.000)")  # fmt: skip
     assert summary(read(f"{few}\n")) == ("llama.cpp", 211, 633, 1, (1, 0, 0))
-    assert read(f"{request}\n{few}\n").per_position == ()  # the first has none
+    assert read(f"{request}\n{few}\n").per_position == ()  # the first is not read
     assert read(f"{REQUEST}\n{few}\n").num_drafts == 97 + 211
 
 
@@ -1375,14 +1375,15 @@ def test_a_head_that_the_engine_did_not_load():
         ("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n", "they are of vllm, and vllm:spec_decode"),
         ("sglang:gen_throughput 54.6\n", "they are of sglang, and sglang:spec_accept_length"),
         ("I spec       accept: adaptive n : 1 -> 2 (seq 0, n_draft=1, n_accepted=1)\n", "adaptive depth, which lacks"),
-        ("MTP: accepted 120, drafted 80\n", "'MTP: accepted 120, drafted 80' has none"),
-        ("24 drafted 10 accepted 5 times\n", "has none"),
+        ("MTP: accepted 120, drafted 80\n", "'MTP: accepted 120, drafted 80' is not read"),
+        ("96 tok/sec, 82.0% draft tokens accepted\n", "'96 tok/sec, 82.0% draft tokens accepted' is not read"),
+        ("24 drafted 10 accepted 5 times\n", "is not read"),
         ("| **Draft Rate** | 49% (15,102 / 30,784) | **81%** (8,433 / 10,362) |\n| tokens | 3.4 |\n", "nothing in it"),
-        ("MTP on. requests accepted 200 / 300\n", "has none"),
-        ("HTTP: 12 accepted, 30 rejected\n", "has none"),
+        ("MTP on. requests accepted 200 / 300\n", "is not read"),
+        ("HTTP: 12 accepted, 30 rejected\n", "is not read"),
         ("Position 0: 82.10\nAccepted tokens: 5\n", "nearest: table of vllm bench serve"),
         ("| version | draft acceptance |\n| 0.34 | 0.94 |\n", "nearest: llama.cpp's draft acceptance"),
-        ("`mean_accept_len = 2.769`\n", "'`mean_accept_len = 2.769`' has none"),
+        ("`mean_accept_len = 2.769`\n", "'`mean_accept_len = 2.769`' is not read"),
         ('{"promptTokens": 5, "totalTokens": 9}', "nothing in it"),
         ("Hello\n", "nothing in it is of an engine's drafts"),
         ('{"a": 1}\n{"a": 2}\n', "nothing in it is of an engine's drafts"),

@@ -9,6 +9,7 @@ from quick import loop
 
 from nextn.engines.counter_formats import read
 from nextn.engines.counters import RUNS
+from nextn.engines.json_formats import WARM_UP
 from nextn.engines.named_counts import NAMED_FORMAT, role_of
 from nextn.errors import EngineError
 
@@ -195,3 +196,18 @@ def test_prefixes_name_the_process(prefix):
     *_others, note = read("".join(prefix.format(place) + interval(0.8).partition(") ")[2] for place in (1, 2))).notes
     assert "2 in all" in note
     assert note.count("pid=1") == 2
+
+
+def test_a_warm_up_is_left_out():
+    """Where a record says that it is one; alone it is read, and said to be one."""
+    warm, measured = ({"timings": {"draft_n": drafted, "draft_n_accepted": 3}} for drafted in (30, 40))
+    for document in (
+        [{"phase": "warmup", **warm}, {"phase": "measured", **measured}],
+        [{"warm_up": True, **warm}, {"warm_up": False, **measured}],
+        {"warmup_requests": [warm, warm], "requests": [measured]},
+    ):
+        assert (read(json.dumps(document)).draft_tokens, read(json.dumps(document)).notes) == (40, ())
+    assert WARM_UP in read(json.dumps([{"phase": "warmup", **warm}])).notes
+    lines = [json.dumps({"phase": phase, "drafted": 40, "accepted": 30}) for phase in ("warmup", "measured")]
+    with pytest.raises(EngineError, match="of 2 runs, parts or settings"):
+        read("\n".join(lines))

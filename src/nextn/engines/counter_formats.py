@@ -320,7 +320,7 @@ def _need(reading: LogReading, source: str, start: str) -> Counters:
     name, words = _nearest(start)
     hint = f"nearest: {name}, by {words!r}" if name else "nothing in it is of an engine's drafts"
     if not name and (line := re.search(r"(?i)[^\n]{0,60}(?<![a-z])accept[^\n]{0,60}", start)):
-        hint = f"{line[0].strip()!r} has none; accepted and drafted tokens are read as `MTP accepted 29/35`"
+        hint = f"{line[0].strip()!r} is not read; accepted and drafted tokens are read as `MTP accepted 29/35`"
     raise EngineError(
         f"{source}: no draft counts in it; {hint}. Check that MTP was on, and that the part with the counts "
         f"was copied; formats that are read: {docs_page('reference/counter-formats')}"
@@ -329,7 +329,7 @@ def _need(reading: LogReading, source: str, start: str) -> Counters:
 
 def _nearest(start: str) -> tuple[str, str]:
     """The format of which a text holds what all of its entries have, the name of a field, or a key."""
-    names = [(each.name, each.literal.strip()) for each in LOG_FORMATS]
+    names = [(each.name, each.literal) for each in LOG_FORMATS if each.literal[0] != " "]  # words of any sentence
     names += [(each.name, name) for each in LOG_FORMATS for name in each.fields]
     for log_format, name in names:
         if len(name) > 8 and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", start):

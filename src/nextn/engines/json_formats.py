@@ -27,6 +27,8 @@ from nextn.errors import EngineError
 
 BONUS_INCLUDED = "the engine counts the bonus token of each round as accepted: only the tokens per round are compared"
 _MAX_ROWS = 10_000
+WARM_UP = "counts of a warm-up are among them"
+_WARM_UP = re.compile(r"(?i)(?:is[_-]?)?warm[_ -]?up(?:[_ -]?(?:run|request|result)s?)?")
 
 
 def from_json(document: object) -> Counters | None:
@@ -38,24 +40,30 @@ def from_json(document: object) -> Counters | None:
 def objects(document: object) -> list[Counters]:
     """Return the counts of each object that holds an engine's fields, those in `usage` where there are no others."""
     found = list(_objects(document))
+    found = [each for each in found if WARM_UP not in each.notes] or found
     return [each for each in found if each.source != _PREDICTED] or [each for each in found if each.draft_tokens]
 
 
-def _objects(value: object) -> Iterator[Counters]:
+def _objects(value: object, notes: tuple[str, ...] = ()) -> Iterator[Counters]:
     if isinstance(value, list):
         for item in value:
-            yield from _objects(item)
+            yield from _objects(item, notes)
     elif isinstance(value, Mapping):
         name = next((name for name, (key, _) in JSON_READERS.items() if key in value), None)
         if name is None and _rollout_key(value):
             name = _ROLLOUTS
         if name is None and any(str(key).endswith(f"/{_SKYRL}") for key in value):
             name = "SkyRL's draft metrics of a step"
+        if any(each is True and _WARM_UP.fullmatch(str(key)) for key, each in value.items()) or any(
+            isinstance(each, str) and _WARM_UP.fullmatch(each) for each in value.values()
+        ):
+            notes = (WARM_UP,)
         if name is not None:
-            yield _checked(name, value)
+            counters = _checked(name, value)
+            yield replace(counters, notes=(*counters.notes, *notes))
             return
-        for item in value.values():
-            yield from _objects(item)
+        for key, item in value.items():
+            yield from _objects(item, (WARM_UP,) if _WARM_UP.fullmatch(str(key)) else notes)
 
 
 def _checked(name: str, record: JsonObject) -> Counters:

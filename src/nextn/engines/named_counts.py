@@ -46,7 +46,7 @@ _POSITION = _words("pos position positions")
 _OF_POSITIONS = _POSITION | _words("accepted accept acceptance draft tokens rate rates per by")
 # What distinguishes runs that are not to be added.
 _SETTING = re.compile(
-    r"k|(?:(?:mtp|spec|speculative|draft|num|max|target)_)?(?:k|depth|gamma|model|method|temperature)|mode|variant|"
+    r"k|(?:(?:mtp|spec|speculative|draft|num|max|target)_)?(?:k|depth|gamma|model|method|temperature)|mode|phase|variant|"
     r"config|label|name|(?:(?:num|n|max)_)?spec\w*_(?:tokens|steps)|num_draft|n_max|draft_(?:max|len|length)|"
     r"max_draft_(?:len|length|tokens)|block_size"
 )
