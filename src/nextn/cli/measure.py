@@ -219,7 +219,7 @@ def measure(
     source, check = TextOptions.of(options, given_texts, asked, endpoint, quiet=quiet), None
     if comparison.against is not None:  # first, so that one model is in memory at a time
         earlier, check = _measure_other(comparison.against, options, source, plan, prompts)
-    loaded, report = _measure(options, source, plan, prompts, check)
+    loaded, report = measure_acceptance(options, source, plan, prompts, check)
     report = replace(report, prompts_source={} if texts is not None else prompts_record(planned.prompts, prompts))
     probed = _probe(report, loaded, options, quiet=quiet) if probe else None
     if long := loaded.length_note(report.num_positions):
@@ -248,20 +248,6 @@ def measure(
         raise typer.Exit(_EXIT_CODES[compared.outcome])
 
 
-def _measure(
-    options: ModelOptions,
-    source: TextOptions,
-    plan: ReferencePlan,
-    prompts: Sequence[Prompt],
-    check: "Callable[[Model], None] | None" = None,
-) -> "tuple[Model, ReferenceReport]":
-    from nextn.evaluate.reference import with_checkpoint
-
-    loaded, report = measure_acceptance(options, source, plan, prompts, check)
-    report = with_checkpoint(report, loaded, options.source, head=options.head)
-    return loaded, replace(report, source=options.given)
-
-
 def _measure_other(
     against: str, options: ModelOptions, source: TextOptions, plan: ReferencePlan, prompts: Sequence[Prompt]
 ) -> "tuple[dict[str, object], Callable[[Model], None]]":
@@ -270,7 +256,7 @@ def _measure_other(
 
     try:
         other = replace(options, source=shipped_path(against), head=None).prepared(need_head=True)
-        loaded, report = _measure(other, source, plan, prompts)
+        loaded, report = measure_acceptance(other, source, plan, prompts)
     except NextnError as error:
         raise type(error)(f"--against {against}: {error}") from error
     tokens = [prompt_tokens(loaded, prompt, plan) for prompt in prompts]

@@ -144,17 +144,20 @@ def measure_acceptance(
 
     check: Called with the model before it decodes.
     """
-    if source.has_texts:
-        return _measure_texts(options, source, plan, prompts)
-    from nextn.evaluate.reference import reference_acceptance
+    from nextn.evaluate.reference import reference_acceptance, with_checkpoint
 
-    loaded = options.load(need_head=True)
-    if check is not None:
-        check(loaded)
-    with progress_bars(quiet=source.quiet) as progress:
-        num_texts = num_turns(prompts) * len(plan.temperatures)
-        on_text, on_score = (progress(name, num_texts) for name in ("texts", "scores"))
-        return loaded, reference_acceptance(loaded, prompts, plan, on_text=on_text, on_score=on_score)
+    if source.has_texts:
+        loaded, report = _measure_texts(options, source, plan, prompts)
+    else:
+        loaded = options.load(need_head=True)
+        if check is not None:
+            check(loaded)
+        with progress_bars(quiet=source.quiet) as progress:
+            num_texts = num_turns(prompts) * len(plan.temperatures)
+            on_text, on_score = (progress(name, num_texts) for name in ("texts", "scores"))
+            report = reference_acceptance(loaded, prompts, plan, on_text=on_text, on_score=on_score)
+    report = with_checkpoint(report, loaded, options.source, head=options.head)
+    return loaded, replace(report, source=options.given)
 
 
 def _measure_texts(
