@@ -1,5 +1,6 @@
 """Value rules: faults that leave names and shapes as they were, and sound heads that look a little like them."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +45,21 @@ def edited(pick, make):
                 table[name] = RawTensor(old.dtype, old.shape, bf16(make(floats(old))))
 
     return change
+
+
+@loop(("layers", "side"), [("[12]", ""), ("9", ""), ("1", "trunk"), ("2", "head")])
+def test_router_biases_of_zeros(layers, side, tmp_path):
+    """Both sides have them so in a model whose training began; on one side, a tool has lost them."""
+
+    def change(table):
+        for name, old in table.items():
+            if re.fullmatch(rf"model\.layers\.{layers}\..*_correction_bias", name):
+                table[name] = replace(old, data=bytes(len(old.data)))
+
+    folder = publish(tmp_path, "deepseek_v3", change=change)
+    wrong = [each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note"]
+    assert [each.rule for each in wrong] == ["values-zero"] * bool(side)
+    assert all(f"1 router of the {side}" in each.found for each in wrong)
 
 
 def test_codes_in_the_trunk(tmp_path):

@@ -19,6 +19,7 @@ from nextn.audit_rules import (
     files,
     listed_modules,
     precision,
+    router_bias,
     separate,
     shapes,
     structure,
@@ -52,6 +53,7 @@ _MODULES = (
     listed_modules,
     separate,
     values,
+    router_bias,
 )
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 IDS: tuple[str, ...] = tuple(rule for module in _MODULES for rule in module.IDS)
