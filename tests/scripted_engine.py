@@ -37,7 +37,7 @@ class ScriptedEngine:
             self.running.add(generation)
             self.requests.append(request)
         threading.Thread(target=generation.run, daemon=True).start()
-        return generation
+        return generation.cancel
 
     def stats(self):
         return EngineStats(len(self.running), 0, 10, 100, 5, 50, 40, 8, (1.0, 1.1), 0.2)

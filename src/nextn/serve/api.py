@@ -29,7 +29,7 @@ from nextn.serve.http_limits import CLIENT_GONE, IGNORED_HEADER, RequestGuard, i
 from nextn.serve.metrics import CONTENT_TYPE, ServerMetrics
 from nextn.serve.openai_responses import ResponsesAnswer, ResponsesRequest, ResponseStore
 from nextn.serve.options import ServerOptions
-from nextn.serve.request import Engine, EngineStats, Generation, GenerationChunk, GenerationRequest
+from nextn.serve.request import Engine, EngineStats, GenerationChunk, GenerationRequest
 from nextn.serve.request_builder import RequestBuilder
 from nextn.serve.request_model import M, parse_request
 from nextn.serve.responses import ChatAnswer, CompletionAnswer, Json, RouteAnswer
@@ -51,7 +51,7 @@ class GenerationGroup:
         self._engine, self._metrics = engine, metrics
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, GenerationChunk]] = asyncio.Queue()
-        self._generations: list[Generation] = []
+        self._cancels: list[Callable[[], None]] = []  # of each generation
         self._unfinished: set[int] = set()
         self._submitted = 0.0
         self._failure: ApiError | None = None
@@ -62,7 +62,7 @@ class GenerationGroup:
         self._submitted = time.monotonic()
         try:
             for index, request in enumerate(requests):
-                self._generations.append(self._engine.submit(request, partial(self._emit, index)))
+                self._cancels.append(self._engine.submit(request, partial(self._emit, index)))
                 self._unfinished.add(index)
         except BaseException:
             self.cancel()
@@ -71,8 +71,8 @@ class GenerationGroup:
 
     def cancel(self) -> None:
         """End all generations that still run; their chunks are no longer returned."""
-        for generation in self._generations:
-            generation.cancel()
+        for cancel in self._cancels:
+            cancel()
         self._unfinished.clear()
 
     def fail(self, error: ApiError) -> None:

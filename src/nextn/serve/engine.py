@@ -30,18 +30,6 @@ _LOG = logging.getLogger(__name__)
 _COST_CONTEXT, _COST_REPEATS = 128, 3
 
 
-class ServedGeneration:
-    """A submitted request."""
-
-    def __init__(self, sequence: ServedSequence, wake: Callable[[], None]) -> None:
-        self._sequence, self._wake = sequence, wake
-
-    def cancel(self) -> None:
-        """End the sequence after the current round. Any thread may call it, also after the end."""
-        self._sequence.is_cancelled = True
-        self._wake()
-
-
 class ServingEngine:
     """Runs generations of one model in a thread of its own. See `request.Engine`."""
 
@@ -75,7 +63,7 @@ class ServingEngine:
         """What to do if the memory for caches shortens the model's context; None if it does not."""
         return reduced_context_note(self.backend, self.options, self.limits.max_model_len)
 
-    def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> ServedGeneration:
+    def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> Callable[[], None]:
         """Queue a request whose chunks `emit` gets in the engine's thread; see `Engine.submit`."""
         self._check(request)
         with self._changed:
@@ -90,7 +78,11 @@ class ServingEngine:
             self._open[self._number] = sequence
             self._arrivals.append(sequence)
             self._changed.notify()
-        return ServedGeneration(sequence, self._wake)
+        return partial(self._cancel, sequence)
+
+    def _cancel(self, sequence: ServedSequence) -> None:
+        sequence.is_cancelled = True
+        self._wake()
 
     def stats(self) -> EngineStats:
         costs = self._costs

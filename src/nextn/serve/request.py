@@ -75,13 +75,6 @@ def failure_message(error: Exception) -> str:
     return str(error) if isinstance(error, NextnError) else f"internal error: {type(error).__name__}"
 
 
-class Generation(Protocol):
-    """A submitted request."""
-
-    def cancel(self) -> None:
-        """End the sequence after the current round. Any thread may call it, also after the end."""
-
-
 @dataclass(frozen=True)
 class EngineStats:
     """A snapshot for gauges and `/health`."""
@@ -101,9 +94,10 @@ class EngineStats:
 class Engine(Protocol):
     """Runs generations in a thread of its own."""
 
-    def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> Generation:
+    def submit(self, request: GenerationRequest, emit: Callable[[GenerationChunk], None]) -> Callable[[], None]:
         """Queue a request. `emit` is called in the engine's thread and must return at once; the last chunk ends it.
 
+        Returns what ends the sequence after the current round: any thread may call it, also after the end.
         Raises QueueFullError if too many requests wait, or the engine is closing; ConfigError if the prompt does not
         fit or has unknown tokens.
         """
