@@ -88,8 +88,11 @@ def of_groups(**groups):
 
 
 @loop(("config", "kind"), [
-    (of_modelopt("NVFP4"), ""), (of_modelopt("FP8"), "fp8"), (of_modelopt("MIXED_PRECISION", mtp="NVFP4"), ""),
+    (of_modelopt("NVFP4"), ""), (of_modelopt("FP8"), "fp8"), (of_modelopt("W4A8_MXFP4_FP8"), ""),
+    (of_modelopt("MIXED_PRECISION", mtp="NVFP4"), ""),
     (of_modelopt("MIXED_PRECISION", mtp="FP8"), "fp8"), (of_quark(), ""), (of_quark(**{"mtp.*": "fp8_e4m3"}), "fp8"),
+    (of_quark(**{f"model.{each}": "fp8_e4m3" for each in HEAD}), ""),  # under a prefix that engines rename
+    ({**of_quark(), "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, "fp8"),
     (of_groups(Linear=FP8), "fp8"), (of_groups(Linear=FP4), "compressed"), (of_groups(**{"re:mtp.*": FP8}), "fp8"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "gptq"), ({"quant_method": "awq", "bits": 4}, "awq"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:mtp.*": {"method": "nvfp4"}}}, ""),

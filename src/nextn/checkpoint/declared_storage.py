@@ -40,14 +40,17 @@ def _compressed_tensors(section: Format, module: str) -> Kinds:
 
 def _modelopt(section: Format, module: str) -> Kinds:
     algorithm = section.algorithm(module) if isinstance(section, ModelOpt) else ""
-    return frozenset[Storage]({"nvfp4"}) if "NVFP4" in algorithm else _FP8 if "FP8" in algorithm else None
+    is_fp8 = algorithm.startswith(("FP8", "MXFP8"))
+    return frozenset[Storage]({"nvfp4"}) if "NVFP4" in algorithm else _FP8 if is_fp8 else None
 
 
 def _quark(section: Format, module: str) -> Kinds:
     """A layer's own entry, whose key is a name or a glob, comes before the one for all: vllm, quark/quark.py."""
-    layers = table(section.section, "layer_quant_config")
-    own = (value for key, value in layers.items() if fnmatchcase(module, key))
-    entry = next(own, section.section.get("global_quant_config"))
+    layers, tail = table(section.section, "layer_quant_config"), module.rpartition("layers.")[2]
+    own = [value for key, value in layers.items() if fnmatchcase(module, key)]
+    if not own and any(key.endswith(tail) for key in layers):
+        return None  # under another prefix, as engines rename
+    entry = own[0] if own else section.section.get("global_quant_config")
     weight = entry.get("weight") if isinstance(entry, Mapping) else None
     dtype = weight.get("dtype") if isinstance(weight, Mapping) else None
     return {"fp4": _FP4, "fp8_e4m3": _FP8, "int8": _INT8}.get(str(dtype))
