@@ -50,6 +50,19 @@ def test_the_trunk_against_the_list(ignore, place, words, tmp_path):
         assert re.search(words, each.found)
 
 
+@pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
+def test_a_shared_matrix_in_fp8(module, tmp_path):
+    """A script that took every matrix: the method has parameters for scales in linear layers alone."""
+
+    def change(table):
+        shape = table[f"{module}.weight"].shape
+        table |= {f"{module}.weight": raw("F8_E4M3", shape), f"{module}.weight_scale_inv": raw("F32", (1, 1))}
+
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": []}
+    folder = publish(tmp_path, "qwen3_5", change=change, config={"quantization_config": config})
+    assert module in [each.place for each in found(folder) if "build them unquantized" in each.found]
+
+
 def test_lists_that_contradict_each_other(tmp_path):
     """The head is left out in config.json alone: the command that the finding names puts it into the other list."""
     folder = packed(tmp_path, ignore := [*PLAIN, "model.layers.1.mlp.down_proj"])

@@ -19,6 +19,7 @@ from nextn.errors import CheckpointError
 from nextn.text_format import counted, joined, some
 
 IDS = ("scale-unused",)  # and `quantization`, which is of `precision`
+_LINEAR_ALONE = ("fp8", "mxfp8", "fbgemm-fp8")  # methods that leave out embed_tokens and lm_head without a list
 _UNPACKED = ("plain", "unknown", "fp8-bare")  # or of no kind that says how it is read
 
 
@@ -65,8 +66,10 @@ def _trunk(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:
     names = {module.rpartition(".")[2] for module in packed}
     on_load = config.by_files or any(section.form in APPLIED_ON_LOAD for section in config.sections)
     plain = [module for module, kind in stored.items() if kind == "plain" and module.rpartition(".")[2] in names]
+    shared = _matrices(inventory, inventory.shared.values()) if config.sections[0].form in _LINEAR_ALONE else {}
+    whole = [module for module, kind in shared.items() if kind not in _UNPACKED]
     for claim, as_stored, wrong in (
-        ("unquantized", "packed", [module for module in packed if config.covers(module) is False]),
+        ("unquantized", "packed", whole + [module for module in packed if config.covers(module) is False]),
         ("quantized", "unquantized", [module for module in plain if not on_load and config.covers(module)]),
     ):
         if wrong:
