@@ -3,6 +3,7 @@
 # ruff: noqa: E501  lines of logs are as long as they are
 
 import json
+import time
 
 import pytest
 from quick import loop
@@ -11,6 +12,7 @@ from nextn.engines.counter_formats import read
 from nextn.engines.counters import RUNS
 from nextn.engines.json_formats import WARM_UP
 from nextn.engines.named_counts import NAMED_FORMAT, role_of
+from nextn.engines.run_settings import overrides_in
 from nextn.errors import EngineError
 
 META = {
@@ -211,3 +213,9 @@ def test_a_warm_up_is_left_out():
     lines = [json.dumps({"phase": phase, "drafted": 40, "accepted": 30}) for phase in ("warmup", "measured")]
     with pytest.raises(EngineError, match="of 2 runs, parts or settings"):
         read("\n".join(lines))
+
+
+def test_blanks_behind_a_setting_cost_little_time():
+    start = time.perf_counter()
+    assert not overrides_in("SIMULATE_ACC_LEN" + 40_000 * " " + "none")
+    assert time.perf_counter() - start < 2

@@ -13,7 +13,7 @@ from itertools import islice
 from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, Counters
 
 # NAME=1, name: 1, "name": 1, --name 1, ["--name", "1"], and in YAML `- --name` or `- name: NAME` above the value.
-_ASSIGN = r"(?:['\"\\]*\s*(?:[:=]|\s)\s*|['\"]\s*,\s*)(?:-\s+|value:\s*)?['\"\\]*"
+_ASSIGN = r"(?:['\"\\]*(?:\s*+[:=]\s*+|\s++)|['\"]\s*+,\s*+)(?:-\s++|value:\s*+)?['\"\\]*"
 _NUMBER = r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
 _MAX_TEXT = 1024 * 1024
 _MAX_QUOTE = 240  # characters of a line
