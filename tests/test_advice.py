@@ -1,6 +1,7 @@
 """Advice from hand-made costs and acceptances, and both measuring verbs on a fixture."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -16,6 +17,7 @@ from nextn.edit.convert import extract
 from nextn.errors import NextnError
 from nextn.evaluate import advice, decoding_costs
 from nextn.evaluate.advice import REPETITIVE, Advice, forecast
+from nextn.evaluate.decoding_costs import Machine
 from nextn.stats import plots
 from nextn.stats.acceptance import Acceptance
 from nextn.stats.speedup import Costs, Spread, expected_speedup
@@ -147,6 +149,24 @@ def test_costs_of_the_texts_are_measured_once(monkeypatch):
     assert found[1].batch == 2
 
 
+def test_what_is_best_at_other_batch_sizes_is_said():
+    figures = SimpleNamespace(acceptance=drafted(0.9), temperature=0.0, overhead=0.0, all_repetitive=False)
+    plan = SimpleNamespace(k_values=(1,), temperatures=(0.0,))
+    report = SimpleNamespace(figures=lambda temperature, k: figures, plan=plan, step_note=None)
+    sizes = [replace(costs([1, v], 0.1), batch=batch) for batch, v in ((1, 1.2), (2, 1.3), (8, 3.0))]
+    found = Advice(report, tuple(sizes))
+    assert found.by_batch(found.forecasts[0]) == "at other batch sizes: K = 1 at 2, off at 8"
+    alone = Advice(report, (sizes[0], replace(sizes[0], context=99)))
+    assert alone.by_batch(alone.forecasts[0]) is None
+
+
+def test_a_busy_machine_is_noted(monkeypatch):
+    machine = Machine("", 2, 2, {}, "", 1.0, 1, 1, 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert replace(machine, load=2.9).busy_note is None
+    assert "10.2 on 2 cores" in replace(machine, load=10.2).busy_note
+
+
 def test_advise_in_words(prompts):
     done = nextn("advise", FIXTURES / "qwen", "--prompts", prompts, "-k", 2, "--max-tokens", 24, "--batches", 1)
     assert done.exit_code == 0, done.output
@@ -203,7 +223,11 @@ def test_the_table_shows_the_best_k_with_its_interval(monkeypatch, capsys):
     figures = SimpleNamespace(num_speculative_tokens=1, speedup=Spread(1.5, 1.4, 1.6, 3))
     report = SimpleNamespace(figures=lambda *_: figures, plan=SimpleNamespace(k_values=(1,)), warnings=[])
     monkeypatch.setenv("COLUMNS", "160")
-    _show_advice(SimpleNamespace(forecasts=[few], headlines=[few], report=report, other_summary=lambda _: None))
+    _show_advice(
+        SimpleNamespace(
+            forecasts=[few], headlines=[few], report=report, other_summary=lambda _: None, by_batch=lambda _: None
+        )
+    )
     titles, row, verification = capsys.readouterr().out.splitlines()
     assert titles.split()[-9:] == ["best", "K", "speedup", "95", "%", "MTP", "AL", "acceptance", "break-even"]
     low, high = few.best.interval

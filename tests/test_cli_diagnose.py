@@ -55,6 +55,36 @@ def serve():
         each.stop()
 
 
+def test_counts_without_a_model(tmp_path):
+    """One line of a log: what it counts, whether that alone is a finding, and what to do next."""
+    log = tmp_path / "engine.log"
+    for text, code, words in (
+        (
+            LOG.format("0.600, 0.300, 0.140"),
+            3,
+            "K = 3; 300 rounds with drafts; 312 of 900 draft tokens accepted (34.7%)",
+        ),
+        ("draft acceptance rate = 0.01389 (    2 accepted /   144 generated)", 1, "less than 4.9% of the drafts"),
+        ("draft acceptance rate = 0.0 (    0 accepted /   4 generated)", 3, "not compared"),
+        ("[2026-11-20 08:12:44 TP0] Decode batch. accept len: 1.02, cuda graph: True", 3, "give more lines"),
+        (
+            "draft acceptance rate = 0.9 (  130 accepted /   144 generated)\nSGLANG_SIMULATE_ACC_LEN=3",
+            1,
+            "set or relaxed by",
+        ),
+    ):
+        log.write_text(text)
+        done = CliRunner().invoke(app, ["diagnose", "--engine", str(log)], env={"COLUMNS": "300"})
+        assert (done.exit_code, words in done.output, "nextn audit MODEL" in done.output) == (code, True, True), (
+            done.output
+        )
+        record = json.loads(CliRunner().invoke(app, ["diagnose", "--engine", str(log), "--json"]).output)
+        assert record["outcome"] == ("failed" if code == 1 else "inconclusive")
+    driven = CliRunner().invoke(app, ["diagnose", "--engine", str(log), "--drive"])
+    assert isinstance(driven.exception, NextnError)
+    assert "give MODEL" in str(driven.exception)
+
+
 def run(engine, prompts, *more, code=None):
     args = ["diagnose", FIXTURES / "glm", "--engine", engine, "--prompts", prompts, "--max-tokens", 20]
     args += ["--backend", "torch", "--dtype", "float32", "--temperatures", "0", *more]
@@ -112,13 +142,13 @@ def test_what_it_says_to_do_followed(tmp_path, serve, prompts, trained):
     """--drive, which a log needs; then the advice names what is wrong in the engine, and without it nothing is said."""
     log = tmp_path / "engine.log"
     log.write_text(LOG.format("0.690, 0.440, 0.250"))
-    assert "add --drive" in run(log, prompts, code=1).stdout
+    assert "HOST:PORT --drive" in run(log, prompts, code=1).stdout
     for fault in ("no-prefill", "inputs-swapped"):
         model, contract = faulty(trained["glm"], fault)
         url = serve(kind=ServedModel, model=model, contract=contract)
         said = run(url, prompts, "--drive", code=1).stdout
         assert BY_NAME[fault].advice in " ".join(said.split())
-        assert "add --drive" not in said
+        assert "HOST:PORT --drive" not in said
     url = serve(kind=ServedModel, model=trained["glm"], contract=Contract())
     assert "no findings" in run(url, prompts, "--drive", code=0).stdout
 

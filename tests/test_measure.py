@@ -333,8 +333,19 @@ def test_another_tokenizer_is_said_before_the_second_measurement(tmp_path, monke
     with pytest.raises(ConfigError, match="2 of 2 prompts are other tokens"):
         run([*arguments, "--temperatures", "1", "--against", str(other)])
     assert len(decoded) == 1
-    with pytest.raises(NextnError, match=f"--against {FIXTURES / 'qwen'}: "):
-        run([*arguments, "--against", str(FIXTURES / "qwen")])
+    with pytest.raises(NextnError, match="--against org/nothing: "):
+        run([*arguments, "--against", "org/nothing"])
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_the_other_is_measured(tmp_path, monkeypatch):
+    """`model.save_pretrained` writes none."""
+    tuned = tmp_path / "tuned"
+    shutil.copytree(SHIPPED, tuned, ignore=shutil.ignore_patterns("tokenizer*"))
+    monkeypatch.setattr(streaming, "progress_bars", lambda **_: pytest.fail("measured"))
+    run = partial(CliRunner().invoke, app, catch_exceptions=False)
+    for one, other in ((tuned, SHIPPED), (SHIPPED, tuned)):
+        with pytest.raises(ConfigError, match=f"{tuned} has no tokenizer.*copy tokenizer.json"):
+            run(["measure", str(one), "--against", str(other)])
 
 
 @pytest.mark.slow

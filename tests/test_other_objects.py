@@ -101,6 +101,12 @@ def test_what_it_is(name, tmp_path):
     assert "\n" not in message
 
 
+def test_the_file_of_an_adapter_is_what_its_folder_is(tmp_path):
+    path = folder(tmp_path, adapter=LORA, weights=["adapter_model.safetensors"])
+    with pytest.raises(CheckpointError, match="this is a LoRA adapter of org/base"):
+        Checkpoint.open(path / "adapter_model.safetensors")
+
+
 @pytest.mark.more
 def test_every_command_says_it(tmp_path):
     """And nothing is written."""

@@ -58,6 +58,7 @@ SHIPPED_HEAD = SHIPPED.with_name("smollm2-head")  # the head in the package, for
 _SHIPPED_NAME = "tiny"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # of which a tokenizer has one at least
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -130,7 +131,8 @@ class Checkpoint:
                 return _assemble(str(path), folder_files(path))
             if path.is_file() and path.suffix == ".safetensors":
                 _refuse_shard(path)
-                files = [file for file in (path, path.with_name(CONFIG)) if file.is_file()]
+                names = (CONFIG, ADAPTER) if path.name.startswith("adapter") else (CONFIG,)
+                files = [file for file in (path, *map(path.with_name, names)) if file.is_file()]
                 return _assemble(str(path), {file.name: LocalFile.at(file, file.name) for file in files})
             if path.suffix == ".gguf":
                 message = f"{path_or_id}: {_conversion(str(path_or_id)) if path.exists() else 'no such file'}"

@@ -345,8 +345,7 @@ def _show_advice(advice: "Advice") -> None:
         k, expected = figures.num_speculative_tokens, each.choices[-1].speedup
         measured = f"; as a check, K = {k} was run: {figures.speedup.median:.2f} x measured, {expected:.2f} x expected"
         print_lines(f"{_at(each.temperature)}: {each.summary}{measured}")
-        if (other := advice.other_summary(each)) is not None:
-            print_lines(f"  {other}")
+        print_lines(*(f"  {more}" for more in (advice.by_batch(each), advice.other_summary(each)) if more is not None))
     print_lines(*_warnings(advice.report))
 
 

@@ -24,6 +24,7 @@ from nextn.cli.common import (
     parse_temperatures,
     print_published,
 )
+from nextn.cli.counted import show_counts
 from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, show_report, shown
@@ -42,7 +43,7 @@ _MAX_CAUSES = 6  # shown in the table, besides all that are named
 
 
 @expanded(
-    "exact_head", "weights", "threads", "kv_cache_dtype", "device_map", "texts", "engine", "concurrency",
+    "exact_head", "weights", "threads", "kv_cache_dtype", "device_map", "texts", "engine", "concurrency", source="",
 )  # fmt: skip
 def diagnose(
     *,
@@ -82,12 +83,20 @@ def diagnose(
     out: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Name the most likely causes of an engine's low acceptance, from its own counters and the checkpoint."""
+    """Name the most likely causes of an engine's low acceptance, from its own counters and the checkpoint.
+
+    Without MODEL, it shows what the counters alone say.
+    """
     from nextn.checkpoint.base_model import base_model
     from nextn.checkpoint.checkpoint import as_checkpoint
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.evaluate.engine_counters import check_temperatures, counted_so_far
+    from nextn.evaluate.engine_counters import check_temperatures, counted_so_far, counted_with_settings
 
+    if not options.source:
+        if drive:
+            raise ConfigError("--drive asks the prompts of a model's reference: give MODEL, a folder or hub id")
+        counters = counted_with_settings(engine, replace(asked, engine=engine).budget(), flags)
+        show_counts(counters, num_speculative_tokens, engine, as_json=as_json)
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
     plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, 0, options.backend, rule)
     options = options.prepared(need_head=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
+from nextn.checkpoint.checkpoint import TOKENIZER_FILES
 from nextn.cli.acceptance import draw_curves, show_comparison, show_probe, show_reference
 from nextn.cli.common import (
     K_NAMES,
@@ -215,6 +216,8 @@ def measure(
     prompts = first_turns(read_prompts(planned.prompts)) if is_served else read_prompts(planned.prompts)
     if curves and texts is None:
         check_shared(curves, planned.num_speculative_tokens, [prompt.domain for prompt in prompts])
+    for folder in (options.source, *([shipped_path(comparison.against)] if comparison.against else [])):
+        _check_tokenizer(Path(folder), prompts)
     endpoint = asked.open() if is_served and texts is None else None  # before anything that imports torch
     source, check = TextOptions.of(options, given_texts, asked, endpoint, quiet=quiet), None
     if comparison.against is not None:  # first, so that one model is in memory at a time
@@ -246,6 +249,16 @@ def measure(
         raise typer.Exit(1)
     if compared is not None:
         raise typer.Exit(_EXIT_CODES[compared.outcome])
+
+
+def _check_tokenizer(folder: Path, prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts of text for a folder without a tokenizer, before the other checkpoint is measured for long."""
+    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
+    if folder.is_dir() and not has_tokenizer and any(isinstance(prompt.text, str) for prompt in prompts):
+        raise ConfigError(
+            f"{folder} has no tokenizer, so prompts that are text cannot be read: copy tokenizer.json and "
+            'tokenizer_config.json of its base model there, or pass a .jsonl file with token ids ({"prompt": [3, 14]})'
+        )
 
 
 def _measure_other(

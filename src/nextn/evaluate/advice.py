@@ -208,6 +208,14 @@ class Advice:
         """The first batch size and context at every temperature."""
         return [self.forecasts[index] for index in range(0, len(self.forecasts), len(self.costs))]
 
+    def by_batch(self, each: Forecast) -> str | None:
+        """What is best at the other batch sizes, at this temperature and context; None without any."""
+        key = (each.temperature, each.costs.context)
+        others = [one for one in self.forecasts if (one.temperature, one.costs.context) == key and one is not each]
+        found = (f"K = {one.best.num_speculative_tokens}" if one.pays else "off" for one in others)
+        parts = [f"{best} at {one.costs.batch}" for best, one in zip(found, others, strict=True)]
+        return f"at other batch sizes: {', '.join(parts)}" if parts else None
+
     def other_speeds(self, each: Forecast) -> tuple[float, float, int] | None:
         """Return the speed with `OTHER` weights: without MTP, at the best K, and that K; None if it was not measured.
 

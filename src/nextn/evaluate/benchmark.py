@@ -294,7 +294,7 @@ class BenchmarkReport:
         if same < texts:
             ties = "" if self.machine.dtype == "float32" else f"; near-ties in {self.machine.dtype} can cause this"
             warnings.append(f"greedy: {texts - same} of {texts} texts differ from baseline decoding's{ties}")
-        return [*warnings, *filter(None, (self.one_pass_note, self.step_note))]
+        return [*warnings, *filter(None, (self.one_pass_note, self.step_note, self.machine.busy_note))]
 
     def figures(self, temperature: float, k: int, domain: str = "all") -> BenchmarkFigures:
         """Compute figures of one K over a domain's prompts without repetitive texts, or all if every one has one."""

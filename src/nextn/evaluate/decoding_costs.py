@@ -1,5 +1,6 @@
 """Costs of decoding on this machine: times of trunk passes and draft steps, memory bandwidth, bytes read per step."""
 
+import os
 import platform
 import sys
 import time
@@ -193,6 +194,18 @@ class Machine:
     weight_bits: int | None = None  # see `Backend.weight_bits`
     kv_cache_dtype: str = "auto"  # see `Trunk.kv_cache_dtype`
     date: str = ""  # YYYY-MM-DD, UTC
+    load: float = 0.0  # processes that ran or waited in the last minute, of all users; 0 where not known
+
+    @property
+    def busy_note(self) -> str | None:
+        """A warning if other work shared the processors."""
+        num_cores = os.cpu_count() or self.cores
+        if self.load <= num_cores + 1:
+            return None
+        return (
+            f"the machine's load was {self.load:.1f} on {num_cores} cores, so other work shared them and times vary; "
+            "measure again when it is idle"
+        )
 
     @classmethod
     def of(cls, model: Model, engine: Backend | None = None) -> "Machine":
@@ -222,6 +235,7 @@ class Machine:
             weight_bits=bits.weight_bits,
             kv_cache_dtype=model.trunk.kv_cache_dtype,
             date=datetime.now(UTC).date().isoformat(),
+            load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
         )
 
 

@@ -32,6 +32,11 @@ def counted_so_far(engine: str, budget: Budget, num_speculative_tokens: int | No
     return counters
 
 
+def counted_with_settings(engine: str, budget: Budget, flags: str | None) -> Counters:
+    """Return what an engine counted so far, with what its flags say; raise as `read_engine_counters`."""
+    return with_settings(read_engine_counters(engine, budget), flag_texts(flags))
+
+
 def read_engine_counters(engine: str, budget: Budget) -> Counters:
     """Read what an engine has counted so far, from a file (metrics, log or JSON) or the /metrics of a running engine.
 

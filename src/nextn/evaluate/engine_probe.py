@@ -187,5 +187,5 @@ def next_checks(named: Sequence[str], *, driven: bool, temperature: float) -> li
             f"the engine's temperature and rule: the comparison assumes temperature {temperature:g} (--temperatures, "
             "--rule)"
         )
-        checks.append("the same prompts in both, with the engine running: add --drive")
+        checks.append("the same prompts in both, with the engine running: --engine HOST:PORT --drive")
     return checks

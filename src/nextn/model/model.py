@@ -167,8 +167,8 @@ class Model:
             return None
         return (
             f"texts reach {num_positions} tokens, and nextn.json says that training saw sequences of "
-            f"{self.trained_length}: beyond those, text and acceptance may be poor; use shorter prompts or fewer new "
-            "tokens, or train on longer sequences (length)"
+            f"{self.trained_length}: beyond those, fewer drafts may be accepted, and the text may be poor if the trunk "
+            "was trained with the head; use shorter prompts or fewer new tokens, or train on longer sequences (length)"
         )
 
     def to(self, device: torch.device) -> "Model":

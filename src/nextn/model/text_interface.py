@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from nextn.bounded_json import parse_json, token_id
-from nextn.checkpoint.checkpoint import OTHER_LIMITS
+from nextn.checkpoint.checkpoint import OTHER_LIMITS, TOKENIZER_FILES
 from nextn.checkpoint.snapshot import small_files
 from nextn.data.chat_template import check_growth
 from nextn.errors import CheckpointError, ConfigError
@@ -53,7 +53,7 @@ def added_tokens_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> 
 
 def tokenizer_in(folder: Path, vocab_size: int, notes: list[str]) -> PreTrainedTokenizerBase | None:
     """Read the tokenizer in a folder, if there is one; add notes. Raises CheckpointError for that of another model."""
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
     tokenizer = read_tokenizer(folder)
     try:
