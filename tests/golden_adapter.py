@@ -217,7 +217,7 @@ def _bench(name: str, model: Model) -> Golden:
     }
 
 
-def _costs(model: Model, *, num_speculative_tokens: int, context: int, backend: str) -> Costs:
+def _costs(model: Model, *, num_speculative_tokens: int, context: int, backend: str, min_s: float) -> Costs:
     """As `measure_costs`, without a clock: each further token in a verification costs a tenth of a baseline step."""
     steps = [Spread.of([1 + more / 10]) for more in range(num_speculative_tokens + 1)]
     return Costs(1, context, tuple(steps), Spread.of([0.25]))

@@ -365,6 +365,8 @@ def _parts(inventory: Inventory, reference: LayerReference) -> list[Part]:
     like = {info.name: trunk.get(path, "") for block in reference.of_head.values() for path, info in block.items()}
     parts: dict[str, Part] = {}
     for canonical, name in inventory.stored.items():
+        if inventory.role(canonical) in inventory.family.orders:
+            continue  # integers in every form of the checkpoint
         module = split_name(name, tensors)[0]
         kind, asked = storage(tensors, module), _asked(inventory, canonical)
         if kind is not None and (kind != "plain" or asked or _is_matrix(tensors.get(f"{module}.weight"))):

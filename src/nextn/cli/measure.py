@@ -216,7 +216,7 @@ def measure(
     prompts = first_turns(read_prompts(planned.prompts)) if is_served else read_prompts(planned.prompts)
     if curves and texts is None:
         check_shared(curves, planned.num_speculative_tokens, [prompt.domain for prompt in prompts])
-    for folder in (options.source, *([shipped_path(comparison.against)] if comparison.against else [])):
+    for folder in (options.source, shipped_path(comparison.against)) if comparison.against is not None else ():
         _check_tokenizer(Path(folder), prompts)
     endpoint = asked.open() if is_served and texts is None else None  # before anything that imports torch
     source, check = TextOptions.of(options, given_texts, asked, endpoint, quiet=quiet), None
