@@ -118,6 +118,26 @@ SECOND_COPIES = {
 }
 
 
+VISION = {"vision_config": {"depth": 1}}
+# Files beside a vision-language checkpoint that hold a vision model, and are of another layout: (listed, in the file).
+OTHER_LAYOUTS = {
+    "consolidated.safetensors": ((), ("layers.0.attention.wq.weight", "tok_embeddings.weight", "vision_encoder.a")),
+    "vision.safetensors": (("model.visual.a",), ("visual.a",)),
+    "mmproj.safetensors": (("vision_tower.b",), ("vision_tower_2.a", "multi_modal_projector.a", "mm_input.a")),
+}
+
+
+@pytest.mark.parametrize("file", OTHER_LAYOUTS)
+def test_vision_models_of_other_layouts_stay_unlisted(tmp_path, file):
+    """Loaders that follow the index need nothing from them: there is no finding, and a new index leaves them out."""
+    listed, held = ({name: RawTensor("BF16", (4, 3), bytes(24)) for name in names} for names in OTHER_LAYOUTS[file])
+    folder = publish(tmp_path / "model", NAME, shards=2, wrapper="model.language_model.", config=VISION,
+                     change=lambda table: table.update(listed))  # fmt: skip
+    write_safetensors(folder / file, held)
+    assert [each for each in audit(Checkpoint.open(folder)).findings if each.severity == "error"] == []
+    assert not held.keys() & reindexed_names(folder)
+
+
 @pytest.mark.more
 def test_second_copies(tmp_path):
     """A second copy is one finding, whatever its name, and a fault only where a loader gets other values by it."""

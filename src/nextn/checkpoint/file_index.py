@@ -114,15 +114,17 @@ def _unlisted(checkpoint: Checkpoint, weight_map: Mapping[str, str], family: Fam
 def _with_other_parts(checkpoint: Checkpoint, files: Iterable[str], known: Mapping[str, str]) -> list[str]:
     """Return those of these files that hold other parts of the model: a final norm, towers of other modalities.
 
-    known: The names of the model's layers, embedding and head, whose first components other parts have, too.
+    known: The names of the model's layers, embedding and head, whose first components other parts have, too. Where
+        they include a tower, towers under other first components are of another layout, such as Mistral's or mmproj.
     """
     roots = {name.partition(".")[0] for name in known}
     towers = any(key.endswith("_config") and _TOWER.match(key) for key in checkpoint.config)
+    towers = towers and not any(_TOWER.match(part) for name in known for part in name.split(".", 3)[:3])
     found = []
     for file in files:
         fresh = [name for name in checkpoint.headers[file].tensors if name not in known and not foreign([name])]
-        firsts = {name.partition(".")[0] for name in fresh}
-        if (firsts & roots or (towers and any(map(_TOWER.match, firsts)))) and standalone({}, fresh) is None:
+        others = {name.partition(".")[0] for name in fresh} - roots
+        if fresh and all(towers and _TOWER.match(first) for first in others) and standalone({}, fresh) is None:
             found.append(file)
     return found
 
