@@ -250,6 +250,12 @@ def test_an_interval_without_a_round_has_no_length():
         read(line.format("0.00", "0.00"))
 
 
+def test_an_engine_without_drafts_shows_no_depth():
+    """An idle one: 0 draft tokens are not one in each of 0 rounds."""
+    assert read(json.dumps({"accept_length": 0.0})) == Counters("SGLang", 0, 0, 0)
+    assert fill_in_derived(Counters("x", 5, 5, 3)).per_position == (3,)
+
+
 def test_json_of_vllm_bench():
     found = from_json({
         "spec_decode_num_drafts": 100, "spec_decode_draft_tokens": 200, "spec_decode_accepted_tokens": 120,

@@ -184,7 +184,7 @@ def fill_in_derived(counters: Counters) -> Counters:
             f"{counters.engine}: {kept:,} of {drafted:,} draft tokens accepted is impossible; they are not of one run"
         )
     num_drafts, tokens, accepted = counters.num_drafts, counters.draft_tokens, counters.accepted
-    if not counters.per_position and num_drafts is not None and tokens == num_drafts and accepted is not None:
+    if not counters.per_position and num_drafts and tokens == num_drafts and accepted is not None:
         counters = replace(counters, per_position=(accepted,))  # one draft per round: all are of the first position
     return _with_shorter(counters)
 
