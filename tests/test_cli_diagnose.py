@@ -17,6 +17,7 @@ from nextn.cli import app
 from nextn.cli.diagnose import _show_diagnosis
 from nextn.engines.ask import read_counters
 from nextn.engines.client import Budget
+from nextn.engines.counter_formats import read
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import NextnError
@@ -80,6 +81,10 @@ def test_counts_without_a_model(tmp_path):
         )
         record = json.loads(CliRunner().invoke(app, ["diagnose", "--engine", str(log), "--json"]).output)
         assert record["outcome"] == ("failed" if code == 1 else "inconclusive")
+        again, first = read(json.dumps(record)), read(log)
+        assert (again.draft_tokens, again.mean_length, again.overrides) == (
+            first.draft_tokens, first.mean_length, first.overrides,
+        )  # fmt: skip
     driven = CliRunner().invoke(app, ["diagnose", "--engine", str(log), "--drive"])
     assert isinstance(driven.exception, NextnError)
     assert "give MODEL" in str(driven.exception)

@@ -77,8 +77,8 @@ def _checked(name: str, record: JsonObject) -> Counters:
 
 
 def _own(record: JsonObject) -> Counters:
-    """A record of `Counters.as_record`."""
-    unknown = sorted(set(record) - set(Counters("").as_record()))
+    """A record of `Counters.as_record`, also with what `nextn diagnose` says of it without a model."""
+    unknown = sorted(set(record) - set(Counters("").as_record()) - {"finding", "outcome"})
     if unknown or "engine" not in record:
         raise ValueError(f"not a record of counters: it has {short_repr(unknown)}" if unknown else "no engine is named")
     counts = {name: optional_count(record.get(name), name) for name in COUNTS}
