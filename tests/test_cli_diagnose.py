@@ -59,32 +59,37 @@ def serve():
 def test_counts_without_a_model(tmp_path):
     """One line of a log: what it counts, whether that alone is a finding, and what to do next."""
     log = tmp_path / "engine.log"
-    for text, code, words in (
+    llama = "draft acceptance rate = {} (    {} accepted /   144 generated)"
+    for text, code, words, *more in (
         (
             LOG.format("0.600, 0.300, 0.140"),
             3,
             "K = 3; 300 rounds with drafts; 312 of 900 draft tokens accepted (34.7%)",
         ),
-        ("draft acceptance rate = 0.01389 (    2 accepted /   144 generated)", 1, "less than 4.9% of the drafts"),
+        (llama.format(0.01389, 2), 3, "(K) is not in these counts: give -k"),
+        (llama.format(0.01389, 2), 1, "at most 14.0% of the first drafts", "-k", "3"),
         ("draft acceptance rate = 0.0 (    0 accepted /   4 generated)", 3, "not compared"),
-        ("[2026-11-20 08:12:44 TP0] Decode batch. accept len: 1.02, cuda graph: True", 3, "give more lines"),
         (
-            "draft acceptance rate = 0.9 (  130 accepted /   144 generated)\nSGLANG_SIMULATE_ACC_LEN=3",
-            1,
-            "set or relaxed by",
+            '{"num_drafts": 100, "draft_tokens": 1600, "accepted": 150, "per_position": [80, 40, 20, 10]}',
+            3,
+            "a_1 = 0.80",
         ),
+        ("draft acceptance rate = 1.2 (   12 accepted /    10 generated)", 3, "12 of 10 draft tokens", "-k", "3"),
+        ("[2026-11-20 08:12:44 TP0] Decode batch. accept len: 1.02, cuda graph: True", 3, "do not say of how many"),
+        (f"{llama.format(0.9, 130)}\nSGLANG_SIMULATE_ACC_LEN=3", 1, "not the head's own, by"),
     ):
         log.write_text(text)
-        done = CliRunner().invoke(app, ["diagnose", "--engine", str(log)], env={"COLUMNS": "300"})
-        assert (done.exit_code, words in done.output, "nextn audit MODEL" in done.output) == (code, True, True), (
-            done.output
-        )
-        record = json.loads(CliRunner().invoke(app, ["diagnose", "--engine", str(log), "--json"]).output)
+        args = ["diagnose", "--engine", str(log), *more]
+        done = CliRunner().invoke(app, args, env={"COLUMNS": "300"})
+        found = done.exit_code, words in done.output, "nextn audit MODEL" in done.output
+        assert found == (code, True, True), done.output
+        record = json.loads(CliRunner().invoke(app, [*args, "--json", "--out", str(tmp_path / "o.json")]).output)
         assert record["outcome"] == ("failed" if code == 1 else "inconclusive")
         again, first = read(json.dumps(record)), read(log)
         assert (again.draft_tokens, again.mean_length, again.overrides) == (
             first.draft_tokens, first.mean_length, first.overrides,
         )  # fmt: skip
+        assert json.loads((tmp_path / "o.json").read_text()) == record
     driven = CliRunner().invoke(app, ["diagnose", "--engine", str(log), "--drive"])
     assert isinstance(driven.exception, NextnError)
     assert "give MODEL" in str(driven.exception)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from fake_engine import no_key  # noqa: F401
@@ -19,7 +20,7 @@ from nextn.engines.answers import AnswerToken, EngineAnswer, EngineRequest, TopL
 from nextn.engines.check_result import CheckResult
 from nextn.engines.client import Budget, Limits
 from nextn.engines.endpoint import Endpoint
-from nextn.errors import ConfigError, EngineError
+from nextn.errors import BudgetError, ConfigError, EngineError
 from nextn.evaluate.workload import Prompt, read_prompts
 from nextn.model.model import Model
 from nextn.serve.engine import ServingEngine
@@ -156,10 +157,21 @@ def test_what_fails_without_mtp_too_is_not_due_to_it(run):
     """transformers' server leaves stop strings in the text and ends streams without [DONE]."""
     for fault, name in (("stop-leak", "stop-strings"), ("stream-breaks", "streaming")):
         both = run(fault, names=[name], against=[fault])[name]
-        assert (both.outcome, both.evidence.split(",")[0]) == ("inconclusive", "not due to MTP")
+        assert (both.outcome, both.evidence.split(":")[0]) == ("inconclusive", "the server without MTP fails it, too")
         one = run(fault, names=[name])[name]
         assert one.outcome == "failed"
         assert one.evidence.endswith("(without MTP: passed)")
+
+
+def test_a_failure_stays_where_it_cannot_be_repeated_without_mtp(engine, monkeypatch):
+    """A server without MTP that is down decides nothing, nor does a budget that ends."""
+    budget = Budget(Limits(answer_s=2, wait_s=0.6))
+    for error in (EngineError("nothing answers"), BudgetError("900 s are used up")):
+        target, reference = (Endpoint.open(engine(*faults).url, budget) for faults in (["stop-leak"], []))
+        monkeypatch.setattr(reference, "answer", Mock(side_effect=error))
+        (check,) = run_checks(target, reference, PROMPTS, SMALL, names=["stop-strings"])
+        assert check.outcome == "failed"
+        assert check.evidence.endswith(f"(not repeated without MTP: {error})")
 
 
 def test_what_happens_once_is_no_finding(run):

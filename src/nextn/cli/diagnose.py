@@ -95,8 +95,12 @@ def diagnose(
     if not options.source:
         if drive:
             raise ConfigError("--drive asks the prompts of a model's reference: give MODEL, a folder or hub id")
+        if prompts is not None:
+            raise ConfigError(
+                f"--prompts {prompts}: they are for the reference of a MODEL, a folder or hub id: give it"
+            )
         counters = counted_with_settings(engine, replace(asked, engine=engine).budget(), flags)
-        show_counts(counters, num_speculative_tokens, engine, as_json=as_json)
+        show_counts(counters, num_speculative_tokens, engine, out=out, as_json=as_json)
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
     plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, 0, options.backend, rule)
     options = options.prepared(need_head=True)

@@ -231,7 +231,9 @@ def _fit_by_length(evidence: Evidence, expected: ExpectedCounts) -> tuple[float,
     between = max(spread * expected.num_texts / texts + own, sampling)
     # The derivative of the AL by log(a / (1 - a)) at depth k: everything deeper changes with it.
     gradient = survival[::-1].cumsum()[::-1] * (1 - expected.rates)
-    drift = _drift(expected, max(observed.length - 1, 0.5 / engine_rounds)) if evidence.other_workload else 0.0
+    drift = float((gradient * expected.workload_spread).sum()) if evidence.other_workload else 0.0
+    if observed.rounds and evidence.other_workload:  # else the length may be of a few rounds, and vary with them
+        drift = _drift(expected, max(observed.length - 1, 0.5 / engine_rounds))
     systematic = float((gradient**2).sum() * NUMERICS**2 + drift**2)
     variance = max(evidence.diverged_share * (between + spread), sampling) + systematic
     degrees = max(1, expected.num_texts - 1)

@@ -182,8 +182,7 @@ def run_checks(
 
     An engine that breaks during a check has failed it. When the requests or seconds of the budget are used up, the
     remaining checks are inconclusive. `against` is the same model served without MTP; what fails there, too, is
-    inconclusive. Raises ConfigError for an unknown
-    name, or the same address for both endpoints.
+    inconclusive. Raises ConfigError for an unknown name, or the same address for both endpoints.
     """
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
@@ -212,11 +211,25 @@ def _checked(name: str, session: VerifySession) -> CheckResult:
     found = _result(name, session)
     if found.outcome != "failed" or name not in _ALONE or session.against is None:
         return found
-    alone = _result(name, VerifySession(session.against, None, session.prompts, session.settings))
-    if alone.outcome == "failed":
-        evidence = f"not due to MTP, as it fails without it, too: {found.evidence}"
-        return replace(found, outcome="inconclusive", evidence=evidence, advice="")
-    return replace(found, evidence=f"{found.evidence} (without MTP: {alone.outcome})")
+    try:
+        alone = _repeated(name, session.without_mtp(session.against))
+    except EngineError as error:
+        return replace(found, evidence=f"{found.evidence} (not repeated without MTP: {error})")
+    if alone.outcome != "failed":
+        return replace(found, evidence=f"{found.evidence} (without MTP: {alone.outcome})")
+    evidence = f"the server without MTP fails it, too: {found.evidence}; without MTP: {alone.evidence}"
+    return replace(found, outcome="inconclusive", evidence=evidence, advice="")
+
+
+def _repeated(name: str, session: VerifySession) -> CheckResult:
+    """Run a check on a server that must answer otherwise. Raises EngineError."""
+    try:
+        return CHECKS[name](session)
+    except BudgetError:
+        raise
+    except EngineError as error:
+        session.target.answer(session.greedy_request(session.prompts[0]))
+        return _engine_error(name, error)
 
 
 def _result(name: str, session: VerifySession) -> CheckResult:

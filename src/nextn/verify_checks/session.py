@@ -66,6 +66,10 @@ class VerifySession:
     def __post_init__(self) -> None:
         self.counters = {endpoint.address: CounterSpan(endpoint) for endpoint in self.endpoints}
 
+    def without_mtp(self, against: Endpoint) -> "VerifySession":
+        """Return a session that checks the server without MTP alone, with what it has answered."""
+        return VerifySession(against, None, self.prompts, self.settings, self.sampled, self._greedy, self._prompt_ids)
+
     @property
     def endpoints(self) -> list[Endpoint]:
         return [endpoint for endpoint in (self.target, self.against) if endpoint is not None]
