@@ -208,7 +208,14 @@ def test_a_warm_up_is_left_out():
         [{"warm_up": True, **warm}, {"warm_up": False, **measured}],
         {"warmup_requests": [warm, warm], "requests": [measured]},
     ):
-        assert (read(json.dumps(document)).draft_tokens, read(json.dumps(document)).notes) == (40, ())
+        texts = [json.dumps(document)]
+        if isinstance(document, list):  # the same records by line, and in the lines of a log
+            texts += [
+                "\n".join(map(json.dumps, document)),
+                "".join(f"INFO got {json.dumps(each)}\n" for each in document),
+            ]
+        for text in texts:
+            assert (read(text).draft_tokens, read(text).notes) == (40, ()), text
     assert WARM_UP in read(json.dumps([{"phase": "warmup", **warm}])).notes
     lines = [json.dumps({"phase": phase, "drafted": 40, "accepted": 30}) for phase in ("warmup", "measured")]
     with pytest.raises(EngineError, match="of 2 runs, parts or settings"):

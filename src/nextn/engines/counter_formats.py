@@ -12,7 +12,7 @@ from nextn.bounded_json import loads
 from nextn.engines.counters import Counters, fill_in_derived, refuse_model, sum_counters
 from nextn.engines.csv_formats import table_reader
 from nextn.engines.embedded_json import MAX_DOCUMENTS, documents
-from nextn.engines.json_formats import JSON_READERS, objects
+from nextn.engines.json_formats import JSON_READERS, objects, without_warm_ups
 from nextn.engines.log_formats import LOG_FORMATS
 from nextn.engines.log_reader import LogReading, read_log
 from nextn.engines.metrics_formats import (
@@ -156,7 +156,8 @@ def _embedded(text: str) -> Counters | None:
     if "ccept" not in text and "spec_" not in text:
         return None
     found, is_whole = documents(text)
-    counters = sum_counters(part for document in found for part in objects(document)) or in_documents(found)
+    parts = [part for document in found for part in objects(document)]
+    counters = sum_counters(without_warm_ups(parts)) or in_documents(found)
     counters = counters or in_lines(text)
     if counters and not is_whole:
         counters = _with_note(counters, _ONLY_FIRST)
@@ -230,7 +231,7 @@ def _from_json_text(text: str, source: str, model: str | None) -> Counters:
     contents = _Contents()
     for document in _documents(text, source):
         contents.add(document)
-    counters = sum_counters(last_parts(contents.counts))
+    counters = sum_counters(without_warm_ups(last_parts(contents.counts)))
     if counters is None and contents.series:
         return from_metrics("\n".join(contents.series), model=model)
     refuse_model(model, source)

@@ -39,9 +39,13 @@ def from_json(document: object) -> Counters | None:
 
 def objects(document: object) -> list[Counters]:
     """Return the counts of each object that holds an engine's fields, those in `usage` where there are no others."""
-    found = list(_objects(document))
-    found = [each for each in found if WARM_UP not in each.notes] or found
+    found = without_warm_ups(list(_objects(document)))
     return [each for each in found if each.source != _PREDICTED] or [each for each in found if each.draft_tokens]
+
+
+def without_warm_ups(found: list[Counters]) -> list[Counters]:
+    """Return the counts that are of no warm-up, or all where there are no others: of one text, not of each document."""
+    return [each for each in found if WARM_UP not in each.notes] or found
 
 
 def _objects(value: object, notes: tuple[str, ...] = ()) -> Iterator[Counters]:
