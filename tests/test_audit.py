@@ -1053,6 +1053,19 @@ def test_layers_with_experts_are_compared_with_each_other(tmp_path):
         assert not audit(replace(checkpoint, tensors=left), sample=True).clean, lost
 
 
+ROUTERS = {  # as mlx_lm names them for two families, and the gate of an attention
+    "step3p5": rename(r"(layers\.1)\.moe\.gate\.weight", r"\1.mlp.gate.gate.weight"),
+    "bailing_moe_v2": rename(r"(layers\.1\.mlp\.gate)\.weight", r"\1.gate_proj.weight"),
+    "mimo": put("model.layers.1.self_attn.gate.weight", (4, H)),
+}
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_routers_under_other_names(family, tmp_path):
+    """A router may be a module of its own below the gate; a gate outside an MLP has no experts."""
+    assert not findings(publish(tmp_path / "model", family, change=ROUTERS[family]), "trunk-partial")
+
+
 def test_weights_and_their_scales(tmp_path):
     """One of them is in a file that is not there, of trunk and head."""
     checkpoint = Checkpoint.open(publish(tmp_path, "qwen3_5", fp8=True))

@@ -28,7 +28,7 @@ _ATTENTION, _MLP = (
     re.compile(r"mlps?|ffn|feed_forward|.*moe|.*experts?"),
 )
 _ROUTED = re.compile(r"(\w+)\.(?:experts|switch_\w+)\.")  # the latter is MLX's
-_ROUTER = re.compile(r"(\w+)\.(?:gate|router(?:\.(?!.*bias)\w+)?)")
+_ROUTER = re.compile(r"(\w+)\.(?:gate|router)(?:\.(?!.*bias|tid2eid)\w+)?")  # `gate.gate_proj` is Ling's in MLX
 _GATED = frozenset({"gate_proj", "up_proj", "down_proj"})
 # Recurrent mixers: gated delta nets (Qwen3.5, Qwen3-Next), Mamba 2, Kimi delta attention without its gates.
 _DELTA = "A_log dt_bias conv1d norm out_proj"
@@ -156,11 +156,11 @@ def _lost_in_every_layer(inventory: Inventory, reference: LayerReference) -> Ite
     if lookup(inventory.checkpoint.config, "topk_method") == "noaux_tc":
         pairs["mlp.gate"] = "mlp.gate.e_score_correction_bias"
     for index, parts in reference.parts_of_trunk.items():
-        routed = {match[1] for part in parts if (match := re.match(r"(\w+)\.(?:experts|switch_\w+)\.", part))}
-        routers = {
-            match[1] for part in parts if (match := re.fullmatch(r"(\w+)\.(?:gate|router(?:\.(?!.*bias)\w+)?)", part))
-        }
+        routed = {match[1] for part in parts if (match := _ROUTED.match(part))}
+        routers = {match[1] for part in parts if (match := _ROUTER.fullmatch(part))}
         yield from ((index, f"{name}.gate") for name in sorted(routed - routers))
+        # Attention may have a gate, too; `mixer` is either.
+        routers = {name for name in routers if _MLP.fullmatch(name) or name == "mixer"}
         yield from ((index, f"{name}.experts") for name in sorted(routers - routed))
         hashed = "mlp.gate.tid2eid" in parts  # of DeepSeek-V4, whose router has no bias
         yield from ((index, pair) for part, pair in pairs.items() if part in parts and pair not in parts and not hashed)
@@ -221,7 +221,7 @@ def _modules(parts: Iterable[str]) -> dict[str, set[str]]:
 def _incomplete(parts: Iterable[str], required: Iterable[frozenset[str]]) -> set[str]:
     """Return the parts that modules among these lack of the one in `required` that they resemble most."""
     lost = set()
-    for module, leaves in _modules(parts).items():
+    for module, leaves in _modules(part for part in parts if not _ROUTER.fullmatch(part)).items():
         own = {leaf for leaf in leaves if not _ORDINARY.fullmatch(leaf)}
         alike = [names for names in required if len(names & own) > len(names) // 4 and "gate_up_proj" not in leaves]
         best = max(alike, key=lambda names: len(names & leaves), default=leaves)
