@@ -1066,6 +1066,17 @@ def test_routers_under_other_names(family, tmp_path):
     assert not findings(publish(tmp_path / "model", family, change=ROUTERS[family]), "trunk-partial")
 
 
+@loop("family", LAYOUTS)
+def test_biases_of_routers(family, tmp_path):
+    """Where the config says that a bias chooses the experts, it is asked for in the families that store it so alone."""
+    bias, config = r"layers\.[01]\..*(correction_bias|router_bias|expert_bias|gate\.bias)$", {"topk_method": "noaux_tc"}
+    folder = publish(tmp_path / "model", family, config=config)
+    assert not findings(folder, "trunk-partial")
+    if "mlp.gate.e_score_correction_bias" in Inventory.of(Checkpoint.open(folder)).running_paths.values():
+        (found,) = findings(publish(tmp_path / "lost", family, change=drop(bias), config=config), "trunk-partial")
+        assert "mlp.gate.e_score_correction_bias: no" in found.found
+
+
 def test_weights_and_their_scales(tmp_path):
     """One of them is in a file that is not there, of trunk and head."""
     checkpoint = Checkpoint.open(publish(tmp_path, "qwen3_5", fp8=True))
