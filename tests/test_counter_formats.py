@@ -1302,8 +1302,21 @@ FORCED = [
     "RejectionSampler config: block_verify=False, entropy_verify=True, posterior_threshold=0.95",
     "SPECULATIVE_RELAXATION_FACTOR = 0.100000",
     '{"method": "mtp", "accept_policy": "accept_all"}',
+    "--typical-acceptance --port 1",
+    "--mtp-lossy-accept=on --port 1",
+    'args: ["--mtp-optimistic", "--port", "1"]',
+    "--no-relaxed-acceptance false --typical-acceptance true",
 ]
 NOT_FORCED = [
+    "--typical-acceptance false --port 1",
+    "--mtp-lossy-accept=off",
+    'args: ["--typical-acceptance", "off", "--port", "1"]',
+    "args:\n- --typical-acceptance\n- 'false'",
+    "--no-relaxed-acceptance --disable-typical-acceptance\n",
+    "disable_lossy_verify=true, verify_lossy_disabled=1, skip_relaxed_verify=1",
+    "without_relaxed_acceptance: true",
+    "typical_acceptance_rate: 0.82 lossy_accept_rate=0.1",
+    "typical_accept_length = 2.4, relaxed_accept_ratio: 0.5",
     "ServerArgs(speculative_accept_threshold_single=1.0, speculative_accept_threshold_acc=1.0)",
     "SGLANG_SIMULATE_ACC_LEN=-1",
     "SGLANG_SIMULATE_ACC_LEN: 0",
@@ -1331,6 +1344,13 @@ def test_forced_and_relaxed_acceptance():
     for text in NOT_FORCED:
         assert overrides_in(text) == (), text
     assert {each.effect for each in OVERRIDES} == {"forced", "relaxed", "another drafter's"}
+
+
+@pytest.mark.parametrize("name", ["accept" + "_relaxed" * 8000, "typical-" * 8000 + "accept", "--lossy" * 8000])
+def test_long_names_of_settings_cost_little_time(name):
+    begin = time.process_time()
+    assert overrides_in(f"{name} false\n{name * 9}") == ()
+    assert time.process_time() - begin < 2
 
 
 NOT_LOADED = [

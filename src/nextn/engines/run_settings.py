@@ -45,11 +45,18 @@ def _option(name: str) -> str:
     return rf"(?<![\w-])(?:--{name}{_ASSIGN}|{name.replace('-', '_')}(?:=|: ?)){_NUMBER}"
 
 
-# A name that says so, with a value or as an option without one.
+# A whole name that says so, with a value or as an option without one; `no-relaxed-acceptance` turns it off, and
+# `typical_acceptance_rate` is a result. A longer word is no name.
+_NAME = r"[a-z0-9_-]"
+_PART = r"(?<![a-z0-9])(?:{})(?![a-z0-9])"
+_RELAXES = _PART.format("relax(?:ed|ation)|typical|optimistic|lossy|entropy[-_]verify")
+_RELAXES_NOT = _PART.format("no|non|not|off|disabled?|without|skip|rates?|ratios?|len|lengths?")
+_OFF = rf"{_ASSIGN}(?:false|off|none|disabled)\b"
 _RELAXED = (
-    r"(?i)(?<![\w-])(--)?(?=[\w-]*(?:accept|mtp|spec|thinking|verify|threshold))"
-    r"(?P<name>(?:[a-z0-9]+[-_])*(?:relax(?:ed|ation)|typical|optimistic|lossy|entropy[-_]verify)(?:[-_][a-z0-9]+)*)"
-    rf"(?:{_ASSIGN}(true\b|[0-9][0-9.]{{0,20}})|(?(1)(?=['\"]?[ \t,\]\\]*(?:\n|\Z|-))|(?!)))"
+    rf"(?i)(?<![\w-])(--)?(?={_NAME}{{1,120}}+(?![\w-]))(?={_NAME}*(?:accept|mtp|spec|thinking|verify|threshold))"
+    rf"(?={_NAME}*{_RELAXES})(?!{_NAME}*{_RELAXES_NOT})(?P<name>[a-z0-9]{_NAME}*+)"
+    rf"(?:{_ASSIGN}(true\b|(?:on|yes|enabled)\b(?!-|[ \t]+\w)|[0-9][0-9.]{{0,20}})"
+    rf"|(?(1)(?!{_OFF})(?=['\"]?[ \t,\]\\]*(?:\n|\Z|(?<=[ \t,])['\"]?--?[a-z]))|(?!)))"
 )
 _OTHERS = "another drafter's"
 OVERRIDES: tuple[Override, ...] = (
