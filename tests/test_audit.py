@@ -1077,6 +1077,19 @@ def test_biases_of_routers(family, tmp_path):
         assert "mlp.gate.e_score_correction_bias: no" in found.found
 
 
+@pytest.mark.parametrize("config", [{}, FP8])
+def test_tables_of_experts_are_no_codes(config, tmp_path):
+    """DeepSeek-V4's layers that choose experts by token store a table, in either width of integers."""
+    rules = []
+    for place, dtype in enumerate(("I32", "I64")):
+        table = RawTensor(dtype, (V, 2), bytes(V * 2 * (4 + 4 * place)))
+        change = partial(dict.update, **{"layers.0.ffn.gate.tid2eid": table})
+        folder = publish(tmp_path / dtype, "deepseek_v4", config=config | {"num_hash_layers": 1}, change=change)
+        rules.append([each.rule for each in findings(folder)])
+    assert rules[0] == rules[1]
+    assert ("quantization-unused" in rules[0]) is bool(config)
+
+
 def test_weights_and_their_scales(tmp_path):
     """One of them is in a file that is not there, of trunk and head."""
     checkpoint = Checkpoint.open(publish(tmp_path, "qwen3_5", fp8=True))

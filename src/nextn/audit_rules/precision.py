@@ -16,13 +16,13 @@ from nextn.checkpoint.module_lists import FUSED, with_fused
 from nextn.checkpoint.packed_layout import PackedWeight, with_logical_weights
 from nextn.checkpoint.quant_formats import TRANSFORMERS_METHODS, Mlx
 from nextn.checkpoint.quantization import (
-    NEVER_PACKED,
     PLAIN,
     QuantConfig,
     QuantSection,
     Storage,
     declared,
     fp4_group_size,
+    may_be_packed,
     scale_of,
     scale_shape,
     split_name,
@@ -239,7 +239,7 @@ def _quantization_unused(inventory: Inventory) -> Iterator[Finding]:
 def _nothing_packed(inventory: Inventory) -> bool:
     """Whether trunk layers are stored, and all matrices of the checkpoint are unquantized."""
     tensors = inventory.checkpoint.tensors.values()
-    return bool(inventory.layers) and all(info.dtype in NEVER_PACKED for info in tensors if len(info.shape) > 1)
+    return bool(inventory.layers) and not any(may_be_packed(info) for info in tensors if len(info.shape) > 1)
 
 
 def _is_trunk_covered(inventory: Inventory, config: QuantConfig) -> bool:

@@ -16,7 +16,7 @@ from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.draft_models import StoredDraftModel, stored
 from nextn.checkpoint.expert_forms import expert_forms
 from nextn.checkpoint.lost_parts import lost_parts
-from nextn.checkpoint.quantization import NEVER_PACKED, split_name, storage
+from nextn.checkpoint.quantization import may_be_packed, split_name, storage
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
 from nextn.family_table import Family, by_config, lookup, lookup_count
@@ -124,7 +124,7 @@ class Inventory:
         tensors = self.checkpoint.tensors
         infos = [tensors[name] for name in self.shared.values()]
         infos += [info for layer in self.layers.values() for info in layer.values()]
-        modules = dict.fromkeys(split_name(info.name, tensors)[0] for info in infos if info.dtype not in NEVER_PACKED)
+        modules = dict.fromkeys(split_name(info.name, tensors)[0] for info in infos if may_be_packed(info))
         modules = dict.fromkeys(module for module in modules if f"{module.rpartition('.')[0]}.W_q" not in tensors)
         return [module for module in modules if storage(tensors, module) not in (None, "plain")]
 

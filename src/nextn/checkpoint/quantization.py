@@ -276,6 +276,11 @@ def storage(tensors: "Mapping[str, TensorInfo]", module: str) -> Storage | None:
     return _scaled(weight, tensors[scale] if scale else None, second=f"{weight.name}_scale_2" in tensors)
 
 
+def may_be_packed(info: "TensorInfo") -> bool:
+    """Whether values of this dtype may be codes. Tables of token -> experts, as DeepSeek-V4's, hold integers."""
+    return info.dtype not in NEVER_PACKED and not info.name.endswith(".tid2eid")
+
+
 def scale_of(weight: str, names: Collection[str]) -> str | None:
     """Return the tensor with the scales of `weight`; None if there is none."""
     module = weight.removesuffix(".weight")
