@@ -368,7 +368,8 @@ def head_stale(inventory: Inventory) -> Iterator[Finding]:
         return
     if record is None:
         return
-    retrain = f"Run `{against_base(inventory)}`: it says whether to keep or to train the head."
+    compare = against_base(inventory)
+    retrain = f"Run `{compare}`, with --prompts of its use: it says whether to keep or to train the head."
     is_whole = len(inventory.layers) >= inventory.num_layers  # else another rule says what was not found
     trunk = trunk_fingerprint(inventory) if is_whole else record.beside
     if record.beside not in ("", trunk):
