@@ -347,7 +347,7 @@ def test_a_length_of_an_unknown_number_of_rounds_is_noted():
 
 def test_summary_of_a_diagnosis():
     unknown = [Diagnosis("x", None, (case(kept, GOOD),)).summary for kept in ((950, 900), (100, 10))]
-    assert [": AL 2.85" in unknown[0], "above what" in unknown[0], "below what" in unknown[1]] == [True] * 3
+    assert [": AL 2.85" in unknown[0], "above it" in unknown[0], "below it" in unknown[1]] == [True] * 3
     poor = expects(NO_FAULT, 0.05, 0.05)
     own = [Diagnosis("x", None, (case((950, 900), poor, exclusive=each),)).summary for each in (True, False)]
     assert ["easier prompts" in each for each in (*unknown, *own)] == [False, False, False, True]

@@ -334,7 +334,7 @@ class Diagnosis(CheckReport):
             return f"short prompts give the expected acceptance, long ones do not ({figures} on the short ones)"
         if not self.named:
             side = "above" if counted > expected else "below"
-            return f"no known fault explains it: {figures}, {side} what is expected of any of {len(self.causes)} causes"
+            return f"no known fault explains it: {figures}, {side} it; none of {len(self.causes)} causes fits"
         return f"{' or '.join(self.named)}: {figures}; {self._odds}{self._assumed}"
 
     @property
