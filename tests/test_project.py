@@ -5,10 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from typer.main import get_command
 
 import nextn
@@ -87,6 +90,20 @@ def test_python_versions_agree():
     assert PROJECT["requires-python"] == f">={versions[0]}"
     assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{versions[0].replace('.', '')}"
     assert PYPROJECT["tool"]["mypy"]["python_version"] == versions[0]
+
+
+def test_pinned_packages_install_with_the_first_release_of_the_lowest_python():
+    """Debian 12 has 3.11.2; pip refuses a package that asks for a later one, and with it everything."""
+    lines = (ROOT / "constraints.txt").read_text().split()
+    pins = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    needed = {
+        each.name: each.metadata["Requires-Python"] or ""
+        for each in distributions()
+        if pins.get(canonicalize_name(each.name)) == each.version.partition("+")[0]
+    }
+    lowest = f"{PROJECT['requires-python'].removeprefix('>=')}.0"
+    assert [name for name, python in needed.items() if lowest not in SpecifierSet(python)] == []
+    assert len(needed) > 0.9 * len(pins)
 
 
 def test_hooks_are_the_tools_of_make_check():
