@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,7 @@ from nextn import text_format
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import SHIPPED, Checkpoint
 from nextn.cli import app
+from nextn.cli.commands import COMMANDS
 from nextn.errors import FamilyError
 from nextn.family_table import by_config, rows, separate_rows, withheld
 from nextn.family_table.search import families
@@ -41,6 +43,33 @@ def test_help_is_grouped():
     assert done.returncode == 0
     assert re.findall(r"─ (\w+) ─", done.stdout) == ["Options", *PANELS]
     assert "Usage: nextn " in done.stdout
+
+
+def test_help_begins_with_the_two_commonest_calls():
+    """They are calls of the command: their options and numbers of arguments are its own."""
+    for name, each in {name: each for group in COMMANDS.values() for name, each in group.items()}.items():
+        command, start = commands()[name], ["nextn", name]
+        for call, shown in zip(each.calls, command.help.split("\n\n"), strict=False):
+            words = shlex.split(shown.strip("`"))
+            assert words == [*start, *shlex.split(call)]
+            parameters = {option: own for own in command.params for option in own.opts}
+            assert {word for word in words if word[0] == "-"} <= parameters.keys(), shown
+            flags = {option for option, own in parameters.items() if getattr(own, "is_flag", False)}
+            takes_next = [word[0] == "-" and word not in flags for word in words]
+            given = [
+                word
+                for word, is_value in zip(words[2:], takes_next[1:], strict=False)
+                if word[0] != "-" and not is_value
+            ]
+            arguments = [own for own in command.params if own.param_type_name == "argument"]
+            assert sum(own.required for own in arguments) <= len(given) <= len(arguments), shown
+        assert len(each.summary) <= 64, name
+
+
+def test_help_of_all_commands_has_a_line_for_each():
+    """At 80 characters; with its panels it fits one screen of 56 lines."""
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+    assert len(text.strip().splitlines()) <= 56
 
 
 @pytest.mark.more

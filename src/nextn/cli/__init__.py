@@ -16,46 +16,11 @@ import typer
 from typer import Option
 
 from nextn import __version__
+from nextn.cli.commands import COMMANDS
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
 from nextn.errors import NextnError
 from nextn.text_format import docs_page
 
-# Panel of the help -> command -> its module in this folder, and its page of the documentation.
-_COMMANDS = {
-    "Check": {
-        "audit": ("audit", "reference/checkpoints"),
-        "measure": ("measure", "reference/measure"),
-        "accuracy": ("accuracy", "reference/bench"),
-        "env": ("lookup", "tutorials/first-hour"),
-        "families": ("lookup", "reference/families/index"),
-    },
-    "Fix": {
-        "restore": ("edit", "reference/checkpoints"),
-        "convert": ("edit", "reference/checkpoints"),
-        "extract": ("edit", "reference/checkpoints"),
-        "quantize": ("edit", "how-to/quantize"),
-    },
-    "Train": {"train": ("train", "reference/training"), "answer": ("answer", "reference/training-data")},
-    "Decode": {
-        "generate": ("decode", "reference/settings"),
-        "chat": ("chat", "tutorials/chat-in-the-browser"),
-        "serve": ("serve", "reference/server"),
-        "bench": ("bench", "reference/bench"),
-        "advise": ("bench", "reference/bench"),
-    },
-    "Engines": {
-        "adopt": ("edit", "how-to/any-model"),
-        "export": ("edit", "how-to/any-model"),
-        "push": ("edit", "how-to/publish"),
-        "verify": ("engines", "reference/verify"),
-        "diagnose": ("diagnose", "reference/diagnose"),
-    },
-    "Learn": {
-        "demo": ("learn", "tutorials/first-hour"),
-        "trace": ("decode", "explanation/alignment"),
-        "docs": ("lookup", "index"),
-    },
-}
 _GROUPS = {"canary": ("engines", "Engines")}  # of commands: module and panel
 
 
@@ -68,13 +33,15 @@ def build_app(only: str | None = None) -> typer.Typer:
         epilog=f"Documentation: {docs_page('index')}",
     )
     built.callback(invoke_without_command=True)(root)
-    for panel, commands in _COMMANDS.items():
-        for name, (module, page) in commands.items():
+    for panel, commands in COMMANDS.items():
+        for name, command in commands.items():
             if only in (None, name):
-                run = getattr(import_module(f"nextn.cli.{module}"), name)
-                epilog = f"Documentation: {docs_page(page)}"
+                run = getattr(import_module(f"nextn.cli.{command.module}"), name)
+                epilog = f"Documentation: {docs_page(command.page)}"
                 text = re.sub(r"(?<!\n)\n(?!\n)", " ", getdoc(run) or "")  # typer would keep the source's line breaks
-                built.command(rich_help_panel=panel, epilog=epilog, help=text)(run)
+                calls = (f"`{' '.join(filter(None, ('nextn', name, call)))}`" for call in command.calls)
+                text, summary = "\n\n".join((*calls, text)), command.summary
+                built.command(rich_help_panel=panel, epilog=epilog, help=text, short_help=summary)(run)
     for name, (module, panel) in _GROUPS.items():
         if only in (None, name):
             group = getattr(import_module(f"nextn.cli.{module}"), f"{name}_app")
@@ -128,7 +95,7 @@ def _explain_settings(words: list[str]) -> None:
 
 
 def _run() -> None:
-    known = {*_GROUPS, *(name for commands in _COMMANDS.values() for name in commands)}
+    known = {*_GROUPS, *(name for commands in COMMANDS.values() for name in commands)}
     only = sys.argv[1] if sys.argv[1:2] and sys.argv[1] in known else None
     try:
         build_app(only)(prog_name="nextn")  # for `python -m nextn`, too: completion scripts are named after it
