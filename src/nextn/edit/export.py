@@ -1,6 +1,6 @@
 """Write a head that was added to a model for an engine, with the command that serves it beside the unchanged trunk.
 
-Facts about engines: vLLM 0.32.0 and llama.cpp 0c1e57098 were run with such heads; SGLang 0.5.23 was read, not run.
+Facts about engines: those in `engine_versions.RUN` were run with such heads; SGLang was read, not run.
 """
 
 import json
@@ -24,12 +24,10 @@ from nextn.edit.plan import EditPlan, Files, Piece, new_folder
 from nextn.edit.restore import restore
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import REPEATED_FIELD, Family, find, lookup
+from nextn.family_table.engine_versions import NAMES, RUN, named
 from nextn.text_format import docs_page, joined
 
-ENGINES = {
-    "vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23", "transformers": "transformers 5.23",
-    "llama.cpp": "llama.cpp 0c1e57098",
-}  # fmt: skip
+ENGINES = tuple(NAMES)
 _RUN_BY = {"vllm": "its Python interface", "llama.cpp": "llama-server"}  # of two-layer models, on CPUs
 _NO_PAIR = (
     "llama.cpp would run it beside the trunk with bad drafts and no error: its graphs of models without a head hand "
@@ -86,7 +84,7 @@ def export(
         base = on_disk(base)
         write_gguf(base, head, Path(out), tokenizer=tokenizer)
         command = _llamacpp(str(out), num_speculative_tokens or _K, has_window=layout_of(head.family) == STEP35)
-        return Export(Path(out), ENGINES[engine], command, notes=tuple(_notes(head, base, engine)))
+        return Export(Path(out), named(engine), command, notes=tuple(_notes(head, base, engine)))
     files = Files(
         {SINGLE: {name: Piece(head.checkpoint, name) for name in head.stored.values()}},
         None,
@@ -105,7 +103,7 @@ def export(
     if head.family.trunk_kv:
         return _assistant(plan.folder, engine, base.checkpoint.path, str(out), k)
     command = draft_command(engine, base.checkpoint.path, str(out), k)
-    return Export(plan.folder, ENGINES[engine], command, notes=tuple(_notes(head, base, engine)))
+    return Export(plan.folder, named(engine), command, notes=tuple(_notes(head, base, engine)))
 
 
 def export_command(source: str, trunk: str, engine: str, k: int | None) -> str:
@@ -154,7 +152,7 @@ def check_export(engine: str, family: Family, trunk: Inventory, *, num_modules: 
     path = trunk.checkpoint.path
     _refuse_family(family, trunk, engine, path)
     if listed := [f"{each.found} {each.fix}" for each in quantized(family, trunk) if engine in each.engines]:
-        raise CheckpointError(f"{path}: no head can be exported for {ENGINES[engine]}: {' '.join(listed)}")
+        raise CheckpointError(f"{path}: no head can be exported for {named(engine)}: {' '.join(listed)}")
     if engine == "llama.cpp":
         refuse_without_gguf()
         refuse_modules(path, num_modules)
@@ -171,7 +169,7 @@ def _refuse(head: Inventory, trunk: Inventory, engine: str) -> None:
     listed = [f"{each} is missing" for each in absent(head)]
     listed += [f"{each.found} {each.fix}" for each in misfits(head, trunk) if engine in each.engines]
     if listed:
-        raise CheckpointError(f"{path}: cannot be exported for {ENGINES[engine]}:\n  " + "\n  ".join(listed))
+        raise CheckpointError(f"{path}: cannot be exported for {named(engine)}:\n  " + "\n  ".join(listed))
 
 
 @contextmanager
@@ -185,8 +183,7 @@ def _naming_adoption(head: Inventory, trunk: Inventory, engine: str) -> Iterator
         if engine not in engines_after_adopting(trunk.checkpoint, alone):
             raise
         raise _Adoptable(
-            f"{error}. Or keep this head: --adopt writes trunk and head in GLM-4.5's layout, which {ENGINES[engine]} "
-            "runs"
+            f"{error}. Or keep this head: --adopt writes trunk and head in GLM-4.5's layout, which {named(engine)} runs"
         ) from error
 
 
@@ -206,15 +203,15 @@ def _refuse_family(family: Family, trunk: Inventory, engine: str, path: str) -> 
             folder = shlex.quote(trunk.checkpoint.path)
             way = f"it is served {_inside(trunk, path)}`nextn serve {folder} --print {engine}`"
         else:
-            engines = [ENGINES[name] for name in ENGINES if name.replace(".", "") in family.runners]
-            way = f"{ENGINES[engine]} does not run it; engines that do: {joined(engines) or 'none'}"
+            engines = [named(name) for name in ENGINES if name.replace(".", "") in family.runners]
+            way = f"{named(engine)} does not run it; engines that do: {joined(engines) or 'none'}"
         raise FamilyError(f"{path}: a head of family {family.name}: {way}")
     if engine == "transformers" and family.name != GENERIC:
         raise FamilyError(f"{path}: transformers runs heads of the trunk's own layers; train one without --layout")
     if engine == "llama.cpp" and family.layer_model:
         raise FamilyError(f"{path}: {_NO_PAIR}; train a head with --layout step35, for one file with the trunk")
     if engine in ("vllm", "sglang") and not family.layer_model:
-        raise FamilyError(f"{path}: {ENGINES[engine]} runs no head of the trunk's own layers; train with --layout mimo")
+        raise FamilyError(f"{path}: {named(engine)} runs no head of the trunk's own layers; train with --layout mimo")
 
 
 def _inside(trunk: Inventory, path: str) -> str:
@@ -232,7 +229,7 @@ def _for_transformers(head: Inventory, trunk: Inventory, out: Path) -> Export:
         f"model._keys_to_ignore_on_load_unexpected.add(r'model\\.layers\\.{trunk.num_layers}\\.')  # the head\n"
         "model.generate(**inputs, use_mtp=True)"
     )
-    return Export(out, ENGINES["transformers"], code=code, notes=("It drafts one token per round.",))
+    return Export(out, named("transformers"), code=code, notes=("It drafts one token per round.",))
 
 
 def _assistant(folder: Path, engine: str, trunk: str, draft: str, k: int) -> Export:
@@ -243,8 +240,8 @@ def _assistant(folder: Path, engine: str, trunk: str, draft: str, k: int) -> Exp
         "model.generate(**inputs, assistant_model=assistant)"
     )
     command = {"vllm": _vllm(trunk, draft, k)[:-2], "sglang": _sglang(trunk, draft, k), "transformers": ()}[engine]
-    notes = f"{ENGINES[engine]}: its code was read, it was not run."
-    return Export(folder, ENGINES[engine], command, "" if command else code, (notes,))
+    notes = f"{named(engine)}: its code was read, it was not run."
+    return Export(folder, named(engine), command, "" if command else code, (notes,))
 
 
 def draft_command(engine: str, trunk: str, draft: str, k: int = _K) -> tuple[str, ...]:
@@ -278,12 +275,13 @@ def _llamacpp(path: str, k: int, *, has_window: bool) -> tuple[str, ...]:
 
 def _notes(head: Inventory, trunk: Inventory, engine: str) -> Iterator[str]:
     if engine in _RUN_BY:
-        yield f"{ENGINES[engine]}: run with two-layer models by {_RUN_BY[engine]} on a CPU; not this model, and no GPU."
+        run = f"{NAMES[engine]} {RUN[engine]} was run with two-layer models by {_RUN_BY[engine]} on a CPU"
+        yield f"{run}; not this model, and no GPU."
     else:
-        yield f"{ENGINES[engine]}: its code was read, it was not run."
+        yield f"{named(engine)}: its code was read, it was not run."
     if lookup(head.checkpoint.config, REPEATED_FIELD) == "first":
         yield (
-            f"{ENGINES[engine]} gives each depth keys of its own; this head's share those of the first (kv = first), "
+            f"{named(engine)} gives each depth keys of its own; this head's share those of the first (kv = first), "
             f"which made no measurable difference: {docs_page('reference/objectives')}."
         )
     if engine == "llama.cpp":

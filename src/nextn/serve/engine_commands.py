@@ -18,11 +18,10 @@ from nextn.checkpoint.quantization import is_mlx
 from nextn.edit.adopt import engines_after_adopting
 from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import EngineSupport
+from nextn.family_table.engine_versions import NAMES, named
 from nextn.text_format import joined
 
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}  # as in --print -> as in the family rows
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
-VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23", "llama.cpp": "0c1e57098"}  # whose code the flags were read in
 # Flags that a family needs beyond the usual ones, from SGLang's server arguments.
 FAMILY_FLAGS: Mapping[tuple[str, str], tuple[str, ...]] = {("sglang", "inkling"): ("--enable-multi-layer-eagle",)}
 # llama.cpp's converter writes these heads as a GGUF of their own, with --mtp.
@@ -86,7 +85,7 @@ def engine_commands(
     make = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llamacpp}[engine]
     pinned = ("--revision", checkpoint.ref) if checkpoint.ref is not None else ()
     notes = [
-        f"Flags as of {NAMES[engine]} {VERSIONS[engine]}, read in its code; not run with this model.",
+        f"Flags as of {named(engine)}, read in its code; not run with this model.",
         *_notes(inventory, support, engine, k),
     ]
     return EngineCommands(engine, make(inventory, k, pinned), tuple(notes))
@@ -109,7 +108,7 @@ def _support(inventory: Inventory, engine: str) -> EngineSupport:
         return support
     instead = f"use {joined(NAMES[name] for name in runs)}" if runs else "none of the three does"
     reason = f": {'; '.join(support.notes)}" if support.notes else ""
-    raise ConfigError(f"{NAMES[engine]} {VERSIONS[engine]} {refusal} ({inventory.family.title}){reason}; {instead}")
+    raise ConfigError(f"{named(engine)} {refusal} ({inventory.family.title}){reason}; {instead}")
 
 
 def _has_no_state(config: Mapping[str, object]) -> bool:

@@ -17,10 +17,10 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import head_fingerprint
 from nextn.checkpoint.remote import ADVICE
 from nextn.checkpoint.snapshot import folder_of
-from nextn.edit.export import ENGINES as EXPORTED
 from nextn.edit.export import draft_command
 from nextn.errors import CheckpointError, ConfigError
-from nextn.serve.engine_commands import ENGINES, NAMES, engine_commands
+from nextn.family_table.engine_versions import NAMES, named
+from nextn.serve.engine_commands import ENGINES, engine_commands
 
 CARD = "README.md"
 _TAGS = ("multi-token-prediction", "speculative-decoding")
@@ -193,4 +193,4 @@ def _commands(inventory: Inventory, repo: str, base: str) -> Iterator[tuple[str,
         return
     yield "nextn", [shlex.join(["nextn", "serve", base, "--head", repo])]
     for engine in ("vllm", "sglang") if inventory.family.layer_model else ():
-        yield EXPORTED[engine], [shlex.join(draft_command(engine, base, repo))]
+        yield named(engine), [shlex.join(draft_command(engine, base, repo))]
