@@ -57,7 +57,7 @@ Functions that check return a report and print nothing; its `to_dict()` is what 
 """
 GROUPS = {
     "Check": ("audit", "AuditReport", "Finding", "families", "KnownFamilies", "measure", "ReferencePlan",
-              "ReferenceReport", "NextnError"),
+              "ReferenceReport", "AcceptanceFigures", "Estimate", "NextnError"),
     "Check engines": ("verify", "VerifySettings", "VerifyReport", "CheckResult", "diagnose", "Diagnosis"),
     "Load and decode": ("load", "Model", "Head", "generate", "stream", "rounds", "trace", "Settings", "Sampling",
                         "Result", "Acceptance", "eos_tokens"),

@@ -66,7 +66,7 @@ def test_counts_without_a_model(tmp_path):
             3,
             "K = 3; 300 rounds with drafts; 312 of 900 draft tokens accepted (34.7%)",
         ),
-        (llama.format(0.01389, 2), 3, "(K) is not in these counts: give -k"),
+        (llama.format(0.01389, 2), 3, "the engine does not report K: give -k"),
         (llama.format(0.01389, 2), 1, "at most 14.0% of the first drafts", "-k", "3"),
         ("draft acceptance rate = 0.0 (    0 accepted /   4 generated)", 3, "not compared"),
         (
@@ -75,7 +75,11 @@ def test_counts_without_a_model(tmp_path):
             "a_1 = 0.80",
         ),
         ("draft acceptance rate = 1.2 (   12 accepted /    10 generated)", 3, "12 of 10 draft tokens", "-k", "3"),
-        ("[2026-11-20 08:12:44 TP0] Decode batch. accept len: 1.02, cuda graph: True", 3, "do not say of how many"),
+        (
+            "[2026-11-20 08:12:44 TP0] Decode batch. accept len: 1.02, cuda graph: True",
+            3,
+            "mean acceptance length 1.02",
+        ),
         (f"{llama.format(0.9, 130)}\nSGLANG_SIMULATE_ACC_LEN=3", 1, "not the head's own, by"),
     ):
         log.write_text(text)
@@ -90,9 +94,14 @@ def test_counts_without_a_model(tmp_path):
             first.draft_tokens, first.mean_length, first.overrides,
         )  # fmt: skip
         assert json.loads((tmp_path / "o.json").read_text()) == record
-    driven = CliRunner().invoke(app, ["diagnose", "--engine", str(log), "--drive"])
-    assert isinstance(driven.exception, NextnError)
-    assert "give MODEL" in str(driven.exception)
+    for option, words in (
+        (["--drive"], "--drive: only with MODEL"),
+        (["--temperatures", "1", "--rule", "argmax"], "--temperatures, --rule: only with MODEL"),
+        (["-k", "5"], "-k 5, but the engine's counters are for K = 3"),
+    ):
+        log.write_text(LOG.format("0.600, 0.300, 0.140"))
+        refused = CliRunner().invoke(app, ["diagnose", "--engine", str(log), *option])
+        assert words in str(refused.exception)
 
 
 def run(engine, prompts, *more, code=None):

@@ -6,12 +6,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Acceptance": "stats.acceptance",
+    "AcceptanceFigures": "evaluate.acceptance_curve",
     "AuditReport": "audit_rules.findings",
     "CheckResult": "engines.check_result",
     "Corpus": "data.corpus",
     "CotrainLoss": "train.cotrain",
     "DetachedTrunk": "train.cotrain",
     "Diagnosis": "evaluate.diagnose",
+    "Estimate": "stats.intervals",
     "Finding": "audit_rules.findings",
     "Head": "model.head",
     "HeadSettings": "train.cotrain",

@@ -18,6 +18,7 @@ from nextn.edit.save_hook import KeepHead as KeepHead
 from nextn.edit.save_hook import keep_head as keep_head
 from nextn.engines.check_result import CheckResult as CheckResult
 from nextn.errors import NextnError as NextnError
+from nextn.evaluate.acceptance_curve import AcceptanceFigures as AcceptanceFigures
 from nextn.evaluate.diagnose import Diagnosis as Diagnosis
 from nextn.evaluate.diagnose_engine import diagnose as diagnose
 from nextn.evaluate.reference import measure as measure
@@ -35,6 +36,7 @@ from nextn.model.standalone_head import StandaloneHead as StandaloneHead
 from nextn.settings import Sampling as Sampling
 from nextn.settings import Settings as Settings
 from nextn.stats.acceptance import Acceptance as Acceptance
+from nextn.stats.intervals import Estimate as Estimate
 from nextn.train.config import TrainConfig as TrainConfig
 from nextn.train.cotrain import CotrainLoss as CotrainLoss
 from nextn.train.cotrain import DetachedTrunk as DetachedTrunk

@@ -29,12 +29,6 @@ _ATTENTION, _MLP = (
 )
 _ROUTED = re.compile(r"(\w+)\.(?:experts|switch_\w+)\.")  # the latter is MLX's
 _ROUTER = re.compile(r"(\w+)\.(?:gate|router)(?:\.(?!.*bias|tid2eid)\w+)?")  # `gate.gate_proj` is Ling's in MLX
-# Families whose routers have mlp.gate.e_score_correction_bias; others have none, or one of another name.
-_BIASED = frozenset((
-    "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm4v_moe", "glm4_moe_lite", "glm_moe_dsa", "glm5_next",
-    "mimo_v2", "step3p5", "step5", "bailing_hybrid", "hy_v4", "hy_v4_vl", "minimax_m3", "pangu_ultra_moe",
-    "openpangu_v2", "xing4_0", "axk2", "dots3_note", "gigachat3_5",
-))  # fmt: skip
 _GATED = frozenset({"gate_proj", "up_proj", "down_proj"})
 # Recurrent mixers: gated delta nets (Qwen3.5, Qwen3-Next), Mamba 2, Kimi delta attention without its gates.
 _DELTA = "A_log dt_bias conv1d norm out_proj"
@@ -158,9 +152,9 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
 
 def _lost_in_every_layer(inventory: Inventory, reference: LayerReference) -> Iterator[tuple[int, str]]:
     """Yield layer and part of what belongs together, whatever other layers have: pairs, experts and their router."""
-    pairs = dict(inventory.family.layer_pairs)
-    if inventory.family.name in _BIASED and lookup(inventory.checkpoint.config, "topk_method") == "noaux_tc":
-        pairs["mlp.gate"] = "mlp.gate.e_score_correction_bias"
+    pairs, bias = dict(inventory.family.layer_pairs), inventory.family.router_bias
+    if bias and lookup(inventory.checkpoint.config, "topk_method") == "noaux_tc":
+        pairs["mlp.gate"] = bias
     for index, parts in reference.parts_of_trunk.items():
         routed = {match[1] for part in parts if (match := _ROUTED.match(part))}
         routers = {match[1] for part in parts if (match := _ROUTER.fullmatch(part))}

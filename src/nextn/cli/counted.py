@@ -3,34 +3,62 @@
 import shlex
 from pathlib import Path
 
-import typer
+from typer import Context
 
 from nextn.checkpoint.safetensors_file import write_json
 from nextn.cli.screen import print_json, print_lines, shown
+from nextn.engines.client import Budget
 from nextn.engines.counters import Counters
+from nextn.errors import ConfigError
+from nextn.evaluate.engine_counters import counted_with_settings
+from nextn.evaluate.hypotheses import engine_depth
 from nextn.stats.intervals import wilson_interval
 
+_OPTIONS = frozenset(
+    {"source", "engine", "max_seconds", "timeout", "flags", "num_speculative_tokens", "out", "as_json"}
+)
 _LEAST_RATE = 0.2  # at the first depth: published rates are 0.5 and more
 _MAX_USUAL_K = 16
 
 
+def refuse_options_of_a_model(context: Context) -> None:
+    """Raise ConfigError for options that were given, and say how a model is measured."""
+    given = [
+        each.opts[0]
+        for each in context.command.params
+        if each.name not in _OPTIONS
+        and getattr(context.get_parameter_source(each.name or ""), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: only with MODEL, which is compared with the engine; give a folder or hub id"
+        )
+
+
 def show_counts(
-    counters: Counters, num_speculative_tokens: int | None, engine: str, *, out: Path | None, as_json: bool
-) -> None:
-    """Print the counts, what they show and what to do next; exit with 1 for a finding, else with 3."""
-    k = num_speculative_tokens or counters.k or len(counters.per_position) or None
+    engine: str, budget: Budget, flags: str | None, given: int | None, *, out: Path | None, as_json: bool
+) -> int:
+    """Print the counts, what they show and what to do next; return the exit code, 1 for a finding, else 3."""
+    counters, k = counted_with_settings(engine, budget, flags), None
+    reason = "only the model shows which acceptance its head should give"
+    if counters.has_drafts is not False:
+        try:
+            k = engine_depth([counters], given)
+        except ConfigError as error:
+            if given is not None:
+                raise
+            reason += f"; {error}"
     found = _finding(counters, k)
     record = {"outcome": "failed" if found else "inconclusive", "finding": found, **counters.as_record(), "k": k}
     if out is not None:
         write_json(out, record)
     if as_json:
         print_json(record)
-        raise typer.Exit(1 if found else 3)
-    print_lines(_counted(counters, k), f"finding: {found}" if found else f"not compared: {_without_model(counters, k)}")
-    for number, step in enumerate(_next_steps(engine, k), 1):
-        print_lines(f"{'next, cheapest first' if number == 1 else ''}  {number}. {step}")
-    print_lines(*(f"note: {shown(note)}" for note in counters.notes))
-    raise typer.Exit(1 if found else 3)
+    else:
+        steps = (f"  {number}. {step}" for number, step in enumerate(_next_steps(engine, k), 1))
+        print_lines(_counted(counters, k), f"finding: {found}" if found else f"not compared: {reason}")
+        print_lines("next, cheapest first", *steps, *(f"note: {shown(note)}" for note in counters.notes))
+    return 1 if found else 3
 
 
 def _counted(counters: Counters, k: int | None) -> str:
@@ -58,25 +86,14 @@ def _finding(counters: Counters, k: int | None) -> str:
     # Where positions or rounds are not counted, at most so many first drafts were accepted, of at least so many.
     accepted = counters.per_position[0] if counters.per_position else counters.accepted
     rounds = counters.num_drafts or (counters.draft_tokens or 0) / (k or _MAX_USUAL_K)
-    if accepted is None or wilson_interval(min(accepted, rounds), rounds)[1] >= _LEAST_RATE:
+    high = 1.0 if accepted is None else wilson_interval(min(accepted, rounds), rounds)[1]
+    if high >= _LEAST_RATE:
         return ""
-    high = wilson_interval(min(accepted, rounds), rounds)[1]
     return (
         f"at most {high:.1%} of the first drafts of rounds are accepted (95 %), less than of any head that is loaded "
         "and run as it was trained: its tensors are missing, unset or another head's, or another convention is "
         "applied to them"
     )
-
-
-def _without_model(counters: Counters, k: int | None) -> str:
-    reason = "only the model shows which acceptance its head should give"
-    if counters.draft_tokens and not counters.num_drafts and k is None:
-        return f"{reason}; how many tokens a round drafts (K) is not in these counts: give -k"
-    if counters.mean_length is not None and counters.mean_length < 1 + _LEAST_RATE and not counters.draft_tokens:
-        return (
-            f"{reason}; a length near 1 says that almost no draft is accepted, but these counts do not say of how many"
-        )
-    return reason
 
 
 def _next_steps(engine: str, k: int | None) -> list[str]:

@@ -24,7 +24,6 @@ from nextn.cli.common import (
     parse_temperatures,
     print_published,
 )
-from nextn.cli.counted import show_counts
 from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_table, show_report, shown
@@ -47,6 +46,7 @@ _MAX_CAUSES = 6  # shown in the table, besides all that are named
 )  # fmt: skip
 def diagnose(
     *,
+    context: typer.Context,
     engine: Annotated[
         str,
         Option(
@@ -90,17 +90,14 @@ def diagnose(
     from nextn.checkpoint.base_model import base_model
     from nextn.checkpoint.checkpoint import as_checkpoint
     from nextn.checkpoint.safetensors_file import write_json
-    from nextn.evaluate.engine_counters import check_temperatures, counted_so_far, counted_with_settings
+    from nextn.cli.counted import refuse_options_of_a_model, show_counts
+    from nextn.evaluate.engine_counters import check_temperatures, counted_so_far
 
     if not options.source:
-        if drive:
-            raise ConfigError("--drive asks the prompts of a model's reference: give MODEL, a folder or hub id")
-        if prompts is not None:
-            raise ConfigError(
-                f"--prompts {prompts}: they are for the reference of a MODEL, a folder or hub id: give it"
-            )
-        counters = counted_with_settings(engine, replace(asked, engine=engine).budget(), flags)
-        show_counts(counters, num_speculative_tokens, engine, out=out, as_json=as_json)
+        refuse_options_of_a_model(context)
+        budget = replace(asked, engine=engine).budget()
+        code = show_counts(engine, budget, flags, num_speculative_tokens, out=out, as_json=as_json)
+        raise typer.Exit(code)
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
     plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, 0, options.backend, rule)
     options = options.prepared(need_head=True)

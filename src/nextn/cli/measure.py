@@ -34,7 +34,7 @@ from nextn.errors import ConfigError, NextnError
 from nextn.evaluate.acceptance_drop import OTHER_TOKENS, AcceptanceChange, check_settings, read_record
 from nextn.evaluate.exchange import check_form, exchange_text, inferencex_note
 from nextn.evaluate.published_curves import PublishedCurve, check_shared, read_curves
-from nextn.evaluate.workload import Prompt, ReferencePlan, prompts_record, read_prompts
+from nextn.evaluate.workload import Prompt, ReferencePlan, no_tokenizer, prompts_record, read_prompts
 
 if TYPE_CHECKING:
     from nextn.evaluate.probe import ProbeReport
@@ -255,10 +255,7 @@ def _check_tokenizer(folder: Path, prompts: Sequence[Prompt]) -> None:
     """Refuse prompts of text for a folder without a tokenizer, before the other checkpoint is measured for long."""
     has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
     if folder.is_dir() and not has_tokenizer and any(isinstance(prompt.text, str) for prompt in prompts):
-        raise ConfigError(
-            f"{folder} has no tokenizer, so prompts that are text cannot be read: copy tokenizer.json and "
-            'tokenizer_config.json of its base model there, or pass a .jsonl file with token ids ({"prompt": [3, 14]})'
-        )
+        raise no_tokenizer(str(folder))
 
 
 def _measure_other(

@@ -34,7 +34,7 @@ _COPIED = _words("lookup ngram suffix pld copy copied")
 _DRAFTING = _words("draft drafts drafted drafting spec speculative speculation mtp nextn verify verifier")
 _OF_TOKENS = _words("draft drafts drafted tokens")
 _ROUNDS = _words("rounds iterations steps cycles calls runs")
-# Role -> a word that tells it alone, those that tell it beside others, and these others.
+# Role -> a word that identifies it alone, words that do so beside others, and these others.
 _ROLES: tuple[tuple[str, frozenset[str], frozenset[str], frozenset[str]], ...] = (
     ("accepted", _words("accepted"), _words("accept acc correct"), _OF_TOKENS),
     ("rejected", _words("rejected"), _words("reject"), _OF_TOKENS),

@@ -26,17 +26,36 @@ def length_of(counts: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class AcceptanceFigures:
-    """Acceptance of rounds of K drafts over a domain's texts."""
+    """Acceptance of rounds of K drafts over a domain's texts.
+
+    Attributes:
+        temperature: Of the texts.
+        rule: By which a draft is accepted: `argmax`, `ratio` or `block`.
+        num_speculative_tokens: K.
+        domain: The prompts' domain; `all` for all of them.
+        num_texts: Texts that the figures are of.
+        rates: a_1 to a_K, each with its 95 % interval by text: the share of a depth's drafts that were accepted where
+            all before them were.
+        length: AL, tokens per round with the bonus token, with its interval.
+        num_drafted: [K], sums over the texts; of probabilities above temperature 0.
+        num_accepted: [K], likewise.
+
+    Example:
+        >>> half, length = nextn.Estimate(0.5, 0.4, 0.6), nextn.Estimate(1.5, 1.4, 1.6)
+        >>> figures = nextn.AcceptanceFigures(0.0, "argmax", 1, "all", 8, (half,), length, (100.0,), (50.0,))
+        >>> figures.rates[0].value, figures.length.value
+        (0.5, 1.5)
+    """
 
     temperature: float
     rule: str
     num_speculative_tokens: int
     domain: str
     num_texts: int
-    rates: tuple[Estimate, ...]  # a_1..a_K
-    length: Estimate  # AL
-    num_drafted: tuple[float, ...]  # [K], sums over the texts; of probabilities above temperature 0
-    num_accepted: tuple[float, ...]  # [K], likewise
+    rates: tuple[Estimate, ...]
+    length: Estimate
+    num_drafted: tuple[float, ...]
+    num_accepted: tuple[float, ...]
 
     @classmethod
     def of(

@@ -30,7 +30,6 @@ MIN_DISTINCT_RATIO = 10.0  # from which on the likeliest fault excludes another
 MIN_SEPARATING_RATIO = 100.0  # to be expected between hypotheses that can be distinguished
 MIN_FIT = 0.001  # a cause with a smaller p-value does not fit
 NUMERICS = 0.05  # standard deviation of log(a / (1 - a)) between correct kernels
-_MAX_DEVIATIONS = 30.0  # of a workload, in standard deviations
 _DEPTH_CORRELATION = 0.8  # of the workload's effect between depths
 _MAX_RESIDUAL = 8.0  # residuals are clipped at this many standard deviations, in the copula only
 _MAX_WEIGHT = 1e8  # a beta distribution of this weight is a point
@@ -225,39 +224,18 @@ def _fit_by_length(evidence: Evidence, expected: ExpectedCounts) -> tuple[float,
     engine_rounds = observed.rounds or rounds or 1.0
     sampling = within / engine_rounds
     # Rounds are of one text at least: fewer than a text of the reference has vary as one text does, and by sampling.
-    texts = max(1.0, engine_rounds * expected.num_texts / max(rounds, 1.0))
-    is_part = engine_rounds * expected.num_texts < rounds
-    own = sampling if expected.is_expectation or is_part else 0.0
-    between = max(spread * expected.num_texts / texts + own, sampling)
+    texts = engine_rounds * expected.num_texts / max(rounds, 1.0)
+    own = sampling if expected.is_expectation or texts < 1 else 0.0
+    between = max(spread * expected.num_texts / max(texts, 1.0) + own, sampling)
     # The derivative of the AL by log(a / (1 - a)) at depth k: everything deeper changes with it.
     gradient = survival[::-1].cumsum()[::-1] * (1 - expected.rates)
-    drift = float((gradient * expected.workload_spread).sum()) if evidence.other_workload else 0.0
-    if observed.rounds and evidence.other_workload:  # else the length may be of a few rounds, and vary with them
-        drift = _drift(expected, max(observed.length - 1, 0.5 / engine_rounds))
-    systematic = float((gradient**2).sum() * NUMERICS**2 + drift**2)
+    drift = expected.workload_spread if evidence.other_workload else np.zeros(expected.depths)
+    systematic = float((gradient**2).sum() * NUMERICS**2 + (gradient * drift).sum() ** 2)
     variance = max(evidence.diverged_share * (between + spread), sampling) + systematic
     degrees = max(1, expected.num_texts - 1)
     t = (observed.length - 1 - mean) / math.sqrt(variance)
     constant = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi * variance)
     return constant - (degrees + 1) / 2 * math.log1p(t * t / degrees), chi_square_above(t * t, 1)
-
-
-def _drift(expected: ExpectedCounts, accepted: float) -> float:
-    """The standard deviation of accepted drafts per round between workloads.
-
-    It is that of the slope up to the observed ones: the AL cannot fall below 1, so it flattens where few are accepted.
-    """
-    odds, spread = np.log(expected.rates / (1 - expected.rates)), expected.workload_spread
-
-    def length(deviations: float) -> float:
-        return float(np.cumprod(1 / (1 + np.exp(-odds - deviations * spread))).sum())
-
-    low, high = -_MAX_DEVIATIONS, _MAX_DEVIATIONS
-    while high - low > 0.01:
-        middle = (low + high) / 2
-        low, high = (middle, high) if length(middle) < accepted else (low, middle)
-    deviations = math.copysign(max(abs(low), 0.1), low)
-    return (length(deviations) - length(0.0)) / deviations
 
 
 def chi_square_above(value: float, degrees: int) -> float:

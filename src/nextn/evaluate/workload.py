@@ -59,11 +59,16 @@ class Prompt:
         from nextn.decoding.generate import encode  # here, so that reading prompts needs no torch
 
         if isinstance(self.text, str) and model.tokenizer is None:
-            raise ConfigError(
-                "the checkpoint has no tokenizer, so prompts that are text cannot be read; pass a .jsonl file with "
-                'token ids ({"prompt": [3, 14, 15]} per line), or add tokenizer.json to its folder'
-            )
+            raise no_tokenizer("the checkpoint")
         return tuple(encode(model, self.text, chat=chat, variables=variables))
+
+
+def no_tokenizer(what: str) -> ConfigError:
+    """Return the error for prompts that are text, where `what` cannot encode them."""
+    return ConfigError(
+        f"{what} has no tokenizer, so prompts that are text cannot be read: add its base model's tokenizer.json and "
+        'tokenizer_config.json to its folder, or pass a .jsonl file with token ids ({"prompt": [3, 14, 15]} per line)'
+    )
 
 
 # Of a function of the Python API: a file or benchmark, see `read_prompts`; None: the built-in ones; texts or token ids.

@@ -172,9 +172,12 @@ _UNRUN = dict.fromkeys(("vllm", "sglang", "llamacpp", "transformers"), _NONE)
 _NORMED = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm",
            "self_attn.k_norm": "self_attn.v_proj"}  # fmt: skip
 
+_ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
+
 # fmt: off
 _DEEPSEEK_V3 = Family(
     name="deepseek_v3", title="DeepSeek-V3 / R1 / V3.1", model_types=("deepseek_v3",), draft_types=("deepseek_mtp",),
+    router_bias=_ROUTER_BIAS,
     count_fields=("num_nextn_predict_layers", "num_mtp_layers"), default_count=1,
     # The paper (arXiv 2412.19437, eq. 21) writes the hidden first; the released code multiplies [enorm(e); hnorm(h)].
     names=_APPENDED, block={"first_k_dense_replace": 0}, fp8=Fp8(),
@@ -204,7 +207,7 @@ _DEEPSEEK_V32 = replace(
     remarks=("with index_share_for_mtp_iteration, engines pick indices at the first draft and reuse them",),
 )
 _DEEPSEEK_V4 = Family(
-    name="deepseek_v4", title="DeepSeek-V4",
+    name="deepseek_v4", router_bias=_ROUTER_BIAS, title="DeepSeek-V4",
     model_types=("deepseek_v4", "deepseek_ref"),  # the second in sgl-project's FP8 release
     count_fields=_NEXTN, default_count=1,
     names={
@@ -457,6 +460,7 @@ _MIMO = Family(
 )
 _MIMO_V2 = Family(
     name="mimo_v2", title="MiMo-V2-Flash / V2.5 / V2.6 / Pro / Omni", model_types=("mimo_v2_flash", "mimo_v2"),
+    router_bias=_ROUTER_BIAS,
     models=("MiMo-V2.6-Flash-RL", "MiMo-V2.6-Pro-RL"), runtime_names=("qkv_proj.weight",),
     draft_types=("mimo_v2_mtp", "mimo_v2_omni_mtp"), count_fields=_NEXTN, default_count=3,
     names=_module("model.mtp.layers.{module}"),
@@ -564,7 +568,7 @@ _NEMOTRON_PUZZLE = replace(
     remarks=("mtp_block_configs says which layers the head has, and their sizes; the file is mtp.safetensors",),
 )
 _STEP = Family(
-    name="step3p5", title="Step-3.5-Flash / Step-3.7", model_types=("step3p5", "step3p7"),
+    name="step3p5", router_bias=_ROUTER_BIAS, title="Step-3.5-Flash / Step-3.7", model_types=("step3p5", "step3p7"),
     draft_types=("step3p5_mtp",), count_fields=_NEXTN, default_count=0, layer_pairs=_NORMED,
     wrappers=_TEXT,  # of NVFP4 releases, says SGLang's step3p7.py
     names=_module(
@@ -635,7 +639,7 @@ _BAILING_V2 = Family(
     sources=(), cannot_run="transformers has no trunk of this type",
 )
 _BAILING_HYBRID = replace(
-    _BAILING_V2, name="bailing_hybrid", models=(), title="Ling 2.5 / Ring 2.5, Ling 3",
+    _BAILING_V2, name="bailing_hybrid", router_bias=_ROUTER_BIAS, models=(), title="Ling 2.5 / Ring 2.5, Ling 3",
     model_types=("bailing_hybrid", "bailing_moe_v3_vl"), draft_types=("bailing_hybrid_mtp", "bailing_hybrid_v3_mtp"),
     count_fields=("num_nextn_predict_layers", "num_mtp_layers"),
     block={"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]},
@@ -680,6 +684,7 @@ _HY_V3 = Family(
 )
 _HY_V4 = Family(
     name="hy_v4", title="Hunyuan V4 (HY-V4)", model_types=("hy_v4",), draft_types=("hy_v4_mtp",), count_fields=_NEXTN,
+    router_bias=_ROUTER_BIAS,
     default_count=0, names=_module("model.mtp_layers.{module}"), spare_count=True, experts="fused",
     trunk_experts=("fused",),
     block={"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
@@ -788,7 +793,7 @@ _MELLUM = Family(
     sources=(_HM + "mellum/modular_mellum.py#L144",),
 )
 _MINIMAX_M3 = Family(
-    name="minimax_m3", title="MiniMax-M3",
+    name="minimax_m3", router_bias=_ROUTER_BIAS, title="MiniMax-M3",
     model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text", "minimax_m3"),
     draft_types=("minimax_m3_mtp",), count_fields=("num_mtp_modules",), default_count=1,
     names=_module("model.mtp.layers.{module}") | {"block": "model.mtp.layers.{module}.transformer_layer"},
@@ -957,6 +962,7 @@ _MOTIF3 = Family(
 )
 _DOTS3_NOTE = Family(
     name="dots3_note", title="dots.note (dots3)", model_types=("dots3_note", "dots3_note_text"),
+    router_bias=_ROUTER_BIAS,
     draft_types=("dots3_note_mtp",), count_fields=_NEXTN, default_count=1,
     names=_APPENDED | {"embedding": "model.mtp.embed_tokens"}, own=("embedding",), max_modules=1, wrappers=_TEXT,
     block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
@@ -987,6 +993,7 @@ _GIGACHAT = replace(
 )
 _COHERE2_MOE = replace(
     _DEEPSEEK_V3, name="cohere2_moe", title="Cohere2-MoE (North-Mini-Code)", model_types=("cohere2_moe",),
+    router_bias="",
     draft_types=(), count_fields=_NEXTN, default_count=0, fp8=None,
     # Full attention with RoPE, which transformers has in its sliding layers alone: so a window that nothing leaves.
     block={"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"], "sliding_window": 2**40},

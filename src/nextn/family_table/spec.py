@@ -69,6 +69,7 @@ class Family:
     block_pairs: Mapping[str, str] = field(default_factory=dict)
     # Part of a layer, of the trunk or of the block -> another that every layer with it has.
     layer_pairs: Mapping[str, str] = field(default_factory=dict)
+    router_bias: str = ""  # path in a layer of the bias that `mlp.gate` has with topk_method noaux_tc; "" for none
     # transformers' model_type whose decoder layer the block is, with the trunk's sizes; "" = the trunk's own layers.
     layer_model: str = ""
     has_scaled_rotary: bool = True  # the block's rotary embeddings are scaled where the trunk's are

@@ -28,7 +28,17 @@ def wilson_interval(num_accepted: float, num_drafted: float, z: float = 1.96) ->
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with the ends of its confidence interval; nan where there was no data to estimate it from."""
+    """A value with the ends of its confidence interval.
+
+    Attributes:
+        value: The estimate; nan where there was no data to make it from.
+        low: The lower end of the interval, of 95 % unless said otherwise.
+        high: The upper end.
+
+    Example:
+        >>> nextn.Estimate(0.8, 0.7, 0.9).as_text()
+        '0.800 (0.70-0.90)'
+    """
 
     value: float
     low: float

@@ -211,25 +211,17 @@ def _checked(name: str, session: VerifySession) -> CheckResult:
     found = _result(name, session)
     if found.outcome != "failed" or name not in _ALONE or session.against is None:
         return found
+    alone = session.without_mtp(session.against)
     try:
-        alone = _repeated(name, session.without_mtp(session.against))
+        again = _result(name, alone)
+        if again.outcome == "failed":
+            alone.target.answer(alone.greedy_request(alone.prompts[0]))  # a server that is down fails every check
     except EngineError as error:
         return replace(found, evidence=f"{found.evidence} (not repeated without MTP: {error})")
-    if alone.outcome != "failed":
-        return replace(found, evidence=f"{found.evidence} (without MTP: {alone.outcome})")
-    evidence = f"the server without MTP fails it, too: {found.evidence}; without MTP: {alone.evidence}"
+    if again.outcome != "failed":
+        return replace(found, evidence=f"{found.evidence} (without MTP: {again.outcome})")
+    evidence = f"the server without MTP fails it, too: {found.evidence}; without MTP: {again.evidence}"
     return replace(found, outcome="inconclusive", evidence=evidence, advice="")
-
-
-def _repeated(name: str, session: VerifySession) -> CheckResult:
-    """Run a check on a server that must answer otherwise. Raises EngineError."""
-    try:
-        return CHECKS[name](session)
-    except BudgetError:
-        raise
-    except EngineError as error:
-        session.target.answer(session.greedy_request(session.prompts[0]))
-        return _engine_error(name, error)
 
 
 def _result(name: str, session: VerifySession) -> CheckResult:
