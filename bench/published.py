@@ -41,11 +41,12 @@ from nextn.edit.export import export
 from nextn.edit.published_model import smollm2
 from nextn.engines.counters import Counters, sum_counters
 from nextn.evaluate.conventions import apply_variants
-from nextn.evaluate.diagnose import Diagnosis, ObservedCase
+from nextn.evaluate.diagnose import Diagnosis
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import FAULTS, Fault, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, observed_counts
 from nextn.evaluate.likelihoods import NO_FAULT
+from nextn.evaluate.observed_case import ObservedCase
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, ReferencePlan, read_prompts

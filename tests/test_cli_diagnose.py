@@ -22,9 +22,10 @@ from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import NextnError
 from nextn.evaluate import given_texts, streaming_plan
-from nextn.evaluate.diagnose import Diagnosis, ObservedCase
+from nextn.evaluate.diagnose import Diagnosis
 from nextn.evaluate.engine_run import EngineObservation, _store_observation, _stored_observation, ask_prompts
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
+from nextn.evaluate.observed_case import ObservedCase
 from nextn.evaluate.workload import ReferencePlan
 from nextn.settings import Contract
 

@@ -19,7 +19,7 @@ from nextn.engines.endpoint import Endpoint
 from nextn.engines.run_settings import with_settings
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.conventions import apply_variants
-from nextn.evaluate.diagnose import Diagnosis, ObservedCase
+from nextn.evaluate.diagnose import Diagnosis
 from nextn.evaluate.diagnose_engine import _on_prompts, audit_lines, compare, observed_plan
 from nextn.evaluate.engine_counters import read_engine_counters
 from nextn.evaluate.engine_probe import documented_faults, engine_priors
@@ -34,6 +34,7 @@ from nextn.evaluate.engine_run import (
 from nextn.evaluate.faults import FAULTS, expectations, fault_variant
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
 from nextn.evaluate.likelihoods import MIN_FIT, NO_FAULT
+from nextn.evaluate.observed_case import ObservedCase
 from nextn.evaluate.reference import reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.reference_texts import GeneratedTexts, generate_texts

@@ -11,7 +11,7 @@ from scipy import stats
 from nextn.cli.diagnose import _EXIT_CODES, _show_diagnosis
 from nextn.engines.counters import FIRST_TOKENS, Counters
 from nextn.errors import ConfigError, EngineError
-from nextn.evaluate.diagnose import INCONCLUSIVE, Diagnosis, ObservedCase
+from nextn.evaluate.diagnose import INCONCLUSIVE, Diagnosis
 from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.hypotheses import (
     MIN_WORKLOAD_SPREAD,
@@ -35,6 +35,7 @@ from nextn.evaluate.likelihoods import (
     needed_evidence,
     rank_causes,
 )
+from nextn.evaluate.observed_case import ObservedCase
 from nextn.evaluate.workload import ReferencePlan
 
 # Half of the drafts are accepted, equally in every text.

@@ -1,17 +1,15 @@
 """The report on an engine's low acceptance: its draft counts beside those of the head with and without faults."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from nextn import __version__
 from nextn.engines.check_result import CheckReport, CheckResult, Outcome
-from nextn.engines.counters import ADAPTIVE, COPIED, FULL_SHARE
+from nextn.engines.counters import COPIED
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, next_checks
-from nextn.evaluate.engine_run import EngineObservation
 from nextn.evaluate.faults import CONTEXT, FAULTS, OVERRIDDEN, WEIGHTS, cause_found
-from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts
 from nextn.evaluate.likelihoods import (
     MIN_FIT,
     NO_FAULT,
@@ -23,14 +21,12 @@ from nextn.evaluate.likelihoods import (
     indistinguishable_from,
     name_causes,
     needed_evidence,
-    rank_causes,
     without_fault,
 )
+from nextn.evaluate.observed_case import ObservedCase
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.text_format import some
 
-# Greedy texts of one model differ at near-ties, late; those of another model differ early.
-_OTHER_MODEL_SHARE = 0.5
 _POOR_RATE = 0.2  # a reference with a lower a_1 is a poor head, whatever an engine does with it
 INCONCLUSIVE = "inconclusive"
 
@@ -51,84 +47,6 @@ DEFINITIONS = {
     "undetectable": "faults that fit and that this many rounds cannot distinguish from no-fault",
     "acceptance": "a_1..a_K, conditional on the shallower depths",
 }
-
-
-@dataclass(frozen=True)
-class ObservedCase:
-    """One observation of the engine, with what each hypothesis expects of it."""
-
-    observation: EngineObservation
-    counts: ObservedCounts
-    expected: tuple[ExpectedCounts, ...]  # over the same prompts if they are known
-    diverged_share: float  # of the reference's text, see `diverged_text_share`
-    num_retokenized: int  # prompts that the engine's own template turned into other tokens than the checkpoint's
-    rule: str = ""  # of acceptance above temperature 0 that is assumed of the engine
-
-    @property
-    def other_workload(self) -> bool:
-        """Whether the engine's prompts were not those of the reference."""
-        observation = self.observation
-        return observation.prompt_indices is None or not observation.exclusive or self.num_retokenized > 0
-
-    @property
-    def has_short_rounds(self) -> bool:
-        """Whether the counts do not compare as they are, because rounds drafted fewer tokens than K."""
-        counters, depths = self.observation.counters, self.expected[0].depths
-        most = depths * (counters.num_drafts or 0)
-        is_short = counters.draft_tokens is not None and counters.draft_tokens < FULL_SHARE * most
-        return not self.counts.num_drafted and (is_short or ADAPTIVE in counters.notes)
-
-    @property
-    def num_accepted(self) -> float:
-        """Accepted drafts per round: AL - 1."""
-        return self.counts.acceptance_length - 1
-
-    @cached_property
-    def causes(self) -> list[Cause]:
-        """All hypotheses, the likeliest first."""
-        return rank_causes(self.evidence)
-
-    @property
-    def evidence(self) -> Evidence:
-        """The counts beside what is expected, for `likelihoods`."""
-        return Evidence(self.counts, self.expected, self.diverged_share, self.other_workload)
-
-    def cause(self, name: str) -> Cause:
-        """Return the hypothesis of this name, by this case alone."""
-        return next(cause for cause in self.causes if cause.name == name)
-
-    @property
-    def notes(self) -> list[str]:
-        """Ways in which the engine's prompts or texts differ from the reference's."""
-        notes = []
-        if not self.observation.exclusive:
-            notes.append(
-                "the counters rose by more than these answers hold: other requests were counted too; ask while the "
-                "engine is otherwise idle"
-            )
-        if self.num_retokenized:
-            notes.append(
-                f"template: for {self.num_retokenized} of {len(self.observation.answers)} prompts the engine makes "
-                "other tokens than this checkpoint's chat template; compare the two, and ask without --own-template"
-            )
-        if self.diverged_share > _OTHER_MODEL_SHARE and self.observation.has_comparable_texts:
-            notes.append(
-                f"the engine's greedy text differs from this checkpoint's, of which {self.diverged_share:.0%} comes "
-                "after a first difference: other weights, a quantized trunk, or another template"
-            )
-        return notes
-
-    def as_record(self) -> dict[str, object]:
-        """Return the case for JSON reports."""
-        indices = self.observation.prompt_indices
-        return {
-            "temperature": self.observation.temperature,
-            "prompts": None if indices is None else len(indices),
-            "counters": self.observation.counters.as_record(),
-            "observed": self.counts.as_record(),
-            "diverged_share": self.diverged_share,
-            "other_workload": self.other_workload,
-        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,53 +315,64 @@ class Diagnosis(CheckReport):
     @property
     def notes(self) -> list[str]:
         """Notes on the comparison, for the user."""
-        notes = list(dict.fromkeys(note for case in self.cases for note in case.observation.counters.notes))
+        counted = dict.fromkeys(note for case in self.cases for note in case.observation.counters.notes)
+        return [*counted, *self._notes_on_prompts(), *self._notes_on_evidence(), *self._notes_on_causes(),
+                *self.audit_notes]  # fmt: skip
+
+    def _notes_on_prompts(self) -> Iterator[str]:
+        """Yield in what the engine's prompts and texts differ from the reference's."""
         if self.cases[0].observation.prompt_indices is None:
-            notes.append(
+            yield (
                 "the engine's prompts are not those of the reference, so workloads are compared too"
                 f"{self._domain_range}: ask the same prompts with --drive"
             )
         for case in self.cases:
-            notes += case.notes
+            yield from case.notes
+
+    def _notes_on_evidence(self) -> Iterator[str]:
+        """Yield what the reference and the engine's counts cannot show, or show only in part."""
+        case = self.cases[0]
         if self.has_no_fault:
-            length = f"{1 + self.cases[0].num_accepted:.2f}"
-            notes.append(
+            length = f"{1 + case.num_accepted:.2f}"
+            yield (
                 f"AL {length} is faster than plain decoding only where a round takes less than {length} times as long: "
                 "`nextn advise --engine URL --against URL` measures that for each number of streams"
             )
         other = "the engine has other weights, or a quantized trunk"
-        notes += [f"{warning}; {other}" for warning in self.reference.origin_warnings]
+        yield from (f"{warning}; {other}" for warning in self.reference.origin_warnings)
         if self.reference.stream is not None:
             decoded = ", ".join(fault.name for fault in FAULTS if fault.contract)
-            notes.append(f"not checked, as they show only in decoding, which a streamed trunk cannot do: {decoded}")
-        if not self.cases[0].counts.num_drafted:
-            shorter = "drafts fewer than K tokens in some rounds, so its counts by position are not comparable"
-            why = shorter if self.cases[0].has_short_rounds else "counts no positions"
-            notes.append(f"{self.engine} {why}: only AL is compared, which hardly distinguishes causes")
-            if self.cases[0].counts.rounds is None:
-                notes.append(
-                    f"{self.engine} shows no number of rounds: as many as the reference has are assumed, and one "
-                    "line of a log may be of far fewer"
-                )
+            yield f"not checked, as they show only in decoding, which a streamed trunk cannot do: {decoded}"
+        if case.counts.num_drafted:
+            return
+        shorter = "drafts fewer than K tokens in some rounds, so its counts by position are not comparable"
+        why = shorter if case.has_short_rounds else "counts no positions"
+        yield f"{self.engine} {why}: only AL is compared, which hardly distinguishes causes"
+        if case.counts.rounds is None:
+            yield (
+                f"{self.engine} shows no number of rounds: as many as the reference has are assumed, and one line of a "
+                "log may be of far fewer"
+            )
+
+    def _notes_on_causes(self) -> Iterator[str]:
+        """Yield what is documented of the engine, and which other causes fit or are not excluded."""
         unlikely = [cause.name for cause in self.causes if cause.name in self.priors]
         if unlikely and not self.has_no_fault:
-            notes.append(
+            yield (
                 f"{self.engine}'s published code for this family does not have these faults, so their likelihoods are "
                 f"multiplied by {DOCUMENTED_PRIOR:g}: {', '.join(unlikely)}"
             )
         if published := [name for name in self.named if name in self.documented]:
-            notes.append(f"{self.engine}'s published code for this family has {', '.join(published)}")
+            yield f"{self.engine}'s published code for this family has {', '.join(published)}"
         best = self.causes[0]
         if better := [each.name for each in self.causes[1:] if each.p_value > max(0.05, 2 * best.p_value)]:
-            notes.append(
+            yield (
                 f"better fit, but less likely: {some(better)}. A cause that expects a wide range of counts fits most "
                 "of them, and makes each improbable"
             )
         if self.undetectable:
-            notes.append(
-                f"faults that this many rounds would not show, so they are not excluded: {', '.join(self.undetectable)}"
-            )
-        return notes + list(self.audit_notes)
+            names = ", ".join(self.undetectable)
+            yield f"faults that this many rounds would not show, so they are not excluded: {names}"
 
     @property
     def _domain_range(self) -> str:

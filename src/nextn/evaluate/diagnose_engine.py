@@ -11,12 +11,13 @@ from nextn.engines.client import Budget, Limits
 from nextn.engines.counters import Counters
 from nextn.engines.endpoint import Endpoint
 from nextn.engines.run_settings import with_settings
-from nextn.evaluate.diagnose import Diagnosis, ObservedCase
+from nextn.evaluate.diagnose import Diagnosis
 from nextn.evaluate.engine_counters import check_temperatures, counted_so_far, flag_texts
 from nextn.evaluate.engine_probe import documented_faults, engine_priors
 from nextn.evaluate.engine_run import EngineObservation, count_retokenized, diverged_text_share, drive_engine
 from nextn.evaluate.faults import NOTHING, TEMPLATE, expectation, expectations
 from nextn.evaluate.hypotheses import ExpectedCounts, engine_depth, observed_counts
+from nextn.evaluate.observed_case import ObservedCase
 from nextn.evaluate.reference import open_model, reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
 from nextn.evaluate.workload import Prompt, PromptSource, ReferencePlan, take_prompts
