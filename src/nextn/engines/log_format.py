@@ -1,11 +1,13 @@
 """What an entry of a log is, and how its numbers are read."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nextn.engines.counters import MAX_POSITIONS, Counters
 
+HALF = 0.005  # of the last digit of a length
 NUMBER = r"[0-9]{1,9}(?:[.,][0-9]{1,9})?"  # with a decimal comma, too
 _THOUSANDS = r"[1-9][0-9]{0,2}(?:[.,'’ ][0-9]{3})+"
 # What is left of a number that is written in another way is no count.
@@ -64,3 +66,27 @@ def equals(*names: str) -> dict[str, str]:
 def colon(*names: str, value: str = NUMBER) -> dict[str, str]:
     """Fields that are printed as `name: value`."""
     return {name: rf"{re.escape(name)}:\s*({value})" for name in names}
+
+
+def rounds_by_length(accepted: int, drafted: int, length: float | None, k: int = 0) -> int | None:
+    """Return the rounds that a printed length shows, or `drafted / k` where it allows that; None where it shows none.
+
+    A length of 1.00 fits any number of rounds if nothing was accepted, and many if a few drafts were.
+    """
+    if length is None:
+        return None
+    low = accepted / max(length - 1 + HALF, HALF)
+    high = accepted / (length - 1 - HALF) if length - 1 > HALF else math.inf
+    if k and low - 1 <= drafted / k <= high + 1:
+        return round(drafted / k)
+    return round(accepted / (length - 1)) if length > 1 else None
+
+
+def counts_of(
+    engine: str, rounds: str = "", drafted: str = "", accepted: str = "", *, length: str = "", k: str = ""
+) -> Callable[[Fields], Counters]:
+    """Return the reader of an entry with these fields."""
+    return lambda fields: Counters(
+        engine, int_field(fields, rounds), int_field(fields, drafted), int_field(fields, accepted),
+        length=float_field(fields, length), k=int_field(fields, k),
+    )  # fmt: skip

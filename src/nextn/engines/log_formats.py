@@ -2,27 +2,23 @@
 
 An entry begins at a marker and has a few fields after it, on the same line or, where people wrap or benchmarks print
 tables, on the next ones. Lines are from vLLM 0.6 to 0.33 (v1/spec_decode/metrics.py, benchmarks/serve.py, the offline
-example), SGLang 0.5 (observability/scheduler_metrics_mixin.py, bench_serving.py), llama.cpp and ik_llama.cpp
-(tools/server/server-context.cpp, common/speculative.cpp, examples/speculative-simple) and TensorRT-LLM's iteration log.
+example), SGLang 0.5 (observability/scheduler_metrics_mixin.py, bench_serving.py) and TensorRT-LLM's iteration log;
+those of llama.cpp and of engines on MLX are in files of their own.
 """
 
-import math
 import re
-from collections.abc import Callable
 from functools import partial
 
 from nextn.engines.counters import (
-    ADAPTIVE,
-    FULL_SHARE,
     MAX_POSITIONS,
     ROUNDED,
     Counters,
-    drafting_rounds,
-    one_round,
     with_all_positions,
 )
 from nextn.engines.general_formats import GENERAL_FORMATS
+from nextn.engines.llama_formats import LLAMA_FORMATS
 from nextn.engines.log_format import (
+    HALF,
     INT,
     IS,
     LIST,
@@ -30,33 +26,17 @@ from nextn.engines.log_format import (
     Fields,
     LogFormat,
     colon,
-    equals,
+    counts_of,
     float_field,
     int_field,
     integer,
     rates_of,
+    rounds_by_length,
     to_number,
 )
-from nextn.engines.metrics_formats import accepted_at_least
-from nextn.errors import EngineError
+from nextn.engines.mlx_formats import MLX_FORMATS
 
-HEAD_STATISTICS = "llama.cpp's draft statistics"
 _MIN_RATE = 0.2  # by which a length of two decimals shows K
-_HALF = 0.005  # of the last digit of a length
-
-
-def _rounds(accepted: int, drafted: int, length: float | None, k: int = 0) -> int | None:
-    """Return the rounds that a printed length shows, or `drafted / k` where it allows that; None where it shows none.
-
-    A length of 1.00 fits any number of rounds if nothing was accepted, and many if a few drafts were.
-    """
-    if length is None:
-        return None
-    low = accepted / max(length - 1 + _HALF, _HALF)
-    high = accepted / (length - 1 - _HALF) if length - 1 > _HALF else math.inf
-    if k and low - 1 <= drafted / k <= high + 1:
-        return round(drafted / k)
-    return round(accepted / (length - 1)) if length > 1 else None
 
 
 def _vllm(fields: Fields, engine: str = "vLLM") -> Counters | None:
@@ -64,9 +44,9 @@ def _vllm(fields: Fields, engine: str = "vLLM") -> Counters | None:
     accepted, drafted = (integer(fields[name][0]) for name in ("Accepted", "Drafted"))
     length = float_field(fields, "Mean acceptance length")
     if not fields.get("Per-position acceptance rate"):
-        if length is not None and length <= 1 and accepted > _HALF * drafted:
+        if length is not None and length <= 1 and accepted > HALF * drafted:
             return None  # the two contradict each other
-        return Counters(engine, _rounds(accepted, drafted, length), drafted, accepted, notes=(ROUNDED,))
+        return Counters(engine, rounds_by_length(accepted, drafted, length), drafted, accepted, notes=(ROUNDED,))
     rates = rates_of(fields["Per-position acceptance rate"][0])
     rounds = round(drafted / len(rates))
     if length and accepted and abs(1 + accepted / max(rounds, 1) - length) > 0.02:
@@ -126,19 +106,6 @@ def _lmdeploy_totals(fields: Fields) -> Counters:
     return Counters("LMDeploy", rounds, drafted, accepted, positions, k=k, notes=(ROUNDED,) if rates else ())
 
 
-def _mlx_vlm(fields: Fields) -> Counters:
-    drafts = float_field(fields, "avg draft") or 0.0
-    k = round(drafts) if 1 <= drafts <= MAX_POSITIONS and drafts == round(drafts) else None
-    return Counters("mlx-vlm", length=1 + (float_field(fields, "accepted/round") or 0.0), k=k)
-
-
-def _mlx_vlm_text(fields: Fields) -> Counters:
-    """The tokens of a round include its bonus token."""
-    rounds, drafts = int_field(fields, "rounds") or 0, float_field(fields, "avg draft")
-    accepted = max(0, round(((float_field(fields, "accepted tokens") or 0.0) - 1) * rounds))
-    return Counters("mlx-vlm", rounds, None if drafts is None else round(drafts * rounds), accepted, notes=(ROUNDED,))
-
-
 def _mistralrs(fields: Fields) -> Counters:
     length, rate = float_field(fields, "length") or 0.0, (float_field(fields, "rate") or 0.0) / 100
     k = round((length - 1) / rate) if rate > _MIN_RATE else None
@@ -161,9 +128,6 @@ RENAMED = (
     "(0.5.11, 0.5.12); compare the engine's own log"
 )
 NO_MTP = "without an accepted draft, LightLLM prints the same as without MTP: check that it was on"
-_OLLAMA = ("iterations", "drafted", "accepted", "max_draft")
-_MLXCEL = ("rounds", "proposed", "accepted")
-_MLX_SERVE = ("attempts", "drafted", "accepts")
 _TENSORRT = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
 _SKYRL = ("draft_num_draft_tokens", "draft_num_accepted_tokens", "draft_mean_acceptance_length",
           "draft_acceptance_rate_pos")  # fmt: skip
@@ -179,37 +143,6 @@ def _sglang_finish(fields: Fields) -> Counters:
     return Counters("SGLang", rounds, drafted, accepted)
 
 
-def _llama_round(fields: Fields) -> Counters:
-    accepted, drafted = (int(count) for count in fields["accepted/drafted"][0].replace(" ", "").split("/"))
-    return one_round("llama.cpp", accepted, drafted)
-
-
-def _llama_statistics(fields: Fields) -> Counters:
-    """Totals of one drafter. Drafts accepted in part or whole are the rounds that accepted the first position."""
-    names = ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")
-    rounds, first, drafted, accepted = (integer(fields[name][0]) for name in names)
-    rates = rates_of(fields["#acc rate/pos"][0]) if fields.get("#acc rate/pos") else []
-    if drafted == 2 * rounds:
-        positions: tuple[int, ...] = (first, max(0, accepted - first))
-    else:
-        positions = tuple(round(rate * rounds) for rate in rates[:MAX_POSITIONS])
-    return Counters("llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if len(positions) > 2 else ())
-
-
-def _llama_request(fields: Fields) -> Counters:
-    accepted, drafted = (integer(part.strip()) for part in fields["accepted / generated"][0].split("accepted /"))
-    rates = [rate for text in fields.get("acceptance rate per position", []) for rate in rates_of(text)][:MAX_POSITIONS]
-    rounds = _rounds(accepted, drafted, float_field(fields, "mean len"), len(rates))
-    positions = tuple(round(rate * rounds) for rate in rates) if rounds else ()
-    return Counters("llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if rounds else ())
-
-
-def _llama_bench(fields: Fields) -> Counters:
-    """A request's tokens are one of prefill and, of each round, its accepted drafts and a bonus token."""
-    emitted, drafted, accepted = (int_field(fields, name) or 0 for name in ("pred", "draft", "acc"))
-    return Counters("llama.cpp", drafting_rounds(emitted - 1, drafted, accepted) if drafted else 0, drafted, accepted)
-
-
 def _atom(fields: Fields) -> Counters:
     """Totals, and the share of rounds by number of accepted drafts, 0 to K."""
     accepted, drafted = (integer(count) for count in fields["Accepted/Total Draft tokens"][0].split("/"))
@@ -220,52 +153,10 @@ def _atom(fields: Fields) -> Counters:
     return Counters("ATOM", rounds, drafted, accepted, positions, k=k or None, notes=(ROUNDED,))
 
 
-def _native_mtp(fields: Fields) -> Counters:
-    """A request. [n]: rounds that accepted n drafts; `rejected` counts rounds, not drafts."""
-    depth, active = (int_field(fields, name) for name in ("depth", "activeDepth"))
-    found = {
-        int(key): int(count) for key, count in re.findall(r"([0-9]{1,9}):([0-9]{1,15})", fields["acceptedByDepth"][0])
-    }
-    if max([*found, depth or 0]) > MAX_POSITIONS:
-        message = f"a line of vMLX has a depth above {MAX_POSITIONS}: depth={depth}, {fields['acceptedByDepth'][0]:.60}"
-        raise EngineError(message)
-    histogram = [found.get(accepted, 0) for accepted in range(max([*found, depth or 0]) + 1)]
-    rounds, accepted = sum(histogram), sum(index * count for index, count in enumerate(histogram))
-    is_fixed = depth is not None and active in (None, depth)
-    drafted, notes = (depth * rounds, ()) if depth is not None and is_fixed else (None, (ADAPTIVE,))
-    return Counters("vMLX", rounds, drafted, accepted, accepted_at_least(histogram), notes=notes, k=depth)
-
-
-def _omlx(fields: Fields) -> Counters:
-    """A request: accepted and draft tokens, and its rounds; dK: accepted and tested drafts of depth K."""
-    accepted, drafted = (integer(part) for part in fields["accepted/drafted"][0].split("/"))
-    size, depths = int_field(fields, "block_size"), fields.get("depth", [])[:MAX_POSITIONS]
-    rounds = int_field(fields, "rounds") if size else int(depths[0].split("/")[1]) if depths else None
-    k = size - 1 if size and size - 1 <= MAX_POSITIONS else None
-    return Counters("oMLX", rounds, drafted, accepted, tuple(int(depth.split("/")[0]) for depth in depths), k=k)
-
-
 def _shares(fields: Fields) -> Counters | None:
     rates, length = rates_of(fields["rates"][0]), float_field(fields, "Mean acceptance length")
     shares = [rate / 100 for rate in rates] if max(rates) > 1 else rates
     return Counters("vLLM", length=1 + sum(shares) if length is None else length, k=len(rates))
-
-
-def _ollama(fields: Fields) -> Counters:
-    """A request; rounds that drafted nothing are iterations, too, so AL is of all of them."""
-    rounds, drafted, accepted, k = (int_field(fields, name) or 0 for name in _OLLAMA)
-    notes = () if drafted >= FULL_SHARE * rounds * k else (ADAPTIVE,)
-    return Counters("Ollama", rounds, drafted, accepted, k=k or None, notes=notes)
-
-
-def _counts_of(
-    engine: str, rounds: str = "", drafted: str = "", accepted: str = "", *, length: str = "", k: str = ""
-) -> Callable[[Fields], Counters]:
-    """Return the reader of an entry with these fields."""
-    return lambda fields: Counters(
-        engine, int_field(fields, rounds), int_field(fields, drafted), int_field(fields, accepted),
-        length=float_field(fields, length), k=int_field(fields, k),
-    )  # fmt: skip
 
 
 def _lightllm(fields: Fields) -> Counters:
@@ -279,7 +170,7 @@ def _lightllm(fields: Fields) -> Counters:
 
 def trainer_counts(drafted: int, accepted: int, length: float | None, rates: list[float]) -> Counters:
     """A step of SkyRL's, of all requests; positions as shares of rounds."""
-    rounds = round(drafted / len(rates)) if rates else _rounds(accepted, drafted, length)
+    rounds = round(drafted / len(rates)) if rates else rounds_by_length(accepted, drafted, length)
     positions = tuple(round(rate * (rounds or 0)) for rate in rates[:MAX_POSITIONS])
     return Counters(_TRAINER, rounds, drafted, accepted, positions)
 
@@ -292,14 +183,6 @@ def _skyrl(fields: Fields) -> Counters | None:
     )
     length = float_field(fields, "draft_mean_acceptance_length")
     return trainer_counts(drafted, accepted, length, list(map(to_number, fields["draft_acceptance_rate_pos"])))
-
-
-def _spec_bench(fields: Fields) -> Counters:
-    """A task; positions are shares of its rounds."""
-    rounds, accepted, drafted = (int(count) for count in re.findall(r"[0-9]+", fields["rounds, accepted/drafted"][0]))
-    rates = [rate / 100 for text in fields["pos accept"] for rate in rates_of(text)][:MAX_POSITIONS]
-    positions = tuple(round(rate * rounds) for rate in rates)
-    return Counters("ik_llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if rates else ())
 
 
 _VLLM_FIELDS = {
@@ -353,44 +236,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         ("Number of speculative tokens", "Number of draft tokens", "Number of emitted tokens"), _vllm_v0,
         "since the start: draft tokens, and emitted tokens with one bonus token per round", is_cumulative=True,
     ),
-    LogFormat(
-        "llama.cpp's rounds (trace output)", " draft tokens",
-        r"(?<!\w)accepted(?= +[0-9]+/ *[0-9]+ draft tokens(?! \(restore))",
-        {"accepted/drafted": r" +([0-9]{1,9}/ *[0-9]{1,9}) draft tokens"}, ("accepted/drafted",), _llama_round,
-        "every round: accepted of drafted tokens",
-    ),
-    LogFormat(
-        HEAD_STATISTICS, "#gen drafts", r"statistics\s+(?:draft-)?mtp\S*:",
-        {**{name: rf"{name}\s*=\s*({INT})" for name in ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens")},
-         "#acc rate/pos": rf"#acc rate/pos\s*=\s*\(({LIST})\)"},
-        ("#gen drafts", "#acc drafts", "#gen tokens", "#acc tokens"), _llama_statistics,
-        "since the start, of the MTP drafter alone: rounds, rounds with the first draft accepted, drafted, accepted",
-        is_cumulative=True,
-    ),
-    LogFormat(
-        "llama.cpp's draft acceptance", "draft acceptance", r"draft acceptance(?: rate)? =",
-        {"accepted / generated": rf"\(\s*({INT} accepted /\s*{INT}) generated\)",
-         "mean len": rf"mean (?:len|acceptance length)\s*=\s*({NUMBER})",
-         "acceptance rate per position": rf"acceptance rate per position\s*=\s*\(({LIST})\)"},
-        ("accepted / generated",), _llama_request,
-        "a request: accepted and drafted tokens of all its drafters; mean length with bonus token, in newer builds",
-    ),
-    LogFormat(
-        "llama.cpp's changes of an adaptive depth", " adaptive ", r"accept: adaptive (?:draft depth|n) ",
-        {"draft acceptance": r"(?!)()"}, ("draft acceptance",), lambda fields: None,
-        "rounds after which K changed: no sample of all, so a line with `draft acceptance` is needed",
-    ),
-    LogFormat(
-        "llama.cpp's speculative examples", "n_drafted", r"(?<!\w)n_draft\s+=",
-        {name: rf"(?<!\w){name}\s*=\s*({INT})" for name in ("n_draft", "n_drafted", "n_accept")},
-        ("n_drafted", "n_accept"), _counts_of("llama.cpp", "", "n_drafted", "n_accept", k="n_draft"),
-        "the run: K, drafted and accepted tokens; no rounds", num_lines=8, is_run=True,
-    ),
-    LogFormat(
-        "table of llama.cpp's mtp-bench.py", "pred=", r"(?<!\w)pred=",
-        {name: rf"(?<!\w){name}=\s*({INT})" for name in ("pred", "draft", "acc")}, ("pred", "draft", "acc"),
-        _llama_bench, "a request: generated, draft and accepted tokens", is_run=True,
-    ),
+    *LLAMA_FORMATS,
     LogFormat(
         "SGLang's Decode batch", " batch", r"Decode (?:rank )?batch",
         {"accept len": rf"accept[ _]len:\s*({NUMBER})", "avg_accept_len": rf"avg_accept_len:\s*({NUMBER})"},
@@ -407,7 +253,7 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "table of SGLang's bench_serving", " length:", r"(?<![\w-])Accept length:|(?<=/s, )Acceptance length:",
         {"Accept length": rf"Accept(?:ance)? length:\s*({NUMBER})"}, ("Accept length",),
-        _counts_of("SGLang", length="Accept length"), "the run: tokens per round with bonus token; no counts",
+        counts_of("SGLang", length="Accept length"), "the run: tokens per round with bonus token; no counts",
         is_run=True,
     ),
     LogFormat(
@@ -425,35 +271,24 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         lambda fields: rollout(to_number(fields["spec_accept_length"][0]), "SGLang" * bool(fields["of SGLang"])),
         "a step of training, as a mean of its answers: tokens per round with bonus token; no counts",
     ),
-    LogFormat(
-        "mlx-vlm's speculative decoding", "accepted tokens", rf"Speculative decoding: (?={NUMBER} accepted tokens)",
-        {"accepted tokens": rf"({NUMBER}) accepted tokens", "rounds": rf"over ({INT}) rounds",
-         "avg draft": rf"avg draft ({NUMBER})"},
-        ("accepted tokens", "rounds"), _mlx_vlm_text,
-        "a text: rounds, and draft and accepted tokens by their means", num_lines=2,
-    ),
-    LogFormat(
-        "mlx-vlm's accepted drafts per round", " accepted/round", rf"(?<![0-9.,]){NUMBER} accepted/round",
-        {"accepted/round": rf"({NUMBER}) accepted/round", "avg draft": rf"avg draft:? ({NUMBER})"},
-        ("accepted/round",), _mlx_vlm, "a text: accepted drafts per round; no counts",
-    ),
+    *MLX_FORMATS,
     LogFormat(
         "TensorRT-LLM's iteration log", "specDecodingStats", r"specDecodingStats",
         {name: rf"{name}['\"]?\s*:\s*({INT})"
          for name in _TENSORRT},
-        _TENSORRT, _counts_of("TensorRT-LLM", *_TENSORRT),
+        _TENSORRT, counts_of("TensorRT-LLM", *_TENSORRT),
         "an iteration: draft tokens, accepted drafts, and requests with drafts, each of which is a round",
     ),
     LogFormat(
         "table of TensorRT-LLM's benchmark_serving", "Decoded Tokens per Iter:", r"Mean Avg Decoded Tokens per Iter:",
         colon("Mean Avg Decoded Tokens per Iter"), ("Mean Avg Decoded Tokens per Iter",),
-        _counts_of("TensorRT-LLM", length="Mean Avg Decoded Tokens per Iter"),
+        counts_of("TensorRT-LLM", length="Mean Avg Decoded Tokens per Iter"),
         "the run, as a mean of its requests: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
         "report of trtllm-bench", "[AL] AVERAGE", r"\[AL\] AVERAGE",
         {"[AL] AVERAGE": rf"\[AL\] AVERAGE\s*:\s*({NUMBER})"}, ("[AL] AVERAGE",),
-        _counts_of("TensorRT-LLM", length="[AL] AVERAGE"),
+        counts_of("TensorRT-LLM", length="[AL] AVERAGE"),
         "the run, as a mean of its requests: tokens per round with bonus token; no counts", is_run=True,
     ),
     LogFormat(
@@ -464,68 +299,16 @@ LOG_FORMATS: tuple[LogFormat, ...] = (
         "since the start: accepted and draft tokens, and rounds by their number of accepted drafts", is_cumulative=True,
     ),
     LogFormat(
-        "vMLX's NativeMTP line", "[NativeMTP]", r"\[NativeMTP\]",
-        {**{name: rf"(?<!\w){name}=({INT})" for name in ("depth", "activeDepth")},
-         "acceptedByDepth": r"acceptedByDepth=(none|[0-9:,]{1,999})"},
-        ("depth", "acceptedByDepth"), _native_mtp, "a request: rounds by their number of accepted drafts",
-    ),
-    LogFormat(
-        "oMLX's stats of a request", "mtp stats:", r"(?<!\w)\w*mtp stats:",
-        {**{name: rf"(?<!\w){name}=({INT})" for name in ("rounds", "block_size")},
-         "accepted/drafted": r"(?<!\w)accepted=([0-9]{1,15}/[0-9]{1,15})"},
-        ("rounds", "accepted/drafted", "block_size"), _omlx, "a request: rounds, draft tokens and accepted drafts",
-        num_lines=3,
-    ),
-    LogFormat(
-        "oMLX's MTP line", "depth[d1=", r"(?<!\w)MTP\[[0-9]{1,9}\](?=[^\n]{0,200}depth\[d1=)",
-        {"accepted/drafted": r"(?<!\w)accept=([0-9]{1,15}/[0-9]{1,15})",
-         "depth": r"(?<!\w)d[0-9]{1,3}=([0-9]{1,15}/[0-9]{1,15})"},
-        ("accepted/drafted", "depth"), _omlx, "a request: draft tokens, and accepted and tested drafts by depth",
-    ),
-    LogFormat(
         "AIPerf's Spec Decode table", "Token-Weighted Acceptance Length", r"Token-Weighted Acceptance Length",
         {"Token-Weighted Acceptance Length": rf"Token-Weighted Acceptance Length\s*[|│┃]?\s*({NUMBER})"},
         ("Token-Weighted Acceptance Length",),  # by its tokens, so that all rounds weigh alike
-        _counts_of("an engine under AIPerf", length="Token-Weighted Acceptance Length"),
+        counts_of("an engine under AIPerf", length="Token-Weighted Acceptance Length"),
         "the run: tokens per round with bonus token; no counts", is_run=True,
-    ),
-    LogFormat(
-        "rows of ik_llama.cpp's llama-spec-bench", "a.len |", r"[|] *(?:draft-)?mtp *[|]",
-        {"rounds, accepted/drafted": r"[|] *([0-9]{1,9} *[|] *[0-9]{1,12}/[0-9]{1,12}) *[|]",
-         "pos accept": rf"[|]((?: +{NUMBER}%){{1,64}}) *[|]?$"},
-        ("rounds, accepted/drafted",), _spec_bench,
-        "a task: rounds, draft tokens and accepted drafts; positions as shares of its rounds", is_run=True,
-    ),
-    LogFormat(
-        "table of ik_llama.cpp's llama-spec-bench", "a.len mean", r"[|] *(?:draft-)?mtp *[|]",
-        {"a.len": rf"% *[|] *({NUMBER})/"}, ("a.len",), _counts_of("ik_llama.cpp", length="a.len"),
-        "a task: tokens per round with bonus token; no counts", is_run=True,
-    ),
-    LogFormat(
-        "Ollama's speculative decode stats", "speculative decode stats", r"(?<!\w)speculative decode stats\"(?= [a-z])",
-        equals(*_OLLAMA), _OLLAMA, _ollama,
-        "a request: iterations (also those without drafts), draft tokens and accepted ones",
-    ),
-    LogFormat(
-        "mlx-serve's spec-stats", "[spec-stats]", r"\[spec-stats\] mode=mtp\b", equals(*_MLX_SERVE), _MLX_SERVE,
-        _counts_of("mlx-serve", *_MLX_SERVE),
-        "a request: rounds, which it calls attempts, draft tokens and accepted ones",
-    ),
-    LogFormat(
-        "mlx-serve's line of a decoding", "/attempt", rf"(?<!\w)(?:mtp|drafter) accept=(?={INT}/{INT} attempts)",
-        {"accepted": rf"accept=({INT})/", "rounds": rf"accept={INT}/({INT})"}, ("accepted", "rounds"),
-        _counts_of("mlx-serve", "rounds", accepted="accepted"),
-        "a request: accepted draft tokens and rounds, which it calls attempts",
     ),
     LogFormat(
         "mistral.rs' interval", "MTP accept", rf"MTP accept(?= {NUMBER}% \(len {NUMBER}\))",
         {"length": rf"\(len ({NUMBER})\)", "rate": rf"accept ({NUMBER})%"}, ("length", "rate"), _mistralrs,
         "an interval: tokens per round with bonus token, and a rate, which shows K; no counts",
-    ),
-    LogFormat(
-        "mlxcel's MTP acceptance", "[MTP acceptance:", r"\[MTP acceptance:", equals(*_MLXCEL), _MLXCEL,
-        _counts_of("mlxcel", *_MLXCEL),
-        "a run: rounds, draft tokens and accepted drafts", is_run=True,
     ),
     LogFormat(
         "LightLLM's line of a request", "mtp_avg_token_per_step:", r"(?<!\w)out_token_counter:",

@@ -17,8 +17,9 @@ from nextn.engines.counters import (
     added_note,
     fill_in_derived,
 )
+from nextn.engines.llama_formats import HEAD_STATISTICS
 from nextn.engines.log_format import NUMBER, LogFormat, to_number
-from nextn.engines.log_formats import HEAD_STATISTICS, LOG_FORMATS
+from nextn.engines.log_formats import LOG_FORMATS
 from nextn.errors import EngineError
 
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
