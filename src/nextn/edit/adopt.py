@@ -20,9 +20,9 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import GENERIC, misfits, open_head, record_training, trained_length, trunk_family
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.edit.compatibility import absent
-from nextn.edit.execute import execute
+from nextn.edit.execute import carry_out
 from nextn.edit.links import refuse_links
-from nextn.edit.plan import EditPlan, Piece, Progress, changes, divide, index_document, into_new_folder, quiet, visible
+from nextn.edit.plan import EditPlan, Piece, Progress, changes, divide, index_document, quiet, visible
 from nextn.errors import CheckpointError, FamilyError, NextnError
 from nextn.family_table import by_name
 from nextn.text_format import some
@@ -175,12 +175,10 @@ def adopt(
     config = _config(checkpoint)
     trunk = Inventory.of(checkpoint, family=trunk_family(checkpoint))
     found = _head(head, trunk)
-    plan = replace(into_new_folder(_plan(trunk, found, config), out), follow_links=follow_links)
-    if not dry_run:
-        execute(plan, on_bytes=on_bytes)
-        if found is not None:
-            length = trained_length(found)
-            record_training(plan.folder, source=found.checkpoint.path, made_by="convert", trained_length=length)
+    plan = carry_out(_plan(trunk, found, config), out, follow_links=follow_links, dry_run=dry_run, on_bytes=on_bytes)
+    if found is not None and not dry_run:
+        length = trained_length(found)
+        record_training(plan.folder, source=found.checkpoint.path, made_by="convert", trained_length=length)
     return plan
 
 

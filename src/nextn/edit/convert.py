@@ -18,7 +18,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, staged_head, trained_length, trained_with, trunk_fingerprint
 from nextn.checkpoint.quantization import is_mlx
 from nextn.edit.compatibility import ABOUT_HEAD, SIZES, absent, quantized_without
-from nextn.edit.execute import execute
+from nextn.edit.execute import carry_out
 from nextn.edit.expert_pieces import in_form, prune, superseded, trunk_in_form, with_num_experts
 from nextn.edit.links import refuse_links
 from nextn.edit.norm_shift import NormWeightShift, shifted, stores_less_one
@@ -30,14 +30,13 @@ from nextn.edit.plan import (
     changes,
     divide,
     index_document,
-    into_new_folder,
     quiet,
     visible,
     with_config,
 )
-from nextn.edit.reindex import side_files, sound
+from nextn.edit.reindex import opened
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.family_table import REPEATED_FIELD, ExpertForm, Family, by_name, rows
+from nextn.family_table import REPEATED_FIELD, ExpertForm, Family, by_config, by_name, rows
 from nextn.text_format import counted, some
 
 Form = Literal["shards", "side-file", "single-file"]
@@ -98,9 +97,7 @@ def convert(
         >>> sorted(plan.files.weights)
         ['model.safetensors']
     """
-    given = as_checkpoint(source)
-    refuse_links(given, follow=follow_links)
-    checkpoint, repairs = sound(given, without=side_files(Inventory.of(given)))
+    checkpoint, repairs = opened(source, lambda each: by_config(each.config), follow_links=follow_links)
     inventory = Inventory.of(checkpoint)
     layout = by_name(to) if to else inventory.family
     head = find_head(inventory, layout, by_name(now) if now else None)
@@ -123,20 +120,19 @@ def convert(
     for names, one in ((left, experts), (twice, trunk_experts)):
         if names:
             notes.append(f"left out: {counted(len(names), 'tensor')} in another form than {one}: {some(names)}")
+    plan = _plan(inventory, head, layout, fresh, form, trunk, {*left, *replaced}, num_experts=len(keep_experts or ()))
+    plan = replace(plan, notes=(*repairs, *notes, *_differing_duplicates(head)))
+    seal = partial(_seal, inventory=inventory, head=head, layout=layout)
+    return carry_out(plan, out, follow_links=follow_links, dry_run=dry_run, seal=seal, on_bytes=on_bytes)
+
+
+def _differing_duplicates(head: Inventory) -> list[str]:
+    """Return a note of tensors that are left out for others of the same meaning, and have other values."""
     different = [
         name for canonical, names in head.duplicates.items() if (kept := head.stored.get(canonical)) for name in names
         if not head.checkpoint.same(*map(head.checkpoint.info, (name, kept)))
     ]  # fmt: skip
-    notes += [f"left out: {some(different)}, with other values than what is kept"] if different else []
-    plan = replace(
-        _plan(inventory, head, layout, fresh, form, trunk, {*left, *replaced}, num_experts=len(keep_experts or ())),
-        notes=(*repairs, *notes),
-        follow_links=follow_links,
-    )
-    plan = into_new_folder(plan, out)
-    if not dry_run:
-        execute(plan, seal=partial(_seal, inventory=inventory, head=head, layout=layout), on_bytes=on_bytes)
-    return plan
+    return [f"left out: {some(different)}, with other values than what is kept"] if different else []
 
 
 def find_head(inventory: Inventory, layout: Family, current: Family | None = None) -> Inventory:
@@ -388,9 +384,7 @@ def extract(
                 REPEATED_FIELD: inventory.family.repeated_kv}  # fmt: skip
     files, documents = Files({path.name: fresh}, None), {CONFIG: config}
     plan = EditPlan(checkpoint, path.parent, inventory.family.name, files, documents, metadata=metadata)
-    if not dry_run:
-        execute(plan, seal=lambda _: refuse_config(), on_bytes=on_bytes)
-    return plan
+    return carry_out(plan, None, dry_run=dry_run, seal=lambda _: refuse_config(), on_bytes=on_bytes)
 
 
 def small_config(inventory: Inventory, count: int) -> dict[str, object]:

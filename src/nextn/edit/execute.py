@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nextn.checkpoint.remote import ByteSource, LocalFile, folder_files, readabl
 from nextn.checkpoint.safetensors_file import Header, RawTensor, TensorInfo, read_header, write_json, write_safetensors
 from nextn.checkpoint.staging_folder import staged
 from nextn.edit.links import all_files, refuse_links
-from nextn.edit.plan import EditPlan, Piece, Progress, new_folder, quiet
+from nextn.edit.plan import EditPlan, Piece, Progress, into_new_folder, new_folder, quiet
 from nextn.errors import CheckpointError
 from nextn.text_format import some
 
@@ -24,6 +25,23 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _METADATA_LIMITS = JsonLimits(100_000_000, 1_000_000)
 _SAMPLE = 4096  # bytes at either end of a copied tensor
 _MOST = 2000  # tensors of which these are compared
+
+
+def carry_out(
+    plan: EditPlan,
+    out: str | Path | None,
+    *,
+    follow_links: bool = False,
+    dry_run: bool = False,
+    seal: Callable[[Path], None] | None = None,
+    on_bytes: Progress = quiet,
+) -> EditPlan:
+    """Execute `plan` in its own folder, or in the new folder `out`, unless `dry_run`, and return it as executed."""
+    plan = replace(plan, follow_links=follow_links)
+    plan = plan if out is None else into_new_folder(plan, out)
+    if not dry_run:
+        execute(plan, seal=seal, on_bytes=on_bytes)
+    return plan
 
 
 def execute(plan: EditPlan, *, seal: Callable[[Path], None] | None = None, on_bytes: Progress = quiet) -> None:

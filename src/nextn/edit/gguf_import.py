@@ -25,12 +25,12 @@ from nextn.checkpoint.quantized_weights import QuantizedWeight, pack_codes
 from nextn.checkpoint.remote import LocalFile
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.checkpoint.tensors import FLOATS, bytes_of
-from nextn.edit.execute import execute
+from nextn.edit.execute import carry_out
 from nextn.edit.gguf_architectures import Architecture, Change, architecture_of
 from nextn.edit.gguf_layout import HEAD, HEAD_FOLDER
 from nextn.edit.gguf_metadata import Config, Metadata, common_config
 from nextn.edit.gguf_tokenizer import write_tokenizer
-from nextn.edit.plan import EditPlan, Files, Piece, Progress, index_document, into_new_folder, quiet
+from nextn.edit.plan import EditPlan, Files, Piece, Progress, index_document, quiet
 from nextn.edit.quantize import Rounding, is_linear, quantization_config
 from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import Family, find
@@ -169,12 +169,9 @@ def convert_gguf(
         raise ConfigError(f"--dtype {dtype}; expected {', '.join(DTYPE_NAMES)}, or {STORED}")
     file = GgufFile.open(path)
     architecture, meta = architecture_of(file)
-    plan = into_new_folder(_plan(file, architecture, meta, dtype), out)
-    if not dry_run:
-        vocab_size = file.tensors["token_embd.weight"].shape[1]
-        seal = partial(write_tokenizer, file=file, source=tokenizer, vocab_size=vocab_size)
-        execute(plan, seal=seal, on_bytes=on_bytes)
-    return plan
+    plan, vocab_size = _plan(file, architecture, meta, dtype), file.tensors["token_embd.weight"].shape[1]
+    seal = partial(write_tokenizer, file=file, source=tokenizer, vocab_size=vocab_size)
+    return carry_out(plan, out, dry_run=dry_run, seal=seal, on_bytes=on_bytes)
 
 
 def _plan(file: GgufFile, architecture: Architecture, meta: Metadata, dtype: str | None) -> EditPlan:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nextn.checkpoint.checkpoint import CONFIG, Checkpoint, as_checkpoint
+from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.gguf_blocks import round_to_blocks
 from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory, count_layers
@@ -31,9 +31,8 @@ from nextn.checkpoint.quantization import QuantConfig, stored_modules
 from nextn.checkpoint.quantized_weights import UNQUANTIZED_PARTS, pack_codes, round_to_nearest
 from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.checkpoint.tensors import FLOATS, bytes_of
-from nextn.edit.execute import execute
+from nextn.edit.execute import carry_out
 from nextn.edit.expert_pieces import with_split_experts
-from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
     EditPlan,
     Files,
@@ -41,11 +40,10 @@ from nextn.edit.plan import (
     Progress,
     changes,
     index_document,
-    into_new_folder,
     quiet,
     with_config,
 )
-from nextn.edit.reindex import side_files, sound
+from nextn.edit.reindex import opened
 from nextn.errors import CheckpointError, ConfigError
 from nextn.text_format import counted, some
 
@@ -228,23 +226,20 @@ def quantize(
         raise ConfigError(f"group size {group_size}; blocks of {BLOCKS} have groups of 32")
     if weights == W8A8 and head_bits == 4:
         raise ConfigError("weights w8a8, head bits 4; expected head bits 16 or 8 with activations of 8 bits")
-    given = as_checkpoint(source)
-    refuse_links(given, follow=follow_links)
-    checkpoint, repairs = sound(given, without=side_files(Inventory.of(given, family=trunk_family(given))))
+    checkpoint, repairs = opened(source, trunk_family, follow_links=follow_links)
+    plan = _plan(checkpoint, _roundings(weights, head_bits, group_size), importance or {})
+    plan = replace(plan, notes=(*repairs, *plan.notes))
+    seal = partial(_seal, checkpoint=checkpoint, config=plan.documents[CONFIG])
+    return carry_out(plan, out, follow_links=follow_links, dry_run=dry_run, seal=seal, on_bytes=on_bytes)
+
+
+def _roundings(weights: str, head_bits: int, group_size: int) -> dict[str, Rounding]:
+    """Return how the trunk, its attention values and the head are rounded, where they are and not alike."""
     if weights == BLOCKS:
-        roundings: dict[str, Rounding] = {"trunk": BlockRounding(4, None), "values": BlockRounding(8, None)}
-        roundings |= {} if head_bits == 16 else {"head": BlockRounding(head_bits, None)}
-    else:
-        rounding = partial(Rounding.of, group_size=group_size, activation_bits=8 if weights == W8A8 else 16)
-        roundings = {"trunk": rounding(BITS[weights])}
-        roundings |= {} if head_bits == 16 else {"head": rounding(head_bits)}
-    plan = _plan(checkpoint, roundings, importance or {})
-    plan = replace(plan, notes=(*repairs, *plan.notes), follow_links=follow_links)
-    plan = into_new_folder(plan, out)
-    if not dry_run:
-        seal = partial(_seal, checkpoint=checkpoint, config=plan.documents[CONFIG])
-        execute(plan, seal=seal, on_bytes=on_bytes)
-    return plan
+        blocks: dict[str, Rounding] = {"trunk": BlockRounding(4, None), "values": BlockRounding(8, None)}
+        return blocks if head_bits == 16 else {**blocks, "head": BlockRounding(head_bits, None)}
+    rounding = partial(Rounding.of, group_size=group_size, activation_bits=8 if weights == W8A8 else 16)
+    return {"trunk": rounding(BITS[weights])} | ({} if head_bits == 16 else {"head": rounding(head_bits)})
 
 
 def is_linear(path: str) -> bool:

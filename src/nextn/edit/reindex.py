@@ -1,6 +1,7 @@
 """Write a checkpoint's index from the files that are there."""
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,11 @@ from nextn.checkpoint.checkpoint import SINGLE, Checkpoint, as_checkpoint
 from nextn.checkpoint.file_index import FileIndex, file_index, mixed_files, with_sound_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
-from nextn.edit.execute import execute
+from nextn.edit.execute import carry_out
 from nextn.edit.links import refuse_links
-from nextn.edit.plan import FIRST_SHARD, EditPlan, Files, Progress, free_name, index_document, into_new_folder, quiet
+from nextn.edit.plan import FIRST_SHARD, EditPlan, Files, Progress, free_name, index_document, quiet
 from nextn.errors import CheckpointError, ConfigError
+from nextn.family_table import Family
 from nextn.text_format import counted, some
 
 
@@ -51,12 +53,18 @@ def reindex(
     files = Files({}, {name: renamed.get(file, file) for name, file in index.weight_map.items()}, renamed)
     plan = EditPlan(
         checkpoint, Path(checkpoint.path), trunk_family(checkpoint).name, files, index_document(files, sound),
-        notes=tuple(notes(index)), follow_links=follow_links,
+        notes=tuple(notes(index)),
     )  # fmt: skip
-    plan = plan if out is None else into_new_folder(plan, out)
-    if not dry_run:
-        execute(plan, on_bytes=on_bytes)
-    return plan
+    return carry_out(plan, out, follow_links=follow_links, dry_run=dry_run, on_bytes=on_bytes)
+
+
+def opened(
+    source: "str | Path | Checkpoint", family_of: Callable[[Checkpoint], Family], *, follow_links: bool
+) -> tuple[Checkpoint, list[str]]:
+    """Open what is to be written anew, as `sound` returns it. Raises CheckpointError for links that lead outside."""
+    checkpoint = as_checkpoint(source)
+    refuse_links(checkpoint, follow=follow_links)
+    return sound(checkpoint, without=side_files(Inventory.of(checkpoint, family=family_of(checkpoint))))
 
 
 def sound(checkpoint: Checkpoint, *, without: frozenset[str] = frozenset()) -> tuple[Checkpoint, list[str]]:

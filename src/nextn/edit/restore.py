@@ -4,7 +4,7 @@ It does not look at the head's values, as `audit` does, but compares stored copi
 """
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from nextn.checkpoint.provenance import (
 )
 from nextn.checkpoint.quantization import QuantConfig, is_mlx
 from nextn.edit.compatibility import ABOUT_HEAD, absent, quantized_without, refuse_misfit
-from nextn.edit.execute import execute
+from nextn.edit.execute import carry_out
 from nextn.edit.links import refuse_links
 from nextn.edit.plan import (
     EditPlan,
@@ -33,7 +33,6 @@ from nextn.edit.plan import (
     changes,
     divide,
     index_document,
-    into_new_folder,
     quiet,
     visible,
     with_config,
@@ -102,12 +101,10 @@ def restore(
     if src is not None and Path(dst.checkpoint.path) not in (source := Path(src.checkpoint.path), source.parent):
         _refuse_complete(all_files, src, force=force)
     plan = _plan(dst, src, aliases, force=force)
-    plan = replace(plan, notes=(*repairs, *_kept(all_files, dst), *plan.notes), follow_links=follow_links)
-    plan = plan if out is None else into_new_folder(plan, out)
-    if not dry_run and plan.pieces:
-        seal = None if src is None else partial(_seal, dst=dst, src=src, plan=plan, trained_by=trained_by)
-        execute(plan, seal=seal, on_bytes=on_bytes)
-    return plan
+    plan = replace(plan, notes=(*repairs, *_kept(all_files, dst), *plan.notes))
+    seal = None if src is None else partial(_seal, dst=dst, src=src, plan=plan, trained_by=trained_by)
+    dry_run = dry_run or not plan.pieces
+    return carry_out(plan, out, follow_links=follow_links, dry_run=dry_run, seal=seal, on_bytes=on_bytes)
 
 
 def _target(path: str | Path, family: Family | None) -> tuple[Inventory, Inventory, list[str]]:
@@ -160,63 +157,80 @@ def _base(source: "str | Path | Checkpoint", dst: Inventory, family: Family | No
 
 
 def _plan(dst: Inventory, src: Inventory | None, engine: str | None, *, force: bool) -> EditPlan:
-    family, checkpoint = dst.family, dst.checkpoint
-    fresh: dict[str, Piece] = {}
-    gone: set[str] = set()
-    notes: list[str] = []
-    count = dst.declared
+    checkpoint, count = dst.checkpoint, dst.declared
+    fresh, gone, notes = dict[str, Piece](), set[str](), list[str]()
     if src is not None:
-        _refuse_complete(dst, src, force=force)
-        _refuse_bare(dst, force=force)
-        notes += refuse_misfit(dst, src, force=force)
-        for kind, names in foreign(checkpoint.tensors, family.runtime_names):
-            are = f"{counted(len(names), 'tensor')} of the target under names of {kind.what}"
-            plain = (plain_name(name, family.runtime_names) for name in names)
-            if not force and any(name and family.canonical(name, dst.num_layers) for name in plain):
-                raise CheckpointError(
-                    f"{checkpoint.path}: {are}, the head's among them: {kind.remedy} --force writes a head beside them."
-                )
-            notes.append(f"{are}, which no loader maps, stay as they are: {kind.remedy}")
-        packed = _packed_copies(dst) if force else set()
-        stale = {canonical for canonical in dst.copies if int(canonical.split(".")[0]) not in src.modules}
-        gone = dst.spellings({*dst.own, *packed, *stale}) | (_unrecognized_heads(dst) if force else set())
-        if gone:
-            notes.append(f"replaces {counted(len(gone), 'tensor')} of the head that was there: {some(sorted(gone))}")
+        notes += _refuse_unfit(dst, src, force=force)
+        gone = _replaced(dst, src, force=force)
         fresh = {dst.published(name): Piece(src.checkpoint, src.stored[name]) for name in src.own}
+        notes += _notes_on_head(dst, src, gone)
         count = len(src.modules)
-        if family.norm_weight == "1+w" and is_mlx(checkpoint) > is_mlx(src.checkpoint):
+        if engine is None and (engine := _skipping_engine(src)) is not None:
             notes.append(
-                "MLX's files store norm weights with 1 added, and the head's stay as in their source: "
-                f"`nextn audit {shlex.quote(checkpoint.path)}` names the command that adds it"
+                f"writes copies of the target's tensors into the MTP layers, as the base has: {engine} needs them"
             )
-    if engine is None and src is not None and (engine := _skipping_engine(src)) is not None:
-        notes.append(f"writes copies of the target's tensors into the MTP layers, as the base has: {engine} needs them")
     if engine is not None:
         copies = _copies(dst, count, engine, notes)
         gone |= {name for canonical, name in dst.copies.items()
                  if dst.published(f"{_copy(canonical)}.weight") in copies}  # fmt: skip
         fresh |= copies
-    elif src is not None and src.copies:
-        size = sum(src.checkpoint.tensors[name].nbytes for name in src.copies.values())
-        notes.append(
-            f"left out: the base's copies of {' and '.join(family.copies)} inside the MTP layers ({size:,} bytes), as "
-            "engines use the trunk's. --add-aliases ENGINE writes them from the target's trunk"
-        )
-    documents = _configs(dst, src, fresh, count) if src is not None else {}
-    if src is not None and (quantized := QuantConfig.of(checkpoint)) is not None and not quantized.known:
-        notes.append(
-            f"{quantized.method}: nextn does not know how it lists unquantized modules, so its section of {CONFIG} is "
-            "as before: whether an engine builds the head unquantized, only loading it shows"
-        )
+    documents: dict[str, Mapping[str, object]] = {}
+    if src is not None:
+        documents = _configs(dst, src, fresh, count)
+        notes += _notes_on_rest(dst, src, has_copies=engine is not None)
     files = divide(checkpoint, gone, fresh) if fresh else Files({}, None)
     documents |= index_document(files, checkpoint)
     path, lines = Path(checkpoint.path), changes(checkpoint, documents)
-    return EditPlan(checkpoint, path, family.name, files, documents, changes=lines, notes=tuple(notes))
+    return EditPlan(checkpoint, path, dst.family.name, files, documents, changes=lines, notes=tuple(notes))
 
 
-def _unrecognized_heads(dst: Inventory) -> set[str]:
-    """Return the tensors that look like a head's under unknown names, except layers beyond the trunk's."""
-    return {name for name in dst.unrecognized if dst.family.trunk_layer(name) is None}
+def _refuse_unfit(dst: Inventory, src: Inventory, *, force: bool) -> Iterator[str]:
+    """Yield notes on what does not keep the base's head from the target; raise an error for what does."""
+    _refuse_complete(dst, src, force=force)
+    _refuse_bare(dst, force=force)
+    yield from refuse_misfit(dst, src, force=force)
+    family, path = dst.family, dst.checkpoint.path
+    for kind, names in foreign(dst.checkpoint.tensors, family.runtime_names):
+        are = f"{counted(len(names), 'tensor')} of the target under names of {kind.what}"
+        plain = (plain_name(name, family.runtime_names) for name in names)
+        if not force and any(name and family.canonical(name, dst.num_layers) for name in plain):
+            message = f"{path}: {are}, the head's among them: {kind.remedy} --force writes a head beside them."
+            raise CheckpointError(message)
+        yield f"{are}, which no loader maps, stay as they are: {kind.remedy}"
+
+
+def _replaced(dst: Inventory, src: Inventory, *, force: bool) -> set[str]:
+    """Return the tensors of the target's own head; by force, also what looks like one and is no layer of a trunk."""
+    packed = _packed_copies(dst) if force else set()
+    stale = {canonical for canonical in dst.copies if int(canonical.split(".")[0]) not in src.modules}
+    unrecognized = {name for name in dst.unrecognized if force and dst.family.trunk_layer(name) is None}
+    return dst.spellings({*dst.own, *packed, *stale}) | unrecognized
+
+
+def _notes_on_head(dst: Inventory, src: Inventory, gone: Collection[str]) -> Iterator[str]:
+    """Yield what the head takes the place of, and what of it is not as in the target's other files."""
+    if gone:
+        yield f"replaces {counted(len(gone), 'tensor')} of the head that was there: {some(sorted(gone))}"
+    if dst.family.norm_weight == "1+w" and is_mlx(dst.checkpoint) > is_mlx(src.checkpoint):
+        yield (
+            "MLX's files store norm weights with 1 added, and the head's stay as in their source: "
+            f"`nextn audit {shlex.quote(dst.checkpoint.path)}` names the command that adds it"
+        )
+
+
+def _notes_on_rest(dst: Inventory, src: Inventory, *, has_copies: bool) -> Iterator[str]:
+    """Yield which copies of the base are left out, and whether the quantization config could be changed."""
+    if src.copies and not has_copies:
+        size = sum(src.checkpoint.tensors[name].nbytes for name in src.copies.values())
+        yield (
+            f"left out: the base's copies of {' and '.join(dst.family.copies)} inside the MTP layers ({size:,} bytes), "
+            "as engines use the trunk's. --add-aliases ENGINE writes them from the target's trunk"
+        )
+    if (quantized := QuantConfig.of(dst.checkpoint)) is not None and not quantized.known:
+        yield (
+            f"{quantized.method}: nextn does not know how it lists unquantized modules, so its section of {CONFIG} is "
+            "as before: whether an engine builds the head unquantized, only loading it shows"
+        )
 
 
 def _refuse_complete(dst: Inventory, src: Inventory, *, force: bool) -> None:
