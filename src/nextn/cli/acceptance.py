@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from nextn.cli.screen import echo, figures_table, plain, print_lines, print_note, print_table
+from nextn.evaluate.acceptance_drop import FALSE_ALARMS
 from nextn.text_format import docs_page, rate_text
 
 if TYPE_CHECKING:
@@ -143,9 +144,7 @@ def show_comparison(compared: "AcceptanceChange", *, quiet: bool) -> None:
         title = f"against {compared.source}"
         table = figures_table(title, "before", "now", "change", "perfect head", "", left=("", title), no_wrap=False)
         for drop in compared.drops:
-            changed = 0.0 - drop.value  # not -0.0
-            low, high = max(-1.0, changed - drop.half_width), changed + drop.half_width
-            change = f"{changed:+.1%} ({low:+.1%} to {high:+.1%})"
+            change = f"{drop.change.value:+.1%} ({drop.change.low:+.1%} to {drop.change.high:+.1%})"
             # Of later drafts it is on other positions: those where the head's own earlier drafts were accepted.
             ceiling = f"{drop.ceiling:.3f}" if drop.figure in ("a_1", "AL") else ""
             values = (f"{drop.before:.3f}", f"{drop.now:.3f}", change, ceiling)
@@ -154,7 +153,8 @@ def show_comparison(compared: "AcceptanceChange", *, quiet: bool) -> None:
         for temperature in set(compared.degenerate) - {drop.temperature for drop in compared.drops}:
             print_note(f"temperature {temperature:g} is not compared: most of its texts are degenerate (repetitive)")
         echo(
-            f"threshold {compared.limit:.1%} (--max-drop): speed falls by no more than AL does; perfect head: one "
-            "that has the trunk's own distribution"
+            f"threshold {compared.limit:.1%} (--max-drop): speed falls by no more than AL does; intervals: widened for "
+            f"{len(compared.drops)} figures, so at most {FALSE_ALARMS:.0%} of runs find a drop where nothing changed; "
+            "perfect head: one that has the trunk's own distribution"
         )
     echo(compared.conclusion, err=quiet)

@@ -1,27 +1,32 @@
 """Compare a measurement of acceptance with an earlier one of the same prompts and settings. Imports no torch.
 
 A drop counts once it is larger than the limit and larger than the noise of both measurements: an interval of 24 texts
-is often as wide as a limit of 5 %. Whether training would help is another question: by the rule `argmax`, acceptance
-also falls if the trunk became less sure of its tokens, and a perfect head would lose as much.
+is often as wide as a limit of 5 %. The figures are tested together, so intervals are widened (Bonferroni): where
+nothing changed, all of them together exceed their noise in at most FALSE_ALARMS of the runs. AL has half of that, as
+it decides the speed; the many and noisier a_k share the other half.
+
+Whether training would help is another question: by the rule `argmax`, acceptance also falls if the trunk became less
+sure of its tokens, and a perfect head would lose as much.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from nextn.bounded_json import JsonLimits, JsonObject, parse_json
 from nextn.errors import ConfigError
 from nextn.evaluate.acceptance_curve import length_of
-from nextn.stats.intervals import jackknife
+from nextn.stats.intervals import Estimate, jackknife, student_t
 
 SERVER_RULES = ("greedy", "ratio", "argmax")  # the acceptance rules that servers use
 OTHER_TOKENS = (
     "their tokenizers or chat templates differ, and rates of other tokens do not compare. Compare with a checkpoint "
     "that has the same, or leave the templates out (--no-chat)"
 )
+FALSE_ALARMS = 0.05  # share of comparisons that report a drop although nothing changed, at most
 RECORD = "measure.json"  # looked for in a folder
 _LIMITS = JsonLimits(16 * 1024 * 1024, 500_000)
 _IGNORED = ("backend",)  # settings that do not change what is measured
@@ -39,10 +44,12 @@ class Drop:
     figure: str  # a_1, ..., or AL
     before: float
     now: float
-    half_width: float  # of the 95 % interval of the relative drop
+    half_width: float  # of the 95 % interval of `symmetric`
     num_texts: int
     ceiling_before: float  # the figure of a perfect head on the earlier trunk
     ceiling: float  # the figure of a perfect head on the present trunk
+    ceiling_error: float = 0.0  # of the ratio of the two, above no accepted draft; half of its 95 % interval, relative
+    noise: float = math.inf  # `symmetric` of all figures exceeds theirs by chance in at most FALSE_ALARMS
 
     @property
     def value(self) -> float:
@@ -50,12 +57,28 @@ class Drop:
         return (self.before - self.now) / self.before
 
     @property
-    def improvement(self) -> float:
+    def symmetric(self) -> float:
+        """The drop relative to the mean of both: chance makes it as often positive as negative, unlike `value`."""
+        return _symmetric(self.before, self.now)
+
+    @property
+    def change(self) -> Estimate:
+        """The relative change with the interval by which it is tested."""
+        low, high = (min(2.0, max(-1.999, self.symmetric + sign * self.noise)) for sign in (1, -1))
+        return Estimate(0.0 - self.value, (2 - low) / (2 + low) - 1, (2 - high) / (2 + high) - 1)  # not -0.0
+
+    @property
+    def improvement(self) -> Estimate:
         """The relative increase by a head that comes as close to the ceiling as the earlier one did to its own."""
+        if not self.now:
+            return Estimate(math.inf, math.inf, math.inf)
         base = 1.0 if self.figure == "AL" else 0.0  # of no draft accepted
         share = (self.before - base) / (self.ceiling_before - base) if self.ceiling_before > base else 0.0
-        reached = base + min(1.0, share) * (self.ceiling - base)
-        return max(0.0, self.increase_to(reached))
+        gain = min(1.0, share) * (self.ceiling - base)
+        error = self.half_width * (self.before + self.now) ** 2 / (4 * self.before * self.now)  # of before / now
+        error = math.hypot(error, self.ceiling_error * gain / (base + gain or 1.0))
+        ratio, most = (base + gain) / self.now, self.increase_to(self.ceiling)
+        return Estimate(*(max(0.0, min(most, ratio * (1 + sign * error) - 1)) for sign in (0, -1, 1)))
 
     def increase_to(self, value: float) -> float:
         """Return the relative increase from the figure now; infinite where no draft was accepted."""
@@ -63,11 +86,17 @@ class Drop:
 
     def exceeds(self, limit: float) -> bool:
         """Whether the drop is above the limit and not noise."""
-        return self.value > limit and self.value > self.half_width
+        return self.value > limit and self.symmetric > self.noise
+
+    def tested_at(self, error: float) -> "Drop":
+        """Return it with the noise that chance exceeds in this share of comparisons, by Student's t over texts."""
+        # Rounds of one text are taken as independent; t of many texts is the normal distribution's.
+        degrees = self.num_texts - 1 if 1 < self.num_texts < 1000 else math.inf
+        return replace(self, noise=self.half_width * student_t(degrees, 2 * error) / student_t(degrees, 0.05))
 
     def texts_needed(self, limit: float) -> int:
-        """Return an estimate of the number of texts that would make the interval as narrow as the limit."""
-        return math.ceil(self.num_texts * max(1.0, self.half_width / limit) ** 2)
+        """Return an estimate of the number of texts that would make the noise as small as the limit."""
+        return math.ceil(self.num_texts * max(1.0, self.noise / limit) ** 2)
 
     @property
     def label(self) -> str:
@@ -101,7 +130,7 @@ class AcceptanceChange:
             pairs = [pair for pair in pairs if _key(pair[1])[0] not in degenerate] or pairs
             ceilings = _ceilings(baseline), _ceilings(now)
             found = (_drops(*pair, *ceilings, _paired(baseline, now, *_key(pair[1]))) for pair in pairs)
-            drops = tuple(drop for each in found for drop in each)
+            drops = _tested([drop for each in found for drop in each])
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{source}: not a record of this version's `nextn measure --out` ({error!r})") from error
         if not drops:
@@ -132,58 +161,76 @@ class AcceptanceChange:
         """The AL that training may raise most: of a rule by which a figure fell, if any did."""
         fell = {_rule(drop) for drop in self.fallen}
         drops = [drop for drop in self.drops if not fell or _rule(drop) in fell]
-        return max([drop for drop in drops if drop.figure == "AL"] or drops, key=lambda drop: drop.improvement)
+        return max(_lengths(drops), key=lambda drop: drop.improvement.value)
 
     @property
     def conclusion(self) -> str:
-        """Keep, train or inconclusive, the expected improvement, and how many texts would show a drop of the limit."""
-        names = ", ".join(drop.label for drop in self.fallen)
+        """Fell, kept or inconclusive as `outcome` is, the expected improvement, and how many texts would decide."""
+        names, limit = ", ".join(drop.label for drop in self.fallen), f"{self.limit:.1%}"
         if self._is_degenerate:
             others = "" if any(self.degenerate) else ", or --temperatures 1"
-            fell = f", though {names} fell by more than {self.limit:.1%}" if names else ""
+            fell = f", though {names} fell by more than {limit}" if names else ""
             return (
                 f"inconclusive{fell}: most texts are degenerate (repetitive), which any head drafts: use other "
                 f"prompts{others}"
             )
-        best = self.most_trainable
-        perfect = f"{best.label}; a perfect head: {best.increase_to(best.ceiling):.1%}"
-        expected = f"expected improvement {best.improvement:.1%} ({perfect})"
-        if not names:
-            known = "keep the head" if self.outcome == "kept" else "inconclusive"
-            choice = f"{known}: no figure fell by more than {self.limit:.1%} beyond its interval; training: {expected}"
-        elif best.improvement <= self.limit:  # this trunk is less sure of its tokens, or only deep drafts fell
-            choice = (
-                f"keep the head, though {names} fell by more than {self.limit:.1%}: training would raise "
-                f"{best.figure} by less; {expected}"
-            )
-        else:
-            choice = f"train the head: {names} fell by more than {self.limit:.1%}; {expected}"
-        return choice if names else f"{choice}{self._noise}"
+        if self.outcome == "fell":
+            # This trunk may be less sure of its tokens, or only deep drafts fell.
+            is_trainable = self.most_trainable.improvement.value > self.limit
+            choice = "train the head" if is_trainable else f"training would raise AL by no more than {limit}"
+            return f"acceptance fell by more than {limit}: {names}; {choice}: {self._expectation}"
+        choice = "acceptance kept, keep the head" if self.outcome == "kept" else "inconclusive"
+        return f"{choice}: no drop exceeds both {limit} and the noise; by training: {self._expectation}{self._noise}"
+
+    @property
+    def _expectation(self) -> str:
+        """The improvement of AL, or of what has an interval, by every rule."""
+        rows = ((drop, drop.improvement, drop.increase_to(drop.ceiling)) for drop in _lengths(self.drops))
+        each = (
+            f"{drop.label} +{gain.value:.1%} ({gain.low:.1%} to {gain.high:.1%}; a perfect head: {best:.1%})"
+            for drop, gain, best in rows
+        )
+        return f"expected {', '.join(each)}"
 
     @property
     def _noise(self) -> str:
-        lengths = [drop for drop in self.drops if drop.figure == "AL"] or self.drops
-        widest = max(lengths, key=lambda drop: drop.half_width)
-        if widest.half_width <= self.limit:
+        widest = max(_lengths(self.drops), key=lambda drop: drop.noise)
+        if widest.noise <= self.limit:
             return ""
         return (
-            f"; {widest.num_texts} texts are too few to show a drop of {self.limit:.1%} in AL reliably (95 % interval "
-            f"+-{widest.half_width:.1%}): about {widest.texts_needed(self.limit)} texts would, of more --prompts"
+            f"; {widest.num_texts} texts are too few to show a drop of {self.limit:.1%} in AL reliably (interval "
+            f"+-{widest.noise:.1%}): about {widest.texts_needed(self.limit)} texts would, of more --prompts"
         )
 
     def as_record(self) -> dict[str, object]:
         """Return the comparison for JSON reports."""
         figures = [
             asdict(drop)
-            | {"drop": drop.value, "expected_improvement": _finite(drop.improvement), "fell": drop.exceeds(self.limit)}
+            | {"drop": drop.value, "expected_improvement": _finite(drop.improvement.value)}
+            | {"expected_improvement_95": [_finite(drop.improvement.low), _finite(drop.improvement.high)]}
+            | {"fell": drop.exceeds(self.limit)}
             for drop in self.drops
         ]
         record = {"against": self.source, "max_drop": self.limit, "degenerate_temperatures": list(self.degenerate)}
+        record |= {"false_alarms": FALSE_ALARMS}
         return record | {"outcome": self.outcome, "conclusion": self.conclusion, "figures": figures}
 
 
 def _rule(drop: Drop) -> tuple[float, str]:
     return drop.temperature, drop.rule
+
+
+def _lengths(drops: Sequence[Drop]) -> Sequence[Drop]:
+    """AL by every rule; of a single text, where it has no interval, what has one."""
+    return [drop for drop in drops if drop.figure == "AL"] or drops
+
+
+def _tested(drops: Sequence[Drop]) -> tuple[Drop, ...]:
+    """Give the figures their noise: half of FALSE_ALARMS is shared by AL of all rules, half by all a_k."""
+    lengths = [drop.figure == "AL" for drop in drops]
+    groups = {is_length: lengths.count(is_length) for is_length in set(lengths)}
+    pairs = zip(drops, lengths, strict=True)
+    return tuple(drop.tested_at(FALSE_ALARMS / len(groups) / groups[is_length]) for drop, is_length in pairs)
 
 
 def read_record(path: Path) -> _Record:
@@ -247,17 +294,13 @@ def _degenerate(record: _Record) -> set[float]:
     return {key for key, counts in texts if 2 * len(counts["repetitive"]) > _number(counts["num"])}
 
 
-def _ceilings(record: _Record) -> dict[float, list[float]]:
+def _ceilings(record: _Record) -> dict[float, list[_Interval | None]]:
     """Temperature -> a_1, ..., AL of a perfect head by rule argmax."""
-    ceilings = {}
-    for key, figures in record["perfect_head"].items():
-        length = figures["mean_acceptance_length"]["value"]
-        ceilings[float(key)] = [*map(_number, figures["acceptance"]), _number(length)]
-    return ceilings
+    return {float(key): _intervals(figures) for key, figures in record["perfect_head"].items()}
 
 
 def _paired(before: _Record, now: _Record, temperature: float, rule: str) -> list[float]:
-    """The half-widths of the drops of a_1, ..., AL over the texts of both records; nan where they do not say.
+    """The half-widths of `Drop.symmetric` of a_1, ..., AL over the texts of both; nan where they do not say.
 
     A text of one measurement is compared with that of the same prompt in the other, so how texts differ from each other
     is no noise. Where few drafts changed, they may have changed by chance in no text: then at most 3 in all did (95 %).
@@ -277,7 +320,7 @@ def _paired(before: _Record, now: _Record, temperature: float, rule: str) -> lis
     totals = [*(b or a for a, b in zip(old, new, strict=True)), sum(new) + sum(row[2 * depths] for row in rows)]
     widths = []
     for index, total in enumerate(totals):
-        found = jackknife(partial(_relative_drop, index=index, depths=depths), rows)
+        found = jackknife(partial(_drop, index=index, depths=depths), rows)
         least = 0.0 if is_same else 3 / total if total else math.inf
         widths.append(max((found.high - found.low) / 2, least))
     return widths
@@ -288,36 +331,46 @@ def _fingerprints(record: _Record) -> tuple[object, object] | None:
     return (hashes["head"], hashes["trunk"]) if {"head", "trunk"} <= hashes.keys() else None
 
 
-def _relative_drop(sums: Sequence[float], *, index: int, depths: int) -> float:
-    """The relative drop of a_1, ..., AL: drafted and accepted by depth, before and now."""
+def _drop(sums: Sequence[float], *, index: int, depths: int) -> float:
+    """`Drop.symmetric` of a_1, ..., AL: drafted and accepted by depth, before and now."""
     before, now = sums[: 2 * depths], sums[2 * depths :]
     old, new = (
         length_of(each) if index == depths else each[depths + index] / each[index] if each[index] else math.nan
         for each in (before, now)
     )
-    return 1 - new / old if old else math.nan
+    return _symmetric(old, new)
+
+
+def _symmetric(before: float, now: float) -> float:
+    return 2 * (before - now) / (before + now) if before + now else math.nan
 
 
 def _drops(
     before: _Record,
     now: _Record,
-    old_ceilings: Mapping[float, list[float]],
-    new_ceilings: Mapping[float, list[float]],
+    old_ceilings: Mapping[float, list[_Interval | None]],
+    new_ceilings: Mapping[float, list[_Interval | None]],
     paired: Sequence[float],
 ) -> Iterator[Drop]:
     num_texts = int(min(_number(each["num_texts"]) for each in (before, now)))
     (temperature, rule), intervals = _key(now), [_intervals(each) for each in (before, now)]
     depths = len(intervals[0]) - 1
-    certain = [1.0] * depths + [depths + 1.0]  # a perfect head has every draft accepted by the other rules
+    # A perfect head has every draft accepted by the other rules.
+    certain: list[_Interval | None] = [*[(1.0,) * 3] * depths, (depths + 1.0,) * 3]
     ceilings = [each[temperature] if rule == "argmax" else certain for each in (old_ceilings, new_ceilings)]
     for index, (old, new) in enumerate(zip(*intervals, strict=True)):
         if old is None or new is None or not old[0]:  # AL of a single text has no interval
             continue
         # The ends of an interval are about as far from the value on both sides; errors of a ratio add in squares.
         relative = [(high - low) / 2 / value if value else 0.0 for value, low, high in (old, new)]
-        width = math.hypot(*relative) * new[0] / old[0] if math.isnan(paired[index]) else paired[index]
+        alone = math.hypot(*relative) * 4 * old[0] * new[0] / (old[0] + new[0]) ** 2
+        width = alone if math.isnan(paired[index]) else paired[index]
         figure = f"a_{index + 1}" if index < depths else "AL"
-        yield Drop(temperature, rule, figure, old[0], new[0], width, num_texts, *(each[index] for each in ceilings))
+        best = [each[index] or (math.nan,) * 3 for each in ceilings]
+        base = 1.0 if figure == "AL" else 0.0
+        errors = ((high - low) / 2 / (value - base) if value > base else 0.0 for value, low, high in best)
+        error = 0.0 if best[0] == best[1] else math.hypot(*errors)  # of the same texts by the same trunk there is none
+        yield Drop(temperature, rule, figure, old[0], new[0], width, num_texts, best[0][0], best[1][0], error)
 
 
 def _intervals(figures: _Record) -> list[_Interval | None]:
