@@ -66,31 +66,13 @@ def rounds(
     """
     passes: DecodingTrunk = TorchTrunk(trunk) if isinstance(trunk, Trunk) else trunk
     head_passes: DecodingHead | None = TorchHead(head) if isinstance(head, Head) else head
-    if not prompts:
-        raise ConfigError("no prompt was given; expected at least one")
-    check_head(head_passes, settings)
-    if passes.max_length is not None and settings.max_tokens > passes.max_length:
-        expected = f"at most {passes.max_length}, the context of this model"
-        raise ConfigError(f"max_tokens = {settings.max_tokens}; expected {expected}")
-    for row, prompt in enumerate(prompts):
-        check_prompt(passes, prompt, f"prompt {row}")
+    _check(passes, head_passes, prompts, settings)
     length = length or FixedLength(settings.num_speculative_tokens, settings.p_min)
-    seed_offsets = range(len(prompts)) if seed_offsets is None else seed_offsets
     with LOCK:
         # torch fixes a thread's thread count at its first use. Do that here, under the lock: while another thread runs
         # a native round, the count is temporarily 1.
         torch.get_num_threads()
-    sequences = [
-        BatchSequence(
-            row=row,
-            tokens=list(prompt),
-            max_tokens=settings.max_tokens,
-            eos=settings.eos or (),
-            uniforms=Uniforms(settings.seed * 2**20 + offset),
-            stop=None if stop is None else partial(stop, row),
-        )
-        for row, (prompt, offset) in enumerate(zip(prompts, seed_offsets, strict=True))
-    ]
+    sequences = _sequences(prompts, settings, range(len(prompts)) if seed_offsets is None else seed_offsets, stop)
     with passes.pass_context():
         batch = DecodingBatch(
             passes, head_passes, sequences, settings, length, observer=observer, make_drafter=make_drafter
@@ -106,6 +88,35 @@ def rounds(
         with torch.inference_mode(), passes.pass_context():
             result = batch.round()
         yield result
+
+
+def _check(
+    trunk: DecodingTrunk, head: DecodingHead | None, prompts: Sequence[Sequence[int]], settings: Settings
+) -> None:
+    if not prompts:
+        raise ConfigError("no prompt was given; expected at least one")
+    check_head(head, settings)
+    if trunk.max_length is not None and settings.max_tokens > trunk.max_length:
+        expected = f"at most {trunk.max_length}, the context of this model"
+        raise ConfigError(f"max_tokens = {settings.max_tokens}; expected {expected}")
+    for row, prompt in enumerate(prompts):
+        check_prompt(trunk, prompt, f"prompt {row}")
+
+
+def _sequences(
+    prompts: Sequence[Sequence[int]], settings: Settings, seed_offsets: Sequence[int], stop: Stop | None
+) -> list[BatchSequence]:
+    return [
+        BatchSequence(
+            row=row,
+            tokens=list(prompt),
+            max_tokens=settings.max_tokens,
+            eos=settings.eos or (),
+            uniforms=Uniforms(settings.seed * 2**20 + offset),
+            stop=None if stop is None else partial(stop, row),
+        )
+        for row, (prompt, offset) in enumerate(zip(prompts, seed_offsets, strict=True))
+    ]
 
 
 def prepare(trunk: DecodingTrunk, head: DecodingHead | None, rows: int, k: int, *, fixed: bool = False) -> None:

@@ -184,34 +184,19 @@ class NativeRounds:
         decoding.
         """
         chain: NativeDraftChain | None = start.chain
-        tokens, pending, remaining, eos = start.tokens, start.pending, start.remaining, start.eos
         self._runtime, self._blocks, self._passes, self._cache, self._chain = runtime, blocks, passes, cache, chain
-        batch_size = len(tokens)
-        self._last_tokens = np.array([row[-1] for row in tokens], dtype=np.int64)
-        self._lengths = np.array(cache.lengths, dtype=np.int64)
-        self._remaining, self._eos = np.array(remaining, dtype=np.int64), np.array(eos, dtype=np.int64)
-        self._num_used = np.zeros(batch_size, dtype=np.int64)
-        self._batch = BatchStruct(size=batch_size, num_eos=len(eos), max_length=max_length or _UNLIMITED)
-        self._batch.last_tokens, self._batch.lengths = self._last_tokens.ctypes.data, self._lengths.ctypes.data
-        self._batch.remaining, self._batch.eos = self._remaining.ctypes.data, self._eos.ctypes.data
-        self._pending: PendingStates | None = None
-        self._caches = [(cache, self._lengths)]  # each cache with the lengths that native code maintains
+        batch_size = len(start.tokens)
         width = max(0 if chain is None else start.max_speculative_tokens, start.max_copy_tokens)
-        if pending:
-            # Rounds without drafts of the head leave pending positions, too.
-            capacity = max(map(len, pending)) + width + 1 + PROBE_INTERVAL
-            capacity = _MOST_PENDING if chain is None else min(capacity, _MOST_PENDING)
-            self._pending = PendingStates(batch_size, capacity, pending[0])
-            self._batch.pending = self._pending.pointer
+        self._batch = BatchStruct(size=batch_size, num_eos=len(start.eos), max_length=max_length or _UNLIMITED)
+        self._set_sequences(start)
+        self._pending = self._pending_states(start, width)
+        self._caches = [(cache, self._lengths)]  # each cache with the lengths that native code maintains
         if chain is not None:
             assert self._pending is not None
-            counts = zip(tokens, cache.lengths, map(len, pending), strict=True)
-            pending_tokens = [row[length + 1 - count : length + 1] for row, length, count in counts]
-            self._pending.put(pending_tokens, pending, chain.cache.lengths)
             self._caches.append((chain.cache, self._pending.starts))
             chain.allocate(width)
         for each_cache, lengths in self._caches:
-            each_cache.reserve(int(lengths.max()) + min(max(remaining), _RESERVED))
+            each_cache.reserve(int(lengths.max()) + min(max(start.remaining), _RESERVED))
         self._distributions: Tensor | None = None
         self._own_distributions: Tensor | None = None
         if vocab_size is not None and chain is None:
@@ -220,6 +205,30 @@ class NativeRounds:
         self._verify_blocks: dict[int, VerifyBlock] = {}
         self._table = (ctypes.c_void_p * (width + 2))()
         self._allocate_output(batch_size, width)
+
+    def _set_sequences(self, start: RoundsStart) -> None:
+        """Pass the state of each sequence to native code, which maintains it."""
+        self._last_tokens = np.array([row[-1] for row in start.tokens], dtype=np.int64)
+        self._lengths = np.array(self._cache.lengths, dtype=np.int64)
+        self._remaining, self._eos = np.array(start.remaining, dtype=np.int64), np.array(start.eos, dtype=np.int64)
+        self._num_used = np.zeros(len(start.tokens), dtype=np.int64)
+        self._batch.last_tokens, self._batch.lengths = self._last_tokens.ctypes.data, self._lengths.ctypes.data
+        self._batch.remaining, self._batch.eos = self._remaining.ctypes.data, self._eos.ctypes.data
+
+    def _pending_states(self, start: RoundsStart, width: int) -> PendingStates | None:
+        """Pass the states that the head has not processed to native code; None without any."""
+        if not start.pending:
+            return None
+        # Rounds without drafts of the head leave pending positions, too.
+        capacity = max(map(len, start.pending)) + width + 1 + PROBE_INTERVAL
+        capacity = _MOST_PENDING if self._chain is None else min(capacity, _MOST_PENDING)
+        states = PendingStates(len(start.tokens), capacity, start.pending[0])
+        self._batch.pending = states.pointer
+        if self._chain is not None:
+            counts = zip(start.tokens, self._cache.lengths, map(len, start.pending), strict=True)
+            tokens = [row[length + 1 - count : length + 1] for row, length, count in counts]
+            states.put(tokens, start.pending, self._chain.cache.lengths)
+        return states
 
     @classmethod
     def fits(cls, pending: Sequence[Tensor], num_draft_tokens: int) -> bool:
