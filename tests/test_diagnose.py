@@ -322,12 +322,13 @@ GOOD, BAD = expects(NO_FAULT, 0.7, 0.5), expects("no-prefill", 0.3, 0.5)
     ("cases", "named"),
     [
         ([case((700, 350), GOOD), case((100, 10), GOOD)], ("context-length",)),
-        ([case((700, 350), GOOD), case((950, 900), GOOD)], ()),  # long prompts accept more
+        ([case((700, 350), GOOD), case((950, 900), GOOD)], ("inconclusive",)),  # long prompts accept more: no fault
         ([case((100, 10), GOOD), case((100, 10), GOOD)], ()),  # low on short ones, too
         ([case((100, 10), GOOD)], ()),
         ([case((700, 350), GOOD, expects("no-prefill", 0.7, 0.5)), case((300, 150), GOOD, BAD)], ("no-prefill",)),
         ([case((20, 10), expects(NO_FAULT, 0.15, 0.5), expects("no-prefill", 0.02, 0.5))], ("no-prefill",)),
         ([case((150, 75), expects(NO_FAULT, 0.15, 0.5), expects("no-prefill", 0.02, 0.5))], ("weights",)),
+        ([case((800, 400), GOOD, expects("head-quantized", 0.8, 0.5))], ("inconclusive",)),  # what fits loses nothing
     ],
 )
 def test_named_causes(cases, named):
@@ -348,17 +349,13 @@ def test_a_length_of_an_unknown_number_of_rounds_is_noted():
 
 def test_summary_of_a_diagnosis():
     unknown = [Diagnosis("x", None, (case(kept, GOOD),)).summary for kept in ((950, 900), (100, 10))]
-    assert [": AL 2.85" in unknown[0], "above it" in unknown[0], "below it" in unknown[1]] == [True] * 3
+    assert [": AL 2.85" in unknown[0], "nextn verify" in unknown[0], "below it" in unknown[1]] == [True] * 3
     poor = expects(NO_FAULT, 0.05, 0.05)
     own = [Diagnosis("x", None, (case((950, 900), poor, exclusive=each),)).summary for each in (True, False)]
     assert ["easier prompts" in each for each in (*unknown, *own)] == [False, False, False, True]
     driven, other = (Diagnosis("x", None, (case((950, 900), poor, exclusive=each),)) for each in (True, False))
-    assert (driven.outcome, other.outcome, other.named, other.needed) == (
-        "failed",
-        "inconclusive",
-        ("inconclusive",),
-        None,
-    )
+    for above in (driven, other):
+        assert (above.outcome, above.named, above.needed) == ("inconclusive", ("inconclusive",), None)
     low = Diagnosis("x", None, (case((10, 1), GOOD, exclusive=False),))
     assert low.outcome == "failed"  # what is lost is a finding on any prompts
     some, many, countless = (
@@ -387,7 +384,7 @@ def test_the_headline_has_the_odds_against_the_next_cause():
     """What an engine that was not driven is assumed to do is in it, too."""
     seen = case((100, 10), expects(NO_FAULT, 0.7, 0.5), BAD, expects("head-unset", 0.1, 0.1))
     assert "times likelier than the next cause, no-prefill, and " in Diagnosis("x", None, (seen,)).summary
-    near = case((6, 0), *seen.expected, expects("inputs-swapped", 0.25, 0.1), num_drafted=60)
+    near = case((6, 0), *seen.expected, expects("inputs-swapped", 0.22, 0.1), num_drafted=60)
     found = Diagnosis("x", None, (near,))
     assert (found.named, found.indistinguishable) == (("head-unset",), ("inputs-swapped",))
     assert "than the next cause that these counts tell apart, no-prefill, and " in found.summary
@@ -432,6 +429,21 @@ def test_a_cause_that_does_not_fit_is_not_listed_as_like():
     assert found.cause(NO_FAULT).p_value < MIN_FIT
     assert found.indistinguishable == ()
     assert not {*found.named, *found.indistinguishable} & {*found.undetectable}
+
+
+def test_by_length_alone_all_causes_that_fit_are_named():
+    """None of them is likelier because its own interval is narrow: here the one that is nearest."""
+    narrow, texts = expects("head-2-bit", 0.1, 0.1), [expects("x", *rates, texts=6) for rates in ((0, 0), (0.5, 0.5))]
+    drafted, accepted = (
+        [row for each in texts for row in getattr(each, side)] for side in ("num_drafted", "num_accepted")
+    )
+    wide = ExpectedCounts("no-prefill", drafted, accepted)
+    seen = replace(case((0, 0), GOOD, narrow, wide), counts=ObservedCounts(length=1.11, rounds=400))
+    found = Diagnosis("x", None, (seen,))
+    assert found.cause("no-prefill").ratio < 0.1
+    assert found.named == ("head-2-bit", "no-prefill")
+    assert found.indistinguishable == ()
+    assert "AL alone cannot distinguish" in found.summary
 
 
 def test_accepted_drafts_of_a_case():

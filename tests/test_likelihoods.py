@@ -185,6 +185,7 @@ def cause(name, log_likelihood, misfit=0.5):
         ([cause(NO_FAULT, 0, 1e-6), cause("a", -1)], ()),
         ([cause("a", 0), cause(NO_FAULT, -1, 1e-6)], ("a",)),  # hardly less likely, and still far off
         ([cause("a", 0), cause("b", -10)], ("a",)),
+        ([cause("a", 0, 0.0015), cause("b", -1), cause("c", -3), cause(NO_FAULT, -10, 1e-6)], ("b",)),
     ],
 )
 def test_who_is_named(causes, names):

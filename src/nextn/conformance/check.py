@@ -16,7 +16,15 @@ from nextn.engines.check_result import CheckReport, CheckResult, Outcome
 from nextn.engines.counters import Counters
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate.hypotheses import ExpectedCounts, ObservedCounts, engine_depth, observed_counts
-from nextn.evaluate.likelihoods import MIN_FIT, MIN_NAMED_RATIO, Cause, Evidence, name_causes, rank_causes
+from nextn.evaluate.likelihoods import (
+    MIN_FAULT_FIT,
+    MIN_FIT,
+    MIN_NAMED_RATIO,
+    Cause,
+    Evidence,
+    name_causes,
+    rank_causes,
+)
 from nextn.text_format import rate_text
 
 # Accepted drafts that rounding may add or remove: a share of those expected, and the least number of them.
@@ -361,7 +369,7 @@ def _outcome(clause: Clause, canary: Canary, observed: ObservedCounts, causes: S
     allowed, wrong = ([cause for cause in causes if bool(rules[cause.name].fault) is bad] for bad in (False, True))
     best, rival = causes[0], (allowed if rules[causes[0].name].fault else wrong)[0]
     seen = _figures(observed.rates, observed.acceptance_length)
-    if best.p_value < MIN_FIT:
+    if best.p_value < (MIN_FAULT_FIT if rules[best.name].fault else MIN_FIT):
         return _unknown_rule(clause, observed, allowed)
     odds = f"{best.ratio_text(rival)} likelier than with {rules[rival.name].fault or rival.name}"
     if best.ratio_to(rival) < MIN_NAMED_RATIO:

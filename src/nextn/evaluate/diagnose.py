@@ -11,6 +11,7 @@ from nextn.engines.counters import COPIED
 from nextn.evaluate.engine_probe import DOCUMENTED_PRIOR, next_checks
 from nextn.evaluate.faults import CONTEXT, FAULTS, OVERRIDDEN, WEIGHTS, cause_found
 from nextn.evaluate.likelihoods import (
+    MIN_FAULT_FIT,
     MIN_FIT,
     NO_FAULT,
     Cause,
@@ -33,13 +34,13 @@ INCONCLUSIVE = "inconclusive"
 DEFINITIONS = {
     "ratio": "likelihood of the engine's counts under this cause, divided by that under the likeliest cause",
     "p_value": "probability of counts at least this far off if the cause is true",
-    "named": "no-fault unless a fault is 100 times likelier; else the faults that are at least a tenth as likely as "
-    "the likeliest; [] = even the likeliest does not fit (p_value below 0.001); acceptance-overridden = a setting of "
-    "the engine decides the acceptance; weights = the counts are as expected, but the head is poor; context-length = "
-    "only long prompts fall short; inconclusive = no fault is 100 times likelier than no-fault, but there is too "
-    "little data to exclude that half of the drafts are lost (see needed), rounds of fewer than K drafts may explain "
-    "the counts, or prompts that are not those of the reference may explain more accepted drafts than any cause "
-    "expects",
+    "named": "no-fault unless a fault is 100 times likelier; else the faults that fit (p_value of 0.01 or more), are "
+    "likelier than no-fault and, where acceptance by position is known, at least a tenth as likely as the likeliest "
+    "cause; [] = there are none; acceptance-overridden = a setting of the engine decides the acceptance; weights = the "
+    "counts are as expected, but the head is poor; context-length = only long prompts fall short; inconclusive = no "
+    "fault is 100 times likelier than no-fault, but there is too little data to exclude that half of the drafts are "
+    "lost (see needed), rounds of fewer than K drafts may explain the counts, or more drafts are accepted than the "
+    "head should have accepted, which is no fault",
     "needed": "estimate of the data that would decide: new tokens and texts of the reference, rounds of the engine "
     "(null: its counts are enough); null = decided, or more data of this kind would not decide",
     "indistinguishable": "causes that this many rounds cannot distinguish from the named ones: the expected ratio is "
@@ -93,17 +94,16 @@ class Diagnosis(CheckReport):
 
     @cached_property
     def named(self) -> tuple[str, ...]:
-        """("no-fault",), or the faults found: () if no known cause explains the counts.
+        """("no-fault",), or the faults found, by AL alone all that fit: () if no known cause explains the counts.
 
         Four are not among the hypotheses: `acceptance-overridden`, if a setting of the engine decides the acceptance,
         `weights`, if the counts are as expected, but the head itself is poor, `context-length`, if only long prompts
         fall short, and `inconclusive`, if the evidence cannot exclude that half of the drafts are lost, if rounds of
-        fewer than K drafts or of copies may explain the counts, or other prompts more accepted drafts than any cause
-        expects.
+        fewer than K drafts or of copies may explain the counts, or more drafts are accepted than without a fault.
         """
         if self.overrides:
             return (OVERRIDDEN,)
-        names = name_causes(self.causes)
+        names = self._supported
         if names != (NO_FAULT,) and (self._may_be_short or self._copies):
             return (INCONCLUSIVE,)
         if names == (NO_FAULT,) and self.reference_rate < _POOR_RATE:
@@ -114,11 +114,20 @@ class Diagnosis(CheckReport):
             return (CONTEXT,)
         return (INCONCLUSIVE,) if self._is_above else names
 
+    @cached_property
+    def _supported(self) -> tuple[str, ...]:
+        return name_causes(self.causes, only_length=self._has_only_length)
+
+    @property
+    def _has_only_length(self) -> bool:
+        return not any(case.counts.num_drafted for case in self.cases)
+
     @property
     def _is_above(self) -> bool:
-        """Whether other prompts than the reference's had more drafts accepted than any cause expects of this head."""
-        return not name_causes(self.causes) and all(
-            case.other_workload and case.num_accepted > without_fault(case.expected).accepted_per_round[0]
+        """Whether more drafts were accepted than without a fault, beyond chance, and in no case less."""
+        return self._supported != (NO_FAULT,) and all(
+            case.num_accepted > without_fault(case.expected).accepted_per_round[0]
+            or name_causes(case.causes) == (NO_FAULT,)
             for case in self.cases
         )
 
@@ -151,7 +160,7 @@ class Diagnosis(CheckReport):
             return ()
         like = [self.cause(name) for name in self._like(best) if name not in self.named]
         near = [cause for cause in like if not cause.is_separated(self.cause(best))]
-        return tuple(cause.name for cause in near if cause.p_value >= MIN_FIT)
+        return tuple(cause.name for cause in near if cause.p_value >= MIN_FAULT_FIT)
 
     @property
     def _evidence(self) -> list[Evidence]:
@@ -217,10 +226,10 @@ class Diagnosis(CheckReport):
     @property
     def _deciding_case(self) -> ObservedCase:
         """The case that speaks most for the named fault, or most against every cause if none fits; else the first."""
-        best = self.causes[0].name
+        best = self.named[0] if self.named else self.causes[0].name
         if not self.named:
             return min(self.cases, key=lambda case: case.cause(best).p_value)
-        if best in self.named:
+        if any(cause.name == best for cause in self.causes):
             return max(
                 self.cases, key=lambda case: case.cause(best).log_likelihood - case.cause(NO_FAULT).log_likelihood
             )
@@ -239,10 +248,7 @@ class Diagnosis(CheckReport):
         if self.overrides:
             return f"the acceptance is not the head's: {', '.join(self.overrides)}; {figures}"
         if self.is_inconclusive and self._is_above and not self._may_be_short:
-            return (
-                f"the data cannot decide: {figures}, above what is expected of any of {len(self.causes)} causes, as on "
-                "easier prompts, or of another head; ask the same prompts with --drive"
-            )
+            return f"the data cannot decide: {figures}, above it, which no fault causes: {self._above_text}"
         if self.is_inconclusive:
             doubt = "an engine that loses half of the accepted drafts is not excluded"
             return f"the data cannot decide: {figures}, and {doubt}; {self._needed_text}"
@@ -256,12 +262,25 @@ class Diagnosis(CheckReport):
         return f"{' or '.join(self.named)}: {figures}; {self._odds}{self._assumed}"
 
     @property
+    def _above_text(self) -> str:
+        """What may have more drafts accepted than the head in a correct engine."""
+        if all(case.other_workload for case in self.cases):
+            return "easier prompts do, or another head; ask the same prompts with --drive"
+        return (
+            "another head or trunk does, or an engine that accepts drafts which the trunk would not generate; "
+            "`nextn verify` compares the text"
+        )
+
+    @property
     def _odds(self) -> str:
         """How much likelier the named fault is than the next cause, and than no fault."""
-        best, faultless = self.causes[0], self.cause(NO_FAULT)
+        best, faultless = self.cause(self.named[0]), self.cause(NO_FAULT)
         group = {*self.named, *self.indistinguishable}  # the others are excluded, or nearly
-        after = next((cause for cause in self.causes if cause.name not in group), None)
+        less = self.causes[self.causes.index(best) :]
+        after = next((cause for cause in less if cause.name not in group), None)
         odds = f"{best.ratio_text(faultless)} likelier than an engine without fault"
+        if self._has_only_length:
+            return odds if len(self.named) < 2 else f"AL alone cannot distinguish causes that fit it; {odds}"
         if after is None or after.name == NO_FAULT:
             return odds
         apart = " that these counts tell apart" if self.indistinguishable else ""

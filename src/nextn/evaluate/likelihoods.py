@@ -28,7 +28,8 @@ NO_FAULT = "no-fault"
 MIN_NAMED_RATIO = 100.0  # from which on a fault is named rather than "no-fault"
 MIN_DISTINCT_RATIO = 10.0  # from which on the likeliest fault excludes another
 MIN_SEPARATING_RATIO = 100.0  # to be expected between hypotheses that can be distinguished
-MIN_FIT = 0.001  # a cause with a smaller p-value does not fit
+MIN_FIT = 0.001  # counts with a smaller p-value are not those of an engine without fault
+MIN_FAULT_FIT = 0.01  # a fault with a smaller p-value does not explain the counts
 NUMERICS = 0.05  # standard deviation of log(a / (1 - a)) between correct kernels
 _DEPTH_CORRELATION = 0.8  # of the workload's effect between depths
 _MAX_RESIDUAL = 8.0  # residuals are clipped at this many standard deviations, in the copula only
@@ -122,19 +123,21 @@ def indistinguishable_from(name: str, *evidence: Evidence) -> tuple[str, ...]:
     return tuple(each for each, total in zip(names, totals, strict=True) if each != name and total < limit)
 
 
-def name_causes(causes: Sequence[Cause]) -> tuple[str, ...]:
+def name_causes(causes: Sequence[Cause], *, only_length: bool = False) -> tuple[str, ...]:
     """Return the causes that the counts support, likeliest first.
 
-    ("no-fault",) unless a fault is `MIN_NAMED_RATIO` times likelier; else the likeliest fault, with all that it exceeds
-    by less than `MIN_DISTINCT_RATIO`; () if even the likeliest does not fit (p-value below `MIN_FIT`).
+    ("no-fault",) unless a fault is `MIN_NAMED_RATIO` times likelier; else the faults that fit (p-value of at least
+    `MIN_FAULT_FIT`), are likelier than no fault, and which the likeliest cause exceeds by less than
+    `MIN_DISTINCT_RATIO`, if there are any. only_length: The counts are an AL, which distinguishes no causes that fit:
+    the likelihood then says mostly how narrow a cause's own interval is.
     """
     best = causes[0]
     faultless = next((cause for cause in causes if cause.name == NO_FAULT), None)
     if faultless is not None and best.ratio_to(faultless) < MIN_NAMED_RATIO and faultless.p_value >= MIN_FIT:
         return (NO_FAULT,)
-    if best.p_value < MIN_FIT:
-        return ()
-    return tuple(each.name for each in causes if best.ratio_to(each) < MIN_DISTINCT_RATIO and each.name != NO_FAULT)
+    most = math.inf if only_length else MIN_DISTINCT_RATIO
+    likelier = causes if faultless is None else causes[: causes.index(faultless)]
+    return tuple(each.name for each in likelier if each.p_value >= MIN_FAULT_FIT and best.ratio_to(each) < most)
 
 
 def _sorted(causes: Sequence[Cause]) -> list[Cause]:
