@@ -1113,9 +1113,8 @@ def test_a_bias_is_no_projection(tmp_path):
 @pytest.mark.parametrize("name", [row.name for row in rows() if row.runtime_names and row.name in LAYOUTS])
 def test_foreign_tensors_beside_names_that_look_foreign(name, tmp_path):
     """Names that other layouts have only in an engine's memory are the family's own, beside an adapter and in one."""
-    folder = publish(tmp_path / name, name, shards=2)
     adapter = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": RawTensor("BF16", (2, 2), bytes(8))}
-    write_safetensors(folder / "adapter_model.safetensors", adapter)
+    folder = publish(tmp_path / name, name, shards=2, change=lambda table: table.update(adapter))
     (found,) = findings(folder)
     assert (found.rule, found.place) == ("names-foreign", next(iter(adapter)))
     unmerged = publish(tmp_path / "unmerged", name, change=rename("^", "base_model.model."))

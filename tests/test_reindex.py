@@ -7,6 +7,7 @@ import shutil
 import pytest
 from artifacts import publish
 from operations import read
+from quick import loop
 from stored import in_one_file
 from test_convert import tensors
 from test_restore import bytes_of, lost, own_names, take, without
@@ -186,10 +187,49 @@ def test_files_in_subfolders(tmp_path):
     assert tensors(tmp_path / "out") == tensors(folder)
 
 
-def test_an_index_of_relative_names(tmp_path):
+@loop("before", ["./", "/home/user/model/", ".\\", "D:\\model\\"])
+def test_an_index_of_paths(before, tmp_path):
+    """vLLM compares them with the names in the folder (filter_duplicate_safetensors_files) and finds no weights."""
     folder = publish(tmp_path, NAME, shards=2)
-    rewrite(folder, lambda table: {name: f"./{file}" for name, file in table.items()})
+    rewrite(folder, lambda table: {name: f"{before}{file}" for name, file in table.items()})
+    (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note")
+    assert (found.rule, found.severity, found.fix) == ("index", "error", f"nextn convert {folder} --reindex")
+    reindex(folder)
     assert audit(Checkpoint.open(folder)).clean
+    assert nothing_to_write(folder)
+
+
+LAYER = "model.layers.0"
+BESIDE = {
+    "steering vectors": ("steering.safetensors", [LAYER, "model.layers.1"]),
+    "vectors in layers": ("steering.safetensors", [f"{LAYER}.steering_vector", "model.layers.2.steering_vector"]),
+    "statistics": ("act.safetensors", [f"{LAYER}.self_attn.q_proj"]),
+    "an adapter": ("adapter_model.safetensors", [f"base_model.model.{LAYER}.self_attn.q_proj.lora_A.weight"]),
+    "another layout": ("consolidated.safetensors", ["layers.0.attention.wq.weight"]),
+    "pooling": ("dense.safetensors", ["linear.weight"]),
+}
+
+
+@loop("file, names", BESIDE.values(), ids=BESIDE)
+def test_files_that_are_used_beside_a_model(file, names, tmp_path):
+    """They are neither missing from an index nor parts of head or trunk; without an index, vLLM reads them as well."""
+    extra = {name: RawTensor("BF16", (4,), bytes(8)) for name in names}
+    folder = publish(tmp_path / "indexed", NAME, shards=2)
+    write_safetensors(folder / file, extra)
+    assert audit(Checkpoint.open(folder)).clean
+    assert not {*names} & {*reindexed_names(folder)}
+    assert nothing_to_write(folder)
+    single = publish(tmp_path / "single", NAME)
+    write_safetensors(single / file, extra)
+    (found,) = (each for each in audit(Checkpoint.open(single)).findings if each.severity != "note")
+    assert (found.rule, found.severity, found.place) == ("index", "warning", file)
+
+
+@loop("name", ["model.layers.0.self_attn.k_scale", "model.layers.0.mlp.experts.gate_up_proj"])
+def test_parameters_in_a_file_beside_a_model_are_missed(name, tmp_path):
+    folder = publish(tmp_path, NAME, shards=2)
+    write_safetensors(folder / "more.safetensors", {name: RawTensor("BF16", (4,), bytes(8))})
+    assert "more.safetensors" in {reindexed_names(folder).get(name)}
 
 
 @pytest.mark.one_case

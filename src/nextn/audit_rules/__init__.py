@@ -35,7 +35,7 @@ from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
 from nextn.checkpoint.provenance import open_head, trunk_family
 from nextn.checkpoint.quantization import QuantConfig, split_name, stored_modules
 from nextn.errors import CheckpointError, ConfigError, FamilyError, NextnError
-from nextn.family_table import Family, by_config, by_name, generic, rows
+from nextn.family_table import Family, by_config, by_name, generic, outer_type, rows
 from nextn.text_format import counted, some
 
 __all__ = ["IDS", "RULES", "AuditReport", "Finding", "Severity", "audit", "audit_checkpoint"]
@@ -181,6 +181,8 @@ def audit_checkpoint(
     hidden = {"trunk-partial"} if nameless else set[str]()
     if any(map(HEADLIKE.search, nameless)) or (nameless and not inventory.layers):
         hidden |= {"head-absent", "head-elsewhere", "head-partial"}
+    if trunk_layers.names_in_memory(inventory):
+        hidden |= {"trunk-missing", "trunk-partial"}
     findings = [*structure.names_foreign(checkpoint.path, kinds)] + [
         finding for rule in rules for finding in rule(inventory) if finding.rule not in hidden
     ]
@@ -258,6 +260,8 @@ def _unchecked(inventory: Inventory, *, trunk: Inventory | None = None) -> Itera
         for part in ("vision_config", "audio_config"):
             if inventory.checkpoint.config.get(part):
                 yield f"the model of {part}, of which no tensor is stored"
+    if outer := outer_type(inventory.checkpoint.config):
+        yield f"whether engines run this head inside a model of type {outer:.80}, which nextn does not know"
     if method := _unknown_method(inventory):
         yield f"which modules {method} quantizes, as nextn does not know this method"
     stored = [name for name in inventory.stored if inventory.role(name) not in inventory.family.orders]

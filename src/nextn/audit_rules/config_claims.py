@@ -20,6 +20,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import GENERIC
 from nextn.checkpoint.quantization import unpacked
 from nextn.family_table import lookup, lookup_count
+from nextn.family_table.config_fields import text_config, text_key
 from nextn.text_format import counted, joined
 
 Claim = tuple[Mapping[str, object], str]  # fields of config.json, and what is stored against them
@@ -258,8 +259,7 @@ def _sparse_layers(config: Mapping[str, object], num_layers: int) -> Iterator[tu
 
 def both_levels(config: Mapping[str, object]) -> dict[str, object]:
     """Return the fields of config.json with those of its text model, which come first."""
-    text = config.get("text_config")
-    return {**config, **(text if isinstance(text, Mapping) else {})}
+    return {**config, **text_config(config)}
 
 
 def _as_json(value: object) -> str:
@@ -281,12 +281,11 @@ def _contradiction(fields: Mapping[str, object], found: str) -> Finding:
 def config_contradicts(inventory: Inventory) -> Iterator[Finding]:
     """Report counts of modules, and sizes, that config.json has twice with different values."""
     config, family = inventory.checkpoint.config, inventory.family
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else {}
+    inner = text_config(config)
     yield from _methods_differ(config, inner)
     places = {field: (config, inner) for field in (*family.count_fields, *_AT_BOTH_LEVELS) if "." not in field}
     fields = {f"{level}{field}": part[field]
-            for field, parts in places.items() for level, part in zip(("", "text_config."), parts, strict=True)
+            for field, parts in places.items() for level, part in zip(("", f"{text_key(config)}."), parts, strict=True)
             if part.get(field) is not None}  # fmt: skip
     counts = {name: value for name, value in fields.items() if name.rpartition(".")[2] in family.count_fields}
     groups = [counts, *({name: value for name, value in fields.items() if name.rpartition(".")[2] == size}

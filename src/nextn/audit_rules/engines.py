@@ -4,7 +4,7 @@ The facts about engines come from the family's row; one that affects only some s
 """
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 
 from nextn.audit_rules.findings import ENGINES, ROLES, Finding, aliases, convert, engines, restore, verb
@@ -17,6 +17,7 @@ from nextn.checkpoint.quantization import split_name, storage
 from nextn.edit.adopt import MODEL_TYPES, engines_after_adopting
 from nextn.edit.compatibility import lone_experts
 from nextn.family_table import READS_FUSED, READS_SPLIT, EngineSupport, Support, by_name, lookup, rows
+from nextn.family_table.config_fields import levels
 from nextn.text_format import joined, some
 
 IDS = (
@@ -81,8 +82,7 @@ def tied_differs(inventory: Inventory) -> Iterator[Finding]:
 
 def _ties(inventory: Inventory) -> Iterator[bool]:
     """Yield for each level of the config whether it ties embedding and lm_head."""
-    text = inventory.checkpoint.config.get("text_config")
-    for level in (inventory.checkpoint.config, text if isinstance(text, Mapping) else {}):
+    for level in levels(inventory.checkpoint.config):
         yield level.get("tie_word_embeddings") is True
 
 

@@ -25,7 +25,15 @@ def index(inventory: Inventory) -> Iterator[Finding]:
     is_head_alone = checkpoint.index is None and not inventory.layers  # as `extract` writes it, and read by its file
     if not is_head_alone and any(derived.weight_map[name] not in heads for name in derived.unlisted):
         yield _index_wrong(inventory, derived, derived.unlisted)
+    if paths := [problem.file for problem in checkpoint.problems if problem.kind == "path"]:
+        yield Finding(
+            "index", "error", f"{INDEX}: {paths[0]}",
+            f"The index names files by paths, such as {some(paths[:1])}: vLLM compares them with the names in the "
+            "folder and finds none, and a path of another machine leads nowhere.",
+            "The names of the files beside the index.", f"nextn convert {shlex.quote(checkpoint.path)} --reindex",
+        )  # fmt: skip
     named = _by_file(checkpoint.index or {})
+    stored = {name for header in checkpoint.headers.values() for name in header.tensors}  # under names as they are
     if below := [file for file in named if "/" in file]:
         yield Finding(
             "index", "warning", f"{INDEX}: {below[0]}",
@@ -34,17 +42,34 @@ def index(inventory: Inventory) -> Iterator[Finding]:
             "All files beside the index.", convert(inventory, "--form single-file"),
         )  # fmt: skip
     for file in sorted(named.keys() - checkpoint.headers.keys()):
-        if lost := [name for name in named[file] if name not in checkpoint.tensors]:
+        if lost := [name for name in named[file] if name not in stored]:
             yield _absent(
                 inventory, file, f"The index puts {counted(len(lost), 'tensor')} in {file}, which is absent", lost
             )
     is_head = partial(inventory.family.canonical, num_layers=inventory.num_layers)
     for file in sorted(named.keys() & checkpoint.headers.keys()):
         # What the head lacks is a finding of its own, wherever the index puts it.
-        if lost := [name for name in named[file] if name not in checkpoint.tensors and is_head(name) is None]:
+        if lost := [name for name in named[file] if name not in stored and is_head(name) is None]:
             found = f"The index puts {some(lost)} in {file}, which does not hold {'it' if len(lost) == 1 else 'them'}"
             yield _absent(inventory, file, found, lost)
+    yield from _beside_single(inventory, derived)
     yield from _duplicates(inventory)
+
+
+def _beside_single(inventory: Inventory, derived: FileIndex) -> Iterator[Finding]:
+    """Report files beside model.safetensors that are not the model's, such as adapters and steering vectors."""
+    headers = inventory.checkpoint.headers
+    if inventory.checkpoint.index is not None or SINGLE not in headers:
+        return
+    others = [file for file in derived.left_out if not headers[file].tensors.keys() <= derived.weight_map.keys()]
+    if others:
+        unknown = next(name for name in headers[others[0]].tensors if name not in derived.weight_map)
+        yield Finding(
+            "index", "warning", others[0],
+            f"{some(others)} beside {SINGLE}, without an index: vLLM and SGLang read every .safetensors file of the "
+            f"folder, and fail at names that the model does not have, such as {unknown}.",
+            f"{SINGLE} alone, or an index that lists its tensors.", f"Move {some(others)} to another folder.",
+        )  # fmt: skip
 
 
 def _index_wrong(inventory: Inventory, derived: FileIndex, unlisted: Sequence[str]) -> Finding:

@@ -16,11 +16,13 @@ from nextn.checkpoint.expert_counts import lost_experts
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import is_mlx
 from nextn.family_table import lookup
+from nextn.family_table.config_fields import text_config
 from nextn.text_format import counted, some
 
 IDS = ("trunk-partial",)
 FINAL_NORMS = ("norm.weight", "norm_f.weight", "final_layernorm.weight")
 _LAYER = re.compile(r"^(?!.*(?:visi|visual|audio)).*(?:layers|blocks|\bh)\.[0-9]+\.")
+_IN_MEMORY = "model.embed_tokens"
 _MATRIX = re.compile(r".*(?:proj\w*|norm)")
 # The components without which no layer is complete: all layers have one of each, under one of its names.
 _ATTENTION, _MLP = (
@@ -41,9 +43,33 @@ _ORDINARY = re.compile("[qkvo]_proj|(out_|o_)?(norm|proj)")  # also of attention
 
 def trunk_layers(inventory: Inventory) -> Iterator[Finding]:
     """Run every rule on the trunk's layers."""
+    if names := names_in_memory(inventory):
+        # transformers' save_pretrained of DeepSeek-V4 writes some names as it has them in memory.
+        fix = "Rename them, or take the trunk's published files." if inventory.family.trunk_renames else (
+            "Load the values into a new model of transformers (from_config, then load_state_dict) and save it with "
+            "save_pretrained, which writes the published names; then restore the head."
+        )  # fmt: skip
+        yield Finding(
+            "names-unknown", "error", names[0],
+            f"{counted(len(names), 'tensor')} under the names that transformers has in memory, such as {some(names)}, "
+            "as of a state_dict that was saved as it is: transformers alone reads them.",
+            f"The published names, such as {inventory.family.shared_name('embedding')}.",
+            fix,
+        )  # fmt: skip
+        return
     yield from _renamed(inventory)
     yield from _wrapped(inventory)
     yield from _partial(inventory, LayerReference(inventory))
+
+
+def names_in_memory(inventory: Inventory) -> list[str]:
+    """Return a trunk's tensors under transformers' own names, in a family that is published under others."""
+    tensors, family = inventory.checkpoint.tensors, inventory.family
+    # transformers' usual names: a family that is published under these has no others.
+    if family.trunk["embedding"] == _IN_MEMORY or f"{_IN_MEMORY}.weight" not in tensors or not family.runs:
+        return []
+    names = [name for name in tensors if name.startswith(("model.layers.", _IN_MEMORY))]
+    return names if any(".self_attn." in name for name in names) and "embedding" not in inventory.shared else []
 
 
 def _renamed(inventory: Inventory) -> Iterator[Finding]:
@@ -78,8 +104,8 @@ def _wrapped(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
         return
     config = inventory.checkpoint.config
-    parts = (value for value in config.values() if isinstance(value, dict))
-    is_nested = any({"num_hidden_layers", "text_config"} & {*part} for part in parts)
+    is_nested = bool(text_config(config)) or any("num_hidden_layers" in part for part in config.values()
+                                                 if isinstance(part, dict))  # fmt: skip
     meant, names_of_class = inventory.family.text_wrapper, config.get("architectures")
     joint = "ForConditionalGeneration"
     if meant and layers and not wrapper and joint in str(names_of_class):

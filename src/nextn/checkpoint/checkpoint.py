@@ -8,9 +8,9 @@ import glob
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from reprlib import repr as brief
 from typing import Literal
 
@@ -90,7 +90,7 @@ def shipped_path(source: str | Path) -> str | Path:
 class Problem:
     """One disagreement between the index and the files; `file` is the file concerned."""
 
-    kind: Literal["missing_file", "missing_tensor", "misplaced", "duplicate", "unlisted"]
+    kind: Literal["missing_file", "missing_tensor", "misplaced", "duplicate", "unlisted", "path"]
     file: str
     tensor: str | None
     message: str
@@ -230,7 +230,8 @@ def _refuse_shard(path: Path) -> None:
 
 
 def _assemble(path: str, sources: Mapping[str, ByteSource], ref: str | None = None) -> Checkpoint:
-    index = _weight_map(sources[INDEX]) if INDEX in sources else None
+    stored = _weight_map(sources[INDEX]) if INDEX in sources else None
+    index = None if stored is None else {name: _plain_path(file, sources) for name, file in stored.items()}
     named = set(index.values()) if index else set()
     # Files such as ._model.safetensors are resource forks that macOS leaves behind.
     files = [n for n in sorted(sources) if n.endswith(".safetensors") and (n in named or not re.search(r"^\.|/", n))]
@@ -248,6 +249,8 @@ def _assemble(path: str, sources: Mapping[str, ByteSource], ref: str | None = No
         raise CheckpointError(f"{path}: no .safetensors file. {_advice(path, list(sources))}")
     headers = _read_headers([sources[name] for name in files])
     tensors, problems = _reconcile(headers, index)
+    problems += [Problem("path", file, None, f"The index names {file}, which is not the name of a file")
+                 for file in sorted({*(stored or {}).values()} - named)]  # fmt: skip
     config = _load_json(sources[CONFIG], CONFIG_LIMITS) if CONFIG in sources else {}
     if sentence := engine_sentence(config, files):
         raise CheckpointError(f"{path}: {sentence}")
@@ -347,7 +350,14 @@ def _weight_map(source: ByteSource) -> dict[str, str]:
         raise CheckpointError(
             f"{source}: weight_map is {brief(weight_map)}, it must map tensor names to file names. {remedy}"
         )
-    return {name: file.removeprefix("./") for name, file in weight_map.items()}
+    return weight_map
+
+
+def _plain_path(file: str, names: Collection[str]) -> str:
+    """Return the name of the file here that an index means by a path such as ./NAME, or by one of another machine."""
+    name = file.replace("\\", "/").rpartition("/")[2]
+    plain = name if file.startswith(("./", ".\\")) or PureWindowsPath(file).root else file
+    return plain if plain in names else file.removeprefix("./")
 
 
 def _reconcile(

@@ -7,7 +7,7 @@ Weights that are mapped change with the file below them: one that is truncated e
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from nextn.text_format import some
 
 _SHARD = re.compile(r"model[-.\w]*\.safetensors")
 _TOWER = re.compile(r"visual|vision|image|audio|speech|multi_?modal|mm_")  # first component of a tower's or projector's
+# Names of parameters, whatever other tensors a model has: codes, scales and the like among them.
+_PARAMETER = re.compile(r".*(?:\bexperts\.\w+|(?:weight|bias|scale|zero|absmax|quant|SCB|shape)[^.]*)")
 _MOST_COMPARED = 4  # tensors that two files hold
 _Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
@@ -42,11 +44,14 @@ def file_index(checkpoint: Checkpoint, family: Family | None = None) -> FileInde
     named = set(own.values()) | ({SINGLE} if checkpoint.index is None else set())
     order = sorted(checkpoint.headers, key=lambda file: (file not in named, not _SHARD.fullmatch(file), file))
     weight_map: dict[str, str] = {}
-    left_out = []
+    leaves, left_out = set[str](), list[str]()
     for file in order:
         fresh = [name for name in _current(checkpoint.headers[file], file, own) if name not in weight_map]
-        if file in named or any(name in own or _is_of_model(name, family) for name in fresh if not foreign([name])):
+        if file in named or (not _is_beside(fresh, leaves) and any(
+            name in own or _is_of_model(name, family) for name in fresh if not foreign([name])
+        )):  # fmt: skip
             weight_map |= dict.fromkeys(fresh, file)
+            leaves |= _leaves(fresh)
         else:
             left_out.append(file)
     for file in _with_other_parts(checkpoint, left_out, weight_map):
@@ -120,13 +125,41 @@ def _with_other_parts(checkpoint: Checkpoint, files: Iterable[str], known: Mappi
     roots = {name.partition(".")[0] for name in known}
     towers = any(key.endswith("_config") and _TOWER.match(key) for key in checkpoint.config)
     towers = towers and not any(_TOWER.match(part) for name in known for part in name.split(".", 3)[:3])
-    found = []
+    leaves, found = _leaves(known), []
     for file in files:
         fresh = [name for name in checkpoint.headers[file].tensors if name not in known and not foreign([name])]
+        if not fresh or _is_beside(fresh, leaves):
+            continue
         others = {name.partition(".")[0] for name in fresh} - roots
-        if fresh and all(towers and _TOWER.match(first) for first in others) and standalone({}, fresh) is None:
+        if all(towers and _TOWER.match(first) for first in others) and standalone({}, fresh) is None:
             found.append(file)
     return found
+
+
+def _leaves(names: Iterable[str]) -> set[str]:
+    """Return the last components of these names, without those of fused experts, which are modules in other layers."""
+    return {name.rpartition(".")[2] for name in names if ".experts." not in name}
+
+
+def _is_beside(names: Iterable[str], leaves: Collection[str]) -> bool:
+    """Whether a file with these tensors is used beside a model with these last components of names, and not for it.
+
+    Steering vectors and statistics of activations are named by the model's layers, and have no parameter's name.
+    """
+    return bool(leaves) and not any(_PARAMETER.fullmatch(name) or name.rpartition(".")[2] in leaves for name in names)
+
+
+def of_model(checkpoint: Checkpoint, family: Family) -> Checkpoint:
+    """Return the checkpoint without the tensors of unlisted files that are used beside a model, such as adapters."""
+    beside = {file for file in checkpoint.unindexed if file.startswith("adapter")}
+    if checkpoint.unindexed:
+        index = file_index(checkpoint, family)
+        known, leaves = index.weight_map.keys(), _leaves(index.weight_map)
+        fresh = {file: checkpoint.headers[file].tensors.keys() - known for file in index.left_out}
+        beside |= {file for file, names in fresh.items() if names and _is_beside(names, leaves)}
+    return checkpoint if not beside else replace(
+        checkpoint, tensors={name: info for name, info in checkpoint.tensors.items() if info.file not in beside}
+    )  # fmt: skip
 
 
 def _is_of_model(name: str, family: Family) -> bool:

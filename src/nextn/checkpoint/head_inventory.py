@@ -15,6 +15,7 @@ from nextn.checkpoint.base_model import base_model
 from nextn.checkpoint.checkpoint import CONFIG, Checkpoint
 from nextn.checkpoint.draft_models import StoredDraftModel, stored
 from nextn.checkpoint.expert_forms import expert_forms
+from nextn.checkpoint.file_index import of_model
 from nextn.checkpoint.lost_parts import lost_parts
 from nextn.checkpoint.quantization import may_be_packed, split_name, storage
 from nextn.checkpoint.safetensors_file import TensorInfo
@@ -45,6 +46,7 @@ class Inventory:
     def of(cls, checkpoint: Checkpoint, *, family: Family | None = None) -> "Inventory":
         """Take the inventory; FamilyError for an unknown model type, CheckpointError without a number of layers."""
         family = family or by_config(checkpoint.config)
+        checkpoint = of_model(checkpoint, family)
         # Only a family with a head needs to know where the head begins.
         num_layers = count_layers(checkpoint) if family.names else 0
         declared = family.num_modules(checkpoint.config)

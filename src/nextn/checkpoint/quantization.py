@@ -15,6 +15,7 @@ from nextn.checkpoint.module_lists import Section, quantized
 from nextn.checkpoint.quant_formats import FORMATS, Format, Unlisted
 from nextn.errors import CheckpointError
 from nextn.family_table import lookup
+from nextn.family_table.config_fields import text_config, text_key
 from nextn.text_format import some
 
 if TYPE_CHECKING:
@@ -198,10 +199,10 @@ def _sections(checkpoint: Checkpoint) -> Iterator[QuantSection]:
 
 def _raw_sections(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[str, ...], object]]:
     """Yield file, keys and value, where vllm/config/model.py and sglang/srt/configs/model_config.py look, and MLX."""
-    text = checkpoint.config.get("text_config")
-    for outer, config in (((), checkpoint.config), (("text_config",), text)):
+    text = text_config(checkpoint.config)
+    for outer, config in (((), checkpoint.config), ((text_key(checkpoint.config),), text)):
         for key in ("quantization_config", "compression_config"):
-            if isinstance(config, Mapping) and config.get(key):
+            if config.get(key):
                 yield CONFIG, (*outer, key), config[key]
     match checkpoint.config.get("quantization"):
         case {"group_size": _} as section:

@@ -37,6 +37,7 @@ from nextn.edit.plan import (
 from nextn.edit.reindex import opened
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import REPEATED_FIELD, ExpertForm, Family, by_config, by_name, rows
+from nextn.family_table.config_fields import text_config
 from nextn.text_format import counted, some
 
 Form = Literal["shards", "side-file", "single-file"]
@@ -390,8 +391,7 @@ def extract(
 def small_config(inventory: Inventory, count: int) -> dict[str, object]:
     """Return a flat config with what identifies the head's family, names and sizes."""
     config = inventory.checkpoint.config
-    inner = config.get("text_config")
-    fields = {**(inner if isinstance(inner, Mapping) else {}), **config}
+    fields = {**text_config(config), **config}
     kept = {key: value for key, value in fields.items() if key in _KEPT or key in SIZES or ABOUT_HEAD.search(key)}
     return inventory.family.with_count({**kept, "num_hidden_layers": inventory.num_layers}, count)
 

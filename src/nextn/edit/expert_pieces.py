@@ -17,6 +17,7 @@ from nextn.checkpoint.safetensors_file import DTYPES, TensorInfo
 from nextn.edit.plan import Piece
 from nextn.errors import CheckpointError, ConfigError
 from nextn.family_table import ExpertForm, lookup, lookup_count
+from nextn.family_table.config_fields import text_config, text_key
 from nextn.text_format import some
 
 _SCALES = (".weight_scale_inv", ".scale")  # one per block of rows and columns
@@ -262,9 +263,8 @@ def with_num_experts(config: Mapping[str, object], num_experts: int) -> dict[str
     if isinstance(blocks, list):
         out["mtp_block_configs"] = [with_num_experts(each, num_experts) for each in blocks if isinstance(each, Mapping)]
     for field in (*declared_experts(config), *(["mtp_num_experts"] if lookup_count(config, "mtp_num_experts") else ())):
-        inner = out.get("text_config")
-        if field in out or not isinstance(inner, Mapping):
+        if field in out or not text_config(out):
             out[field] = num_experts
         else:
-            out["text_config"] = {**inner, field: num_experts}
+            out[text_key(out)] = {**text_config(out), field: num_experts}
     return out

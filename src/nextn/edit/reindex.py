@@ -41,7 +41,8 @@ def reindex(
         raise CheckpointError(f"{checkpoint.path}: a head alone, of which loaders find no tensor: run `{command}`")
     refuse_links(checkpoint, follow=follow_links)
     index = file_index(checkpoint)
-    if not (index.unlisted or index.absent):
+    paths = [problem.file for problem in checkpoint.problems if problem.kind == "path"]
+    if not (index.unlisted or index.absent or paths):
         message = f"{checkpoint.path}: loaders find every tensor as it is; nothing to index"
         if out is not None:
             raise ConfigError(f"{message}, and {out} is not written")

@@ -40,6 +40,7 @@ from nextn.edit.plan import (
 from nextn.edit.reindex import side_files, sound
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import ENGINES, REPEATED_FIELD, Family, by_config, by_name, lookup
+from nextn.family_table.config_fields import text_config, text_key
 from nextn.text_format import counted, some
 
 
@@ -351,16 +352,15 @@ def _with_fields(
     config: Mapping[str, object], base: Mapping[str, object], fields: Collection[str]
 ) -> dict[str, object]:
     """Return `config` with the head's fields of `base` that it lacks, except `fields`."""
-    text = base.get("text_config")
-    inner, outer = (text, base) if isinstance(text, Mapping) else (base, {})
-    nested = config.get("text_config")
+    inner, outer = (text_config(base), base) if text_config(base) else (base, {})
+    nested = text_config(config)
     new = [
         {key: value for key, value in part.items()
          if ABOUT_HEAD.search(key) and key not in fields and lookup(config, key) is None}
         for part in (outer, inner)
     ]  # fmt: skip
-    if isinstance(nested, Mapping) and new[1]:
-        return {**config, **new[0], "text_config": {**nested, **new[1]}}
+    if nested and new[1]:
+        return {**config, **new[0], text_key(config): {**nested, **new[1]}}
     return {**config, **new[0], **new[1]}
 
 

@@ -10,7 +10,7 @@ from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
-from nextn.family_table.config_fields import lookup, lookup_count
+from nextn.family_table.config_fields import levels, lookup, lookup_count
 from nextn.family_table.conventions import ENGINES, FACTS, EngineSupport, Fp8, Missing, Stage, Support
 from nextn.family_table.rows import (
     ASKS_FOR_FUSED,
@@ -32,13 +32,15 @@ __all__ = [
     "ENGINES", "LAYOUT_FIELD", "MAX_COUNT", "MIMO_ARCHITECTURE", "PLAIN_IN_NVFP4", "PLAIN_PROJECTION", "READS_FUSED",
     "READS_SPLIT", "REPEATED_FIELD", "WITHHELD", "EngineSupport", "ExpertForm", "Family", "Fp8", "Missing", "Stage",
     "Support", "Withheld", "beside", "by_config", "by_name", "declared_fields", "deviations", "disagreements", "find",
-    "fitted", "generic", "lookup", "lookup_count", "rows", "separate_rows", "withheld",
+    "fitted", "generic", "lookup", "lookup_count", "outer_type", "rows", "separate_rows", "withheld",
 ]  # fmt: skip
 
 # The architecture by which engines know a separate draft in MiMo's layout, stored with Qwen2's model_type.
 MIMO_ARCHITECTURE = "MiMoForCausalLM"
 # The field of config.json by which a head alone says that it is in another layout than its trunk's: a row's name.
 LAYOUT_FIELD = "mtp_layout"
+# Prefixes of a text model inside a model of a type of its own, of which no row knows the names.
+_INSIDE_OTHERS = {"model.language_model.": "model.", "language_model.": "", "language.": ""}
 # Models without a family whose RMSNorm multiplies by 1 + w.
 _MAX_CLASS = 100  # characters of a name in architectures
 _ONE_PLUS = {"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"}
@@ -112,7 +114,10 @@ def _row(config: Mapping[str, object]) -> Family | None:
         return fitted(STEP35_DRAFT, config)
     families = (*rows(), *separate_rows())
     table = {name: family for family in families for name in (*family.model_types, *family.draft_types)}
-    row = next((table[name] for name in _types(config) if isinstance(name, str) and name in table), None)
+    types = [name if isinstance(name, str) else "" for name in _types(config)]
+    row = next((table[name] for name in types if name in table), None)
+    if row is not None and types[0] not in table and types[0]:
+        row = replace(row, wrappers={**_INSIDE_OTHERS, **row.wrappers})
     row = generic(config) if row is None and lookup_count(config, GENERIC.count_fields[0]) else row
     if row is not None and row.trunk_kv:
         absent = {role for role, path in row.optional.items() if not lookup(config, path)}
@@ -147,12 +152,19 @@ def by_config(config: Mapping[str, object]) -> Family:
 
 def _types(config: Mapping[str, object]) -> list[object]:
     """Return the model_types of a config.json; where it has none, as LongCat-2.0's, those that its classes imply."""
-    text, classes = config.get("text_config"), config.get("architectures")
-    types = [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
+    classes = config.get("architectures")
+    types = [level.get("model_type") for level in levels(config)]
     if any(types) or not isinstance(classes, list):
         return types
     names = [re.sub(r"(For)?(CausalLM|ConditionalGeneration)$", "", str(name)[:_MAX_CLASS]) for name in classes[:1]]
     return [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() for name in names]
+
+
+def outer_type(config: Mapping[str, object]) -> str:
+    """Return the model_type of a model of several modalities that no row has, around a text model of one; else ""."""
+    row, types = find(config), _types(config)
+    known = row is None or any(types[0] in (*each.model_types, *each.draft_types) for each in (*rows(), row))
+    return "" if known or not isinstance(types[0], str) or not any(types[1:]) else types[0]
 
 
 def beside(config: Mapping[str, object]) -> Family | None:

@@ -542,7 +542,9 @@ _NEMOTRON_H = Family(
         "final_norm": "mtp.layers.1.final_layernorm", "block": "mtp.layers",
     },
     trunk={"embedding": "backbone.embeddings", "output": "lm_head"}, max_modules=1,
-    wrappers={"language_model.": ""}, block={"layers_block_type": ["full_attention", "moe"]},
+    # transformers, vLLM and SGLang read both; transformers has model. in memory (its conversion_mapping.py).
+    wrappers={"language_model.": "", "model.": "backbone."}, text_wrapper="model.",
+    block={"layers_block_type": ["full_attention", "moe"]},
     engines={
         "vllm": EngineSupport("runs", _VM + "nemotron_h_mtp.py#L45", missing="unquantized", modules=1),
         "sglang": _sglang("nemotron_h_mtp.py#L45"),

@@ -12,7 +12,7 @@ from reprlib import repr as brief
 from typing import Literal
 
 from nextn.errors import FamilyError
-from nextn.family_table.config_fields import field_at, lookup, with_field
+from nextn.family_table.config_fields import field_at, lookup, text_config, text_key, with_field
 from nextn.family_table.conventions import Embedded, EngineSupport, Fp8, Order, Stage, TrunkKV
 
 # How a file stores a layer's experts, see `checkpoint.expert_forms`.
@@ -180,7 +180,7 @@ class Family:
         return (int(match[1]), match[2]) if match else None
 
     def num_modules(self, config: Mapping[str, object]) -> int:
-        """Return how many modules a config.json declares, at its top or in `text_config`.
+        """Return how many modules a config.json declares, at its top or in its text model.
 
         Raises FamilyError for a count that is not an integer or that the family cannot have.
         """
@@ -211,9 +211,8 @@ class Family:
         count += self.spare_count and count > 1
         out = dict(config)
         for path in self.counted_in(config) or self.count_fields[:1]:
-            inner = out.get("text_config")
-            if isinstance(inner, Mapping) and "." not in path and field_at(out, path) is None:
-                out["text_config"] = with_field(inner, path, count)
+            if text_config(out) and "." not in path and field_at(out, path) is None:
+                out[text_key(out)] = with_field(text_config(out), path, count)
             else:
                 out = with_field(out, path, count)
         return out if self.repeated_kv == "own" else {**out, REPEATED_FIELD: self.repeated_kv}

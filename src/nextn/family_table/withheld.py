@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nextn.family_table.config_fields import lookup_count
+from nextn.family_table.config_fields import levels, lookup_count
 from nextn.family_table.rows import FAMILIES
 
 
@@ -73,8 +73,7 @@ def withheld(config: Mapping[str, object]) -> Withheld | None:
 
     Of two types that are known, the outer one counts: a Kimi-K3 has a text model of type kimi_linear.
     """
-    text = config.get("text_config")
-    kinds = [part.get("model_type") for part in (config, text) if isinstance(part, Mapping)]
+    kinds = [level.get("model_type") for level in levels(config)]
     known = {kind: None for row in FAMILIES for kind in row.model_types} | {
         kind: each for each in WITHHELD for kind in each.model_types
     }
