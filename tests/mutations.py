@@ -53,7 +53,7 @@ MUTATIONS = [
     # Drafts copied from the text: where from, their probability, which of them the head has not seen.
     Mutation("speculative/copy_drafts.py", "self._latest[key] = place", "self._latest.setdefault(key, place)", COPIES),
     Mutation("speculative/copy_drafts.py", "index % period", "min(index, period - 1)", COPIES),
-    Mutation("speculative/draft_policy.py", "sum(self.reach[:count])", "float(count)", COPIES),
+    Mutation("speculative/copy_choice.py", "sum(self.reach[:count])", "float(count)", COPIES),
     Mutation("speculative/copy_drafts.py", "min(num_draft_tokens, num_accepted + 1)", "num_draft_tokens", COPIES),
     Mutation("decoding/records.py", "q[row, torch.arange(len(copied)), list(copied)] = 1", "q[row, torch.arange(len(copied)), list(copied)] = 0.3", COPIES),
     Mutation("decoding/records.py", "                q[row] = 0\n", "", COPIES),

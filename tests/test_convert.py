@@ -22,7 +22,7 @@ from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import Provenance, as_float32, head_fingerprint, trunk_fingerprint
 from nextn.checkpoint.safetensors_file import RawTensor, write_safetensors
 from nextn.edit.compatibility import absent
-from nextn.edit.convert import _differences
+from nextn.edit.find_head import layout_differences
 from nextn.edit.norm_shift import is_norm_weight, shift_fn
 from nextn.errors import CheckpointError, ConfigError, FamilyError
 from nextn.family_table import by_name
@@ -36,7 +36,7 @@ MOVES = [
     for other in ("deepseek_v3", "mellum", "bailing_hybrid", "hy_v3")
     if by_name(name).names != by_name(other).names
     and by_name(name).experts == by_name(other).experts
-    and not _differences(by_name(name), by_name(other), 1)
+    and not layout_differences(by_name(name), by_name(other), 1)
 ]
 
 

@@ -17,16 +17,9 @@ from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
 from nextn.settings import Sampling, Settings
 from nextn.speculative import copy_drafts
+from nextn.speculative.copy_choice import CopyChoice, CopyRun, RoundValues, choose_alone, choose_copies
 from nextn.speculative.copy_drafts import MAX_MATCH, CopyDrafts, CopyIndex, CopyMatch, copied_rounds
-from nextn.speculative.draft_policy import (
-    AdaptiveLength,
-    CopyChoice,
-    CopyRun,
-    FixedLength,
-    RoundValues,
-    choose_alone,
-    choose_copies,
-)
+from nextn.speculative.draft_policy import AdaptiveLength, FixedLength
 from nextn.stats.speedup import Costs, Spread
 
 # Dense; three MTP layers; recurrent layers; windows.

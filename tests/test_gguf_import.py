@@ -28,7 +28,7 @@ from nextn.checkpoint.gguf_file import BLOCK_TYPES, blocks_name
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.cli.model_options import ModelOptions, _refuse_without_head
 from nextn.data.byte_tokenizer import byte_tokenizer
-from nextn.edit import gguf_import
+from nextn.edit import gguf_import, gguf_pieces
 from nextn.edit.export import export
 from nextn.edit.gguf_architectures import ARCHITECTURES
 from nextn.edit.gguf_cache import _folder_name
@@ -241,7 +241,7 @@ def test_types_are_mixed_and_what_is_not_kept_is_dequantized(byte_folder, tmp_pa
 def test_slices_of_blocks(byte_folder, tmp_path, monkeypatch):
     path = write(tmp_path / "model.gguf", "qwen3", QWEN3, mixed(), byte_folder)
     convert_gguf(path, tmp_path / "whole", dtype="stored")
-    monkeypatch.setattr(gguf_import, "_SLICE", 3 * WIDTH)
+    monkeypatch.setattr(gguf_pieces, "_SLICE", 3 * WIDTH)
     monkeypatch.setattr(gguf_import, "_SHARD", 200_000)
     convert_gguf(path, tmp_path / "sliced", dtype="stored")
     whole, sliced = stored(tmp_path / "whole"), stored(tmp_path / "sliced")
@@ -376,7 +376,7 @@ def test_slices_do_not_change_anything(byte_folder, tmp_path, monkeypatch):
     """Nor do shards."""
     path = write(tmp_path / "model.gguf", "qwen3", QWEN3, qwen3(Type.Q4_0), byte_folder)
     convert_gguf(path, tmp_path / "whole")
-    monkeypatch.setattr(gguf_import, "_SLICE", 3 * WIDTH)
+    monkeypatch.setattr(gguf_pieces, "_SLICE", 3 * WIDTH)
     monkeypatch.setattr(gguf_import, "_SHARD", 200_000)
     plan = convert_gguf(path, tmp_path / "sliced")
     assert len(plan.files.weights) > 2

@@ -7,7 +7,8 @@ import pytest
 from nextn.runtime.backend import backend_for
 from nextn.serve.round_costs import measure_round_costs
 from nextn.serve.scheduler import Group
-from nextn.speculative.measured_length import AcceptanceEstimate, MeasuredLength, RoundCosts, candidate_lengths
+from nextn.speculative.batch_costs import RoundCosts
+from nextn.speculative.measured_length import AcceptanceEstimate, MeasuredLength, candidate_lengths
 
 
 class Simulation:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.edit.convert import elsewhere
+from nextn.edit.find_head import elsewhere
 from nextn.family_table import Family, rows
 
 _MAX_KINDS = 1000  # names to match against all families; names that differ only in numbers count once

@@ -20,7 +20,7 @@ from nextn.checkpoint.foreign_names import ForeignNames, foreign
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.quantization import is_mlx, split_name, storage
 from nextn.checkpoint.safetensors_file import TensorInfo
-from nextn.edit.convert import find_head
+from nextn.edit.find_head import find_head
 from nextn.errors import CheckpointError
 from nextn.family_table import ExpertForm
 from nextn.text_format import counted, joined, some

@@ -14,8 +14,9 @@ from nextn.decoding.torch_rounds import TorchRounds
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime.protocols import DecodingHead, DecodingTrunk, DraftChain, RoundsStart, WholeRounds
 from nextn.settings import Settings
+from nextn.speculative.copy_choice import CopyChoice, CopyRun
 from nextn.speculative.copy_drafts import CopyDrafts
-from nextn.speculative.draft_policy import NO_DRAFTS, CopyChoice, CopyRun, DraftLength
+from nextn.speculative.draft_policy import NO_DRAFTS, DraftLength
 from nextn.speculative.sampling import ragged
 from nextn.speculative.verification import VerifiedRound
 

@@ -15,7 +15,8 @@ from nextn.decoding.drafter import Drafter
 from nextn.decoding.records import BatchSequence, DraftResult, Event, Observer
 from nextn.runtime.protocols import DecodingHead, DecodingTrunk
 from nextn.settings import Settings
-from nextn.speculative.draft_policy import CopyChoice, DraftLength
+from nextn.speculative.copy_choice import CopyChoice
+from nextn.speculative.draft_policy import DraftLength
 from nextn.speculative.sampling import Prediction, Uniforms, ragged
 from nextn.speculative.verification import VerifiedRound, Verifier, accept_greedy
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from nextn.model.head import HeadStep
 from nextn.model.trunk import TrunkOutput
 from nextn.settings import Sampling
-from nextn.speculative.draft_policy import NO_COPIES, CopyChoice, RoundPlan
+from nextn.speculative.copy_choice import NO_COPIES, CopyChoice
+from nextn.speculative.draft_policy import RoundPlan
 from nextn.speculative.sampling import Prediction, Uniforms
 from nextn.speculative.verification import VerifiedRound, Verifier
 

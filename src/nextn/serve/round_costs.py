@@ -12,7 +12,8 @@ from nextn.serve.request import GenerationRequest
 from nextn.serve.scheduler import Group
 from nextn.serve.served_batch import ServedBatch, ServedSequence
 from nextn.settings import Sampling
-from nextn.speculative.draft_policy import CopyChoice, CopyRun, FixedLength, RoundPlan, candidate_lengths
+from nextn.speculative.copy_choice import CopyChoice, CopyRun
+from nextn.speculative.draft_policy import FixedLength, RoundPlan, candidate_lengths
 
 _PROMPT_SIZE = 64  # positions, processed in one pass
 # Each number of drafts is measured in several turns, each longer than a time slice of another process: rounds that fit

@@ -5,7 +5,8 @@ from itertools import accumulate, takewhile
 from operator import mul
 from typing import NamedTuple
 
-from nextn.speculative.draft_policy import ConfidenceCalibration, CopyRun
+from nextn.speculative.copy_choice import CopyRun
+from nextn.speculative.draft_policy import ConfidenceCalibration
 
 _KEY = 2  # tokens that two places have in common at least
 

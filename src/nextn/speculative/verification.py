@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextn.settings import Sampling
-from nextn.speculative.draft_policy import NO_COPIES, CopyChoice
+from nextn.speculative.copy_choice import NO_COPIES, CopyChoice
 from nextn.speculative.sampling import ragged, sample_at, seen_prefixes, to_probs
 
 

@@ -20,7 +20,8 @@ from nextn.runtime.native.passes import BLOCK_SIZES, Inputs, Passes
 from nextn.runtime.native.program import Replay
 from nextn.runtime.protocols import RoundsStart
 from nextn.settings import Sampling
-from nextn.speculative.draft_policy import NO_COPIES, PROBE_INTERVAL, CopyChoice, RoundPlan
+from nextn.speculative.copy_choice import NO_COPIES, CopyChoice
+from nextn.speculative.draft_policy import PROBE_INTERVAL, RoundPlan
 from nextn.speculative.sampling import Uniforms
 from nextn.speculative.verification import VerifiedRound, Verifier
 
