@@ -49,6 +49,9 @@ def test_body_of_chat():
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert "prompt" not in body
+    thinks = EngineRequest("hi", 5, template_variables={"enable_thinking": True})
+    assert thinks.body("m", chat=True, extra_fields=False)["chat_template_kwargs"] == {"enable_thinking": True}
+    assert "chat_template_kwargs" not in thinks.body("m", chat=False, extra_fields=False)
 
 
 def test_extra_fields_turn_filters_off():

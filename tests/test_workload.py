@@ -283,11 +283,35 @@ def test_commands_take_benchmarks(speaking, folder, tmp_path, here):
     assert set(record["domains"]) == {"coding", "writing"}
     assert record["settings"]["thinking"] is None
     code, out, _ = here(
-        "bench", tmp_path / "model", *options, "-k", 1, "--temperatures", 0, "--repeats", 1, "--chat", "--json"
+        "bench", tmp_path / "model", *options, "-k", "1,auto", "--temperatures", 0, "--repeats", 1, "--chat", "--json"
     )
     assert (code, json.loads(out)["prompts"]["turns"], json.loads(out)["texts"]["0"]["prompts"]) == (0, 4, 4)
+    assert {each["num_speculative_tokens"] for each in json.loads(out)["figures"]} == {0, 1, -1}
     code, out, _ = here("answer", tmp_path / "model", tmp_path / "a.jsonl", *options[:4], "--backend", "torch")
     assert (code, len((tmp_path / "a.jsonl").read_text().splitlines())) == (0, 5)
     assert here("measure", tmp_path / "model", "--prompts", f"{folder}:nothing")[0] == 2
     texts = ("--texts", tmp_path / "a.jsonl", "--backend", "torch")
     assert here("measure", tmp_path / "model", *texts, "--thinking")[0] == 2
+
+
+def test_answers_and_diagnoses_with_and_without_thinking(tmp_path, here):
+    """The prompts that the trunk answers, and the reference continues, are rendered in the mode asked for."""
+    tokenizer, model = chatty(), build("glm4_moe", vocab_size=264)
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "plain")
+    tokenizer.chat_template += "{% if enable_thinking %}T{% endif %}"
+    model.save(tmp_path / "model")
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
+    options = (tmp_path / "asked.jsonl", "--max-tokens", 3, "--backend", "torch")
+    prompts = {}
+    for mode in ("--thinking", "--no-thinking"):
+        out = tmp_path / f"{mode}.jsonl"
+        assert here("answer", tmp_path / "model", out, "--prompts", *options, mode)[0] == 0
+        prompts[mode] = [json.loads(line)["prompt"] for line in out.read_text().splitlines()[1:]]
+    assert prompts["--thinking"] == [ids + tokenizer("T")["input_ids"] for ids in prompts["--no-thinking"]]
+    code, _, err = here("answer", tmp_path / "plain", tmp_path / "x.jsonl", "--prompts", *options, "--thinking")
+    assert (code, "alike with both" in err) == (2, True)
+    counts = tmp_path / "counts.json"
+    counts.write_text('{"num_drafts": 50, "num_draft_tokens": 50, "num_accepted_tokens": 10}')
+    code, _, err = here("diagnose", tmp_path / "plain", "--engine", counts, "--backend", "torch", "--thinking")
+    assert (code, "alike with both" in err) == (2, True)

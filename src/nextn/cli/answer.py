@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from nextn.cli.common import AsJson, Chat, EngineAccess, appendable, expanded, stop_flag, use_chat
+from nextn.cli.common import AsJson, Chat, EngineAccess, Thinking, appendable, expanded, stop_flag, use_chat
 from nextn.cli.decode import DecodingOptions
 from nextn.cli.model_options import ModelOptions
 from nextn.cli.progress import progress_bars
@@ -42,6 +42,7 @@ def answer(
         int, Option(min=1, help="Prompts that are answered at a time: a batch, or requests to the engine.")
     ] = 8,
     chat: Chat = None,
+    thinking: Thinking = None,
     options: ModelOptions,
     asked: EngineAccess,
     as_json: AsJson = False,
@@ -61,7 +62,9 @@ def answer(
 
     model_of_text = options.load(need_head=False) if endpoint is None else TextInterface.read(options.source)
     chat = use_chat(model_of_text, chat)
-    prompt_ids, notes = read_prompts(prompts, model_of_text, count=count, length=length, seed=settings.seed, chat=chat)
+    prompt_ids, notes = read_prompts(
+        prompts, model_of_text, count=count, length=length, seed=settings.seed, chat=chat, thinking=thinking
+    )
     print_notes(notes)
     with stop_flag() as stopped, progress_bars(quiet=as_json) as added:
         if isinstance(model_of_text, TextInterface):

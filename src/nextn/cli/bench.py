@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from nextn.evaluate.load_advice import LoadAdvice
 
 _PANEL = "K by load of a live engine"
+_ADAPTED = "auto"  # in place of a K: as many drafts as pay, up to the largest K
 Against = Annotated[
     str | None,
     Option(
@@ -118,7 +119,7 @@ def show_by_load(advice: "LoadAdvice") -> None:
 def bench(
     *,
     num_speculative_tokens: Annotated[
-        str, Option(*K_NAMES, help="Values of K, comma-separated; 0 = plain decoding.")
+        str, Option(*K_NAMES, help="Values of K, comma-separated; 0 = plain decoding, auto = adapted in each round.")
     ] = "0,1,2,3,4,6,8",
     prompts: Prompts = None,
     temperatures: Temperatures = "0,1",
@@ -127,18 +128,18 @@ def bench(
     chat: Chat = None,
     options: ModelOptions,
     vocabulary: DraftVocabularyOptions,
-    adaptive: Annotated[bool, Option("--adaptive", help="Also measure an adaptive K.")] = False,
     num_copy_tokens: NumCopyTokens = 0,
     out: Annotated[Path | None, Option(help="Folder for the record and the figures.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding over K: speed, acceptance, costs, memory. Repetitive texts are left out."""
+    values = num_speculative_tokens.split(",")
     plan = BenchmarkPlan(
-        _integers(num_speculative_tokens, "--num-speculative-tokens"),
+        _integers(",".join(each for each in values if each != _ADAPTED), "--num-speculative-tokens"),
         parse_temperatures(temperatures),
         max_tokens,
         repeats,
-        adaptive=adaptive,
+        adaptive=_ADAPTED in values,
         backend=options.backend,
         num_copy_tokens=num_copy_tokens,
     )
@@ -328,7 +329,7 @@ def _cells(figures: "BenchmarkFigures", *, copies: bool) -> list[str]:
     copied = f"{sum(figures.copied.num_accepted)} in {num} rounds" if num else ""
     acceptance, speed, share = figures.acceptance, figures.tokens_per_s, figures.share
     return [
-        "auto" if figures.num_speculative_tokens < 0 else str(figures.num_speculative_tokens),
+        _ADAPTED if figures.num_speculative_tokens < 0 else str(figures.num_speculative_tokens),
         f"{acceptance.length:.2f}" if acceptance.num_rounds else "",
         f"{speed.median:.0f} ({speed.low:.0f}-{speed.high:.0f})" if speed.num else "",
         rate_text(figures.speedup.median),

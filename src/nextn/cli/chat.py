@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nextn.cli.common import Chat, expanded, stop_flag, use_chat
+from nextn.cli.common import expanded, stop_flag, use_chat
 from nextn.cli.decode import DecodingOptions, acceptance_line, speed
 from nextn.cli.model_options import ModelOptions
 from nextn.cli.screen import (
@@ -39,7 +39,7 @@ Ctrl-C stops an answer. A \\ at the end of a line continues the message on the n
 
 
 @expanded("num_copy_tokens", "seed", "exact_head", "threads", "kv_cache_dtype", "device_map", max_tokens=512)
-def chat(*, decoding: DecodingOptions, chat: Chat = None, options: ModelOptions) -> None:
+def chat(*, decoding: DecodingOptions, options: ModelOptions) -> None:
     """Chat with a model in the terminal; /help lists the commands. Piped lines are messages, answered in turn.
 
     Text of rounds that accepted drafts is green, or in brackets without colors; speed and acceptance follow each
@@ -49,7 +49,7 @@ def chat(*, decoding: DecodingOptions, chat: Chat = None, options: ModelOptions)
     settings, options = decoding.settings, options.prepared(need_head=need_head)
     loaded = options.load(need_head=need_head)
     print_notes(loaded.notes)
-    _run(_Conversation(loaded, settings, options.backend, use_chat(loaded, chat)))
+    _run(_Conversation(loaded, settings, options.backend, use_chat(loaded, None)))
 
 
 @dataclass

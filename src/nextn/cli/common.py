@@ -101,6 +101,14 @@ Chat = Annotated[
         show_default=False,
     ),
 ]
+Thinking = Annotated[
+    bool | None,
+    Option(
+        "--thinking/--no-thinking",
+        help="Turn thinking on or off in the chat template. Default: the template's.",
+        show_default=False,
+    ),
+]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps, xpu, or one of several such as cuda:1.")]
 ADDRESS = "such as localhost:8000, or localhost:8000#MODEL if it serves several"
 _served_option = partial(Option, rich_help_panel="With a served copy of the model")

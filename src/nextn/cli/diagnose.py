@@ -19,6 +19,7 @@ from nextn.cli.common import (
     Prompts,
     RecordFile,
     Temperatures,
+    Thinking,
     expanded,
     first_turns,
     parse_temperatures,
@@ -74,6 +75,7 @@ def diagnose(
     ] = "ratio",
     max_tokens: MaxTokens = 256,
     chat: Chat = None,
+    thinking: Thinking = None,
     own_template: Annotated[
         bool, Option("--own-template", help="With --drive: send text through the engine's own chat template.")
     ] = False,
@@ -99,7 +101,7 @@ def diagnose(
         code = show_counts(engine, budget, flags, num_speculative_tokens, out=out, as_json=as_json)
         raise typer.Exit(code)
     k = 4 if num_speculative_tokens is None else num_speculative_tokens  # until the engine's counters show it
-    plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, 0, options.backend, rule)
+    plan = ReferencePlan(k, parse_temperatures(temperatures), max_tokens, chat, 0, options.backend, rule, thinking)
     options = options.prepared(need_head=True)
     texts, asked = read_prompts(prompts), replace(asked, engine=engine)
     texts = first_turns(texts) if drive else texts

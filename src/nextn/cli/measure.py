@@ -19,6 +19,7 @@ from nextn.cli.common import (
     MaxTokens,
     Prompts,
     RecordFile,
+    Thinking,
     check_figure,
     expanded,
     first_turns,
@@ -55,14 +56,7 @@ class PlanOptions:
     ] = None
     max_tokens: MaxTokens = 256
     chat: Chat = None
-    thinking: Annotated[
-        bool | None,
-        Option(
-            "--thinking/--no-thinking",
-            help="Turn thinking on or off in the chat template. Default: the template's.",
-            show_default=False,
-        ),
-    ] = None
+    thinking: Thinking = None
 
     def plan(self, backend: str, *, texts: str | None, rule: str) -> ReferencePlan:
         """Return the plan. Raises ConfigError for values out of range, or with texts that have their own."""

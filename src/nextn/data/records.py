@@ -32,6 +32,7 @@ class RecordReader:
     tokenizer: "PreTrainedTokenizerBase"  # encodes texts, and renders conversations with its chat template
     all_tokens: bool = False  # every token is a label, prompts and user turns included
     context: int | None = None  # positions that the model was made for
+    variables: Mapping[str, object] | None = None  # of the chat template
     conversations: int = field(default=0, init=False)  # conversations read
     unanswered: int = field(default=0, init=False)  # conversations without a label
     long: int = field(default=0, init=False)  # conversations longer than the context
@@ -147,6 +148,7 @@ class RecordReader:
                 tools=tools if isinstance(tools, list) else None,
                 add_generation_prompt=add_generation_prompt,
                 assistant_mask=assistant_mask,
+                variables=self.variables,
             )
         except ConfigError as error:
             roles = ", ".join(str(message.get("role")) for message in messages)

@@ -35,6 +35,7 @@ class EngineRequest:
     # Whether a prefix cache may hold a part of the prompt; else a unique salt keeps all that was sent before out of it
     # (vLLM, SGLang), or the cache is off (llama.cpp).
     use_cache: bool = True
+    template_variables: Mapping[str, object] = field(default_factory=dict)  # of the engine's own chat template
     ignore_eos: bool = False  # continue after an end-of-text token, up to max_tokens (vLLM, SGLang, llama.cpp)
 
     @property
@@ -51,6 +52,7 @@ class EngineRequest:
         body: dict[str, object] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         body |= {"model": model, "max_tokens": self.max_tokens, "temperature": self.temperature, "top_p": 1.0}
         body |= {"stream": True} if stream else {}
+        body |= {"chat_template_kwargs": dict(self.template_variables)} if chat and self.template_variables else {}
         body |= {"seed": self.seed} if self.seed is not None else {}
         body |= {"stop": list(self.stop)} if self.stop else {}
         if self.logprobs:

@@ -20,6 +20,7 @@ from nextn.evaluate.hypotheses import ExpectedCounts, engine_depth, observed_cou
 from nextn.evaluate.observed_case import ObservedCase
 from nextn.evaluate.reference import open_model, reference_acceptance
 from nextn.evaluate.reference_report import ReferenceReport
+from nextn.evaluate.reference_texts import check_thinking
 from nextn.evaluate.workload import Prompt, PromptSource, ReferencePlan, take_prompts
 from nextn.model.model import Model
 
@@ -109,6 +110,7 @@ def observe(
     folder: Path | None = None,
 ) -> list[EngineObservation]:
     """Return what an engine counted so far, or what it counts while it is asked the prompts, see `drive_engine`."""
+    check_thinking(model, plan)
     if isinstance(target, Counters):
         return [EngineObservation(plan.temperatures[0], target)]
     return drive_engine(target, model, prompts, plan, on_answer=on_answer, folder=folder)
@@ -190,7 +192,7 @@ def _other_template(model: Model, prompts: Sequence[Prompt], plan: ReferencePlan
     if not has_template or any(prompt.later or not isinstance(prompt.text, str) for prompt in prompts):
         return None
     is_applied = plan.chat is not False  # None applies it too, as there is one
-    return replace(plan, chat=not is_applied)
+    return replace(plan, chat=not is_applied, thinking=None)
 
 
 def _on_prompts(

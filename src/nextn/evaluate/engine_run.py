@@ -1,7 +1,7 @@
 """Runs of the reference's prompts on a live engine: the gain of its counters, and its texts beside the reference's."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,8 +80,9 @@ def drive_engine(
             observation = None if file is None else _stored_observation(file, endpoint)
             if observation is None:
                 observation = ask_prompts(
-                    endpoint, contents, indices, temperature, plan.max_tokens, seed=plan.seed, on_answer=on_answer
-                )
+                    endpoint, contents, indices, temperature, plan.max_tokens, seed=plan.seed,
+                    template_variables=plan.template_variables, on_answer=on_answer,
+                )  # fmt: skip
                 if file is not None:
                     _store_observation(file, observation, read_counters(endpoint))
             else:
@@ -129,6 +130,7 @@ def ask_prompts(
     max_tokens: int,
     *,
     seed: int = 0,
+    template_variables: Mapping[str, object] | None = None,
     on_answer: Callable[[], None] = lambda: None,
 ) -> EngineObservation:
     """Ask the prompts at these indices, and return what the counters gained.
@@ -136,8 +138,12 @@ def ask_prompts(
     Raises EngineError if the engine counts no drafts, its counters were reset meanwhile, or it refuses a prompt.
     """
     requests = [
-        EngineRequest(prompts[place], max_tokens, temperature, seed=seed + place, use_cache=False) for place in indices
-    ]
+        EngineRequest(
+            prompts[place], max_tokens, temperature, seed=seed + place, use_cache=False,
+            template_variables=template_variables or {},
+        )
+        for place in indices
+    ]  # fmt: skip
     found = ask_counted(endpoint, requests, concurrency=_CONCURRENCY, required=True, on_answer=on_answer)
     if found.counters is None:
         raise EngineError(found.no_counters)

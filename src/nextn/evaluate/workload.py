@@ -28,6 +28,7 @@ from nextn.settings import Sampling, Settings, check_prompts, prompt_ids
 if TYPE_CHECKING:
     from nextn.data.records import Record
     from nextn.model.model import Model
+    from nextn.model.text_interface import TextInterface
 
 _BUILT_IN = Path(__file__).with_name("workload.jsonl")
 _COLUMNS = '"prompt" (text or token ids), "text" or "messages"'
@@ -53,7 +54,7 @@ class Prompt:
     turns: tuple[str, ...] = ()  # the user's turns down to this one, where `text` also has the model's answers
 
     def tokens(
-        self, model: "Model", *, chat: bool = False, variables: Mapping[str, object] | None = None
+        self, model: "Model | TextInterface", *, chat: bool = False, variables: Mapping[str, object] | None = None
     ) -> tuple[int, ...]:
         """Encode it for this model (`variables` of its template); raise ConfigError for text without a tokenizer."""
         from nextn.decoding.generate import encode  # here, so that reading prompts needs no torch

@@ -23,13 +23,13 @@ from nextn.data.corpus import Corpus
 from nextn.data.degeneracy import degeneracy
 from nextn.data.records import RecordReader
 from nextn.data.sources import HEADER_KEY, Source, answers_header, partition_sources, read_records
-from nextn.decoding.generate import encode, eos_tokens
+from nextn.decoding.generate import eos_tokens
 from nextn.decoding.rounds import rounds
 from nextn.engines.answers import EngineAnswer, EngineRequest
 from nextn.engines.ask import ask
 from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
-from nextn.evaluate.reference_texts import play_turns, prompt_tokens
+from nextn.evaluate.reference_texts import check_thinking, play_turns, prompt_tokens
 from nextn.evaluate.workload import ReferencePlan
 from nextn.evaluate.workload import read_prompts as read_questions
 from nextn.model.model import Model
@@ -162,12 +162,13 @@ def read_prompts(
     length: int = 64,
     seed: int = 0,
     chat: bool,
+    thinking: bool | None = None,
 ) -> tuple[list[list[int]], list[str]]:
     """Return prompts and notes: the prompts of the first `count` records, the rest of `count` cut from text files.
 
     Those cut from a text have `length` tokens, and `seed` chooses their places. The model's tokenizer reads the
-    prompts, which must fit its context; `chat` renders text with the chat template. Raises ConfigError for a source
-    that cannot be read, or has too little text.
+    prompts, which must fit its context; `chat` renders text with the chat template, `thinking` sets its thinking mode.
+    Raises ConfigError for a source that cannot be read, or has too little text.
     """
     text_interface = model if isinstance(model, TextInterface) else TextInterface.of(model.trunk, model.tokenizer)
     tokenizer, vocab_size = text_interface.tokenizer, text_interface.vocab_size
@@ -177,7 +178,10 @@ def read_prompts(
     texts, others = partition_sources([source for source in sources if str(source) not in questions])
     if not sources or (count is not None and count < 1):
         raise ConfigError(f"{len(sources)} sources of prompts, count = {count}; expected at least one of each")
-    reader, prompts = RecordReader(tokenizer), _questions(model, questions, chat)[:count]
+    plan = ReferencePlan(max_tokens=512, chat=chat, thinking=thinking)
+    check_thinking(text_interface, plan)
+    reader = RecordReader(tokenizer, variables=plan.template_variables)
+    prompts = _questions(model, questions, plan)[:count]
     for location, record in islice(
         (pair for source in others for pair in read_records(source)), None if count is None else count - len(prompts)
     ):
@@ -192,13 +196,12 @@ def read_prompts(
     return _drop_long(prompts, text_interface.max_length)
 
 
-def _questions(model: Model | TextInterface, sources: Sequence[str], chat: bool) -> list[list[int]]:
+def _questions(model: Model | TextInterface, sources: Sequence[str], plan: ReferencePlan) -> list[list[int]]:
     """The questions of benchmarks, one prompt per turn; without the model's weights, of first turns alone."""
     prompts = [prompt for source in sources for prompt in read_questions(source)]
     if isinstance(model, Model):
-        plan = ReferencePlan(max_tokens=512, chat=chat)
-        return [list(prompt_tokens(model, prompt, plan)) for prompt in play_turns(model, prompts, plan)]
-    return [encode(model, prompt.text, chat=chat) for prompt in prompts]
+        prompts = play_turns(model, prompts, plan)
+    return [list(prompt_tokens(model, prompt, plan)) for prompt in prompts]
 
 
 def _check(ids: list[int], location: str, vocab_size: int) -> list[int]:
