@@ -335,7 +335,8 @@ BROKEN = {
         "shared-missing", "warning", "deepseek_v4", {"copies": False},
         "embed.weight and head.weight only.*vLLM versions.*initial values.*SGLang uses the trunk's"),
     "pipeline-parallel vLLM": (
-        "shared-missing", "note", "deepseek_v3", {"copies": False}, "vLLM with pipeline parallelism drafts from"),
+        "shared-missing", "note", "deepseek_v3", {"copies": False},
+        "engines use the trunk's, except vLLM with pipeline parallelism"),
     "stale copy of the embedding": (
         "copy-differs", "warning", "glm4_moe", {"change": put("model.layers.2.embed_tokens.weight", (V, H))},
         "embed_tokens.weight: in its values; llama.cpp uses the copy; vLLM, SGLang and transformers use the trunk's"),

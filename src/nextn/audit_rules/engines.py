@@ -100,13 +100,22 @@ def shared_missing(inventory: Inventory) -> Iterator[Finding]:
     names = [inventory.published(f"{lacking[role][0]}.{role}.weight") for role in roles]
     shared = joined(inventory.shared[role] for role in roles)
     skipped = any(role in engine.skips for role in roles for engine in affected[role])
+    only = (
+        f"The {joined(ROLES[role] for role in roles)} {'are' if len(roles) > 1 else 'is'} stored as {shared} only, "
+        "not inside the MTP layer"
+    )
+    engine = next(name for name, support in runners.items() if support in affected[roles[0]])
+    copies, fix = f"{joined(names)}, equal to {shared}.", aliases(inventory, engine)
+    if skipped:
+        effects = "; ".join(_unset(name, support, roles) for name, support in runners.items())
+        yield Finding("shared-missing", "warning", names[0], f"{only}: {effects}.", copies, fix)
+        return
+    parallel = f"{ENGINES[engine]} with pipeline parallelism"
     yield Finding(
-        "shared-missing", "warning" if skipped else "note", names[0],
-        f"The {joined(ROLES[role] for role in roles)} {'are' if len(roles) > 1 else 'is'} stored as {shared} "
-        "only, not inside the MTP layer: "
-        f"{'; '.join(_unset(name, engine, roles) for name, engine in runners.items())}.",
-        f"{joined(names)}, equal to {shared}.",
-        aliases(inventory, next(name for name, engine in runners.items() if engine in affected[roles[0]])),
+        "shared-missing", "note", names[0],
+        f"{only}: engines use the trunk's, except {parallel}, which drafts from initial values.",
+        f"As it is; for {parallel}: {copies}",
+        f"Nothing without pipeline parallelism; with it, run `{fix}`.",
     )  # fmt: skip
 
 
@@ -316,9 +325,6 @@ def _unset(name: str, engine: EngineSupport, roles: list[str]) -> str:
     if any(role in engine.skips for role in roles):
         versions = f"{ENGINES[name]} versions that do not share the trunk's weights"
         return f"{versions} draft from initial values, without an error"
-    unset = joined(ROLES[role] for role in roles if role in engine.unset)
-    if unset:
-        return f"{ENGINES[name]} with pipeline parallelism drafts from the initial values of {unset}"
     return f"{ENGINES[name]} uses the trunk's"
 
 
