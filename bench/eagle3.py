@@ -51,6 +51,7 @@ from nextn.data.batches import Batch
 from nextn.data.byte_tokenizer import byte_tokenizer
 from nextn.family_table import Family, by_name, fitted
 from nextn.model.head import Head, HeadStep
+from nextn.model.head_layers import block_layer_types, build_block, build_norm
 from nextn.model.model import Model
 from nextn.model.trunk import Trunk, TrunkOutput
 from nextn.train.config import HeadConfig, TrainConfig
@@ -137,15 +138,15 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         size, overrides = trunk.config.hidden_size, dict(family.block) | {"intermediate_size": intermediate_size}
         self.fc = nn.Linear(3 * size, size, bias=False)
-        self.hidden_norm, self.final_norm = trunk.norm(), trunk.norm()
-        self.block = trunk.block(0, 1, overrides)
+        self.hidden_norm, self.final_norm = build_norm(trunk), build_norm(trunk)
+        self.block = build_block(trunk, 0, 1, overrides)
         attention = self.block.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(attention, name)
             setattr(attention, name, nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None))
             trunk.initialize(getattr(attention, name))
         trunk.initialize(self.fc)
-        (self.layer_type,) = self.layer_types = trunk.block_layer_types(0, 1, overrides)
+        (self.layer_type,) = self.layer_types = block_layer_types(trunk, 0, 1, overrides)
         self.layers = [self.block]
         self.to(trunk.dtype)
 

@@ -9,9 +9,9 @@ from quick import loop
 from tiny import CONFIGS, build
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from nextn.cache.attention_layer import packed
 from nextn.cache.rollout_cache import chain_mask
 from nextn.model.model import Model
-from nextn.model.trunk import packed
 from nextn.train.config import TrainConfig
 from nextn.train.cotrain import CotrainLoss, HeadSettings, targets_of
 from nextn.train.cpu_attention import CPU_ATTENTION, attend, cpu_attention, use_cpu_attention

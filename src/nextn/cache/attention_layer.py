@@ -208,3 +208,13 @@ def causal(queries: Tensor, num_positions: int, *, window: int | None = None) ->
     keys = torch.arange(num_positions, device=queries.device)
     mask = keys <= queries
     return mask if window is None else mask & (keys > queries - window)
+
+
+def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions [B, T], counted from each document's start, and a mask [B, 1, T, T], causal inside it."""
+    indices = torch.arange(documents.shape[1], device=documents.device)
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    positions = indices - torch.where(starts, indices, 0).cummax(dim=1).values
+    is_same = documents[:, :, None] == documents[:, None, :]
+    return positions, (is_same & (indices[:, None] >= indices))[:, None]

@@ -31,6 +31,13 @@ def remove_unused_experts(model: nn.Module) -> None:
             part.gate_up_proj = nn.Parameter(rows.detach()[: cast(int, part.num_routed_experts)].clone())
 
 
+def freeze_indexers(module: nn.Module) -> None:
+    # transformers runs an indexer without gradients: its selection is not differentiable in its weights.
+    for name, value in module.named_parameters():
+        if ".indexer." in name:
+            value.requires_grad_(False)
+
+
 class ResidualBlock(nn.Module):
     """A plain block for a head whose trunk has richer layers, built from parts of such a layer.
 

@@ -11,15 +11,17 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from nextn.cache.attention_layer import packed
 from nextn.cache.family_caches import PerSequenceCache
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
 from nextn.cache.rollout_cache import RolloutCache, chain_mask
 from nextn.errors import ConfigError
 from nextn.family_table import Family
 from nextn.model.family_layers import broadcast_to_streams, collapse_streams
+from nextn.model.head_layers import block_layer_types, build_block, build_collapse, build_norm, layer_source
 from nextn.model.layer_types import LayerType, new_cache
 from nextn.model.logits import float_linear, logits_of
-from nextn.model.trunk import Trunk, packed
+from nextn.model.trunk import Trunk
 from nextn.speculative.draft_vocabulary import DraftVocabulary
 
 # The projections that combine embedding and hidden state, and how many of the two each takes.
@@ -50,15 +52,15 @@ class MTPLayer(nn.Module):
         size = trunk.config.hidden_size
         bias = bool(family.projection_bias and getattr(trunk.config, family.projection_bias))
         self.family, self.scale = family, trunk.scale
-        self.token_norm, self.hidden_norm = source.norm(), source.norm(trunk.hidden_shape[-1])
+        self.token_norm, self.hidden_norm = build_norm(source), build_norm(source, trunk.hidden_shape[-1])
         projections = [role for role in _PROJECTIONS if role in family.names]
         for role in projections:
             setattr(self, role, nn.Linear(_PROJECTIONS[role] * size, size, bias=bias, dtype=trunk.dtype))
         # The transformer block, TRM in the paper: a decoder layer of the trunk's class, or a list of several.
-        self.block: nn.Module = source.block(index, count, family.block, parts=family.parts)
-        self.layer_types = source.block_layer_types(index, count, family.block)
+        self.block: nn.Module = build_block(source, index, count, family.block, parts=family.parts)
+        self.layer_types = block_layer_types(source, index, count, family.block)
         has_norm = "final_norm" in family.names and trunk.config_flag(family.optional.get("final_norm"))
-        self.final_norm = source.norm() if has_norm else nn.Identity()
+        self.final_norm = build_norm(source) if has_norm else nn.Identity()
         if "embedding" in family.own:
             self.embedding = nn.Embedding(trunk.vocab_size, size, dtype=trunk.dtype)
         if "output" in family.own:
@@ -66,7 +68,7 @@ class MTPLayer(nn.Module):
         for name in (*projections, *family.own):
             trunk.initialize(getattr(self, name))
         if "collapse" in family.names:
-            self.collapse = trunk.collapse()
+            self.collapse = build_collapse(trunk)
         if "collapse_fn" in family.names:
             config = trunk.config
             self.eps = {"eps": config.hc_eps, "norm_eps": config.rms_norm_eps}
@@ -176,7 +178,7 @@ class Head(nn.Module):
         self.draft_vocabulary: DraftVocabulary | None = None  # None: drafts from the whole vocabulary
         self.exact = False  # draft with the full precision of the weights even where a lower one is faster
         self._trunk = (trunk,)  # a tuple, so that nn.Module does not register the trunk's parameters as the head's
-        self._source = (trunk.layer_source(family.layer_model, scaled_rotary=family.has_scaled_rotary),)
+        self._source = (layer_source(trunk, family.layer_model, scaled_rotary=family.has_scaled_rotary),)
         self.stack = nn.ModuleList(
             MTPLayer(family, trunk, index, num_modules, source=self._source[0]) for index in range(num_modules)
         )
@@ -197,7 +199,7 @@ class Head(nn.Module):
 
     def new_norm(self) -> nn.Module:
         """Build a norm of the head's class, as for a token embedding, that has no effect beyond normalizing."""
-        norm = self._source[0].norm()
+        norm = build_norm(self._source[0])
         next(norm.parameters()).data.fill_(float(self.family.norm_weight == "w"))
         return norm
 

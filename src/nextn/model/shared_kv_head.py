@@ -13,18 +13,19 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from nextn.cache.attention_layer import causal
+from nextn.cache.attention_layer import causal, packed
 from nextn.cache.family_caches import TrunkKV
 from nextn.cache.kv_cache import KVCache
 from nextn.cache.rollout_cache import RolloutCache
 from nextn.errors import FamilyError
 from nextn.family_table import Family
 from nextn.model.head import Head, HeadStep, MTPLayer, check_depths
+from nextn.model.head_layers import build_norm
 from nextn.model.layer_types import LayerType
 from nextn.model.logits import logits_of
 from nextn.model.streamed_trunk import DeferredTrunk
 from nextn.model.transformers_loading import model_of_config
-from nextn.model.trunk import Trunk, packed
+from nextn.model.trunk import Trunk
 
 _Keys = Mapping[LayerType, tuple[Tensor, Tensor]]
 _Packing = tuple[Tensor, Tensor]  # positions [B, T] inside documents, and which slots [B, 1, T, S] are of the same one
@@ -49,7 +50,7 @@ class QueryLayers(MTPLayer):
         nn.Module.__init__(self)
         outer, inner, vocabulary = trunk.config.hidden_size, source.config.hidden_size, source.vocab_size
         self.family, self.scale, self.layer_types = family, 1.0, list(types)
-        self.block, self.final_norm = source.decoder.layers[-len(types) :], source.norm()
+        self.block, self.final_norm = source.decoder.layers[-len(types) :], build_norm(source)
         sizes = {"projection": (2 * outer, inner), "next_projection": (inner, outer), "output": (inner, vocabulary)}
         sizes |= {"centroids": (inner, num_centroids)} if num_centroids else {}
         for role, (width, rows) in sizes.items():

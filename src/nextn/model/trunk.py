@@ -1,8 +1,8 @@
 """The trunk (target model): the only interface to transformers' models. Forward, embed, logits, new layers, caches.
 
-Everything that reads a model's internals is here and in three modules below: `transformers_loading` builds models,
-`layer_loader` loads single layers, `layer_types` says what state they keep and what a head's layers are built from.
-So a new version of transformers concerns four files.
+Everything that reads a model's internals is here and in four other modules: `transformers_loading` builds models,
+`layer_loader` loads single layers, `layer_types` says what state they keep, and `head_layers` builds a head's layers.
+So a new version of transformers concerns five files.
 """
 
 import inspect
@@ -20,19 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from nextn.cache.attention_layer import causal
+from nextn.cache.attention_layer import causal, packed
 from nextn.cache.family_caches import PerSequenceCache
 from nextn.cache.kv_cache import CACHE_ARGUMENT, KVCache
 from nextn.checkpoint.tensors import StoredTensor
 from nextn.errors import ConfigError, FamilyError
 from nextn.family_table import Stage
-from nextn.model.family_layers import ResidualBlock, remove_unused_experts
+from nextn.model.family_layers import freeze_indexers, remove_unused_experts
 from nextn.model.layer_types import (
     LayerType,
     context_length,
-    head_config,
-    layer_indices,
-    layer_sizes,
     layer_types_of,
     masks_of,
     new_cache,
@@ -99,7 +96,7 @@ class Trunk(nn.Module):
         self.layer_types = layer_types_of(self.config)
         # Whether blocks of several positions continue what is cached; only mixers of recurrent layers may not.
         self._continues = not any(layer.is_recurrent for layer in self.layer_types)
-        _freeze_indexers(model)
+        freeze_indexers(model)
         remove_unused_experts(model)
         for module in self._mixers():
             module.register_forward_pre_hook(_record, with_kwargs=True)
@@ -287,32 +284,6 @@ class Trunk(nn.Module):
             self._continues = True
         return new_cache(self.layer_types, batch_size, device=self.device)
 
-    def block(
-        self, index: int, count: int, overrides: Mapping[str, object], *, parts: Mapping[str, str] = {}
-    ) -> nn.Module:
-        """Build the decoder layers of MTP layer `index` of `count`, of the trunk's own class and freshly initialized.
-
-        A list in the `overrides` of the config has one entry per decoder layer; with several, the result is an
-        nn.ModuleList. `parts` are the submodules of a decoder layer that form a `ResidualBlock`, if any.
-        """
-        config = head_config(self.config, self.layer_types, count, overrides)
-        layer_class = cast(Callable[..., nn.Module], type(self.decoder.layers[-1]))
-        layers = [layer_class(config, layer_index) for layer_index in layer_indices(index, overrides)]
-        layers = [ResidualBlock(layer, parts) for layer in layers] if parts else layers
-        block = layers[0] if len(layers) == 1 else nn.ModuleList(layers)
-        self.initialize(block)
-        _freeze_indexers(block)
-        block.to(self.dtype)
-        for name, value in [*block.named_parameters(), *block.named_buffers()]:
-            if self.keeps_fp32(name) and value.is_floating_point():
-                value.data = value.data.float()
-        return block
-
-    def block_layer_types(self, index: int, count: int, overrides: Mapping[str, object]) -> list[LayerType]:
-        """Return the layer types of that block's decoder layers."""
-        layer_types = layer_types_of(head_config(self.config, self.layer_types, count, overrides))
-        return [layer_types[layer_index] for layer_index in layer_indices(index, overrides)]
-
     def config_flag(self, field: str | None) -> bool:
         """Whether this field of the config is set and true; True for None."""
         return field is None or bool(getattr(self.config, field, False))
@@ -320,46 +291,6 @@ class Trunk(nn.Module):
     def keeps_fp32(self, name: str) -> bool:
         """Whether the model keeps this tensor in fp32 whatever its dtype, such as a router's correction bias."""
         return any(part in name for part in self.model._keep_in_fp32_modules_strict or ())
-
-    def norm(self, size: int | None = None) -> nn.Module:
-        """Build a fresh norm of the trunk's own class, for states of `size` (default: H)."""
-        reference = self.final_norm
-        eps = getattr(reference, "variance_epsilon", getattr(reference, "eps", None))
-        options = {} if eps is None else {"eps": eps}
-        weight = next(reference.parameters(), None)
-        if weight is None:
-            raise FamilyError(f"{type(reference).__name__} has no weight, which a head's norms are stored with")
-        norm: nn.Module = cast(Callable[..., nn.Module], type(reference))(size or self.config.hidden_size, **options)
-        self.initialize(norm)
-        return norm.to(weight.dtype)
-
-    def layer_source(self, model_type: str, *, scaled_rotary: bool = True) -> "Trunk":
-        """Return a trunk with this one's sizes, to build decoder layers like its own, or of another model_type.
-
-        Its own weights are on the meta device. Without `scaled_rotary`, rotary embeddings lose the scaling of this
-        trunk's. Raises FamilyError if such layers cannot have these sizes.
-        """
-        config: dict[str, object] = {}
-        if model_type:
-            config = {"model_type": model_type, **layer_sizes(self.model.config)}
-        elif not scaled_rotary and self.config.rope_parameters["rope_type"] != "default":
-            rope = {"rope_type": "default", "rope_theta": self.config.rope_parameters["rope_theta"]}
-            config = self.config.to_dict() | {"rope_parameters": rope}
-        if not config:
-            return self
-        with torch.device("meta"):
-            source = Trunk.from_config(config, dtype=self.dtype)
-        with torch.device("cpu"):
-            source.decoder.rotary_emb = type(source.decoder.rotary_emb)(source.config)
-        source.config._attn_implementation = self.config._attn_implementation
-        return source
-
-    def collapse(self) -> nn.Module:
-        """Build a fresh module of the trunk's own class that collapses concatenated streams to one state (Qwen4)."""
-        mixer_class = cast(Callable[..., nn.Module], type(self.decoder.hyper_connection_mixer))
-        mixer = mixer_class(self.config, use_combine=False)
-        self.initialize(mixer)
-        return mixer.to(self.dtype)
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
@@ -464,23 +395,6 @@ class Trunk(nn.Module):
             outer = f"{name}."  # its submodules are replayed with it
             if self.layer_types[index].is_recurrent:
                 yield part
-
-
-def packed(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions [B, T], counted from each document's start, and a mask [B, 1, T, T], causal inside it."""
-    indices = torch.arange(documents.shape[1], device=documents.device)
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    positions = indices - torch.where(starts, indices, 0).cummax(dim=1).values
-    is_same = documents[:, :, None] == documents[:, None, :]
-    return positions, (is_same & (indices[:, None] >= indices))[:, None]
-
-
-def _freeze_indexers(module: nn.Module) -> None:
-    # transformers runs an indexer without gradients: its selection is not differentiable in its weights.
-    for name, value in module.named_parameters():
-        if ".indexer." in name:
-            value.requires_grad_(False)
 
 
 def _record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
