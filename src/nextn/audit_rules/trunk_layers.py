@@ -65,8 +65,9 @@ def trunk_layers(inventory: Inventory) -> Iterator[Finding]:
 def names_in_memory(inventory: Inventory) -> list[str]:
     """Return a trunk's tensors under transformers' own names, in a family that is published under others."""
     tensors, family = inventory.checkpoint.tensors, inventory.family
-    # transformers' usual names: a family that is published under these has no others.
-    if family.trunk["embedding"] == _IN_MEMORY or f"{_IN_MEMORY}.weight" not in tensors or not family.runs:
+    # transformers' usual names: a family that is published under these has no others, and a head alone has no trunk.
+    is_published = family.trunk["embedding"] == _IN_MEMORY or family.trunk_kv
+    if is_published or f"{_IN_MEMORY}.weight" not in tensors or not family.runs:
         return []
     names = [name for name in tensors if name.startswith(("model.layers.", _IN_MEMORY))]
     return names if any(".self_attn." in name for name in names) and "embedding" not in inventory.shared else []
