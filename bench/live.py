@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import environments
+from engines.client import Unavailable
 from engines.servers import Command, llama_server, served, vllm_server
 from engines.starting import Starter
 from published import K, form, stored
@@ -30,6 +31,7 @@ from record import origin, write_record
 from nextn.checkpoint.checkpoint import SHIPPED_HEAD
 from nextn.edit.adopt import adopt
 from nextn.edit.published_model import smollm2
+from nextn.errors import NextnError
 from nextn.evaluate.load_advice import num_requests
 from nextn.evaluate.workload import read_prompts
 
@@ -170,6 +172,25 @@ def written(source: str, most: int, folder: Path) -> Path:
     return file
 
 
+def run_commands(name: str, prompts: Path, about: Mapping[str, Any], args: argparse.Namespace, *, slots: int) -> None:
+    """Serve one engine, and record what the commands say of it. Raises Unavailable if it does not start."""
+    servers = pair(name, Starter(args.engines, args.threads), args.folder, slots=slots, context=512)
+    about = {**about, "server": shown(servers.drafting.words), "plain_server": shown(servers.plain.words)}
+    with addresses(servers, args.folder) as (drafting, plain):
+        if args.out:
+            rows: dict[str, Any] = {}
+            for command, row in commands(servers, drafting, plain, prompts, args):
+                rows[command] = row
+                print(name, command, row, flush=True)
+                record = stored(args.out)
+                live = {**record.get("live", {}), name: {**about, "commands": rows}}
+                write_record(args.out, {**record, "live": live})
+        if args.advice:
+            found = by_load(drafting, plain, prompts, args.num_prompts, args.tokens, args.loads)
+            record = {"model": "SmolLM2-135M-Instruct", **stored(args.advice)}
+            write_record(args.advice, {**record, "engines": {**record.get("engines", {}), name: {**about, **found}}})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -197,24 +218,11 @@ def main() -> None:
         "threads": args.threads,
     }
     for name in args.engine:
-        servers = pair(name, Starter(args.engines, args.threads), args.folder, slots=slots, context=512)
-        about |= {"server": shown(servers.drafting.words), "plain_server": shown(servers.plain.words)}
-        with addresses(servers, args.folder) as (drafting, plain):
-            if args.out:
-                rows: dict[str, Any] = {}
-                for command, row in commands(servers, drafting, plain, prompts, args):
-                    rows[command] = row
-                    print(name, command, row, flush=True)
-                    record = stored(args.out)
-                    live = {**record.get("live", {}), name: {**about, "commands": rows}}
-                    write_record(args.out, {**record, "live": live})
-            if args.advice:
-                found = by_load(drafting, plain, prompts, args.num_prompts, args.tokens, args.loads)
-                record = {"model": "SmolLM2-135M-Instruct", **stored(args.advice)}
-                write_record(
-                    args.advice, {**record, "engines": {**record.get("engines", {}), name: {**about, **found}}}
-                )
+        run_commands(name, prompts, about, args, slots=slots)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (Unavailable, NextnError) as reason:
+        raise SystemExit(f"error: {reason}") from reason

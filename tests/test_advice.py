@@ -47,17 +47,19 @@ def test_mtp_that_pays():
 def test_how_to_serve_it(here, tmp_path):
     """The command prints another engine's; nothing is said where MTP is to be left off."""
     faster, slower = (forecast(drafted(rate), costs([1, 1.1], 0.1), temperature=0.0) for rate in (0.9, 0.01))
-    (line,) = serving("tiny", None, [slower, faster])
+    line, costs_of = serving("tiny", None, [slower, faster])
+    assert "K = 1 is best at nextn's own costs" in costs_of  # an engine's rounds cost something else
+    assert "--against" in costs_of
     _, other = re.findall("`nextn (.+?)`", line)
     code, out, _ = here(*other.split())
     assert (code, '"num_speculative_tokens": 1' in out) == (0, True)
     assert serving("tiny", None, [slower]) == []
     shutil.copytree(FIXTURES / "qwen", tmp_path / "model")
     extract(tmp_path / "model", tmp_path / "head.safetensors")
-    (line,) = serving(str(tmp_path / "model"), str(tmp_path / "head.safetensors"), [faster])
+    line, _ = serving(str(tmp_path / "model"), str(tmp_path / "head.safetensors"), [faster])
     _, *commands = re.findall("`nextn (.+?)`", line)  # to put the head into its model, and to serve that
     assert [(each.split()[0], here(*each.split())[0]) for each in commands] == [("restore", 0), ("serve", 0)]
-    (line,) = serving("my model", "x", [faster])
+    line, _ = serving("my model", "x", [faster])
     assert line.startswith("serve it: `nextn serve 'my model' --head x` chooses K by the load; x: neither a folder")
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from nextn.cli import app
 from nextn.cli.bench import show_by_load
 from nextn.engines.counters import Counters
-from nextn.errors import ConfigError
+from nextn.errors import ConfigError, EngineError
 from nextn.evaluate import load_advice
 from nextn.evaluate.load_advice import LoadAdvice, LoadPoint
 from nextn.stats.speedup import Spread
@@ -178,6 +178,28 @@ def test_a_row_has_the_speeds_of_one_repeat(monkeypatch, capsys):
     show_by_load(found)
     rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
     assert ["1", "80", "100", "1.25"] in rows
+
+
+def test_each_temperature_is_shown_when_it_is_measured(monkeypatch):
+    """Also in a pipe there is news before; an engine that goes away loses the later ones alone."""
+    engine, plain = FakeEngine(), FakeEngine(drafts=False)
+    measured, num_answers = load_advice.measure_loads, []
+
+    def measure(*servers, on_answer, temperature, **options):
+        if temperature:
+            raise EngineError("nothing answers")
+        count = lambda: num_answers.append(on_answer())  # noqa: E731
+        return measured(*servers, on_answer=count, temperature=temperature, **options)
+
+    monkeypatch.setattr(load_advice, "measure_loads", measure)
+    asked = ("--engine", engine.url, "--against", plain.url, "--max-tokens", 12, "--batches", "2")
+    done = CliRunner().invoke(app, ["advise", *map(str, asked)])
+    engine.stop()
+    plain.stop()
+    assert "T=1: " in done.stderr
+    assert "best K" in done.stdout
+    assert isinstance(done.exception, EngineError)
+    assert len(num_answers) == load_advice.total_requests(16, [2])
 
 
 def test_options_that_do_not_go_together():

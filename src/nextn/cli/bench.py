@@ -1,7 +1,7 @@
 """Speed: `nextn bench` and `nextn advise`. Files are written after all measurements, or not at all."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,7 @@ from nextn.cli.common import (
 )
 from nextn.cli.decode import DraftVocabularyOptions
 from nextn.cli.model_options import ModelOptions
-from nextn.cli.progress import progress_bars
+from nextn.cli.progress import progress_bars, say_doing
 from nextn.cli.screen import figures_table, plain, print_json, print_lines, print_note, print_notes, print_table
 from nextn.errors import ConfigError, NextnError
 from nextn.evaluate.workload import BenchmarkPlan, Prompt, by_domain, num_turns, prompts_record, read_prompts
@@ -61,35 +61,40 @@ def _advice_by_load(
     plain_engine: "Endpoint",
     *,
     quiet: bool,
-) -> "list[LoadAdvice]":
-    from nextn.evaluate.load_advice import REPEATS, measure_loads, refuse_drafts
+) -> "Iterator[LoadAdvice]":
+    """Yield the advice for each temperature as soon as it is measured."""
+    from nextn.evaluate.load_advice import measure_loads, refuse_drafts, total_requests
 
     texts = [prompt.text for prompt in first_turns(prompts)]
     refuse_drafts(plain_engine, texts[0])
-    with progress_bars(quiet=quiet) as progress:
-        return [
-            measure_loads(
+    total = total_requests(len(texts), loads)
+    for temperature in plan.temperatures:
+        streams = ", ".join(map(str, sorted(set(loads))))
+        say_doing(f"T={temperature:g}: {total} answers of both servers at {streams} streams", quiet=quiet)
+        with progress_bars(quiet=quiet) as progress:
+            advice = measure_loads(
                 engine,
                 plain_engine,
                 texts,
                 loads,
                 temperature=temperature,
                 max_tokens=plan.max_tokens,
-                on_pass=progress(f"T={temperature:g}", 2 * REPEATS * len(set(loads))),
+                on_answer=progress(f"T={temperature:g}", total),
             )
-            for temperature in plan.temperatures
-        ]
+        yield advice
 
 
-def report_by_load(found: "Sequence[LoadAdvice]", out: Path | None, *, as_json: bool) -> None:
-    """Write the record, and print it or a table for each temperature."""
+def report_by_load(measured: "Iterable[LoadAdvice]", out: Path | None, *, as_json: bool) -> None:
+    """Print a table for each temperature when it is measured; at the end write the record, or print it as JSON."""
+    found = []
+    for each in measured:
+        found.append(each)
+        if not as_json:
+            show_by_load(each)
     record = found[0].as_record() | {"temperatures": [each.as_record() for each in found]}
     _write_advice(record, out)
     if as_json:
         print_json(record)
-        return
-    for each in found:
-        show_by_load(each)
 
 
 def show_by_load(advice: "LoadAdvice") -> None:
@@ -365,7 +370,11 @@ def serving(source: str, head: str | None, forecasts: "Sequence[Forecast]") -> l
             other = f"`{export_command(head, source, 'vllm', lengths[0])}`: for vLLM (or sglang, llama.cpp)"
         except NextnError as error:
             other = str(error)
-    return [f"serve it: `{command}` chooses K by the load; {other}"]
+    return [
+        f"serve it: `{command}` chooses K by the load; {other}",
+        f"K = {lengths[0]} is best at nextn's own costs of a round here; those of another engine differ: `nextn advise "
+        "--engine URL --against URL` measures them",
+    ]
 
 
 def _show_forecasts(forecasts: "Sequence[Forecast]") -> None:

@@ -167,7 +167,7 @@ def measure_loads(
     *,
     temperature: float = 0.0,
     max_tokens: int = 256,
-    on_pass: Callable[[], None] = lambda: None,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> LoadAdvice:
     """Time both servers at each number of streams, in turn, on the same prompts.
 
@@ -181,8 +181,7 @@ def measure_loads(
         span = CounterSpan(engine, required=True)
         for turn in range(REPEATS):
             for server in (plain, engine) if turn % 2 == 0 else (engine, plain):
-                speeds[server].append(_tokens_per_s(server, asked, streams, temperature, max_tokens))
-                on_pass()
+                speeds[server].append(_tokens_per_s(server, asked, streams, temperature, max_tokens, on_answer))
         gained = span.gained(num_requests=REPEATS * len(asked))
         if gained is None:
             raise EngineError(span.no_counters)
@@ -194,6 +193,11 @@ def measure_loads(
     total = sum_counters(counted)
     assert total is not None
     return LoadAdvice(total.engine, temperature, _rates(total), tuple(points))
+
+
+def total_requests(num_prompts: int, loads: Sequence[int]) -> int:
+    """How many answers `measure_loads` takes from both servers."""
+    return 2 * REPEATS * sum(num_requests(num_prompts, streams) for streams in set(loads))
 
 
 def num_requests(num_prompts: int, streams: int) -> int:
@@ -209,13 +213,20 @@ def refuse_drafts(plain: Endpoint, prompt: str | tuple[int, ...]) -> None:
 
 
 def _tokens_per_s(
-    server: Endpoint, prompts: Sequence[str | tuple[int, ...]], streams: int, temperature: float, most: int
+    server: Endpoint,
+    prompts: Sequence[str | tuple[int, ...]],
+    streams: int,
+    temperature: float,
+    most: int,
+    on_answer: Callable[[], None],
 ) -> float:
     requests = [
         EngineRequest(prompt, most, temperature, seed=place, use_cache=False) for place, prompt in enumerate(prompts)
     ]
-    start = time.perf_counter()
-    tokens = [answer.completion_tokens for answer in ask(server, requests, concurrency=streams)]
+    tokens, start = [], time.perf_counter()
+    for answer in ask(server, requests, concurrency=streams):
+        tokens.append(answer.completion_tokens)
+        on_answer()
     seconds = time.perf_counter() - start
     if None in tokens or not sum(filter(None, tokens)):
         raise EngineError(f"{server.url}: answers without usage.completion_tokens, so their speed is not known")
