@@ -177,12 +177,7 @@ def audit_checkpoint(
     # Which engines run the family says nothing about a head whose names they do not map.
     unmapped = inventory.modules != stored.modules
     rules = [bound.get(rule, rule) for rule in RULES if not (unmapped and rule is engines.engine_support)]
-    nameless = [name for name in foreign if plain_name(name) is None]
-    hidden = {"trunk-partial"} if nameless else set[str]()
-    if any(map(HEADLIKE.search, nameless)) or (nameless and not inventory.layers):
-        hidden |= {"head-absent", "head-elsewhere", "head-partial"}
-    if trunk_layers.names_in_memory(inventory):
-        hidden |= {"trunk-missing", "trunk-partial"}
+    hidden = _hidden(inventory, foreign)
     findings = [*structure.names_foreign(checkpoint.path, kinds)] + [
         finding for rule in rules for finding in rule(inventory) if finding.rule not in hidden
     ]
@@ -199,6 +194,15 @@ def audit_checkpoint(
         title=inventory.family.title,
         is_default=inventory.declared > 0 and not inventory.family.counted_in(checkpoint.config),
     )
+
+
+def _hidden(inventory: Inventory, foreign: Collection[str]) -> set[str]:
+    """Return the rules whose findings would be of names that are a finding already, as of running programs."""
+    nameless = [name for name in foreign if plain_name(name) is None]
+    hidden = {"trunk-partial"} if nameless else set[str]()
+    if any(map(HEADLIKE.search, nameless)) or (nameless and not inventory.layers):
+        hidden |= {"head-absent", "head-elsewhere", "head-partial"}
+    return hidden | ({"trunk-missing", "trunk-partial"} if trunk_layers.names_in_memory(inventory) else set())
 
 
 def _family(checkpoint: Checkpoint) -> Family | None:

@@ -85,16 +85,7 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             f"num_hidden_layers = {actual}, if the trunk has that many; else the head as model.layers.{expected}.",
             f"Set num_hidden_layers to {actual} in {CONFIG}." if contiguous else _renamed_or_restored(inventory),
         )
-    wrapped = [] if not inventory.family.has_bare_head or is_mlx(inventory.checkpoint) else [
-        name for name in inventory.stored.values() if not name.startswith("mtp.")
-    ]  # fmt: skip
-    if wrapped:
-        yield Finding(
-            "head-elsewhere", "error", wrapped[0],
-            f"{counted(len(wrapped), 'tensor')} of the head, such as {some(wrapped)}, with a prefix before mtp.: vLLM "
-            "and SGLang read names that begin with mtp. alone, and skip these.",
-            f"Names such as {some(own_names(inventory))}.", convert(inventory, f"--to {inventory.family.name}"),
-        )  # fmt: skip
+    yield from _behind_a_prefix(inventory)
     families, names = head.other_layout
     if names:
         family_names = joined(family.name for family in families[:4])
@@ -104,6 +95,20 @@ def _elsewhere(head: HeadStructure) -> Iterator[Finding]:
             f"{_looks(inventory)}.",
             f"Names such as {some(own_names(inventory))}.",
             _renamed_or_restored(inventory),
+        )  # fmt: skip
+
+
+def _behind_a_prefix(inventory: Inventory) -> Iterator[Finding]:
+    """Report a head whose names have a prefix that loaders of a head do not expect."""
+    wrapped = [] if not inventory.family.has_bare_head or is_mlx(inventory.checkpoint) else [
+        name for name in inventory.stored.values() if not name.startswith("mtp.")
+    ]  # fmt: skip
+    if wrapped:
+        yield Finding(
+            "head-elsewhere", "error", wrapped[0],
+            f"{counted(len(wrapped), 'tensor')} of the head, such as {some(wrapped)}, with a prefix before mtp.: vLLM "
+            "and SGLang read names that begin with mtp. alone, and skip these.",
+            f"Names such as {some(own_names(inventory))}.", convert(inventory, f"--to {inventory.family.name}"),
         )  # fmt: skip
 
 

@@ -269,20 +269,8 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding], importance:
             f"{CONFIG} declares no method. Give the unquantized model."
         )
     checkpoint, left = with_split_experts(inventory)
-    num_layers = count_layers(checkpoint)
-    rounded = dict[str, Rounding]()
     notes = [f"left out: {counted(len(left), 'tensor')} in another form than split: {some(left)}"] if left else []
-    misfits = []
-    for name, info in checkpoint.tensors.items():
-        part = _part_of(inventory, num_layers, name) or ""
-        part = "values" if part == "trunk" and _VALUES.search(name) and "values" in roundings else part
-        rounding = roundings.get(part)
-        if rounding is None or info.dtype not in _DTYPES or len(info.shape) < 2:
-            continue
-        if len(info.shape) == 2 and rounding.fits(info.shape[1]):
-            rounded[name] = rounding
-        elif len(info.shape) == 2:
-            misfits.append(name)
+    rounded, misfits = _rounded(inventory, checkpoint, roundings)
     if not rounded:
         groups = f"; --group-size {roundings['trunk'].group_size} must divide their input channels" if misfits else ""
         raise CheckpointError(f"{checkpoint.path}: no Linear of a decoder layer can be quantized{groups}.")
@@ -303,6 +291,24 @@ def _plan(checkpoint: Checkpoint, roundings: Mapping[str, Rounding], importance:
     lines = changes(checkpoint, documents)
     family = inventory.family.name
     return EditPlan(checkpoint, Path(), family, files, documents, changes=lines, notes=tuple(notes))
+
+
+def _rounded(
+    inventory: Inventory, checkpoint: Checkpoint, roundings: Mapping[str, Rounding]
+) -> tuple[dict[str, Rounding], list[str]]:
+    """Return how each Linear is rounded, by the name of its weight, and those whose rows do not divide into groups."""
+    rounded, misfits, num_layers = dict[str, Rounding](), list[str](), count_layers(checkpoint)
+    for name, info in checkpoint.tensors.items():
+        part = _part_of(inventory, num_layers, name) or ""
+        part = "values" if part == "trunk" and _VALUES.search(name) and "values" in roundings else part
+        rounding = roundings.get(part)
+        if rounding is None or info.dtype not in _DTYPES or len(info.shape) != 2:
+            continue
+        if rounding.fits(info.shape[1]):
+            rounded[name] = rounding
+        else:
+            misfits.append(name)
+    return rounded, misfits
 
 
 def _files(checkpoint: Checkpoint, rounded: Mapping[str, Rounding], importance: Mapping[str, Tensor | None]) -> Files:

@@ -5,7 +5,7 @@ Knows the family's names and layouts; not how tensors are read (`TensorReader`) 
 
 import shlex
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,26 +128,35 @@ def load_tensors(
                 tensors[canonical] = kept.get(canonical, value)
     notes = [*comparison.notes(), *comparison.compared(problems)]
     if problems:
-        from nextn.audit_rules import fixes  # here, as it imports all rules
-
-        path, command = inventory.checkpoint.path, inventory.restore_command(force=True)
-        restored = "Download it again." if inventory.family.trunk_kv else f"`{command}` restores a head."
-        advice = f"`nextn audit {shlex.quote(path)}` shows details. {fixes(inventory) or restored}"
-        raise CheckpointError(_listed(f"{path}: the head cannot be loaded", problems) + f"\n{advice}")
-    state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
-    stems = split.keys() | packed.keys()
-    left = {name for name, _ in head.named_parameters() if name.rpartition(".")[0].removeprefix("stack.") in stems}
-    head.load_state_dict(state | {name: head.get_parameter(name) for name in left}, strict=True, assign=True)
+        raise _refusal(inventory, problems)
+    _assign(head, tensors, without=split.keys() | packed.keys())
     assert not stand_ins.install(head.stack)
     for stem, groups in split.items():
         experts = head.get_submodule(f"stack.{stem}")
         experts.forward = partial(run_in_groups, experts, groups)
     for stem, stored in packed.items():
         pack_experts(head, f"stack.{stem}", stored)
+    return notes
+
+
+def _refusal(inventory: Inventory, problems: Sequence[str]) -> CheckpointError:
+    """Return the error with all problems of a head, and what to do about them."""
+    from nextn.audit_rules import fixes  # here, as it imports all rules
+
+    path, command = inventory.checkpoint.path, inventory.restore_command(force=True)
+    restored = "Download it again." if inventory.family.trunk_kv else f"`{command}` restores a head."
+    advice = f"`nextn audit {shlex.quote(path)}` shows details. {fixes(inventory) or restored}"
+    return CheckpointError(_listed(f"{path}: the head cannot be loaded", problems) + f"\n{advice}")
+
+
+def _assign(head: Head, tensors: Mapping[str, Tensor], *, without: Collection[str]) -> None:
+    """Set the head's values; the parameters of modules `without`, by the stems of their names, stay on meta."""
+    state = {f"stack.{name}": value for name, value in to_runtime_layout(head, tensors).items()}
+    left = {name for name, _ in head.named_parameters() if name.rpartition(".")[0].removeprefix("stack.") in without}
+    head.load_state_dict(state | {name: head.get_parameter(name) for name in left}, strict=True, assign=True)
     values = [*head.named_parameters(), *head.named_buffers()]
     unset = [name for name, value in values if value.is_meta and name not in left]
     assert not unset, f"{unset} have no value: buffers that are not stored"
-    return notes
 
 
 def _is_order(value: Tensor) -> bool:
