@@ -54,8 +54,8 @@ from nextn.family_table import by_name, fitted
 from nextn.model.head import Head
 from nextn.model.model import Model
 from nextn.settings import Contract, Sampling, Settings
+from nextn.train.head_files import HEAD_FILE, write_standalone_head
 from nextn.train.head_run import LAYOUTS
-from nextn.train.head_task import HEAD_FILE, write_standalone_head
 
 CONTEXT, K = 512, 3
 # The checkpoint of `nextn adopt`, or a form of `nextn export`.

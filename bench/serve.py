@@ -34,7 +34,8 @@ from engines.client import Unavailable
 from engines.starting import Starter
 from record import write_record
 
-from nextn.decoding.generate import TextStream, encode
+from nextn.decoding.generate import encode
+from nextn.decoding.text_stream import TextStream
 from nextn.evaluate.workload import read_prompts
 from nextn.model.model import Model
 from nextn.runtime.backend import backend_for

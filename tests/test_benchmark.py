@@ -13,7 +13,8 @@ from nextn.cli.bench import _show_benchmark
 from nextn.decoding.records import Round, SequenceRound
 from nextn.decoding.rounds import rounds
 from nextn.errors import ConfigError
-from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, Run, benchmark_runs, run_benchmark, with_one_pass
+from nextn.evaluate.benchmark import DEFINITIONS, BenchmarkReport, run_benchmark, with_one_pass
+from nextn.evaluate.benchmark_runs import Run, benchmark_runs
 from nextn.evaluate.decoding_costs import Machine
 from nextn.evaluate.workload import BenchmarkPlan, Prompt
 from nextn.settings import Sampling, Settings

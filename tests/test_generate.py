@@ -12,7 +12,8 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from nextn.data.byte_tokenizer import byte_tokenizer
-from nextn.decoding.generate import Detokenizer, TextStream, encode, eos_tokens, generate, stream
+from nextn.decoding.generate import encode, eos_tokens, generate, stream
+from nextn.decoding.text_stream import Detokenizer, TextStream
 from nextn.errors import ConfigError
 from nextn.settings import Settings
 from nextn.speculative.draft_vocabulary import DraftVocabulary

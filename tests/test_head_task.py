@@ -32,7 +32,8 @@ from nextn.family_table.rows import MIMO_DRAFT
 from nextn.model.model import Model
 from nextn.train import checkpointing
 from nextn.train.config import PARTS, HeadConfig, part_of
-from nextn.train.head_task import HeadTask, write_standalone_head, write_with_trunk
+from nextn.train.head_files import write_standalone_head, write_with_trunk
+from nextn.train.head_task import HeadTask
 from nextn.train.hidden_cache import KEY, HiddenStateCache
 from nextn.train.loop import Trainer
 from nextn.train.metrics import HeadRecord, StepRecord

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 
 from nextn.errors import ConfigError
-from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport, Run, run_benchmark
+from nextn.evaluate.benchmark import BenchmarkFigures, BenchmarkReport, run_benchmark
+from nextn.evaluate.benchmark_runs import Run
 from nextn.evaluate.decoding_costs import REPORT_S, check_sizes, measure_costs, step_bytes
 from nextn.evaluate.workload import BenchmarkPlan, Prompt
 from nextn.model.model import Model

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from nextn.checkpoint.mapped_memory import return_freed_memory
-from nextn.decoding.generate import TextStream
 from nextn.decoding.rounds import check_prompt
+from nextn.decoding.text_stream import TextStream
 from nextn.errors import ConfigError, QueueFullError
 from nextn.evaluate.decoding_costs import measure_costs
 from nextn.model.model import Model

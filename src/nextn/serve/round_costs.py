@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nextn.decoding.generate import TextStream
+from nextn.decoding.text_stream import TextStream
 from nextn.runtime.backend import Backend
 from nextn.serve.request import GenerationRequest
 from nextn.serve.scheduler import Group

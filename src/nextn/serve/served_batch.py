@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nextn.decoding.batch import DecodingBatch
 from nextn.decoding.drafter import Drafter
-from nextn.decoding.generate import TextStream
 from nextn.decoding.records import BatchSequence, DraftResult, SequenceRound
+from nextn.decoding.text_stream import TextStream
 from nextn.model.trunk import TrunkOutput
 from nextn.runtime.protocols import DecodingHead, DecodingTrunk, WholeRounds
 from nextn.serve.request import GenerationChunk, GenerationRequest, TokenLogprob, failure_message

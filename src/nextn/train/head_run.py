@@ -36,7 +36,8 @@ from nextn.model.text_interface import added_tokens_beyond, read_tokenizer
 from nextn.model.trunk import Trunk
 from nextn.train.config import HeadConfig
 from nextn.train.distributed import ALONE, Ranks
-from nextn.train.head_task import HEAD_FILE, HeadTask
+from nextn.train.head_files import HEAD_FILE
+from nextn.train.head_task import HeadTask
 from nextn.train.init_head import init_head
 from nextn.train.loop import Trainer
 from nextn.train.self_generated import is_on_policy

@@ -29,7 +29,7 @@ from nextn.model.head import Head
 from nextn.model.model import live_trunk, load_head
 from nextn.model.trunk import Trunk
 from nextn.train.cotrain import CotrainLoss, DetachedTrunk, HeadSettings, RunningFigures, model_inputs, targets_of
-from nextn.train.head_task import write_head
+from nextn.train.head_files import write_head
 from nextn.train.init_head import init_head
 from nextn.train.layer_inputs import checkpoint_layers
 
