@@ -62,8 +62,8 @@ GROUPS = {
     "Load and decode": ("load", "Model", "Head", "generate", "stream", "rounds", "trace", "Settings", "Sampling",
                         "Result", "Acceptance", "eos_tokens"),
     "Keep, restore, convert": ("keep_head", "KeepHead", "restore", "convert", "extract", "quantize"),
-    "Train": ("train_head", "save_head", "load_head", "CotrainLoss", "DetachedTrunk", "targets_of",
-              "HeadSettings", "mtp_loss", "Targets", "StandaloneHead", "Trainer", "TrainConfig",
+    "Train": ("train_head", "save_head", "load_head", "new_head", "CotrainLoss", "DetachedTrunk",
+              "targets_of", "HeadSettings", "mtp_loss", "Targets", "StandaloneHead", "Trainer", "TrainConfig",
               "JointTask", "Corpus"),
 }  # fmt: skip
 ALIASES = {"load": "### load\n\n`nextn.load` is [`Model.load`](#nextn.model.model.Model.load).\n"}

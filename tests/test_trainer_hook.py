@@ -173,6 +173,7 @@ def assert_saved(folder, head):
     record = Provenance.read(Checkpoint.open(folder))
     assert record is not None
     assert (record.made_by, record.trained_with) == ("train", record.beside)
+    assert record.trained_length == head.trained_length is not None
 
 
 @pytest.mark.more

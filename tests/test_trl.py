@@ -1,5 +1,7 @@
 """A head beside TRL's trainers: packed rows, chats, texts that the policy samples; the fine-tune does not change."""
 
+import copy
+import warnings
 from pathlib import Path
 
 import datasets
@@ -9,7 +11,7 @@ import torch
 from artifacts import inventory_of
 from test_trainer_hook import differing, load, state, values
 from tiny import refrain
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import nextn
@@ -217,8 +219,49 @@ def test_the_documented_loop_of_another_trainer(fixture_folder, tmp_path):
     saving = next(part.split("```")[0] for part in page.split("```python") if "save_head" in part.split("```")[0])
     exec(saving.replace('"out"', repr(str(tmp_path / "out"))), scope)
     saved = nextn.Model.load(tmp_path / "out").head.state_dict()
+    assert nextn.load(tmp_path / "out").trained_length == 12
     assert all(torch.equal(value, saved[name].float()) for name, value in scope["head"].state_dict().items())
     assert not [each for each in audit(Checkpoint.open(tmp_path / "out")).findings if each.rule == "head-stale"]
+
+
+LLAMA = LlamaConfig(
+    vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "llama"])
+def test_the_documented_loop_with_a_new_head(kind, fixture_folder, tmp_path):
+    """With public names alone: it is made, learns, is saved beside its trunk, and drafts there; Llama has no family."""
+    page = (Path(__file__).parents[1] / "docs/how-to/beside-fine-tune.md").read_text()
+    blocks = [part.split("```")[0] for part in page.split("```python")]
+    making, loop, saving = (
+        next(each for each in blocks if name in each) for name in ("nextn.new_head", "CotrainLoss", "save_head")
+    )
+    model = load(fixture_folder / "qwen") if kind == "qwen3_5" else LlamaForCausalLM(LLAMA)
+    tokens = torch.randint(0, 38, (2, 40))
+    padded = torch.ones_like(tokens).index_fill_(1, torch.tensor([38, 39]), 0)
+    scope = {
+        "model": model, "tokens": tokens, "mask": padded, "labels": tokens.where(padded > 0, IGNORE),
+        "policy_loss": torch.zeros((), requires_grad=True), "nextn": nextn,
+    }  # fmt: skip
+    with warnings.catch_warnings(action="ignore"):
+        exec(making, scope)
+    before = copy.deepcopy(scope["head"].state_dict())
+    optimizer = torch.optim.AdamW(scope["head"].parameters(), lr=3e-3)
+    for _ in range(4):
+        exec("cotrain" + loop.split("cotrain", 1)[1], scope)
+        optimizer.step()
+        optimizer.zero_grad()
+    exec(saving.replace('"out"', repr(str(tmp_path / "out"))), scope)
+    saved, learned = nextn.load(tmp_path / "out"), scope["head"].state_dict()
+    assert saved.trained_length == 38
+    assert all(torch.equal(value, saved.head.state_dict()[name].float()) for name, value in learned.items())
+    assert not all(torch.equal(value, before[name]) for name, value in learned.items())
+    assert nextn.audit(tmp_path / "out", require_head=True).clean
+    settings = nextn.Settings(num_speculative_tokens=2, max_tokens=8)
+    (result,) = nextn.generate(saved, [tokens[0, :8].tolist()], settings)
+    assert result.acceptance.num_rounds
 
 
 def test_results_of_tools_are_no_labels():

@@ -45,6 +45,7 @@ _HOME = {
     "load_head": "model.model",
     "measure": "evaluate.reference",
     "mtp_loss": "losses.mtp_loss",
+    "new_head": "train.init_head",
     "quantize": "edit.quantize",
     "restore": "edit.restore",
     "rounds": "decoding.rounds",

@@ -42,6 +42,7 @@ from nextn.train.cotrain import CotrainLoss as CotrainLoss
 from nextn.train.cotrain import DetachedTrunk as DetachedTrunk
 from nextn.train.cotrain import HeadSettings as HeadSettings
 from nextn.train.cotrain import targets_of as targets_of
+from nextn.train.init_head import new_head as new_head
 from nextn.train.joint_task import JointTask as JointTask
 from nextn.train.loop import Trainer as Trainer
 from nextn.train.trainer_hook import save_head as save_head

@@ -176,6 +176,7 @@ class Head(nn.Module):
             raise ConfigError(f"num_modules = {num_modules}; expected at least one")
         self.family = family
         self.draft_vocabulary: DraftVocabulary | None = None  # None: drafts from the whole vocabulary
+        self.trained_length: int | None = None  # tokens of the longest text that it was trained on in this process
         self.exact = False  # draft with the full precision of the weights even where a lower one is faster
         self._trunk = (trunk,)  # a tuple, so that nn.Module does not register the trunk's parameters as the head's
         self._source = (layer_source(trunk, family.layer_model, scaled_rotary=family.has_scaled_rotary),)

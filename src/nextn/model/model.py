@@ -21,7 +21,7 @@ from nextn.checkpoint.staging_folder import atomic_folder
 from nextn.checkpoint.tensors import TensorReader
 from nextn.devices import resolve_device
 from nextn.errors import CheckpointError, ConfigError, FamilyError
-from nextn.family_table import Family, by_config
+from nextn.family_table import Family, by_config, find, generic
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head
 from nextn.model.load_head import cast, head_tensors, load_tensors, meta_head
@@ -287,9 +287,15 @@ def read_head(inventory: Inventory, trunk: Trunk) -> Head:
     return head
 
 
-def live_trunk(model: PreTrainedModel, *, trunk_class: type[Trunk] = Trunk) -> tuple[Family, Trunk]:
-    """Return the family of a model in memory and a trunk around it. Raises FamilyError for an unsupported model."""
-    family = _check_runs(by_config(model.config.to_dict()))
+def live_trunk(
+    model: PreTrainedModel, *, trunk_class: type[Trunk] = Trunk, generic_too: bool = False
+) -> tuple[Family, Trunk]:
+    """Return the family of a model in memory and a trunk around it. Raises FamilyError for an unsupported model.
+
+    generic_too: A model without a family gets the generic one, whose head is of the model's own layers.
+    """
+    config = model.config.to_dict()
+    family = _check_runs(generic(config) if generic_too and find(config) is None else by_config(config))
     return family, trunk_class(model, stage=family.hidden)
 
 

@@ -141,6 +141,9 @@ class CotrainLoss:
             return [hidden.final_hidden]
         head_input = hidden.head_input if self.settings.joint else hidden.head_input.detach()
         run = self.head.rollout_hidden if self.settings.unrolled else self.head.teacher_forced_hidden
+        if torch.is_grad_enabled() and targets.documents is not None:  # in training
+            longest = longest_document(targets.documents)
+            self.head.trained_length = max(longest, self.head.trained_length or 0) or None
         with self.autocast(), self._isolated_rng():
             return [hidden.final_hidden, *run(tokens, head_input, depths, documents=self._documents(targets))]
 
@@ -305,6 +308,12 @@ def _are_shifted(tokens: Tensor, labels: Tensor) -> bool:
     has_label = labels != IGNORE
     is_next = (labels[:, :-1] == tokens[:, 1:]) | ~has_label[:, :-1]
     return bool(is_next.all() & (has_label & (labels != tokens)).any() & has_label[:, :-1].any())
+
+
+def longest_document(documents: Tensor) -> int:
+    """Return the tokens of the longest of the documents [B, T], padding (-1) not counted."""
+    rows = torch.arange(len(documents), device=documents.device)[:, None] * documents.numel()
+    return max((documents + rows)[documents >= 0].unique(return_counts=True)[1].tolist(), default=0)
 
 
 def must_mask(documents: Tensor) -> bool:

@@ -7,6 +7,7 @@ i + 1 itself.
 """
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from nextn.errors import ConfigError, FamilyError
 from nextn.family_table import Family
@@ -23,6 +25,7 @@ from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head, MTPLayer
 from nextn.model.layer_states import LayerProgress
 from nextn.model.layer_types import LayerType
+from nextn.model.model import live_trunk
 from nextn.model.streamed_trunk import StreamedTrunk
 from nextn.model.trunk import Trunk
 from nextn.train.layer_inputs import measure_layers
@@ -85,6 +88,37 @@ def init_head(
         with torch.no_grad(), _layer_errors(family, trunk), computed:
             head.teacher_forced_hidden(tokens, states, 1)
     return head, list(dict.fromkeys(notes))
+
+
+def new_head(model: PreTrainedModel, tokens: Tensor, *, num_modules: int = 1, trunk_class: type[Trunk] = Trunk) -> Head:
+    """Make a head for a transformers model from its own layers, as `nextn train --init-head` does, in its dtype.
+
+    A part that no layer of the model has is initialized at random, and a warning names it.
+
+    Args:
+        model: The model, of any decoder-only class; a family's has the head of its family.
+        tokens: [B, T] int64 of text like that of training, some thousand: the projection is fitted to them.
+        num_modules: Number of MTP layers.
+        trunk_class: Of the trunk that is made around the model, such as `DetachedTrunk`.
+
+    Returns:
+        The head, on the model's device.
+
+    Raises:
+        ConfigError: The family has fewer MTP layers.
+        FamilyError: The model's layers cannot be those of a head.
+
+    Example:
+        >>> import torch
+        >>> model = nextn.load("tiny").trunk.model  # a transformers model
+        >>> nextn.new_head(model, torch.randint(0, 256, (2, 64))).num_modules
+        1
+    """
+    family, trunk = live_trunk(model, trunk_class=trunk_class, generic_too=True)
+    head, notes = init_head(family, trunk, tokens[:, : trunk.max_length].to(trunk.device), num_modules=num_modules)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return head
 
 
 def _is_known(family: Family) -> bool:

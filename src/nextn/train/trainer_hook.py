@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from nextn.checkpoint.provenance import record_training
+from nextn.checkpoint.provenance import GENERIC, record_training
 from nextn.checkpoint.safetensors_file import write_tensors
 from nextn.edit.plan import EditPlan
 from nextn.edit.restore import restore
@@ -132,7 +132,7 @@ class CotrainedHead:
 
     def seal(self, folder: Path) -> None:
         """Record in a saved checkpoint what trained its head."""
-        record_training(folder, source=self.made_by)
+        record_training(folder, source=self.made_by, trained_length=self.head.trained_length)
 
     def write(self, folder: Path) -> None:
         """Write `head/head.safetensors` and its config.json, a base for `restore`."""
@@ -157,15 +157,19 @@ class CotrainedHead:
         self.head.load_state_dict(state)
 
 
-def save_head(head: Head, folder: str | Path, *, source: str = "a training loop") -> EditPlan:
+def save_head(
+    head: Head, folder: str | Path, *, source: str = "a training loop", trained_length: int | None = None
+) -> EditPlan:
     """Write a head that was trained in memory into the folder of its saved trunk, with a record of the training.
 
     Call it after `model.save_pretrained(folder)`, in one process. A head that is in the folder is replaced.
 
     Args:
-        head: The head, of `load_head`.
+        head: The head, of `load_head` or `new_head`.
         folder: A checkpoint folder with the trunk as it is now.
         source: What trained the head, for nextn.json, by which `audit` later sees whether the trunk has changed.
+        trained_length: Tokens of the longest text in training, for nextn.json: decoding prints a note beyond them.
+            Default: of those that `CotrainLoss` was given; unknown in a loop without it.
 
     Returns:
         What was written.
@@ -180,9 +184,13 @@ def save_head(head: Head, folder: str | Path, *, source: str = "a training loop"
         True
     """
     require_type("head", head, Head, "what nextn.load_head or nextn.train_head returns")
+    if trained_length is not None and not (type(trained_length) is int and trained_length > 0):
+        raise ConfigError(f"trained_length = {trained_length!r}; expected a number of tokens, or None")
+    head.trained_length = trained_length or head.trained_length
     saved = CotrainedHead(head, made_by=source)
     with saved.open_base(Path(folder)) as base:
-        plan = restore(folder, base, force=True, follow_links=True)
+        family = GENERIC if head.family.name == GENERIC else None
+        plan = restore(folder, base, force=True, follow_links=True, family=family)
     remove_unlisted_heads(Path(folder))
     saved.seal(Path(folder))
     return plan
