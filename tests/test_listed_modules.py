@@ -138,3 +138,18 @@ def test_lists_that_vllm_takes_from_the_files(config, tmp_path):
     (wrong,) = found(publish(tmp_path, "qwen3_5", change=change, config={"quantization_config": config}))
     assert (wrong.rule, wrong.severity) == ("quantization", "warning")
     assert "has SGLang build them quantized" in wrong.found
+
+
+@loop("block", [None, [128, 128]])
+def test_a_convolution_in_fp8(block, tmp_path):
+    """Engines build the convolutions of recurrent layers without the quantization config."""
+    conv = "model.layers.0.linear_attn.conv1d"
+
+    def change(table):
+        shape, scale = table[f"{conv}.weight"].shape, "weight_scale_inv" if block else "weight_scale"
+        table |= {f"{conv}.weight": raw("F8_E4M3", shape), f"{conv}.{scale}": raw("F32", (1, 1, 1) if block else (1,))}
+
+    config = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "mtp"]}
+    config |= {"weight_block_size": block} if block else {}
+    folder = publish(tmp_path, "qwen3_5", change=change, config={"quantization_config": config})
+    assert (conv, "error") in [(each.place, each.severity) for each in found(folder) if "convolution" in each.found]

@@ -28,7 +28,7 @@ def listed_modules(inventory: Inventory) -> Iterator[Finding]:
     yield from _scales_unused(inventory)
     try:
         config = QuantConfig.of(inventory.checkpoint)
-        rules = (_trunk, _disputed, _of_other_kinds)
+        rules = (_trunk, _convolutions, _disputed, _of_other_kinds)
         found = [] if config is None else [finding for rule in rules for finding in rule(inventory, config)]
     except CheckpointError:  # `precision` reports it
         return
@@ -80,6 +80,19 @@ def _trunk(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:
                 f"The config of the files: these modules {as_stored}.",
                 "Correct the list of modules in the config, or take these weights as the config has them.",
             )  # fmt: skip
+
+
+def _convolutions(inventory: Inventory, config: QuantConfig) -> Iterator[Finding]:
+    """Report quantized convolutions of recurrent layers, which engines build without the quantization config."""
+    stored = _modules(inventory)
+    packed = [module for module, kind in stored.items() if module.endswith("conv1d") and kind not in _UNPACKED]
+    if wrong := [module for module in packed if config.covers(module) is not False]:  # the others are `_trunk`'s
+        yield Finding(
+            "quantization", "error", wrong[0],
+            f"The trunk stores {counted(len(wrong), 'convolution')}, such as {some(wrong)}, packed, and engines build "
+            "them unquantized whatever the config says: they do not load the weights.",
+            "Unquantized convolutions.", "Take these weights from the model before it was quantized.",
+        )  # fmt: skip
 
 
 def _modules(inventory: Inventory) -> dict[str, Storage]:

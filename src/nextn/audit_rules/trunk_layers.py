@@ -4,6 +4,7 @@ Knows no family's layers: a tensor is looked for among layers of the same type.
 """
 
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
@@ -13,7 +14,7 @@ from nextn.audit_rules.findings import Finding
 from nextn.audit_rules.layer_reference import LayerReference
 from nextn.checkpoint.checkpoint import CONFIG
 from nextn.checkpoint.expert_counts import lost_experts
-from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.head_inventory import HEADLIKE, Inventory
 from nextn.checkpoint.quantization import is_mlx
 from nextn.family_table import lookup
 from nextn.family_table.config_fields import text_config
@@ -22,6 +23,7 @@ from nextn.text_format import counted, some
 IDS = ("trunk-partial",)
 FINAL_NORMS = ("norm.weight", "norm_f.weight", "final_layernorm.weight")
 _LAYER = re.compile(r"^(?!.*(?:visi|visual|audio)).*(?:layers|blocks|\bh)\.[0-9]+\.")
+_Groups = dict[tuple[object, str], dict[int, frozenset[str]]]  # layer type and component -> layer -> parts
 _IN_MEMORY = "model.embed_tokens"
 _MATRIX = re.compile(r".*(?:proj\w*|norm)")
 # The components without which no layer is complete: all layers have one of each, under one of its names.
@@ -59,7 +61,9 @@ def trunk_layers(inventory: Inventory) -> Iterator[Finding]:
         return
     yield from _renamed(inventory)
     yield from _wrapped(inventory)
-    yield from _partial(inventory, LayerReference(inventory))
+    reference = LayerReference(inventory)
+    yield from _partial(inventory, reference)
+    yield from _unknown(inventory, reference)
 
 
 def names_in_memory(inventory: Inventory) -> list[str]:
@@ -151,6 +155,42 @@ def _partial(inventory: Inventory, reference: LayerReference) -> Iterator[Findin
         )  # fmt: skip
 
 
+def _unknown(inventory: Inventory, reference: LayerReference) -> Iterator[Finding]:
+    """Report parts that one layer has and no other like it."""
+    groups, block = _by_type(inventory, reference), _like_block(inventory, reference)
+    heads = {index for index, parts in reference.parts_of_trunk.items() if any(map(HEADLIKE.search, parts))}
+    if parts := sorted(each for each in _of_one_layer(groups, block) if each[0] not in heads):
+        names = [f"model.layers.{index}: {part}" for index, part in parts]
+        yield Finding(
+            "names-unknown", "warning", names[0],
+            f"{some(names)}: no other layer has {'it' if len(names) == 1 else 'them'}. vLLM fails at names that it "
+            "does not know, and transformers leaves them out.",
+            "The tensors that layers of the same type have.",
+            "Remove it from the files, and run `nextn convert MODEL --reindex`; or serve it with the program that "
+            "wrote it.".replace("MODEL", shlex.quote(inventory.checkpoint.path)),
+        )  # fmt: skip
+
+
+def _of_one_layer(groups: _Groups, block: Mapping[str, frozenset[str]]) -> Iterator[tuple[int, str]]:
+    """Yield layer and part that one has beside all that at least two like it have, also as a component of its own."""
+    num_layers = Counter[object]()
+    for (kind, _), layers in groups.items():
+        num_layers[kind] = max(num_layers[kind], len(layers))
+    for (kind, name), layers in groups.items():
+        for index, own in layers.items():
+            others = [parts for other, parts in layers.items() if other != index]
+            others += [block[name]] if name in block else []
+            others += [frozenset()] * (num_layers[kind] - 1) if not others and _is_other(name) else []
+            if len(others) > 1 and all(parts < own for parts in others):
+                yield from ((index, part) for part in own.difference(*others))
+
+
+def _like_block(inventory: Inventory, reference: LayerReference) -> dict[str, frozenset[str]]:
+    """Return the components of the head's block, where it is like the trunk's layers; else nothing."""
+    alike = not (inventory.family.own_block or inventory.family.block_adds or inventory.family.block_lacks)
+    return _components(reference.parts_of_head(0)) if alike and inventory.modules else {}
+
+
 def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[tuple[int, str]]:
     """Yield layer and part of what a component of a layer lacks: what all others of the same type and the head's block
     have, or most have beside its siblings, or what is known to belong together.
@@ -159,14 +199,10 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
     yield from _without_component(components)
     yield from lost_experts(inventory)
     yield from _lost_in_every_layer(inventory, reference)
-    alike = not (inventory.family.own_block or inventory.family.block_adds or inventory.family.block_lacks)
-    block = _components(reference.parts_of_head(0)) if alike and inventory.modules else {}
+    block = _like_block(inventory, reference)
     others = {index: frozenset(filter(_is_other, layer)) for index, layer in components.items()}
     yield from _in_all_others(others, [frozenset(filter(_is_other, block))] if block else [])
-    groups: dict[tuple[object, str], dict[int, frozenset[str]]] = defaultdict(dict)
-    for index, layer in components.items():
-        for name, found in layer.items():
-            groups[_layer_type(inventory, index, mlp=name == "mlp"), name][index] = found
+    groups = _by_type(inventory, reference)
     every = [*reference.parts_of_trunk.values(), reference.parts_of_head(0)]
     gated = any(leaves >= _GATED for parts in every for leaves in _modules(parts).values())
     for (_, name), layers in groups.items():
@@ -175,6 +211,15 @@ def missing_parts(inventory: Inventory, reference: LayerReference) -> Iterator[t
         lost = {*_in_all_others(layers, more), *_beside_siblings(layers, more)}
         lost |= {(index, part) for index, own in layers.items() for part in _incomplete(own, required)}
         yield from sorted(lost)
+
+
+def _by_type(inventory: Inventory, reference: LayerReference) -> _Groups:
+    """Return layer type and name of a component -> layer -> its parts."""
+    groups: _Groups = defaultdict(dict)
+    for index, parts in reference.parts_of_trunk.items():
+        for name, found in _components(parts).items():
+            groups[_layer_type(inventory, index, mlp=name == "mlp"), name][index] = found
+    return groups
 
 
 def _lost_in_every_layer(inventory: Inventory, reference: LayerReference) -> Iterator[tuple[int, str]]:
