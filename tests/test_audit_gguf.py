@@ -50,8 +50,8 @@ def write(path, tensors=None, *, arch="qwen35", count=LAYERS + 1, modules=1, kin
     if recurrent:
         writer.add_array(f"{arch}.attention.recurrent_layers", [True] * recurrent)
     for name, values in (table() if tensors is None else tensors).items():
-        kind = (kinds or {}).get(name, Kind.F32)
-        data = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
+        kind = (kinds or {}).get(name, Kind.I64 if values.dtype == np.int64 else Kind.F32)
+        data = values if kind in (Kind.F32, Kind.I64) else gguf.quants.quantize(values, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -356,3 +356,14 @@ def test_empty_and_unknown_tensors(tmp_path):
         (tmp_path / "m.gguf").write_bytes(data)
         with pytest.raises(CheckpointError, match=message):
             audit_gguf(tmp_path / "m.gguf")
+
+
+@loop("name, entries, severity", [("d2t", V // 2, "warning"), ("blk.2.nextn.d2t.weight", V // 2, "warning"),
+                                  ("d2t", V // 4, "error")])  # fmt: skip
+def test_a_head_that_drafts_a_part_of_the_vocabulary(name, entries, severity, tmp_path):
+    """Its lm_head is no copy of the trunk's; an lm_head and a map of other sizes do not belong together."""
+    head = {"blk.2.nextn.shared_head_head.weight": make("head", (V // 2, H)), name: np.arange(entries, dtype=np.int64)}
+    found = audit_gguf(write(tmp_path / "m.gguf", table() | head)).findings
+    assert [(each.rule, each.severity, each.place) for each in found if each.severity != "note"] == [
+        ("copy-differs", severity, name)
+    ]

@@ -20,7 +20,7 @@ def test_a_part_of_one_layer_alone(part, tmp_path):
 
     def grown(table, extra):
         for index in range(2, layers):
-            for path, shape in trunk[index % 2].items():
+            for path in trunk[index % 2]:
                 table[f"model.layers.{index}.{path}"] = table[f"model.layers.{index % 2}.{path}"]
         at = [index for index in range(layers) if (index % 2 == 1) == part.startswith("self_attn")]
         for index in at[1:2] if extra == "one" else at:

@@ -90,6 +90,11 @@ class GgufHead:
         return tuple(sorted(index for index, block in self.blocks.items() if any(map(_is_own, block))))
 
     @property
+    def draft_map(self) -> GgufTensor | None:
+        """The tensor with the vocabulary's number of each draft token, of a head that drafts a part of it."""
+        return next((info for name, info in self.file.tensors.items() if "d2t" in name.split(".")), None)
+
+    @property
     def trunk(self) -> tuple[int, ...]:
         """The other blocks, last first."""
         return tuple(sorted(self.blocks.keys() - set(self.heads) - set(self.declared), reverse=True))
@@ -274,8 +279,10 @@ def _block(gguf: GgufHead) -> Iterator[Finding]:
 
 def _copies(gguf: GgufHead) -> Iterator[Finding]:
     """Report copies that differ: llama.cpp uses the head's embedding and lm_head where stored, else the trunk's."""
+    if gguf.draft_map is not None:
+        yield _reduced(gguf, gguf.draft_map)
     for index in gguf.heads:
-        for part, trunk in TRUNK.items():
+        for part, trunk in TRUNK.items() if gguf.draft_map is None else ():
             copy = gguf.blocks[index].get(f"nextn.{part}.weight")
             original = gguf.file.tensors.get(trunk) or gguf.file.tensors.get(TRUNK["embed_tokens"])
             if copy is None or original is None or (gguf.row is not None and PARTS[part] in gguf.row.own):
@@ -288,6 +295,27 @@ def _copies(gguf: GgufHead) -> Iterator[Finding]:
                     f"{what} {original.name}: llama.cpp drafts with the copy, other engines with the trunk's.",
                     f"No copy, or one equal to {original.name}.", _copy_fix(copy, original, part),
                 )  # fmt: skip
+
+
+def _reduced(gguf: GgufHead, draft_map: GgufTensor) -> Finding:
+    """Return the finding on a head that drafts a part of the vocabulary, and how many of its tokens."""
+    heads = [f"blk.{index}.nextn.shared_head_head.weight" for index in gguf.heads]
+    outputs = [gguf.file.tensors[name] for name in (*heads, TRUNK["shared_head_head"]) if name in gguf.file.tensors]
+    count = draft_map.shape[-1]
+    if outputs and all(each.shape[-1] != count for each in outputs):
+        return Finding(
+            "copy-differs", "error", draft_map.name,
+            f"{draft_map.name} maps {count} draft tokens, and {some([each.name for each in outputs])} has "
+            f"{outputs[0].shape[-1]} rows: which tokens the head drafts is unknown.",
+            "As many entries as the head's lm_head has rows.", CONVERT,
+        )  # fmt: skip
+    return Finding(
+        "copy-differs", "warning", draft_map.name,
+        f"The head drafts {count} tokens of the vocabulary, by {draft_map.name}: builds of llama.cpp that do not map "
+        "them do not load the file.",
+        "A build that maps them (llama.cpp#29143), or an lm_head for every token.",
+        "Serve it with such a build; its head cannot be converted here.",
+    )  # fmt: skip
 
 
 def _copy_fix(copy: GgufTensor, original: GgufTensor, part: str) -> str:
