@@ -32,7 +32,10 @@ PACKED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def raw(dtype, shape):
-    size = int(np.prod(shape)) * {"F32": 4, "U32": 4, "I32": 4, "BF16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}[dtype]
+    size = (
+        int(np.prod(shape))
+        * {"I64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}[dtype]
+    )
     return RawTensor(dtype, shape, np.random.default_rng(0).integers(1, 60, size, "u1").tobytes())
 
 

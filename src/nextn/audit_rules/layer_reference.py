@@ -14,16 +14,16 @@ from functools import cached_property
 from nextn.checkpoint.expert_counts import declared_experts
 from nextn.checkpoint.expert_forms import expert_path, split_view
 from nextn.checkpoint.head_inventory import Inventory
-from nextn.checkpoint.quantization import split_name
+from nextn.checkpoint.quantization import PLAIN, split_name
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.family_table import lookup, lookup_count
 
 # Stored next to weights by some writers, and not a part of a module that could be missing.
 # fa_q.scale to kv_cache_offset: of the attention and the KV cache, by ModelSlim.
 _AUXILIARY = re.compile(
-    r"(.*\.)?(inv_freq|[kv]_scale|(input|output)_(scale|global_scale|zero_point)|(fa_[qkv]\.|kv_cache_)(scale|offset))"
+    r"(.*\.)?(inv_freq|[kv]_scale|(input|output)_(scale|scale_ub|global_scale|zero_point)|(fa_[qkv]\.|kv_cache_)(scale|offset))"
 )
-_PROJECTION = re.compile(r"(.*_proj)\.(?!bias$)([^.]+)")
+_PROJECTION = re.compile(r"(.*?_proj)\.(?!bias$)(.+)")
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 _ROUTER = re.compile(r"\.(?!shared)\w*(gate|router)(\.\w*(weight|classifier|wg|gate|proj))?$")
 _MATRICES = frozenset(("gate_proj", "up_proj", "down_proj"))
@@ -200,8 +200,11 @@ class LayerReference:
     def _unknown_leaves(self) -> frozenset[str]:
         """Return under which names the trunk's projections store what is no weight, as unknown quantizers do."""
         paths = frozenset(self.inventory.running_paths.values())
+        running, layers = self.inventory.running_paths, self.inventory.layers.values()
+        packed = {running[path] for layer in layers for path, info in layer.items() if info.dtype not in PLAIN}
         found = (match for path in paths if (match := _PROJECTION.fullmatch(path)))
-        return frozenset(match[2] for match in found if f"{match[1]}.weight" not in paths)
+        return frozenset(match[2] for match in found if match[2] != "weight"
+                         and ((weight := f"{match[1]}.weight") not in paths or weight in packed))  # fmt: skip
 
     @cached_property
     def _kinds(self) -> Mapping[int, frozenset[str]]:
@@ -235,7 +238,7 @@ def _parts(paths: Iterable[str], leaves: Collection[str]) -> dict[str, str]:
     names = frozenset(paths)
     parts = {path: "" if _AUXILIARY.fullmatch(path) else split_name(path, names)[0] for path in names}
     packed = {path: match[1] for path in names if (match := _PROJECTION.fullmatch(path)) and match[2] in leaves}
-    return {path: packed.get(path, part) if part == path else part for path, part in parts.items()}
+    return {path: packed.get(path, part) if part else part for path, part in parts.items()}
 
 
 def _implied(parts: frozenset[str], count: int) -> frozenset[str]:

@@ -4,7 +4,7 @@ Reads names, dtypes and shapes only; how good quantized weights are, only a meas
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from nextn.audit_rules.findings import Finding, engines, restore, verb
@@ -80,6 +80,9 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
     for (covered, kind, failing), names in mismatches.items():
         claim = "quantized" if covered else "unquantized"
         effect = "find no scales, and fail or draft noise" if covered else "read packed values without their scales"
+        if covered and not failing and method in TRANSFORMERS_METHODS:
+            yield _by_transformers(method, place, names)
+            continue
         yield Finding(
             "quantization", "warning" if failing else "error", place,
             f"The head stores {counted(len(names), 'matrix')}, such as {some(names)}, {_describe(kind)}, and the "
@@ -98,6 +101,16 @@ def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
             "builds them quantized, skips the stored weights, and no draft is accepted.",
             "The names of the joined projections, too.", f"Add {listed} to the list; other engines skip these names.",
         )  # fmt: skip
+
+
+def _by_transformers(method: str, place: str, names: Sequence[str]) -> Finding:
+    """Return the note on an unquantized head beside a trunk that transformers alone reads."""
+    return Finding(
+        "quantization", "note", place,
+        f"The head is stored unquantized, such as {some(names)}, and the config ({method}) does not leave it out. "
+        f"transformers, which alone reads {method}, does not load the head, and no engine drafts with it.",
+        "A trunk that an engine with MTP reads.", "To draft, take the head into the trunk before it was quantized.",
+    )  # fmt: skip
 
 
 def _fused_names(inventory: Inventory, config: QuantConfig | None, parts: list[Part]) -> list[str]:

@@ -292,12 +292,13 @@ def _modules(parts: Iterable[str]) -> dict[str, set[str]]:
 
 def _incomplete(parts: Iterable[str], required: Iterable[frozenset[str]]) -> set[str]:
     """Return the parts that modules among these lack of the one in `required` that they resemble most."""
-    lost = set()
-    for module, leaves in _modules(part for part in parts if not _ROUTER.fullmatch(part)).items():
+    lost, modules = set(), _modules(part for part in parts if not _ROUTER.fullmatch(part))
+    for module, leaves in modules.items():
         own = {leaf for leaf in leaves if not _ORDINARY.fullmatch(leaf)}
         alike = [names for names in required if len(names & own) > len(names) // 4 and "gate_up_proj" not in leaves]
         best = max(alike, key=lambda names: len(names & leaves), default=leaves)
-        lost |= {f"{module}.{leaf}" for leaf in best - leaves}
+        # A module with tensors of a method that is not known is there.
+        lost |= {f"{module}.{leaf}" for leaf in best - leaves if f"{module}.{leaf}" not in modules}
     return lost
 
 

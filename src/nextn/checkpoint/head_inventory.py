@@ -17,7 +17,7 @@ from nextn.checkpoint.draft_models import StoredDraftModel, stored
 from nextn.checkpoint.expert_forms import expert_forms
 from nextn.checkpoint.file_index import of_model
 from nextn.checkpoint.lost_parts import lost_parts
-from nextn.checkpoint.quantization import may_be_packed, split_name, storage
+from nextn.checkpoint.quantization import QuantConfig, may_be_packed, split_name, storage
 from nextn.checkpoint.safetensors_file import TensorInfo
 from nextn.errors import CheckpointError
 from nextn.family_table import Family, by_config, lookup, lookup_count
@@ -101,7 +101,11 @@ class Inventory:
     @cached_property
     def lost_parts(self) -> Mapping[str, list[str]]:
         """Module of trunk or head, by its name -> the tensors that it lacks of what its quantization method stores."""
-        return lost_parts(self.checkpoint.tensors)
+        try:
+            config = QuantConfig.of(self.checkpoint)
+        except CheckpointError:  # the audit reports it
+            config = None
+        return lost_parts(self.checkpoint.tensors, is_defined=config is None or config.has_known_parts)
 
     @property
     def is_head_alone(self) -> bool:

@@ -27,15 +27,19 @@ _CODES_OF = {
     "._weight_scale_and_zero": "._weight_qdata",
 }  # fmt: skip
 _QUANT_STATE = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
-_SCALES = (".weight_scale", "_scale", ".weight_scale_inv", "_scale_inv", ".scale", ".scales", ".SCB")
+# `weight_scales` is of EETQ.
+_SCALES = (".weight_scale", "_scale", ".weight_scale_inv", "_scale_inv", ".scale", ".scales", ".SCB", ".weight_scales")
 
 Parts = Mapping[str, str]  # suffix -> dtype
 Codes = tuple[str, str]  # suffix and dtype
 Kinds = Mapping[str, Mapping[frozenset[str], int]]  # kind of module -> suffixes -> number of modules that have them
 
 
-def lost_parts(tensors: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
-    """Return module -> names of the tensors, codes first, that quantized modules of trunk and head lack."""
+def lost_parts(tensors: Mapping[str, TensorInfo], *, is_defined: bool = True) -> dict[str, list[str]]:
+    """Return module -> names of the tensors, codes first, that quantized modules of trunk and head lack.
+
+    is_defined: Whether the parts may be those of a known method; else only other modules show what a module lacks.
+    """
     modules: dict[str, dict[str, str]] = defaultdict(dict)
     for name, info in tensors.items():
         module, suffix = split_name(name, tensors)
@@ -51,16 +55,18 @@ def lost_parts(tensors: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
             groups[codes, parts[codes]][kind][frozenset(parts)] += len(found)
     scales, lost = _usual_scales(groups), dict[str, list[str]]()
     for (kind, form), found in alike.items():
-        if suffixes := _lost(kind, dict(form), groups, scales):
+        if suffixes := _lost(kind, dict(form), groups, scales, is_defined):
             lost |= {module: [f"{module}{suffix}" for suffix in suffixes] for module in found}
     return lost
 
 
-def _lost(kind: str, parts: Parts, groups: Mapping[Codes, Kinds], scales: str) -> list[str]:
+def _lost(kind: str, parts: Parts, groups: Mapping[Codes, Kinds], scales: str, is_defined: bool) -> list[str]:
     """Return the suffixes that a module of this kind with these parts lacks."""
     if (codes := _codes(parts)) is None:
-        return [] if {*_SHARED_CODES} & {*parts} else _without_codes(kind, frozenset(parts), groups)
+        return [] if {*_SHARED_CODES} & {*parts} else _without_codes(kind, frozenset(parts), groups, is_defined)
     usual = _beside_others(kind, frozenset(parts), groups[codes, parts[codes]])
+    if not is_defined:
+        return usual
     known = (needed[0] for needed in _required(codes, parts, scales) if not {*needed} & {*parts, *usual})
     return [*known, *usual]
 
@@ -116,8 +122,8 @@ def _beside_others(kind: str, own: frozenset[str], kinds: Kinds) -> list[str]:
     return sorted(lost | (frozenset.intersection(*usual) - own) if len(usual) > 1 else lost)
 
 
-def _without_codes(kind: str, own: frozenset[str], groups: Mapping[Codes, Kinds]) -> list[str]:
+def _without_codes(kind: str, own: frozenset[str], groups: Mapping[Codes, Kinds], is_defined: bool) -> list[str]:
     """Return the suffix of the codes that what a module has belongs to; nothing where that is not certain."""
     alike = {codes for (codes, _), kinds in groups.items() if any(own < each for each in kinds.get(kind, ()))}
-    alike |= {_CODES_OF[suffix] for suffix in own if suffix in _CODES_OF} if not alike else set()
+    alike |= {_CODES_OF[suffix] for suffix in own if suffix in _CODES_OF} if is_defined and not alike else set()
     return sorted(alike)[:1]

@@ -94,6 +94,12 @@ class QuantConfig:
         return all(section.form in FORMATS for section in self.sections)
 
     @property
+    def has_known_parts(self) -> bool:
+        """Whether what a quantized module stores is known."""
+        return self.known and not any(section.form in ("higgs", "metal", "sinq", "spqr", "vptq")
+                                      for section in self.sections)  # fmt: skip
+
+    @property
     def by_files(self) -> bool:
         """Whether vLLM takes the modules other than experts from the files, as the lists are empty."""
         return all(section.format.by_files for section in self.sections)
