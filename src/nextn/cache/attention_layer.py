@@ -9,21 +9,32 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 
-class AttentionLayer(CacheLayerMixin):
+class FullCacheLayer(CacheLayerMixin):
+    """What transformers asks of a layer that holds the keys and values of all positions."""
+
+    is_compileable = False
+    is_sliding = False
+    is_initialized: bool
+    is_frozen = False  # a pass reads what is stored, and stores nothing
+    keys: Tensor
+    values: Tensor
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class AttentionLayer(FullCacheLayer):
     """Keys and values [B, heads, slots, dim] in buffers that double when full; a rejected slot is overwritten.
 
     Sliding-window layers use it as well: the window is applied by the mask, so the slots that a rollback needs still
     exist.
     """
 
-    is_compileable = False
     is_croppable = True
-    is_sliding = False
     has_blocks = True  # whether keys and values are all that is cached
-    is_initialized: bool
-    keys: Tensor
-    values: Tensor
-    is_frozen = False  # a block reads what is stored, and stores nothing
     max_slots = sys.maxsize  # buffers grow by doubling, but not beyond this unless they must
 
     def __init__(self) -> None:
@@ -101,12 +112,6 @@ class AttentionLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return max(self._starts, default=0)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class IndexedLayer(AttentionLayer):

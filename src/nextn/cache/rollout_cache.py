@@ -7,17 +7,12 @@ depths. The keys are stored depth after depth: the positions of depth `first`, t
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin
+
+from nextn.cache.attention_layer import FullCacheLayer
 
 
-class _RolloutLayer(CacheLayerMixin):
+class _RolloutLayer(FullCacheLayer):
     """Keys and values [B, heads, keys, dim] of the depths so far; concatenated out of place, so that gradients flow."""
-
-    is_compileable = False
-    is_sliding = False
-    is_frozen = False  # later depths read what is stored, and store nothing
-    keys: Tensor
-    values: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = key_states, value_states
@@ -37,12 +32,6 @@ class _RolloutLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class RolloutCache(TransformersCache):

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from nextn.checkpoint.mapped_memory import released_after_use
 from nextn.data.corpus import encoder, read_text
 from nextn.data.records import RecordReader
 from nextn.data.sources import Source, has_records, read_records
@@ -31,7 +30,7 @@ from nextn.errors import ConfigError
 from nextn.evaluate.decoding_costs import step_bytes
 from nextn.model.layer_states import LayerProgress
 from nextn.model.model import Model
-from nextn.model.streamed_trunk import ReadOptions, StreamedTrunk
+from nextn.model.streamed_trunk import ReadOptions, StreamedTrunk, run_batches
 from nextn.model.trunk import Trunk
 from nextn.runtime.backend import backend_for
 from nextn.runtime.protocols import DecodingTrunk
@@ -86,12 +85,7 @@ class Reference:
         if trunk.dtype != torch.float32:
             raise ConfigError(f"the reference is in {trunk.dtype}; load it with dtype=torch.float32")
         _check_texts(trunk, texts)
-        batches = [torch.tensor([list(text)]) for text in texts]
-        if isinstance(trunk, StreamedTrunk):
-            outputs = trunk.run(batches, **options)
-        else:
-            with released_after_use(trunk.decoder.layers):
-                outputs = [trunk(batch) for batch in batches]
+        outputs = run_batches(trunk, [torch.tensor([list(text)]) for text in texts], **options)
         return cls(texts, [output.final_hidden[0].clone() for output in outputs], trunk.logits)
 
     @torch.inference_mode()

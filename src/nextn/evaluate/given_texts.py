@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from nextn.checkpoint.mapped_memory import release_pages, released_after_use
+from nextn.checkpoint.mapped_memory import release_pages
 from nextn.data.chat_template import THINK_TAGS
 from nextn.data.records import RecordReader
 from nextn.data.sources import Source, answers_header, has_records, read_records
 from nextn.errors import ConfigError
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText
-from nextn.model.streamed_trunk import ReadOptions, StreamedTrunk
+from nextn.model.streamed_trunk import ReadOptions, StreamedTrunk, run_batches
 from nextn.model.trunk import Trunk, TrunkOutput
 
 MAX_POSITIONS = 4096  # of one pass: texts are batched up to this number of padded positions
@@ -115,14 +115,9 @@ def _last_labels(mask: NDArray[np.bool_] | None, length: int) -> tuple[int, int]
 def full_text_outputs(
     trunk: Trunk, texts: Sequence[ReferenceText], **options: Unpack[ReadOptions]
 ) -> list[TrunkOutput]:
-    """Run each text in one pass without a cache, as `StreamedTrunk.run` does: loaded or streamed, the same bits."""
+    """Run each text in one pass, see `run_batches`."""
     groups = _groups(texts)
-    batches = _batches(texts, groups)
-    if isinstance(trunk, StreamedTrunk):
-        outputs = trunk.run(batches, **options)
-    else:
-        with released_after_use(trunk.decoder.layers):
-            outputs = [trunk(batch) for batch in batches]
+    outputs = run_batches(trunk, _batches(texts, groups), **options)
     by_index = {}
     for group, output in zip(groups, outputs, strict=True):
         for row, index in enumerate(group):

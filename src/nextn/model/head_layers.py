@@ -67,11 +67,16 @@ def layer_source(trunk: Trunk, model_type: str, *, scaled_rotary: bool = True) -
         config = trunk.config.to_dict() | {"rope_parameters": rope}
     if not config:
         return trunk
+    return on_meta(lambda: Trunk.from_config(config, dtype=trunk.dtype), like=trunk)
+
+
+def on_meta(build: Callable[[], Trunk], *, like: Trunk) -> Trunk:
+    """Build a trunk on the meta device whose layers attend as those of another; its rotary embedding has values."""
     with torch.device("meta"):
-        source = Trunk.from_config(config, dtype=trunk.dtype)
+        source = build()
     with torch.device("cpu"):
         source.decoder.rotary_emb = type(source.decoder.rotary_emb)(source.config)
-    source.config._attn_implementation = trunk.config._attn_implementation
+    source.config._attn_implementation = like.config._attn_implementation
     return source
 
 

@@ -20,7 +20,7 @@ from nextn.cache.rollout_cache import RolloutCache
 from nextn.errors import FamilyError
 from nextn.family_table import Family
 from nextn.model.head import Head, HeadStep, MTPLayer, check_depths
-from nextn.model.head_layers import build_norm
+from nextn.model.head_layers import build_norm, on_meta
 from nextn.model.layer_types import LayerType
 from nextn.model.logits import logits_of
 from nextn.model.streamed_trunk import DeferredTrunk
@@ -270,9 +270,4 @@ def _source(text: PreTrainedConfig, trunk: Trunk) -> Trunk:
     config.layer_types = [*dict.fromkeys(names), *names]
     config.num_hidden_layers, config.num_kv_shared_layers = len(config.layer_types), len(names)
     config.per_layer_config = {index: options[name] for index, name in enumerate(config.layer_types)}
-    with torch.device("meta"):
-        source = Trunk(model_of_config(config, trunk.dtype))
-    with torch.device("cpu"):
-        source.decoder.rotary_emb = type(source.decoder.rotary_emb)(source.config)
-    source.config._attn_implementation = trunk.config._attn_implementation
-    return source
+    return on_meta(lambda: Trunk(model_of_config(config, trunk.dtype)), like=trunk)

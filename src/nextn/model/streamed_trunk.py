@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from nextn.cache.kv_cache import KVCache
 from nextn.checkpoint.checkpoint import Checkpoint
-from nextn.checkpoint.mapped_memory import return_freed_memory, slices_released_after_use
+from nextn.checkpoint.mapped_memory import released_after_use, return_freed_memory, slices_released_after_use
 from nextn.checkpoint.tensors import StoredTensor, TensorReader
 from nextn.devices import free_cached_memory, is_out_of_memory
 from nextn.errors import ConfigError, NextnError
@@ -374,3 +374,11 @@ class StreamedTrunk(DeferredTrunk):
         finally:
             for layer in layers:
                 del layer.forward
+
+
+def run_batches(trunk: Trunk, batches: Sequence[Tensor], **options: Unpack[ReadOptions]) -> Sequence[TrunkOutput]:
+    """Run each batch in one pass without a cache, as `StreamedTrunk.run` does: loaded or streamed, the same bits."""
+    if isinstance(trunk, StreamedTrunk):
+        return trunk.run(batches, **options)
+    with released_after_use(trunk.decoder.layers):
+        return [trunk(batch) for batch in batches]
