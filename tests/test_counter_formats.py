@@ -1306,6 +1306,8 @@ FORCED = [
     "--mtp-lossy-accept=on --port 1",
     'args: ["--mtp-optimistic", "--port", "1"]',
     "--no-relaxed-acceptance false --typical-acceptance true",
+    "ServerArgs(disable_lossy_verify=False, port=1)",
+    "--disable-relaxed-mtp=false",
 ]
 NOT_FORCED = [
     "--typical-acceptance false --port 1",
@@ -1346,7 +1348,18 @@ def test_forced_and_relaxed_acceptance():
     assert {each.effect for each in OVERRIDES} == {"forced", "relaxed", "another drafter's"}
 
 
-@pytest.mark.parametrize("name", ["accept" + "_relaxed" * 8000, "typical-" * 8000 + "accept"])
+def test_lines_that_ray_leaves_out():
+    """Lines that differ in their figures alone: of other servers, whose counts are missing."""
+    line = f"(EngineCore pid=12, ip=10.0.0.5) {VLLM} [repeated 3x across cluster]"
+    reading = read(f"{line}\n{line} (Ray deduplicates logs by default. Set RAY_DEDUP_LOGS=0 to disable it)\n")
+    assert reading.draft_tokens == 2 * read(VLLM).draft_tokens
+    assert any("6 similar lines" in note for note in reading.notes)
+    assert not any("similar lines" in note for note in read(VLLM).notes)
+
+
+@pytest.mark.parametrize(
+    "name", ["no-accept" + "_relaxed" * 8000, "accept" + "_relaxed" * 8000, "typical-" * 8000 + "accept"]
+)
 def test_long_names_of_settings_cost_little_time(name):
     begin = time.process_time()
     assert overrides_in(f"{name} false\n{name * 9}") == ()

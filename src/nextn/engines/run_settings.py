@@ -58,6 +58,11 @@ _RELAXED = (
     rf"(?:{_ASSIGN}(true\b|(?:on|yes|enabled)\b(?!-|[ \t]+\w)|[0-9][0-9.]{{0,20}})"
     rf"|(?(1)(?!{_OFF})(?=['\"]?[ \t,\]\\]*(?:\n|\Z|(?<=[ \t,])['\"]?--?[a-z]))|(?!)))"
 )
+# A name of such a rule that begins by turning it off, which is false: engines with such an option relax by default.
+_NOT_OFF = (
+    rf"(?i)(?<![\w-])(?:--)?(?P<name>(?:disable|no)[-_](?={_NAME}{{1,120}}+(?![\w-]))"
+    rf"(?={_NAME}*(?:accept|mtp|spec|thinking|verify|threshold))(?={_NAME}*{_RELAXES}){_NAME}*+){_ASSIGN}(false)\b"
+)
 _OTHERS = "another drafter's"
 OVERRIDES: tuple[Override, ...] = (
     Override("method", "vLLM",
@@ -85,6 +90,7 @@ OVERRIDES: tuple[Override, ...] = (
     Override("accept_policy", "FastDeploy", _named("accept_policy", "(accept_all|reject_all)"), "forced"),
     Override("relaxed, typical, lossy, optimistic, entropy_verify", "any engine, by its name", _RELAXED,
              "relaxed", off=(0,)),
+    Override("disable_...", "any engine, by its name", _NOT_OFF, "relaxed"),
     # vLLM-Ascend logs it with its default, which its entropy_verify turns on.
     Override("posterior_threshold", "TensorRT-LLM, vLLM before 0.8",
              rf"(?<!entropy_verify=False, ){_named('posterior_threshold')}", "relaxed"),
@@ -110,6 +116,7 @@ _OF_HEAD = re.compile(r"(?i)(?<![a-z])(?:mtp|nextn|drafter|draft model|[eh]norm|
 NOT_LOADED_FIX = "`nextn audit MODEL` names what the checkpoint lacks, and what the engine does with it"
 # Settings by which rounds draft fewer tokens than K, by how likely the drafts are or were.
 _ADAPTIVE = re.compile(r"(?<![\w-])--(?:speculative-adaptive(?![\w-])|spec-draft-adaptive\S*)|draft-mtp-adaptive")
+_RAY = re.compile(r"\[repeated ([0-9]{1,6})x across cluster\]")
 # Several drafters, of which the head is one: only `statistics draft-mtp` counts the head's drafts alone.
 _MIXED = re.compile(_named("spec_type", r"((?=[\w,-]*draft-mtp)[\w-]+(?:,[\w-]+)+)"))
 # K as its users write it; those of SGLang and mlx-vlm count the bonus token or the block.
@@ -185,6 +192,8 @@ def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
             notes += (
                 f"the counts are of all drafters of --spec-type {mixed[1]}; `statistics draft-mtp` has the head's",
             )
+        if left_out := sum(int(match[1]) for match in _RAY.finditer(text, 0, _MAX_TEXT)):
+            notes += (f"Ray left {left_out} similar lines out, and their counts; RAY_DEDUP_LOGS=0 keeps them",)
         if line := head_not_loaded(text):
             notes += (f"the engine says that it did not load all of the head ({line!r}): {NOT_LOADED_FIX}",)
         counters = replace(counters, version=version, k=k, overrides=overrides, notes=tuple(dict.fromkeys(notes)))
