@@ -436,6 +436,21 @@ def test_cached_tokens_are_counted_once_per_prompt(scripted_client):
     assert answer.usage.prompt_tokens_details.cached_tokens == 3 + 1
 
 
+def test_a_request_beyond_the_trained_length_is_noted_once(model, caplog):
+    engine = ServingEngine(
+        replace(model, trained_length=20), EngineOptions("torch", max_num_seqs=2, max_model_len=256, warmup=False)
+    )
+    with serving(engine, model) as server:
+        noted = []
+        for max_tokens in (4, 40, 40):
+            assert (
+                server.post("/v1/completions", {"prompt": "abcd", "max_tokens": max_tokens, "ignore_eos": True})[0]
+                == 200
+            )
+            noted.append(caplog.text.count("training saw sequences of 20"))
+    assert noted == [0, 1, 1]
+
+
 def test_a_fault_in_the_engine(model, caplog, monkeypatch):
     """The client hears that it failed, the log why, and the next request is answered."""
     engine = ServingEngine(model, EngineOptions("torch", max_num_seqs=2, max_model_len=256, warmup=False))

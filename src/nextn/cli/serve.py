@@ -231,7 +231,7 @@ def _show(model: "Model", engine: "ServingEngine", options: "ServerOptions", giv
     if not engine.limits.prefix_bytes:
         print_note("no prefix cache: the state of this model's layers after a part of a prompt cannot be copied")
     print_notes([note for note in (engine.context_note, *model.notes) if note])
-    if long := model.length_note(options.max_model_len):
+    if long := model.length_note(options.max_model_len, what="requests may reach"):
         print_note(long)
     if options.allowed_hosts is None and options.api_key is None:
         print_note(f"every machine that reaches {given.host} can use this server; --api-key-env asks for a key")

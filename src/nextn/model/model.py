@@ -161,12 +161,12 @@ class Model:
         check_runs(of_trunk, trunk)
         return model
 
-    def length_note(self, num_positions: int) -> str | None:
+    def length_note(self, num_positions: int, *, what: str = "texts reach") -> str | None:
         """Return a note if texts of `num_positions` tokens are longer than what the head was trained on, else None."""
         if self.trained_length is None or num_positions <= self.trained_length:
             return None
         return (
-            f"texts reach {num_positions} tokens, and nextn.json says that training saw sequences of "
+            f"{what} {num_positions} tokens, and nextn.json says that training saw sequences of "
             f"{self.trained_length}: beyond those, fewer drafts may be accepted, and the text may be poor if the trunk "
             "was trained with the head; use shorter prompts or fewer new tokens, or train on longer sequences (length)"
         )

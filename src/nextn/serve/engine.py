@@ -49,7 +49,7 @@ class ServingEngine:
         self._open: dict[int, ServedSequence] = {}  # submitted sequences that have not ended
         self._number = 0
         self._last_parent: object | None = None  # API request of the last sequence that was submitted
-        self._is_closing = self._is_closed = False
+        self._is_closing = self._is_closed = self._has_noted_length = False
         self._stats = self._scheduler.stats()
         self._thread = threading.Thread(target=self._run, name="nextn-engine", daemon=True)
         self._thread.start()
@@ -125,9 +125,17 @@ class ServingEngine:
     def _emit(self, number: int, emit: Callable[[GenerationChunk], None], chunk: GenerationChunk) -> None:
         if chunk.finish is not None:
             with self._changed:
-                del self._open[number]
+                sequence = self._open.pop(number)
                 self._changed.notify_all()
+            self._note_length(len(sequence.tokens))
         emit(chunk)
+
+    def _note_length(self, num_positions: int) -> None:
+        """Log the first sequence that is longer than the texts that the head was trained on."""
+        note = self.model.length_note(num_positions, what="a request reached")
+        if note is not None and not self._has_noted_length:
+            self._has_noted_length = True
+            _LOG.warning("note: %s. Later requests are not noted", note)
 
     def _wake(self) -> None:
         with self._changed:
