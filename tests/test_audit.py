@@ -69,6 +69,18 @@ def put(name, shape, dtype="BF16"):
     return lambda table: table.update({name: RawTensor(dtype, shape, data)})
 
 
+def widen(pattern):
+    """Matrices of these names in fp32, with the same values."""
+
+    def change(table):
+        for name, tensor in table.items():
+            if re.search(pattern, name) and len(tensor.shape) > 1:
+                data = (np.frombuffer(tensor.data, "<u2").astype("<u4") << 16).tobytes()
+                table[name] = RawTensor("F32", tensor.shape, data)
+
+    return change
+
+
 HEAD = r"^model\.layers\.2\."
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
@@ -419,6 +431,8 @@ BROKEN = {
     "scales of a trunk that was dequantized": (
         "scale-unused", "error", "deepseek_v3",
         {"change": put("model.layers.1.self_attn.o_proj.weight_scale_inv", (1, 1), "F32")}, "1 scale of the trunk"),
+    "head in fp32, trunk in bf16": (
+        "precision-higher", "note", "qwen3_5", {"change": widen(r"^mtp\.")}, "in fp32, the trunk in 16 bits"),
     "head in fp8, trunk in bf16": (
         "precision-lower", "warning", "qwen3_5", {"change": lambda table: (
             put("mtp.layers.0.self_attn.o_proj.weight", (H, H), "F8_E4M3")(table),

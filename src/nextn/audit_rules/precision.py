@@ -33,7 +33,7 @@ from nextn.errors import CheckpointError
 from nextn.family_table import ASKS_FOR_FUSED, PLAIN_IN_NVFP4, PLAIN_PROJECTION
 from nextn.text_format import counted, some
 
-IDS = ("quantization", "quantization-unused", "scale-missing", "precision-lower")
+IDS = ("quantization", "quantization-unused", "scale-missing", "precision-lower", "precision-higher")
 _NARROW = 16  # bits; with fewer, heads stored below the trunk's precision are known to fail
 # Methods that engines also apply to unquantized files when they load them, and MLX, whose tensors decide.
 APPLIED_ON_LOAD = frozenset({"bitsandbytes", "torchao", "mlx", *TRANSFORMERS_METHODS})
@@ -61,6 +61,7 @@ def precision(inventory: Inventory) -> Iterator[Finding]:
     yield from _scales(inventory, parts)
     bare = {f"{part.module}.weight" for part in parts if part.storage == "fp8-bare"}
     yield from _precision_lower(inventory, reference, bare)
+    yield from _precision_higher(reference)
 
 
 def _quantization(inventory: Inventory, parts: list[Part]) -> Iterator[Finding]:
@@ -312,6 +313,21 @@ def _precision_lower(inventory: Inventory, reference: LayerReference, bare: Coll
             f"The trunk's {trunk_bits} bits: fewer can cost the head its acceptance, without an error.",
             f"Measure the acceptance; if it is low, take the head of a release that stores it in {trunk_bits} bits, as "
             f"BASE: `{inventory.restore_command(force=True, base='BASE')}`.",
+        )  # fmt: skip
+
+
+def _precision_higher(reference: LayerReference) -> Iterator[Finding]:
+    """Report a head whose matrices are mostly in fp32 where the trunk has 16 bits; a router alone is no finding."""
+    trunk = {path: max(map(_bits, forms.values())) for path, forms in reference.forms.items()}
+    pairs = [pair for block in reference.of_head.values() for pair in block.items() if len(pair[1].shape) > 1]
+    wide = [info for path, info in pairs if info.dtype == "F32" and trunk.get(path) == _NARROW]
+    if 2 * sum(info.nbytes for info in wide) > sum(info.nbytes for _, info in pairs):
+        yield Finding(
+            "precision-higher", "note", wide[0].name,
+            f"The head stores {counted(len(wide), 'matrix')}, such as {some([info.name for info in wide])}, in fp32, "
+            "the trunk in 16 bits: twice the bytes, and slower drafts in an engine that keeps them so.",
+            "The trunk's dtype, to which most engines cast the head when they load it.",
+            "Save the head in the trunk's dtype, as `nextn train` does; it works as it is.",
         )  # fmt: skip
 
 
