@@ -2,8 +2,10 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import takewhile
 from typing import TextIO
 
 from nextn.engines.counters import (
@@ -157,36 +159,7 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
         general: Look for the formats that are not of one engine, and for no others.
     """
     readers = [_Reader(each) for each in LOG_FORMATS]
-    depths, ahead, begin = _SglangDepth(), "", 0
-    while text := (ahead + file.read(_CHUNK) + file.readline(_MAX_LINE)).translate(_SPACES):
-        is_last = len(text) < _CHUNK
-        text = _COLORS.sub("", text)
-        # An entry of several lines may go on in the text after this one.
-        body = len(text) if is_last else max(1, len(text) - _MAX_ENTRY)
-        body = body if is_last else max(text.rfind("\n", begin + 1, body), 0) or body
-        for reader in readers:
-            reader.start = reader.end = -1
-        passed = 0
-        here = tuple(
-            index for index, each in enumerate(LOG_FORMATS) if each.literal in text and each.is_general == general
-        )
-        for match in _markers(here).finditer(text, begin) if here else ():
-            if match.start() >= body:
-                break
-            passed = match.end()
-            reader = readers[int((match.lastgroup or "_0")[1:])]
-            if match.start() < reader.end:
-                continue
-            name = _name(text, match.start(), reader) if reader.format.is_run else ""
-            entry, reader.end = _entry(text, *match.span(), reader)
-            reader.process = _process(text, match.start(), reader)
-            reader.start = match.start()
-            reader.add(entry, reader.process, name)
-            depths.add(entry)
-        if is_last:
-            break
-        kept = max(text.rfind("\n", max(0, body - _MAX_PREFIX), body), 0) or body  # with the line before the next entry
-        ahead, begin = text[kept:], max(body, passed) - kept  # a marker may go on behind the body
+    depths = _read_entries(file, readers, general=general)
     found = [(reader, counters) for reader in readers if (counters := reader.counters()) is not None]
     incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
     if not found:
@@ -204,6 +177,43 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
     if counters.engine in ("SGLang", "TokenSpeed") and counters.k is None:
         counters = replace(counters, k=depths.k)
     return LogReading(counters, incomplete)
+
+
+def _read_entries(file: TextIO, readers: Sequence[_Reader], *, general: bool) -> "_SglangDepth":
+    """Read the log a part at a time, and add each entry to the reader of its format; return what shows SGLang's K."""
+    depths, ahead, begin = _SglangDepth(), "", 0
+    while text := (ahead + file.read(_CHUNK) + file.readline(_MAX_LINE)).translate(_SPACES):
+        is_last = len(text) < _CHUNK
+        text = _COLORS.sub("", text)
+        # An entry of several lines may go on in the text after this one.
+        body = len(text) if is_last else max(1, len(text) - _MAX_ENTRY)
+        body = body if is_last else max(text.rfind("\n", begin + 1, body), 0) or body
+        passed = 0
+        for match in _matches(text, begin, body, readers, general=general):
+            passed = match.end()
+            reader = readers[int((match.lastgroup or "_0")[1:])]
+            if match.start() < reader.end:
+                continue
+            name = _name(text, match.start(), reader) if reader.format.is_run else ""
+            entry, reader.end = _entry(text, *match.span(), reader)
+            reader.process = _process(text, match.start(), reader)
+            reader.start = match.start()
+            reader.add(entry, reader.process, name)
+            depths.add(entry)
+        if is_last:
+            break
+        kept = max(text.rfind("\n", max(0, body - _MAX_PREFIX), body), 0) or body  # with the line before the next entry
+        ahead, begin = text[kept:], max(body, passed) - kept  # a marker may go on behind the body
+    return depths
+
+
+def _matches(text: str, begin: int, end: int, readers: Sequence[_Reader], *, general: bool) -> Iterator[re.Match[str]]:
+    """Yield where an entry of any format begins in this part of the log, which its readers see anew."""
+    for reader in readers:
+        reader.start = reader.end = -1
+    here = tuple(index for index, each in enumerate(LOG_FORMATS) if each.literal in text and each.is_general == general)
+    found = _markers(here).finditer(text, begin) if here else iter(())
+    yield from takewhile(lambda match: match.start() < end, found)
 
 
 def _has_other_drafters(counters: Counters, found: list[tuple[_Reader, Counters]]) -> bool:
