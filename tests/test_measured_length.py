@@ -135,7 +135,7 @@ def test_probes_that_cost_more_come_later():
         for number in range(300):
             policy.acceptance.learn(4, int(number % 5 == 0))
         simulation = Simulation(policy, lambda size, k, costs=costs: costs[k] if size < 32 else 1.0, 0.2)
-        assert set(simulation.run(32, 1000)) == {1}
+        assert simulation.run(32, 1000).count(1) >= 984  # rounds without drafts are checked
         firsts[size] = [*map(bool, simulation.run(size, 8000))].index(True)
     assert 256 < firsts[16] < 1500 < 4096 < firsts[1]
 
@@ -158,8 +158,9 @@ def test_probes_are_no_longer_than_what_may_pay():
     assert used.count(2) <= 20
     in_service(policy, 8, {0: 1.0, 1: 1.2, 2: 1.7, 3: 9.0, 4: 12.0})
     used = Simulation(policy, lambda size, k: {0: 1.0, 1: 1.2, 2: 1.7}[k], 0.3).run(8, 20_000)
-    assert set(used) == {1, 2}
+    assert set(used) == {0, 1, 2}
     assert used.count(2) <= 20
+    assert used.count(0) <= 20_000 / 512 * 8  # they might be the fastest
 
 
 def test_a_busier_machine_changes_nothing():
@@ -191,6 +192,20 @@ def test_wrong_costs_are_corrected(size, costs, num_rounds):
     simulation.run(size, 11_000)
     assert policy.costs.row(size)[4] / policy.costs.row(size)[0] < 3 < 40 / 8
     assert min(simulation.used[-500:]) >= 3
+
+
+def test_a_plain_round_that_was_measured_as_too_slow():
+    """Drafts that do not pay are given up, though rounds without them seemed to take a third longer."""
+    policy = MeasuredLength(4)
+    policy.costs.set(1, {0: 10.5, 1: 9.0, 2: 10.0, 3: 11.0, 4: 12.0})
+    simulation = Simulation(policy, linear, 0.03)
+    simulation.run(1, 1500)
+    before, used = simulation.seconds, simulation.run(1, 4000)
+    assert used.count(0) > 0.97 * len(used)
+    assert simulation.seconds - before < 1.01 * 4000 * linear(1, 0)
+    payed = Simulation(measured(MeasuredLength(4)), linear, 0.9)
+    payed.run(1, 600)
+    assert 0 not in payed.run(1, 4000)  # where drafts gain far more than a measurement may be wrong by
 
 
 def test_one_slow_round_is_no_measure():

@@ -11,6 +11,7 @@ _AGREEMENT = 1.25  # factor between a cost and what a round took, up to which th
 # A number of drafts that was not measured at this batch size is tried if its estimated rate, raised by this, exceeds
 # the best one: for batch sizes between measured ones close to each other, and for others.
 _UNCERTAINTY, _LARGE_UNCERTAINTY = 0.05, 0.3
+_OLD = 512  # rounds after which a cost is out of date: it was measured on another state of the machine
 _MAX_FACTOR = 2.0  # by which a single round changes an estimate: the round may have been disturbed
 
 
@@ -21,6 +22,8 @@ class _CostRow:
     seconds: dict[int, float]  # by number of drafts
     num_measured: dict[int, int]  # number of measurements at this batch size, by number of drafts
     uncertainty: float = 0.0  # see _UNCERTAINTY; 0 if the costs do not come from other batch sizes
+    num_rounds: int = 0  # observed at this batch size
+    plain_at: int = 0  # num_rounds at the last one without drafts
     agreed: set[int] = field(default_factory=set)  # numbers of drafts whose last round in service took about as long
 
     @property
@@ -66,6 +69,15 @@ class RoundCosts:
         }
         return max(untried, key=lambda length: untried[length]) if untried else None
 
+    def is_plain_old(self, batch_size: int, rates: Mapping[int, float], best: int) -> bool:
+        """Return whether rounds without drafts may be the fastest, but were last measured long ago.
+
+        Only such rounds show what they cost: if they were measured as too slow, drafts that do not pay would stay.
+        """
+        row = self._row(batch_size)
+        is_near = rates.get(0, 0.0) * (1 + _LARGE_UNCERTAINTY) > rates.get(best, 0.0)
+        return best > 0 and is_near and row.num_rounds - row.plain_at >= _OLD
+
     def observe(self, batch_size: int, length: int, seconds: float, *, is_ratio: bool, num_before: int) -> None:
         """Update the costs with the time of a round, after `num_before` rounds of this batch size.
 
@@ -74,7 +86,8 @@ class RoundCosts:
         """
         row = self._rows.setdefault(batch_size, self._row(batch_size))
         num = row.num_measured.get(length, 0)
-        row.num_measured[length] = num + 1
+        row.num_measured[length], row.num_rounds = num + 1, row.num_rounds + 1
+        row.plain_at = row.plain_at if length else row.num_rounds
         if length not in row.seconds and not self._ends <= row.seconds.keys():
             row.seconds[length] = seconds
             return

@@ -117,6 +117,7 @@ class MeasuredLength:
         self._lengths = {length: FixedLength(length) for length in self.costs.lengths}
         self._batch_size = 0
         self._length, self._rounds_left = max_speculative_tokens, 0  # until the next decision
+        self._chosen = max_speculative_tokens  # the number before a check of plain rounds, or the present one
         self._rounds_since_change = self._rounds_before_change = 0  # measured ones, of this batch size
         # The first round after a change is not measured: the head may also process positions that it had deferred.
         self._is_first = True
@@ -135,8 +136,8 @@ class MeasuredLength:
             return self._max
         scores = {length: rate * (1 + _PLAIN_MARGIN * (length == 0)) for length, rate in rates.items()}
         best = max(scores, key=lambda length: scores[length])
-        current = scores.get(self._length, 0.0)
-        return best if scores[best] > current * (1 + _CHANGE_MARGIN) else self._length
+        current = scores.get(self._chosen, 0.0)
+        return best if scores[best] > current * (1 + _CHANGE_MARGIN) else self._chosen
 
     def rates(self, batch_size: int) -> dict[int, float]:
         """Return the expected tokens per second by number of drafts, for numbers whose cost is known."""
@@ -204,6 +205,9 @@ class MeasuredLength:
             num_rounds = max(2, num_rounds)  # the first one is not measured
         if trial is not None:
             self._change(trial, _TRIAL_ROUNDS)
+        elif self.costs.is_plain_old(size, rates, best):
+            self._change(0, _RATIO_ROUNDS)
+            self._chosen = best
         elif (is_unlearned and longest > best) or self._is_stale(best, longest, rates, num_rounds):
             longest = longest if longest > best else self._max
             self._probe = _Probe(longest, self.acceptance.expected_tokens(longest), rates[best])
@@ -242,7 +246,7 @@ class MeasuredLength:
         self._probe_interval = min(max(shortest, scaled), _MAX_PROBE_INTERVAL)
 
     def _change(self, length: int, num_rounds: int) -> None:
-        self._rounds_left = num_rounds
+        self._chosen, self._rounds_left = length, num_rounds
         if length != self._length:
             self._length, self._is_first = length, True
             self._rounds_before_change, self._rounds_since_change = self._rounds_since_change, 0
