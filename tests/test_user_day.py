@@ -67,13 +67,18 @@ def workflow(page, heading=""):
     text = (ROOT / "docs" / page).read_text()
     text = text.split(heading)[1].split("\n## ")[0] if heading else text
     blocks = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
-    return [step["run"] for block in blocks for step in block if "run" in step]
+    return [step["run"] for block in blocks for step in _steps(block) if "run" in step]
+
+
+def _steps(block):
+    """Of a whole file, or of a part of a job."""
+    return [step for job in block["jobs"].values() for step in job["steps"]] if isinstance(block, dict) else block
 
 
 def ci_steps():
     """The commands of ci.md for a checkpoint."""
     commands = map(shlex.split, workflow("how-to/ci.md", "## After a fine-tune"))
-    return [command[1:] for command in commands if command[0] == "nextn"]
+    return [command[1:] for command in commands if command[0] == "nextn" and "$MODEL" not in command]
 
 
 STAND_IN = """\
@@ -137,6 +142,38 @@ def test_the_steps_of_the_ci_page(tmp_path, here, monkeypatch):
     Path("prompts.jsonl").write_text("\n".join(rows[:2]))
     code, _, err = here(*gate)
     assert (code, "other prompts" in err) == (2, True)
+
+
+def test_the_workflow_file_of_the_ci_page():
+    """Its keys are those of GitHub Actions, and each step uses an action or runs something."""
+    text = (ROOT / "docs/how-to/ci.md").read_text()
+    file = yaml.safe_load(re.search(r"```yaml\n(# .github/workflows/.*?)```", text, re.DOTALL)[1])
+    assert file.keys() == {"name", True, "env", "jobs"}  # YAML reads "on" as true
+    (job,) = file["jobs"].values()
+    assert job.keys() == {"runs-on", "timeout-minutes", "steps"}
+    assert all(len({"run", "uses"} & step.keys()) == 1 for step in job["steps"])
+    assert all(step.keys() <= {"name", "if", "run", "uses", "with"} for step in job["steps"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "code"), [(1, 0), (-1, 1)])
+def test_the_workflow_file_runs(scale, code, tmp_path, monkeypatch, here):
+    """With a model that is as it was, and with one whose head is worse: the last step has measure's exit code."""
+    monkeypatch.chdir(tmp_path)
+    rows = (SHIPPED / "prompts.jsonl").read_text().splitlines()[:6]
+    Path("prompts.jsonl").write_text("\n".join(rows))
+    model = nextn.load("tiny")
+    assert here("measure", "tiny", "--prompts", "prompts.jsonl", "-k", "2", "--out", "baseline.json")[0] == 0
+    with torch.no_grad():
+        model.head.stack[0].projection.weight.mul_(scale)
+    model.save(Path("model"), copies=False)
+    audit, measure = workflow("how-to/ci.md", "### A full workflow")[1:]
+    Path("nextn").write_text(f'#!/bin/sh\nexec {sys.executable} -m nextn "$@"\n')
+    Path("nextn").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "model"}
+    assert subprocess.run(["bash", "-e", "-c", audit], env=environment).returncode == 0
+    assert subprocess.run(["bash", "-e", "-c", measure], env=environment).returncode == code
+    assert Path("measured.json").exists()
 
 
 @pytest.mark.slow
