@@ -110,7 +110,7 @@ def build_record(
         "prompts": _prompt_records(model, report, tokens),
         "looping": len(report.repetitive[0.0]),
         "readings": [reading.as_record() for reading in compute_readings(model, report, folder)],
-        "sampled": sampled_record(model, _ids(chosen), temperature, tokens=tokens, k=MAX_K, seed=seed),
+        "sampled": sampled_record(model, _ids(chosen), temperature, tokens=tokens, seed=seed),
         "vector": build_vector(model, _ids(chosen)[0], k=3),
     }
 
@@ -224,32 +224,32 @@ def _ids(prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
 
 
 def sampled_record(
-    model: Model, prompts: Sequence[Sequence[int]], temperature: float, *, tokens: int, k: int, seed: int
+    model: Model, prompts: Sequence[Sequence[int]], temperature: float, *, tokens: int, seed: int
 ) -> dict[str, object]:
     """Return what every acceptance rule accepts in `PASSES` sampled texts of each prompt.
 
-    tokens: new ones of each text, which does not end before. k: the largest K.
+    tokens: new ones of each text, which does not end before.
     """
     count = len(prompts)
     repeated = [tuple(prompt) for prompt in prompts] * PASSES
-    max_tokens = tokens + k + 1  # what a last round drafts beyond the end is verified, too
+    max_tokens = tokens + MAX_K + 1  # what a last round drafts beyond the end is verified, too
     sampling = Sampling(temperature)
     settings = Settings(num_speculative_tokens=0, sampling=sampling, max_tokens=max_tokens, eos=(), seed=seed)
     results = generate(model, repeated, settings, backend="torch")
     pairs = zip(repeated, results, strict=True)
     texts = [ReferenceText(prompt, result.tokens, temperature) for prompt, result in pairs]
-    scores = list(score_texts(model, texts, trunk_outputs(model.trunk, texts), k))
+    scores = list(score_texts(model, texts, trunk_outputs(model.trunk, texts), MAX_K))
     passes = [scores[start : start + count] for start in range(0, len(scores), count)]
-    rules = [_rule_record(rule, passes, tokens, k) for rule in RULES if rule != "greedy"]
+    rules = [_rule_record(rule, passes, tokens) for rule in RULES if rule != "greedy"]
     return {"temperature": temperature, "rules": rules}
 
 
-def _rule_record(rule: str, passes: Sequence[Sequence[ScoredText]], tokens: int, max_k: int) -> dict[str, object]:
+def _rule_record(rule: str, passes: Sequence[Sequence[ScoredText]], tokens: int) -> dict[str, object]:
     fault = next((fault for fault in FAULTS if fault.rule == rule), None)
     counts = {
-        str(k): {ending: _count(rule, passes, tokens, k, ending) for ending in ENDINGS} for k in range(1, max_k + 1)
+        str(k): {ending: _count(rule, passes, tokens, k, ending) for ending in ENDINGS} for k in range(1, MAX_K + 1)
     }
-    offered, accepted = (list(zip(*rows, strict=True)) for rows in counts[str(max_k)]["whole"].values())
+    offered, accepted = (list(zip(*rows, strict=True)) for rows in counts[str(MAX_K)]["whole"].values())
     return {
         "name": rule,
         "says": RULES[rule] if fault is None else fault.description,

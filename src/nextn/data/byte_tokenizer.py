@@ -37,8 +37,8 @@ def vocab_size(tokenizer: "PreTrainedTokenizerBase") -> int:
     return 1 + max(map(int, tokenizer.get_vocab().values()))
 
 
-def _alphabet() -> list[str]:
-    """The printable character that represents each byte, as in GPT-2's encoder.py `bytes_to_unicode`."""
+def byte_alphabet() -> list[str]:
+    """Return the printable character that represents each byte, as in GPT-2's encoder.py `bytes_to_unicode`."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
@@ -46,8 +46,8 @@ def _alphabet() -> list[str]:
 
 def _merge() -> tuple[str, str]:
     # 0xC0 and 0xC1 never occur in UTF-8, so this merge is never applied; llama.cpp rejects a BPE without merges.
-    return _alphabet()[0xC0], _alphabet()[0xC1]
+    return byte_alphabet()[0xC0], byte_alphabet()[0xC1]
 
 
 def _vocabulary() -> dict[str, int]:
-    return {token: id for id, token in enumerate([*_alphabet(), "".join(_merge())])}
+    return {token: id for id, token in enumerate([*byte_alphabet(), "".join(_merge())])}

@@ -9,8 +9,8 @@ from nextn.errors import ConfigError
 from nextn.model.model import Model
 from nextn.model.text_interface import TextInterface
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # as the ByteFallback decoder of Llama-style tokenizers spells a byte
-_BROKEN = "\ufffd"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # as the ByteFallback decoder of Llama-style tokenizers spells a byte
+BROKEN = "\ufffd"
 # A UTF-8 character has at most four bytes, and a token at least one: broken characters further back stay broken.
 _MAX_BYTES = 4
 _MAX_BUFFER = 32  # new tokens that end in a broken character before `_split` looks for where it begins
@@ -98,7 +98,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False) -> None:
-        self.tokenizer_of, self._skip_special_tokens = tokenizer, skip_special_tokens
+        self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
         self._pieces: dict[int, str | None] = {}
         self._buffer: list[int] = []
         self._num_context, self._context_chars = 0, 0
@@ -111,7 +111,7 @@ class Detokenizer:
         if not self.pending:
             return ""
         num_final = len(self._buffer)
-        if self.pending.endswith(_BROKEN):
+        if self.pending.endswith(BROKEN):
             num_final = self._split() if num_final - self._num_context > _MAX_BUFFER else 0
         elif self.is_byte_token(self._buffer[-1]):
             num_final = 0
@@ -145,14 +145,14 @@ class Detokenizer:
     def _piece(self, token: int) -> str | None:
         """The token as the decoder sees it; None for the ids that pad a vocabulary and for what is skipped."""
         if token not in self._pieces:
-            piece = self.tokenizer_of.convert_ids_to_tokens(token)
+            piece = self._tokenizer.convert_ids_to_tokens(token)
             is_skipped = self._skip_special_tokens and self._decode([token], skip=False) != self._decode([token])
             self._pieces[token] = None if piece is None or is_skipped else str(piece)
         return self._pieces[token]
 
     def is_byte_token(self, token: int) -> bool:
         """Return whether a token is a single byte, whose text depends on the bytes around it."""
-        return _BYTE_TOKEN.fullmatch(self._piece(token) or "") is not None
+        return BYTE_TOKEN.fullmatch(self._piece(token) or "") is not None
 
     def _new_text(self, tokens: Sequence[int]) -> str:
         return self._decode(tokens)[self._context_chars :]
@@ -160,4 +160,4 @@ class Detokenizer:
     def _decode(self, tokens: Sequence[int], *, skip: bool | None = None) -> str:
         skip = self._skip_special_tokens if skip is None else skip
         options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
-        return str(self.tokenizer_of.decode(list(tokens), **options))
+        return str(self._tokenizer.decode(list(tokens), **options))

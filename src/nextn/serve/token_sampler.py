@@ -4,7 +4,6 @@ A draft is accepted if the trunk chooses the same token, so text never depends o
 """
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nextn.data.byte_tokenizer import byte_alphabet
+from nextn.decoding.text_stream import BROKEN, BYTE_TOKEN
 from nextn.errors import ConfigError
 from nextn.serve.request import GenerationRequest, GrammarState, TokenLogprob, failure_message
 from nextn.settings import Sampling
 from nextn.speculative.sampling import sample_coupled, to_probs
 
 _LOG = logging.getLogger(__name__)
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers with byte fallback
-_BROKEN = "\ufffd"
 
 
 class TokenSampler:
@@ -224,17 +223,17 @@ class TokenTexts:
     def spelled(self, token: int) -> str:
         r"""Return a text that is unique per token; incomplete characters are like `bytes:\xe2\x82`, as OpenAI does."""
         text = self.text(token)
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.utf8(token)) if _BROKEN in text else text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.utf8(token)) if BROKEN in text else text
 
     def utf8(self, token: int) -> list[int]:
         """Return the token's UTF-8 bytes."""
         text = self.text(token)
-        return list(text.encode() if _BROKEN not in text else self._raw(token))
+        return list(text.encode() if BROKEN not in text else self._raw(token))
 
     def _raw(self, token: int) -> bytes:
         """The bytes that a byte-level or byte-fallback tokenizer means by a piece that is no valid text alone."""
         piece = self._piece(token) or ""
-        if match := _BYTE_TOKEN.fullmatch(piece):
+        if match := BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
         table = _byte_level()
         return bytes(table[char] for char in piece) if all(char in table for char in piece) else piece.encode()
@@ -250,7 +249,4 @@ class TokenTexts:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """Character -> byte, as GPT-2's tokenizers spell bytes: printable ones as themselves, others from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {character: byte for byte, character in enumerate(byte_alphabet())}

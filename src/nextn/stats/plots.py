@@ -21,7 +21,7 @@ _DEPTHS = ("#1f2933", "#d1495b", "#edae49", "#30638e", "#00798c", "#8d5a97", "#6
 
 def curves(path: Path, rows: Mapping[str, "Sequence[Estimate]"]) -> None:
     """Plot AL over K with its intervals, one line per entry of `rows`, whose last value is of the largest K."""
-    with _figure(path, "Mean acceptance length", "K, draft tokens per round", "tokens per round") as axes:
+    with _figure(path, "Mean acceptance length", "tokens per round") as axes:
         largest = max(map(len, rows.values()))
         for index, (label, lengths) in enumerate(rows.items()):
             ks, values = range(largest - len(lengths) + 1, largest + 1), [each.value for each in lengths]
@@ -47,7 +47,7 @@ def speedups(
     path: Path, measured: "Mapping[str, Mapping[int, Spread]]", theory: Mapping[str, Sequence[tuple[int, float]]]
 ) -> None:
     """Plot the measured speedup over K, with quartiles, and the curves expected from acceptance and costs."""
-    with _figure(path, "Speedup over baseline decoding", "K, draft tokens per round", "speedup") as axes:
+    with _figure(path, "Speedup over baseline decoding", "speedup") as axes:
         axes.axhline(1, color=_MUTED, lw=1)
         for index, (label, spreads) in enumerate(measured.items()):
             color, medians = _DEPTHS[3 - index % 4], [spread.median for spread in spreads.values()]
@@ -63,7 +63,7 @@ def speedups(
 
 
 @contextmanager
-def _figure(path: Path, title: str, x: str, y: str) -> "Iterator[Axes]":
+def _figure(path: Path, title: str, y: str) -> "Iterator[Axes]":
     """Give styled axes, and save the figure to `path` on a normal exit."""
     log = logging.getLogger("matplotlib")
     level = log.level
@@ -79,7 +79,7 @@ def _figure(path: Path, title: str, x: str, y: str) -> "Iterator[Axes]":
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold", pad=10)
-    axes.set_xlabel(x, color=_MUTED)
+    axes.set_xlabel("K, draft tokens per round", color=_MUTED)
     axes.set_ylabel(y, color=_MUTED)
     axes.grid(True, axis="y", color=_GRID, lw=0.8)
     axes.set_axisbelow(True)
