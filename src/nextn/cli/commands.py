@@ -57,9 +57,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
     "Engines": {
         "adopt": Command("edit", "how-to/any-model", "Write a Llama, Mistral or Qwen with a head in GLM's layout",
                          ("MODEL OUT", "MODEL OUT --head HEAD")),
-        "export": Command("edit", "how-to/any-model", "Write a head that was added to a model for an engine",
+        "export": Command("export", "how-to/any-model", "Write a head that was added to a model for an engine",
                           ("HEAD OUT --model MODEL --for vllm --adopt", "HEAD OUT.gguf --model MODEL --for llama.cpp")),
-        "push": Command("edit", "how-to/publish", "Upload a checkpoint to a hub, with a model card",
+        "push": Command("export", "how-to/publish", "Upload a checkpoint to a hub, with a model card",
                         ("FOLDER ORG/NAME --dry-run", "FOLDER ORG/NAME --measured measure.json")),
         "verify": Command("engines", "reference/verify", "Check that a server's output is the same with MTP on and off",
                           ("HOST:PORT --against HOST:PORT", "HOST:PORT --check greedy --against HOST:PORT")),
