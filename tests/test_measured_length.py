@@ -198,6 +198,8 @@ def test_a_plain_round_that_was_measured_as_too_slow():
     """Drafts that do not pay are given up, though rounds without them seemed to take a third longer."""
     policy = MeasuredLength(4)
     policy.costs.set(1, {0: 10.5, 1: 9.0, 2: 10.0, 3: 11.0, 4: 12.0})
+    assert policy.costs.row(1)[0] == policy.costs.row(1)[1]  # more drafts are no cheaper
+    policy.costs.observe(1, 1, 8.0, is_ratio=True, num_before=0)
     simulation = Simulation(policy, linear, 0.03)
     simulation.run(1, 1500)
     before, used = simulation.seconds, simulation.run(1, 4000)

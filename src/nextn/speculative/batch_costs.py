@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nextn.speculative.draft_policy import non_decreasing
+
 # Costs of rounds.
 _MIN_RATIO_WEIGHT, _MIN_LEVEL_WEIGHT = 0.15, 0.1  # of a new measurement
 _WARMUP_WEIGHT = 3  # measurements that one from before the first request counts as
@@ -41,8 +43,10 @@ class RoundCosts:
         self._rows: dict[int, _CostRow] = {}
 
     def set(self, batch_size: int, seconds: Mapping[int, float]) -> None:
-        """Set costs that were measured before the first request, by number of drafts."""
-        self._rows[batch_size] = _CostRow(dict(seconds), dict.fromkeys(seconds, _WARMUP_WEIGHT))
+        """Set costs that were measured before the first request, by number of drafts: none is below one of fewer."""
+        lengths = sorted(seconds)
+        costs = dict(zip(lengths, non_decreasing([seconds[length] for length in lengths]), strict=True))
+        self._rows[batch_size] = _CostRow(costs, dict.fromkeys(costs, _WARMUP_WEIGHT))
 
     def row(self, batch_size: int) -> dict[int, float]:
         """Return the seconds of a round by number of drafts, for numbers that are known or lie between known ones.

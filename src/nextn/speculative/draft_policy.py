@@ -228,8 +228,8 @@ class AdaptiveLength(DraftLength):
             raise ConfigError(
                 f"limit = {limit}; expected 1 to {costs.max_speculative_tokens}, the drafts that costs are known for"
             )
-        self._copy_costs = _non_decreasing(costs.v)
-        self.v, self.c, self.overhead = _non_decreasing(costs.v[: self.limit + 1]), costs.c, overhead
+        self._copy_costs = _at_least_1(costs.v)
+        self.v, self.c, self.overhead = _at_least_1(costs.v[: self.limit + 1]), costs.c, overhead
         self._verify_costs = [after - before for before, after in pairwise(self.v)]  # of one more position
         self._step_costs = [self.c + cost for cost in self._verify_costs]
         # Drafts sampled from flat distributions are accepted as often as others; in greedy decoding they are not.
@@ -316,9 +316,13 @@ def _longest(runs: Sequence[CopyRun]) -> int:
     return max(len(run.tokens) for run in runs)
 
 
-def _non_decreasing(values: Sequence[float]) -> tuple[float, ...]:
-    """The closest non-decreasing values, at least 1 (isotonic regression by pool adjacent violators): a pass over more
-    tokens that was measured as cheaper is noise, in its own value and its neighbors' alike."""
+def _at_least_1(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(max(1.0, value) for value in non_decreasing(values))
+
+
+def non_decreasing(values: Sequence[float]) -> tuple[float, ...]:
+    """The closest non-decreasing values (isotonic regression by pool adjacent violators): a pass over more tokens that
+    was measured as cheaper is noise, in its own value and its neighbors' alike."""
     pools: list[tuple[float, int]] = []  # (sum, number)
     for value in values:
         total, num = value, 1
@@ -326,7 +330,7 @@ def _non_decreasing(values: Sequence[float]) -> tuple[float, ...]:
             other_total, other_num = pools.pop()
             total, num = total + other_total, num + other_num
         pools.append((total, num))
-    return tuple(max(1.0, total / num) for total, num in pools for _ in range(num))
+    return tuple(total / num for total, num in pools for _ in range(num))
 
 
 def _bin(edges: Sequence[float], confidence: float) -> int:
