@@ -225,6 +225,16 @@ def test_files_that_are_used_beside_a_model(file, names, tmp_path):
     assert (found.rule, found.severity, found.place) == ("index", "warning", file)
 
 
+def test_an_adapter_beside_a_model(tmp_path):
+    """transformers 5.23's from_pretrained applies it, engines do not."""
+    folder = publish(tmp_path, NAME, shards=2)
+    weight = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": RawTensor("BF16", (4,), bytes(8))}
+    write_safetensors(folder / "adapter_model.safetensors", weight)
+    write_json(folder / "adapter_config.json", {"peft_type": "LORA"})
+    (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note")
+    assert (found.rule, found.severity, found.place) == ("index", "warning", "adapter_config.json")
+
+
 @loop("name", ["model.layers.0.self_attn.k_scale", "model.layers.0.mlp.experts.gate_up_proj"])
 def test_parameters_in_a_file_beside_a_model_are_missed(name, tmp_path):
     folder = publish(tmp_path, NAME, shards=2)

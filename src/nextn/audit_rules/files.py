@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from nextn.audit_rules.findings import Finding, Severity, convert, restore, same, verb
-from nextn.checkpoint.checkpoint import INDEX, SINGLE
+from nextn.checkpoint.checkpoint import ADAPTER, INDEX, SINGLE
 from nextn.checkpoint.file_index import FileIndex, file_index, mixed_files
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.edit.reindex import side_files
@@ -52,8 +52,21 @@ def index(inventory: Inventory) -> Iterator[Finding]:
         if lost := [name for name in named[file] if name not in stored and is_head(name) is None]:
             found = f"The index puts {some(lost)} in {file}, which does not hold {'it' if len(lost) == 1 else 'them'}"
             yield _absent(inventory, file, found, lost)
-    yield from _beside_single(inventory, derived)
+    yield from list(_adapter(inventory)) or _beside_single(inventory, derived)
     yield from _duplicates(inventory)
+
+
+def _adapter(inventory: Inventory) -> Iterator[Finding]:
+    """Report an adapter in the folder of a model."""
+    files = [file for file in inventory.checkpoint.unindexed if file.startswith("adapter")]
+    if ADAPTER in inventory.checkpoint.sources and files:
+        yield Finding(
+            "index", "warning", ADAPTER,
+            f"{some(files)} and {ADAPTER} beside the model: transformers applies the adapter on load, and engines and "
+            "nextn read the model alone, so that their texts differ.",
+            "The model alone, with the adapter merged or in another folder.",
+            "Merge it with PEFT's `merge_and_unload`, or move both files to another folder.",
+        )  # fmt: skip
 
 
 def _beside_single(inventory: Inventory, derived: FileIndex) -> Iterator[Finding]:
