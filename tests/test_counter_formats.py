@@ -1501,3 +1501,32 @@ def test_counts_of_copied_drafts_are_no_heads():
         assert read(f"{line}\n{counts}").num_drafts == 100
     record = {"by_prompt": [{"drafted": 40, "accepted": 30}, {"drafted": 40, "accepted": 9}]}
     assert summary(read(json.dumps(record))) == ("an engine", None, 80, 39, ())
+
+
+HEADER, ROW = "run,num_drafts,num_draft_tokens,num_accepted_tokens", "a,100,200,120"
+TABLES = {
+    "commas": f"{HEADER}\n{ROW}\n",
+    "tabs": f"{HEADER}\n{ROW}\n".replace(",", "\t"),
+    "rows are added": f"{HEADER}\nb,40,80,70\na,60,120,50\n",
+    "a row of totals": f"{HEADER}\nb,40,80,70\na,60,120,50\ntotal,100,200,120\nmean,50,100,60\n",
+    "quoted": '"num_drafts";"num_draft_tokens";"num_accepted_tokens"\n"100";"200";"120"\n',
+    "Markdown": "| Drafts | Draft tokens | Accepted |\n|---|---:|---|\n| 100 | 200 | 120 |\n",
+    "a box": "┏━━━━┳━━━┓\n┃ Drafts ┃ Draft tokens ┃ Accepted ┃\n┡━━━━╇━━━┩\n│ 100 │ 200 │ 120 │\n└────┴───┘\n",
+}
+REFUSED_TABLES = {
+    "runs of two K": "k,num_drafts,num_draft_tokens,num_accepted_tokens\n1,100,100,80\n2,100,200,120\n",
+    "a short row": f"{HEADER}\n{ROW}\nb,50\n",
+    "no drafted tokens": "run,num_accepted_tokens\na,120\n",
+}
+
+
+@loop("text", TABLES.values(), ids=TABLES)
+def test_tables_with_a_column_for_each_count(text):
+    found = read(text)
+    assert (found.num_drafts, found.draft_tokens, found.accepted) == (100, 200, 120)
+
+
+@loop("text", REFUSED_TABLES.values(), ids=REFUSED_TABLES)
+def test_tables_that_are_not_of_one_run(text):
+    with pytest.raises(EngineError):
+        read(text)

@@ -9,6 +9,7 @@ from nextn.audit_rules.findings import Finding, Severity, convert, restore, same
 from nextn.checkpoint.checkpoint import ADAPTER, INDEX, SINGLE
 from nextn.checkpoint.file_index import FileIndex, file_index, mixed_files
 from nextn.checkpoint.head_inventory import Inventory
+from nextn.checkpoint.trained_heads import SIDE_HEAD
 from nextn.edit.reindex import side_files
 from nextn.text_format import counted, some
 
@@ -74,7 +75,9 @@ def _beside_single(inventory: Inventory, derived: FileIndex) -> Iterator[Finding
     headers = inventory.checkpoint.headers
     if inventory.checkpoint.index is not None or SINGLE not in headers:
         return
-    others = [file for file in derived.left_out if not headers[file].tensors.keys() <= derived.weight_map.keys()]
+    # `absent_head` reports a head of Unsloth with the command that puts it into the model.
+    others = [file for file in derived.left_out if file != SIDE_HEAD
+              and not headers[file].tensors.keys() <= derived.weight_map.keys()]  # fmt: skip
     if others:
         unknown = next(name for name in headers[others[0]].tensors if name not in derived.weight_map)
         yield Finding(

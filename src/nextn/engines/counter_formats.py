@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from nextn.bounded_json import loads
+from nextn.engines.count_tables import is_count_table, read_count_table
 from nextn.engines.counters import Counters, fill_in_derived, refuse_model, sum_counters
 from nextn.engines.csv_formats import table_reader
 from nextn.engines.embedded_json import MAX_DOCUMENTS, documents
@@ -97,6 +98,8 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     file.seek(0)
     read_table = table_reader(start)
     is_json, is_series = _begins_as_json(start), SERIES_TABLE.match(start) is not None
+    if read_table is None and not is_series and is_count_table(start):
+        read_table = read_count_table
     if printed := repr_as_metrics(start):
         return from_metrics(printed, model=model)
     if read_table is None and not is_json and not is_series:

@@ -16,8 +16,8 @@ from nextn.text_format import some
 Item = TypeVar("Item")
 NAMED_FORMAT = "counts by name"
 NAMED_COUNTED = (
-    "Of other engines, scripts and trainers: accepted with drafted or rejected tokens, or with rounds, in one object, "
-    "and positions as counts or as shares of rounds."
+    "Of other engines, scripts and trainers: accepted with drafted or rejected tokens, or with rounds, in one object "
+    "or in a table with a column for each, and positions as counts or as shares of rounds."
 )
 
 
