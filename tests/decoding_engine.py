@@ -4,10 +4,9 @@ Counts as vLLM does where `whole`: the last round drafts as many tokens as any, 
 """
 
 import json
-import threading
 from contextlib import contextmanager, nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import loopback
 import torch
 
 from nextn.conformance.build import MAX_K
@@ -96,7 +95,7 @@ def drawn(model, canary, k, rule, *, passes=8, whole=True, seed=1):
     return SampledRun(passed, fill_in_derived(sum_counters(counters for _, counters in found)))
 
 
-class Server:
+class Server(loopback.Loopback):
     """OpenAI's completions of token ids over `answered`, one at a time; vLLM's counters at /metrics."""
 
     def __init__(
@@ -114,14 +113,7 @@ class Server:
         self.model, self.contract, self.num_speculative_tokens = model, contract or Contract(), num_speculative_tokens
         self.rule, self.seeds, self.whole = rule, seeds, whole
         self.metrics, self.wrong, self.total, self.asked = metrics, wrong, [0, 0, 0, *[0] * num_speculative_tokens], []
-        handler = type("Bound", (_Handler,), {"engine": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self):
-        self.server.shutdown()
-        self.server.server_close()
+        self.listen(_Handler, engine=self)
 
     def complete(self, body):
         prompt = body["prompt"]
@@ -147,29 +139,18 @@ class Server:
         return "\n".join(["# TYPE vllm:spec_decode_num_drafts counter", *lines, ""])
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1
+class _Handler(loopback.Handler):
     engine: Server
-
-    def log_message(self, *_):
-        pass
 
     def do_GET(self):
         if self.path == "/v1/models":
-            self.give(json.dumps({"data": [{"id": "canary"}]}))
+            self.give(200, json.dumps({"data": [{"id": "canary"}]}).encode())
         elif self.engine.metrics:
-            self.give(self.engine.counted())
+            self.give(200, self.engine.counted().encode())
         else:
-            self.give("{}", 404)
+            self.give(404, b"{}")
 
     def do_POST(self):
-        tokens = self.engine.complete(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        tokens = self.engine.complete(self.read_json())
         choice = {"text": "?", "token_ids": tokens, "finish_reason": "length", "index": 0}
-        self.give(json.dumps({"choices": [choice], "usage": {"prompt_tokens": 1}}))
-
-    def give(self, text, status=200):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
+        self.give(200, json.dumps({"choices": [choice], "usage": {"prompt_tokens": 1}}).encode())

@@ -7,8 +7,8 @@ samples and log-probabilities are those of the distribution, so what a correct e
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import loopback
 import numpy as np
 import pytest
 
@@ -39,7 +39,7 @@ def log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum())
 
 
-class FakeEngine:
+class FakeEngine(loopback.Loopback):
     """faults: names of what it breaks; see `Handler`. drafts: whether it has counters of drafts, and they move."""
 
     def __init__(self, *faults, drafts=True, model="toy", context=600):
@@ -47,14 +47,7 @@ class FakeEngine:
         self.seen, self.running, self.num, self.requests = [], [], 0, []
         self.drafted, self.num_accepted, self.hits = 0, 0, 0
         self.lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"engine": self}))
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self):
-        self.server.shutdown()
-        self.server.server_close()
+        self.listen(Handler, engine=self)
 
     def decode(self, prompt, body, *, neighbor=None, stale=False):
         """-> letters, their log-probability, the whole distribution at each place."""
@@ -137,13 +130,8 @@ class FakeEngine:
         return "\n".join([*lines, f"vllm:prefix_cache_hits_total{{{label}}} {self.hits}", ""])
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1  # header and body in one packet: two would wait 40 ms for each other
+class Handler(loopback.Handler):
     engine: FakeEngine
-
-    def log_message(self, *_):
-        pass
 
     def do_GET(self):
         engine = self.engine
@@ -162,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         engine = self.engine
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         with engine.lock:
             engine.num += 1
             engine.requests.append((self.path, body, self.headers.get("Authorization")))
@@ -331,13 +319,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def give_json(self, found, status=200):
         self.give(status, json.dumps(found).encode())
-
-    def give(self, status, body, *, kind="application/json", headers=None):
-        self.send_response(status)
-        for key, value in {"Content-Type": kind, "Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(body)
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,10 @@ import hashlib
 import json
 import re
 import socket
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub
+import loopback
 import pytest
 from huggingface_hub import constants
 
@@ -19,17 +18,13 @@ from nextn.checkpoint.checkpoint import Checkpoint
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
-class Hub:
+class Hub(loopback.Loopback):
     """Serves `files` as org/model at SHA; `faults[name]` are taken one a request: a status, its headers, or a trick."""
 
     def __init__(self, files):
         self.files, self.faults, self.requests, self.delay, self.num_bytes = files, {}, [], 0.0, 0
         self.large, self.created, self.commits = {}, [], 0  # uploads: contents by SHA-256, repositories as asked for
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
-        self.thread.start()
+        self.listen(Handler, hub=self)
 
     def open(self, name="org/model", **options):
         return Checkpoint.open(name, endpoint=self.url, **options)
@@ -37,19 +32,9 @@ class Hub:
     def asked(self, name):
         return [headers.get("Range") for path, headers in self.requests if path.endswith("/" + name)]
 
-    def stop(self):
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
 
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1  # header and body in one packet: two would wait 40 ms for each other
+class Handler(loopback.Handler):
     hub: Hub
-
-    def log_message(self, *_):
-        pass
 
     def do_GET(self):
         path = self.path.split("?")[0]

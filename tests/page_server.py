@@ -4,11 +4,11 @@ The recording was made by the checkpoint in the package: greedy, K = 4, on the p
 """
 
 import json
-import threading
 import time
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import loopback
 
 import nextn
 
@@ -59,15 +59,12 @@ class PageServer:
         return f"http://127.0.0.1:{self.port}/"
 
     def start(self):
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), type("Bound", (_Handler,), {"page": self}))
-        self._server.daemon_threads = True
-        self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self._server = loopback.Loopback().listen(_Handler, self.port, page=self)
+        self.port = self._server.server.server_port
 
     def stop(self):
         """Go away, as far as clients see: the same port can be used again by `start`."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
 
     def health(self):
         return {
@@ -99,36 +96,27 @@ class PageServer:
         return speech(kept)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(loopback.Handler):
+    protocol_version, wbufsize = "HTTP/1.0", 0  # a stream ends with its connection
     page: PageServer
-
-    def log_message(self, *_):
-        pass
 
     def do_GET(self):
         if self.path == "/":
-            self._send(200, PAGE.read_bytes(), "text/html; charset=utf-8")
+            self.give(200, PAGE.read_bytes(), kind="text/html; charset=utf-8")
         elif self.path == "/health":
-            self._send(200 if self.page.status == "ok" else 503, json.dumps(self.page.health()).encode())
+            self.give(200 if self.page.status == "ok" else 503, json.dumps(self.page.health()).encode())
         else:
-            self._send(404, b"{}")
+            self.give(404, b"{}")
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         expected = f"Bearer {self.page.key}" if self.page.key else None
         if expected and self.headers["Authorization"] != expected:
-            return self._send(401, json.dumps({"error": {"message": "invalid API key"}}).encode())
+            return self.give(401, json.dumps({"error": {"message": "invalid API key"}}).encode())
         self.page.requests.append((self.path, body))
         if "REFUSE" in json.dumps(body):
-            return self._send(400, json.dumps({"error": {"message": "max_tokens = 0; expected at least 1"}}).encode())
+            return self.give(400, json.dumps({"error": {"message": "max_tokens = 0; expected at least 1"}}).encode())
         self._stream(body)
-
-    def _send(self, status, content, kind="application/json"):
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
 
     def _stream(self, body):
         self.send_response(200)

@@ -6,6 +6,7 @@ import time
 from threading import Lock
 from types import SimpleNamespace
 
+import loopback
 import pytest
 from fake_engine import no_key  # noqa: F401
 from quick import loop
@@ -125,25 +126,15 @@ def test_busy_is_asked_again(engine):
 
 def test_redirects_are_not_followed():
     """They could take the key to another host."""
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-    from threading import Thread
 
-    class Away(BaseHTTPRequestHandler):
+    class Away(loopback.Handler):
         def do_GET(self):
-            self.send_response(302)
-            self.send_header("Location", "http://evil.example/")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.give(302, b"", headers={"Location": "http://evil.example/"})
 
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Away)
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    server = loopback.Loopback().listen(Away)
     with pytest.raises(EngineError, match=r"redirects to http://evil.example/; give that address"):
-        Endpoint.open(f"127.0.0.1:{server.server_port}", Budget(QUICK))
-    server.shutdown()
-    server.server_close()
+        Endpoint.open(server.url.removeprefix("http://"), Budget(QUICK))
+    server.stop()
 
 
 def test_key(engine, monkeypatch):

@@ -6,12 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from unicodedata import category
 
+import loopback
 import pytest
 import torch
 from artifacts import publish
@@ -70,30 +69,22 @@ def hostile():
     servers = []
 
     def make(**answers):
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(loopback.Handler):
             def do_GET(self):
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 key = self.path.rpartition("/")[2]
                 status, value = answers.get(key, (400, {"error": {"message": f"no {EVIL}\nerror: forged"}}))
                 body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                self.give(status, body)
 
             do_POST = do_GET
 
-            def log_message(self, *_):
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}"
+        servers.append(loopback.Loopback().listen(Handler))
+        return servers[-1].url
 
     yield make
     for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.stop()
 
 
 def test_visible():
