@@ -38,6 +38,7 @@ class PageServer:
     chat: bool = True
     key: str = ""  # an API key that requests must carry
     delay: float = 0.002  # seconds between events
+    round_s: float = 0  # of a round by the engine's clock; 0: not told
     events: list | None = None  # (text or delta, rounds) per event; None: the recording
     drop_after: int | None = None  # events, then the connection is closed
     status: str = "ok"
@@ -131,7 +132,8 @@ class _Handler(loopback.Handler):
                 finish = "length" if index == len(events) - 1 else None
                 delta = text if isinstance(text, dict) else {"content": text}
                 said = {"delta": delta} if "messages" in body else {"text": text}
-                self._event({"choices": [{"index": 0, **said, "finish_reason": finish, "rounds": rounds}]})
+                said |= {"rounds": rounds} | ({"elapsed_s": index * self.page.round_s} if self.page.round_s else {})
+                self._event({"choices": [{"index": 0, **said, "finish_reason": finish}]})
             self._event({"choices": [], "usage": {"completion_tokens": 1}, "metrics": {"spec_decode": {}}})
             self.wfile.write(b"data: [DONE]\n\n")
         except OSError:

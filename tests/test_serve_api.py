@@ -225,6 +225,9 @@ def test_rounds_and_metrics_of_a_stream(server, text):
         assert len(one["texts"]) == len(one["tokens"])
         assert len(one["draft_texts"]) == len(one["drafts"]) <= 2
     assert "".join(part for one in rounds for part in one["texts"]) == text
+    elapsed = [chunk["choices"][0]["elapsed_s"] for chunk in chunks]
+    assert elapsed == sorted(elapsed)
+    assert elapsed[0] == 0 < elapsed[-1]
     drafted = [one for one in rounds if one["drafts"]]
     metrics = last["metrics"]["spec_decode"]
     assert metrics["num_drafts"] == len(drafted) > 3

@@ -229,6 +229,17 @@ def test_an_answer_streams_with_its_rounds(open_page, server):
 
 
 @browser_test
+def test_the_speed_is_by_the_engines_clock(open_page, server):
+    """Events arrive in bursts: by their arrival, a small model had millions of tokens per second."""
+    server.round_s = 0.125
+    view = open_page()
+    ask(view)
+    tokens = sum(len(one.tokens) for one in ROUNDS[1:])
+    seconds = (len(ROUNDS) - 1) * server.round_s
+    expect_figure(view, "speed-on", f"{tokens / seconds:.{0 if tokens >= 100 * seconds else 1}f}")
+
+
+@browser_test
 def test_figures_are_those_of_the_package(open_page, server):
     view = open_page()
     ask(view)

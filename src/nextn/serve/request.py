@@ -1,5 +1,6 @@
 """What the HTTP layer and the engine exchange: a request in, chunks of rounds out."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -68,6 +69,7 @@ class GenerationChunk:
     error: str = ""  # with finish `error`: what failed
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first chunk: of the prompt's tokens after the first
+    at: float = field(default_factory=time.monotonic)  # when the rounds ended, by the engine's clock
 
 
 def failure_message(error: Exception) -> str:

@@ -33,6 +33,7 @@ class GeneratedChoice:
     finish: str | None = None
     cached_tokens: int = 0
     num_chars: int = 0  # of the texts of all tokens, for `text_offset`
+    first_at: float | None = None  # when its first rounds ended, by the engine's clock
 
     @property
     def text(self) -> str:
@@ -135,7 +136,8 @@ class Answer:
         choice.add(chunk)
         extra = self._token_ids(index, [token for one in chunk.rounds for token in one.emitted], with_prompt=is_first)
         if self.with_rounds and chunk.rounds:
-            extra["rounds"] = [self._round(one) for one in chunk.rounds]
+            choice.first_at = chunk.at if choice.first_at is None else choice.first_at
+            extra |= {"rounds": [self._round(one) for one in chunk.rounds], "elapsed_s": chunk.at - choice.first_at}
         if part is None and not extra and chunk.finish is None:
             return []
         event = {"index": index, **(part or self.empty_part), "finish_reason": self._finish(index), **extra}
