@@ -282,7 +282,7 @@ def test_every_route_to_an_engine_is_named(inside, text, here, tmp_path, monkeyp
             assert re.search(r"tokens\D+2|n-max 2", out)
             if engine == "vllm":  # `nextn advise` prints the same command
                 best = SimpleNamespace(pays=True, best=SimpleNamespace(num_speculative_tokens=2))
-                (line,) = serving(str(trunk), str(head), [best])
+                line, _ = serving(str(trunk), str(head), [best])
                 assert re.search("`nextn export .+?`", line)[0] in err
     code, _, err = here("export", head, tmp_path / "out", "--for", "vllm", "--adopt", "--tokenizer", "m.gguf")
     assert (code, "leave out --tokenizer" in err, (tmp_path / "out").exists()) == (2, True, False)

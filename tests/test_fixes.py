@@ -85,7 +85,7 @@ ADVICE = {
     "config-contradicts", "names-foreign", "names-unknown", "vocabulary", "trunk-missing",
     "trunk-partial", "own-head-overwritten", "layer-index", "too-many-modules", "single-expert", "engine-ignores",
     "engine-drops", "engine-refuses", "engine-loads", "engine-absent", "not-run", "quantization",
-    "scale-unused",
+    "scale-unused", "precision-higher",
 }  # fmt: skip
 CASES = {name: (rule, family, options) for name, (rule, _, family, options, _) in BROKEN.items()} | VALUES
 
