@@ -1530,3 +1530,21 @@ def test_tables_with_a_column_for_each_count(text):
 def test_tables_that_are_not_of_one_run(text):
     with pytest.raises(EngineError):
         read(text)
+
+
+def collected(**counts):
+    """A line of OpenTelemetry's file exporter."""
+    labels = [{"key": "model_name", "value": {"stringValue": "m"}}]
+    metrics = [{"name": f"vllm:spec_decode_num_{name}_total",
+                "sum": {"dataPoints": [{"asInt": str(count), "attributes": labels}], "isMonotonic": True}}
+               for name, count in counts.items()]  # fmt: skip
+    return json.dumps({"resourceMetrics": [{"scopeMetrics": [{"metrics": metrics}]}]}) + "\n"
+
+
+def test_metrics_of_a_collector():
+    """A later line includes the earlier ones."""
+    later = collected(drafts=100, draft_tokens=200, accepted_tokens=120)
+    for text in (later, collected(drafts=40, draft_tokens=80, accepted_tokens=70) + later):
+        found = read(text)
+        assert (found.num_drafts, found.draft_tokens, found.accepted) == (100, 200, 120)
+    assert read(later, model="m").accepted == 120

@@ -25,8 +25,26 @@ def _queried(document: object) -> Iterator[str]:
             yield _series_line(labels["__name__"], own, sample[-1])
             return
         yield from _framed(document)
+        yield from _collected(document)
         for item in document.values():
             yield from _queried(item)
+
+
+def _collected(metric: JsonObject) -> Iterator[str]:
+    """The series of a metric that OpenTelemetry's collector wrote to a file (OTLP in JSON)."""
+    parts = [metric.get(kind) for kind in ("sum", "gauge")]
+    points = next((part.get("dataPoints") for part in parts if isinstance(part, Mapping)), None)
+    for point in points if isinstance(points, list) and isinstance(metric.get("name"), str) else ():
+        value = point.get("asInt", point.get("asDouble")) if isinstance(point, Mapping) else None
+        if value is not None:
+            attributes = point.get("attributes")
+            pairs = [each for each in attributes if isinstance(each, Mapping)] if isinstance(attributes, list) else []
+            labels = {str(each.get("key")): _text(each.get("value")) for each in pairs}
+            yield _series_line(metric["name"], labels, value)
+
+
+def _text(value: object) -> object:
+    return value.get("stringValue") if isinstance(value, Mapping) else None
 
 
 def _framed(frame: JsonObject) -> Iterator[str]:
