@@ -97,7 +97,7 @@ def test_pinned_packages_install_with_the_first_release_of_the_lowest_python():
     lines = (ROOT / "constraints.txt").read_text().split()
     pins = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
     needed = {
-        each.name: each.metadata["Requires-Python"] or ""
+        each.name: each.metadata.get("Requires-Python", "")
         for each in distributions()
         if pins.get(canonicalize_name(each.name)) == each.version.partition("+")[0]
     }
