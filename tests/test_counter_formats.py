@@ -1548,3 +1548,9 @@ def test_metrics_of_a_collector():
         found = read(text)
         assert (found.num_drafts, found.draft_tokens, found.accepted) == (100, 200, 120)
     assert read(later, model="m").accepted == 120
+
+
+def test_a_line_whose_tag_says_what_is_counted():
+    """Names that are of any rejection sampling, behind a tag of speculative decoding, with rounds."""
+    found = read("INFO [spec] rounds=100 proposed=200 accepted=120 alpha=0.600\n")
+    assert (found.num_drafts, found.draft_tokens, found.accepted) == (100, 200, 120)

@@ -66,6 +66,7 @@ _COPIER = re.compile(
     r"(?i)(?<![a-z])(?:method|mode|type|drafter|algorithm|spec\w*)['\"]?\s?[=:]\s?['\"]?"
     r"(?:[a-z]{1,20}[ _-]){0,2}(?:lookup|n-?gram|suffix|pld|copy|copied)(?![a-z])"
 )
+_TAG = re.compile(r"(?i)\[(?:spec(?:ulative)?(?:[ _-]?decod\w{1,5})?|mtp|nextn|draft)\]")  # before counts
 _WORD = re.compile(r"[a-z]+|[0-9]+")
 
 
@@ -131,7 +132,8 @@ def in_lines(text: str) -> Counters | None:
             if name in record:
                 return None
             record[name] = number if values else number[0]
-    counters = None if is_copied(record) else from_record(record)
+    tag = ("mtp",) if _TAG.search(text) else ()
+    counters = None if is_copied(record) else from_record(record, tag)
     if counters is None or not counters.num_drafts or not counters.draft_tokens:
         return None
     if copier := _COPIER.search(text):
