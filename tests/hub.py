@@ -53,12 +53,12 @@ class Handler(loopback.Handler):
         elif listing and fault is None:
             self.answer(200, {"Content-Type": "application/json"}, body)
         else:
-            self.give(body, fault)
+            self.give_with(body, fault)
 
     def listing(self):
         return json.dumps({"sha": SHA, "siblings": [{"rfilename": name} for name in self.hub.files]}).encode()
 
-    def give(self, content, fault):
+    def give_with(self, content, fault):
         begin, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         part = content[begin : last + 1]
         span = {"Content-Range": f"bytes {begin}-{begin + len(part) - 1}/{len(content)}"}
