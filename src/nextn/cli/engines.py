@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from nextn.conformance.engine_run import ConformanceRun, SampledRun
     from nextn.conformance.record import Canary
 
-canary_app = typer.Typer(no_args_is_help=True, help="A tiny trained checkpoint, to check an engine's counters with.")
+canary_app = typer.Typer(no_args_is_help=True, help="Check an engine's counters with a tiny trained checkpoint")
 
 _EPILOG = f"Documentation: {docs_page('reference/contract')}"
 
