@@ -4,6 +4,7 @@ NEXTN_OPERATIONS=2000 runs that many; the seed of a failure is in its name's pla
 """
 
 import os
+import re
 import shutil
 
 import pytest
@@ -20,7 +21,7 @@ from nextn.errors import NextnError
 
 _ = no_waiting_for_disks  # a fixture
 FAMILIES = sorted(LAYOUTS)
-FAILED = (98, 219, 282, 694, 956)
+FAILED = (28, 98, 219, 282, 694, 956)
 FEW, MANY = 24, int(os.environ.get("NEXTN_OPERATIONS", "400"))
 
 
@@ -39,6 +40,9 @@ def check(seed: int, folder) -> None:
         assert rules == SOUND or "" in rules or rules & found, f"{said}: {found}, and nothing of {set(rules)}"
     if found and found <= {"index", "side-file"}:
         reindex(changed)
+        for each in audit(Checkpoint.open(changed)).findings:  # a file beside a model without an index
+            for name in re.findall(r"^Move (\S+) to another folder", each.fix):
+                (changed / name).unlink()
         assert audit(Checkpoint.open(changed)).clean or "experts-form" in allowed, said
     if not found & {"names-foreign", "tied-differs"}:
         force = "head-absent" not in found
