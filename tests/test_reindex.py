@@ -205,6 +205,16 @@ BESIDE = {
     "vectors in layers": ("steering.safetensors", [f"{LAYER}.steering_vector", "model.layers.2.steering_vector"]),
     "statistics": ("act.safetensors", [f"{LAYER}.self_attn.q_proj"]),
     "an adapter": ("adapter_model.safetensors", [f"base_model.model.{LAYER}.self_attn.q_proj.lora_A.weight"]),
+    "an adapter under another name": ("lora.safetensors", [f"{LAYER}.mlp.up_proj.lora_A.weight", "mtp.fc.lora_a"]),
+    "an adapter that trained the head whole": (
+        "adapter_model.safetensors",
+        ["base_model.model.mtp.fc.weight", f"base_model.model.{LAYER}.q.lora_A.weight"],
+    ),
+    "an adapter of norms": (
+        "adapter_model.safetensors",
+        [f"base_model.model.{LAYER}.input_layernorm.ln_tuning_layers.weight"],
+    ),
+    "a prompt": ("adapter_model.safetensors", ["prompt_embeddings"]),
     "another layout": ("consolidated.safetensors", ["layers.0.attention.wq.weight"]),
     "pooling": ("dense.safetensors", ["linear.weight"]),
 }
@@ -233,6 +243,18 @@ def test_an_adapter_beside_a_model(tmp_path):
     write_json(folder / "adapter_config.json", {"peft_type": "LORA"})
     (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note")
     assert (found.rule, found.severity, found.place) == ("index", "warning", "adapter_config.json")
+
+
+@loop("shards", [1, 2])
+@loop("file", ["adapter_model.safetensors", "adapter_mtp.safetensors"])
+def test_a_head_in_a_file_that_is_named_as_an_adapter(file, shards, tmp_path):
+    """Its tensors say what a file is: the head is there, and the command of the finding lists it."""
+    folder = publish(tmp_path, NAME, side_file=file, shards=shards)
+    (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note")
+    assert (found.rule, found.severity) == ("side-file", "error")
+    assert found.fix == f"nextn convert {folder} --reindex"
+    reindex(folder)
+    assert audit(Checkpoint.open(folder)).clean
 
 
 @loop("name", ["model.layers.0.self_attn.k_scale", "model.layers.0.mlp.experts.gate_up_proj"])

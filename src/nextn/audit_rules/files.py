@@ -7,7 +7,7 @@ from functools import partial
 
 from nextn.audit_rules.findings import Finding, Severity, convert, restore, same, verb
 from nextn.checkpoint.checkpoint import ADAPTER, INDEX, SINGLE
-from nextn.checkpoint.file_index import FileIndex, file_index, mixed_files
+from nextn.checkpoint.file_index import FileIndex, adapters, file_index, mixed_files
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.trained_heads import SIDE_HEAD
 from nextn.edit.reindex import side_files
@@ -59,7 +59,7 @@ def index(inventory: Inventory) -> Iterator[Finding]:
 
 def _adapter(inventory: Inventory) -> Iterator[Finding]:
     """Report an adapter in the folder of a model."""
-    files = [file for file in inventory.checkpoint.unindexed if file.startswith("adapter")]
+    files = adapters(inventory.checkpoint)
     if ADAPTER in inventory.checkpoint.sources and files:
         yield Finding(
             "index", "warning", ADAPTER,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nextn.checkpoint.checkpoint import SAMPLE, SINGLE, Checkpoint
 from nextn.checkpoint.draft_models import standalone
-from nextn.checkpoint.foreign_names import foreign
+from nextn.checkpoint.foreign_names import foreign, of_adapter
 from nextn.checkpoint.quantization import split_name
 from nextn.checkpoint.safetensors_file import Header, TensorInfo
 from nextn.family_table import Family, find, generic
@@ -81,7 +81,8 @@ def mixed_files(checkpoint: Checkpoint) -> str:
     tensors, named = checkpoint.tensors, set((checkpoint.index or {}).values())
     unnamed = (header for file, header in checkpoint.headers.items() if file not in named)
     others = (info for header in unnamed for info in header.tensors.values())
-    twice = [(info, tensors[info.name]) for info in others if tensors[info.name].file in named][:_MOST_COMPARED]
+    used = ((info, tensors.get(info.name)) for info in others)
+    twice = [(info, other) for info, other in used if other is not None and other.file in named][:_MOST_COMPARED]
     absent = sorted(named - checkpoint.headers.keys())
     if not absent or all(a.form == b.form and _sample(checkpoint, a) == _sample(checkpoint, b) for a, b in twice):
         return ""
@@ -151,7 +152,7 @@ def _is_beside(names: Iterable[str], leaves: Collection[str]) -> bool:
 
 def of_model(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     """Return the checkpoint without the tensors of unlisted files that are used beside a model, such as adapters."""
-    beside = {file for file in checkpoint.unindexed if file.startswith("adapter")}
+    beside = set(adapters(checkpoint))
     if checkpoint.unindexed:
         index = file_index(checkpoint, family)
         known, leaves = index.weight_map.keys(), _leaves(index.weight_map)
@@ -160,6 +161,11 @@ def of_model(checkpoint: Checkpoint, family: Family) -> Checkpoint:
     return checkpoint if not beside else replace(
         checkpoint, tensors={name: info for name, info in checkpoint.tensors.items() if info.file not in beside}
     )  # fmt: skip
+
+
+def adapters(checkpoint: Checkpoint) -> list[str]:
+    """Return the unlisted files that are adapters, by their tensors: files of a head have any name."""
+    return [file for file in checkpoint.unindexed if of_adapter(checkpoint.headers[file].tensors)]
 
 
 def _is_of_model(name: str, family: Family) -> bool:

@@ -5,7 +5,7 @@ layers/fused_moe/routed_experts.py; ModelOpt, torch/quantization; Megatron-LM, c
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,7 +13,8 @@ from nextn.checkpoint.checkpoint import Checkpoint
 from nextn.checkpoint.safetensors_file import TensorInfo
 
 _ADAPTER = (
-    r"lora_[ABEab]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|vera_lambda_[bd]|ranknum|(hada|lokr|oft|loha)_\w+"
+    r"lora_[ABEab]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|p?vera_lambda_[bd]|ranknum|(?:hada|lokr|oft|loha|boft|"
+    r"hra|road|c3a|randlora|fourierft|shira|vblora|unilora|hira|glora|miss|waveft|psoft|trainable_tokens|ln_tuning)_\w+"
 )
 
 
@@ -30,6 +31,8 @@ class ForeignNames:
     severity: Literal["error", "warning", "note"] = "error"
 
 
+_MATRIX = re.compile(rf".*\.(?:{_ADAPTER})(?:\..+|$)")
+_UNMERGED = re.compile(r"^base_model\.model\.")
 _MERGE = "Merge the adapter (PEFT's `merge_and_unload`, `mlx_lm.fuse`), save, and audit the result."
 
 
@@ -42,8 +45,8 @@ def _renamed(name: str) -> str:
 
 _UNWRAP = "Save the state of the unwrapped module; or " + _renamed("name.replace(PREFIX, '')")
 KINDS = (
-    ForeignNames(re.compile(rf".*\.(?:{_ADAPTER})(?:\..+|$)"), "\0", "the matrices of an adapter", _MERGE),
-    ForeignNames(re.compile(r"^base_model\.model\."), "", "an adapter's model that was not merged (PEFT)", _MERGE),
+    ForeignNames(_MATRIX, "\0", "the matrices of an adapter", _MERGE),
+    ForeignNames(_UNMERGED, "", "an adapter's model that was not merged (PEFT)", _MERGE),
     ForeignNames(
         re.compile(r"\.original_module(?=\.)|.*\.original_module$"), "\0",
         "the original of a module that an adapter replaces (PEFT)", _MERGE),
@@ -137,6 +140,12 @@ def foreign(names: Iterable[str], own: tuple[str, ...] = ()) -> list[tuple[Forei
                      and not (kind.in_engine and name.endswith(own))
                      and (kind.plain == "\0") == (name in nameless)]) for kind in KINDS]  # fmt: skip
     return [(kind, same) for kind, same in found if same]
+
+
+def of_adapter(names: Collection[str]) -> bool:
+    """Whether a file with these tensors is an adapter, which may have modules that were trained whole among them."""
+    matrices = {name for name in names if len(name) <= _MAX_LENGTH and _MATRIX.match(name)}
+    return bool(matrices) and all(name in matrices or _UNMERGED.match(name) for name in names)
 
 
 def with_plain_names(checkpoint: Checkpoint, own: tuple[str, ...]) -> Checkpoint:
