@@ -1,6 +1,7 @@
 """A head that was added to a model, written for an engine; the commands that serve it, refusals, notes, and K."""
 
 import json
+import re
 import shlex
 import shutil
 from dataclasses import replace
@@ -121,12 +122,24 @@ CAUGHT = {
     "all biases left out": (
         "draft-biases", {"drop": [f"model.mtp_layers.0.self_attn.{each}_proj.bias" for each in "qkv"]}, "are not stored"
     ),
-    "another trunk": ("draft-trunk", {"trunk": "other"}, "trained on another trunk"),
     "a quantized trunk": (
         "draft-quantized", {"trunk_config": {"quantization_config": {"quant_method": "fp8"}}}, "trunk's quantization"
     ),
     "other heads": ("draft-sizes", {"config": {"num_attention_heads": 8}}, "heads is 8, the trunk's is 4"),
 }  # fmt: skip
+
+
+def test_the_head_of_another_trunk_is_measured_before_it_is_judged(made, tmp_path, here):
+    """A fine-tune may keep its base's head: a note from audit and export; `measure` compares with that trunk."""
+    draft, trunk = changed(made, tmp_path, trunk="other")
+    assert "draft-trunk" not in rules(draft, trunk)
+    (note,) = (each for each in export(draft, tmp_path / "out", "vllm", trunk=trunk).notes if "another trunk" in each)
+    command = re.search("`nextn (measure .+?)`", note)[1].replace("--against TRUNK", f"--against {made / 'llama'}")
+    asked = tmp_path / "x.txt"
+    asked.write_text("a\n\nb c\n\nde\n\nf g h\n")
+    options = ("--temperatures", "1", "--max-tokens", "12", "--backend", "torch", "-k", "1", "--prompts", asked)
+    code, out, err = here(*shlex.split(command), *options)
+    assert (code in (0, 1, 3), "AL" in out) == (True, True), err
 
 
 @pytest.mark.parametrize("fault", CAUGHT)
@@ -174,7 +187,8 @@ def test_command(made, tmp_path, here):
     assert '"num_speculative_tokens": 2' in out
     _, out, _ = here("export", made / "draft", tmp_path / "more", "--for", "sglang", "--json")
     assert json.loads(out)["command"][0] == "python"
-    assert here("audit", made / "other", "--head", tmp_path / "out")[0] == 1
+    code, out, _ = here("audit", made / "other", "--head", tmp_path / "out")
+    assert (code, "draft-trunk" in out) == (0, True)  # a note
     assert here("audit", made / "llama", "--head", tmp_path / "out")[0] == 0
 
 

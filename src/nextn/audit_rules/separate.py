@@ -71,11 +71,11 @@ def _layer(config: Mapping[str, object], index: int, hidden: int | None) -> dict
 
 
 def separate(inventory: Inventory, *, trunk: Inventory | None = None) -> Iterator[Finding]:
-    """Report each misfit; one that only some of the engines have is a warning."""
+    """Report each misfit: a warning if only some of the engines have it, a note if none has."""
     if inventory.layers:
         return  # not a head alone
     for each in misfits(inventory, trunk):
-        severity = "error" if "sglang" in each.engines else "warning"
+        severity = "error" if "sglang" in each.engines else "warning" if each.engines else "note"
         yield Finding(each.rule, severity, each.place, each.found, each.valid, each.fix)  # type: ignore[arg-type]
 
 

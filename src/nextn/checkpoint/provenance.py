@@ -6,6 +6,7 @@ The trunk's fingerprint is of samples, so it needs only a few small reads for a 
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -241,7 +242,7 @@ class Misfit:
     found: str
     valid: str
     fix: str
-    engines: tuple[str, ...] = _ALL
+    engines: tuple[str, ...] = _ALL  # none: it may accept less, and nothing is wrong
 
 
 def open_head(source: str | Path, trunk: Inventory) -> Inventory:
@@ -290,11 +291,13 @@ def misfits(head: Inventory, trunk: Inventory | None) -> Iterator[Misfit]:
         )  # fmt: skip
     if trunk is None:
         return
-    path = trunk.checkpoint.path
+    path, alone = trunk.checkpoint.path, head.checkpoint.path
     if is_foreign(head, trunk):
         yield Misfit(
-            "draft-trunk", head.checkpoint.path, f"It was trained on another trunk than {path}.",
-            "The trunk whose fingerprint the head records.", "Train a head on this trunk, from this one with --head.",
+            "draft-trunk", alone, f"It was trained on another trunk than {path}: acceptance may be lower.",
+            "The trunk whose fingerprint the head records, or a fine-tune on which it is measured to be good enough.",
+            f"Run `nextn measure {shlex.quote(path)} --head {shlex.quote(alone)} --against TRUNK` with the trunk that "
+            "it was trained on, and --prompts of its use: it says whether to keep or to train the head.", (),
         )  # fmt: skip
     configs = head.checkpoint.config, trunk.checkpoint.config
     read = tuple(map(_read_sizes, configs)) if head.family.trunk_kv else ({}, {})

@@ -91,7 +91,10 @@ class ComparisonOptions:
         ),
     ] = None
     against: Annotated[
-        str | None, Option(help="Another checkpoint to measure on the same prompts, such as the base model.")
+        str | None,
+        Option(
+            help="Another checkpoint to measure on the same prompts, such as the base model, or --head with its trunk."
+        ),
     ] = None
     max_drop: Annotated[
         str | None,
@@ -259,12 +262,26 @@ def _measure_other(
     from nextn.evaluate.reference_texts import prompt_tokens
 
     try:
-        other = replace(options, source=shipped_path(against), head=None).prepared(need_head=True)
+        other = replace(options, source=shipped_path(against), head=_head_beside(against, options)).prepared(
+            need_head=True
+        )
         loaded, report = measure_acceptance(other, source, plan, prompts)
     except NextnError as error:
         raise type(error)(f"--against {against}: {error}") from error
     tokens = [prompt_tokens(loaded, prompt, plan) for prompt in prompts]
     return report.to_dict(), partial(_check_tokens, tokens, plan, prompts)
+
+
+def _head_beside(against: str, options: ModelOptions) -> str | None:
+    """Return the head that the other checkpoint is measured with: None for its own, or --head where it has none."""
+    from nextn.checkpoint.checkpoint import Checkpoint
+    from nextn.checkpoint.head_inventory import Inventory
+    from nextn.checkpoint.provenance import trunk_family
+
+    if options.head is None or against.endswith(".gguf"):
+        return None
+    checkpoint = Checkpoint.open(shipped_path(against))
+    return None if Inventory.of(checkpoint, family=trunk_family(checkpoint)).modules else options.head
 
 
 def _check_tokens(

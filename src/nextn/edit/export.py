@@ -279,6 +279,7 @@ def _notes(head: Inventory, trunk: Inventory, engine: str) -> Iterator[str]:
         yield f"{run}; not this model, and no GPU."
     else:
         yield f"{named(engine)}: its code was read, it was not run."
+    yield from (f"{each.found} {each.fix}" for each in misfits(head, trunk) if not each.engines)
     if lookup(head.checkpoint.config, REPEATED_FIELD) == "first":
         yield (
             f"{named(engine)} gives each depth keys of its own; this head's share those of the first (kv = first), "
