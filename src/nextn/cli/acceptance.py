@@ -91,7 +91,7 @@ def _label(temperature: float, rule: str) -> str:
 
 
 def _length(figures: "AcceptanceFigures") -> str:
-    length = figures.bounded_length
+    length = figures.length
     return rate_text(length.value) + ("" if length.low != length.low else f" ({length.low:.2f}-{length.high:.2f})")
 
 
@@ -105,7 +105,7 @@ def draw_curves(report: "ReferenceReport", path: Path, *, rule: str | None = Non
         for label, by_k, _ in _rows(report, temperature, rule=rule):
             part = label.strip() if label.startswith(" ") else ""  # of every temperature one has this name
             name = name if part else label
-            curves[f"{name}, {part}" if part else name] = [each.bounded_length for each in by_k]
+            curves[f"{name}, {part}" if part else name] = [each.length for each in by_k]
     plots.curves(path, curves)
 
 

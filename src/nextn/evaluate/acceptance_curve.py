@@ -36,7 +36,7 @@ class AcceptanceFigures:
         num_texts: Texts that the figures are of.
         rates: a_1 to a_K, each with its 95 % interval by text: the share of a depth's drafts that were accepted where
             all before them were.
-        length: AL, tokens per round with the bonus token, with its interval.
+        length: AL, tokens per round with the bonus token, with its interval within 1 to K + 1.
         num_drafted: [K], sums over the texts; of probabilities above temperature 0.
         num_accepted: [K], likewise.
 
@@ -64,6 +64,8 @@ class AcceptanceFigures:
         """Compute the figures from the counts of each text."""
         drafted, accepted = ([[each[side][depth] for each in counts] for depth in range(k)] for side in (0, 1))
         length = jackknife(length_of, [(*each[0], *each[1]) for each in counts])
+        if not math.isnan(length.low):  # of few texts, it may leave what AL can be
+            length = Estimate(length.value, max(1.0, length.low), min(k + 1.0, length.high))
         return cls(
             temperature,
             rule,
@@ -75,12 +77,6 @@ class AcceptanceFigures:
             tuple(map(sum, drafted)),
             tuple(map(sum, accepted)),
         )
-
-    @property
-    def bounded_length(self) -> Estimate:
-        """AL with an interval within what it can be, 1 to K + 1, as tables and pictures show it."""
-        low, high = max(1.0, self.length.low), min(self.num_speculative_tokens + 1.0, self.length.high)
-        return self.length if math.isnan(self.length.low) else Estimate(self.length.value, low, high)
 
     def as_record(self) -> dict[str, object]:
         """Return the figures for JSON reports; `reference_report.DEFINITIONS` says what each number is."""

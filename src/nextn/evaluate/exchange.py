@@ -153,7 +153,7 @@ def _inferencex(report: "ReferenceReport", name: str, prompts: str) -> str:
     rule = "argmax" if temperature else "greedy"
     mode = {True: "thinking_on", False: "thinking_off", None: None}[report.plan.thinking]
     ks = range(1, report.plan.num_speculative_tokens + 1)
-    lengths = [report.figures(temperature, rule=rule, k=k).bounded_length for k in ks]
+    lengths = [report.figures(temperature, rule=rule, k=k).length for k in ks]
     if math.isnan(lengths[0].value):
         raise ConfigError("--format inferencex: no text has a round with drafts; raise --max-tokens, or add --prompts")
     intervals = (f"{k}: {each.low:.2f}-{each.high:.2f}" for k, each in zip(ks, lengths, strict=True))
