@@ -215,6 +215,7 @@ def test_an_interrupt_is_answered(monkeypatch, capfd):
         (["generate", "MODEL", "x", "--max-tokens", "257"], "max_tokens = 257; expected at most 256, the context of"),
         (["generate", "MODEL", "x", "--chat"], "no chat template"),
         (["trace", "MODEL", ""], "prompt 0 is empty"),
+        (["bench", "MODEL", "-k", "auto"], "give the largest K beside it"),
         (["train", "OUT", "--set", "stepz=3"], "unknown setting 'stepz'"),
         (["train", "UNDER_A_FILE"], "expected a folder that can be written to, or a new one"),
         (["canary", "build", "UNDER_A_FILE", "--family", "glm4_moe"], "expected a folder that can be written to"),

@@ -17,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 import nextn
 from nextn.audit_rules import audit
 from nextn.checkpoint.checkpoint import Checkpoint
+from nextn.errors import ConfigError
 from nextn.losses.chunked import IGNORE
 from nextn.losses.mtp_loss import Targets, mtp_loss
 from nextn.model.lm_head_columns import lm_head_weights
@@ -228,6 +229,15 @@ LLAMA = LlamaConfig(
     vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([[1, 2]], "tokens is list"), (torch.tensor([1, 2]), r"tokens: \[2\]; expected"), (torch.tensor([[99]]), "below")],
+)
+def test_a_new_head_of_other_tokens_is_refused(tokens, message):
+    with pytest.raises(ConfigError, match=message):
+        nextn.new_head(LlamaForCausalLM(LLAMA), tokens)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "llama"])

@@ -138,9 +138,12 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure plain and MTP decoding over K: speed, acceptance, costs, memory. Repetitive texts are left out."""
-    values = num_speculative_tokens.split(",")
+    values = [each.strip() for each in num_speculative_tokens.split(",")]
+    numbers = ",".join(each for each in values if each != _ADAPTED)
+    if not numbers:
+        raise ConfigError(f"-k {num_speculative_tokens}: give the largest K beside it, such as -k 4,{_ADAPTED}")
     plan = BenchmarkPlan(
-        _integers(",".join(each for each in values if each != _ADAPTED), "--num-speculative-tokens"),
+        _integers(numbers, "--num-speculative-tokens"),
         parse_temperatures(temperatures),
         max_tokens,
         repeats,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nextn.errors import ConfigError, FamilyError
+from nextn.errors import ConfigError, FamilyError, require_type
 from nextn.family_table import Family
 from nextn.model.deferred_init import DeferredInit
 from nextn.model.head import Head, MTPLayer
@@ -96,7 +96,7 @@ def new_head(model: PreTrainedModel, tokens: Tensor, *, num_modules: int = 1, tr
     A part that no layer of the model has is initialized at random, and a warning names it.
 
     Args:
-        model: The model, of any decoder-only class; a family's has the head of its family.
+        model: The model, of a family, whose head it has, or of another class with decoder layers as Llama's.
         tokens: [B, T] int64 of text like that of training, some thousand: the projection is fitted to them.
         num_modules: Number of MTP layers.
         trunk_class: Of the trunk that is made around the model, such as `DetachedTrunk`.
@@ -105,7 +105,7 @@ def new_head(model: PreTrainedModel, tokens: Tensor, *, num_modules: int = 1, tr
         The head, on the model's device.
 
     Raises:
-        ConfigError: The family has fewer MTP layers.
+        ConfigError: The family has fewer MTP layers, or the arguments are of another type or shape.
         FamilyError: The model's layers cannot be those of a head.
 
     Example:
@@ -114,7 +114,12 @@ def new_head(model: PreTrainedModel, tokens: Tensor, *, num_modules: int = 1, tr
         >>> nextn.new_head(model, torch.randint(0, 256, (2, 64))).num_modules
         1
     """
+    require_type("model", model, PreTrainedModel, "a transformers model, such as nextn.load(...).trunk.model")
+    require_type("tokens", tokens, Tensor, "a [B, T] int64 tensor of token ids")
     family, trunk = live_trunk(model, trunk_class=trunk_class, generic_too=True)
+    size = trunk.vocab_size
+    if tokens.dim() != 2 or not tokens.numel() or tokens.min() < 0 or tokens.max() >= size:
+        raise ConfigError(f"tokens: {list(tokens.shape)}; expected [B, T] token ids below the vocabulary's {size}")
     head, notes = init_head(family, trunk, tokens[:, : trunk.max_length].to(trunk.device), num_modules=num_modules)
     for note in notes:
         warnings.warn(note, stacklevel=2)
