@@ -1503,21 +1503,45 @@ def test_counts_of_copied_drafts_are_no_heads():
     assert summary(read(json.dumps(record))) == ("an engine", None, 80, 39, ())
 
 
-HEADER, ROW = "run,num_drafts,num_draft_tokens,num_accepted_tokens", "a,100,200,120"
+HEADER, ROW = "task,num_drafts,num_draft_tokens,num_accepted_tokens", "a,100,200,120"
+TWO = f"{HEADER}\nb,40,80,70\na,60,120,50\n"
+MARKDOWN = "| Drafts | Draft tokens | Accepted |\n|---|---:|---|\n| 100 | 200 | 120 |\n"
 TABLES = {
     "commas": f"{HEADER}\n{ROW}\n",
-    "tabs": f"{HEADER}\n{ROW}\n".replace(",", "\t"),
-    "rows are added": f"{HEADER}\nb,40,80,70\na,60,120,50\n",
-    "a row of totals": f"{HEADER}\nb,40,80,70\na,60,120,50\ntotal,100,200,120\nmean,50,100,60\n",
+    "tabs": f"{HEADER}\nhi; you,100,200,120\n".replace(",", "\t").replace(";", ","),
+    "rows are added": TWO,
+    **{f"a row named {name}": f"{TWO}{name},100,200,120\n" for name in ("total", "Total (2)", "Total:", "Grand Total")},
+    "a row of totals and one of means": f"{TWO}mean,50,100,60\ntotal,100,200,120\n",
+    "a row of totals alone": f"{HEADER}\ntotal,100,200,120\n",
     "quoted": '"num_drafts";"num_draft_tokens";"num_accepted_tokens"\n"100";"200";"120"\n',
-    "Markdown": "| Drafts | Draft tokens | Accepted |\n|---|---:|---|\n| 100 | 200 | 120 |\n",
+    "a comma in a prompt": f'{HEADER}\n"Sum, of all numbers from 1 to 9",40,80,70\n"a poem,\nshort",60,120,50\n',
+    "a comma in a name": '"task, K",num_drafts,num_draft_tokens,num_accepted_tokens\na,100,200,120.0\n',
+    "Markdown": MARKDOWN,
+    "a title before": f"Results of run 5\n\n{MARKDOWN}",
+    "a comment before": f"# run 5, K=2\n{TWO}",
+    "text after": f"{TWO}\nDone in 3 s\nBye, now\n",
     "a box": "┏━━━━┳━━━┓\n┃ Drafts ┃ Draft tokens ┃ Accepted ┃\n┡━━━━╇━━━┩\n│ 100 │ 200 │ 120 │\n└────┴───┘\n",
 }
+START = "task,drafted,accepted\na,100,80\n"
 REFUSED_TABLES = {
-    "runs of two K": "k,num_drafts,num_draft_tokens,num_accepted_tokens\n1,100,100,80\n2,100,200,120\n",
-    "a short row": f"{HEADER}\n{ROW}\nb,50\n",
-    "no drafted tokens": "run,num_accepted_tokens\na,120\n",
-}
+    "runs of two K": ("k,num_drafts,num_draft_tokens,num_accepted_tokens\n1,100,100,80\n2,100,200,120\n", "settings"),
+    **{name: (f"{name},drafted,accepted\na,100,80\nb,100,60\n", "settings") for name in ("checkpoint", "run", "engine")},
+    "a short row": (f"{HEADER}\n{ROW}\nb,50\n", ":3: a row of 2 cells"),
+    "no drafted tokens": ("run,num_accepted_tokens\na,120\n", "no draft counts"),
+    "no draft tokens": ("author,drafts,accepted\nAnn,12,3\n", "no draft counts"),
+    "shares": ("task,drafted,accepted %\na,100,80\n", "no draft counts"),
+    **{f"a row {row}": (f"{START}{row}\n", ":3: the counts")
+       for row in ("b,1e5,3e4", "b,-,-", "b,,", "b,100,180", "b,4.0,1.8", "task,drafted,accepted")},
+    "a row without rounds": (f"{TWO}c,-,40,30\n", ":4: the counts"),
+    "a first row": ("task,drafted,accepted\na,-,-\n", ":2: the counts"),
+    "columns of two runs": ("drafted,accepted,drafted,accepted\n100,80,100,60\n", ":2: the counts"),
+    "a table below": (f"{START}Then:\nb,100,60\n", "several tables"),
+    **{f"a row named {name}": (f"{START}b,300,30\n{name},200,55\n", "totals, statistics")
+       for name in ("all", "Mean", "std", "min", "max", "Average of 2", "Total", "warmup")},
+    "totals of parts": ("part,task,drafted,accepted\nx,a,9,8\nx,total,9,8\ny,b,3,1\ny,total,3,1\n", "totals"),
+    "copied drafts": ("task,method,drafted,accepted\na,ngram,100,80\n", "copied"),
+    "a long table": (START + "a,100,80\n" * 10_000, ":10002: more than"),
+}  # fmt: skip
 
 
 @loop("text", TABLES.values(), ids=TABLES)
@@ -1526,10 +1550,18 @@ def test_tables_with_a_column_for_each_count(text):
     assert (found.num_drafts, found.draft_tokens, found.accepted) == (100, 200, 120)
 
 
-@loop("text", REFUSED_TABLES.values(), ids=REFUSED_TABLES)
-def test_tables_that_are_not_of_one_run(text):
-    with pytest.raises(EngineError):
+@loop(("text", "words"), REFUSED_TABLES.values(), ids=REFUSED_TABLES)
+def test_tables_that_are_not_of_one_run(text, words):
+    with pytest.raises(EngineError, match=words):
         read(text)
+
+
+def test_what_is_noted_of_a_table():
+    """That rows are added, and settings by which the counts are not the head's."""
+    assert read("| task | drafted | accepted |\n| a | 100 | 80 |\n| b | 10,000 | 3,000 |\n").accepted == 3080
+    assert (read(TWO).notes, read(TABLES["commas"]).notes) == ((f"2 {RUNS}",), ())
+    found = read("task,method,num_speculative_tokens,drafted,accepted\na,eagle3,2,100,80\n")
+    assert (found.k, len(found.overrides)) == (2, 1)
 
 
 def collected(**counts):

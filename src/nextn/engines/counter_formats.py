@@ -98,7 +98,7 @@ def _read(file: TextIO, size: int, source: str, model: str | None) -> Counters:
     file.seek(0)
     read_table = table_reader(start)
     is_json, is_series = _begins_as_json(start), SERIES_TABLE.match(start) is not None
-    if read_table is None and not is_series and is_count_table(start):
+    if read_table is None and not is_series and not is_json and is_count_table(start):
         read_table = read_count_table
     if printed := repr_as_metrics(start):
         return from_metrics(printed, model=model)

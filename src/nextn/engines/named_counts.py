@@ -47,8 +47,8 @@ _OF_POSITIONS = _POSITION | _words("accepted accept acceptance draft tokens rate
 # What distinguishes runs that are not to be added.
 _SETTING = re.compile(
     r"k|(?:(?:mtp|spec|speculative|draft|num|max|target)_)?(?:k|depth|gamma|model|method|temperature)|mode|phase|variant|"
-    r"config|label|name|(?:(?:num|n|max)_)?spec\w*_(?:tokens|steps)|num_draft|n_max|draft_(?:max|len|length)|"
-    r"max_draft_(?:len|length|tokens)|block_size"
+    r"config|label|name|checkpoint|run|engine|backend|head|drafter|algorithm|(?:(?:num|n|max)_)?spec\w*_(?:tokens|steps)|"
+    r"num_draft|n_max|draft_(?:max|len|length)|max_draft_(?:len|length|tokens)|block_size"
 )
 _LENGTH = re.compile(r"(?:\w+_)?accept(?:ance|ed)?_len(?:gth)?")
 _RATE = re.compile(r"(?:mtp_|spec_|draft_|spec_decode_)?accept(?:ance)?_rate")
@@ -136,12 +136,17 @@ def in_lines(text: str) -> Counters | None:
     counters = None if is_copied(record) else from_record(record, tag)
     if counters is None or not counters.num_drafts or not counters.draft_tokens:
         return None
+    refuse_copied(text)
+    return counters
+
+
+def refuse_copied(text: str) -> None:
+    """Raise EngineError where a text names a drafter that copies."""
     if copier := _COPIER.search(text):
         raise EngineError(
             f"the counts are of drafts copied from the text ({copier[0]!r}), which no head made; give those of a run "
             "with MTP alone"
         )
-    return counters
 
 
 def _whole(records: list[_Record], total: Counters) -> Counters | None:
