@@ -173,14 +173,18 @@ def reindexed_names(folder):
     return file_index(Checkpoint.open(folder)).weight_map
 
 
-def test_files_in_subfolders(tmp_path):
+@loop("before, severity", [("", "warning"), ("./", "error")])
+def test_files_in_subfolders(before, severity, tmp_path):
     """vLLM and SGLang refuse an index that names them, or pass them over; the fix's command puts them beside it."""
     folder = publish(tmp_path / "model", NAME, shards=2)
     (folder / "mtp").mkdir()
     (folder / "model-00002-of-00002.safetensors").rename(folder / "mtp" / "model-00002-of-00002.safetensors")
-    rewrite(folder, lambda table: {name: f"mtp/{file}" if "00002-" in file else file for name, file in table.items()})
+    rewrite(
+        folder,
+        lambda table: {name: f"{before}mtp/{file}" if "00002-" in file else file for name, file in table.items()},
+    )
     (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note")
-    assert (found.rule, found.severity) == ("index", "warning")
+    assert (found.rule, found.severity) == ("index", severity)
     assert found.fix == f"nextn convert {folder} OUT --form single-file"
     nextn.convert(folder, tmp_path / "out", form="single-file")
     assert audit(Checkpoint.open(tmp_path / "out")).clean
@@ -197,6 +201,27 @@ def test_an_index_of_paths(before, tmp_path):
     reindex(folder)
     assert audit(Checkpoint.open(folder)).clean
     assert nothing_to_write(folder)
+
+
+@loop("before", ["./", "/home/user/model/", "D:\\model\\", ""])
+def test_a_file_that_is_absent_stays_in_the_index(before, tmp_path):
+    """Its names in the index alone say that the model has more: it is to be fetched before the index is written."""
+    folder = publish(tmp_path / "model", NAME, shards=3)
+    left_out = " " if before else "00003-"  # without paths, another fault that a new index mends
+    rewrite(folder, lambda table: {name: f"{before}{file}" for name, file in table.items() if left_out not in file})
+    (gone,) = folder.glob("model-00001-*")
+    gone.rename(tmp_path / gone.name)
+    found = [each for each in audit(Checkpoint.open(folder)).findings if each.rule in ("index", "side-file")]
+    assert {each.severity for each in found} == {"error"}
+    assert len(found) == 2
+    assert all(each.fix.startswith(f"Download {gone.name} again") for each in found)
+    index = (folder / INDEX).read_bytes()
+    with pytest.raises(CheckpointError, match=f"download {gone.name} again"):
+        reindex(folder)
+    assert (folder / INDEX).read_bytes() == index
+    (tmp_path / gone.name).rename(gone)
+    reindex(folder)
+    assert audit(Checkpoint.open(folder)).clean
 
 
 LAYER = "model.layers.0"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from nextn.audit_rules.findings import Finding, Severity, convert, restore, same, verb
-from nextn.checkpoint.checkpoint import ADAPTER, INDEX, SINGLE
-from nextn.checkpoint.file_index import FileIndex, adapters, file_index, mixed_files
+from nextn.checkpoint.checkpoint import ADAPTER, INDEX, SINGLE, Checkpoint
+from nextn.checkpoint.file_index import FileIndex, adapters, file_index, lost_files, mixed_files
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.trained_heads import SIDE_HEAD
 from nextn.edit.reindex import side_files
@@ -26,27 +26,14 @@ def index(inventory: Inventory) -> Iterator[Finding]:
     is_head_alone = checkpoint.index is None and not inventory.layers  # as `extract` writes it, and read by its file
     if not is_head_alone and any(derived.weight_map[name] not in heads for name in derived.unlisted):
         yield _index_wrong(inventory, derived, derived.unlisted)
-    if paths := [problem.file for problem in checkpoint.problems if problem.kind == "path"]:
-        yield Finding(
-            "index", "error", f"{INDEX}: {paths[0]}",
-            f"The index names files by paths, such as {some(paths[:1])}: vLLM compares them with the names in the "
-            "folder and finds none, and a path of another machine leads nowhere.",
-            "The names of the files beside the index.", f"nextn convert {shlex.quote(checkpoint.path)} --reindex",
-        )  # fmt: skip
+    yield from _paths(inventory)
     named = _by_file(checkpoint.index or {})
     stored = {name for header in checkpoint.headers.values() for name in header.tensors}  # under names as they are
-    if below := [file for file in named if "/" in file]:
-        yield Finding(
-            "index", "warning", f"{INDEX}: {below[0]}",
-            f"The index names files in subfolders, such as {below[0]}: transformers opens them, and vLLM, SGLang and "
-            "llama.cpp's converter read the folder's own files alone.",
-            "All files beside the index.", convert(inventory, "--form single-file"),
-        )  # fmt: skip
-    for file in sorted(named.keys() - checkpoint.headers.keys()):
-        if lost := [name for name in named[file] if name not in stored]:
-            yield _absent(
-                inventory, file, f"The index puts {counted(len(lost), 'tensor')} in {file}, which is absent", lost
-            )
+    for file in lost_files(checkpoint):
+        lost = [name for name in named[file] if name not in stored]
+        yield _absent(
+            inventory, file, f"The index puts {counted(len(lost), 'tensor')} in {file}, which is absent", lost
+        )
     is_head = partial(inventory.family.canonical, num_layers=inventory.num_layers)
     for file in sorted(named.keys() & checkpoint.headers.keys()):
         # What the head lacks is a finding of its own, wherever the index puts it.
@@ -55,6 +42,35 @@ def index(inventory: Inventory) -> Iterator[Finding]:
             yield _absent(inventory, file, found, lost)
     yield from list(_adapter(inventory)) or _beside_single(inventory, derived)
     yield from _duplicates(inventory)
+
+
+def _paths(inventory: Inventory) -> Iterator[Finding]:
+    """Report an index with paths in place of the names of files: of subfolders, or of any folder."""
+    checkpoint = inventory.checkpoint
+    paths = [problem.file for problem in checkpoint.problems if problem.kind == "path"]
+    if below := sorted(
+        file for file in {*(checkpoint.index or {}).values()} & checkpoint.headers.keys() if "/" in file
+    ):
+        # One file for all mends other paths, too.
+        yield Finding(
+            "index", "error" if paths else "warning", f"{INDEX}: {below[0]}",
+            f"The index names files in subfolders, such as {below[0]}: transformers opens them, and vLLM, SGLang and "
+            "llama.cpp's converter read the folder's own files alone.",
+            "All files beside the index.", convert(inventory, "--form single-file"),
+        )  # fmt: skip
+    elif paths:
+        yield Finding(
+            "index", "error", f"{INDEX}: {paths[0]}",
+            f"The index names files by paths, such as {some(paths[:1])}: vLLM compares them with the names in the "
+            "folder and finds none, and a path of another machine leads nowhere.",
+            "The names of the files beside the index.", _reindex(checkpoint),
+        )  # fmt: skip
+
+
+def _reindex(checkpoint: Checkpoint) -> str:
+    """Return how to write the index from the files, once all of them are there."""
+    command, lost = f"nextn convert {shlex.quote(checkpoint.path)} --reindex", lost_files(checkpoint)
+    return f"Download {some(lost)} again (`hf download`), and then run `{command}`." if lost else command
 
 
 def _adapter(inventory: Inventory) -> Iterator[Finding]:
@@ -105,8 +121,8 @@ def _index_wrong(inventory: Inventory, derived: FileIndex, unlisted: Sequence[st
         )
     if heads:
         found += f"; {counted(heads, 'tensor')} of the head among them"
-    mixed, command = mixed_files(checkpoint), f"nextn convert {shlex.quote(checkpoint.path)} --reindex"
-    fix = f"{mixed[0].upper()}{mixed[1:]}." if mixed else command
+    mixed = mixed_files(checkpoint)
+    fix = f"{mixed[0].upper()}{mixed[1:]}." if mixed else _reindex(checkpoint)
     return Finding("index", "error", INDEX, f"{found}.", _VALID, fix)
 
 
@@ -177,7 +193,7 @@ def side_file(inventory: Inventory) -> Iterator[Finding]:
             f"{counted(len(heads[file]), 'tensor')} of the head in {file}, {unnamed}; {read}.",
             "As it is: the family is published with this file." if published else f"{file} in the index's weight_map.",
             "Nothing needs to be done." if published
-            else f"nextn convert {shlex.quote(checkpoint.path)} --reindex",
+            else _reindex(checkpoint),
         )  # fmt: skip
 
 

@@ -355,9 +355,12 @@ def _weight_map(source: ByteSource) -> dict[str, str]:
 
 def _plain_path(file: str, names: Collection[str]) -> str:
     """Return the name of the file here that an index means by a path such as ./NAME, or by one of another machine."""
-    name = file.replace("\\", "/").rpartition("/")[2]
-    plain = name if file.startswith(("./", ".\\")) or PureWindowsPath(file).root else file
-    return plain if plain in names else file.removeprefix("./")
+    path = file.replace("\\", "/")
+    name = path.rpartition("/")[2] or file
+    if PureWindowsPath(file).root:
+        return name
+    below = path.removeprefix("./") if path.startswith("./") else file
+    return name if below != file and below not in names and name in names else below
 
 
 def _reconcile(

@@ -73,6 +73,13 @@ def _current(header: Header, file: str, own: Mapping[str, str]) -> Iterator[str]
                 if name in own or not replaced or split_name(name, header.tensors)[0] not in replaced)  # fmt: skip
 
 
+def lost_files(checkpoint: Checkpoint) -> list[str]:
+    """Return the files that the index names and that are absent, with tensors that no other file holds."""
+    stored = {name for header in checkpoint.headers.values() for name in header.tensors}  # under names as they are
+    own = (checkpoint.index or {}).items()
+    return sorted({file for name, file in own if file not in checkpoint.headers and name not in stored})
+
+
 def mixed_files(checkpoint: Checkpoint) -> str:
     """Return what to do where the files are of two uploads, which one index would mix; "" where they are of one.
 

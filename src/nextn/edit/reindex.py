@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nextn.checkpoint.checkpoint import SINGLE, Checkpoint, as_checkpoint
-from nextn.checkpoint.file_index import FileIndex, file_index, mixed_files, with_sound_index
+from nextn.checkpoint.file_index import FileIndex, file_index, lost_files, mixed_files, with_sound_index
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.provenance import trunk_family
 from nextn.edit.execute import carry_out
@@ -30,8 +30,8 @@ def reindex(
     No tensor is changed. A model.safetensors beside other files is renamed, as loaders open it before they look for an
     index. By default the local folder itself is changed, else `out` is a new folder for the complete result, also of a
     hub id. The options are those of `restore`. A folder of which loaders find every tensor stays as it is, and the plan
-    has nothing to write. Raises CheckpointError if it is not a folder, or cannot be written; ConfigError for an `out`
-    where there is nothing to write.
+    has nothing to write. Raises CheckpointError if it is not a folder, cannot be written, or lacks files of its index
+    whose tensors no other file holds; ConfigError for an `out` where there is nothing to write.
     """
     checkpoint = as_checkpoint(source)
     if out is None and not Path(checkpoint.path).is_dir():
@@ -49,6 +49,12 @@ def reindex(
         nothing = Files({}, checkpoint.index)
         return EditPlan(checkpoint, Path(checkpoint.path), trunk_family(checkpoint).name, nothing, {}, notes=(message,))
     sound = _with_sound_index(checkpoint, index)
+    if lost := lost_files(checkpoint):
+        # A new index would not name them, and nothing else says that the model had them.
+        raise CheckpointError(
+            f"{checkpoint.path}: its index puts tensors in {some(lost)}, absent here, and no file holds them: download "
+            f"{some(lost)} again (`hf download`), and then write the index."
+        )
     several = len(set(index.weight_map.values())) > 1
     renamed = {SINGLE: free_name(FIRST_SHARD, sound.sources)} if several and SINGLE in sound.headers else {}
     files = Files({}, {name: renamed.get(file, file) for name, file in index.weight_map.items()}, renamed)
