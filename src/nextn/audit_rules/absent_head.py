@@ -40,7 +40,7 @@ def draft_model(inventory: Inventory) -> Iterator[Finding]:
 
 def no_head(model_type: str, config: Mapping[str, object] = {}) -> Finding:
     """Return the note on a model that was published without a head in its own files."""
-    make = "make a head: `nextn train RUN --from MODEL --freeze-trunk --init-head`"
+    make = "name a head with --head, or make one: `nextn train RUN --from MODEL --freeze-trunk --init-head`"
     own = beside(config)
     return Finding(
         "head-none", "note", f"{CONFIG}: model_type", f"{model_type} has no head, and no tensor looks like one.",
