@@ -110,7 +110,7 @@ BROKEN = [resharded, head_alone, half, side_file, head_in_a_listed_file, swapped
 
 # What lies beside sound shards: name, seed of its values, as (severity, words).
 SECOND_COPIES = {
-    "consolidated.safetensors": ((0, "note", "no loader opens it"), (7, "note", "other values.*no loader opens it")),
+    "consolidated.safetensors": ((0, "note", "vLLM .* reads it"), (7, "warning", "other values.*vLLM .* reads it")),
     "model-00001-of-00003 (1).safetensors": (
         (0, "note", "equal values"),
         (7, "warning", "llama.cpp's converter reads"),
@@ -240,7 +240,6 @@ BESIDE = {
         [f"base_model.model.{LAYER}.input_layernorm.ln_tuning_layers.weight"],
     ),
     "a prompt": ("adapter_model.safetensors", ["prompt_embeddings"]),
-    "another layout": ("consolidated.safetensors", ["layers.0.attention.wq.weight"]),
     "pooling": ("dense.safetensors", ["linear.weight"]),
 }
 
@@ -268,6 +267,35 @@ def test_an_adapter_beside_a_model(tmp_path):
     write_json(folder / "adapter_config.json", {"peft_type": "LORA"})
     (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note")
     assert (found.rule, found.severity, found.place) == ("index", "warning", "adapter_config.json")
+
+
+@loop("shards", [1, 2])
+def test_files_that_vllm_reads_alone(shards, tmp_path):
+    """With consolidated*.safetensors in a folder, vLLM opens no other file, and finds no head (default_loader)."""
+    folder = publish(tmp_path / "model", NAME, shards=shards)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    file = "consolidated.00.safetensors"
+    write_safetensors(folder / file, {"layers.0.attention.wq.weight": RawTensor("BF16", (4,), bytes(8))})
+    (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note")
+    assert (found.rule, found.severity, found.place) == ("index", "warning", file)
+    assert not {"layers.0.attention.wq.weight"} & {*reindexed_names(folder)}
+    assert nothing_to_write(folder)
+    write_safetensors(copy / file, read(copy))
+    assert audit(Checkpoint.open(copy)).clean
+
+
+def test_listed_files_that_vllm_reads_alone(tmp_path):
+    """The head is in a shard of another name: one file for all mends it."""
+    folder = publish(tmp_path / "model", NAME, shards=2, side_file="mtp.safetensors")
+    for file in folder.glob("model-*"):
+        file.rename(file.with_name(file.name.replace("model", "consolidated")))
+    rewrite(folder, lambda table: {name: file.replace("model", "consolidated") for name, file in table.items()} |
+            dict.fromkeys(own_names(NAME), "mtp.safetensors"))  # fmt: skip
+    (found,) = (each for each in audit(Checkpoint.open(folder)).findings if each.severity != "note")
+    assert (found.rule, found.fix) == ("index", f"nextn convert {folder} OUT --form single-file")
+    nextn.convert(folder, tmp_path / "out", form="single-file")
+    assert audit(Checkpoint.open(tmp_path / "out")).clean
 
 
 @loop("shards", [1, 2])

@@ -1,5 +1,6 @@
 """Compare the index with the files: what index-based loaders miss, side files, and tensors stored twice."""
 
+import fnmatch
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ def index(inventory: Inventory) -> Iterator[Finding]:
         if lost := [name for name in named[file] if name not in stored and is_head(name) is None]:
             found = f"The index puts {some(lost)} in {file}, which does not hold {'it' if len(lost) == 1 else 'them'}"
             yield _absent(inventory, file, found, lost)
+    yield from _consolidated(inventory)
     yield from list(_adapter(inventory)) or _beside_single(inventory, derived)
     yield from _duplicates(inventory)
 
@@ -86,20 +88,50 @@ def _adapter(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _read_alone(checkpoint: Checkpoint) -> list[str]:
+    """Return the files that vLLM reads in place of all others: `--load-format auto` looks for Mistral's layout first.
+
+    Source: vLLM, model_loader/default_loader.py, _prepare_weights.
+    """
+    return fnmatch.filter(checkpoint.headers, "consolidated*.safetensors")
+
+
+def _consolidated(inventory: Inventory) -> Iterator[Finding]:
+    """Report a head that vLLM does not find, as it is in none of the files that it reads in place of the others."""
+    checkpoint = inventory.checkpoint
+    files = _read_alone(checkpoint)
+    lost = [name for name in inventory.stored.values() if checkpoint.tensors[name].file not in files
+            and not any(name in checkpoint.headers[file].tensors for file in files)]  # fmt: skip
+    if files and lost:
+        needed = set(files) - set(checkpoint.unindexed)
+        yield Finding(
+            "index", "warning", files[0],
+            f"{some(files)} beside the model: vLLM (`--load-format auto`) reads consolidated*.safetensors alone where "
+            f"there is one, and not the {counted(len(lost), 'tensor')} of the head that other files hold, such as "
+            f"{lost[0]}.",
+            "No file of that name, or the whole model in such files.",
+            convert(inventory, "--form single-file") if needed else f"Move {some(files)} to another folder.",
+        )  # fmt: skip
+
+
 def _beside_single(inventory: Inventory, derived: FileIndex) -> Iterator[Finding]:
     """Report files beside model.safetensors that are not the model's, such as adapters and steering vectors."""
     headers = inventory.checkpoint.headers
     if inventory.checkpoint.index is not None or SINGLE not in headers:
         return
     # `absent_head` reports a head of Unsloth with the command that puts it into the model.
-    others = [file for file in derived.left_out if file != SIDE_HEAD
+    alone = _read_alone(inventory.checkpoint) if inventory.stored else []  # `_consolidated` reports these
+    others = [file for file in derived.left_out if file != SIDE_HEAD and file not in alone
               and not headers[file].tensors.keys() <= derived.weight_map.keys()]  # fmt: skip
     if others:
+        readers, fail = (
+            ("SGLang reads", "fails") if _read_alone(inventory.checkpoint) else ("vLLM and SGLang read", "fail")
+        )
         unknown = next(name for name in headers[others[0]].tensors if name not in derived.weight_map)
         yield Finding(
             "index", "warning", others[0],
-            f"{some(others)} beside {SINGLE}, without an index: vLLM and SGLang read every .safetensors file of the "
-            f"folder, and fail at names that the model does not have, such as {unknown}.",
+            f"{some(others)} beside {SINGLE}, without an index: {readers} every .safetensors file of the folder, and "
+            f"{fail} at names that the model does not have, such as {unknown}.",
             f"{SINGLE} alone, or an index that lists its tensors.", f"Move {some(others)} to another folder.",
         )  # fmt: skip
 
@@ -162,6 +194,8 @@ def _duplicates(inventory: Inventory) -> Iterator[Finding]:
 def _reader(inventory: Inventory, file: str) -> str:
     """Say who reads a second file of a tensor; "" if nobody does."""
     index = inventory.checkpoint.index
+    if file in _read_alone(inventory.checkpoint):
+        return "vLLM (`--load-format auto`) reads it in place of the others"
     if index is None or file in index.values():
         return "which of them is used depends on a loader's order"
     if file == SINGLE:

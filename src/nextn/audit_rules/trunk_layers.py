@@ -166,8 +166,8 @@ def _unknown(inventory: Inventory, reference: LayerReference) -> Iterator[Findin
             f"{some(names)}: no other layer has {'it' if len(names) == 1 else 'them'}. vLLM fails at names that it "
             "does not know, and transformers leaves them out.",
             "The tensors that layers of the same type have.",
-            "Remove it from the files, and run `nextn convert MODEL --reindex`; or serve it with the program that "
-            "wrote it.".replace("MODEL", shlex.quote(inventory.checkpoint.path)),
+            f"Remove {'it' if len(names) == 1 else 'them'} from the files, and run `nextn convert "
+            f"{shlex.quote(inventory.checkpoint.path)} --reindex`; or serve the model with the program that wrote it.",
         )  # fmt: skip
 
 
