@@ -8,9 +8,11 @@ and the counts say nothing about the head. Nor do those of another drafter.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import islice
 
 from nextn.engines.counters import ADAPTIVE, MAX_POSITIONS, Counters
+from nextn.engines.log_reader import read_log
 
 # NAME=1, name: 1, "name": 1, --name 1, ["--name", "1"], and in YAML `- --name` or `- name: NAME` above the value.
 _ASSIGN = r"(?:['\"\\]*(?:\s*+[:=]\s*+|\s++)|['\"]\s*+,\s*+)(?:-\s++|value:\s*+)?['\"\\]*"
@@ -192,12 +194,18 @@ def with_settings(counters: Counters, texts: Iterable[str]) -> Counters:
             notes += (
                 f"the counts are of all drafters of --spec-type {mixed[1]}; `statistics draft-mtp` has the head's",
             )
-        if left_out := sum(int(match[1]) for match in _RAY.finditer(text, 0, _MAX_TEXT)):
+        if left_out := _left_out(text):
             notes += (f"Ray left {left_out} similar lines out, and their counts; RAY_DEDUP_LOGS=0 keeps them",)
         if line := head_not_loaded(text):
             notes += (f"the engine says that it did not load all of the head ({line!r}): {NOT_LOADED_FIX}",)
         counters = replace(counters, version=version, k=k, overrides=overrides, notes=tuple(dict.fromkeys(notes)))
     return counters
+
+
+def _left_out(text: str) -> int:
+    """Return how many lines with counts Ray left out, as it says behind one like them."""
+    found = ((line, _RAY.search(line)) for line in text[:_MAX_TEXT].splitlines())
+    return sum(int(match[1]) for line, match in found if match and read_log(StringIO(line)).counters)
 
 
 def _version(text: str) -> str:
