@@ -83,7 +83,7 @@ def test_promise(tmp_path):
     """llama.cpp#24737, #21172: the metadata's count against the blocks, each way that they can differ."""
     trunk = {name: values for name, values in table().items() if not name.startswith("blk.2.")}
     plain = {name: values for name, values in table().items() if "nextn" not in name}
-    for arch, words in (("qwen35", "published with a head"), ("llama", "make a head")):
+    for arch, words in (("qwen35", "published with a head"), ("llama", "--init-head")):
         (note,) = audit_gguf(write(tmp_path / "m.gguf", trunk, modules=0, count=2, arch=arch)).findings
         assert (note.rule, note.severity, note.place) == ("head-none", "note", "general.architecture")
         assert words in note.fix
