@@ -5,14 +5,15 @@ from pathlib import Path
 
 from generated import write
 
+from nextn.audit_rules.findings import ENGINES as NAMES
 from nextn.family_table import ENGINES, WITHHELD, EngineSupport, Family, disagreements, rows, separate_rows
+from nextn.family_table.engine_versions import VERSIONS, named
 from nextn.family_table.rows import EVERYWHERE
 
 HERE = Path(__file__).parent
 ROWS = (*rows(), *separate_rows())
 FOLDER = HERE / "reference" / "families"
 
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "transformers": "transformers"}
 SUPPORT = {
     "runs": "runs", "loads": "reads, no graph", "ignores": "skips", "drops": "drops", "refuses": "refuses",
     "absent": "unknown",
@@ -57,7 +58,7 @@ authors meant.
 
 `make docs` generates these pages from `src/nextn/family_table/rows.py`. What nextn does with each family, and in which
 engines its files were run, is in [the support matrix](../support.md). The facts about engines were read in their code
-(vLLM 0.33.0, SGLang 0.5.23, llama.cpp 0c1e57098, transformers 5.23.0), and the tensor names in their loaders. No
+({engines}), and the tensor names in their loaders. No
 released checkpoint was opened.
 
 ## Terms
@@ -247,7 +248,8 @@ def notes(row: Family) -> Iterator[str]:
 
 def pages() -> dict[Path, str]:
     """Return the text of every page of the folder."""
-    index = "\n".join([INTRO, *support(), *withheld()]).rstrip() + "\n"
+    introduction = INTRO.replace("{engines}", ", ".join(map(named, VERSIONS)))
+    index = "\n".join([introduction, *support(), *withheld()]).rstrip() + "\n"
     return {FOLDER / "index.md": index} | {FOLDER / f"{row.name}.md": page(row) for row in ROWS}
 
 

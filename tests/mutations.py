@@ -63,7 +63,7 @@ MUTATIONS = [
     Mutation("runtime/self_check.py", "if not error <= _MAX_ERROR_RATIO * own.get(size, 0.0):", "if error > 1:", CHECK),
     Mutation("runtime/self_check.py", "if not error <= tolerance}", "}", CHECK + " test_backend.py"),
     Mutation("evaluate/acceptance_drop.py", "drop.tested_at(FALSE_ALARMS / len(groups) / groups[is_length])", "drop.tested_at(0.025)", DROPS),
-    Mutation("evaluate/acceptance_drop.py", "gain = min(1.0, share) * (self.ceiling - base)", "gain = self.ceiling - base", DROPS),
+    Mutation("evaluate/acceptance_drop.py", "reached = min(1.0, share) * (self.ceiling - base)", "reached = self.ceiling - base", DROPS),
     Mutation("cache/attention_layer.py", "if (num_positions, device) not in made:", "if not made or (num_positions, device) not in made and len(made) > 9:", "test_kv_cache.py -k at_once"),
     # Labels, masks and weights of losses.
     Mutation("losses/mtp_loss.py", "self.tokens[:, depth + 1 :].where(", "self.tokens[:, depth:-1].where(", LOSS),

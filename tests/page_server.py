@@ -38,7 +38,7 @@ class PageServer:
     chat: bool = True
     key: str = ""  # an API key that requests must carry
     delay: float = 0.002  # seconds between events
-    round_s: float = 0  # of a round by the engine's clock; 0: not told
+    round_s: float = 0  # of a round by the engine's clock; 0: not sent
     events: list | None = None  # (text or delta, rounds) per event; None: the recording
     drop_after: int | None = None  # events, then the connection is closed
     status: str = "ok"

@@ -1565,37 +1565,6 @@ def test_what_is_noted_of_a_table():
     assert (found.k, len(found.overrides)) == (2, 1)
 
 
-def collected(*processes, temporality=2, **counts):
-    """A line of OpenTelemetry's file exporter."""
-    labels = [{"key": "model_name", "value": {"stringValue": "m"}}, {"key": "a.b", "value": {"boolValue": True}}]
-    metrics = [{"name": f"vllm:spec_decode_num_{name}_total",
-                "sum": {"dataPoints": [{"asInt": str(count), "attributes": [
-                            *labels, {"key": "engine", "value": {"intValue": str(engine)}}]} for engine in range(2)],
-                        "isMonotonic": True, "aggregationTemporality": temporality}}
-               for name, count in counts.items()]  # fmt: skip
-    found = [
-        {"resource": {"attributes": [{"key": "service.instance.id", "value": {"stringValue": name}}]},
-         "scopeMetrics": [{"metrics": metrics}]}
-        for name in processes or ("pod-a",)
-    ]  # fmt: skip
-    return json.dumps({"resourceMetrics": found}) + "\n"
-
-
-def test_metrics_of_a_collector():
-    """A later line includes the earlier ones; those of several engines and processes are added."""
-    counts = {"drafts": 100, "draft_tokens": 200, "accepted_tokens": 120}
-    later = collected(**counts)
-    for text in (later, collected(drafts=40, draft_tokens=80, accepted_tokens=70) + later):
-        found = read(text)
-        assert (found.num_drafts, found.draft_tokens, found.accepted) == (200, 400, 240)
-    assert read(later, model="m").accepted == 240
-    for text in (collected("pod-a", "pod-b", **counts), later + collected("pod-b", **counts)):
-        assert read(text).accepted == 480
-        assert any("pod-b" in note for note in read(text).notes)
-    with pytest.raises(EngineError, match="aggregationTemporality 1"):
-        read(collected(temporality=1, **counts))
-
-
 def test_a_line_whose_tag_says_what_is_counted():
     """Names that are of any rejection sampling, behind a tag of speculative decoding, with rounds."""
     found = read("INFO [spec] rounds=100 proposed=200 accepted=120 alpha=0.600\n")

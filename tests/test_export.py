@@ -129,7 +129,7 @@ CAUGHT = {
 }  # fmt: skip
 
 
-def test_the_head_of_another_trunk_is_measured_before_it_is_judged(made, tmp_path, here):
+def test_the_head_of_another_trunk_is_a_note(made, tmp_path, here):
     """A fine-tune may keep its base's head: a note from audit and export; `measure` compares with that trunk."""
     draft, trunk = changed(made, tmp_path, trunk="other")
     assert "draft-trunk" not in rules(draft, trunk)

@@ -207,7 +207,7 @@ def test_a_plain_round_that_was_measured_as_too_slow():
     assert simulation.seconds - before < 1.01 * 4000 * linear(1, 0)
     payed = Simulation(measured(MeasuredLength(4)), linear, 0.9)
     payed.run(1, 600)
-    assert 0 not in payed.run(1, 4000)  # where drafts gain far more than a measurement may be wrong by
+    assert 0 not in payed.run(1, 4000)  # where drafts pay by far more than a measurement may be wrong
 
 
 def test_one_slow_round_is_no_measure():

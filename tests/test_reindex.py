@@ -207,7 +207,7 @@ def test_an_index_of_paths(before, tmp_path):
 def test_a_file_that_is_absent_stays_in_the_index(before, tmp_path):
     """Its names in the index alone say that the model has more: it is to be fetched before the index is written."""
     folder = publish(tmp_path / "model", NAME, shards=3)
-    left_out = " " if before else "00003-"  # without paths, another fault that a new index mends
+    left_out = " " if before else "00003-"  # without paths, another fault that a new index fixes
     rewrite(folder, lambda table: {name: f"{before}{file}" for name, file in table.items() if left_out not in file})
     (gone,) = folder.glob("model-00001-*")
     gone.rename(tmp_path / gone.name)
@@ -286,7 +286,7 @@ def test_files_that_vllm_reads_alone(shards, tmp_path):
 
 
 def test_listed_files_that_vllm_reads_alone(tmp_path):
-    """The head is in a shard of another name: one file for all mends it."""
+    """The head is in a shard of another name: one file for all fixes it."""
     folder = publish(tmp_path / "model", NAME, shards=2, side_file="mtp.safetensors")
     for file in folder.glob("model-*"):
         file.rename(file.with_name(file.name.replace("model", "consolidated")))

@@ -53,7 +53,7 @@ def _paths(inventory: Inventory) -> Iterator[Finding]:
     if below := sorted(
         file for file in {*(checkpoint.index or {}).values()} & checkpoint.headers.keys() if "/" in file
     ):
-        # One file for all mends other paths, too.
+        # One file for all has no paths at all.
         yield Finding(
             "index", "error" if paths else "warning", f"{INDEX}: {below[0]}",
             f"The index names files in subfolders, such as {below[0]}: transformers opens them, and vLLM, SGLang and "

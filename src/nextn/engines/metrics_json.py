@@ -1,14 +1,9 @@
 """Series in JSON, as lines of Prometheus text: answers of its query API, Grafana's frames, and what AIPerf exports."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 
 from nextn.bounded_json import JsonObject
-from nextn.errors import EngineError
-
-_OF_DRAFTS = re.compile("spec|draft|accept|mtp")
-_MAX_INSTANCE = 1000  # characters of what names a process
 
 
 def series_in(document: object) -> Iterator[str]:
@@ -17,14 +12,11 @@ def series_in(document: object) -> Iterator[str]:
     yield from _exported(document)
 
 
-def _queried(document: object, instance: str = "") -> Iterator[str]:
-    """The series in an answer of Prometheus' query API, for an instant or a range, or in an answer of Grafana.
-
-    Those in OpenTelemetry's files are of a process, `instance`, that the object around them names.
-    """
+def _queried(document: object) -> Iterator[str]:
+    """The series in an answer of Prometheus' query API, for an instant or a range, or in an answer of Grafana."""
     if isinstance(document, list):
         for item in document:
-            yield from _queried(item, instance)
+            yield from _queried(item)
     elif isinstance(document, Mapping):
         labels, values = document.get("metric"), document.get("values")
         sample = values[-1] if isinstance(values, list) and values else document.get("value")
@@ -33,42 +25,8 @@ def _queried(document: object, instance: str = "") -> Iterator[str]:
             yield _series_line(labels["__name__"], own, sample[-1])
             return
         yield from _framed(document)
-        yield from _collected(document, instance)
-        instance = " ".join(_attributes(document.get("resource")).values())[:_MAX_INSTANCE] or instance
         for item in document.values():
-            yield from _queried(item, instance)
-
-
-def _collected(metric: JsonObject, instance: str) -> Iterator[str]:
-    """The series of a metric that OpenTelemetry's collector wrote to a file (OTLP in JSON).
-
-    Raises EngineError for increases, of which each line has its own.
-    """
-    name, parts = metric.get("name"), [metric.get(kind) for kind in ("sum", "gauge")]
-    part = next((part for part in parts if isinstance(part, Mapping)), {})
-    points = part.get("dataPoints")
-    if not isinstance(name, str) or not isinstance(points, list):
-        return
-    if part.get("aggregationTemporality") in (1, "AGGREGATION_TEMPORALITY_DELTA") and _OF_DRAFTS.search(name):
-        raise EngineError(
-            f"{name} has increases (aggregationTemporality 1), and running totals are read; let the exporter write "
-            "these (OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=cumulative)"
-        )
-    for point in points:
-        value = point.get("asInt", point.get("asDouble")) if isinstance(point, Mapping) else None
-        if value is not None:
-            yield _series_line(name, ({"instance": instance} if instance else {}) | _attributes(point), value)
-
-
-def _attributes(owner: object) -> dict[str, str]:
-    """The attributes of a point or a process, as text."""
-    attributes = owner.get("attributes") if isinstance(owner, Mapping) else None
-    pairs = [each for each in attributes if isinstance(each, Mapping)] if isinstance(attributes, list) else []
-    values = {str(each.get("key")): each["value"] for each in pairs if isinstance(each.get("value"), Mapping)}
-    texts = {
-        key: [str(text) for text in value.values() if isinstance(text, str | int)] for key, value in values.items()
-    }
-    return {re.sub(r"\W", "_", key): own[0] for key, own in texts.items() if own}
+            yield from _queried(item)
 
 
 def _framed(frame: JsonObject) -> Iterator[str]:

@@ -74,10 +74,10 @@ class Drop:
             return Estimate(math.inf, math.inf, math.inf)
         base = 1.0 if self.figure == "AL" else 0.0  # of no draft accepted
         share = (self.before - base) / (self.ceiling_before - base) if self.ceiling_before > base else 0.0
-        gain = min(1.0, share) * (self.ceiling - base)
+        reached = min(1.0, share) * (self.ceiling - base)
         error = self.half_width * (self.before + self.now) ** 2 / (4 * self.before * self.now)  # of before / now
-        error = math.hypot(error, self.ceiling_error * gain / (base + gain or 1.0))
-        ratio, most = (base + gain) / self.now, self.increase_to(self.ceiling)
+        error = math.hypot(error, self.ceiling_error * reached / (base + reached or 1.0))
+        ratio, most = (base + reached) / self.now, self.increase_to(self.ceiling)
         return Estimate(*(max(0.0, min(most, ratio * (1 + sign * error) - 1)) for sign in (0, -1, 1)))
 
     def increase_to(self, value: float) -> float:
@@ -187,8 +187,8 @@ class AcceptanceChange:
         """The improvement of AL, or of what has an interval, by every rule."""
         rows = ((drop, drop.improvement, drop.increase_to(drop.ceiling)) for drop in _lengths(self.drops))
         each = (
-            f"{drop.label} +{gain.value:.1%} ({gain.low:.1%} to {gain.high:.1%}; a perfect head: {best:.1%})"
-            for drop, gain, best in rows
+            f"{drop.label} +{more.value:.1%} ({more.low:.1%} to {more.high:.1%}; a perfect head: {best:.1%})"
+            for drop, more, best in rows
         )
         return f"expected {', '.join(each)}"
 
