@@ -313,5 +313,8 @@ def test_answers_and_diagnoses_with_and_without_thinking(tmp_path, here):
     assert (code, "alike with both" in err) == (2, True)
     counts = tmp_path / "counts.json"
     counts.write_text('{"num_drafts": 50, "num_draft_tokens": 50, "num_accepted_tokens": 10}')
-    code, _, err = here("diagnose", tmp_path / "plain", "--engine", counts, "--backend", "torch", "--thinking")
+    asked = ("--engine", counts, "--backend", "torch", "--max-tokens", 8, "--prompts", options[0])
+    code, _, err = here("diagnose", tmp_path / "plain", *asked, "--thinking")
     assert (code, "alike with both" in err) == (2, True)
+    code, out, err = here("diagnose", tmp_path / "model", *asked, "--thinking", "--json")  # also without the template
+    assert (code in (0, 1, 3), "template" in out) == (True, True), err
