@@ -24,7 +24,7 @@ from nextn.audit_rules.config_claims import ACCEPTED
 from nextn.audit_rules.separate import IDS as SEPARATE
 from nextn.audit_rules.values import IDS as VALUES
 from nextn.checkpoint.checkpoint import INDEX, Checkpoint
-from nextn.checkpoint.foreign_names import foreign
+from nextn.checkpoint.foreign_names import foreign, of_adapter
 from nextn.checkpoint.head_inventory import Inventory
 from nextn.checkpoint.safetensors_file import RawTensor, write_json, write_safetensors
 from nextn.cli import app
@@ -875,6 +875,16 @@ def test_no_family_has_names_of_running_programs():
         places = [stem.format(layer=61, module=0) for stem in family.names.values()]
         found = foreign(f"_orig_mod.{place}.weight" for place in (*places, f"{family.names['block']}.mlp.down_proj"))
         assert [kind.what for kind, _ in found] == ["a wrapper of torch (compile, FSDP or activation checkpointing)"]
+
+
+def test_an_adapter_is_a_file_of_its_names_alone():
+    """A head beside matrices of an adapter, as some trainers save it, is a part of the model."""
+    matrix, whole = "model.layers.0.q_proj.lora_A.weight", "base_model.model.mtp.fc.weight"
+    assert [of_adapter(names) for names in ([matrix, whole], [matrix, "mtp.fc.weight"], [whole])] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_an_adapters_matrices_are_of_one_kind():

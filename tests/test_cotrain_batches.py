@@ -8,7 +8,7 @@ from quick import loop
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from nextn.errors import ConfigError
-from nextn.train.cotrain import must_mask, targets_of
+from nextn.train.cotrain import longest_document, must_mask, targets_of
 
 
 def ids(*values):
@@ -21,6 +21,12 @@ def test_labels_are_those_of_the_trunk():
     targets = targets_of({"input_ids": ids(1, 2, 3, 4, 5, 9), "labels": labels, "attention_mask": attention})
     assert targets.labels(0).tolist() == [[-100, 3, 4, 5, -100, -100]]
     assert targets.labels(2).tolist() == [[4, 5, -100, -100]]
+
+
+def test_the_longest_document_is_no_padding():
+    """Equal numbers in two rows are two documents."""
+    assert longest_document(torch.tensor([[0, 0, 1, 1, 1, -1, -1, -1, -1], [1, 1, 0, 0, -1, -1, -1, -1, -1]])) == 3
+    assert longest_document(torch.full((1, 4), -1)) == 0
 
 
 def test_labels_may_be_other_tokens():

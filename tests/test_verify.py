@@ -380,6 +380,7 @@ def test_two_models_of_one_server(engine):
     session = VerifySession(one, two, PROMPTS, SMALL)
     assert len(session.counters) == 2
     assert session.greedy(one) is not session.greedy(two)
+    assert session.without_mtp(two).greedy(two) is session.greedy(two)  # it is not asked again
 
 
 def test_an_engine_that_lists_no_model(engine):

@@ -141,9 +141,10 @@ class CotrainLoss:
             return [hidden.final_hidden]
         head_input = hidden.head_input if self.settings.joint else hidden.head_input.detach()
         run = self.head.rollout_hidden if self.settings.unrolled else self.head.teacher_forced_hidden
-        if torch.is_grad_enabled() and targets.documents is not None:  # in training
-            longest = longest_document(targets.documents)
-            self.head.trained_length = max(longest, self.head.trained_length or 0) or None
+        known = self.head.trained_length or 0
+        # In training; a batch of shorter rows is not looked at, as a GPU would be waited for.
+        if torch.is_grad_enabled() and targets.documents is not None and targets.documents.shape[1] > known:
+            self.head.trained_length = max(longest_document(targets.documents), known) or None
         with self.autocast(), self._isolated_rng():
             return [hidden.final_hidden, *run(tokens, head_input, depths, documents=self._documents(targets))]
 
