@@ -1,11 +1,14 @@
 """The demo: really run with a budget of seconds; its figures and what it prints also from rounds made by hand."""
 
 import json
+import math
 import shlex
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import nextn.demo
@@ -18,6 +21,7 @@ from nextn.demo import (
     Demonstration,
     TrainedHead,
     decode_model,
+    decode_trained,
     train_demo,
 )
 from nextn.evaluate.workload import read_prompts
@@ -124,7 +128,7 @@ def decoded(*, other=b"", texts=3):
         DecodedSide((*[drafted(other or TEXT)] * texts, drafted(loop, 1e-6))),
     )
     sampled = DecodedPair(DecodedSide((plain(TEXT),) * count), DecodedSide((drafted(TEXT),) * count))
-    return DecodedModel((tuple(b"# a prompt\n"),) * count, greedy, sampled, 2, "native", "", 1)
+    return DecodedModel((tuple(b"# a prompt\n"),) * count, greedy, sampled, 8, 2, "native", "", 1)
 
 
 def test_texts_are_no_longer_than_what_the_head_is_trained_on():
@@ -179,6 +183,26 @@ def test_prompts_and_tokens_follow_the_budget(monkeypatch, seconds, rate, num_pr
     assert [each[:2] for each in asked[3:7]] == [(b"a", 0), (b"a", 3)] * 2
     assert len(asked) == 3 + 4 * num_prompts
     assert now <= 3 * 32 / rate + max(seconds, 4 * num_tokens / rate) + 4 * num_tokens / rate
+
+
+def test_both_heads_continue_the_same_prompts(monkeypatch, tmp_path):
+    """Though one is faster: else the figures beside each other were of other texts."""
+    asked = []
+
+    def decode(model, texts, *, seconds, max_tokens, **options):
+        asked.append((model, [*texts], seconds, max_tokens))
+        return decoded()
+
+    monkeypatch.setattr(nextn.demo, "decode_model", decode)
+    monkeypatch.setattr(nextn.demo, "load_for", lambda checkpoint, *, head: head)
+    monkeypatch.setattr(nextn.demo, "sample_prompts", lambda *_, **__: [np.array([number]) for number in range(6)])
+    record = SimpleNamespace(as_record=dict, held_out=None)
+    trained = TrainedHead(tmp_path / "run" / "head", 9, record, None, 30.0)
+    trained.folder.mkdir(parents=True)
+    decode_trained(trained, replace(example(tmp_path), head=Path("own")))
+    (new, texts, _, _), (own, same, seconds, length) = asked
+    assert (new, len(texts), own) == (trained.folder, 6, Path("own"))
+    assert (same, seconds, length) == (texts[: len(decoded().prompts)], math.inf, decoded().max_tokens)
 
 
 def example(path, prompts=("# a prompt\n",), **changes):

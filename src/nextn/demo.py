@@ -141,6 +141,7 @@ class DecodedModel:
     prompts: tuple[tuple[int, ...], ...]
     greedy: DecodedPair
     sampled: DecodedPair
+    max_tokens: int  # of each text
     num_speculative_tokens: int
     backend: str  # `native` or `torch`
     reason: str  # why it is `torch`; empty for `native`
@@ -217,13 +218,15 @@ def decode_model(
     num_speculative_tokens: int,
     backend: str = "auto",
     seconds: float = inf,
+    max_tokens: int | None = None,
     min_prompts: int = 2,
     clock: Clock = time.perf_counter,
 ) -> DecodedModel:
     """Decode prompts one by one, each without and with drafts in turn, so that other load affects both equally.
 
     With a time budget of `seconds`, the length of the texts (short enough for `min_prompts`) and the number of prompts
-    follow from it; at least one is decoded. The creation of the backend does not count.
+    follow from it; at least one is decoded. The creation of the backend does not count. With `max_tokens`, it is the
+    length of all texts.
     """
     decoder = backend_for(model, backend)
     # More than one are no faster in torch at this size, and far slower on a busy machine.
@@ -235,7 +238,7 @@ def decode_model(
         decode_pair(decoder, texts[0], replace(settings, eos=()))
         rate = decode_side(decoder, texts[:1], replace(settings, eos=(), num_speculative_tokens=0)).tokens_per_s
         # Four texts a prompt.
-        num_tokens = int(min(_MAX_TOKENS, max(_MIN_TOKENS, rate * seconds / (4 * min_prompts))))
+        num_tokens = max_tokens or int(min(_MAX_TOKENS, max(_MIN_TOKENS, rate * seconds / (4 * min_prompts))))
         settings = replace(settings, max_tokens=num_tokens)
         temperatures = (settings, replace(settings, sampling=Sampling(temperature=1.0)))
         started = clock()
@@ -245,7 +248,7 @@ def decode_model(
             pairs.append([decode_pair(decoder, text, each) for each in temperatures])
     greedy, sampled = map(DecodedPair.join, zip(*pairs, strict=True))
     prompts = tuple(map(tuple, texts[: len(pairs)]))
-    return DecodedModel(prompts, greedy, sampled, k, decoder.name, decoder.reason, threads)
+    return DecodedModel(prompts, greedy, sampled, num_tokens, k, decoder.name, decoder.reason, threads)
 
 
 def load_for(folder: Path, backend: str = "auto", *, head: Path | None = None) -> Model:
@@ -354,16 +357,22 @@ def train_demo(
 
 
 def decode_trained(trained: TrainedHead, example: Demonstration) -> tuple[Demonstration, Demonstration]:
-    """Continue held-out code with the trained head and with the example's own; write report.json beside the former."""
+    """Continue held-out code with the trained head and with the example's own; write report.json beside the former.
+
+    Both continue the same prompts, by as many tokens: those that there was time for with the trained head.
+    """
     prompts = sample_prompts(trained.held_out, count=_NUM_TEXTS, length=_PROMPT_TOKENS, seed=1)
     texts = [prompt.tolist() for prompt in prompts]
     k = example.decoded.num_speculative_tokens
 
-    def decode(head: Path | None) -> Demonstration:
-        model = load_for(example.checkpoint, head=head)
-        decoded = decode_model(model, texts, num_speculative_tokens=k, seconds=_TRAINED_S, min_prompts=len(texts))
+    def decode(head: Path | None, seconds: float, num_prompts: int, max_tokens: int | None) -> Demonstration:
+        decoded = decode_model(
+            load_for(example.checkpoint, head=head), texts[:num_prompts], num_speculative_tokens=k, seconds=seconds,
+            max_tokens=max_tokens, min_prompts=num_prompts,
+        )  # fmt: skip
         return replace(example, head=head, prompts=tuple(map(example.detokenize, texts)), decoded=decoded)
 
-    new, own = decode(trained.folder), decode(example.head)
+    new = decode(trained.folder, _TRAINED_S, len(texts), None)
+    own = decode(example.head, inf, len(new.decoded.prompts), new.decoded.max_tokens)
     write_json(trained.folder.parent / "report.json", new.decoded.as_record() | trained.as_record())
     return new, own
