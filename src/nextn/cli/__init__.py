@@ -16,12 +16,10 @@ import typer
 from typer import Option
 
 from nextn import __version__
-from nextn.cli.commands import COMMANDS
+from nextn.cli.commands import COMMANDS, GROUPS
 from nextn.cli.screen import echo, flush_streams, guard_streams, print_error, visible
 from nextn.errors import NextnError
 from nextn.text_format import docs_page
-
-_GROUPS = {"canary": ("engines", "Engines")}  # of commands: module and panel
 
 
 def build_app(only: str | None = None) -> typer.Typer:
@@ -33,19 +31,23 @@ def build_app(only: str | None = None) -> typer.Typer:
         epilog=f"Documentation: {docs_page('index')}",
     )
     built.callback(invoke_without_command=True)(root)
+    groups = {name: typer.Typer(no_args_is_help=True, help=text) for name, text in GROUPS.items()}
     for panel, commands in COMMANDS.items():
         for name, command in commands.items():
-            if only in (None, name):
-                run = getattr(import_module(f"nextn.cli.{command.module}"), name)
+            group, _, own = name.rpartition(" ")
+            if only in (None, group or name):
+                run = getattr(import_module(f"nextn.cli.{command.module}"), own)
                 epilog = f"Documentation: {docs_page(command.page)}"
                 text = re.sub(r"(?<!\n)\n(?!\n)", " ", getdoc(run) or "")  # typer would keep the source's line breaks
                 calls = (f"`{' '.join(filter(None, ('nextn', name, call)))}`" for call in command.calls)
                 text, summary = "\n\n".join((*calls, text)), command.summary
-                built.command(rich_help_panel=panel, epilog=epilog, help=text, short_help=summary)(run)
-    for name, (module, panel) in _GROUPS.items():
+                place = groups[group] if group else built
+                place.command(rich_help_panel=None if group else panel, epilog=epilog, help=text, short_help=summary)(
+                    run
+                )
+    for name, place in groups.items():
         if only in (None, name):
-            group = getattr(import_module(f"nextn.cli.{module}"), f"{name}_app")
-            built.add_typer(group, name=name, rich_help_panel=panel)
+            built.add_typer(place, name=name, rich_help_panel="Engines")
     return built
 
 
@@ -95,7 +97,7 @@ def _explain_settings(words: list[str]) -> None:
 
 
 def _run() -> None:
-    known = {*_GROUPS, *(name for commands in COMMANDS.values() for name in commands)}
+    known = {name.partition(" ")[0] for commands in COMMANDS.values() for name in commands}
     only = sys.argv[1] if sys.argv[1:2] and sys.argv[1] in known else None
     try:
         build_app(only)(prog_name="nextn")  # for `python -m nextn`, too: completion scripts are named after it

@@ -12,7 +12,8 @@ class Command(NamedTuple):
     calls: tuple[str, str]
 
 
-# Panel of the help -> command.
+GROUPS = {"canary": "Check an engine's counters with a tiny trained checkpoint"}
+# Panel of the help -> command, also of a group.
 COMMANDS: dict[str, dict[str, Command]] = {
     "Check": {
         "audit": Command("audit", "reference/checkpoints", "Check a checkpoint's MTP head, without downloading weights",
@@ -65,6 +66,10 @@ COMMANDS: dict[str, dict[str, Command]] = {
                           ("HOST:PORT --against HOST:PORT", "HOST:PORT --check greedy --against HOST:PORT")),
         "diagnose": Command("diagnose", "reference/diagnose", "Name the causes of an engine's low acceptance",
                             ("MODEL --engine HOST:PORT --drive", "--engine engine.log")),
+        "canary build": Command("engines", "reference/contract", "Train a tiny checkpoint for an engine's tests",
+                                ("OUT --family glm4_moe", "OUT --family qwen3_5")),
+        "canary check": Command("engines", "reference/contract", "Check an engine against the contract",
+                                ("FOLDER --engine HOST:PORT", "FOLDER --answers FILE --counters FILE")),
     },
     "Learn": {
         "demo": Command("learn", "tutorials/first-hour", "Decode a published model with MTP, and train a head for it",

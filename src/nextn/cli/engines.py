@@ -33,15 +33,10 @@ from nextn.cli.screen import (
     show_report,
 )
 from nextn.errors import ConfigError
-from nextn.text_format import docs_page
 
 if TYPE_CHECKING:
     from nextn.conformance.engine_run import ConformanceRun, SampledRun
     from nextn.conformance.record import Canary
-
-canary_app = typer.Typer(no_args_is_help=True, help="Check an engine's counters with a tiny trained checkpoint")
-
-_EPILOG = f"Documentation: {docs_page('reference/contract')}"
 
 
 @expanded("engine")
@@ -92,7 +87,6 @@ def verify(
     raise typer.Exit(1 if has_findings else 0 if report.is_complete else 130)
 
 
-@canary_app.command(epilog=_EPILOG)
 def build(
     out: Annotated[
         Path,
@@ -118,7 +112,6 @@ def build(
         print_lines(f"{record['looping']} of its texts are repetitive, which hides faults: try another --seed")
 
 
-@canary_app.command(epilog=_EPILOG)
 @expanded("concurrency")
 def check(
     *,
