@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -194,3 +196,23 @@ def test_lists_of_tests_can_be_run():
 def test_types_are_published():
     """PEP 561: without the marker, type checkers ignore our annotations."""
     assert (Path(nextn.__file__).parent / "py.typed").exists()
+
+
+def test_an_interrupted_example_keeps_what_it_has(tmp_path):
+    """make would delete the answers that are written so far, from which the next call resumes."""
+    out = tmp_path / "run"
+    (out / "model").mkdir(parents=True)
+    (out / "chat-heldout.jsonl").touch()
+    program = tmp_path / "nextn"
+    program.write_text('#!/bin/sh\necho part > "$3"\nexec sleep 60\n')
+    program.chmod(0o755)
+    answers = out / "answers-0-1.jsonl"
+    with subprocess.Popen(
+        ["make", "-s", "-C", ROOT / "examples" / "smollm2", "-o", out / "chat-heldout.jsonl", f"OUT={out}",
+         f"NEXTN={program}", answers], start_new_session=True, stderr=subprocess.PIPE,
+    ) as run:  # fmt: skip
+        while not answers.exists() and run.poll() is None:
+            time.sleep(0.01)
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(20), run.stderr.read()
+    assert answers.read_text() == "part\n"
