@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from chats import chatty
 from scipy.stats import binomtest
+from tiny import build
 
 from nextn.cli.acceptance import show_lengths
 from nextn.cli.bench import _show_benchmark
@@ -267,3 +269,22 @@ def test_one_pass_over_the_texts_accepts_what_decoding_accepts(trained, capsys):
     assert worse.one_pass_note
     assert worse.one_pass_note in worse.warnings
     assert replace(worse, plan=replace(plan, num_copy_tokens=4)).one_pass_note is None  # rounds of copies are left out
+
+
+def test_prompts_are_rendered_in_the_mode_asked_for():
+    """The texts of each mode are the decoder's for prompts of that mode, in both of a benchmark's passes."""
+    tokenizer, model = chatty(), build("glm4_moe", vocab_size=264)
+    tokenizer.chat_template += "{% if enable_thinking %}T{% endif %}"
+    model.tokenizer = tokenizer
+    prompt, seen = Prompt("a", "x"), []
+    for mode in (True, False):
+        plan = BenchmarkPlan((1,), (0.0,), max_tokens=6, repeats=1, chat=True, thinking=mode, backend="torch")
+        found = with_one_pass(run_benchmark(model, [prompt], plan), model)
+        ids = list(prompt.tokens(model, chat=True)) + tokenizer("T")["input_ids"] * mode
+        log = list(rounds(model.trunk, None, [ids], Settings(num_speculative_tokens=0, max_tokens=6)))
+        assert list(found.runs[0].tokens) == [each.rows[0].emitted[0] for each in log]
+        assert found.num_positions(model) == len(ids) + 6
+        assert found.as_record()["plan"]["thinking"] is mode
+        assert found.one_pass.plan.thinking is mode
+        seen.append(found.one_pass_note)
+    assert seen == [None, None]  # both passes accept the same

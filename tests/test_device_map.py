@@ -185,7 +185,7 @@ def test_without_accelerate(here, monkeypatch):
 def test_commands(here, tmp_path, monkeypatch):
     """The same text, answers and figures with a map as without one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n" * 80)
     texts, figures, answers = [], [], []
     for index, given in enumerate(((), ("--device-map", "cpu,disk"))):
         options = ("--dtype", "float32", "--backend", "torch", "--max-tokens", 3, "--json", *given)
@@ -197,7 +197,7 @@ def test_commands(here, tmp_path, monkeypatch):
         assert code == 0, err
         figures.append(json.loads(out)["figures"])
         made = tmp_path / f"{index}.jsonl"
-        cut = ("--prompts", tmp_path / "prompts.txt", "--count", 2, "--length", 2)
+        cut = ("--prompts", tmp_path / "prompts.txt", "--count", 2)
         code, _, err = here("answer", "tiny", made, *cut, *options)
         assert code == 0, err
         answers.append(made.read_text())

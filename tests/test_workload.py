@@ -316,5 +316,6 @@ def test_answers_and_diagnoses_with_and_without_thinking(tmp_path, here):
     asked = ("--engine", counts, "--backend", "torch", "--max-tokens", 8, "--prompts", options[0])
     code, _, err = here("diagnose", tmp_path / "plain", *asked, "--thinking")
     assert (code, "alike with both" in err) == (2, True)
+    assert here("bench", tmp_path / "plain", "--prompts", *options, "--thinking")[0] == 2
     code, out, err = here("diagnose", tmp_path / "model", *asked, "--thinking", "--json")  # also without the template
     assert (code in (0, 1, 3), "template" in out) == (True, True), err

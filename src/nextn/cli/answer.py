@@ -36,7 +36,6 @@ def answer(
         int | None,
         Option(min=1, max=2**31 - 1, help="Number of prompts: records first, then cut from text files. Default: all."),
     ] = None,
-    length: Annotated[int, Option(help="Tokens of each prompt that is cut from a text file.")] = 64,
     decoding: DecodingOptions,
     batch: Annotated[
         int, Option(min=1, help="Prompts that are answered at a time: a batch, or requests to the engine.")
@@ -63,7 +62,7 @@ def answer(
     model_of_text = options.load(need_head=False) if endpoint is None else TextInterface.read(options.source)
     chat = use_chat(model_of_text, chat)
     prompt_ids, notes = read_prompts(
-        prompts, model_of_text, count=count, length=length, seed=settings.seed, chat=chat, thinking=thinking
+        prompts, model_of_text, count=count, seed=settings.seed, chat=chat, thinking=thinking
     )
     print_notes(notes)
     with stop_flag() as stopped, progress_bars(quiet=as_json) as added:

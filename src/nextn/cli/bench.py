@@ -20,6 +20,7 @@ from nextn.cli.common import (
     NumCopyTokens,
     Prompts,
     Temperatures,
+    Thinking,
     check_matplotlib,
     expanded,
     first_turns,
@@ -131,6 +132,7 @@ def bench(
     max_tokens: MaxTokens = 256,
     repeats: Annotated[int, Option(help="Runs of each prompt at each K and temperature.")] = 3,
     chat: Chat = None,
+    thinking: Thinking = None,
     options: ModelOptions,
     vocabulary: DraftVocabularyOptions,
     num_copy_tokens: NumCopyTokens = 0,
@@ -150,6 +152,7 @@ def bench(
         adaptive=_ADAPTED in values,
         backend=options.backend,
         num_copy_tokens=num_copy_tokens,
+        thinking=thinking,
     )
     options, source = options.prepared(need_head=True), options.source
     texts, draftable = read_prompts(prompts), vocabulary.read()

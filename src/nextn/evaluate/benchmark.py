@@ -17,7 +17,7 @@ from nextn.evaluate.benchmark_runs import Run, benchmark_runs
 from nextn.evaluate.decoding_costs import REPORT_S, Machine, measure_costs
 from nextn.evaluate.reference import reference_of_texts
 from nextn.evaluate.reference_report import ReferenceReport
-from nextn.evaluate.reference_texts import GeneratedTexts, play_turns
+from nextn.evaluate.reference_texts import GeneratedTexts, check_thinking, play_turns, prompt_tokens
 from nextn.evaluate.teacher_forced import ReferenceText
 from nextn.evaluate.workload import ADAPTIVE, BenchmarkPlan, Prompt, ReferencePlan, by_domain, indices_without
 from nextn.model.model import Model
@@ -133,7 +133,7 @@ class BenchmarkReport:
 
     def num_positions(self, model: Model) -> int:
         """Return the length of the longest text, prompt included, in tokens."""
-        prompts = [len(prompt.tokens(model, chat=self.plan.chat)) for prompt in self.prompts]
+        prompts = [len(prompt_tokens(model, prompt, self.plan)) for prompt in self.prompts]
         return max(prompts[run.prompt] + len(run.tokens) for run in self.runs)
 
     @cached_property
@@ -323,14 +323,13 @@ def run_benchmark(
 
     `source` names the model in the report. Raises ConfigError if the prompts or the plan do not fit the model.
     """
-    prompts = play_turns(model, prompts, ReferencePlan(
-        max(plan.k_values), max_tokens=max(3, plan.max_tokens), chat=plan.chat, seed=plan.seed, backend=plan.backend
-    ))  # fmt: skip
+    check_thinking(model, plan)
+    prompts = play_turns(model, prompts, _reference_plan(plan))
     log = []
     for run in benchmark_runs(model, prompts, plan):
         log.append(run)
         on_run(run)
-    lengths = [len(prompts[run.prompt].tokens(model, chat=plan.chat)) + len(run.tokens) // 2 for run in log]
+    lengths = [len(prompt_tokens(model, prompts[run.prompt], plan)) + len(run.tokens) // 2 for run in log]
     max_context = (model.trunk.max_length or max(lengths) * 2) - plan.k_values[-1] - 1
     context = min(round(statistics.mean(lengths)), max_context)
     costs = measure_costs(
@@ -341,14 +340,20 @@ def run_benchmark(
     return BenchmarkReport(source, plan, tuple(prompts), tuple(log), costs, machine, engine.reason, draft_vocabulary)
 
 
+def _reference_plan(plan: BenchmarkPlan) -> ReferencePlan:
+    return ReferencePlan(
+        plan.k_values[-1], plan.temperatures, max(3, plan.max_tokens), chat=plan.chat, seed=plan.seed,
+        backend=plan.backend, thinking=plan.thinking,
+    )  # fmt: skip
+
+
 def with_one_pass(
     report: BenchmarkReport, model: Model, *, on_score: Callable[[], None] = lambda: None
 ) -> BenchmarkReport:
     """Add the acceptance at every K, scored in one pass over each text of baseline decoding."""
     plan, eos = report.plan, eos_tokens(model)
-    largest = plan.k_values[-1]
-    reference = ReferencePlan(largest, plan.temperatures, max(3, plan.max_tokens), chat=plan.chat, backend=plan.backend)
-    prompts = [prompt.tokens(model, chat=plan.chat) for prompt in report.prompts]
+    reference = _reference_plan(plan)
+    prompts = [prompt_tokens(model, prompt, plan) for prompt in report.prompts]
     generated = {
         temperature: GeneratedTexts(
             tuple(

@@ -9,6 +9,7 @@ from nextn.decoding.generate import eos_tokens
 from nextn.decoding.records import Round
 from nextn.decoding.rounds import rounds
 from nextn.evaluate.decoding_costs import adaptive_length
+from nextn.evaluate.reference_texts import prompt_tokens
 from nextn.evaluate.workload import ADAPTIVE, BenchmarkPlan, Prompt
 from nextn.model.model import Model
 from nextn.runtime.backend import Backend, backend_for
@@ -52,7 +53,7 @@ class Run:
 
 def benchmark_runs(model: Model, prompts: Sequence[Prompt], plan: BenchmarkPlan) -> Iterator[Run]:
     """Yield all runs of the plan in its order, after a short run of each K to warm up. Raises ConfigError."""
-    ids = [prompt.tokens(model, chat=plan.chat) for prompt in prompts]
+    ids = [prompt_tokens(model, prompt, plan) for prompt in prompts]
     eos, engine = eos_tokens(model), backend_for(model, plan.backend)
     lengths: dict[float, DraftLength | None] = dict.fromkeys(plan.temperatures)
     for k in plan.k_values:

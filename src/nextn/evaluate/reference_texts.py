@@ -17,7 +17,7 @@ from nextn.decoding.generate import Result, generate
 from nextn.decoding.records import Round
 from nextn.errors import ConfigError
 from nextn.evaluate.teacher_forced import ReferenceText, ScoredText, score_texts
-from nextn.evaluate.workload import Prompt, ReferencePlan
+from nextn.evaluate.workload import BenchmarkPlan, Prompt, ReferencePlan
 from nextn.model.model import Model
 from nextn.model.text_interface import TextInterface
 from nextn.model.trunk import TrunkOutput
@@ -106,14 +106,14 @@ def _in_texts(num_texts: int, max_tokens: int, on_text: Callable[[float], None])
     return add
 
 
-def prompt_tokens(model: Model | TextInterface, prompt: Prompt, plan: ReferencePlan) -> tuple[int, ...]:
+def prompt_tokens(model: Model | TextInterface, prompt: Prompt, plan: ReferencePlan | BenchmarkPlan) -> tuple[int, ...]:
     """Return a prompt's token ids, as the plan uses the chat template."""
     has_template = bool(model.tokenizer is not None and model.tokenizer.chat_template)
     chat = has_template if plan.chat is None else plan.chat
     return prompt.tokens(model, chat=chat, variables=plan.template_variables)
 
 
-def check_thinking(model: Model | TextInterface, plan: ReferencePlan) -> None:
+def check_thinking(model: Model | TextInterface, plan: ReferencePlan | BenchmarkPlan) -> None:
     """Raise ConfigError if the plan sets a thinking mode that the checkpoint's chat template does not have."""
     if plan.thinking is None:
         return

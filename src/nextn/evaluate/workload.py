@@ -216,8 +216,20 @@ def indices_without(repetitive: Set[int], prompts: Sequence[Prompt], domain: str
     return indices - repetitive or indices
 
 
+class _ThinkingMode:
+    thinking: bool | None
+
+    @property
+    def template_variables(self) -> dict[str, object]:
+        """Variables of the chat template: the names by which published templates turn thinking on or off."""
+        if self.thinking is None:
+            return {}
+        mode = "enabled" if self.thinking else "disabled"
+        return {"enable_thinking": self.thinking, "thinking": self.thinking, "thinking_mode": mode}
+
+
 @dataclass(frozen=True)
-class BenchmarkPlan:
+class BenchmarkPlan(_ThinkingMode):
     """What to run: every K at every temperature, `repeats` times. Raises ConfigError for invalid values."""
 
     k_values: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)  # 0, baseline decoding, is always added
@@ -229,6 +241,7 @@ class BenchmarkPlan:
     adaptive: bool = False  # also as many drafts per round as pay, up to the largest K
     backend: str = "auto"  # see `backend_for`
     num_copy_tokens: int = 0  # copied from the text in a round, at most; never in baseline decoding
+    thinking: bool | None = None  # a variable of the chat template; None: the template's default
 
     def __post_init__(self) -> None:
         Settings(num_copy_tokens=self.num_copy_tokens)  # raises for an invalid number
@@ -261,7 +274,7 @@ class BenchmarkPlan:
 
 
 @dataclass(frozen=True)
-class ReferencePlan:
+class ReferencePlan(_ThinkingMode):
     """What to measure: the texts of `measure`, and the reference of `diagnose`. Raises ConfigError for invalid values.
 
     Attributes:
@@ -300,14 +313,6 @@ class ReferencePlan:
         for temperature in self.temperatures:
             Sampling(temperature)
         object.__setattr__(self, "temperatures", tuple(sorted(set(self.temperatures))))
-
-    @property
-    def template_variables(self) -> dict[str, object]:
-        """Variables of the chat template: the names by which published templates turn thinking on or off."""
-        if self.thinking is None:
-            return {}
-        mode = "enabled" if self.thinking else "disabled"
-        return {"enable_thinking": self.thinking, "thinking": self.thinking, "thinking_mode": mode}
 
 
 def rotate(values: Iterable[int], turn: int) -> list[int]:
