@@ -45,7 +45,7 @@ class FakeEngine(loopback.Loopback):
     def __init__(self, *faults, drafts=True, model="toy", context=600):
         self.faults, self.drafts, self.model, self.context = set(faults), drafts, model, context
         self.seen, self.running, self.num, self.requests = [], [], 0, []
-        self.drafted, self.num_accepted, self.hits = 0, 0, 0
+        self.drafted, self.num_accepted, self.hits, self.num_asked = 0, 0, 0, 0
         self.lock = threading.Lock()
         self.listen(Handler, engine=self)
 
@@ -143,6 +143,9 @@ class Handler(loopback.Handler):
             names = ["one", "two"] if "two-models" in engine.faults else [engine.model]
             names = [] if "no-models" in engine.faults else names
             self.give_json({"data": [{"id": name, "max_model_len": engine.context} for name in names]})
+        elif self.path == "/health" and "measuring" in engine.faults:  # as nextn serve says it, for two questions
+            engine.num_asked += 1
+            self.give_json({"is_measuring": engine.num_asked <= 2})
         elif self.path == "/metrics" and "no-metrics" not in engine.faults:
             self.give(200, engine.metrics().encode(), kind="text/plain")
         else:

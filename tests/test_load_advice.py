@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from nextn.cli import app
 from nextn.cli.bench import show_by_load
+from nextn.engines.client import Budget
 from nextn.engines.counters import Counters
+from nextn.engines.endpoint import Endpoint
 from nextn.errors import ConfigError, EngineError
 from nextn.evaluate import load_advice
 from nextn.evaluate.load_advice import LoadAdvice, LoadPoint
@@ -200,6 +202,32 @@ def test_each_temperature_is_shown_when_it_is_measured(monkeypatch):
     assert "best K" in done.stdout
     assert isinstance(done.exception, EngineError)
     assert len(num_answers) == load_advice.total_requests(16, [2])
+
+
+def test_servers_that_measure_their_own_costs_are_waited_for(monkeypatch):
+    """Otherwise the idle one takes the processor of the one that is asked. Other engines have no such state."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    engine, plain = FakeEngine("measuring"), FakeEngine(drafts=False)
+    servers = [Endpoint.open(each.url, Budget()) for each in (plain, engine)]
+    assert list(load_advice.wait_until_measured(servers)) == [engine.url] * 2
+    engine.num_asked = 0
+    done = CliRunner().invoke(
+        app, ["advise", "--engine", engine.url, "--against", plain.url, "--max-tokens", "12", "--batches", "2"]
+    )
+    assert done.stderr.count(f"{engine.url} measures its own costs first") == 1
+    monkeypatch.setattr(load_advice, "_MOST_WAIT_S", -1)
+    engine.num_asked = 0
+    with pytest.raises(EngineError, match="still measures its own costs"):
+        list(load_advice.wait_until_measured(servers))
+    engine.stop()
+    plain.stop()
+
+
+def test_a_gain_above_al_is_doubted():
+    """A round with drafts takes at least as long as one without: the server without MTP was slowed down."""
+    (note,) = advice(point(1, 1.75), point(16, 3.1, low=2.9)).notes
+    assert "at 16 streams MTP gained more than its AL" in note
+    assert not advice(point(1, 2.8, low=2.7)).notes
 
 
 def test_options_that_do_not_go_together():

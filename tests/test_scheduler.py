@@ -830,6 +830,18 @@ def test_no_request_waits_for_a_recording_after_warmup(trained, monkeypatch):
     assert sizes == []
 
 
+def test_an_engine_says_until_when_it_measures(trained):
+    """Whoever times two servers of one machine has to know when the idle one takes no time of the other."""
+    options = EngineOptions("torch", max_num_seqs=1, cache_gb=0.1, num_speculative_tokens=1, max_model_len=200)
+    engine = ServingEngine(trained["glm_two"], options)
+    assert engine.stats().is_measuring
+    while engine.stats().is_measuring:
+        time.sleep(0.01)
+    assert engine.stats().cost_curve
+    assert next(engine._warm_up, "over") == "over"
+    engine.close(grace_s=5)
+
+
 @pytest.mark.more
 def test_engine_answers(engine, trained):
     requests = {key: replace(request, stop=()) for key, request in requests_of(None, 7).items()}

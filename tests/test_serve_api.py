@@ -585,6 +585,7 @@ def test_health(scripted):
         "num_speculative_tokens": 16,
         "cost_curve": [1.0, 1.1],
         "draft_cost": 0.2,
+        "is_measuring": False,
         "reference": [0.9, 0.5],
     }
 

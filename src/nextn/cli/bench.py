@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -64,10 +65,12 @@ def _advice_by_load(
     quiet: bool,
 ) -> "Iterator[LoadAdvice]":
     """Yield the advice for each temperature as soon as it is measured."""
-    from nextn.evaluate.load_advice import measure_loads, refuse_drafts, total_requests
+    from nextn.evaluate.load_advice import measure_loads, refuse_drafts, total_requests, wait_until_measured
 
     texts = [prompt.text for prompt in first_turns(prompts)]
     refuse_drafts(plain_engine, texts[0])
+    for url, _ in groupby(wait_until_measured((plain_engine, engine))):
+        say_doing(f"{url} measures its own costs first", quiet=quiet)
     total = total_requests(len(texts), loads)
     for temperature in plan.temperatures:
         streams = ", ".join(map(str, sorted(set(loads))))

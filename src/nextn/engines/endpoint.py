@@ -95,6 +95,14 @@ class Endpoint:
         except (TypeError, ValueError) as error:
             raise EngineError(f"{self.url}/tokenize: not a list of token ids: {error}") from error
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether it is a server of nextn that measures costs of its own while it is idle."""
+        try:
+            return self.client.json("/health").get("is_measuring") is True
+        except EngineError:  # without such a document
+            return False
+
     def metrics(self) -> str:
         """Return the engine's metrics as Prometheus text. Raises EngineError where there are none."""
         return _metrics(self.client)

@@ -6,7 +6,7 @@ the two together what a round with K drafts costs in plain rounds: AL / speedup.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -32,6 +32,7 @@ DEFINITIONS = {
 REPEATS = 3  # pairs of passes at each load
 _PROMPTS = 16  # asked at every load, if there are as many: AL of other texts would not compare
 _FIXED = 0.9  # of K are drafted in a round on average, at least, by an engine that does not choose K itself
+_MOST_WAIT_S = 900.0  # for a server of nextn to measure its own costs
 _NO_LIMIT = 1024  # the end of vLLM's last range, which it extends to its largest batch
 
 
@@ -99,10 +100,13 @@ class LoadAdvice:
     def notes(self) -> list[str]:
         """What makes the figures uncertain."""
         k, least = len(self.rates), min(point.drafts for point in self.points)
+        doubtful = [point.streams for point in self.points if point.speedup.low > point.length]
         unsure = [point.streams for point in self.points if point.speedup.low < 1 < point.speedup.high]
         estimated = [f"K = {best} at {counted(point.streams, 'stream')}" for point in self.points
                      if (best := point.best(self.rates)) not in (0, k)]  # fmt: skip
         notes = {
+            f"at {joined(map(str, doubtful))} streams MTP gained more than its AL, so a round took less time with "
+            "drafts than without: something slowed the server without MTP; repeat it on an idle machine": doubtful,
             f"at {joined(map(str, unsure))} streams MTP was faster in some passes and slower in others: use an "
             "idle machine, more --prompts or more --max-tokens": unsure,
             f"the engine drafted {least:.1f} of {k} tokens in a round: it chooses K itself, so the expected speedups "
@@ -193,6 +197,24 @@ def measure_loads(
     total = sum_counters(counted)
     assert total is not None
     return LoadAdvice(total.engine, temperature, _rates(total), tuple(points))
+
+
+def wait_until_measured(servers: Sequence[Endpoint], *, interval_s: float = 1.0) -> Iterator[str]:
+    """Wait until servers of nextn have measured costs of their own, which they do whenever they are idle.
+
+    While one is asked, the other would take its processor. Yields the URL each time that it waits. Raises EngineError
+    for one that does not end.
+    """
+    for server in servers:
+        until = time.monotonic() + _MOST_WAIT_S
+        while server.is_measuring:
+            if time.monotonic() > until:
+                raise EngineError(
+                    f"{server.url} still measures its own costs after {_MOST_WAIT_S / 60:.0f} minutes, which it does "
+                    "while it is idle: send it no other requests, and try again"
+                )
+            yield server.url
+            time.sleep(interval_s)
 
 
 def total_requests(num_prompts: int, loads: Sequence[int]) -> int:

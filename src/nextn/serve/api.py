@@ -327,6 +327,7 @@ class Api:
             },
             "cost_curve": list(stats.cost_curve),
             "draft_cost": stats.draft_cost,
+            "is_measuring": stats.is_measuring,
             "reference": list(self.options.reference_rates) or None,
         }
 

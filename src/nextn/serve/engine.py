@@ -49,7 +49,7 @@ class ServingEngine:
         self._open: dict[int, ServedSequence] = {}  # submitted sequences that have not ended
         self._number = 0
         self._last_parent: object | None = None  # API request of the last sequence that was submitted
-        self._is_closing = self._is_closed = self._has_noted_length = False
+        self._is_closing = self._is_closed = self._has_noted_length = self._is_warm = False
         self._stats = self._scheduler.stats()
         self._thread = threading.Thread(target=self._run, name="nextn-engine", daemon=True)
         self._thread.start()
@@ -85,8 +85,8 @@ class ServingEngine:
         self._wake()
 
     def stats(self) -> EngineStats:
-        costs = self._costs
-        return self._stats if costs is None else replace(self._stats, cost_curve=tuple(costs.v), draft_cost=costs.c)
+        stats, costs = replace(self._stats, is_measuring=not self._is_warm), self._costs
+        return stats if costs is None else replace(stats, cost_curve=tuple(costs.v), draft_cost=costs.c)
 
     def close(self, *, grace_s: float) -> None:
         """Stop accepting; let running sequences end within this time, then cancel them."""
@@ -148,6 +148,7 @@ class ServingEngine:
                 if not self._scheduler.is_idle:
                     self._scheduler.step()
                 elif next(self._warm_up, "over") == "over":
+                    self._is_warm = True
                     self._wait()
             except Exception as error:  # of no particular request or batch; it must not end the server
                 self._fail(error)

@@ -91,6 +91,7 @@ class EngineStats:
     prefix_hits: int  # of these, tokens found
     cost_curve: tuple[float, ...] = ()  # cost of verifying 1, 2, ... positions, in baseline steps; empty: not measured
     draft_cost: float = 0.0  # of one draft, in baseline steps
+    is_measuring: bool = False  # when idle, it measures the costs of rounds, which takes the processor
 
 
 class Engine(Protocol):
