@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from threading import Lock
 from types import SimpleNamespace
@@ -729,3 +731,37 @@ def test_nothing_drafted_is_reported_before_k():
     """K is of no use where no round drafted."""
     with pytest.raises(ConfigError, match="no round that drafted; check that MTP is on"):
         engine_depth([Counters("vLLM", None, 0, 0)], None)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_an_interrupted_diagnosis_shows_what_it_has(here, tmp_path, monkeypatch, is_measured):
+    """The counts, and the head's own acceptance if it was measured before the faults; no cause."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    stage = "expectations" if is_measured else "reference_acceptance"
+    monkeypatch.setattr(f"nextn.evaluate.diagnose_engine.{stage}", interrupted)
+    file, prompts = tmp_path / "counts.json", tmp_path / "prompts.jsonl"
+    file.write_text('{"num_drafts": 50, "num_draft_tokens": 100, "num_accepted_tokens": 10}')
+    prompts.write_text('{"prompt": "def add(a, b):"}\n')
+    asked = ("diagnose", "tiny", "--engine", file, "--prompts", prompts, "--max-tokens", 8, "--backend", "torch")
+    code, out, err = here(*asked)
+    assert (code, err.splitlines()[-1]) == (130, "interrupted")
+    assert "10 of 100 draft tokens accepted" in out
+    assert ("this head: mean acceptance length" in out) == is_measured
+    assert "no cause was named" in out
+    assert here(*asked, "--json")[:2] == (130, "")
+
+
+def test_counts_come_through_a_pipe():
+    """`docker logs NAME | nextn diagnose --engine -`"""
+    done = subprocess.run(
+        [sys.executable, "-m", "nextn", "diagnose", "--engine", "-"], capture_output=True, encoding="utf-8", timeout=60,
+        input="SpecDecoding metrics: Mean acceptance length: 1.01, Accepted throughput: 0.1 tokens/s, Drafted "
+        "throughput: 30.00 tokens/s, Accepted: 3 tokens, Drafted: 900 tokens, Per-position acceptance rate: 0.010, "
+        "0.000, 0.000, Avg Draft acceptance rate: 0.3%\n",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "3 of 900 draft tokens accepted" in done.stdout
+    assert "--engine HOST:PORT --drive" in " ".join(done.stdout.split())

@@ -56,12 +56,13 @@ def show_counts(
         print_json(record)
     else:
         steps = (f"  {number}. {step}" for number, step in enumerate(_next_steps(engine, k), 1))
-        print_lines(_counted(counters, k), f"finding: {found}" if found else f"not compared: {reason}")
+        print_lines(counts_line(counters, k), f"finding: {found}" if found else f"not compared: {reason}")
         print_lines("next, cheapest first", *steps, *(f"note: {shown(note)}" for note in counters.notes))
     return 1 if found else 3
 
 
-def _counted(counters: Counters, k: int | None) -> str:
+def counts_line(counters: Counters, k: int | None) -> str:
+    """Return what the engine counted, in one line."""
     parts = [f"K = {k}"] if k else []
     if counters.num_drafts is not None:
         parts.append(f"{counters.num_drafts:,} rounds with drafts")
@@ -97,7 +98,8 @@ def _finding(counters: Counters, k: int | None) -> str:
 
 
 def _next_steps(engine: str, k: int | None) -> list[str]:
-    address, given = "HOST:PORT" if Path(engine).exists() else engine, f"--engine {shlex.quote(engine)} -k {k or 'K'}"
+    address = "HOST:PORT" if engine == "-" or Path(engine).exists() else engine
+    given = f"--engine {shlex.quote(engine)} -k {k or 'K'}"
     return [
         "nextn audit MODEL: the folder that is served; it takes seconds",
         "the engine's log from its start: does it warn of weights that it skipped or did not find?",

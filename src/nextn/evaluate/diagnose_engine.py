@@ -127,6 +127,7 @@ def compare(
     source: str = "",
     notes: Sequence[str] = (),
     measure_answers: MeasureAnswers | None = None,
+    on_reference: Callable[[ReferenceReport], None] = lambda reference: None,
     on_text: Step = lambda num_texts=1: None,
     on_fault: Step = lambda: None,
 ) -> Diagnosis:
@@ -134,8 +135,9 @@ def compare(
 
     The plan's K is replaced by the engine's, by its counters and flags, its temperatures by those of the observations,
     whose indices are of these prompts. `measure_answers` measures the reference on the engine's answers, for a model
-    that cannot generate. `on_text` is called with the number of texts that were decoded, and for each that was scored.
-    Raises ConfigError without a head, or if counters contradict K; EngineError for counters without figures.
+    that cannot generate. `on_reference` is called before the faults, `on_text` with the number of texts that were
+    decoded, and for each that was scored. Raises ConfigError without a head, or if counters contradict K; EngineError
+    for counters without figures.
     """
     texts = flag_texts(flags)
     observed = [replace(each, counters=with_settings(each.counters, texts)) for each in observed]
@@ -145,6 +147,7 @@ def compare(
         reference = reference_acceptance(model, prompts, plan, on_text=on_text, on_score=on_text)
     else:
         reference = measure_answers(observed, plan)
+    on_reference(reference)
     expected = expectations(reference, model, on_fault=on_fault)
     other_plan = _other_template(model, prompts, plan) if observed[0].prompt_indices is None else None
     if other_plan is not None:

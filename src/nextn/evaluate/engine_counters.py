@@ -40,16 +40,19 @@ def counted_with_settings(engine: str, budget: Budget, flags: str | None) -> Cou
 def read_engine_counters(engine: str, budget: Budget) -> Counters:
     """Read what an engine has counted so far, from a file (metrics, log or JSON) or the /metrics of a running engine.
 
-    `#MODEL` at its end chooses one of several served models. Raises ConfigError if `engine` is neither a file nor an
-    address, EngineError if it does not answer or reports no draft counts.
+    `-` is standard input, `#MODEL` at its end chooses one of several served models. Raises ConfigError if `engine` is
+    neither a file nor an address, EngineError if it does not answer or reports no draft counts.
     """
     for file, model in _files(engine):
+        if str(file) == "-":
+            return read(Path("/dev/stdin"), model=model)
         if file.exists():
             return read(file, model=model)
     engine, model = split_address(engine)
     if "://" not in engine and not re.fullmatch(r"[\w.-]+:\d+(/.*)?|localhost", engine):
         raise ConfigError(
-            f"--engine {engine}: no such file, and not an address such as localhost:8000; save lines of a log in a file"
+            f"--engine {engine}: no such file, and not an address such as localhost:8000; save lines of a log in a "
+            "file, or pipe them to --engine -"
         )
     return from_metrics(fetch_metrics(engine, budget), model=model)
 
