@@ -24,8 +24,8 @@ DEFINITIONS = {
     "middle_repeat": "tokens/s without and with MTP in the repeat of the median speedup, which is their ratio",
     "mean_acceptance_length": "AL by the engine's counters over the answers at this number of streams",
     "round_cost": "AL / speedup: the time of a round with K drafts in plain ones; MTP is faster where AL is above it",
-    "draft_cost": "(round_cost - 1) / K, or / mean drafts in a round if the engine chooses K itself, at least 0: each "
-    "draft is assumed to cost the same",
+    "draft_cost": "(AL of the rates of all loads / speedup - 1) / K, or (round_cost - 1) / mean drafts in a round if "
+    "the engine chooses K itself, at least 0: each draft is assumed to cost the same",
     "expected": "speedup at k = 0 .. K: AL(k) / (1 + k draft_cost)",
     "best_num_speculative_tokens": "the best k; 0 where the low quartile of the speedup is below 1",
 }
@@ -55,9 +55,11 @@ class LoadPoint:
     def expected(self, rates: Sequence[float], *, cautious: bool = False) -> list[float]:
         """Return the speedup at k = 0 .. K. cautious: with the low quartile of what was measured."""
         measured = self.speedup.low if cautious else self.speedup.median
-        # Rounds that the end of a text cuts short lower AL, the rates and the cost alike: no reason for another K.
-        drafts = len(rates) if self.drafts > _FIXED * len(rates) else self.drafts
-        draft_cost = max(0.0, (self.length / measured - 1) / drafts)
+        # With a fixed K, the AL of the rates counts: what is expected of K is then what was measured at it, though the
+        # rates are of all loads, and though rounds that the end of a text cuts short lower the AL of this one.
+        is_fixed = self.drafts > _FIXED * len(rates)
+        length, drafts = (expected_length(rates), len(rates)) if is_fixed else (self.length, self.drafts)
+        draft_cost = max(0.0, (length / measured - 1) / drafts)
         return [expected_length(rates[:k]) / (1 + k * draft_cost) for k in range(len(rates) + 1)]
 
     def best(self, rates: Sequence[float]) -> int:
