@@ -269,6 +269,10 @@ def test_the_documented_loop_with_a_new_head(kind, fixture_folder, tmp_path):
     assert all(torch.equal(value, saved.head.state_dict()[name].float()) for name, value in learned.items())
     assert not all(torch.equal(value, before[name]) for name, value in learned.items())
     assert nextn.audit(tmp_path / "out", require_head=True).clean
+    assert nextn.save_head(scope["head"], tmp_path / "alone" / "head.safetensors") is None
+    alone = nextn.load(tmp_path / "out", head=tmp_path / "alone" / "head.safetensors")
+    assert alone.trained_length == 38
+    assert all(torch.equal(value, alone.head.state_dict()[name].float()) for name, value in learned.items())
     settings = nextn.Settings(num_speculative_tokens=2, max_tokens=8)
     (result,) = nextn.generate(saved, [tokens[0, :8].tolist()], settings)
     assert result.acceptance.num_rounds

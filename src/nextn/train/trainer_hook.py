@@ -127,18 +127,19 @@ class CotrainedHead:
     def open_base(self, folder: Path) -> Iterator[Path]:
         """Write the head to a temporary file, which is valid inside the context."""
         with tempfile.TemporaryDirectory() as temporary:
-            self.write(Path(temporary))
+            self.write(Path(temporary, _FILE))
             yield Path(temporary, _FILE)
 
     def seal(self, folder: Path) -> None:
         """Record in a saved checkpoint what trained its head."""
         record_training(folder, source=self.made_by, trained_length=self.head.trained_length)
 
-    def write(self, folder: Path) -> None:
-        """Write `head/head.safetensors` and its config.json, a base for `restore`."""
+    def write(self, file: Path) -> None:
+        """Write the head alone and its config.json, a base for `restore`."""
         head = self.head
         config = head.family.with_count(head.trunk.model.config.to_dict(), head.num_modules)
-        write_head(head, folder / _FILE, config, dtype=head.trunk.dtype)
+        metadata = {"source": self.made_by, "trained_length": str(head.trained_length or "")}
+        write_head(head, file, config, dtype=head.trunk.dtype, metadata=metadata)
 
     def write_state(self, folder: Path) -> None:
         """Write `head/training.safetensors`, the parameters in training precision."""
@@ -159,35 +160,43 @@ class CotrainedHead:
 
 def save_head(
     head: Head, folder: str | Path, *, source: str = "a training loop", trained_length: int | None = None
-) -> EditPlan:
-    """Write a head that was trained in memory into the folder of its saved trunk, with a record of the training.
+) -> EditPlan | None:
+    """Write a head that was trained in memory into the folder of its saved trunk, or alone into a file.
 
-    Call it after `model.save_pretrained(folder)`, in one process. A head that is in the folder is replaced.
+    Call it in one process; for a folder, after `model.save_pretrained(folder)`. A head that is there is replaced.
 
     Args:
         head: The head, of `load_head` or `new_head`.
-        folder: A checkpoint folder with the trunk as it is now.
+        folder: A checkpoint folder with the trunk as it is now, which gets a record of the training; or a file name
+            that ends in .safetensors, for `nextn.load(..., head=...)` and `--head`. A config.json is written beside it.
         source: What trained the head, for nextn.json, by which `audit` later sees whether the trunk has changed.
         trained_length: Tokens of the longest text in training, for nextn.json: decoding prints a note beyond them.
             Default: of those that `CotrainLoss` was given; unknown in a loop without it.
 
     Returns:
-        What was written.
+        What was written into the folder; None for a file.
 
     Raises:
         CheckpointError: The folder has no trunk, or one that the head does not fit.
+        ConfigError: A value is not of its kind.
 
     Example:
         >>> model = nextn.load("tiny")
         >>> model.trunk.model.save_pretrained("saved")
         >>> nextn.save_head(model.head, "saved").num_bytes > 0
         True
+        >>> nextn.save_head(model.head, "alone/head.safetensors")
+        >>> nextn.load("tiny", head="alone/head.safetensors").head.num_modules
+        1
     """
     require_type("head", head, Head, "what nextn.load_head or nextn.train_head returns")
     if trained_length is not None and not (type(trained_length) is int and trained_length > 0):
         raise ConfigError(f"trained_length = {trained_length!r}; expected a number of tokens, or None")
     head.trained_length = trained_length or head.trained_length
     saved = CotrainedHead(head, made_by=source)
+    if Path(folder).suffix == ".safetensors":
+        saved.write(Path(folder))
+        return None
     with saved.open_base(Path(folder)) as base:
         family = GENERIC if head.family.name == GENERIC else None
         plan = restore(folder, base, force=True, follow_links=True, family=family)
@@ -202,7 +211,7 @@ def _save_adapters(
     """Replaces the `save_pretrained` of a PEFT wrapper."""
     save(save_directory, *args, **kwargs)
     if kwargs.get("is_main_process", True):
-        head.write(Path(save_directory))
+        head.write(Path(save_directory, _FILE))
 
 
 _Samples = tuple[Sequence[Mapping[str, object]], object]  # of a step, and the number of their labels
