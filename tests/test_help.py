@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from nextn import text_format
 from nextn.audit_rules import audit
-from nextn.checkpoint.checkpoint import SHIPPED, Checkpoint
+from nextn.checkpoint.checkpoint import SHIPPED, SHIPPED_HEAD, Checkpoint
 from nextn.cli import app
 from nextn.cli.commands import COMMANDS
 from nextn.errors import FamilyError
@@ -133,6 +133,7 @@ def test_every_command_takes_the_same_names():
             if options == "--head" or (takes.search(each.help or "") and options != "--served-model-name"):
                 assert each.callback, (name, options)
                 assert each.callback(context, each, "tiny") == str(SHIPPED), (name, options)
+                assert each.callback(context, each, SHIPPED_HEAD.name) == str(SHIPPED_HEAD), (name, options)
 
 
 DOCS = Path(__file__).parent.parent / "docs"

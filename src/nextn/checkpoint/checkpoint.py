@@ -55,7 +55,7 @@ from nextn.text_format import some
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "tiny"  # the checkpoint in the package, with held-out prompts
 SHIPPED_HEAD = SHIPPED.with_name("smollm2-head")  # the head in the package, for `edit.published_model`, with prompts
-_SHIPPED_NAME = "tiny"
+_NAMES = {"tiny": SHIPPED, SHIPPED_HEAD.name: SHIPPED_HEAD}
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # of which a tokenizer has one at least
@@ -82,8 +82,9 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
 
 
 def shipped_path(source: str | Path) -> str | Path:
-    """Return `SHIPPED` for its name, `tiny`, unless a file or folder has that name; any other source as it is."""
-    return SHIPPED if str(source) == _SHIPPED_NAME and not Path(source).exists() else source
+    """Return the path of what the package has under this name, unless a file has it; any other source as it is."""
+    known = _NAMES.get(str(source))
+    return source if known is None or Path(source).exists() else known
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,8 +126,8 @@ def _show_answers(example: "Demonstration", folder: Path) -> None:
     _note_short_texts(decoded)
     if decoded.greedy.figures().speedup < 1:
         screen.print("note: here, checking drafts costs more than the head saves; its card has figures", style="dim")
-    screen.print(plain(f"in {folder}: report.json; the head and its card: {SHIPPED_HEAD}"))
-    command = shlex.join(["nextn", "chat", str(example.checkpoint), "--head", str(SHIPPED_HEAD)])
+    screen.print(plain(f"in {folder}: report.json; the head and its card, {SHIPPED_HEAD.name}: {SHIPPED_HEAD}"))
+    command = shlex.join(["nextn", "chat", str(example.checkpoint), "--head", SHIPPED_HEAD.name])
     screen.print(plain(f"To try it: {command}"))
 
 

@@ -72,7 +72,8 @@ class ModelOptions:
     head: Annotated[
         str | None,
         Option(
-            help="Use the head of this checkpoint instead: folder, .safetensors file or hub id.",
+            help="Use the head of this checkpoint instead: folder, .safetensors file or hub id; smollm2-head: that "
+            "of SmolLM2-135M-Instruct in the package.",
             callback=shipped_option,
         ),
     ] = None
