@@ -9,7 +9,7 @@ import pytest
 from quick import loop
 
 from nextn.engines.counter_formats import read
-from nextn.engines.counters import RUNS
+from nextn.engines.counters import RISING, RISING_AGAIN, RUNS
 from nextn.engines.json_formats import WARM_UP
 from nextn.engines.named_counts import NAMED_FORMAT, role_of
 from nextn.engines.run_settings import overrides_in
@@ -226,3 +226,113 @@ def test_blanks_behind_a_setting_cost_little_time():
     start = time.perf_counter()
     assert not overrides_in("SIMULATE_ACC_LEN" + 40_000 * " " + "none")
     assert time.perf_counter() - start < 2
+
+
+def counts_of(text):
+    counters = read(text)
+    return counters.num_drafts, counters.draft_tokens, counters.accepted
+
+
+@loop(
+    ("beside", "counts"),
+    [
+        ({}, None),
+        ({"acceptance_rate": 0.25}, (None, 12, 3)),
+        ({"mean_acceptance_length": 1.25}, (12, None, 3)),
+        ({"k": 1}, (12, 12, 3)),
+        ({"k": 3}, None),
+        ({"draft_tokens": 36}, (12, 36, 3)),
+    ],
+)
+def test_drafts_that_may_be_rounds_or_tokens(beside, counts):
+    text = json.dumps({"drafts": 12, "accepted": 3} | beside)
+    if counts is None:
+        with pytest.raises(EngineError, match="'drafts' beside 'accepted' may be rounds or draft tokens"):
+            read(text)
+    else:
+        assert counts_of(text) == counts
+
+
+def test_drafts_that_are_rounds_by_the_accepted_ones():
+    assert counts_of('{"drafts": 12, "accepted": 13}') == counts_of('{"drafts": 12, "accepted_tokens": 13}')
+    assert counts_of('{"num_drafts": 12, "num_accepted_tokens": 3}') == (12, None, 3)
+
+
+@loop(
+    ("text", "rounds"),
+    [
+        ("[MTP] steps=100 total_draft=300 accepted=200", 100),
+        ("MTP: iterations 100, drafted 300, accepted 200", 100),
+        ("MTP: drafted 300, accepted 200 in 100 rounds", 100),
+        ('{"steps": 100, "total_draft": 300, "total_accepted": 200}', 100),
+        ("mtp\ntotal_iterations: 100\ntotal_draft: 300\ntotal_accepted: 200", 100),
+        ("MTP num_steps=100 drafted=300 accepted=200", None),  # K
+        ("MTP spec steps: 100 drafted=300 accepted=200", None),
+        ('{"steps": 3, "draft_tokens": 300, "accepted_tokens": 200}', None),
+    ],
+)
+def test_rounds_under_bare_names(text, rounds):
+    assert counts_of(text) == (rounds, 300, 200)
+
+
+@loop(
+    "text",
+    [
+        "ngram: drafted=300 accepted=200",
+        "spec (prompt-lookup): accepted 200 / 300 drafted",
+        "[pld] drafted=300 accepted=200",
+        "speculative n-gram: acceptance 66.7% (200/300)",
+        "suffix decoding: drafts 40/50, tokens 90/150",
+        "ngram draft acceptance position 1: 40/50\nposition 2: 30/40",
+        "n_draft = 5\nn_predict = 200\nn_drafted = 300\nt_draft_flat = 1.00 ms\nn_accept = 200\n",
+    ],
+)
+def test_drafts_that_no_head_made(text):
+    with pytest.raises(EngineError, match="no head made"):
+        read(text)
+
+
+def test_a_copier_beside_the_head():
+    head = "MTP: 31 accepted / 50 drafted"
+    for text in (f"{head}\nngram: 3 accepted / 4 drafted", f"n-gram: off, {head}", f"{head} (prompt suffix 20)"):
+        assert counts_of(text) == (None, 50, 31)
+
+
+def test_running_totals_of_an_engine_that_was_started_again():
+    def lines(*totals):
+        return "\n".join(f"spec: drafted={total} accepted={total // 2}" for total in totals)
+
+    totals = (100, 200, 300, 400, 500, 50, 150)
+    assert RISING_AGAIN in read(lines(*totals)).notes
+    assert RISING_AGAIN not in read(lines(*totals[3:])).notes  # which requests may have, too
+    assert RISING in read(lines(*totals[:5])).notes
+
+
+@loop(
+    "text",
+    [
+        "NUM_DRAFTS=100\nNUM_DRAFT_TOKENS=300\nNUM_ACCEPTED_TOKENS=200\n",
+        "spec_decode,host=a num_drafts=100i,num_draft_tokens=300i,num_accepted_tokens=200i 1700000000000000000",
+        *(
+            "\n".join(
+                line.format(f"vllm:spec_decode_num_{name}_total", value * part, 1700000000 + part)
+                for part in (1, 2)
+                for name, value in (("drafts", 50), ("draft_tokens", 150), ("accepted_tokens", 100))
+            )
+            for line in ("{0},engine=0,model_name=q counter={1} {2}", "prometheus,engine=0,url=http://x/m {0}={1} {2}")
+        ),
+        "mtp rounds=100i,drafted=300i,accepted=200i,ok=true,name=\"a, b\"",
+    ],
+)  # fmt: skip
+def test_dumps_of_names_and_values(text):
+    assert counts_of(text) == (100, 300, 200)
+
+
+def test_lines_that_look_like_influx():
+    assert counts_of("MTP accepted=31,drafted=50\nready\n") == (None, 50, 31)
+
+
+@loop("text", ["<a><num_drafts>100</num_drafts><accepted>20</accepted></a>", '<?xml version="1.0"?>\n<accept v="1"/>'])
+def test_xml_is_refused_with_what_to_give_instead(text):
+    with pytest.raises(EngineError, match=r"XML.*name: value"):
+        read(text)

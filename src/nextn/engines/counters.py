@@ -27,6 +27,7 @@ FIRST_TOKENS = "generated tokens include the first of each request, which comes 
 ESTIMATED_ROUNDS = "the rounds of entries that show none are estimated from the draft tokens per round of the others"
 ADDED = "the counts of several processes are added"
 RISING = "each line has more than the one before, and all are added: if they are running totals, give the last alone"
+RISING_AGAIN = "nearly each line has more than the one before: of totals that began anew, give the last of each run"
 RUNS = "runs or requests are added; if their models or settings differ, give one of them alone"
 COPIED = "rounds that copied drafts from the text are not counted, which leaves the head the harder ones"
 SOME_POSITIONS = "acceptance of some positions or entries is missing: only the totals are compared"

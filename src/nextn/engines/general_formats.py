@@ -4,6 +4,7 @@ import re
 
 from nextn.engines.counters import MAX_POSITIONS, UNKNOWN, Counters
 from nextn.engines.log_format import EQUALS, INT, IS, Fields, LogFormat, integer
+from nextn.engines.named_counts import MAX_BARE
 from nextn.errors import EngineError
 
 _GROUPED = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{1,12})"  # of two counts that follow words
@@ -39,6 +40,8 @@ def _pair(one: str, other: str) -> str:
     return rf"{after}|{_COUNT} {words}{one}\s*(?:[,;/|(]|and|of|out of)\s*{_COUNT} {words}{other}"
 
 
+# Of a decoding; with a word before them they are K, as `spec steps` are.
+_ROUNDS = r"(?<![\w-])(?<!spec )(?<!speculative )(?<!num )(?<!draft )(?<!max )(?:rounds|iterations|steps|cycles)"
 _DRAFT = r"(?<![a-z])draft(?:s|ed)?:\s?"
 _TOKENS_FIRST = rf"{_DRAFT}{_COUNT} tokens, {_COUNT} accepted"
 _PAIR = (
@@ -82,14 +85,17 @@ def _ratio(fields: Fields) -> Counters:
 def _named(fields: Fields) -> Counters | None:
     """Two counts in the order of their names; a single name has the accepted ones first."""
     text, *others = fields["accepted and drafted"]
-    if others or fields["copied"]:  # of other requests, or totals; or of drafts that no head made
+    if others:  # of other requests, or totals
         return None
     accepted, other = (integer(count) for count in re.findall(_COUNT, text))
     has_two_names = not re.search(rf"(?i){_COUNT}{_OF}{_COUNT}(?: (?:accepted )?draft|$)", text)
     if has_two_names and re.search(rf"(?is){_DRAFTED}.*accept|{_TOKENS_FIRST}", text):
         accepted, other = other, accepted
     drafted = accepted + other if "rejected" in text.lower() else other
-    return Counters(UNKNOWN, None, drafted, accepted) if accepted <= drafted else None
+    counts = {integer(count) for count in re.findall(_COUNT, " ".join(fields["rounds"]))}
+    rounds = counts.pop() if len(counts) == 1 else 0
+    rounds_or_none = rounds if rounds and rounds <= drafted <= MAX_BARE * rounds else None
+    return Counters(UNKNOWN, rounds_or_none, drafted, accepted) if accepted <= drafted else None
 
 
 def _row(position: str, counts: str = f"{INT}/") -> str:
@@ -128,9 +134,10 @@ GENERAL_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         "accepted and drafted by name", "ccept", rf"(?im:^)(?=[^\n]{{0,300}}?(?i:{_PAIR}))",
         {"accepted and drafted": rf"(?i)({_PAIR})", "draft": rf"(?i)(?<![a-z])({_DRAFTING_HERE})",
-         "copied": r"(?i)\A[^\n]*?(?<![a-z])(lookup|n-?gram)['\"]?(?:[:=]| ?(?:draft|accept))"},
+         "rounds": rf"(?i)({_ROUNDS}{IS}{_COUNT}|{_COUNT} {_ROUNDS}(?![\w-]))"},
         ("accepted and drafted", "draft"), _named,
-        "as other engines print it, `MTP: 31 accepted / 50 drafted`, `drafted=50 accepted=31`: both counts; no rounds",
+        "as other engines print it, `MTP: 31 accepted / 50 drafted`, `drafted=50 accepted=31`: both counts, and "
+        "rounds, iterations or steps beside them",
         num_lines=2, is_run=True, is_general=True,
     ),
 )  # fmt: skip

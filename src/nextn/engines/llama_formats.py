@@ -19,6 +19,7 @@ from nextn.engines.log_format import (
     rates_of,
     rounds_by_length,
 )
+from nextn.engines.named_counts import copied_error
 
 HEAD_STATISTICS = "llama.cpp's draft statistics"
 
@@ -46,6 +47,13 @@ def _llama_request(fields: Fields) -> Counters:
     rounds = rounds_by_length(accepted, drafted, float_field(fields, "mean len"), len(rates))
     positions = tuple(round(rate * rounds) for rate in rates) if rounds else ()
     return Counters("llama.cpp", rounds, drafted, accepted, positions, notes=(ROUNDED,) if rounds else ())
+
+
+def _example(fields: Fields) -> Counters:
+    """The end of llama-speculative-simple and its like; llama-lookup, which copies drafts, has a time of its own."""
+    if fields["copied"]:
+        raise copied_error(fields["copied"][0])
+    return counts_of("llama.cpp", "", "n_drafted", "n_accept", k="n_draft")(fields)
 
 
 def _llama_bench(fields: Fields) -> Counters:
@@ -92,8 +100,9 @@ LLAMA_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         "llama.cpp's speculative examples", "n_drafted", r"(?<!\w)n_draft\s+=",
-        {name: rf"(?<!\w){name}\s*=\s*({INT})" for name in ("n_draft", "n_drafted", "n_accept")},
-        ("n_drafted", "n_accept"), counts_of("llama.cpp", "", "n_drafted", "n_accept", k="n_draft"),
+        {name: rf"(?<!\w){name}\s*=\s*({INT})" for name in ("n_draft", "n_drafted", "n_accept")}
+        | {"copied": r"(?<!\w)(t_draft_flat) "},
+        ("n_drafted", "n_accept"), _example,
         "the run: K, drafted and accepted tokens; no rounds", num_lines=8, is_run=True,
     ),
     LogFormat(

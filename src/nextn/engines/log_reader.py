@@ -12,6 +12,7 @@ from nextn.engines.counters import (
     COUNTS,
     MAX_POSITIONS,
     RISING,
+    RISING_AGAIN,
     RUNS,
     UNKNOWN,
     Counters,
@@ -22,6 +23,7 @@ from nextn.engines.counters import (
 from nextn.engines.llama_formats import HEAD_STATISTICS
 from nextn.engines.log_format import NUMBER, LogFormat, to_number
 from nextn.engines.log_formats import LOG_FORMATS
+from nextn.engines.named_counts import copied_error, copier_of
 from nextn.errors import EngineError
 
 _CHUNK = 1024 * 1024  # characters of a log that are held at once, plus the rest of their last line
@@ -32,6 +34,7 @@ _MAX_DEPTH_LINES = 2000  # of SGLang's, from which K is read
 _SPACES = str.maketrans("\t\u00a0\u202f\uff1a\uff0c\uff08\uff09\uff05", "   :,()%")  # and signs of Chinese text
 _COLORS = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,20}[A-Za-z]")  # of a terminal, or as `cat -v` shows them
 _MIN_DRAFTS = 50  # draft tokens of an entry without an accepted one, which is not chance where others accept many
+_MIN_RISING = 5  # entries with more than the one before for one with fewer, which chance has seldom
 _MORE = 1.02  # times as many draft tokens as the head's: of other drafters
 _MANY = 0.2  # of the draft tokens of those others
 _MAX_PREFIX = 500  # characters of a line before its entry, and of the line before it
@@ -63,7 +66,9 @@ class _Reader:
     num_unreadable: int = 0
     has_entries: bool = False
     counts: tuple[int, int] = (-1, -1)  # drafted and accepted tokens of the last entry
-    num_rising: int = 0  # entries in turn with more than the one before; < 0 after one with fewer
+    num_rising: int = 0  # entries with more than the one before
+    num_falling: int = 0  # and with fewer
+    copier: str = ""  # what drafted in entries that are left out, as their lines say
     num_empty: int = 0  # entries of many draft tokens without an accepted one
     others: tuple[int, int, int] = (0, 0, 0)  # number, drafted and accepted tokens of the other entries
     runs: Counter[str] = field(default_factory=Counter)  # entries with drafts, by the name before them
@@ -91,8 +96,8 @@ class _Reader:
         if self.format.is_run and counters.has_drafts is not False:
             self.runs[name if name in self.runs or len(self.runs) < _MAX_PROCESSES else ""] += 1
         before, self.counts = self.counts, (counters.draft_tokens or 0, counters.accepted or 0)
-        is_rising = self.num_rising >= 0 and self.counts[0] > before[0] and self.counts[1] >= before[1]
-        self.num_rising = self.num_rising + 1 if is_rising else -1
+        is_rising = self.counts[0] > before[0] and self.counts[1] >= before[1]
+        self.num_rising, self.num_falling = self.num_rising + is_rising, self.num_falling + (not is_rising)
         if self.counts[0] >= _MIN_DRAFTS and counters.accepted == 0:
             self.num_empty += 1
         else:
@@ -107,6 +112,13 @@ class _Reader:
             self._count(process, last)  # the engine was started again
             self.runs[process] += 1 + (process not in self.runs)
         self.last[process] = counters
+
+    def leaves_out(self, text: str, start: int, end: int) -> bool:
+        """Whether the line of an entry says that its drafts were copied from the text."""
+        stop = _line_end(text, end, len(text))
+        if copier := copier_of(text[_line_start(text, start) : stop]):
+            self.copier, self.end = copier, stop
+        return copier != ""
 
     def _count(self, process: str, counters: Counters) -> None:
         self.sums.add(counters)
@@ -123,8 +135,8 @@ class _Reader:
         notes = added_note({name: part for name, part in parts.items() if part is not None})
         if (num_runs := max(self.runs.values(), default=0)) > 1:
             notes += (f"{num_runs} {RUNS}",)
-        if self.num_rising > 1 and found.engine == UNKNOWN:
-            notes += (RISING,)
+        if found.engine == UNKNOWN and self.num_rising > 1 and self.num_falling <= self.num_rising // _MIN_RISING:
+            notes += (RISING_AGAIN if self.num_falling else RISING,)
         num, drafted, accepted = self.others
         if self.num_empty and not self.format.is_cumulative and accepted > _MANY * drafted:
             notes += (
@@ -162,6 +174,8 @@ def read_log(file: TextIO, *, general: bool = False) -> LogReading:
     depths = _read_entries(file, readers, general=general)
     found = [(reader, counters) for reader in readers if (counters := reader.counters()) is not None]
     incomplete = tuple((reader.format.name, reader.missing) for reader in readers if reader.missing)
+    if not found and (copier := next((reader.copier for reader in readers if reader.copier), "")):
+        raise copied_error(copier)
     if not found:
         return LogReading(None, incomplete, any(reader.has_entries for reader in readers))
     (reader, counters), *others = sorted(  # counts before a length alone
@@ -195,6 +209,8 @@ def _read_entries(file: TextIO, readers: Sequence[_Reader], *, general: bool) ->
             if match.start() < reader.end:
                 continue
             name = _name(text, match.start(), reader) if reader.format.is_run else ""
+            if general and reader.leaves_out(text, *match.span()):
+                continue
             entry, reader.end = _entry(text, *match.span(), reader)
             reader.process = _process(text, match.start(), reader)
             reader.start = match.start()

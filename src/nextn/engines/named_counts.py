@@ -17,7 +17,9 @@ Item = TypeVar("Item")
 NAMED_FORMAT = "counts by name"
 NAMED_COUNTED = (
     "Of other engines, scripts and trainers: accepted with drafted or rejected tokens, or with rounds, in one object "
-    "or in a table with a column for each, and positions as counts or as shares of rounds."
+    "or in a table with a column for each, and positions as counts or as shares of rounds. "
+    "`drafts` alone are rounds where more tokens are accepted or a length shows it, tokens where the rate does; "
+    "else they are refused."
 )
 
 
@@ -42,6 +44,8 @@ _ROLES: tuple[tuple[str, frozenset[str], frozenset[str], frozenset[str]], ...] =
     ("rounds", _words("drafts rounds verify"), _words("verify verifier"), _ROUNDS),
     ("rounds", frozenset(), _words("draft"), _words("rounds iterations cycles")),  # steps may be of each draft
 )
+_BARE_ROUNDS = _words("rounds iterations steps cycles")  # of a decoding, where draft and accepted tokens stand beside
+MAX_BARE = 32  # draft tokens of each, at most: they are of something else, or K, where there are more
 _POSITION = _words("pos position positions")
 _OF_POSITIONS = _POSITION | _words("accepted accept acceptance draft tokens rate rates per by")
 # What distinguishes runs that are not to be added.
@@ -60,11 +64,17 @@ _MAX_LINES = 8000  # characters of what is no log
 _NUMBERS = r"[0-9]{1,12}(?:\.[0-9]{1,20})?"
 _FIELD = re.compile(
     rf"(?<![\w.])([A-Za-z][\w/.-]{{1,60}}(?: [A-Za-z]\w{{0,20}}){{0,3}})['\"]? ?[=:] {{0,40}}"
-    rf"(?:(?:\*\*)?({_NUMBERS})(?![\w%]|[.,][0-9])|\[({_NUMBERS}(?:, ?{_NUMBERS}){{0,63}})\])"
+    rf"(?:(?:\*\*)?({_NUMBERS})[iu]?(?![\w%]|[.,][0-9])|\[({_NUMBERS}(?:, ?{_NUMBERS}){{0,63}})\])"
 )
 _COPIER = re.compile(
     r"(?i)(?<![a-z])(?:method|mode|type|drafter|algorithm|spec\w*)['\"]?\s?[=:]\s?['\"]?"
     r"(?:[a-z]{1,20}[ _-]){0,2}(?:lookup|n-?gram|suffix|pld|copy|copied)(?![a-z])"
+)
+# What drafted, by the first word of a line that says so: a copier, else the head.
+_DRAFTER = re.compile(
+    r"(?i)(?<![a-z])(?:(?P<copier>(?:(?:mtp|spec\w{0,12})[ _-])?(?:prompt[ _-]?lookup|n-?gram|pld|"
+    r"(?:lookup|suffix)(?=['\"]?(?:[:=]|[ _-]?(?:decod|draft|accept|spec)))))|mtp|nextn)(?![a-z])"
+    r"(?! ?[:=]? ?(?:off|false|none|disabled)\b)"
 )
 _TAG = re.compile(r"(?i)\[(?:spec(?:ulative)?(?:[ _-]?decod\w{1,5})?|mtp|nextn|draft)\]")  # before counts
 _WORD = re.compile(r"[a-z]+|[0-9]+")
@@ -79,6 +89,8 @@ def words_of(name: str) -> list[str]:
 def role_of(name: str) -> str:
     """Return which of the counts a name is of: drafted, accepted, rejected or rounds; "" for none."""
     words = set(words_of(name)) - _FILLERS
+    if words == {"draft"} and "total" in words_of(name):
+        return "drafted"
     for role, alone, beside, others in _ROLES:
         own = words & (alone | beside)
         if own and words <= own | others and (own & alone or words - beside):
@@ -126,12 +138,16 @@ def in_documents(documents: list[object]) -> Counters | None:
 def in_lines(text: str) -> Counters | None:
     """Return the counts in lines or a Python object with a name before each; None without rounds, or for several."""
     record: dict[str, object] = {}
+    bare: dict[str, set[int]] = {}
     for name, value, values in _FIELD.findall(text) if len(text) <= _MAX_LINES else ():
         if role_of(name) or _POSITION.intersection(words_of(name)):
             number = [float(each) if "." in each else int(each) for each in re.findall(r"[0-9.]+", values or value)]
             if name in record:
                 return None
             record[name] = number if values else number[0]
+        elif value.isdigit() and _is_bare(name):
+            bare.setdefault(name, set()).add(int(value))
+    record |= {name: min(found) for name, found in bare.items() if len(found) == 1}
     tag = ("mtp",) if _TAG.search(text) else ()
     counters = None if is_copied(record) else from_record(record, tag)
     if counters is None or not counters.num_drafts or not counters.draft_tokens:
@@ -143,10 +159,21 @@ def in_lines(text: str) -> Counters | None:
 def refuse_copied(text: str) -> None:
     """Raise EngineError where a text names a drafter that copies."""
     if copier := _COPIER.search(text):
-        raise EngineError(
-            f"the counts are of drafts copied from the text ({copier[0]!r}), which no head made; give those of a run "
-            "with MTP alone"
-        )
+        raise copied_error(copier[0])
+
+
+def copier_of(line: str) -> str:
+    """Return the words of a line by which its counts are of copied drafts; "" for none."""
+    match = _DRAFTER.search(line)
+    return (match["copier"] or "") if match else ""
+
+
+def copied_error(copier: str) -> EngineError:
+    """Return the error for counts of drafts that were copied, by the words that say so."""
+    return EngineError(
+        f"the counts are of drafts copied from the text ({copier!r}), which no head made; give those of a run "
+        "with MTP alone"
+    )
 
 
 def _whole(records: list[_Record], total: Counters) -> Counters | None:
@@ -196,6 +223,10 @@ def from_record(record: JsonObject, path: tuple[str, ...] = ()) -> Counters | No
     if drafted is None and accepted is not None and rejected is not None:
         drafted = accepted + rejected
     rates = _by_position(record)
+    if rounds is None and drafted and accepted is not None:
+        rounds = _bare_rounds(record, drafted)
+    if rounds is not None and drafted is None and accepted is not None and not rates:
+        drafted, rounds = _unit_of(record, names["rounds"][0], rounds, names["accepted"][0], accepted)
     if accepted is not None and rounds and drafted is None and not rates and _has_bonus(record, accepted, rounds):
         accepted -= rounds
     if drafted and accepted is not None and not _fits_rate(record, drafted, accepted, rounds):
@@ -205,6 +236,41 @@ def from_record(record: JsonObject, path: tuple[str, ...] = ()) -> Counters | No
             raise _contradiction(drafted, accepted, rounds, _stated(record, _LENGTH)[0], "acceptance length")
         rounds = None
     return _checked(drafted, accepted, rounds, rates)
+
+
+def _bare_rounds(record: JsonObject, drafted: int) -> int | None:
+    """The steps or iterations beside both counts of tokens, which are rounds if each drafted some and at most as many.
+
+    With another word before them they are K, as `speculative_num_steps` is.
+    """
+    found = {_count(value) for name, value in record.items() if _is_bare(str(name))} - {None, 0}
+    rounds = found.pop() if len(found) == 1 else None
+    return rounds if rounds and rounds <= drafted <= MAX_BARE * rounds else None
+
+
+def _is_bare(name: str) -> bool:
+    words = {*words_of(name)} - {"total"}
+    return len(words) == 1 and words <= _BARE_ROUNDS
+
+
+def _unit_of(record: JsonObject, name: str, count: int, other: str, accepted: int) -> tuple[int | None, int | None]:
+    """Draft tokens or rounds that `drafts` without a count of tokens are: tokens if they give the rate beside them.
+
+    More accepted tokens than drafts, a length, or tokens in the name of the accepted ones show rounds.
+    Raises EngineError where nothing shows which.
+    """
+    is_sure = {*words_of(name)} - _FILLERS != {"drafts"} or accepted > count or "tokens" in words_of(other)
+    if is_sure or _stated(record, _LENGTH):
+        return None, count
+    rates = _stated(record, _RATE)
+    if rates and _fits_rate(record, count, accepted, None):
+        return count, None
+    if 1 in _stated(record, _K):
+        return count, count
+    raise EngineError(
+        f"{name!r} beside {other!r} may be rounds or draft tokens, and nothing there shows which; give the number of "
+        "draft tokens, the acceptance rate or the mean acceptance length, too"
+    )
 
 
 def _contradiction(
